@@ -1,0 +1,1 @@
+"""Holds each stream for its whole life: the fleet's engine core as seen by vLLM's front half."""

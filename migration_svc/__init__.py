@@ -1,0 +1,1 @@
+"""Opens, limits, journals, commits and aborts migrations."""

@@ -1,0 +1,1 @@
+"""Collects what workers report and publishes the cluster's state."""

@@ -1,0 +1,1 @@
+"""Discrete-event cluster simulator: the same policies under a virtual clock."""

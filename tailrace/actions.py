@@ -1,0 +1,50 @@
+"""What a policy may decide. Pure data; the live scheduler and the simulator carry these out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tailrace.cluster import Pool, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Send an arriving request to an instance."""
+
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """No instance can take the request; `reason` reaches the user."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Migrate:
+    """Move a running request, KV included. `reason` is recorded with the migration."""
+
+    request_id: str
+    source_id: str
+    target_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetPool:
+    """Move an instance between pools; None takes it out of all pools."""
+
+    instance_id: str
+    pool: Pool | None
+
+
+@dataclass(frozen=True, slots=True)
+class SetStages:
+    """Replace the length stages."""
+
+    stages: tuple[Stage, ...]
+
+
+Placement = Place | Refuse
+Action = Migrate | SetPool | SetStages

@@ -1,0 +1,140 @@
+"""The immutable view of the cluster that a policy decides on.
+
+Pure data: no I/O, no clock. The live scheduler builds it from worker reports, the simulator from its own
+state; both hand the same types to the same policies. Lengths are in tokens, times in seconds.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+class Phase(enum.Enum):
+    """Where a request is in its life."""
+
+    PREFILL = "prefill"
+    REASONING = "reasoning"
+    ANSWERING = "answering"
+
+
+class Pool(enum.Enum):
+    """Elastic pools (Arrow, section 5). An instance in no pool does both kinds of work."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PREFILL_TO_DECODE = "prefill_to_decode"
+    DECODE_TO_PREFILL = "decode_to_prefill"
+
+
+class InstanceState(enum.Enum):
+    """What may be done with an instance."""
+
+    ACTIVE = "active"
+    DRAINING = "draining"
+    SUSPECT = "suspect"
+
+
+class RequestState(enum.Enum):
+    """Where a request is inside its instance's engine."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PAUSED = "paused"
+    PREEMPTED = "preempted"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """One request as last reported by its instance."""
+
+    request_id: str
+    instance_id: str
+    phase: Phase
+    state: RequestState
+    prompt_tokens: int
+    output_tokens: int
+    max_tokens: int
+    epoch: int = 0
+    reasoning_tokens: int = 0
+    # KV blocks held, in tokens of capacity.
+    kv_tokens: int = 0
+    arrival_s: float = 0.0
+    token_interval_s: float = 0.0
+    frontend_id: str = ""
+    # A migration of it is open; another must not be started.
+    migrating: bool = False
+
+    @property
+    def context_tokens(self) -> int:
+        """Prompt and output tokens held so far."""
+        return self.prompt_tokens + self.output_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceView:
+    """One instance as last reported, with what the scheduler has placed on it since."""
+
+    instance_id: str
+    state: InstanceState = InstanceState.ACTIVE
+    pool: Pool | None = None
+    # KV capacity and use, in tokens.
+    kv_capacity_tokens: int = 0
+    kv_used_tokens: int = 0
+    block_tokens: int = 16
+    max_model_len: int = 0
+    running: int = 0
+    waiting: int = 0
+    # Prompt tokens not yet prefilled, and tokens of all requests held.
+    prefill_backlog_tokens: int = 0
+    context_tokens: int = 0
+    token_interval_s: float = 0.0
+    migrations_in: int = 0
+    migrations_out: int = 0
+    requests: tuple[RequestView, ...] = ()
+
+    @property
+    def kv_free_tokens(self) -> int:
+        """KV capacity that no request holds, in tokens."""
+        return self.kv_capacity_tokens - self.kv_used_tokens
+
+    @property
+    def load(self) -> int:
+        """Requests running or waiting."""
+        return self.running + self.waiting
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A half-open range of lengths [lo, hi) in tokens and the instances that serve it."""
+
+    lo: int
+    hi: int
+    instance_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """Everything a policy may look at. `instances` iterates in instance-id order."""
+
+    instances: Mapping[str, InstanceView]
+    stages: tuple[Stage, ...] = ()
+
+    def placeable(self) -> list[InstanceView]:
+        """Instances that may get new work, in instance-id order."""
+        return [i for i in self.instances.values() if i.state is InstanceState.ACTIVE]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that needs an instance."""
+
+    request_id: str
+    prompt_tokens: int
+    max_tokens: int
+    # Counts the placements this scheduler has made; what a stateless round-robin turns on.
+    seq: int
+    # Not 0: the request goes on after its instance was lost, with this many tokens already delivered.
+    output_tokens: int = 0
+    excluded: frozenset[str] = field(default_factory=frozenset)

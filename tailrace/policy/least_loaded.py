@@ -1,0 +1,26 @@
+"""Least loaded: each arrival to the instance with the most free KV after its queue is served."""
+
+from __future__ import annotations
+
+from tailrace.actions import Place, Placement, Refuse
+from tailrace.cluster import Arrival, ClusterView, InstanceView
+from tailrace.policy.base import Policy
+
+
+class LeastLoaded(Policy):
+    """Current-load dispatch, the papers' "vLLM" baseline (ARES, section 6.1; Llumnix's dispatch rule)."""
+
+    summary = "each arrival to the instance with the least work held and queued"
+
+    def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
+        """The least (share of KV that is spoken for, requests, id) among instances that may get work."""
+        candidates = [i for i in view.placeable() if i.instance_id not in arrival.excluded]
+        if not candidates:
+            return Refuse("no active instance")
+        return Place(min(candidates, key=_load_key).instance_id)
+
+
+def _load_key(instance: InstanceView) -> tuple[float, int, str]:
+    capacity = max(1, instance.kv_capacity_tokens)
+    spoken_for = (instance.kv_used_tokens + instance.prefill_backlog_tokens) / capacity
+    return (round(spoken_for, 3), instance.load, instance.instance_id)

@@ -1,0 +1,1 @@
+"""What every service needs: gRPC server with health and reflection, settings, shutdown."""

@@ -1,0 +1,1 @@
+"""etcd, behind one module: membership, pools, stages, leadership, settings."""

@@ -1,0 +1,17 @@
+"""The reasoning model that ships with Tailrace: small enough to run anywhere, sure enough to be checked.
+
+A fleet can only be tested end to end with a model that thinks before it answers, whose lengths the prompt
+decides, and whose every token a program can predict. No published model is all of that and smaller than a
+photograph, so this package carries one of its own.
+"""
+
+from pathlib import Path
+from typing import Final
+
+MODEL_PATH: Final[Path] = Path(__file__).resolve().parent / "model"
+"""Folder to give to vLLM as ``model``."""
+
+REASONING_PARSER: Final[str] = "qwen3"
+"""Name of the vLLM reasoning parser that splits the model's thought from its answer."""
+
+__all__ = ["MODEL_PATH", "REASONING_PARSER"]

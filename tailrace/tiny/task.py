@@ -1,0 +1,107 @@
+"""What the tiny model is asked to do, and what it must say, token for token.
+
+The task is built to make a serving system's mistakes visible. The prompt alone decides how long the model
+thinks and how long it answers, every line depends on the one before it and on the prompt, and the whole
+text is known in advance, so one lost, repeated or swapped token is found by comparing strings.
+
+    Count to 12 with wxyz, then back to 9.
+
+makes the model think ``plan 012 wxyz 009`` and then ``001 wxyz`` ... ``012 wxyz``, one a line, and answer
+``012 zyxw`` ... ``009 zyxw``: backwards in both senses.
+
+This module is pure: it imports nothing of the model, of vLLM or of torch.
+"""
+
+import random
+import string
+from dataclasses import dataclass
+from typing import Final
+
+MAX_COUNT: Final = 299
+"""The largest count that the model was trained on."""
+
+MAX_SCORED_COUNT: Final = 220
+"""The largest count that ``make_task`` draws: a thought of 1,997 tokens."""
+
+MAX_SCORED_LINES: Final = 55
+"""The most answer lines that ``make_task`` draws: an answer of 494 tokens."""
+
+HELP_THOUGHT: Final = "no count here"
+HELP_ANSWER: Final = "I can only count. Try: Count to 12 with wxyz, then back to 9."
+"""What the model thinks and says when it is asked for anything else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One question, and the only right thought and answer."""
+
+    prompt: str
+    thought: str
+    answer: str
+
+    @property
+    def thought_tokens(self) -> int:
+        """Tokens strictly between ``<think>`` and ``</think>``; a byte is a token."""
+        return len(self.thought.encode())
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens after ``</think>``, without the end-of-turn token."""
+        return len(self.answer.encode())
+
+    @property
+    def completion_tokens(self) -> int:
+        """All the tokens that the model generates: both tags and the end-of-turn token included."""
+        return self.thought_tokens + self.answer_tokens + 3
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Which parts of a completion are exactly right."""
+
+    thought: bool
+    answer: bool
+
+    @property
+    def right(self) -> bool:
+        """True if every token of the completion is the expected one."""
+        return self.thought and self.answer
+
+
+def task(word: str, n: int, m: int) -> Task:
+    """The task that counts up to ``n`` with ``word`` while thinking, and back to ``m`` while answering."""
+    if len(word) != 4 or not all(letter in string.ascii_lowercase for letter in word):
+        raise ValueError(f"word must be four lower-case ASCII letters, not {word!r}")
+    if not 1 <= n <= MAX_COUNT:
+        raise ValueError(f"n must be between 1 and {MAX_COUNT}, not {n}")
+    if not 0 <= m <= n:
+        raise ValueError(f"m must be between 0 and n = {n}, not {m}")
+    up = [f"plan {n:03d} {word} {m:03d}", *(f"{k:03d} {word}" for k in range(1, n + 1))]
+    back = [f"{k:03d} {word[::-1]}" for k in range(n, m - 1, -1)]
+    return Task(f"Count to {n} with {word}, then back to {m}.", "\n".join(up), "\n".join(back))
+
+
+def make_task(seed: int) -> Task:
+    """A task drawn from ``seed`` alone.
+
+    Thoughts are spread evenly over the orders of magnitude (26 to 1,997 tokens), as those of real reasoning
+    requests are, rather than evenly over lengths; so are answers (8 to 494 tokens).
+    """
+    draw = random.Random(seed)
+    word = "".join(draw.choices(string.ascii_lowercase, k=4))
+    n = _log_uniform(draw, MAX_SCORED_COUNT)
+    lines = _log_uniform(draw, min(n, MAX_SCORED_LINES))
+    return task(word, n, n - lines + 1)
+
+
+def check(expected: Task, thought: str | None, answer: str | None) -> Verdict:
+    """Compare what a server returned with what the model must say.
+
+    Servers differ in the white space that they keep around the tags, so outer white space is not compared.
+    """
+    return Verdict((thought or "").strip() == expected.thought, (answer or "").strip() == expected.answer)
+
+
+def _log_uniform(draw: random.Random, high: int) -> int:
+    """An integer in ``1..high`` whose logarithm is about uniform."""
+    return min(high, int((high + 1) ** draw.random()))

@@ -1,0 +1,1 @@
+"""One vLLM (or simulated) engine: data path, KV transfer, both ends of a migration."""

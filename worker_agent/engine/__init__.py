@@ -1,0 +1,1 @@
+"""The engines that a worker can run, behind one interface (base.py)."""

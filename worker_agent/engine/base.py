@@ -1,0 +1,254 @@
+"""The interface between a worker and its engine.
+
+Two engines stand behind it: vLLM's (worker_agent/engine/vllm) and the simulated one (engine/simulated).
+All methods are called from the worker's event loop. An engine that runs in a thread of its own carries
+each call over to it and acts between two steps; what it reports comes back on the event loop through the
+EngineSink. Token ids are ints; lengths are in tokens; block numbers count from a request's first block.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+Frames = Sequence[bytes]
+
+
+class EnginePhase(enum.Enum):
+    """Phase of a request on this engine (the words of tailrace.cluster.Phase)."""
+
+    PREFILL = "prefill"
+    REASONING = "reasoning"
+    ANSWERING = "answering"
+
+
+class OutputFlag(enum.IntFlag):
+    """Flags of one request's outputs in one step; the values of the proto enum."""
+
+    NONE = 0
+    FINISHED = 1
+    PREFILL_DONE = 2
+    REASONING_ENDED = 4
+    FAILED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RequestKey:
+    """(front end's slot on this worker, handle): names a request on the data path."""
+
+    client: int
+    handle: int
+
+
+@dataclass(slots=True)
+class StepColumns:
+    """One step's outputs for one front end: vLLM's message verbatim, and columns to check it by.
+
+    `frames` is vLLM's EngineCoreOutputs as its msgpack encoder made it. Entry i of every other list
+    belongs to output i of that message; `token_ids` is the concatenation in that order.
+    """
+
+    client: int
+    step: int
+    frames: list[bytes]
+    handles: list[int] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
+    first_indices: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    flags: list[int] = field(default_factory=list)
+
+
+class EngineSink(Protocol):
+    """Where an engine delivers; called on the event loop, must not block."""
+
+    def on_step(self, columns: StepColumns) -> None:
+        """One step's outputs for one front end."""
+
+    def on_utility(self, client: int, call_id: int, frames: Frames) -> None:
+        """Answer to Engine.utility: vLLM's EngineCoreOutputs with the utility output, verbatim."""
+
+    def on_engine_dead(self, reason: str) -> None:
+        """The engine failed for good; the worker must leave the fleet and exit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A request for the engine: new, or going on after output_token_ids with its KV to be computed anew."""
+
+    key: RequestKey
+    request_id: str
+    epoch: int
+    # vLLM's EngineCoreRequest, verbatim frames.
+    frames: Frames
+    output_token_ids: Sequence[int] = ()
+    traceparent: str = ""
+    frontend_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """Shape of a block's KV; two engines exchange KV only if theirs are equal."""
+
+    model_fingerprint: str
+    block_tokens: int
+    num_layers: int
+    layer_block_bytes: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return self.num_layers * self.layer_block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a started engine is; goes into the instance's etcd record."""
+
+    engine: str
+    model: str
+    kv_shape: KvShape
+    kv_blocks_total: int
+    max_model_len: int
+    max_num_seqs: int
+    # vLLM's EngineCoreReadyResponse, msgpack.
+    ready_response: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """One request for the steady report."""
+
+    request_id: str
+    frontend_id: str
+    epoch: int
+    phase: EnginePhase
+    # "waiting", "running", "paused" or "preempted".
+    state: str
+    prompt_tokens: int
+    output_tokens: int
+    reasoning_tokens: int
+    max_tokens: int
+    kv_blocks: int
+    arrival_s: float
+    token_interval_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine at one moment, for the steady report."""
+
+    requests: list[RequestStats]
+    kv_blocks_used: int
+    kv_blocks_total: int
+    host_kv_bytes_used: int
+    host_kv_bytes_total: int
+    prefill_backlog_tokens: int
+    steps: int
+    generated_tokens: int
+    preemptions: int
+    token_interval_ms_mean: float
+    token_interval_ms_p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A request at the moment its export was opened; its full blocks are pinned from then on."""
+
+    key: RequestKey
+    frontend_id: str
+    epoch: int
+    frames: Frames
+    output_token_ids: list[int]
+    phase: EnginePhase
+    traceparent: str
+    # Content hash of each full block whose KV exists.
+    block_hashes: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedPause:
+    """What is left to hand over once the request is paused."""
+
+    new_output_token_ids: list[int]
+    # Tokens whose KV exists: all but the last sampled one.
+    computed_tokens: int
+    # From the first block that the target lacks; the last one may be partial (empty hash).
+    block_hashes: list[bytes]
+    sampling_state: bytes
+    token_interval_ms: float
+
+
+class EngineRefusal(Exception):
+    """The engine cannot do this now; the message says why (unknown request, no room, preempted, ...)."""
+
+
+class Engine(Protocol):
+    """One engine. See the module's docstring for threads."""
+
+    async def start(self, sink: EngineSink) -> EngineInfo:
+        """Load the model and begin to step. Raises RuntimeError with what to do when it cannot."""
+
+    async def stop(self) -> None:
+        """Stop stepping and free everything."""
+
+    # ---- the data path
+
+    def submit(self, submission: Submission) -> None:
+        """Take a request. A request that cannot run is answered with a FAILED output, never an exception."""
+
+    def abort(self, keys: Sequence[RequestKey]) -> None:
+        """Free these requests, wherever they are in their life; unknown ones are ignored."""
+
+    def abort_client(self, client: int) -> None:
+        """Free every request of a front end whose stream broke."""
+
+    def utility(self, client: int, call_id: int, frames: Frames) -> None:
+        """vLLM's utility call, verbatim; answered through EngineSink.on_utility."""
+
+    def stats(self) -> EngineStats:
+        """The engine as it is now; cheap enough for every report."""
+
+    # ---- source of a migration. One export a request; raise EngineRefusal.
+
+    async def export_open(self, request_id: str) -> Exported:
+        """Pin the request's full blocks; it goes on decoding."""
+
+    async def export_more(self, request_id: str, have_blocks: int) -> list[bytes]:
+        """Pin and name the full blocks from number have_blocks on that exist now."""
+
+    async def export_pause(self, request_id: str, have_blocks: int) -> ExportedPause:
+        """Stop scheduling the request; its tokens so far have all been delivered to the sink before this
+        returns. Refused when the request has finished meanwhile."""
+
+    async def export_resume(self, request_id: str) -> None:
+        """Abort: unpin, and go on as if nothing had happened."""
+
+    async def export_release(self, request_id: str) -> None:
+        """Committed elsewhere: free the request and its blocks, without any output for it."""
+
+    async def read_blocks(self, request_id: str, first_block: int, out: Sequence[memoryview]) -> None:
+        """Copy pinned blocks into `out`, one buffer of KvShape.block_bytes each, layer by layer."""
+
+    # ---- target of a migration
+
+    async def import_open(self, exported: Exported, key: RequestKey, epoch: int) -> None:
+        """Reserve room for the request as it is now (one block beyond). Refused when there is none, and
+        nothing then remains reserved."""
+
+    async def import_reserve(self, request_id: str, num_blocks: int) -> None:
+        """Grow the reservation to hold this many blocks of KV."""
+
+    async def write_blocks(self, request_id: str, first_block: int, blocks: Sequence[memoryview]) -> None:
+        """Copy received blocks into the reservation; same buffers as read_blocks."""
+
+    async def import_prepare(self, request_id: str, pause: ExportedPause) -> None:
+        """All KV is here: rebuild tokens, sampling and grammar state, ready to run. Does not run yet."""
+
+    async def import_activate(self, request_id: str) -> None:
+        """The front end has accepted the epoch: decode from the next index on."""
+
+    async def import_drop(self, request_id: str) -> None:
+        """Abort: free the reservation; unknown requests are ignored."""
