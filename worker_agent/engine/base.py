@@ -185,6 +185,18 @@ class EngineRefusal(Exception):
     """The engine cannot do this now; the message says why (unknown request, no room, preempted, ...)."""
 
 
+class KvCorrupt(Exception):
+    """A received block is not what was sent; the message names the block."""
+
+
+class Staging(Protocol):
+    """A buffer that UCX sends from and receives into."""
+
+    @property
+    def buffer(self) -> object:
+        """What ucxx takes: an object with the buffer protocol or __cuda_array_interface__."""
+
+
 class Engine(Protocol):
     """One engine. See the module's docstring for threads."""
 
@@ -229,8 +241,11 @@ class Engine(Protocol):
     async def export_release(self, request_id: str) -> None:
         """Committed elsewhere: free the request and its blocks, without any output for it."""
 
-    async def read_blocks(self, request_id: str, first_block: int, out: Sequence[memoryview]) -> None:
-        """Copy pinned blocks into `out`, one buffer of KvShape.block_bytes each, layer by layer."""
+    def staging(self, num_blocks: int) -> Staging:
+        """A contiguous buffer of num_blocks * KvShape.block_bytes in the memory that holds the KV."""
+
+    async def read_blocks(self, request_id: str, first_block: int, num_blocks: int, out: Staging) -> list[int]:
+        """Copy pinned blocks into `out`, each block layer by layer; one 64-bit checksum a block."""
 
     # ---- target of a migration
 
@@ -241,8 +256,13 @@ class Engine(Protocol):
     async def import_reserve(self, request_id: str, num_blocks: int) -> None:
         """Grow the reservation to hold this many blocks of KV."""
 
-    async def write_blocks(self, request_id: str, first_block: int, blocks: Sequence[memoryview]) -> None:
-        """Copy received blocks into the reservation; same buffers as read_blocks."""
+    async def write_blocks(
+        self, request_id: str, first_block: int, num_blocks: int, received: Staging, checksums: Sequence[int]
+    ) -> None:
+        """Check the received blocks against read_blocks' checksums and copy them into the reservation.
+
+        Raises KvCorrupt, having written nothing, when one does not match.
+        """
 
     async def import_prepare(self, request_id: str, pause: ExportedPause) -> None:
         """All KV is here: rebuild tokens, sampling and grammar state, ready to run. Does not run yet."""
