@@ -1,0 +1,68 @@
+"""vLLM 0.32's engine-core protocol for processes that do not import vLLM.
+
+Between vLLM's front half and its engine core go ZMQ messages of msgpack: requests one way, outputs the
+other. The structs here mirror vLLM's field by field, in its order (vllm/v1/engine/__init__.py); what nobody
+here reads stays raw bytes, so that a message that is read, cut and written again loses nothing. A test
+compares all of it with the installed vLLM.
+"""
+
+from tailrace.wire.outputs import (
+    NIL,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+    OutputHead,
+    abort_outputs,
+    encode_outputs,
+    error_outputs,
+    filter_outputs,
+    read_outputs,
+)
+from tailrace.wire.ready import (
+    ENGINE_CORE_DEAD,
+    ReadyResponse,
+    engine_identity,
+    is_dead,
+    read_ready,
+    write_ready,
+)
+from tailrace.wire.requests import (
+    EngineCoreRequest,
+    RequestHead,
+    RequestType,
+    SamplingParams,
+    read_abort,
+    read_full_request,
+    read_request,
+)
+from tailrace.wire.utility import UtilityCall, read_utility, utility_failure, utility_result
+
+__all__ = [
+    "ENGINE_CORE_DEAD",
+    "NIL",
+    "EngineCoreOutput",
+    "EngineCoreOutputs",
+    "EngineCoreRequest",
+    "FinishReason",
+    "OutputHead",
+    "ReadyResponse",
+    "RequestHead",
+    "RequestType",
+    "SamplingParams",
+    "UtilityCall",
+    "abort_outputs",
+    "encode_outputs",
+    "engine_identity",
+    "error_outputs",
+    "filter_outputs",
+    "is_dead",
+    "read_abort",
+    "read_full_request",
+    "read_outputs",
+    "read_ready",
+    "read_request",
+    "read_utility",
+    "utility_failure",
+    "utility_result",
+    "write_ready",
+]

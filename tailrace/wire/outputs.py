@@ -1,0 +1,128 @@
+"""Engine core to front half: the outputs of one step."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from tailrace.wire.frames import Frames
+
+NIL = msgspec.Raw(b"\xc0")
+"""msgpack's nil."""
+
+_FINISHED_REQUESTS = 5
+"""Position of finished_requests in EngineCoreOutputs."""
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request finished. vLLM's front half turns ERROR into a 500 for the user."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+    REPETITION = 4
+
+
+class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """One request's outputs in one step. Fields that nobody here reads are kept as raw msgpack."""
+
+    request_id: str
+    new_token_ids: list[int]
+    new_logprobs: msgspec.Raw = NIL
+    new_prompt_logprobs_tensors: msgspec.Raw = NIL
+    pooling_output: msgspec.Raw = NIL
+    finish_reason: int | None = None
+    stop_reason: int | str | None = None
+    events: msgspec.Raw = NIL
+    kv_transfer_params: msgspec.Raw = NIL
+    ec_transfer_params: msgspec.Raw = NIL
+    trace_headers: dict[str, str] | None = None
+    prefill_stats: msgspec.Raw = NIL
+    routed_experts: msgspec.Raw = NIL
+    num_nans_in_logits: int = 0
+    mm_cache_miss_hashes: list[str] | None = None
+    new_sampling_mask: msgspec.Raw = NIL
+    spec_decode_metrics: msgspec.Raw = NIL
+    prompt_token_id_logprobs: msgspec.Raw = NIL
+
+
+class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """One step's outputs for one front end. timestamp: seconds of the engine's monotonic clock."""
+
+    engine_index: int = 0
+    outputs: list[EngineCoreOutput] = []
+    scheduler_stats: msgspec.Raw = NIL
+    timestamp: float = 0.0
+    utility_output: msgspec.Raw = NIL
+    finished_requests: list[str] | None = None
+    wave_complete: int | None = None
+    start_wave: int | None = None
+    weight_version: str | None = None
+
+
+class OutputHead(msgspec.Struct, array_like=True, gc=False):
+    """The leading fields of one output: all that is needed to name it."""
+
+    request_id: str
+    new_token_ids: list[int]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_outputs = msgspec.msgpack.Decoder(EngineCoreOutputs)
+_raw_list = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_head = msgspec.msgpack.Decoder(OutputHead)
+_names = msgspec.msgpack.Decoder(list[str] | None)
+
+
+def read_outputs(frames: Frames) -> EngineCoreOutputs:
+    """Decode a message. Raises msgspec.DecodeError when it is none."""
+    return _outputs.decode(frames[0])
+
+
+def encode_outputs(outputs: Sequence[EngineCoreOutput], finished: Sequence[str] = ()) -> list[bytes]:
+    """A message of these outputs, stamped now, as vLLM's engine core 0 would send it."""
+    message = EngineCoreOutputs(
+        0, list(outputs), timestamp=time.monotonic(), finished_requests=list(finished) or None
+    )
+    return [_encoder.encode(message)]
+
+
+def filter_outputs(frames: Frames, keep: Sequence[bool]) -> list[bytes]:
+    """Drop the outputs whose entry of `keep` is False; everything else stays byte for byte.
+
+    The auxiliary buffers are all kept, so that the indices of those still referred to stay right. Raises
+    ValueError when `keep` has not one entry an output, msgspec.DecodeError when this is no such message.
+    """
+    fields = _raw_list.decode(frames[0])
+    outputs = _raw_list.decode(fields[1])
+    if len(outputs) != len(keep):
+        raise ValueError(f"{len(keep)} verdicts for {len(outputs)} outputs")
+    dropped = {
+        _head.decode(output).request_id for output, kept in zip(outputs, keep, strict=True) if not kept
+    }
+    rebuilt: list[msgspec.Raw | list[msgspec.Raw] | list[str] | None] = [*fields]
+    rebuilt[1] = [output for output, kept in zip(outputs, keep, strict=True) if kept]
+    if len(fields) > _FINISHED_REQUESTS:
+        finished = _names.decode(fields[_FINISHED_REQUESTS])
+        if finished is not None:
+            rebuilt[_FINISHED_REQUESTS] = [name for name in finished if name not in dropped] or None
+    return [_encoder.encode(rebuilt), *frames[1:]]
+
+
+def error_outputs(request_ids: Iterable[str]) -> list[bytes]:
+    """A message that ends these requests with an internal error (500 to the user)."""
+    return _finish(request_ids, FinishReason.ERROR)
+
+
+def abort_outputs(request_ids: Iterable[str]) -> list[bytes]:
+    """A message that ends these requests as aborted."""
+    return _finish(request_ids, FinishReason.ABORT)
+
+
+def _finish(request_ids: Iterable[str], reason: FinishReason) -> list[bytes]:
+    names = list(request_ids)
+    return encode_outputs([EngineCoreOutput(name, [], finish_reason=reason) for name in names], names)

@@ -1,0 +1,69 @@
+"""Start and end of an engine core, as its front half sees them.
+
+A front half that is given its sockets' addresses by a launcher does no handshake: each engine core connects a
+DEALER, whose identity is its index as two little-endian bytes, to the front half's ROUTER, and sends one
+ReadyResponse; then it connects a PUSH to the front half's PULL and sends outputs.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tailrace.wire.frames import Frames
+
+ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
+"""Sole frame of the message that tells the front half to give up."""
+
+
+class ReadyResponse(msgspec.Struct):
+    """vLLM's EngineCoreReadyResponse (a msgpack map)."""
+
+    max_model_len: int
+    num_gpu_blocks: int
+    block_size: int
+    dp_stats_address: str | None
+    dtype: str
+    vllm_version: str
+    world_size: int
+    data_parallel_size: int
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    decode_context_parallel_size: int
+    data_parallel_rank: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    instance_id: str
+    supports_lora: bool
+    max_loras: int
+    mamba_block_size: int | None = None
+    kv_cache_size_tokens: int | None = None
+    kv_cache_max_concurrency: float | None = None
+    kv_events_config: msgspec.Raw = msgspec.Raw(b"\xc0")
+    weight_transfer_backend: str | None = None
+    enable_sleep_mode: bool = False
+    supports_draft_weight_updates: bool = False
+    effective_attention_block_size: int | None = None
+
+
+_decoder = msgspec.msgpack.Decoder(ReadyResponse)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def read_ready(payload: bytes) -> ReadyResponse:
+    """Decode a ready response. Raises msgspec.DecodeError."""
+    return _decoder.decode(payload)
+
+
+def write_ready(response: ReadyResponse) -> bytes:
+    """Encode a ready response."""
+    return _encoder.encode(response)
+
+
+def engine_identity(index: int) -> bytes:
+    """ZMQ identity of an engine core's DEALER socket."""
+    return index.to_bytes(2, "little")
+
+
+def is_dead(frames: Frames) -> bool:
+    """Whether this message of an engine core is its last."""
+    return len(frames) == 1 and frames[0] == ENGINE_CORE_DEAD

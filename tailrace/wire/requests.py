@@ -1,0 +1,166 @@
+"""Front half to engine core: requests and aborts."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from tailrace.wire.frames import Frames
+
+
+class RequestType(bytes, enum.Enum):
+    """First frame of every message to the engine core."""
+
+    ADD = b"\x00"
+    ABORT = b"\x01"
+    START_DP_WAVE = b"\x02"
+    UTILITY = b"\x03"
+
+
+class SamplingParams(
+    msgspec.Struct,
+    gc=False,
+    rename={"eos_token_id": "_eos_token_id", "all_stop_token_ids": "_all_stop_token_ids"},
+):
+    """The part of vLLM's SamplingParams (a msgpack map) that is read outside the engine."""
+
+    n: int = 1
+    temperature: float = 1.0
+    seed: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    eos_token_id: int | None = None
+    all_stop_token_ids: list[int] = []
+
+
+class EngineCoreRequest(msgspec.Struct, array_like=True, gc=False):
+    """A request in full, but for the tensors of multi-modal inputs and embeddings."""
+
+    request_id: str
+    prompt_token_ids: list[int] | None
+    mm_features: msgspec.Raw
+    sampling_params: SamplingParams | None
+    pooling_params: msgspec.Raw
+    arrival_time: float
+    lora_request: msgspec.Raw
+    cache_salt: str | None
+    data_parallel_rank: int | None
+    prompt_embeds: msgspec.Raw = msgspec.Raw(b"\xc0")
+    prompt_is_token_ids: msgspec.Raw = msgspec.Raw(b"\xc0")
+    client_index: int = 0
+    current_wave: int = 0
+    priority: int = 0
+    trace_headers: dict[str, str] | None = None
+    resumable: bool = False
+    external_req_id: str | None = None
+    reasoning_ended: bool | None = None
+    reasoning_parser_kwargs: msgspec.Raw = msgspec.Raw(b"\xc0")
+    abort_immediately: bool = False
+    session_id: str | None = None
+
+
+class _Lengths(msgspec.Struct, gc=False):
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+
+
+class _Head(msgspec.Struct, array_like=True, gc=False):
+    request_id: str
+    prompt_token_ids: msgspec.Raw
+    mm_features: msgspec.Raw
+    sampling_params: _Lengths | None
+    pooling_params: msgspec.Raw
+    arrival_time: float
+    lora_request: msgspec.Raw
+    cache_salt: msgspec.Raw
+    data_parallel_rank: int | None
+    prompt_embeds: msgspec.Raw = msgspec.Raw(b"\xc0")
+    prompt_is_token_ids: msgspec.Raw = msgspec.Raw(b"\xc0")
+    client_index: int = 0
+    current_wave: int = 0
+    priority: int = 0
+    trace_headers: dict[str, str] | None = None
+    resumable: bool = False
+    external_req_id: str | None = None
+    reasoning_ended: bool | None = None
+
+
+class RequestHead(msgspec.Struct, frozen=True, gc=False):
+    """What a front end needs of each request. Lengths in tokens."""
+
+    request_id: str
+    # 0 when the prompt is given as embeddings.
+    prompt_tokens: int
+    # None: until the model's longest length, or a pooling request.
+    max_tokens: int | None
+    min_tokens: int
+    # False: a pooling request, which has no stream of tokens.
+    generates: bool
+    client_index: int
+    priority: int
+    # Seconds since the epoch.
+    arrival_time: float
+    trace_headers: dict[str, str] | None
+    # The id that the user sees or gave.
+    external_req_id: str | None
+    # Whether the prompt already closes the reasoning; None when nobody has said.
+    reasoning_ended: bool | None
+
+
+_heads = msgspec.msgpack.Decoder(_Head)
+_requests = msgspec.msgpack.Decoder(EngineCoreRequest)
+_aborts = msgspec.msgpack.Decoder(list[str])
+
+
+def read_request(frames: Frames) -> RequestHead:
+    """Read the head of an ADD's data frames; the prompt is counted, not decoded.
+
+    Raises msgspec.DecodeError (msgspec.ValidationError among them) when it is no request.
+    """
+    head = _heads.decode(frames[0])
+    sampling = head.sampling_params
+    return RequestHead(
+        request_id=head.request_id,
+        prompt_tokens=_array_length(bytes(memoryview(head.prompt_token_ids)[:5])),
+        max_tokens=sampling.max_tokens if sampling is not None else None,
+        min_tokens=sampling.min_tokens if sampling is not None else 0,
+        generates=sampling is not None,
+        client_index=head.client_index,
+        priority=head.priority,
+        arrival_time=head.arrival_time,
+        trace_headers=head.trace_headers,
+        external_req_id=head.external_req_id,
+        reasoning_ended=head.reasoning_ended,
+    )
+
+
+def read_full_request(frames: Frames) -> EngineCoreRequest:
+    """Decode an ADD's data frames. Raises msgspec.DecodeError when it is no request."""
+    return _requests.decode(frames[0])
+
+
+def read_abort(frames: Frames) -> list[str]:
+    """The request ids of an ABORT's data frames. Raises msgspec.DecodeError."""
+    return _aborts.decode(frames[0])
+
+
+def _array_length(head: bytes) -> int:
+    """Length that a msgpack array's first bytes state; 0 for nil.
+
+    Format: https://github.com/msgpack/msgpack/blob/master/spec.md#array-format-family
+    """
+    first = head[0]
+    if first == 0xC0:
+        return 0
+    if first & 0xF0 == 0x90:
+        return first & 0x0F
+    if first == 0xDC:
+        return int.from_bytes(head[1:3], "big")
+    if first == 0xDD:
+        return int.from_bytes(head[1:5], "big")
+    raise msgspec.ValidationError(f"prompt_token_ids begins with byte {first:#x}: not an array")

@@ -1,0 +1,253 @@
+"""Our mirror of the protocol against the installed vLLM: positions, defaults and round trips."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tailrace import wire
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def vllm_engine() -> Any:
+    return pytest.importorskip("vllm.v1.engine")
+
+
+@pytest.fixture(scope="module")
+def serial() -> Any:
+    return pytest.importorskip("vllm.v1.serial_utils")
+
+
+def _encode(serial: Any, message: object) -> list[bytes]:
+    return [bytes(frame) for frame in serial.MsgpackEncoder().encode(message)]
+
+
+def _request(vllm_engine: Any, prompt: list[int] | None, **sampling: Any) -> Any:
+    from vllm.sampling_params import SamplingParams
+
+    params = SamplingParams(**sampling)
+    return vllm_engine.EngineCoreRequest(
+        "chat-1",
+        prompt,
+        None,
+        params,
+        None,
+        12.5,
+        None,
+        None,
+        None,
+        client_index=3,
+        priority=-1,
+        trace_headers={"traceparent": "00-ab-cd-01"},
+        external_req_id="mine",
+        reasoning_ended=True,
+    )
+
+
+@pytest.mark.parametrize("name", ["EngineCoreOutput", "EngineCoreOutputs", "EngineCoreRequest"])
+def test_fields_stand_in_vllms_order(vllm_engine: Any, name: str) -> None:
+    ours = getattr(wire, name).__struct_fields__
+    assert ours == getattr(vllm_engine, name).__struct_fields__[: len(ours)]
+
+
+def test_outputs_are_mirrored_to_the_last_field(vllm_engine: Any) -> None:
+    for name in ("EngineCoreOutput", "EngineCoreOutputs"):
+        assert getattr(wire, name).__struct_fields__ == getattr(vllm_engine, name).__struct_fields__
+
+
+def test_sampling_params_exist_with_these_defaults(vllm_engine: Any) -> None:
+    from vllm.sampling_params import SamplingParams
+
+    theirs = {field.encode_name: field for field in msgspec.structs.fields(SamplingParams)}
+    for field in msgspec.structs.fields(wire.SamplingParams):
+        assert field.encode_name in theirs
+        if field.default is not msgspec.NODEFAULT:
+            assert field.default == theirs[field.encode_name].default, field.name
+
+
+def test_enumerations(vllm_engine: Any) -> None:
+    assert {r.name: r.value for r in wire.FinishReason} == {r.name: r.value for r in vllm_engine.FinishReason}
+    theirs = {t.name: t.value for t in vllm_engine.EngineCoreRequestType}
+    for kind in wire.RequestType:
+        assert theirs[kind.name] == kind.value
+
+
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 70_000])
+def test_request_head(vllm_engine: Any, serial: Any, length: int) -> None:
+    frames = _encode(serial, _request(vllm_engine, [7] * length, max_tokens=99, min_tokens=3, seed=5))
+    head = wire.read_request(frames)
+    assert head == wire.RequestHead(
+        request_id="chat-1",
+        prompt_tokens=length,
+        max_tokens=99,
+        min_tokens=3,
+        generates=True,
+        client_index=3,
+        priority=-1,
+        arrival_time=12.5,
+        trace_headers={"traceparent": "00-ab-cd-01"},
+        external_req_id="mine",
+        reasoning_ended=True,
+    )
+
+
+def test_request_with_defaults_and_without_prompt_ids(vllm_engine: Any, serial: Any) -> None:
+    head = wire.read_request(_encode(serial, _request(vllm_engine, None)))
+    assert (head.prompt_tokens, head.max_tokens, head.min_tokens) == (0, 16, 0)
+    head = wire.read_request(_encode(serial, _request(vllm_engine, None, max_tokens=None)))
+    assert head.max_tokens is None
+
+
+def test_full_request(vllm_engine: Any, serial: Any) -> None:
+    original = _request(vllm_engine, [1, 2, 3], max_tokens=8, seed=4, stop_token_ids=[9], ignore_eos=True)
+    original.sampling_params._eos_token_id = 258
+    request = wire.read_full_request(_encode(serial, original))
+    assert request.prompt_token_ids == [1, 2, 3]
+    sampling = request.sampling_params
+    assert sampling is not None
+    assert (sampling.seed, sampling.stop_token_ids, sampling.ignore_eos) == (4, [9], True)
+    assert sampling.eos_token_id == 258
+
+
+def test_not_a_request() -> None:
+    with pytest.raises(msgspec.DecodeError):
+        wire.read_request([msgspec.msgpack.encode(["only an id"])])
+
+
+def _two_outputs_with_logprobs(vllm_engine: Any) -> Any:
+    from vllm.v1.outputs import LogprobsLists
+
+    def logprobs(offset: int) -> LogprobsLists:
+        # 20 x 10 ids and floats go to auxiliary buffers, the ranks are small enough to be inline.
+        return LogprobsLists(
+            np.arange(200).reshape(20, 10) + offset,
+            np.full((20, 10), -0.5 - offset, np.float32),
+            np.arange(20) + offset,
+        )
+
+    return vllm_engine.EngineCoreOutputs(
+        outputs=[
+            vllm_engine.EngineCoreOutput("a", [1, 2], new_logprobs=logprobs(0)),
+            vllm_engine.EngineCoreOutput(
+                "b",
+                [3],
+                new_logprobs=logprobs(1000),
+                finish_reason=vllm_engine.FinishReason.STOP,
+                stop_reason="end",
+                kv_transfer_params={"x": [1]},
+                num_nans_in_logits=2,
+            ),
+        ],
+        finished_requests={"b"},
+        weight_version="v9",
+    )
+
+
+@pytest.mark.parametrize("keep", [(True, True), (True, False), (False, True), (False, False)])
+def test_filter_keeps_the_rest_untouched(vllm_engine: Any, serial: Any, keep: tuple[bool, bool]) -> None:
+    original = _two_outputs_with_logprobs(vllm_engine)
+    frames = _encode(serial, original)
+    assert len(frames) > 4
+
+    decoded = serial.MsgpackDecoder(vllm_engine.EngineCoreOutputs).decode(wire.filter_outputs(frames, keep))
+
+    expected = [output for output, kept in zip(original.outputs, keep, strict=True) if kept]
+    assert [output.request_id for output in decoded.outputs] == [output.request_id for output in expected]
+    for ours, theirs in zip(decoded.outputs, expected, strict=True):
+        for field in theirs.__struct_fields__:
+            if field == "new_logprobs":
+                for left, right in zip(ours.new_logprobs[:3], theirs.new_logprobs[:3], strict=True):
+                    np.testing.assert_array_equal(left, right)
+            else:
+                assert getattr(ours, field) == getattr(theirs, field), field
+    assert decoded.finished_requests == ({"b"} if keep[1] else None)
+    assert (decoded.timestamp, decoded.weight_version) == (original.timestamp, "v9")
+
+
+def test_filter_wants_one_verdict_an_output(vllm_engine: Any, serial: Any) -> None:
+    with pytest.raises(ValueError, match="1 verdicts for 2"):
+        wire.filter_outputs(_encode(serial, _two_outputs_with_logprobs(vllm_engine)), [True])
+
+
+def test_read_and_write_outputs_loses_nothing(vllm_engine: Any, serial: Any) -> None:
+    frames = _encode(serial, _two_outputs_with_logprobs(vllm_engine))
+    ours = wire.read_outputs(frames)
+    assert [output.new_token_ids for output in ours.outputs] == [[1, 2], [3]]
+    assert msgspec.msgpack.encode(ours) == frames[0]
+
+
+def test_our_outputs_are_vllms(vllm_engine: Any, serial: Any) -> None:
+    frames = wire.encode_outputs([wire.EngineCoreOutput("a", [5], finish_reason=1)], ["a"])
+    decoded = serial.MsgpackDecoder(vllm_engine.EngineCoreOutputs).decode(frames)
+    theirs = vllm_engine.EngineCoreOutput("a", [5], finish_reason=vllm_engine.FinishReason.LENGTH)
+    assert decoded.outputs == [theirs]
+    assert decoded.finished_requests == {"a"}
+    assert decoded.timestamp > 0
+    # As many fields as vLLM's own encoder writes, for readers that count them.
+    assert msgspec.msgpack.decode(frames[0])[1][0] == msgspec.msgpack.decode(_encode(serial, theirs)[0])
+
+
+def test_endings(vllm_engine: Any, serial: Any) -> None:
+    decoder = serial.MsgpackDecoder(vllm_engine.EngineCoreOutputs)
+    for frames, reason in (
+        (wire.error_outputs(["a", "b"]), "error"),
+        (wire.abort_outputs(["a", "b"]), "abort"),
+    ):
+        outputs = decoder.decode(frames).outputs
+        assert [(o.request_id, o.new_token_ids, str(o.finish_reason)) for o in outputs] == [
+            ("a", [], reason),
+            ("b", [], reason),
+        ]
+
+
+def test_utility_calls(vllm_engine: Any, serial: Any) -> None:
+    call_id = 2**64 - 1
+    call = wire.read_utility(_encode(serial, (0, call_id, "sleep", (1, "abort"))))
+    assert (call.client_index, call.call_id, call.method) == (0, call_id, "sleep")
+    assert msgspec.msgpack.decode(call.args) == [1, "abort"]
+
+    decoder = serial.MsgpackDecoder(vllm_engine.EngineCoreOutputs)
+    answer = decoder.decode(wire.utility_result(call_id, ["generate"])).utility_output
+    assert (answer.call_id, answer.failure_message, answer.result.result) == (call_id, None, ["generate"])
+    failure = decoder.decode(wire.utility_failure(7, "no such method")).utility_output
+    assert (failure.call_id, failure.failure_message, failure.result) == (7, "no such method", None)
+
+
+def test_abort(serial: Any) -> None:
+    assert wire.read_abort(_encode(serial, ["a", "b"])) == ["a", "b"]
+
+
+def test_ready_response(vllm_engine: Any) -> None:
+    theirs = {field.name for field in dataclasses.fields(vllm_engine.EngineCoreReadyResponse)}
+    assert set(wire.ReadyResponse.__struct_fields__) == theirs
+    response = vllm_engine.EngineCoreReadyResponse(
+        1024,
+        10,
+        16,
+        None,
+        "float32",
+        "0.32.0",
+        1,
+        1,
+        1,
+        1,
+        1,
+        0,
+        8,
+        2048,
+        "id",
+        False,
+        0,
+        kv_cache_size_tokens=160,
+    )
+    payload = msgspec.msgpack.encode(response)
+    ours = wire.read_ready(payload)
+    assert (ours.max_model_len, ours.kv_cache_size_tokens) == (1024, 160)
+    again = msgspec.msgpack.decode(wire.write_ready(ours), type=vllm_engine.EngineCoreReadyResponse)
+    assert again == response
