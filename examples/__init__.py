@@ -1,0 +1,1 @@
+"""Runnable examples; each says how at its top."""

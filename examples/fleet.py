@@ -1,0 +1,123 @@
+"""What the examples share: the admin API of the local cluster, and one streamed chat with everything it gave."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import grpc
+from openai import OpenAI
+
+from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, types_pb2
+
+
+class Fleet:
+    """The admin API: where requests are, and moving them."""
+
+    def __init__(self, address: str) -> None:
+        self._admin = admin_pb2_grpc.AdminStub(grpc.insecure_channel(address))
+
+    def instances(self) -> list[str]:
+        """Ids of the active instances."""
+        reply = self._admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=5)
+        active = types_pb2.INSTANCE_STATE_ACTIVE
+        return sorted(i.instance_id for i in reply.instances if i.state == active)
+
+    def find(self, request_id: str) -> admin_pb2.RequestInfo | None:
+        """The running request whose id contains `request_id`."""
+        reply = self._admin.ListRequests(admin_pb2.ListRequestsRequest(), timeout=5)
+        return next((r for r in reply.requests if request_id in r.request_id), None)
+
+    def requests(self) -> list[admin_pb2.RequestInfo]:
+        """Every running request."""
+        return list(self._admin.ListRequests(admin_pb2.ListRequestsRequest(), timeout=5).requests)
+
+    def migrate(self, request_id: str, target: str, reason: str = "example") -> migration_pb2.MigrationRecord:
+        """Move a request and wait for the outcome; the last record says how it went."""
+        request = admin_pb2.AdminMigrateRequest(
+            request_id=request_id, target_instance_id=target, reason=reason
+        )
+        record = migration_pb2.MigrationRecord()
+        for update in self._admin.Migrate(request, timeout=30):
+            record = update
+        return record
+
+
+@dataclass
+class Chat:
+    """What a streamed chat gave."""
+
+    request_id: str = ""
+    reasoning: str = ""
+    answer: str = ""
+    finish_reason: str | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    # (token, logprob) of every answer token, when logprobs were asked for.
+    logprobs: list[tuple[str, float]] = field(default_factory=list)
+
+    def same_text_and_usage(self, other: Chat) -> bool:
+        """Equal in everything a client can see, but for the last bits of a logprob."""
+        return (
+            self.reasoning == other.reasoning
+            and self.answer == other.answer
+            and self.finish_reason == other.finish_reason
+            and (self.prompt_tokens, self.completion_tokens) == (other.prompt_tokens, other.completion_tokens)
+            and [t for t, _ in self.logprobs] == [t for t, _ in other.logprobs]
+            and all(abs(a - b) < 1e-3 for (_, a), (_, b) in zip(self.logprobs, other.logprobs, strict=True))
+        )
+
+
+def stream_chat(
+    client: OpenAI,
+    model: str,
+    prompt: str,
+    on_progress: Callable[[Chat], None] = lambda chat: None,
+    **options: object,
+) -> Chat:
+    """Stream one chat; `on_progress` is called after every chunk."""
+    chat = Chat()
+    stream = client.chat.completions.create(  # type: ignore[call-overload]
+        model=model,
+        messages=[{"role": "user", "content": prompt}],
+        stream=True,
+        stream_options={"include_usage": True},
+        **options,
+    )
+    for chunk in stream:
+        chat.request_id = chunk.id
+        if chunk.usage is not None:
+            chat.prompt_tokens = chunk.usage.prompt_tokens
+            chat.completion_tokens = chunk.usage.completion_tokens
+        for choice in chunk.choices:
+            # vLLM calls the field `reasoning`; older clients and servers `reasoning_content`.
+            delta = choice.delta
+            chat.reasoning += getattr(delta, "reasoning", None) or getattr(delta, "reasoning_content", None) or ""
+            chat.answer += delta.content or ""
+            if choice.logprobs is not None:
+                chat.logprobs.extend((t.token, t.logprob) for t in choice.logprobs.content or ())
+            chat.finish_reason = choice.finish_reason or chat.finish_reason
+        on_progress(chat)
+    return chat
+
+
+class Once:
+    """Runs each of some actions once, in threads of their own, when its condition first holds."""
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+        self._fired: set[str] = set()
+
+    def when(self, name: str, condition: bool, action: Callable[[], None]) -> None:
+        """Start `action` if `condition` holds and `name` has not fired yet."""
+        if condition and name not in self._fired:
+            self._fired.add(name)
+            thread = threading.Thread(target=action, name=name)
+            thread.start()
+            self._threads.append(thread)
+
+    def join(self) -> None:
+        """Wait for all that were started."""
+        for thread in self._threads:
+            thread.join(timeout=60)

@@ -1,0 +1,89 @@
+"""Stream one long answer, move it between instances three times meanwhile, and show it is the same answer.
+
+    make up
+    .venv/bin/python examples/migrate_while_streaming.py
+
+Prints rounds, bytes and pause of each migration; exits 1 if the text or the usage differs from that of the
+same request left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+
+from openai import OpenAI
+
+from examples.fleet import Chat, Fleet, Once, stream_chat
+from tailrace.cli.address import resolve_admin_address
+from tailrace.v1 import migration_pb2, types_pb2
+
+PROMPT = "Count to 220 with wxyz, then back to 166."
+
+
+def main() -> int:
+    """Run both; 0 when they are equal and all three migrations were committed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
+    parser.add_argument("--admin", default=None, help="admin API, HOST:PORT (default: the local cluster's)")
+    parser.add_argument("--prompt", default=PROMPT)
+    options = parser.parse_args()
+
+    client = OpenAI(base_url=options.url, api_key="none", timeout=120)
+    model = client.models.list().data[0].id
+    fleet = Fleet(resolve_admin_address(options.admin))
+
+    print(f"model {model}; instances: {', '.join(fleet.instances())}")
+    undisturbed = stream_chat(client, model, options.prompt, temperature=0)
+    print(
+        f"undisturbed: {len(undisturbed.reasoning)} characters of reasoning, "
+        f"{len(undisturbed.answer)} of answer, {undisturbed.completion_tokens} tokens"
+    )
+
+    records: list[migration_pb2.MigrationRecord] = []
+    once = Once()
+    moving = threading.Lock()
+
+    def move(chat: Chat) -> None:
+        with moving:
+            here = fleet.find(chat.request_id)
+            if here is None:
+                print("the request ended before it could be moved", file=sys.stderr)
+                return
+            others = [i for i in fleet.instances() if i != here.instance_id]
+            record = fleet.migrate(here.request_id, others[len(records) % len(others)])
+            records.append(record)
+            print(describe(record))
+
+    def watch(chat: Chat) -> None:
+        thought, answered = len(chat.reasoning), len(chat.answer)
+        once.when("early in the reasoning", thought > len(undisturbed.reasoning) // 6, lambda: move(chat))
+        once.when("late in the reasoning", thought > len(undisturbed.reasoning) // 2, lambda: move(chat))
+        once.when("in the answer", answered > len(undisturbed.answer) // 10, lambda: move(chat))
+
+    migrated = stream_chat(client, model, options.prompt, on_progress=watch, temperature=0)
+    once.join()
+
+    committed = [r for r in records if r.state == types_pb2.MIGRATION_STATE_COMMITTED]
+    phases = {types_pb2.Phase.Name(r.phase) for r in committed}
+    equal = migrated.same_text_and_usage(undisturbed)
+    print(f"migrations committed: {len(committed)} of 3, in phases {', '.join(sorted(phases))}")
+    print(f"text and usage equal to the undisturbed run: {'yes' if equal else 'NO'}")
+    return 0 if equal and len(committed) == 3 else 1
+
+
+def describe(record: migration_pb2.MigrationRecord) -> str:
+    """One line for one migration."""
+    state = types_pb2.MigrationState.Name(record.state).removeprefix("MIGRATION_STATE_").lower()
+    phase = types_pb2.Phase.Name(record.phase).removeprefix("PHASE_").lower()
+    return (
+        f"{record.source_instance_id} -> {record.target_instance_id}: {state} while {phase}, "
+        f"{record.tokens} tokens, {len(record.rounds)} rounds, {record.bytes:,} bytes, "
+        f"pause {record.pause_ms:.1f} ms = {record.pause_steps:.1f} decode steps"
+        + (f" ({record.error})" if record.error else "")
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
