@@ -1,0 +1,207 @@
+"""Carries every stream: from the front half to instances, and from instances back.
+
+The parts decide (streams.py, adopt.py, recovery.py, dispatch.py); this is where their messages meet.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from frontend_svc.adopt import Adoptions
+from frontend_svc.dispatch import Dispatch
+from frontend_svc.observer import StreamObserver
+from frontend_svc.outbox import abort
+from frontend_svc.placement import Placed, Placement
+from frontend_svc.recovery import Recovery
+from frontend_svc.refusal import NO_INSTANCE
+from frontend_svc.streams import Accepted, MalformedStep, Reject, Stream, StreamTable
+from frontend_svc.utilities import Utilities
+from frontend_svc.workers import Workers
+from tailrace.v1 import worker_pb2
+from tailrace.wire import (
+    EngineCoreOutput,
+    FinishReason,
+    UtilityCall,
+    encode_outputs,
+    filter_outputs,
+    read_request,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Output(Protocol):
+    """Where outputs for the front half go."""
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        """One message of vLLM's protocol."""
+
+
+class Carrier:
+    """Sink of the engine-core socket, of all links and of dispatch."""
+
+    def __init__(
+        self,
+        table: StreamTable,
+        workers: Workers,
+        placement: Placement,
+        output: Output,
+        observer: StreamObserver,
+        place_wait_s: float,
+    ) -> None:
+        self._table = table
+        self._workers = workers
+        self._output = output
+        self._observer = observer
+        self._dispatch = Dispatch(table, placement, workers, self, place_wait_s)
+        self._recovery = Recovery(table, self._dispatch, workers, self._give_up)
+        self._adoptions = Adoptions(table, workers, observer.adopted)
+        self._utilities = Utilities(workers, output.send)
+
+    async def close(self) -> None:
+        """Cancel all that is under way."""
+        self._adoptions.close()
+        self._utilities.close()
+        await self._dispatch.close()
+
+    # ---- from the front half
+
+    def on_add(self, frames: Sequence[bytes]) -> None:
+        """A new request. Raises msgspec.DecodeError when it is none."""
+        head = read_request(frames)
+        headers = head.trace_headers or {}
+        try:
+            stream = self._table.open(
+                head.request_id, frames, head.prompt_tokens, head.max_tokens or 0, time.monotonic()
+            )
+        except ValueError:
+            log.exception("refused a request")
+            return
+        self._observer.arrived(stream, headers.get("traceparent", ""))
+        self._dispatch.start(stream)
+
+    def on_abort(self, request_ids: Sequence[str]) -> None:
+        """Free these requests wherever they are."""
+        for request_id in request_ids:
+            stream = self._table.find(request_id)
+            if stream is None:
+                continue
+            self._dispatch.cancel(stream)
+            self._table.close(stream)
+            if stream.owner is not None:
+                self._workers.send(stream.owner, abort([stream.handle]))
+            self._observer.aborted(stream)
+        if self._adoptions.waiting:
+            self._adoptions.progress()
+
+    def on_utility(self, call: UtilityCall, frames: Sequence[bytes]) -> None:
+        """A call of an engine-core method."""
+        self._utilities.call(call, frames)
+
+    # ---- from instances
+
+    def on_attached(self, instance_id: str, hello: worker_pb2.WorkerHello) -> None:
+        """A new instance can answer what nobody could."""
+        self._utilities.instance_attached(instance_id)
+        self._dispatch.fleet_changed()
+
+    def fleet_changed(self) -> None:
+        """Membership has changed: streams that wait for an instance look again."""
+        self._dispatch.fleet_changed()
+
+    def on_lost(self, instance_id: str, reason: str) -> None:
+        """Its streams go on elsewhere."""
+        self._utilities.instance_lost(instance_id)
+        self._observer.lost(self._recovery.instance_lost(instance_id), instance_id, reason)
+        if self._adoptions.waiting:
+            self._adoptions.progress()
+
+    def on_message(self, instance_id: str, message: worker_pb2.AttachDown) -> None:
+        """Anything an attached instance says."""
+        match message.WhichOneof("body"):
+            case "outputs":
+                self._on_step(instance_id, message.outputs)
+            case "adopt":
+                self._adoptions.ask(instance_id, message.adopt)
+            case "ownership_query":
+                self._adoptions.ownership(instance_id, message.ownership_query)
+            case "utility":
+                self._utilities.result(instance_id, message.utility)
+            case body:
+                log.warning("unexpected %s from %s", body, instance_id)
+
+    def _on_step(self, instance_id: str, step: worker_pb2.StepOutputs) -> None:
+        try:
+            verdict = self._table.accept(instance_id, step)
+        except MalformedStep as error:
+            # The instance does not speak as agreed; what it owns cannot go on there.
+            log.error("malformed outputs from %s: %s", instance_id, error)
+            self.on_lost(instance_id, "malformed outputs")
+            return
+        if verdict.keep is None:
+            self._output.send(list(step.frames))
+        elif any(verdict.keep):
+            self._send_kept(instance_id, step, verdict, verdict.keep)
+        self._observer.accepted(verdict)
+        if verdict.rejected:
+            self._on_rejected(instance_id, verdict)
+        if self._adoptions.waiting:
+            self._adoptions.progress()
+
+    def _send_kept(
+        self, instance_id: str, step: worker_pb2.StepOutputs, verdict: Accepted, keep: list[bool]
+    ) -> None:
+        try:
+            self._output.send(filter_outputs(list(step.frames), keep))
+        except (msgspec.DecodeError, ValueError) as error:
+            # Accepted by its columns, but the outputs themselves cannot be had: an honest error, not a gap.
+            log.error("unreadable outputs from %s: %s", instance_id, error)
+            finished = {stream.handle: stream for stream, _ in verdict.flagged}
+            for handle, kept in zip(step.handles, keep, strict=True):
+                stream = self._table.get(handle) or finished.get(handle)
+                if kept and stream is not None:
+                    self._workers.send(instance_id, abort([handle]))
+                    self._give_up(stream, "unreadable outputs")
+
+    def _on_rejected(self, instance_id: str, verdict: Accepted) -> None:
+        stale = [
+            handle
+            for handle, reason in verdict.rejected
+            if reason is Reject.UNKNOWN or reason is Reject.NOT_OWNER
+        ]
+        if stale:
+            # Abort names a request by its handle alone; who does not own it has nothing to keep of it.
+            self._workers.send(instance_id, abort(stale))
+        if verdict.failed:
+            self._observer.failed(verdict.failed, instance_id)
+            self._recovery.failed(verdict.failed, instance_id)
+
+    # ---- from dispatch and recovery
+
+    def on_placed(self, stream: Stream, placed: Placed, seconds: float) -> None:
+        """Under way."""
+        self._observer.placed(stream, placed, seconds)
+
+    def on_unplaced(self, stream: Stream, reason: str, seconds: float) -> None:
+        """Nothing could take it in time."""
+        if self._table.is_live(stream):
+            log.warning("%s found no instance in %.1f s: %s", stream.request_id, seconds, reason)
+            self._end_with_error(stream, NO_INSTANCE)
+            self._observer.gave_up(stream, reason)
+
+    def _give_up(self, stream: Stream, reason: str) -> None:
+        log.warning("%s given up: %s", stream.request_id, reason)
+        self._end_with_error(stream, None)
+        self._observer.gave_up(stream, reason)
+
+    def _end_with_error(self, stream: Stream, stop_reason: str | None) -> None:
+        self._table.close(stream)
+        error = EngineCoreOutput(
+            stream.request_id, [], finish_reason=FinishReason.ERROR, stop_reason=stop_reason
+        )
+        self._output.send(encode_outputs([error], [stream.request_id]))

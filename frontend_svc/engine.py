@@ -1,0 +1,107 @@
+"""The engine core that a front half sees: everything of a front end but the front half itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from typing import Final
+
+from prometheus_client import CollectorRegistry
+
+from frontend_svc.admission import AdmissionFlag
+from frontend_svc.admission_gate import AdmissionGate
+from frontend_svc.carrier import Carrier
+from frontend_svc.engine_core import EngineCoreSocket
+from frontend_svc.fleet import Members, usable
+from frontend_svc.metrics import FrontendMetrics
+from frontend_svc.observer import StreamObserver
+from frontend_svc.placement import Channels, Placement
+from frontend_svc.streams import StreamTable
+from frontend_svc.traces import RequestTraces
+from frontend_svc.workers import Workers
+from tailrace.v1 import worker_pb2
+
+log = logging.getLogger(__name__)
+
+DEFAULT_PLACE_WAIT_S: Final = 5.0
+
+
+class FrontHalfStuck(Exception):
+    """The front half has stopped reading its outputs."""
+
+
+class FleetEngine:
+    """One front end's streams, links and sockets. Nothing happens before `run`."""
+
+    def __init__(
+        self,
+        frontend_id: str,
+        members: Members,
+        channels: Channels,
+        admission: AdmissionFlag,
+        input_address: str,
+        output_address: str,
+        registry: CollectorRegistry,
+        traces: RequestTraces | None,
+        place_wait_s: float = DEFAULT_PLACE_WAIT_S,
+    ) -> None:
+        """`input_address`, `output_address`: ZMQ addresses of the front half's ROUTER and PULL."""
+        self._members = members
+        self._gate = AdmissionGate(admission, place_wait_s)
+        self._stuck = asyncio.Event()
+        self._first_hello: asyncio.Future[worker_pb2.WorkerHello] = asyncio.get_running_loop().create_future()
+        self.table = StreamTable()
+        self._socket = EngineCoreSocket(input_address, output_address, self._stuck.set)
+        hello = worker_pb2.FrontendHello(frontend_id=frontend_id, incarnation=uuid.uuid4().hex)
+        self.workers = Workers(lambda: members.instances, hello, self)
+        placement = Placement(frontend_id, members, self.workers, self.table, channels)
+        self.metrics = FrontendMetrics(registry, self.table, self.workers.attached)
+        observer = StreamObserver(self.metrics, traces)
+        self.carrier = Carrier(self.table, self.workers, placement, self._socket, observer, place_wait_s)
+        members.add_listener(self._on_membership)
+
+    async def run(self) -> None:
+        """Carry streams until cancelled. Raises FrontHalfStuck."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self.workers.run())
+                group.create_task(self._fail_when_stuck())
+                self._update_admission()
+                hello = await self._first_hello
+                await self._socket.announce(hello.ready_response)
+                await self._socket.receive(self.carrier)
+        finally:
+            self._gate.cancel()
+            await self.carrier.close()
+            self._socket.close()
+
+    # ---- the links' sink: admission and start-up look at it, then the carrier
+
+    def on_attached(self, instance_id: str, hello: worker_pb2.WorkerHello) -> None:
+        """See LinkSink."""
+        if not self._first_hello.done():
+            self._first_hello.set_result(hello)
+        self._update_admission()
+        self.carrier.on_attached(instance_id, hello)
+
+    def on_lost(self, instance_id: str, reason: str) -> None:
+        """See LinkSink."""
+        self._update_admission()
+        self.carrier.on_lost(instance_id, reason)
+
+    def on_message(self, instance_id: str, message: worker_pb2.AttachDown) -> None:
+        """See LinkSink."""
+        self.carrier.on_message(instance_id, message)
+
+    def _on_membership(self) -> None:
+        self.workers.refresh()
+        self._update_admission()
+        self.carrier.fleet_changed()
+
+    def _update_admission(self) -> None:
+        self._gate.update(len(usable(self._members, self.workers.attached())))
+
+    async def _fail_when_stuck(self) -> None:
+        await self._stuck.wait()
+        raise FrontHalfStuck("the front half does not read its outputs")

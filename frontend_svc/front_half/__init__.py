@@ -1,0 +1,1 @@
+"""vLLM's front half (HTTP, templates, tokenizer, detokenizer, parsers) as a child process."""

@@ -1,0 +1,46 @@
+"""How vLLM's Python front half is started."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+
+from frontend_svc.front_half.boot import PythonBoot
+from frontend_svc.front_half.sockets import EngineSockets, split_address
+from frontend_svc.front_half.spec import READY_TIMEOUT_S, FrontHalfSpec, Launch, offline_env
+
+
+def python_launch(
+    spec: FrontHalfSpec, http: socket.socket, sockets: EngineSockets, admission_path: Path
+) -> Launch:
+    """vLLM's OpenAI app, see python_child.py."""
+    host, port = split_address(spec.http_address)
+    boot = PythonBoot(
+        http_fd=http.fileno(),
+        listen_address=f"http://{spec.http_address}",
+        input_fd=sockets.input.fileno(),
+        input_address=sockets.input_address,
+        output_fd=sockets.output.fileno(),
+        output_address=sockets.output_address,
+        admission_path=str(admission_path),
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "frontend_svc.front_half.python_child",
+        msgspec.json.encode(boot).decode(),
+        spec.model,
+        *("--host", host, "--port", str(port)),
+    ]
+    if spec.served_model_name:
+        command += ["--served-model-name", spec.served_model_name]
+    if spec.reasoning_parser:
+        command += ["--reasoning-parser", spec.reasoning_parser]
+    command += spec.vllm_arguments
+    env = offline_env(spec)
+    env["VLLM_ENGINE_READY_TIMEOUT_S"] = os.environ.get("VLLM_ENGINE_READY_TIMEOUT_S", str(READY_TIMEOUT_S))
+    return Launch(tuple(command), env, (http.fileno(), sockets.input.fileno(), sockets.output.fileno()))

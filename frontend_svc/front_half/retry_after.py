@@ -1,0 +1,36 @@
+"""ASGI middleware for vLLM's Python app: 503 answers say when to come back."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Final
+
+# ASGI's own types: messages and scopes are open dictionaries by specification.
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+RETRY_AFTER_S: Final = 2
+
+
+class RetryAfter:
+    """Add `Retry-After` to a 503 that has none."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Pass everything on; only the start of an HTTP response is looked at."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_start(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 503:
+                headers = list(message.get("headers", []))
+                if not any(name.lower() == b"retry-after" for name, _ in headers):
+                    message["headers"] = [*headers, (b"retry-after", str(RETRY_AFTER_S).encode())]
+            await send(message)
+
+        await self._app(scope, receive, send_start)

@@ -1,0 +1,90 @@
+"""How vLLM's Rust front half (`vllm-rs frontend`) is started.
+
+vLLM hands it the `vllm serve` arguments as JSON (vllm/v1/utils.py, RustFrontendProcessManager). It takes
+them by their long names with underscores, so flags can be translated without vLLM's own parser.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from frontend_svc.front_half.sockets import EngineSockets, split_address
+from frontend_svc.front_half.spec import READY_TIMEOUT_S, FrontHalfSpec, Launch, offline_env
+
+JsonValue = str | int | float | bool | None | list["JsonValue"] | dict[str, "JsonValue"]
+
+# vLLM's default for idle HTTP connections, in seconds.
+_KEEP_ALIVE_S: Final = 5
+# Flags that take a list (nargs="+") in vLLM and are of use to a front half.
+_LISTS: Final = frozenset({"served_model_name", "api_key", "allowed_origins", "lora_modules"})
+
+
+def rust_launch(spec: FrontHalfSpec, http: socket.socket, sockets: EngineSockets, executable: Path) -> Launch:
+    """The executable with inherited listeners."""
+    fds = (http.fileno(), sockets.input.fileno(), sockets.output.fileno())
+    command = (
+        str(executable),
+        "frontend",
+        *("--listen-fd", str(fds[0])),
+        *("--input-listener-fd", str(fds[1])),
+        *("--output-listener-fd", str(fds[2])),
+        *("--engine-start-index", "0", "--engine-count", "1", "--data-parallel-size", "1"),
+        *("--args-json", json.dumps(rust_arguments(spec), sort_keys=True)),
+    )
+    return Launch(command, offline_env(spec), fds)
+
+
+def rust_arguments(spec: FrontHalfSpec) -> dict[str, JsonValue]:
+    """The JSON object for `--args-json`. Raises ValueError on arguments that are no flags."""
+    host, port = split_address(spec.http_address)
+    arguments: dict[str, JsonValue] = {
+        "model_tag": spec.model,
+        "host": host,
+        "port": port,
+        "engine_ready_timeout_secs": int(os.environ.get("VLLM_ENGINE_READY_TIMEOUT_S", READY_TIMEOUT_S)),
+        "http_timeout_keep_alive": int(os.environ.get("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", _KEEP_ALIVE_S)),
+    }
+    if spec.served_model_name:
+        arguments["served_model_name"] = [spec.served_model_name]
+    if spec.reasoning_parser:
+        arguments["reasoning_parser"] = spec.reasoning_parser
+    return arguments | flags_to_json(spec.vllm_arguments)
+
+
+def flags_to_json(flags: Sequence[str]) -> dict[str, JsonValue]:
+    """`--max-model-len 4096 --enable-auto-tool-choice` as {"max_model_len": 4096, ...: true}."""
+    found: dict[str, JsonValue] = {}
+    position = 0
+    while position < len(flags):
+        flag, equals, inline = flags[position].partition("=")
+        if not flag.startswith("--"):
+            raise ValueError(f"{flags[position]!r} is not a --flag of vllm serve")
+        position += 1
+        values = [inline] if equals else []
+        while not equals and position < len(flags) and not flags[position].startswith("--"):
+            values.append(flags[position])
+            position += 1
+        name = flag.removeprefix("--").replace("-", "_")
+        if not values:
+            found.update({name.removeprefix("no_"): False} if name.startswith("no_") else {name: True})
+        elif len(values) > 1 or name in _LISTS:
+            found[name] = [_value(value) for value in values]
+        else:
+            found[name] = _value(values[0])
+    return found
+
+
+def _value(text: str) -> JsonValue:
+    """Numbers, booleans and JSON objects as such; everything else is a string."""
+    if text in ("true", "false", "null") or text[:1] in "{[-0123456789":
+        try:
+            value: JsonValue = json.loads(text)
+        except json.JSONDecodeError:
+            return text
+        return value
+    return text

@@ -1,0 +1,104 @@
+"""The sockets that a front half inherits: HTTP, and the two that its engine core connects to."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+# Connections of one engine core; more than one only while it reconnects.
+_BACKLOG: Final = 16
+
+
+class PortTaken(Exception):
+    """Somebody else listens on the address; the message is one line for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSockets(AbstractContextManager["EngineSockets"]):
+    """Listening unix sockets: `input` is a ROUTER of the front half, `output` a PULL."""
+
+    input: socket.socket
+    output: socket.socket
+    input_path: Path
+    output_path: Path
+
+    @classmethod
+    def bind(cls, folder: Path) -> Self:
+        """Bind both inside a private folder. Raises OSError."""
+        paths = (folder / "in", folder / "out")
+        bound: list[socket.socket] = []
+        for path in paths:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            bound.append(sock)
+            sock.bind(str(path))
+            sock.listen(_BACKLOG)
+        return cls(bound[0], bound[1], *paths)
+
+    @property
+    def input_address(self) -> str:
+        """ZMQ address of the front half's ROUTER."""
+        return f"ipc://{self.input_path}"
+
+    @property
+    def output_address(self) -> str:
+        """ZMQ address of the front half's PULL."""
+        return f"ipc://{self.output_path}"
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.input.close()
+        self.output.close()
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """`host:port` as a pair; the host may be a bracketed IPv6 address. Raises ValueError."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"{address!r} is not HOST:PORT")
+    return host.strip("[]") or "0.0.0.0", int(port)
+
+
+def bind_http(address: str, shared_with_us: Callable[[], bool]) -> socket.socket:
+    """A bound HTTP socket that does not listen yet (the front half listens once it can answer).
+
+    Front ends of one cluster share a port through SO_REUSEPORT, which would just as well share it with any
+    other program of this user that sets the option (gRPC servers do). So a first socket without the option
+    tries the port: if somebody listens there, `shared_with_us` must know it as a front end of our cluster.
+
+    Raises:
+        PortTaken: the port is somebody else's, or the address is none of this machine.
+
+    """
+    host, port = split_address(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    if port:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise PortTaken(f"cannot listen on {address}: {error.strerror}") from error
+                if not shared_with_us():
+                    raise PortTaken(f"cannot listen on {address}: the port is taken") from error
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise PortTaken(f"cannot listen on {address}: {error.strerror}") from error
+    return sock
+
+
+def is_listening(sock: socket.socket) -> bool:
+    """Whether a process that shares this socket has called listen()."""
+    return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))

@@ -1,0 +1,35 @@
+"""What the command line decides."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class Front(enum.Enum):
+    """Which front half is started."""
+
+    PYTHON = "python"
+    RUST = "rust"
+    # Somebody else runs one over the sockets in `ipc_folder`.
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One front end."""
+
+    frontend_id: str
+    # HOST:PORT as asked for; port 0: any free one.
+    http: str
+    front: Front
+    model: str
+    served_model_name: str
+    reasoning_parser: str
+    vllm_arguments: tuple[str, ...]
+    vllm_rs: Path
+    # Where the engine core's sockets are; None: a private temporary folder.
+    ipc_folder: Path | None
+    # Seconds that a request may wait for an instance.
+    place_wait_s: float

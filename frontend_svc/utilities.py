@@ -1,0 +1,141 @@
+"""The front half's calls of engine-core methods: asked of every instance, answered once.
+
+reset_prefix_cache, list_loras and the like mean "the engine" to the front half; here that is the fleet. The
+first success is the answer; if all fail, a failure's text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from frontend_svc.outbox import Outbox
+from tailrace.v1 import worker_pb2
+from tailrace.wire import UtilityCall, utility_failure, utility_result
+
+log = logging.getLogger(__name__)
+
+_DEADLINE_S: Final = 30.0
+# The same for the whole fleet and for its whole life; asked by front halves at their start.
+_CACHED: Final = frozenset({"get_supported_tasks"})
+
+
+class _Output(msgspec.Struct, array_like=True):
+    """vLLM's UtilityOutput; result: (type information, value)."""
+
+    call_id: int
+    failure_message: str | None = None
+    result: tuple[object, object] | None = None
+
+
+class _Outputs(msgspec.Struct, array_like=True):
+    """vLLM's EngineCoreOutputs as far as its utility output."""
+
+    engine_index: int
+    outputs: msgspec.Raw
+    scheduler_stats: msgspec.Raw
+    timestamp: float
+    utility_output: _Output
+
+
+_decoder = msgspec.msgpack.Decoder(_Outputs)
+
+
+@dataclass(slots=True)
+class _Asked:
+    call: UtilityCall
+    frames: list[bytes]
+    timer: asyncio.TimerHandle
+    waiting_for: set[str] = field(default_factory=set)
+    failure: Sequence[bytes] | None = None
+
+
+class Utilities:
+    """Calls under way. Waits, within the deadline, for a first instance when there is none."""
+
+    def __init__(self, outbox: Outbox, answer: Callable[[Sequence[bytes]], None]) -> None:
+        """`answer` sends an output message to the front half."""
+        self._outbox = outbox
+        self._answer = answer
+        self._asked: dict[int, _Asked] = {}
+        self._last_id = 0
+        self._cache: dict[str, object] = {}
+
+    def call(self, call: UtilityCall, frames: Sequence[bytes]) -> None:
+        """The front half calls a method."""
+        if call.method in self._cache:
+            self._answer(utility_result(call.call_id, self._cache[call.method]))
+            return
+        self._last_id += 1
+        own_id = self._last_id
+        timer = asyncio.get_running_loop().call_later(_DEADLINE_S, self._expire, own_id)
+        self._asked[own_id] = asked = _Asked(call, list(frames), timer)
+        self._broadcast(own_id, asked)
+
+    def instance_attached(self, instance_id: str) -> None:
+        """Calls that nobody was there to answer go to this one."""
+        for own_id, asked in list(self._asked.items()):
+            if not asked.waiting_for:
+                self._send(own_id, asked, instance_id)
+
+    def instance_lost(self, instance_id: str) -> None:
+        """It will not answer."""
+        for own_id, asked in list(self._asked.items()):
+            if instance_id in asked.waiting_for:
+                asked.waiting_for.discard(instance_id)
+                self._settle(own_id, asked)
+
+    def result(self, instance_id: str, result: worker_pb2.UtilityResult) -> None:
+        """An instance's answer; late ones are dropped."""
+        asked = self._asked.get(result.call_id)
+        if asked is None:
+            return
+        asked.waiting_for.discard(instance_id)
+        frames = list(result.frames)
+        try:
+            output = _decoder.decode(frames[0]).utility_output
+        except (msgspec.DecodeError, IndexError):
+            log.exception("cannot read %s's answer to %s", instance_id, asked.call.method)
+            self._settle(result.call_id, asked)
+            return
+        if output.failure_message is not None or output.result is None:
+            asked.failure = frames
+            self._settle(result.call_id, asked)
+            return
+        if asked.call.method in _CACHED:
+            self._cache[asked.call.method] = output.result[1]
+        self._finish(result.call_id, frames)
+
+    def close(self) -> None:
+        """Cancel the timers."""
+        for asked in self._asked.values():
+            asked.timer.cancel()
+        self._asked.clear()
+
+    def _broadcast(self, own_id: int, asked: _Asked) -> None:
+        for instance_id in self._outbox.attached():
+            self._send(own_id, asked, instance_id)
+
+    def _send(self, own_id: int, asked: _Asked, instance_id: str) -> None:
+        message = worker_pb2.AttachUp(utility=worker_pb2.UtilityCall(call_id=own_id, frames=asked.frames))
+        if self._outbox.send(instance_id, message):
+            asked.waiting_for.add(instance_id)
+
+    def _settle(self, own_id: int, asked: _Asked) -> None:
+        """Nobody is left to answer: the failure is the answer; without one, wait for another instance."""
+        if not asked.waiting_for and asked.failure is not None:
+            self._finish(own_id, asked.failure)
+
+    def _expire(self, own_id: int) -> None:
+        asked = self._asked[own_id]
+        text = f"no instance answered {asked.call.method} within {_DEADLINE_S:g} s"
+        self._finish(own_id, asked.failure or utility_failure(asked.call.call_id, text))
+
+    def _finish(self, own_id: int, frames: Sequence[bytes]) -> None:
+        self._asked.pop(own_id).timer.cancel()
+        self._answer(frames)

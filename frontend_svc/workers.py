@@ -1,0 +1,134 @@
+"""The links to all member instances, as membership changes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import grpc
+
+from frontend_svc.link import HEARTBEAT_S, Link, LinkSink
+from tailrace.records import InstanceRecord
+from tailrace.v1 import worker_pb2
+
+log = logging.getLogger(__name__)
+
+_CHANNEL_OPTIONS: Final = (
+    # A step's message may carry the logprobs of a whole batch.
+    ("grpc.max_receive_message_length", 256 * 1024 * 1024),
+    ("grpc.max_send_message_length", 256 * 1024 * 1024),
+    # A link has its own heartbeats and its own backoff.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # One connection a link: workers that share an address never share its fate.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+@dataclass(slots=True)
+class _Kept:
+    link: Link
+    task: asyncio.Task[None]
+
+
+class Workers:
+    """One Link a member instance. Is the Outbox of everything else."""
+
+    def __init__(
+        self,
+        instances: Callable[[], Mapping[str, InstanceRecord]],
+        hello: worker_pb2.FrontendHello,
+        sink: LinkSink,
+    ) -> None:
+        """`instances` gives the fleet's members whenever asked."""
+        self._instances = instances
+        self._hello = hello
+        self._sink = sink
+        self._kept: dict[str, _Kept] = {}
+        self._group: asyncio.TaskGroup | None = None
+
+    async def run(self) -> None:
+        """Keep the links until cancelled; then break all streams, and the workers free what they carried.
+
+        Whatever a link or its sink raises unexpectedly comes out of here.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                group.create_task(self._tick(), name="heartbeats")
+                self.refresh()
+        finally:
+            self._group = None
+            self._kept.clear()
+
+    def refresh(self) -> None:
+        """Membership has changed: attach to who is new, attach anew to who was restarted."""
+        if self._group is None:
+            return
+        members = self._instances()
+        for instance_id, kept in list(self._kept.items()):
+            record = members.get(instance_id)
+            if record is None:
+                # It may still carry streams of ours; when its stream breaks, that is the end of it.
+                kept.link.wanted = False
+                if not kept.link.attached:
+                    self._drop(instance_id)
+            elif record.incarnation != kept.link.record.incarnation:
+                self._drop(instance_id)
+            else:
+                kept.link.wanted = True
+                if kept.task.done():
+                    self._drop(instance_id)
+        for instance_id, record in members.items():
+            if instance_id not in self._kept:
+                self._keep(record)
+
+    def send(self, instance_id: str, message: worker_pb2.AttachUp) -> bool:
+        """See Outbox."""
+        kept = self._kept.get(instance_id)
+        return kept is not None and kept.link.send(message)
+
+    def send_on_wakeup(self, instance_id: str, message: worker_pb2.AttachUp) -> None:
+        """Leave a message for an instance that was just lost; it reads it if it was only stopped."""
+        kept = self._kept.get(instance_id)
+        if kept is not None:
+            kept.link.queue_for_wakeup(message)
+
+    def attached(self) -> list[str]:
+        """See Outbox."""
+        return [instance_id for instance_id, kept in self._kept.items() if kept.link.attached]
+
+    def _keep(self, record: InstanceRecord) -> None:
+        assert self._group is not None
+        channel = grpc.aio.insecure_channel(record.address, options=_CHANNEL_OPTIONS)
+        link = Link(record, channel, self._hello, self._sink)
+        task = self._group.create_task(self._run(link, channel), name=f"link to {record.instance_id}")
+        self._kept[record.instance_id] = _Kept(link, task)
+
+    def _drop(self, instance_id: str) -> None:
+        kept = self._kept.pop(instance_id)
+        kept.task.cancel()
+        if kept.link.attached:
+            log.warning("lost %s: it was restarted", instance_id)
+            self._sink.on_lost(instance_id, "restarted")
+
+    @staticmethod
+    async def _run(link: Link, channel: grpc.aio.Channel) -> None:
+        try:
+            await link.run()
+        finally:
+            await channel.close()
+
+    async def _tick(self) -> None:
+        due_s = time.monotonic() + HEARTBEAT_S
+        while True:
+            await asyncio.sleep(due_s - time.monotonic())
+            now_s = time.monotonic()
+            late_s = now_s - due_s
+            for kept in list(self._kept.values()):
+                kept.link.tick(now_s, late_s)
+            due_s = now_s + HEARTBEAT_S

@@ -1,0 +1,53 @@
+"""A scripted worker that answers by itself, in the tiny model's tokens (bytes)."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tailrace.tiny.tokens import END_THINK, IM_END, THINK
+from tailrace.v1 import worker_pb2
+from tailrace.wire import EngineCoreOutput, EngineCoreRequest, FinishReason, encode_outputs, read_full_request
+from tests.frontend.scripted_worker import FINISHED, PREFILL_DONE, REASONING_ENDED, ScriptedWorker
+
+THOUGHT = "let me see"
+ANSWER = "the answer"
+
+
+def script(request: EngineCoreRequest) -> list[int]:
+    """What is answered to any prompt."""
+    return [THINK, *THOUGHT.encode(), END_THINK, *ANSWER.encode(), IM_END]
+
+
+class EchoWorker(ScriptedWorker):
+    """Answers every request at once, one token a step, within max_tokens."""
+
+    def __init__(self, instance_id: str) -> None:
+        super().__init__(instance_id)
+        self.requests: list[EngineCoreRequest] = []
+
+    async def on_submit(self, submit: worker_pb2.Submit) -> None:
+        """One step a token."""
+        request = read_full_request(list(submit.frames))
+        self.requests.append(request)
+        assert request.sampling_params is not None
+        tokens = script(request)[: request.sampling_params.max_tokens]
+        for index in range(len(submit.output_token_ids), len(tokens)):
+            last = index == len(tokens) - 1
+            flags = PREFILL_DONE * (index == 0) | FINISHED * last
+            if tokens[index] == END_THINK:
+                flags |= REASONING_ENDED
+            reason = FinishReason.STOP if tokens[index] == IM_END else FinishReason.LENGTH
+            output = EngineCoreOutput(
+                submit.request_id, [tokens[index]], finish_reason=reason if last else None
+            )
+            step = worker_pb2.StepOutputs(
+                frames=encode_outputs([output]),
+                handles=[submit.handle],
+                epochs=[submit.epoch],
+                first_indices=[index],
+                counts=[1],
+                token_ids=[tokens[index]],
+                flags=[flags],
+            )
+            self.say(worker_pb2.AttachDown(outputs=step))
+            await asyncio.sleep(0)

@@ -1,0 +1,63 @@
+"""A fleet's membership without etcd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import grpc
+
+from tailrace.cluster import Pool
+from tailrace.records import InstanceRecord, ServiceRecord
+
+
+def record(instance_id: str, address: str, incarnation: str = "1") -> InstanceRecord:
+    """A member whose engine does not matter."""
+    return InstanceRecord(
+        instance_id=instance_id,
+        incarnation=incarnation,
+        address=address,
+        engine="scripted",
+        model="tiny",
+        model_fingerprint="none",
+        block_tokens=16,
+        kv_blocks_total=1024,
+        max_model_len=8192,
+        max_num_seqs=64,
+        kv_bytes_per_token=1,
+        started_s=0.0,
+    )
+
+
+class StaticMembers:
+    """Membership that a test changes by hand."""
+
+    def __init__(self) -> None:
+        self.instances: dict[str, InstanceRecord] = {}
+        self.services: dict[tuple[str, str], ServiceRecord] = {}
+        self.leaders: dict[str, ServiceRecord] = {}
+        self.pools: dict[str, Pool] = {}
+        self.draining: frozenset[str] = frozenset()
+        self.suspects: frozenset[str] = frozenset()
+        self._listeners: list[Callable[[], None]] = []
+
+    def add_listener(self, callback: Callable[[], None]) -> None:
+        self._listeners.append(callback)
+
+    def changed(self) -> None:
+        """Tell the listeners."""
+        for callback in self._listeners:
+            callback()
+
+
+class PlainChannels:
+    """Channels by address."""
+
+    def __init__(self) -> None:
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    def get(self, address: str) -> grpc.aio.Channel:
+        return self._channels.setdefault(address, grpc.aio.insecure_channel(address))
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close()
