@@ -65,6 +65,15 @@ class RequestView:
     frontend_id: str = ""
     # A migration of it is open; another must not be started.
     migrating: bool = False
+    # Tokens ready for the user beyond what the user should have read by now (PASCAL's token pacer).
+    # None: not known; negative: behind.
+    pacer_slack_tokens: float | None = None
+    # Predicted tokens still to come (ARES, section 4). None: no prediction.
+    predicted_remaining_tokens: float | None = None
+    # Tokens made in the current phase; less than one quantum: "fresh" (PASCAL, Alg. 2's a_i).
+    phase_tokens: int = 0
+    # A reasoning request that the intra-instance scheduler treats as answering (PASCAL, section IV-C).
+    demoted: bool = False
 
     @property
     def context_tokens(self) -> int:
@@ -90,6 +99,14 @@ class InstanceView:
     prefill_backlog_tokens: int = 0
     context_tokens: int = 0
     token_interval_s: float = 0.0
+    # KV swapped out to host memory, in tokens.
+    host_kv_tokens: int = 0
+    # Seconds until a prefill that arrives now would start (Arrow, section 5.3). None: derive from backlog.
+    prefill_delay_s: float | None = None
+    # Most tokens in the running batch that keep the TPOT SLO (Arrow, Alg. 2). None: KV capacity.
+    max_running_tokens: int | None = None
+    # Token load at the coming steps of the prediction horizon, simulated by the worker (ARES, section 5.2).
+    future_load: tuple[float, ...] = ()
     migrations_in: int = 0
     migrations_out: int = 0
     requests: tuple[RequestView, ...] = ()

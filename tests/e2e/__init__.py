@@ -1,0 +1,1 @@
+"""Whole fleets of real processes."""

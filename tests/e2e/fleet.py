@@ -1,0 +1,231 @@
+"""A whole Tailrace fleet of real processes, each of which a test can freeze and kill."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tailrace.service.etcd import etcd_command
+from tailrace.tiny import MODEL_PATH, REASONING_PARSER
+from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, types_pb2
+from tests.e2e.processes import Process, free_port, tailrace, wait_until
+
+MODEL = "tiny"
+
+
+class Fleet:
+    """etcd, control services, workers and a front end, under one folder; `close` ends them all."""
+
+    def __init__(self, root: Path, engine: str) -> None:
+        self.root = root
+        self.engine = engine
+        self.processes: dict[str, Process] = {}
+        self.addresses: dict[str, str] = {}
+        self.metrics_ports: dict[str, int] = {}
+        self.http = ""
+        # Read by every worker at each fault point, so that a test can arm a fault in a running fleet.
+        self.faults = root / "faults.json"
+        self._etcd_port = free_port()
+
+    # ---- starting
+
+    def start_etcd(self) -> Process:
+        """Start (or start again, on the same data) etcd."""
+        command = etcd_command(self.root / "etcd", self._etcd_port)
+        process = self._start("etcd", command, {})
+        wait_until(lambda: _etcd_answers(self._etcd_port), "etcd", 30)
+        return process
+
+    def start_service(self, kind: str, name: str = "", arguments: Sequence[str] = ()) -> Process:
+        """Start a control service and wait until it says that it serves."""
+        name = name or kind
+        port = free_port()
+        self.addresses[name] = f"127.0.0.1:{port}"
+        process = self._tailrace(name, kind, port, arguments, {})
+        self.wait_healthy(name)
+        return process
+
+    def start_worker(self, name: str, arguments: Sequence[str] = (), wait: bool = True) -> Process:
+        """Start a worker; its id is `name`."""
+        port = free_port()
+        self.addresses[name] = f"127.0.0.1:{port}"
+        base = ["--engine", self.engine, "--id", name, "--model", str(MODEL_PATH)]
+        if self.engine == "vllm":
+            base += ["--reasoning-parser", REASONING_PARSER]
+        env = {"TAILRACE_FAULTS": f"@{self.faults}", "OMP_NUM_THREADS": "1"}
+        process = self._tailrace(name, "worker", port, [*base, *arguments], env)
+        if wait:
+            self.wait_healthy(name, 180)
+        return process
+
+    def start_frontend(self, front: str = "python", name: str = "frontend", http_port: int = 0) -> Process:
+        """Start a front end with vLLM's Python or Rust front half and wait until it serves models."""
+        port, http_port = free_port(), http_port or free_port()
+        self.addresses[name] = f"127.0.0.1:{port}"
+        self.http = f"http://127.0.0.1:{http_port}"
+        arguments = ["--http", f"127.0.0.1:{http_port}", "--front", front, "--model", str(MODEL_PATH)]
+        arguments += ["--served-model-name", MODEL, "--reasoning-parser", REASONING_PARSER, "--id", name]
+        process = self._tailrace(name, "frontend", port, arguments, {})
+
+        def serves() -> bool:
+            if not process.alive:
+                raise RuntimeError(f"front end ended:\n{process.text()[-3000:]}")
+            return _get(f"{self.http}/v1/models") is not None
+
+        wait_until(serves, "the front half", 120)
+        return process
+
+    def start_control(self, schedulers: int = 1) -> None:
+        """etcd, monitor, migration service and schedulers."""
+        self.start_etcd()
+        self.start_service("monitor")
+        self.start_service("migration", arguments=["--journal", str(self.root / "migrations.jsonl")])
+        for number in range(schedulers):
+            self.start_service("scheduler", f"scheduler-{number}", ["--id", f"scheduler-{number}"])
+
+    def _tailrace(
+        self, name: str, kind: str, port: int, arguments: Sequence[str], env: Mapping[str, str]
+    ) -> Process:
+        self.metrics_ports[name] = free_port()
+        command = tailrace(
+            "serve",
+            kind,
+            "--etcd",
+            f"127.0.0.1:{self._etcd_port}",
+            "--listen",
+            f"127.0.0.1:{port}",
+            "--metrics",
+            f"127.0.0.1:{self.metrics_ports[name]}",
+            *arguments,
+        )
+        return self._start(name, command, env)
+
+    def _start(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> Process:
+        process = Process(name, command, self.root / f"{name}.log", env)
+        self.processes[name] = process
+        return process
+
+    # ---- looking
+
+    def wait_healthy(self, name: str, timeout_s: float = 60) -> None:
+        """Until the standard gRPC health check of a service says SERVING."""
+
+        def healthy() -> bool:
+            process = self.processes[name]
+            if not process.alive:
+                raise RuntimeError(f"{name} ended:\n{process.text()[-3000:]}")
+            with grpc.insecure_channel(self.addresses[name]) as channel:
+                try:
+                    reply = health_pb2_grpc.HealthStub(channel).Check(
+                        health_pb2.HealthCheckRequest(), timeout=2
+                    )
+                except grpc.RpcError:
+                    return False
+            return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+        wait_until(healthy, f"{name} to serve", timeout_s)
+
+    def admin(self, scheduler: str = "scheduler-0") -> admin_pb2_grpc.AdminStub:
+        """The admin API."""
+        return admin_pb2_grpc.AdminStub(grpc.insecure_channel(self.addresses[scheduler]))
+
+    def instances(self) -> dict[str, admin_pb2.InstanceInfo]:
+        """Instances by id, as the scheduler sees them."""
+        reply = self.admin().ListInstances(admin_pb2.ListInstancesRequest(), timeout=5)
+        return {i.instance_id: i for i in reply.instances}
+
+    def requests(self) -> list[admin_pb2.RequestInfo]:
+        """Running requests, as the scheduler sees them."""
+        return list(self.admin().ListRequests(admin_pb2.ListRequestsRequest(), timeout=5).requests)
+
+    def wait_instances(self, names: Sequence[str], timeout_s: float = 60) -> None:
+        """Until these instances, and no others, are active and reporting."""
+        active = types_pb2.INSTANCE_STATE_ACTIVE
+
+        def there() -> bool:
+            seen = self.instances()
+            return {n for n, i in seen.items() if i.state == active and i.kv_blocks_total} == set(names)
+
+        wait_until(there, f"instances {', '.join(names)}", timeout_s)
+
+    def wait_request(self, part: str, output_tokens: int = 1, timeout_s: float = 30) -> admin_pb2.RequestInfo:
+        """The first request whose id contains `part` once it has this many output tokens."""
+        found: list[admin_pb2.RequestInfo] = []
+
+        def there() -> bool:
+            found[:] = [
+                r for r in self.requests() if part in r.request_id and r.output_tokens >= output_tokens
+            ]
+            return bool(found)
+
+        wait_until(there, f"request {part!r} to have {output_tokens} tokens", timeout_s)
+        return found[0]
+
+    def wait_idle(self, timeout_s: float = 20) -> None:
+        """Until no worker holds a request or a KV block of one, by their own metrics."""
+
+        def idle() -> bool:
+            return all(
+                self.metric(name, "tailrace_worker_requests") == 0
+                and self.metric(name, "tailrace_worker_kv_blocks_used") == 0
+                for name, process in self.processes.items()
+                if name.startswith("w") and process.alive
+            )
+
+        wait_until(idle, "all KV to be freed", timeout_s)
+
+    def metric(self, name: str, metric: str, labels: str = "") -> float:
+        """Sum of a service's Prometheus samples of this name whose labels contain `labels`."""
+        body = _get(f"http://127.0.0.1:{self.metrics_ports[name]}/metrics") or ""
+        total = 0.0
+        for line in body.splitlines():
+            series, _, value = line.rpartition(" ")
+            if series.partition("{")[0] == metric and labels in series:
+                total += float(value)
+        return total
+
+    # ---- acting
+
+    def migrate(self, request_id: str, target: str) -> migration_pb2.MigrationRecord:
+        """Migrate and wait; the last record."""
+        record = migration_pb2.MigrationRecord()
+        call = self.admin().Migrate(
+            admin_pb2.AdminMigrateRequest(request_id=request_id, target_instance_id=target, reason="test"),
+            timeout=60,
+        )
+        for update in call:
+            record = update
+        return record
+
+    def arm(self, fault: Mapping[str, object]) -> None:
+        """Arm a fault point in every worker (worker_agent/faults.py)."""
+        self.faults.write_text(json.dumps(fault))
+
+    def disarm(self) -> None:
+        """No faults from now on; a held point goes on."""
+        self.faults.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """End every process, data path first."""
+        for process in reversed(list(self.processes.values())):
+            process.stop(5)
+        shutil.rmtree(self.root / "etcd", ignore_errors=True)
+
+
+def _get(url: str) -> str | None:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as reply:
+            return str(reply.read().decode())
+    except OSError:
+        return None
+
+
+def _etcd_answers(port: int) -> bool:
+    body = _get(f"http://127.0.0.1:{port}/health")
+    return body is not None and '"true"' in body
