@@ -36,6 +36,8 @@ class SamplingParams(
     prompt_logprobs: int | None = None
     eos_token_id: int | None = None
     all_stop_token_ids: list[int] = []
+    # A map that vLLM hands on to whoever wants it; nil when there is none.
+    extra_args: msgspec.Raw = msgspec.Raw(b"\xc0")
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, gc=False):

@@ -67,7 +67,7 @@ def test_sampling_params_exist_with_these_defaults(vllm_engine: Any) -> None:
     theirs = {field.encode_name: field for field in msgspec.structs.fields(SamplingParams)}
     for field in msgspec.structs.fields(wire.SamplingParams):
         assert field.encode_name in theirs
-        if field.default is not msgspec.NODEFAULT:
+        if field.default is not msgspec.NODEFAULT and not isinstance(field.default, msgspec.Raw):
             assert field.default == theirs[field.encode_name].default, field.name
 
 

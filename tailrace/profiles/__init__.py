@@ -1,0 +1,82 @@
+"""Performance profiles: how long one model on one GPU takes for a step, as data.
+
+A profile is a JSON file. Built-in ones stand beside this module; `load_profile` takes their names or a path.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+BUILT_IN: Final[Path] = Path(__file__).resolve().parent
+
+
+class PrefillModel(msgspec.Struct, frozen=True, kw_only=True):
+    """Milliseconds to prefill L tokens: base + per_token * L + per_token_squared * L^2."""
+
+    base_ms: float
+    ms_per_token: float
+    ms_per_token_squared: float
+
+    def ms(self, start: int, end: int) -> float:
+        """Milliseconds for tokens [start, end) of one prompt, without the base."""
+        return self.ms_per_token * (end - start) + self.ms_per_token_squared * (end * end - start * start)
+
+
+class DecodeModel(msgspec.Struct, frozen=True, kw_only=True):
+    """Milliseconds of one decode step: base + per_request * B + per_kv_token * K."""
+
+    base_ms: float
+    ms_per_request: float
+    ms_per_kv_token: float
+
+    def ms(self, requests: int, kv_tokens: int) -> float:
+        """Milliseconds for this many requests with this many tokens of KV in all, without the base."""
+        return self.ms_per_request * requests + self.ms_per_kv_token * kv_tokens
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """One model on one GPU."""
+
+    name: str
+    model: str
+    gpu: str
+    prefill: PrefillModel
+    decode: DecodeModel
+    kv_bytes_per_token: int
+    kv_capacity_tokens: int
+    # Where each number comes from.
+    sources: dict[str, str]
+
+    def step_ms(self, prefill_ms: float, requests: int, kv_tokens: int) -> float:
+        """Milliseconds of a step that prefills chunks (their PrefillModel.ms summed) and decodes a batch."""
+        if not requests:
+            return self.prefill.base_ms + prefill_ms
+        decode_ms = self.decode.ms(requests, kv_tokens)
+        if not prefill_ms:
+            return self.decode.base_ms + decode_ms
+        # One pass over the weights serves both; the larger base is that pass.
+        return max(self.prefill.base_ms, self.decode.base_ms) + prefill_ms + decode_ms
+
+
+class ProfileError(Exception):
+    """There is no such profile, or it is malformed; the message says which and why."""
+
+
+def built_in_profiles() -> list[str]:
+    """Names of the profiles that come with Tailrace."""
+    return sorted(path.stem for path in BUILT_IN.glob("*.json"))
+
+
+def load_profile(name: str) -> Profile:
+    """Load a built-in profile by name, or the JSON file at the path `name`. Raises ProfileError."""
+    path = BUILT_IN / f"{name}.json" if name in built_in_profiles() else Path(name)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Profile)
+    except OSError as error:
+        known = ", ".join(built_in_profiles())
+        raise ProfileError(f"no profile {name!r}: {error.strerror}; built in are {known}") from error
+    except msgspec.DecodeError as error:
+        raise ProfileError(f"profile {name!r}: {error}") from error

@@ -1,0 +1,122 @@
+"""One step's outputs, grouped by front end into vLLM's messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from tailrace import wire
+from worker_agent.engine.base import EngineSink, OutputFlag, StepColumns, Submission
+from worker_agent.engine.simulated.request import Request
+
+_encode = msgspec.msgpack.Encoder().encode
+
+# vLLM's EngineCoreEventType.
+_QUEUED: Final = 1
+_SCHEDULED: Final = 2
+# vLLM's extension code for an array's bytes inside the message.
+_RAW_VIEW: Final = 3
+
+
+@dataclass(slots=True)
+class _Batch:
+    columns: StepColumns
+    outputs: list[wire.EngineCoreOutput] = field(default_factory=list)
+    finished: list[str] = field(default_factory=list)
+
+
+class Emitter:
+    """Collects the outputs of one step, and delivers them together."""
+
+    def __init__(self, sink: EngineSink) -> None:
+        self._sink = sink
+        self._batches: dict[int, _Batch] = {}
+        self.steps = 0
+
+    def add(
+        self,
+        request: Request,
+        index: int,
+        tokens: list[int],
+        flags: int,
+        finish: wire.FinishReason | None = None,
+        stop_reason: int | None = None,
+    ) -> None:
+        """One request's outputs; `index` is that of the first new token."""
+        batch = self._batches.get(request.key.client)
+        if batch is None:
+            batch = self._batches[request.key.client] = _Batch(
+                StepColumns(request.key.client, self.steps, [])
+            )
+        columns = batch.columns
+        columns.handles.append(request.key.handle)
+        columns.epochs.append(request.epoch)
+        columns.first_indices.append(index)
+        columns.counts.append(len(tokens))
+        columns.token_ids += tokens
+        columns.flags.append(flags)
+        output = wire.EngineCoreOutput(request.request_id, tokens)
+        batch.outputs.append(output)
+        if flags or request.logprobs is not None:
+            _dress(output, request, flags)
+        if finish is not None:
+            output.finish_reason = finish
+            output.stop_reason = stop_reason
+            output.trace_headers = request.trace_headers
+            batch.finished.append(request.request_id)
+
+    def flush(self) -> None:
+        """Deliver what was collected."""
+        self.steps += 1
+        batches, self._batches = self._batches, {}
+        for batch in batches.values():
+            batch.columns.frames = wire.encode_outputs(batch.outputs, batch.finished)
+            self._sink.on_step(batch.columns)
+
+    def refuse(self, submission: Submission) -> None:
+        """A request that cannot run here ends with an internal error, at once."""
+        columns = StepColumns(
+            client=submission.key.client,
+            step=self.steps,
+            frames=wire.error_outputs([submission.request_id]),
+            handles=[submission.key.handle],
+            epochs=[submission.epoch],
+            first_indices=[len(submission.output_token_ids)],
+            counts=[0],
+            flags=[int(OutputFlag.FAILED)],
+        )
+        self.steps += 1
+        self._sink.on_step(columns)
+
+
+def _dress(output: wire.EngineCoreOutput, request: Request, flags: int) -> None:
+    if flags & OutputFlag.PREFILL_DONE:
+        output.events = msgspec.Raw(
+            _encode(
+                [
+                    {"type": _QUEUED, "timestamp": request.came_s},
+                    {"type": _SCHEDULED, "timestamp": request.came_s},
+                ]
+            )
+        )
+        tokens = len(request.prompt)
+        output.prefill_stats = msgspec.Raw(
+            _encode({"num_prompt_tokens": tokens, "num_computed_tokens": tokens})
+        )
+    if request.logprobs is not None and output.new_token_ids:
+        output.new_logprobs = _logprobs(output.new_token_ids[0], max(request.logprobs, 0))
+
+
+def _logprobs(token: int, alternatives: int) -> msgspec.Raw:
+    """vLLM's LogprobsLists for one token: itself, then the most likely ones, of which it is the first."""
+    ids = np.array([[token, *(token + i for i in range(alternatives))]], np.int64)
+    values = np.array([[-0.1, *(-0.1 - i for i in range(alternatives))]], np.float32)
+    ranks = np.ones(1, np.int64)
+    return msgspec.Raw(_encode([*(_inline(array) for array in (ids, values, ranks)), None]))
+
+
+def _inline(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> tuple[object, ...]:
+    return array.dtype.str, array.shape, msgspec.msgpack.Ext(_RAW_VIEW, array.tobytes())

@@ -1,0 +1,442 @@
+"""The simulated engine: vLLM's protocol and an engine's timing, without a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Final
+
+import msgspec
+
+from tailrace import wire
+from tailrace.profiles import ProfileError, load_profile
+from worker_agent.engine.base import (
+    EngineInfo,
+    EnginePhase,
+    EngineRefusal,
+    EngineSink,
+    EngineStats,
+    Exported,
+    ExportedPause,
+    Frames,
+    KvShape,
+    OutputFlag,
+    RequestKey,
+    RequestStats,
+    Staging,
+    Submission,
+)
+from worker_agent.engine.simulated.blocks import BlockPool
+from worker_agent.engine.simulated.clock import Clock, Timer
+from worker_agent.engine.simulated.emitter import Emitter
+from worker_agent.engine.simulated.exports import Exports
+from worker_agent.engine.simulated.imports import Imports
+from worker_agent.engine.simulated.intervals import TokenIntervals
+from worker_agent.engine.simulated.kv import HostStaging, KvCodec
+from worker_agent.engine.simulated.reader import RequestReader, UnrunnableError
+from worker_agent.engine.simulated.request import Request, State
+from worker_agent.engine.simulated.scheduler import Scheduler, Step
+from worker_agent.engine.simulated.settings import Faults, SimulatedSettings
+from worker_agent.engine.simulated.table import RequestTable
+from worker_agent.engine.simulated.utilities import answer_utility
+from worker_agent.engine.simulated.vocabulary import read_vocabulary
+
+# Plain ints: arithmetic on enum flags costs a microsecond, and this happens for every token.
+_PREFILL_DONE: Final = int(OutputFlag.PREFILL_DONE)
+_REASONING_ENDED: Final = int(OutputFlag.REASONING_ENDED)
+_FINISHED: Final = int(OutputFlag.FINISHED)
+_FAILED: Final = int(OutputFlag.FAILED)
+# How often a hanging engine looks whether it may go on.
+_HANG_CHECK_S: Final = 0.05
+
+
+class SimulatedEngine:
+    """worker_agent.engine.base.Engine. One timer is all that it runs on.
+
+    A step is planned when it begins, and its tokens come out when its time is over; a request that is
+    aborted or paused in between drops out of it.
+    """
+
+    def __init__(
+        self, settings: SimulatedSettings, *, faults: Faults | None = None, clock: Clock | None = None
+    ) -> None:
+        """`clock` is the running event loop unless given. Raises RuntimeError for impossible settings."""
+        self.faults = faults or Faults()
+        self._settings = settings
+        try:
+            profile = load_profile(settings.profile)
+        except ProfileError as error:
+            raise RuntimeError(str(error)) from error
+        self._shape = _kv_shape(settings)
+        self._vocabulary = read_vocabulary(settings.tokenizer, settings.think, settings.end_think)
+        blocks = settings.kv_blocks or profile.kv_capacity_tokens // settings.block_tokens
+        self._max_model_len = min(settings.max_model_len, blocks * settings.block_tokens)
+        self._pool = BlockPool(blocks, settings.block_tokens)
+        self._scheduler = Scheduler(
+            self._pool, profile, settings.max_num_seqs, settings.max_num_batched_tokens
+        )
+        self._table = RequestTable()
+        codec = KvCodec(self._shape)
+        self._reader = RequestReader(settings, self._vocabulary, self._shape, self._max_model_len)
+        self._exports = Exports(self._table, self._scheduler, codec, self._shape, self.faults)
+        self._imports = Imports(self._table, self._scheduler, self._reader, codec, self._shape, self.faults)
+        self._intervals = TokenIntervals()
+        self._clock = clock
+        self._timer: Timer | None = None
+        self._step: Step | None = None
+        # When the current step is over, and when the one before it was.
+        self._due_s = 0.0
+        self._ended_s = 0.0
+        self._generated_tokens = 0
+        self._sink: EngineSink | None = None
+        self._emitter: Emitter | None = None
+
+    # ---- life
+
+    async def start(self, sink: EngineSink) -> EngineInfo:
+        """Engine.start."""
+        if self._clock is None:
+            self._clock = asyncio.get_running_loop()
+        self._sink = sink
+        self._emitter = Emitter(sink)
+        settings = self._settings
+        return EngineInfo(
+            engine="simulated",
+            model=settings.model,
+            kv_shape=self._shape,
+            kv_blocks_total=self._pool.total,
+            max_model_len=self._max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            ready_response=wire.write_ready(
+                wire.ReadyResponse(
+                    max_model_len=self._max_model_len,
+                    num_gpu_blocks=self._pool.total,
+                    block_size=settings.block_tokens,
+                    dp_stats_address=None,
+                    dtype="float32",
+                    vllm_version="0.32.0",
+                    world_size=1,
+                    data_parallel_size=1,
+                    tensor_parallel_size=1,
+                    pipeline_parallel_size=1,
+                    decode_context_parallel_size=1,
+                    data_parallel_rank=0,
+                    max_num_seqs=settings.max_num_seqs,
+                    max_num_batched_tokens=settings.max_num_batched_tokens,
+                    instance_id="simulated",
+                    supports_lora=False,
+                    max_loras=0,
+                    kv_cache_size_tokens=self._pool.total * settings.block_tokens,
+                    kv_cache_max_concurrency=self._pool.total * settings.block_tokens / self._max_model_len,
+                    effective_attention_block_size=settings.block_tokens,
+                )
+            ),
+        )
+
+    async def stop(self) -> None:
+        """Engine.stop."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._sink = self._emitter = None
+        for request in list(self._table):
+            self._free(request)
+
+    # ---- the data path
+
+    def submit(self, submission: Submission) -> None:
+        """Engine.submit. A request that is here already under an older epoch gives way to the new one."""
+        emitter = self._live_emitter()
+        for old in (self._table.by_key(submission.key), self._table.by_id(submission.request_id)):
+            if old is None or old.state is State.GONE:
+                continue
+            if old.epoch >= submission.epoch:
+                emitter.refuse(submission)
+                return
+            self._free(old)
+        try:
+            request = self._reader.read(
+                submission.key,
+                submission.epoch,
+                submission.frames,
+                submission.output_token_ids,
+                submission.frontend_id,
+                submission.traceparent,
+            )
+        except UnrunnableError:
+            emitter.refuse(submission)
+            return
+        outputs = request.outputs
+        if outputs and self._ends(request, len(outputs) - 1, outputs[-1]):
+            # Only the news of its end was lost.
+            reason, stop = self._finish_reason(request, outputs[-1])
+            emitter.add(request, len(outputs), [], _FINISHED, reason, stop)
+            emitter.flush()
+            return
+        self._table.add(request)
+        self._scheduler.enqueue(request)
+        self._wake()
+
+    def abort(self, keys: Sequence[RequestKey]) -> None:
+        """Engine.abort."""
+        for key in keys:
+            request = self._table.by_key(key)
+            if request is not None:
+                self._free(request)
+        self._wake()
+
+    def abort_client(self, client: int) -> None:
+        """Engine.abort_client."""
+        for request in self._table.of_client(client):
+            self._free(request)
+        self._wake()
+
+    def utility(self, client: int, call_id: int, frames: Frames) -> None:
+        """Engine.utility."""
+        if self._sink is None:
+            raise RuntimeError("the engine is not started")
+        self._sink.on_utility(client, call_id, answer_utility(call_id, frames))
+
+    def stats(self) -> EngineStats:
+        """Engine.stats."""
+        mean_ms, p99_ms = self._intervals.mean_and_p99()
+        requests = [
+            RequestStats(
+                request_id=request.request_id,
+                frontend_id=request.frontend_id,
+                epoch=request.epoch,
+                phase=request.phase,
+                state=request.state.value,
+                prompt_tokens=len(request.prompt),
+                output_tokens=len(request.outputs),
+                reasoning_tokens=request.reasoning_tokens,
+                max_tokens=request.length_limit,
+                kv_blocks=len(request.blocks),
+                arrival_s=request.arrival_s,
+                token_interval_ms=mean_ms,
+            )
+            for request in self._table
+            if request.state is not State.IMPORTING
+        ]
+        backlog = sum(
+            request.total - request.computed - 1
+            for request in self._table
+            if request.state is not State.IMPORTING
+        )
+        return EngineStats(
+            requests=requests,
+            kv_blocks_used=self._pool.used,
+            kv_blocks_total=self._pool.total,
+            host_kv_bytes_used=0,
+            host_kv_bytes_total=0,
+            prefill_backlog_tokens=backlog,
+            steps=self._emitter.steps if self._emitter is not None else 0,
+            generated_tokens=self._generated_tokens,
+            preemptions=self._scheduler.preemptions,
+            token_interval_ms_mean=mean_ms,
+            token_interval_ms_p99=p99_ms,
+        )
+
+    # ---- source of a migration
+
+    async def export_open(self, request_id: str) -> Exported:
+        """Engine.export_open."""
+        return self._exports.open(request_id)
+
+    async def export_more(self, request_id: str, have_blocks: int) -> list[bytes]:
+        """Engine.export_more."""
+        return self._exports.more(request_id, have_blocks)
+
+    async def export_pause(self, request_id: str, have_blocks: int) -> ExportedPause:
+        """Engine.export_pause."""
+        return self._exports.pause(request_id, have_blocks, self._intervals.mean_and_p99()[0])
+
+    async def export_resume(self, request_id: str) -> None:
+        """Engine.export_resume."""
+        self._exports.resume(request_id)
+        self._wake()
+
+    async def export_release(self, request_id: str) -> None:
+        """Engine.export_release; a request that has ended meanwhile is ignored."""
+        request = self._table.by_id(request_id)
+        if request is None:
+            return
+        if request.state is not State.PAUSED:
+            raise EngineRefusal(f"request {request_id} is {request.state.value}, not paused")
+        self._free(request)
+        self._wake()
+
+    def staging(self, num_blocks: int) -> HostStaging:
+        """Engine.staging."""
+        return HostStaging(num_blocks * self._shape.block_bytes)
+
+    async def read_blocks(
+        self, request_id: str, first_block: int, num_blocks: int, out: Staging
+    ) -> list[int]:
+        """Engine.read_blocks."""
+        return await self._exports.read(request_id, first_block, num_blocks, out)
+
+    # ---- target of a migration
+
+    async def import_open(self, exported: Exported, key: RequestKey, epoch: int) -> None:
+        """Engine.import_open."""
+        self._imports.open(exported, key, epoch)
+
+    async def import_reserve(self, request_id: str, num_blocks: int) -> None:
+        """Engine.import_reserve."""
+        self._imports.reserve(request_id, num_blocks)
+
+    async def write_blocks(
+        self,
+        request_id: str,
+        first_block: int,
+        num_blocks: int,
+        received: Staging,
+        checksums: Sequence[int],
+    ) -> None:
+        """Engine.write_blocks."""
+        await self._imports.write(request_id, first_block, num_blocks, received, checksums)
+
+    async def import_prepare(self, request_id: str, pause: ExportedPause) -> None:
+        """Engine.import_prepare. Raises KvCorrupt when the blocks are not what the tokens demand."""
+        self._imports.prepare(request_id, pause)
+
+    async def import_activate(self, request_id: str) -> None:
+        """Engine.import_activate."""
+        self._imports.activate(request_id)
+        self._wake()
+
+    async def import_drop(self, request_id: str) -> None:
+        """Engine.import_drop."""
+        request = self._imports.find(request_id)
+        if request is not None:
+            self._free(request)
+            self._wake()
+
+    # ---- steps
+
+    def _wake(self) -> None:
+        """Step again if nothing is being stepped."""
+        if self._timer is None and self._emitter is not None:
+            self._due_s = self._live_clock().time()
+            self._timer = self._live_clock().call_at(self._due_s, self._begin_step)
+
+    def _begin_step(self) -> None:
+        self._timer = None
+        clock = self._live_clock()
+        if self.faults.hang:
+            self._timer = clock.call_at(clock.time() + _HANG_CHECK_S, self._begin_step)
+            return
+        self._step = self._scheduler.plan()
+        if self._step is None:
+            self._ended_s = 0.0
+            return
+        # From when the last one was due, not from now: a late timer must not slow the engine down.
+        self._due_s = max(self._due_s + self._step.ms / 1000 / self._settings.speed, clock.time())
+        self._timer = clock.call_at(self._due_s, self._end_step)
+
+    def _end_step(self) -> None:
+        step, self._step = self._step, None
+        if step is None or self.faults.hang:
+            # What the step computed is lost.
+            self._begin_step()
+            return
+        running = State.RUNNING
+        for request in step.decodes:
+            if request.state is running:
+                request.computed += 1
+                self._sample(request)
+        for request, tokens in step.chunks:
+            if request.state is running:
+                request.computed += tokens
+                if request.computed == request.total:
+                    self._sample(request)
+        now_s = self._live_clock().time()
+        if step.decodes and self._ended_s:
+            self._intervals.add((now_s - self._ended_s) * 1000)
+        self._ended_s = now_s
+        self._live_emitter().flush()
+        # The sink may have stopped the engine.
+        if self._emitter is not None:
+            self._begin_step()
+
+    def _sample(self, request: Request) -> None:
+        emitter = self._live_emitter()
+        outputs = request.outputs
+        index = len(outputs)
+        if index == self.faults.fail_at_index:
+            emitter.add(request, index, [], _FAILED, wire.FinishReason.ERROR)
+            self._free(request)
+            return
+        token = request.script.token(index)
+        outputs.append(token)
+        request.total += 1
+        self._generated_tokens += 1
+        flags = 0
+        if request.phase is EnginePhase.PREFILL:
+            flags = _PREFILL_DONE
+            request.phase = request.decode_phase
+        if request.closes_at is None and request.reasons and token == self._vocabulary.end_think:
+            flags |= _REASONING_ENDED
+            request.closes_at = index
+            request.phase = EnginePhase.ANSWERING
+        if self._ends(request, index, token):
+            reason, stop = self._finish_reason(request, token)
+            emitter.add(request, index, [token], flags | _FINISHED, reason, stop)
+            self._free(request)
+        else:
+            emitter.add(request, index, [token], flags)
+
+    @staticmethod
+    def _ends(request: Request, index: int, token: int) -> bool:
+        return index >= request.finish_at or token in request.stops
+
+    @staticmethod
+    def _finish_reason(request: Request, token: int) -> tuple[wire.FinishReason, int | None]:
+        """As vLLM's check_stop, in its order."""
+        if token == request.script.eos:
+            return wire.FinishReason.STOP, None
+        if token in request.stops:
+            return wire.FinishReason.STOP, token
+        return wire.FinishReason.LENGTH, None
+
+    def _free(self, request: Request) -> None:
+        self._imports.forget(request)
+        self._table.remove(request)
+        self._scheduler.drop(request)
+
+    def _live_clock(self) -> Clock:
+        if self._clock is None:
+            raise RuntimeError("the engine is not started")
+        return self._clock
+
+    def _live_emitter(self) -> Emitter:
+        if self._emitter is None:
+            raise RuntimeError("the engine is not started")
+        return self._emitter
+
+
+def _kv_shape(settings: SimulatedSettings) -> KvShape:
+    layer_block_bytes = settings.block_tokens * settings.kv_bytes_per_token // settings.num_layers
+    if layer_block_bytes < 8 or layer_block_bytes % 8:
+        raise RuntimeError(
+            f"a layer's KV block is {layer_block_bytes} bytes; block_tokens * kv_bytes_per_token / num_layers"
+            " must be a multiple of 8"
+        )
+    # All that decides the tokens and the bytes.
+    identity = (
+        settings.model,
+        settings.weights_seed,
+        settings.tokenizer.rsplit("/", 1)[-1],
+        settings.think,
+        settings.end_think,
+        settings.reasoning_mean_tokens,
+        settings.answer_mean_tokens,
+    )
+    return KvShape(
+        model_fingerprint=blake2b(msgspec.msgpack.encode(identity), digest_size=16).hexdigest(),
+        block_tokens=settings.block_tokens,
+        num_layers=settings.num_layers,
+        layer_block_bytes=layer_block_bytes,
+    )

@@ -1,0 +1,183 @@
+"""The target's side of a migration."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from worker_agent.engine.base import (
+    EngineRefusal,
+    Exported,
+    ExportedPause,
+    KvCorrupt,
+    KvShape,
+    RequestKey,
+    Staging,
+)
+from worker_agent.engine.simulated.exports import BYTES_AT_A_TIME, SamplingState
+from worker_agent.engine.simulated.kv import KvCodec, staged_bytes
+from worker_agent.engine.simulated.reader import RequestReader, UnrunnableError
+from worker_agent.engine.simulated.request import Request, State
+from worker_agent.engine.simulated.scheduler import Scheduler
+from worker_agent.engine.simulated.settings import Faults
+from worker_agent.engine.simulated.table import RequestTable
+
+_state = msgspec.msgpack.Decoder(SamplingState)
+
+
+@dataclass(slots=True)
+class _Import:
+    request: Request
+    # Seed that each received block carried; a block's bytes are its seed's, so this is all to keep.
+    seeds: dict[int, int] = field(default_factory=dict)
+    prepared: bool = False
+
+
+class Imports:
+    """Requests on their way from another engine."""
+
+    def __init__(
+        self,
+        table: RequestTable,
+        scheduler: Scheduler,
+        reader: RequestReader,
+        codec: KvCodec,
+        shape: KvShape,
+        faults: Faults,
+    ) -> None:
+        self._table = table
+        self._scheduler = scheduler
+        self._reader = reader
+        self._codec = codec
+        self._shape = shape
+        self._faults = faults
+        self._imports: dict[str, _Import] = {}
+
+    def open(self, exported: Exported, key: RequestKey, epoch: int) -> None:
+        """Engine.import_open."""
+        if self._faults.refuse_import is not None:
+            raise EngineRefusal(self._faults.refuse_import)
+        if self._scheduler.free_slots < 1:
+            raise EngineRefusal("as many requests run here as may")
+        try:
+            request = self._reader.read(
+                key,
+                epoch,
+                exported.frames,
+                exported.output_token_ids,
+                exported.frontend_id,
+                exported.traceparent,
+            )
+        except UnrunnableError as error:
+            raise EngineRefusal(str(error)) from error
+        request_id = request.request_id
+        if self._table.by_id(request_id) is not None or self._table.by_key(key) is not None:
+            raise EngineRefusal(f"request {request_id} is on this engine already")
+        pool = self._scheduler.pool
+        blocks = min(pool.blocks_for(request.total) + 1, pool.total)
+        if not pool.grow(request.blocks, blocks):
+            raise EngineRefusal(f"{blocks} KV blocks are needed and {pool.free} free")
+        request.phase = exported.phase
+        self._scheduler.hold(request, State.IMPORTING)
+        self._table.add(request)
+        self._imports[request_id] = _Import(request)
+
+    def reserve(self, request_id: str, num_blocks: int) -> None:
+        """Engine.import_reserve."""
+        request = self._importing(request_id).request
+        pool = self._scheduler.pool
+        if not pool.grow(request.blocks, num_blocks):
+            raise EngineRefusal(f"{num_blocks} KV blocks are needed and {pool.free} more free")
+
+    async def write(
+        self, request_id: str, first_block: int, num_blocks: int, received: Staging, checksums: Sequence[int]
+    ) -> None:
+        """Engine.write_blocks."""
+        incoming = self._importing(request_id)
+        if first_block < 0 or first_block + num_blocks > len(incoming.request.blocks):
+            raise EngineRefusal(f"{len(incoming.request.blocks)} blocks are reserved for {request_id}")
+        if len(checksums) != num_blocks:
+            raise KvCorrupt(f"{len(checksums)} checksums for {num_blocks} blocks")
+        size = self._codec.block_bytes
+        data = staged_bytes(received.buffer, num_blocks * size)
+        at_a_time = max(1, BYTES_AT_A_TIME // size)
+        seeds: list[int] = []
+        for start in range(0, num_blocks, at_a_time):
+            if start:
+                await asyncio.sleep(0)
+            end = min(start + at_a_time, num_blocks)
+            part = data[start * size : end * size]
+            found = self._codec.checksums(part)
+            for at, (ours, theirs) in enumerate(zip(found, checksums[start:end], strict=True)):
+                if ours != theirs:
+                    raise KvCorrupt(f"block {first_block + start + at} of {request_id} arrived damaged")
+            seeds += self._codec.read(part, first_block + start).tolist()
+        if self._imports.get(request_id) is not incoming:
+            raise EngineRefusal(f"request {request_id} was dropped while its blocks were written")
+        incoming.seeds.update(enumerate(seeds, first_block))
+
+    def prepare(self, request_id: str, pause: ExportedPause) -> None:
+        """Engine.import_prepare."""
+        incoming = self._importing(request_id)
+        request = incoming.request
+        outputs = [*request.outputs, *pause.new_output_token_ids]
+        self._check_state(request, len(outputs), pause)
+        request.outputs += pause.new_output_token_ids
+        request.total = len(request.prompt) + len(outputs)
+        if not 0 <= pause.computed_tokens < request.total:
+            raise EngineRefusal(f"KV of {pause.computed_tokens} tokens, of {request.total}")
+        if request.closes_at is None and request.reasons:
+            closed = request.script.end_think_at
+            request.closes_at = closed if 0 <= closed < len(outputs) else None
+        if outputs and pause.computed_tokens == request.total - 1:
+            request.phase = request.decode_phase
+
+        blocks = self._scheduler.pool.blocks_for(pause.computed_tokens)
+        demanded = request.chain.seeds(0, blocks, pause.computed_tokens)
+        missing = [block for block in range(blocks) if block not in incoming.seeds]
+        if missing:
+            raise KvCorrupt(f"block {missing[0]} of {request_id} was never received")
+        received = np.fromiter((incoming.seeds[block] for block in range(blocks)), np.uint64, blocks)
+        wrong = np.flatnonzero(demanded != received)
+        if wrong.size:
+            raise KvCorrupt(f"block {int(wrong[0])} is not what the tokens of {request_id} demand")
+        request.computed = pause.computed_tokens
+        incoming.prepared = True
+
+    def activate(self, request_id: str) -> None:
+        """Engine.import_activate."""
+        incoming = self._importing(request_id)
+        if not incoming.prepared:
+            raise EngineRefusal(f"the import of {request_id} is not prepared")
+        del self._imports[request_id]
+        self._scheduler.run(incoming.request)
+
+    def forget(self, request: Request) -> None:
+        """The request is dropped or aborted."""
+        self._imports.pop(request.request_id, None)
+
+    def find(self, request_id: str) -> Request | None:
+        """The request, if it is being imported."""
+        incoming = self._imports.get(request_id)
+        return None if incoming is None else incoming.request
+
+    def _importing(self, request_id: str) -> _Import:
+        incoming = self._imports.get(request_id)
+        if incoming is None:
+            raise EngineRefusal(f"request {request_id} is not being imported")
+        return incoming
+
+    @staticmethod
+    def _check_state(request: Request, output_tokens: int, pause: ExportedPause) -> None:
+        try:
+            state = _state.decode(pause.sampling_state)
+        except msgspec.DecodeError as error:
+            raise EngineRefusal(f"sampling state: {error}") from error
+        if state.script != request.script.identity:
+            raise EngineRefusal("the source would have gone on otherwise: another prompt, seed or model")
+        if state.output_tokens != output_tokens:
+            raise EngineRefusal(f"{output_tokens} output tokens handed over, {state.output_tokens} made")

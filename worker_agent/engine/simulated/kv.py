@@ -1,0 +1,126 @@
+"""KV bytes that depend on what they stand for.
+
+The bytes of a block are a pattern of the model's, XORed throughout with 64 bits that digest the block's
+tokens and all before them. So they can be made as fast as memory is written, and from received bytes the
+receiver gets the digest back: bytes that are damaged are no such XOR, and another block's or another prompt's
+bytes give another digest.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from functools import lru_cache
+from hashlib import blake2b, shake_128
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from worker_agent.engine.base import KvCorrupt, KvShape
+
+Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.uint64]
+
+
+class HostStaging:
+    """Staging in ordinary memory."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, size: int) -> None:
+        self.array: Bytes = np.empty(size, np.uint8)
+
+    @property
+    def buffer(self) -> object:
+        """The numpy array."""
+        return self.array
+
+
+def staged_bytes(staging_buffer: object, size: int) -> Bytes:
+    """The first `size` bytes of a staging buffer. Raises ValueError when it is shorter."""
+    view = np.frombuffer(staging_buffer, np.uint8)  # type: ignore[call-overload]
+    if view.size < size:
+        raise ValueError(f"staging holds {view.size} bytes, {size} are needed")
+    return view[:size]  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=8)
+def _pattern(fingerprint: str, block_bytes: int) -> Words:
+    noise = shake_128(fingerprint.encode()).digest(block_bytes)
+    return np.frombuffer(noise, np.uint64)
+
+
+class KvCodec:
+    """Makes and reads the bytes of blocks of one shape."""
+
+    __slots__ = ("_pattern", "block_bytes")
+
+    def __init__(self, shape: KvShape) -> None:
+        if shape.block_bytes % 8:
+            raise RuntimeError(f"a KV block must be a multiple of 8 bytes, not {shape.block_bytes}")
+        self.block_bytes = shape.block_bytes
+        self._pattern = _pattern(shape.model_fingerprint, shape.block_bytes)
+
+    def write(self, seeds: Words, out: Bytes) -> None:
+        """Write the bytes of the blocks with these seeds."""
+        words = out.view(np.uint64).reshape(len(seeds), -1)
+        np.bitwise_xor(self._pattern[None, :], seeds[:, None], out=words)
+
+    def checksums(self, data: Bytes) -> list[int]:
+        """One 64-bit checksum a block (XXH3)."""
+        size = self.block_bytes
+        view = memoryview(data)  # type: ignore[arg-type]
+        return [xxhash.xxh3_64_intdigest(view[at : at + size]) for at in range(0, len(view), size)]
+
+    def read(self, data: Bytes, first_block: int) -> Words:
+        """The seeds of these blocks. Raises KvCorrupt for bytes that no block of this model has."""
+        words = data.view(np.uint64).reshape(-1, self.block_bytes // 8) ^ self._pattern[None, :]
+        seeds: Words = words[:, 0].copy()
+        whole = (words == seeds[:, None]).all(axis=1)
+        if not whole.all():
+            raise KvCorrupt(f"block {first_block + int(np.argmin(whole))} is not a block of this model")
+        return seeds
+
+
+class BlockChain:
+    """The digests of a request's blocks, each of its tokens and all before it; made as they are asked for."""
+
+    __slots__ = ("_block_tokens", "_full", "_outputs", "_prompt")
+
+    def __init__(self, fingerprint: str, block_tokens: int, prompt: list[int], outputs: list[int]) -> None:
+        self._block_tokens = block_tokens
+        self._prompt = prompt
+        # The request's own list: it grows, and never changes.
+        self._outputs = outputs
+        # Entry 0 stands for what is before the first block.
+        self._full = [blake2b(fingerprint.encode(), digest_size=16).digest()]
+
+    def full(self, first: int, last: int) -> list[bytes]:
+        """Digests of blocks [first, last), all of them full."""
+        size = self._block_tokens
+        full = self._full
+        while len(full) <= last:
+            at = (len(full) - 1) * size
+            full.append(self._digest(full[-1], at, at + size))
+        return full[first + 1 : last + 1]
+
+    def seeds(self, first: int, last: int, tokens: int) -> Words:
+        """Seeds of blocks [first, last) when `tokens` tokens have KV; the last block may be partial."""
+        whole = tokens // self._block_tokens
+        digests = self.full(first, min(last, whole))
+        if last > whole:
+            before = self._full[0] if whole == 0 else self.full(whole - 1, whole)[0]
+            digests.append(self._digest(before, whole * self._block_tokens, tokens))
+        return np.frombuffer(b"".join(digest[:8] for digest in digests), np.uint64)
+
+    def _digest(self, before: bytes, start: int, end: int) -> bytes:
+        split = len(self._prompt)
+        tokens: Sequence[int]
+        if end <= split:
+            tokens = self._prompt[start:end]
+        elif start >= split:
+            tokens = self._outputs[start - split : end - split]
+        else:
+            tokens = self._prompt[start:] + self._outputs[: end - split]
+        return blake2b(before + array("I", tokens).tobytes(), digest_size=16).digest()

@@ -1,0 +1,84 @@
+"""From vLLM's request message to a Request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from tailrace import wire
+from worker_agent.engine.base import Frames, KvShape, RequestKey
+from worker_agent.engine.simulated.kv import BlockChain
+from worker_agent.engine.simulated.request import Request
+from worker_agent.engine.simulated.script import Script, opened
+from worker_agent.engine.simulated.settings import SimulatedSettings
+from worker_agent.engine.simulated.vocabulary import Vocabulary
+
+
+class UnrunnableError(Exception):
+    """This engine cannot run this request; the message says why."""
+
+
+class RequestReader:
+    """Reads requests for one engine."""
+
+    def __init__(
+        self, settings: SimulatedSettings, vocabulary: Vocabulary, shape: KvShape, max_model_len: int
+    ) -> None:
+        self._settings = settings
+        self._vocabulary = vocabulary
+        self._shape = shape
+        self._max_model_len = max_model_len
+
+    def read(
+        self,
+        key: RequestKey,
+        epoch: int,
+        frames: Frames,
+        output_token_ids: Sequence[int],
+        frontend_id: str,
+        traceparent: str,
+    ) -> Request:
+        """Build the request. Raises UnrunnableError."""
+        try:
+            message = wire.read_full_request(frames)
+        except msgspec.DecodeError as error:
+            raise UnrunnableError(f"malformed request: {error}") from error
+        sampling = message.sampling_params
+        prompt = message.prompt_token_ids
+        if sampling is None or not prompt:
+            raise UnrunnableError("the simulated engine continues prompts of token ids only")
+        if sampling.prompt_logprobs is not None:
+            raise UnrunnableError("the simulated engine has no prompt log probabilities")
+        room = self._max_model_len - len(prompt)
+        if room <= 0:
+            raise UnrunnableError(f"a prompt of {len(prompt)} tokens, of at most {self._max_model_len - 1}")
+        try:
+            script = Script(prompt, sampling, self._settings, self._vocabulary)
+        except ValueError as error:
+            raise UnrunnableError(str(error)) from error
+        outputs = list(output_token_ids)
+        limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
+        end_think = self._vocabulary.end_think
+        return Request(
+            key=key,
+            request_id=message.request_id,
+            epoch=epoch,
+            frames=frames,
+            frontend_id=frontend_id,
+            traceparent=traceparent,
+            prompt=prompt,
+            outputs=outputs,
+            script=script,
+            chain=BlockChain(self._shape.model_fingerprint, self._shape.block_tokens, prompt, outputs),
+            length_at=limit - 1,
+            reasons=(
+                self._settings.reasoning_mean_tokens > 0
+                and end_think is not None
+                and opened(prompt, self._vocabulary) is not False
+            ),
+            closes_at=outputs.index(end_think) if end_think in outputs else None,
+            logprobs=sampling.logprobs,
+            arrival_s=message.arrival_time,
+            trace_headers=message.trace_headers,
+        )

@@ -1,0 +1,158 @@
+"""What a simulated model says: token i is a pure function of (prompt, seed, i)."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b, shake_128
+from typing import Final
+
+import msgspec
+
+from tailrace.wire import SamplingParams
+from worker_agent.engine.simulated.settings import SimulatedSettings
+from worker_agent.engine.simulated.vocabulary import Vocabulary
+
+_CHUNK: Final = 128
+_NEVER: Final = 1 << 60
+# A drawn length is at most this many times its mean.
+_LONGEST: Final = 6.0
+
+
+class _Lengths(msgspec.Struct):
+    """Lengths a request may ask for in its sampling parameters' extra_args (`vllm_xargs` over HTTP)."""
+
+    reasoning_tokens: int | None = None
+    answer_tokens: int | None = None
+
+
+_lengths = msgspec.msgpack.Decoder(_Lengths | None)
+
+
+class Script:
+    """The tokens of one request.
+
+    A thought in its tags, an answer, and the end-of-sequence token; then, when that is ignored, letters
+    without end. Raises ValueError for parameters that nobody can follow.
+    """
+
+    __slots__ = (
+        "_chunk",
+        "_chunk_start",
+        "_key",
+        "_min_tokens",
+        "_think_at",
+        "_vocabulary",
+        "end_think_at",
+        "eos",
+        "eos_at",
+        "stops",
+    )
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        settings: SimulatedSettings,
+        vocabulary: Vocabulary,
+    ) -> None:
+        digest = blake2b(array("I", prompt).tobytes(), digest_size=32, key=b"tailrace simulated")
+        digest.update(f"{settings.weights_seed} {sampling.seed or 0}".encode())
+        self._key = digest.digest()
+        self._vocabulary = vocabulary
+        self._min_tokens = sampling.min_tokens
+        self._chunk: list[int] = []
+        self._chunk_start = _NEVER
+        self.eos = -1 if sampling.eos_token_id is None or sampling.ignore_eos else sampling.eos_token_id
+        self.stops: frozenset[int] = frozenset(sampling.stop_token_ids or ())
+
+        asked = self._asked_lengths(sampling)
+        reasoning, answer = asked.reasoning_tokens, asked.answer_tokens
+        if reasoning is None:
+            reasoning = _draw(self._key[0:8], settings.reasoning_mean_tokens)
+        if answer is None:
+            answer = _draw(self._key[8:16], settings.answer_mean_tokens)
+
+        # Index of the opening and of the closing tag; -1: there is none.
+        self._think_at = self.end_think_at = -1
+        thought = opened(prompt, vocabulary)
+        end = answer
+        if settings.reasoning_mean_tokens and vocabulary.end_think is not None and thought is not False:
+            if thought is None:
+                self._think_at = 0
+            self.end_think_at = self._think_at + 1 + reasoning
+            end += self.end_think_at + 1
+        self.eos_at = _NEVER if self.eos < 0 else max(end, self._min_tokens)
+
+    @staticmethod
+    def _asked_lengths(sampling: SamplingParams) -> _Lengths:
+        try:
+            return _lengths.decode(sampling.extra_args) or _Lengths()
+        except msgspec.ValidationError as error:
+            raise ValueError(f"extra_args: {error}") from error
+
+    @property
+    def identity(self) -> bytes:
+        """Digest of all that decides the tokens but the settings."""
+        return self._key
+
+    def token(self, index: int) -> int:
+        """Token `index` of the output."""
+        if index == self.end_think_at or index == self._think_at:
+            tags = self._vocabulary
+            tag = tags.end_think if index == self.end_think_at else tags.think
+            # Without an opening tag in the vocabulary the thought opens by itself.
+            return self._letter(index) if tag is None else tag
+        if index == self.eos_at:
+            return self.eos
+        if index < self._min_tokens and self.stops:
+            return self._allowed(index)
+        at = index - self._chunk_start
+        if 0 <= at < _CHUNK:
+            return self._chunk[at]
+        return self._letter(index)
+
+    def _letter(self, index: int) -> int:
+        start = index - index % _CHUNK
+        if start != self._chunk_start:
+            letters = self._vocabulary.letters
+            noise = shake_128(self._key + start.to_bytes(8, "little")).digest(_CHUNK)
+            self._chunk = [letters[byte] for byte in noise]
+            self._chunk_start = start
+        return self._chunk[index - start]
+
+    def _allowed(self, index: int) -> int:
+        # Before min_tokens a sampler cannot draw a stop token: the next letter that is none takes its place.
+        letters = self._vocabulary.letters
+        token = self._letter(index)
+        first = letters.index(token)
+        for step in range(len(letters)):
+            token = letters[(first + step) % len(letters)]
+            if token not in self.stops:
+                return token
+        raise ValueError("every letter is a stop token, and min_tokens forbids them all")
+
+
+def opened(tokens: Sequence[int], vocabulary: Vocabulary) -> bool | None:
+    """Whether these tokens leave a thought open (True), closed (False), or say nothing of one (None).
+
+    The last tag decides, as in vLLM's reasoning parsers.
+    """
+    think, end_think = vocabulary.think, vocabulary.end_think
+    if think not in tokens and end_think not in tokens:
+        return None
+    for token in reversed(tokens):
+        if token == end_think:
+            return False
+        if token == think:
+            return True
+    return None
+
+
+def _draw(noise: bytes, mean: int) -> int:
+    """A length of exponential distribution with about this mean."""
+    if mean <= 0:
+        return 0
+    uniform = (int.from_bytes(noise, "little") + 1) / (1 << 64)
+    return max(1, round(mean * min(_LONGEST, -math.log(uniform))))

@@ -1,0 +1,51 @@
+"""All requests of an engine, by each of their names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from worker_agent.engine.base import EngineRefusal, RequestKey
+from worker_agent.engine.simulated.request import Request
+
+
+class RequestTable:
+    """Requests in any state of their life but gone."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Request] = {}
+        self._by_key: dict[RequestKey, Request] = {}
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._by_id.values())
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def add(self, request: Request) -> None:
+        """Neither of its names may be in use."""
+        self._by_id[request.request_id] = request
+        self._by_key[request.key] = request
+
+    def remove(self, request: Request) -> None:
+        """It must be here."""
+        del self._by_id[request.request_id]
+        del self._by_key[request.key]
+
+    def by_key(self, key: RequestKey) -> Request | None:
+        """The request that a front end calls so."""
+        return self._by_key.get(key)
+
+    def by_id(self, request_id: str) -> Request | None:
+        """The request that vLLM's front half calls so."""
+        return self._by_id.get(request_id)
+
+    def of_client(self, client: int) -> list[Request]:
+        """A front end's requests."""
+        return [request for request in self._by_id.values() if request.key.client == client]
+
+    def known(self, request_id: str) -> Request:
+        """The request. Raises EngineRefusal when it is not here."""
+        request = self._by_id.get(request_id)
+        if request is None:
+            raise EngineRefusal(f"request {request_id} is not on this engine")
+        return request
