@@ -1,0 +1,161 @@
+"""Requests in, from front ends: new ones, and ones that go on after their instance was lost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from vllm.sampling_params import SamplingType
+from vllm.v1.core.sched.utils import check_stop
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.request import Request, RequestStatus
+
+from worker_agent.engine.base import EngineRefusal, RequestKey, StepColumns, Submission
+from worker_agent.engine.vllm.imports import Imports
+from worker_agent.engine.vllm.load import LoadedCore
+from worker_agent.engine.vllm.outputs import OutputWriter
+from worker_agent.engine.vllm.pace import Pace
+from worker_agent.engine.vllm.phases import PhaseTracker
+from worker_agent.engine.vllm.requests import Entry, RequestTable
+
+_log = logging.getLogger(__name__)
+
+
+class Admission:
+    """Submissions and aborts. Engine thread only."""
+
+    def __init__(
+        self,
+        core: LoadedCore,
+        table: RequestTable,
+        imports: Imports,
+        writer: OutputWriter,
+        deliver: Callable[[list[StepColumns]], None],
+    ) -> None:
+        self._core = core
+        self._table = table
+        self._imports = imports
+        self._writer = writer
+        self._deliver = deliver
+
+    def submit(self, submission: Submission) -> None:
+        """Take a request; one that cannot run is answered with a FAILED output."""
+        try:
+            self._submit(submission)
+        except EngineRefusal as refusal:
+            _log.warning("request %s cannot run: %s", submission.request_id, refusal)
+            self._fail(submission)
+        except Exception:
+            # Whatever a message can make vLLM's decoder or constructors raise must not end the engine.
+            _log.exception("request %s cannot run", submission.request_id)
+            self._fail(submission)
+
+    def abort(self, keys: Sequence[RequestKey]) -> None:
+        """Free these requests, running, paused, waiting or being imported."""
+        for key in keys:
+            entry = self._table.by_key(key)
+            if entry is not None:
+                self._remove(entry)
+            self._imports.drop_key(key)
+
+    def abort_client(self, client: int) -> None:
+        """Free every request of a front end."""
+        for entry in self._table:
+            if entry.key.client == client:
+                self._remove(entry)
+        self._imports.drop_client(client)
+
+    # ---- inner
+
+    def _submit(self, submission: Submission) -> None:
+        former = self._table.get(submission.request_id)
+        if former is not None:
+            if former.epoch >= submission.epoch:
+                _log.warning("request %s came twice, epoch %d", submission.request_id, submission.epoch)
+                return
+            self._remove(former)
+        self._imports.drop(submission.request_id)
+        request = self._core.decode(submission.frames, submission.key.client)
+        if request.request_id != submission.request_id:
+            raise EngineRefusal(f"its message is that of request {request.request_id}")
+        outputs = list(submission.output_token_ids)
+        if request.num_tokens + len(outputs) > self._core.max_model_len:
+            raise EngineRefusal(f"{len(outputs)} output tokens are more than fit max_model_len")
+        phases = PhaseTracker(self._core.marks, request.prompt_token_ids or ())
+        phases.replay(outputs)
+        phases.back_to_prefill()
+        entry = Entry(
+            key=submission.key,
+            request_id=request.request_id,
+            epoch=submission.epoch,
+            frames=submission.frames,
+            frontend_id=submission.frontend_id,
+            traceparent=submission.traceparent,
+            request=request,
+            phases=phases,
+            pace=Pace(),
+            emitted=len(outputs),
+        )
+        self._core.start_grammar(request)
+        self._table.add(entry)
+        if not outputs:
+            self._start_new(request)
+            return
+
+        def go_on(refusal: EngineRefusal | None) -> None:
+            if self._table.get(request.request_id) is not entry:
+                return
+            try:
+                if refusal is not None:
+                    raise refusal
+                self._go_on(entry, outputs)
+            except EngineRefusal as error:
+                _log.warning("request %s cannot go on: %s", request.request_id, error)
+                self._table.remove(entry)
+                self._fail(submission)
+
+        self._core.grammars.when_ready(request, go_on)
+
+    def _start_new(self, request: Request) -> None:
+        if self._core.kv.device.type == "cpu" and _is_seeded(request):
+            # vLLM's generators on CPU cannot take back the draws of a prompt computed in several steps
+            # (see sampling.SeededCpuGenerator): adopt the request, to give it one that can.
+            self._core.adopt(request, b"")
+            if request.status == RequestStatus.WAITING:
+                request.status = RequestStatus.PREEMPTED
+        self._core.core.add_request(request)
+
+    def _go_on(self, entry: Entry, outputs: list[int]) -> None:
+        request = entry.request
+        self._core.take_outputs(request, outputs)
+        if check_stop(request, self._core.max_model_len):
+            # The token that ended it arrived, its finish did not.
+            self._table.remove(entry)
+            output = EngineCoreOutput(
+                request.request_id,
+                [],
+                finish_reason=request.get_finished_reason(),
+                stop_reason=request.stop_reason,
+            )
+            self._deliver([self._writer.ended(entry.key, entry.epoch, entry.emitted, output)])
+            return
+        request.status = RequestStatus.PREEMPTED
+        self._core.adopt(request, b"")
+        self._core.core.add_request(request)
+
+    def _remove(self, entry: Entry) -> None:
+        self._table.remove(entry)
+        self._core.finish([entry.request_id])
+
+    def _fail(self, submission: Submission) -> None:
+        entry = self._table.by_key(submission.key)
+        if entry is not None and entry.epoch == submission.epoch:
+            self._remove(entry)
+        first_index = len(submission.output_token_ids)
+        self._deliver(
+            [self._writer.failed(submission.key, submission.request_id, submission.epoch, first_index)]
+        )
+
+
+def _is_seeded(request: Request) -> bool:
+    return bool(request.sampling_params.sampling_type == SamplingType.RANDOM_SEED)

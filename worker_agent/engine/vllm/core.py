@@ -1,0 +1,147 @@
+"""The engine thread: vLLM's engine core, its loop, and the inbox that commands come through."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from worker_agent.engine.base import StepColumns
+from worker_agent.engine.vllm.admission import Admission
+from worker_agent.engine.vllm.exports import Exports
+from worker_agent.engine.vllm.imports import Imports
+from worker_agent.engine.vllm.load import LoadedCore
+from worker_agent.engine.vllm.outputs import OutputWriter
+from worker_agent.engine.vllm.requests import RequestTable
+from worker_agent.engine.vllm.settings import VllmSettings, vllm_config
+from worker_agent.engine.vllm.utility import UtilityCalls
+
+_log = logging.getLogger(__name__)
+
+# A step that could schedule nothing (no memory, or a grammar that is being compiled) is tried again soon.
+_NOTHING_SCHEDULED_S = 0.001
+# The event loop and this thread hand the interpreter to each other all the time: at the default of 5 ms each
+# hand-over would cost more than a step of a small model.
+_SWITCH_INTERVAL_S = 0.0005
+
+Command = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What the engine thread owns."""
+
+    core: LoadedCore
+    table: RequestTable
+    writer: OutputWriter
+    admission: Admission
+    exports: Exports
+    imports: Imports
+    utility: UtilityCalls
+
+
+class EngineThread:
+    """Runs commands between steps, and steps while there is work; blocks on the inbox otherwise."""
+
+    def __init__(
+        self,
+        settings: VllmSettings,
+        deliver: Callable[[list[StepColumns]], None],
+        died: Callable[[str], None],
+    ) -> None:
+        """`deliver` and `died` are called on the engine thread; `died` at most once, as the last thing."""
+        self._settings = settings
+        self._deliver = deliver
+        self._died = died
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._started: Future[EngineParts] = Future()
+        self._thread = threading.Thread(target=self._run, name="vllm-engine", daemon=True)
+        self._stopping = False
+
+    def start(self) -> Future[EngineParts]:
+        """Load the model on the engine thread: vLLM binds the thread that loads it to its cores."""
+        self._thread.start()
+        return self._started
+
+    def post(self, command: Command) -> None:
+        """Run `command` between two steps. Any thread. An exception ends the engine."""
+        self._inbox.put(command)
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the loop and free everything; False when it did not within the time. Blocks."""
+
+        def end() -> None:
+            self._stopping = True
+
+        self.post(end)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # ---- engine thread
+
+    def _run(self) -> None:
+        try:
+            parts = self._load()
+        except Exception as error:
+            _log.exception("the vLLM engine did not start")
+            self._started.set_exception(error)
+            return
+        self._started.set_result(parts)
+        try:
+            while not self._stopping:
+                self._turn(parts)
+            parts.core.core.shutdown()
+        except Exception as error:
+            _log.exception("the vLLM engine failed")
+            self._died(f"{type(error).__name__}: {error}")
+
+    def _load(self) -> EngineParts:
+        core = LoadedCore(vllm_config(self._settings))
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        table = RequestTable()
+        writer = OutputWriter(table)
+        imports = Imports(core, table, self.post)
+        parts = EngineParts(
+            core=core,
+            table=table,
+            writer=writer,
+            admission=Admission(core, table, imports, writer, self._deliver),
+            exports=Exports(core, table, self.post),
+            imports=imports,
+            utility=UtilityCalls(core),
+        )
+        core.step_now = lambda: self._step(parts)
+        return parts
+
+    def _turn(self, parts: EngineParts) -> None:
+        poll_s = parts.core.grammars.poll()
+        if not parts.core.scheduler.has_requests():
+            self._wait(poll_s)
+        self._run_commands()
+        if parts.core.scheduler.has_requests() and not self._stopping and not self._step(parts):
+            self._wait(_NOTHING_SCHEDULED_S)
+
+    def _step(self, parts: EngineParts) -> bool:
+        core = parts.core.core
+        outputs, executed = core.step_fn()
+        core.post_step(executed)
+        columns = parts.writer.step(outputs)
+        if columns:
+            self._deliver(columns)
+        return bool(executed)
+
+    def _wait(self, timeout_s: float | None) -> None:
+        """Run the next command, waiting for it; None: for ever."""
+        try:
+            command = self._inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            return
+        command()
+
+    def _run_commands(self) -> None:
+        while not self._inbox.empty():
+            self._inbox.get()()

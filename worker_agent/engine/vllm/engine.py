@@ -1,0 +1,242 @@
+"""VllmEngine: the Engine interface on the event loop, in front of the engine thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+from worker_agent.engine.base import (
+    EngineInfo,
+    EngineRefusal,
+    EngineSink,
+    EngineStats,
+    Exported,
+    ExportedPause,
+    Frames,
+    KvCorrupt,
+    RequestKey,
+    Staging,
+    StepColumns,
+    Submission,
+)
+from worker_agent.engine.vllm.core import EngineParts, EngineThread
+from worker_agent.engine.vllm.fingerprint import kv_shape, ready_response
+from worker_agent.engine.vllm.kv_blocks import DeviceStaging
+from worker_agent.engine.vllm.settings import VllmSettings
+from worker_agent.engine.vllm.stats import engine_stats
+
+_T = TypeVar("_T")
+
+_START_DEADLINE_S = 1800.0
+_STOP_DEADLINE_S = 30.0
+# A command waits for the step in progress, and a long prompt on a slow machine makes a long step.
+_COMMAND_DEADLINE_S = 30.0
+
+
+class VllmEngine:
+    """A vLLM engine core in a thread of this process; one a process. See base.Engine."""
+
+    def __init__(self, settings: VllmSettings) -> None:
+        """Nothing is loaded until start."""
+        self._settings = settings
+        self._thread = EngineThread(settings, self._deliver, self._report_death)
+        self._dead = ""
+
+    async def start(self, sink: EngineSink) -> EngineInfo:
+        """Load the model and begin to step. Raises RuntimeError with what to do when it cannot."""
+        self._sink = sink
+        self._loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(_START_DEADLINE_S):
+                self._parts = await asyncio.wrap_future(self._thread.start())
+        except TimeoutError:
+            raise RuntimeError(f"vLLM did not start within {_START_DEADLINE_S:.0f} s") from None
+        except Exception as error:
+            raise RuntimeError(f"vLLM did not start: {error}") from error
+        core = self._parts.core
+        return EngineInfo(
+            engine="vllm",
+            model=self._settings.model,
+            kv_shape=kv_shape(core),
+            kv_blocks_total=core.kv_blocks_total,
+            max_model_len=core.max_model_len,
+            max_num_seqs=core.config.scheduler_config.max_num_seqs,
+            ready_response=ready_response(core),
+        )
+
+    async def stop(self) -> None:
+        """Stop stepping and free everything. Raises TimeoutError when a step does not end within 30 s."""
+        if not await asyncio.to_thread(self._thread.stop, _STOP_DEADLINE_S):
+            raise TimeoutError("the engine thread did not end")
+
+    # ---- the data path
+
+    def submit(self, submission: Submission) -> None:
+        """Take a request."""
+        self._thread.post(lambda: self._parts.admission.submit(submission))
+
+    def abort(self, keys: Sequence[RequestKey]) -> None:
+        """Free these requests, wherever they are in their life."""
+        self._thread.post(lambda: self._parts.admission.abort(keys))
+
+    def abort_client(self, client: int) -> None:
+        """Free every request of a front end."""
+        self._thread.post(lambda: self._parts.admission.abort_client(client))
+
+    def utility(self, client: int, call_id: int, frames: Frames) -> None:
+        """vLLM's utility call."""
+
+        def run() -> None:
+            answer = self._parts.utility.call(call_id, frames)
+            self._loop.call_soon_threadsafe(self._sink.on_utility, client, call_id, answer)
+
+        self._thread.post(run)
+
+    def stats(self) -> EngineStats:
+        """The engine as it is now."""
+        return engine_stats(self._parts.core, self._parts.table, self._parts.writer)
+
+    # ---- source of a migration
+
+    async def export_open(self, request_id: str) -> Exported:
+        """Pin the request's full blocks; it goes on decoding."""
+        return await self._ask(lambda parts: parts.exports.open(request_id))
+
+    async def export_more(self, request_id: str, have_blocks: int) -> list[bytes]:
+        """Pin and name the full blocks from number have_blocks on."""
+        return await self._ask(lambda parts: parts.exports.more(request_id, have_blocks))
+
+    async def export_pause(self, request_id: str, have_blocks: int) -> ExportedPause:
+        """Stop scheduling the request. Its outputs were handed to the loop before this answer."""
+        return await self._ask(lambda parts: parts.exports.pause(request_id, have_blocks))
+
+    async def export_resume(self, request_id: str) -> None:
+        """Unpin, and go on."""
+        await self._ask(lambda parts: parts.exports.resume(request_id))
+
+    async def export_release(self, request_id: str) -> None:
+        """Free the request and its blocks."""
+        await self._ask(lambda parts: parts.exports.release(request_id))
+
+    def staging(self, num_blocks: int) -> Staging:
+        """A contiguous buffer in the memory that holds the KV."""
+        return self._parts.core.kv.staging(num_blocks)
+
+    async def read_blocks(self, request_id: str, first_block: int, num_blocks: int, out: Staging) -> list[int]:
+        """Copy pinned blocks into `out`, off the engine thread; one 64-bit checksum a block."""
+        staging = _own(out, num_blocks)
+        export = self._parts.exports.get(request_id)
+
+        def copy() -> list[int]:
+            with export.reading:
+                return self._parts.core.kv.gather(export.block_ids(first_block, num_blocks), staging)
+
+        return await asyncio.to_thread(copy)
+
+    # ---- target of a migration
+
+    async def import_open(self, exported: Exported, key: RequestKey, epoch: int) -> None:
+        """Reserve room for the request as it is now."""
+        await self._ask(lambda parts: parts.imports.open(exported, key, epoch))
+
+    async def import_reserve(self, request_id: str, num_blocks: int) -> None:
+        """Grow the reservation."""
+        await self._ask(lambda parts: parts.imports.reserve(request_id, num_blocks))
+
+    async def write_blocks(
+        self, request_id: str, first_block: int, num_blocks: int, received: Staging, checksums: Sequence[int]
+    ) -> None:
+        """Check and copy received blocks into the reservation, off the engine thread."""
+        staging = _own(received, num_blocks)
+        if len(checksums) != num_blocks:
+            raise KvCorrupt(f"{len(checksums)} checksums for {num_blocks} blocks")
+        found = self._parts.imports.get(request_id)
+
+        def copy() -> None:
+            with found.writing:
+                places = found.place(first_block, num_blocks)
+                self._parts.core.kv.verify(staging, checksums, first_block)
+                self._parts.core.kv.scatter(staging, places)
+                found.written.update(range(first_block, first_block + num_blocks))
+
+        await asyncio.to_thread(copy)
+
+    async def import_prepare(self, request_id: str, pause: ExportedPause) -> None:
+        """Rebuild tokens, sampling and grammar state, ready to run."""
+        answer: Future[None] = Future()
+
+        def done(error: EngineRefusal | KvCorrupt | None) -> None:
+            if answer.set_running_or_notify_cancel():
+                _settle(answer, error)
+
+        def run() -> None:
+            try:
+                self._parts.imports.prepare(request_id, pause, done)
+            except EngineRefusal as refusal:
+                done(refusal)
+
+        self._thread.post(run)
+        await self._answer(answer)
+
+    async def import_activate(self, request_id: str) -> None:
+        """Decode from the next index on."""
+        await self._ask(lambda parts: parts.imports.activate(request_id))
+
+    async def import_drop(self, request_id: str) -> None:
+        """Free the reservation; unknown requests are ignored."""
+        await self._ask(lambda parts: parts.imports.drop(request_id))
+
+    # ---- inner
+
+    async def _ask(self, command: Callable[[EngineParts], _T]) -> _T:
+        """Run a command between two steps; its result, or its EngineRefusal or KvCorrupt."""
+        answer: Future[_T] = Future()
+
+        def run() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
+                result = command(self._parts)
+            except (EngineRefusal, KvCorrupt) as error:
+                answer.set_exception(error)
+            else:
+                answer.set_result(result)
+
+        self._thread.post(run)
+        return await self._answer(answer)
+
+    async def _answer(self, answer: Future[_T]) -> _T:
+        if self._dead:
+            raise EngineRefusal(f"the engine has failed: {self._dead}")
+        try:
+            async with asyncio.timeout(_COMMAND_DEADLINE_S):
+                return await asyncio.wrap_future(answer)
+        except TimeoutError:
+            raise EngineRefusal(f"the engine did not answer within {_COMMAND_DEADLINE_S:.0f} s") from None
+
+    def _deliver(self, columns: list[StepColumns]) -> None:
+        self._loop.call_soon_threadsafe(self._hand_over, columns)
+
+    def _hand_over(self, columns: list[StepColumns]) -> None:
+        for entry in columns:
+            self._sink.on_step(entry)
+
+    def _report_death(self, reason: str) -> None:
+        self._dead = reason
+        self._loop.call_soon_threadsafe(self._sink.on_engine_dead, reason)
+
+
+def _settle(answer: Future[None], error: EngineRefusal | KvCorrupt | None) -> None:
+    if error is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(None)
+
+
+def _own(staging: Staging, num_blocks: int) -> DeviceStaging:
+    """The buffer as this engine's own, which it must be, and large enough."""
+    if not isinstance(staging, DeviceStaging) or len(staging.bytes) < num_blocks:
+        raise ValueError(f"not a staging buffer of this engine for {num_blocks} blocks")
+    return staging

@@ -1,0 +1,190 @@
+"""Target of a migration: room, then KV, then state, then it runs. Engine thread, but where said otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.request import Request, RequestStatus
+
+from worker_agent.engine.base import EngineRefusal, Exported, ExportedPause, KvCorrupt, RequestKey
+from worker_agent.engine.vllm.in_use import InUse
+from worker_agent.engine.vllm.load import LoadedCore
+from worker_agent.engine.vllm.pace import Pace
+from worker_agent.engine.vllm.phases import PhaseTracker
+from worker_agent.engine.vllm.requests import Entry, RequestTable
+
+
+@dataclass(slots=True)
+class Import:
+    """One request on its way in. `block_ids`: its reservation; replaced, never changed, as it grows."""
+
+    exported: Exported
+    key: RequestKey
+    epoch: int
+    request: Request
+    block_ids: list[int]
+    writing: InUse
+    written: set[int]
+    prepared: Entry | None = None
+
+    def place(self, first_block: int, num_blocks: int) -> list[int]:
+        """Places of these reserved blocks. Any thread."""
+        places = self.block_ids[first_block : first_block + num_blocks]
+        if len(places) != num_blocks:
+            raise EngineRefusal(f"blocks {first_block}..{first_block + num_blocks - 1} are not all reserved")
+        return places
+
+
+class Imports:
+    """All imports of this engine, by request id. One holds KV blocks and a place in the batch."""
+
+    def __init__(self, core: LoadedCore, table: RequestTable, post: Callable[[Callable[[], None]], None]) -> None:
+        """`post` runs a command on the engine thread, from any thread."""
+        self._core = core
+        self._table = table
+        self._post = post
+        self._imports: dict[str, Import] = {}
+
+    def get(self, request_id: str) -> Import:
+        """The open import. Any thread. Raises EngineRefusal."""
+        found = self._imports.get(request_id)
+        if found is None:
+            raise EngineRefusal(f"request {request_id} is not being imported")
+        return found
+
+    def open(self, exported: Exported, key: RequestKey, epoch: int) -> None:
+        """Reserve blocks for the request's tokens and one block more, and a place in the batch."""
+        request = self._core.decode(exported.frames, key.client)
+        request_id = request.request_id
+        if self._table.get(request_id) is not None or request_id in self._imports:
+            raise EngineRefusal(f"request {request_id} is here already")
+        tokens = request.num_tokens + len(exported.output_token_ids)
+        if tokens >= self._core.max_model_len:
+            raise EngineRefusal(f"request {request_id} is longer than this engine's max_model_len")
+        if self._core.scheduler.free_slots() <= 0:
+            raise EngineRefusal("no room: every place in the batch is taken")
+        blocks = cdiv(tokens, self._core.block_tokens) + 1
+        if not self._core.reserve(request, blocks):
+            raise EngineRefusal(f"no room: {blocks} KV blocks are not free")
+        # Compiles while the KV comes; started last, as there is no way to give it back.
+        self._core.start_grammar(request)
+        self._core.scheduler.hold_slots(1)
+        self._imports[request_id] = Import(
+            exported, key, epoch, request, self._places(request_id), InUse(f"the import of {request_id}"), set()
+        )
+
+    def reserve(self, request_id: str, num_blocks: int) -> None:
+        """Grow the reservation to this many blocks; what is reserved stays so when there is no room."""
+        found = self.get(request_id)
+        self._grow(found, num_blocks)
+
+    def prepare(
+        self, request_id: str, pause: ExportedPause, done: Callable[[EngineRefusal | KvCorrupt | None], None]
+    ) -> None:
+        """Rebuild the request, once its grammar (if it has one) is compiled; `done` gets the result."""
+        found = self.get(request_id)
+
+        def finish(refusal: EngineRefusal | None) -> None:
+            if refusal is None and self._imports.get(request_id) is not found:
+                refusal = EngineRefusal(f"the import of {request_id} has ended")
+            if refusal is not None:
+                done(refusal)
+                return
+            try:
+                self._rebuild(found, pause)
+            except (EngineRefusal, KvCorrupt) as error:
+                done(error)
+            else:
+                done(None)
+
+        self._core.grammars.when_ready(found.request, finish)
+
+    def activate(self, request_id: str) -> None:
+        """Give the request to the scheduler: it decodes from the next step on."""
+        found = self.get(request_id)
+        if found.prepared is None:
+            raise EngineRefusal(f"the import of {request_id} is not prepared")
+        del self._imports[request_id]
+        self._core.scheduler.hold_slots(-1)
+        self._table.add(found.prepared)
+        self._core.scheduler.add_request(found.request)
+
+    def drop(self, request_id: str) -> None:
+        """Free the reservation, once nobody copies into it any more; unknown requests are ignored."""
+        found = self._imports.pop(request_id, None)
+        if found is None:
+            return
+        self._core.scheduler.hold_slots(-1)
+        if found.prepared is not None:
+            self._core.forget(request_id)
+        blocks = self._core.kv_manager.pop_blocks_for_free(found.request)
+
+        def free() -> None:
+            self._core.block_pool.free_blocks(reversed(blocks))
+
+        found.writing.close(lambda: self._post(free))
+
+    def drop_key(self, key: RequestKey) -> None:
+        """Drop the import with this key, if any."""
+        for request_id in [name for name, found in self._imports.items() if found.key == key]:
+            self.drop(request_id)
+
+    def drop_client(self, client: int) -> None:
+        """Drop every import for this front end."""
+        for request_id in [name for name, found in self._imports.items() if found.key.client == client]:
+            self.drop(request_id)
+
+    # ---- inner
+
+    def _grow(self, found: Import, num_blocks: int) -> None:
+        if num_blocks <= len(found.block_ids):
+            return
+        if not self._core.reserve(found.request, num_blocks):
+            raise EngineRefusal(f"no room: {num_blocks - len(found.block_ids)} more KV blocks are not free")
+        found.block_ids = self._places(found.request.request_id)
+
+    def _places(self, request_id: str) -> list[int]:
+        return [block.block_id for block in self._core.blocks_of(request_id)]
+
+    def _rebuild(self, found: Import, pause: ExportedPause) -> None:
+        request = found.request
+        if found.prepared is not None:
+            raise EngineRefusal(f"the import of {request.request_id} is already prepared")
+        outputs = [*found.exported.output_token_ids, *pause.new_output_token_ids]
+        computed = request.num_prompt_tokens + len(outputs) - 1
+        if not outputs or pause.computed_tokens != computed:
+            raise EngineRefusal(f"KV of {pause.computed_tokens} tokens does not fit {len(outputs)} outputs")
+        used = cdiv(computed, self._core.block_tokens)
+        missing = set(range(used)) - found.written
+        if missing:
+            raise EngineRefusal(f"{len(missing)} KV blocks have not arrived")
+        self._grow(found, cdiv(computed + 1, self._core.block_tokens))
+        self._core.take_outputs(request, outputs)
+        self._check_hashes(request, 0, found.exported.block_hashes)
+        self._check_hashes(request, used - len(pause.block_hashes), pause.block_hashes)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = computed
+        self._core.adopt(request, pause.sampling_state)
+        self._core.kv_manager.cache_blocks(request, computed)
+        phases = PhaseTracker(self._core.marks, request.prompt_token_ids or ())
+        phases.replay(outputs)
+        found.prepared = Entry(
+            key=found.key,
+            request_id=request.request_id,
+            epoch=found.epoch,
+            frames=found.exported.frames,
+            frontend_id=found.exported.frontend_id,
+            traceparent=found.exported.traceparent,
+            request=request,
+            phases=phases,
+            pace=Pace(pause.token_interval_ms),
+            emitted=len(outputs),
+        )
+
+    def _check_hashes(self, request: Request, first_block: int, hashes: Sequence[bytes]) -> None:
+        """The source's name for each full block must be what its tokens give here."""
+        for number, name in enumerate(hashes, first_block):
+            if name and [name] != [bytes(own) for own in request.block_hashes[number : number + 1]]:
+                raise KvCorrupt(f"block {number}: its tokens are not those whose KV was sent")

@@ -1,0 +1,42 @@
+"""Keeps blocks from being freed while another thread copies from or to them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from worker_agent.engine.base import EngineRefusal
+
+
+class InUse:
+    """A with-statement around each copy; `close` refuses new ones and reports when the last has ended."""
+
+    def __init__(self, what: str) -> None:
+        """`what` names the thing in the refusal."""
+        self._what = what
+        self._lock = threading.Lock()
+        self._users = 0
+        self._when_idle: Callable[[], None] | None = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._when_idle is not None:
+                raise EngineRefusal(f"{self._what} has ended")
+            self._users += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            done = self._when_idle if self._users == 0 else None
+        if done is not None:
+            done()
+
+    def close(self, when_idle: Callable[[], None]) -> None:
+        """Call `when_idle` once nobody copies: now, or from the thread whose copy ends last."""
+        with self._lock:
+            if self._when_idle is not None:
+                return
+            self._when_idle = when_idle
+            idle = self._users == 0
+        if idle:
+            when_idle()

@@ -1,0 +1,115 @@
+"""KV by block: gather, scatter and checksum over the tensors of all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import xxhash
+
+from worker_agent.engine.base import KvCorrupt
+
+
+class DeviceStaging:
+    """A contiguous buffer in the memory that holds the KV: num_blocks * layers * bytes of a block's layer."""
+
+    def __init__(self, num_blocks: int, num_layers: int, layer_block_bytes: int, device: torch.device) -> None:
+        self.bytes = torch.empty(
+            (num_blocks, num_layers, layer_block_bytes), dtype=torch.uint8, device=device
+        )
+
+    @property
+    def buffer(self) -> object:
+        """Buffer protocol on the host, __cuda_array_interface__ on a GPU."""
+        flat = self.bytes.view(-1)
+        return flat if flat.is_cuda else flat.numpy()
+
+
+class KvBlocks:
+    """One tensor a layer, whatever its layout: the dimension that counts blocks is found by its length.
+
+    A block's bytes are those of its slice in row-major order of the tensor's other dimensions. Safe to use
+    from any thread for blocks that no one else writes.
+    """
+
+    def __init__(self, layers: Sequence[torch.Tensor], num_blocks: int) -> None:
+        if not layers:
+            raise RuntimeError("the model has no KV cache")
+        self._layers = [_by_block(layer, num_blocks) for layer in layers]
+        first = self._layers[0]
+        if any(layer.shape != first.shape or layer.dtype != first.dtype for layer in self._layers):
+            raise RuntimeError("layers with KV of different shapes cannot be migrated")
+        self.device = first.device
+        self.num_layers = len(layers)
+        self.layer_block_bytes = first[0].numel() * first.element_size()
+        self.layout = f"{tuple(first.shape[1:])} {first.dtype}"
+        on_gpu = first.device.type == "cuda"
+        self._stream = torch.cuda.Stream(first.device) if on_gpu else None
+        self.checksum_name = "odd-weights" if on_gpu else "xxh3_64"
+
+    def staging(self, num_blocks: int) -> DeviceStaging:
+        """A buffer for num_blocks blocks, in the KV's own memory."""
+        return DeviceStaging(num_blocks, self.num_layers, self.layer_block_bytes, self.device)
+
+    def gather(self, block_ids: Sequence[int], out: DeviceStaging) -> list[int]:
+        """Copy these blocks to the front of `out`; their checksums."""
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            ids = torch.tensor(block_ids, dtype=torch.long, device=self.device)
+            for number, layer in enumerate(self._layers):
+                blocks = layer.index_select(0, ids).reshape(len(block_ids), -1)
+                out.bytes[: len(block_ids), number].copy_(blocks.view(torch.uint8))
+            sums = self._checksums(out, len(block_ids))
+        return sums
+
+    def verify(self, received: DeviceStaging, checksums: Sequence[int], first_block: int) -> None:
+        """Raise KvCorrupt, naming the block, unless the first blocks of `received` have these checksums."""
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            actual = self._checksums(received, len(checksums))
+        for offset, (found, expected) in enumerate(zip(actual, checksums, strict=True)):
+            if found != expected:
+                raise KvCorrupt(
+                    f"block {first_block + offset}: checksum {found:016x}, the source's is {expected:016x}"
+                )
+
+    def scatter(self, received: DeviceStaging, block_ids: Sequence[int]) -> None:
+        """Copy the first blocks of `received` into these blocks of the KV cache."""
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            ids = torch.tensor(block_ids, dtype=torch.long, device=self.device)
+            for number, layer in enumerate(self._layers):
+                blocks = received.bytes[: len(block_ids), number].contiguous().view(layer.dtype)
+                layer.index_copy_(0, ids, blocks.view(len(block_ids), *layer.shape[1:]))
+            if self._stream is not None:
+                self._stream.synchronize()
+
+    def _checksums(self, staging: DeviceStaging, num_blocks: int) -> list[int]:
+        blocks = staging.bytes[:num_blocks].view(num_blocks, -1)
+        if blocks.is_cuda:
+            return odd_weight_sums(blocks)
+        return [xxhash.xxh3_64_intdigest(block.data) for block in blocks.numpy()]
+
+
+def odd_weight_sums(blocks: torch.Tensor) -> list[int]:
+    """64-bit checksum of each row of bytes, computed where the bytes are.
+
+    The row as 64-bit words, each times an odd weight of its own, summed modulo 2**64: a change of any one
+    word always shows, and words that changed places do but by a chance of 2**-63. The row's length must be
+    a multiple of 8. Returning it synchronises with the device.
+    """
+    words = blocks.view(torch.int64)
+    place = torch.arange(1, words.shape[1] + 1, dtype=torch.int64, device=words.device)
+    # The finaliser of the SplitMix64 generator (Steele et al., OOPSLA 2014), with its own constants.
+    weight = place * -7046029254386353131
+    weight = (weight ^ (weight >> 30)) * -4658895280553007687
+    weight = (weight ^ (weight >> 27)) | 1
+    return [total & 0xFFFFFFFFFFFFFFFF for total in (words * weight).sum(dim=1).tolist()]
+
+
+def _by_block(layer: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """A view whose first dimension counts the blocks of vLLM's block pool."""
+    for dimension, length in enumerate(layer.shape):
+        if length == num_blocks:
+            return layer.movedim(dimension, 0)
+        if length > num_blocks and length % num_blocks == 0 and dimension <= 1:
+            # The attention kernel's blocks are smaller than the pool's, and consecutive.
+            return layer.movedim(dimension, 0).unflatten(0, (num_blocks, length // num_blocks))
+    raise RuntimeError(f"no dimension of the KV tensor {tuple(layer.shape)} counts its {num_blocks} blocks")

@@ -1,0 +1,157 @@
+"""vLLM's EngineCore, loaded, with the handful of operations on its insides that live migration needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from vllm.config import VllmConfig
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor import Executor
+from vllm.v1.request import Request
+from vllm.v1.serial_utils import MsgpackDecoder
+
+from worker_agent.engine.base import EngineRefusal, Frames
+from worker_agent.engine.vllm.connector import TailraceConnector
+from worker_agent.engine.vllm.grammars import Grammars
+from worker_agent.engine.vllm.kv_blocks import KvBlocks
+from worker_agent.engine.vllm.phases import ReasoningMarks, load_marks
+from worker_agent.engine.vllm.runner_extension import Adoption
+from worker_agent.engine.vllm.scheduler import PausingScheduler
+
+
+class InProcessCore(EngineCore):  # type: ignore[misc]
+    """EngineCore with the two attributes that vLLM's ready response asks of its process variant."""
+
+    frontend_stats_publish_address = None
+    engine_index = 0
+
+
+class LoadedCore:
+    """A running engine core. Engine thread only, but for what never changes."""
+
+    scheduler: PausingScheduler
+    kv_manager: KVCacheManager
+    block_pool: BlockPool
+    kv: KvBlocks
+    marks: ReasoningMarks | None
+
+    def __init__(self, config: VllmConfig) -> None:
+        """Load the model; takes seconds to minutes."""
+        # Block hashes name KV between workers, so all must start their chains alike.
+        os.environ.setdefault("PYTHONHASHSEED", "0")
+        self.config = config
+        self.core = InProcessCore(config, Executor.get_class(config), log_stats=False)
+        self.scheduler = self.core.scheduler
+        self.kv_manager = self.scheduler.kv_cache_manager
+        self.block_pool = self.kv_manager.block_pool
+        connector = self._rpc("tailrace_connector")
+        assert isinstance(connector, TailraceConnector)
+        assert connector.blocks is not None
+        self.kv = connector.blocks
+        self.marks = load_marks(config)
+        self.grammars = Grammars()
+        self.block_tokens: int = config.cache_config.block_size
+        self.max_model_len: int = config.model_config.max_model_len
+        self.kv_blocks_total: int = config.cache_config.num_gpu_blocks - 1
+        self._vocab_size: int = config.model_config.get_vocab_size()
+        self._decoder = MsgpackDecoder(EngineCoreRequest)
+        # Set by the owner of the loop: one engine step, its outputs delivered.
+        self.step_now: Callable[[], None] = _no_loop
+
+    @property
+    def kv_blocks_used(self) -> int:
+        """Blocks that are not free; what only the prefix cache holds counts as free. Any thread."""
+        return self.kv_blocks_total - int(self.block_pool.get_num_free_blocks())
+
+    # ---- requests
+
+    def decode(self, frames: Frames, client: int) -> Request:
+        """vLLM's Request of a message. Raises EngineRefusal for what this engine cannot run."""
+        message: EngineCoreRequest = self._decoder.decode(frames)
+        if message.sampling_params is None or message.prompt_token_ids is None or message.resumable:
+            raise EngineRefusal("only prompts of text that is to be continued can run")
+        prompt = message.prompt_token_ids
+        if not prompt or len(prompt) >= self.max_model_len:
+            raise EngineRefusal(f"a prompt of {len(prompt)} tokens with max_model_len {self.max_model_len}")
+        if not message.mm_features and not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
+            raise EngineRefusal(f"a token id outside the vocabulary of {self._vocab_size}")
+        if self.core.mm_receiver_cache is not None and message.mm_features:
+            message.mm_features = self.core.mm_receiver_cache.get_and_update_features(message.mm_features)
+        message.client_index = client
+        return Request.from_engine_core_request(message, self.core.request_block_hasher)
+
+    def start_grammar(self, request: Request) -> None:
+        """Begin to compile the request's grammar, if it has one."""
+        if request.use_structured_output:
+            self.core.structured_output_manager.grammar_init(request)
+
+    def take_outputs(self, request: Request, output_token_ids: Sequence[int]) -> None:
+        """Append tokens that were made elsewhere; the grammar, which must be ready, follows them.
+
+        vLLM's own check finds the end of reasoning, from which on a grammar applies.
+        """
+        request.prefill_stats = None
+        if not request.use_structured_output:
+            request.append_output_token_ids(list(output_token_ids))
+            return
+        for token_id in output_token_ids:
+            request.append_output_token_ids(token_id)
+            if not self.core.structured_output_manager.accept_tokens(request, [token_id]):
+                raise EngineRefusal("the output so far does not follow the request's grammar")
+
+    def adopt(self, request: Request, generator_state: bytes) -> None:
+        """Make the request known to the model runner, to enter the scheduler as a preempted one does."""
+        if request.request_id in self.scheduler.finished_req_ids:
+            # The model runner has yet to hear of the end of this id's former life here.
+            self.step_now()
+        self._rpc("tailrace_adopt", Adoption(request, generator_state))
+        self.scheduler.adopted.add(request.request_id)
+
+    def forget(self, request_id: str) -> None:
+        """Undo adopt, for a request that the scheduler was not given."""
+        self.scheduler.adopted.discard(request_id)
+        self._rpc("tailrace_forget", [request_id])
+
+    def generator_state(self, request_id: str) -> bytes:
+        """State of the request's own generator; empty when it has none."""
+        state = self._rpc("tailrace_generator_state", request_id)
+        assert isinstance(state, bytes)
+        return state
+
+    def finish(self, request_ids: Sequence[str]) -> None:
+        """End requests and free their blocks, without an output; unknown ones are ignored."""
+        self.core.abort_requests(list(request_ids))
+
+    # ---- blocks
+
+    def blocks_of(self, request_id: str) -> Sequence[KVCacheBlock]:
+        """The request's blocks, first token first."""
+        blocks: Sequence[KVCacheBlock] = self.kv_manager.get_blocks(request_id).blocks[0]
+        return blocks
+
+    def reserve(self, request: Request, num_blocks: int) -> bool:
+        """Give the request at least this many blocks; False, and nothing changed, when there is no room.
+
+        Leaves what requests in the middle of their prompt will still need, as vLLM does for loads.
+        """
+        tokens = min(num_blocks * self.block_tokens, self.max_model_len)
+        allocated = self.kv_manager.allocate_slots(
+            request,
+            tokens,
+            delay_cache_blocks=True,
+            reserved_blocks=self.scheduler._inflight_prefill_reserved_blocks(),
+            has_scheduled_reqs=bool(self.scheduler.running),
+        )
+        return allocated is not None
+
+    def _rpc(self, method: str, *arguments: object) -> object:
+        return self.core.collective_rpc(method, args=arguments)[0]
+
+
+def _no_loop() -> None:
+    raise RuntimeError("no loop drives this engine core")

@@ -1,0 +1,95 @@
+"""Where a request stands: prefill, reasoning, answering; read off token ids, by the model's own parser."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm.config import VllmConfig
+from vllm.reasoning import ReasoningParser, ReasoningParserManager
+from vllm.tokenizers import cached_tokenizer_from_config
+
+from worker_agent.engine.base import EnginePhase, OutputFlag
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    """Tokens that end the model's reasoning, and whether a prompt has ended it already."""
+
+    parser: ReasoningParser
+    end_token_ids: frozenset[int]
+
+    def opens_reasoning(self, prompt_token_ids: Sequence[int]) -> bool:
+        """Whether the output that follows this prompt begins with reasoning."""
+        return not self.parser.is_reasoning_end(list(prompt_token_ids))
+
+
+def load_marks(config: VllmConfig) -> ReasoningMarks | None:
+    """The marks of the configured reasoning parser; None when the model does not reason.
+
+    Raises RuntimeError when the parser is unknown or ends reasoning by more than one token.
+    """
+    name = config.structured_outputs_config.reasoning_parser
+    if not name:
+        return None
+    try:
+        parser = ReasoningParserManager.get_reasoning_parser(name)(
+            cached_tokenizer_from_config(config.model_config)
+        )
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise RuntimeError(f"reasoning parser {name!r} does not fit this model: {error}") from error
+    ends = _end_token_ids(parser)
+    if not ends:
+        raise RuntimeError(f"reasoning parser {name!r} ends reasoning by no single token; use another")
+    return ReasoningMarks(parser, ends)
+
+
+def _end_token_ids(parser: ReasoningParser) -> frozenset[int]:
+    several = getattr(parser, "reasoning_end_token_ids", None)
+    if several:
+        return frozenset(several)
+    one = getattr(parser, "end_token_id", None)
+    if one is None:
+        one = parser.vocab.get(parser.reasoning_end_str or "")
+    return frozenset() if one is None else frozenset([one])
+
+
+class PhaseTracker:
+    """One request's phase, advanced by its output tokens."""
+
+    __slots__ = ("_marks", "_reasons", "phase", "reasoning_tokens")
+
+    def __init__(self, marks: ReasoningMarks | None, prompt_token_ids: Sequence[int]) -> None:
+        self.phase = EnginePhase.PREFILL
+        self.reasoning_tokens = 0
+        self._marks = marks
+        self._reasons = marks is not None and marks.opens_reasoning(prompt_token_ids)
+
+    def replay(self, token_ids: Sequence[int]) -> None:
+        """Take tokens that were emitted elsewhere: the request will not report them again."""
+        if token_ids:
+            self.advance(token_ids)
+
+    def back_to_prefill(self) -> None:
+        """KV is to be computed anew; the phase shows again with the next token."""
+        self.phase = EnginePhase.PREFILL
+
+    def advance(self, token_ids: Sequence[int]) -> OutputFlag:
+        """Take the next tokens (at least one); what they changed."""
+        flags = OutputFlag.NONE
+        if self.phase is EnginePhase.PREFILL:
+            flags |= OutputFlag.PREFILL_DONE
+            self.phase = EnginePhase.REASONING if self._reasons else EnginePhase.ANSWERING
+        if self.phase is EnginePhase.REASONING:
+            flags |= self._reason(token_ids)
+        return flags
+
+    def _reason(self, token_ids: Sequence[int]) -> OutputFlag:
+        assert self._marks is not None
+        for token_id in token_ids:
+            self.reasoning_tokens += 1
+            if token_id in self._marks.end_token_ids:
+                self._reasons = False
+                self.phase = EnginePhase.ANSWERING
+                return OutputFlag.REASONING_ENDED
+        return OutputFlag.NONE

@@ -1,0 +1,63 @@
+"""The requests that this engine runs, by id and by key. Owned by the engine thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from vllm.v1.request import Request
+
+from worker_agent.engine.base import Frames, RequestKey
+from worker_agent.engine.vllm.pace import Pace
+from worker_agent.engine.vllm.phases import PhaseTracker
+
+
+@dataclass(slots=True)
+class Entry:
+    """One request. `emitted`: output tokens the front end has or will have from here or from elsewhere."""
+
+    key: RequestKey
+    request_id: str
+    epoch: int
+    frames: Frames
+    frontend_id: str
+    traceparent: str
+    request: Request
+    phases: PhaseTracker
+    pace: Pace
+    emitted: int
+
+
+class RequestTable:
+    """Entries by request id and by key, kept in step."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Entry] = {}
+        self._by_key: dict[RequestKey, Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Entry]:
+        # One step under the GIL, so that the event loop can take a look while the engine thread works.
+        return iter(list(self._by_id.values()))
+
+    def add(self, entry: Entry) -> None:
+        """Take a request whose id and key are not in the table."""
+        self._by_id[entry.request_id] = entry
+        self._by_key[entry.key] = entry
+
+    def get(self, request_id: str) -> Entry | None:
+        """The request of this id."""
+        return self._by_id.get(request_id)
+
+    def by_key(self, key: RequestKey) -> Entry | None:
+        """The request of this key."""
+        return self._by_key.get(key)
+
+    def remove(self, entry: Entry) -> None:
+        """Forget a request; ignored when it is not there."""
+        if self._by_id.get(entry.request_id) is entry:
+            del self._by_id[entry.request_id]
+        if self._by_key.get(entry.key) is entry:
+            del self._by_key[entry.key]

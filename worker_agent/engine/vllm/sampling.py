@@ -1,0 +1,63 @@
+"""A seeded request's generator: where it stands after n tokens, and how it goes back a draw.
+
+vLLM gives each seeded request a generator of its own, which the sampler draws from once for each token that
+it samples for the request (vllm/v1/sample/ops/topk_topp_sampler.py): on CPU one 31-bit integer, elsewhere a
+row of exponentials as wide as the vocabulary. So the seed and the number of tokens say where it stands.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+class SeededCpuGenerator(torch.Generator):
+    """A CPU generator that can take a draw back.
+
+    A prompt that is computed in several steps samples a token in each, and vLLM takes those draws back by
+    moving the generator's offset. Generators on CPU have none and raise, which would end the engine. The
+    draws to keep are as many as the request has tokens, so taking back is: start over, draw that many.
+    """
+
+    def __init__(self, seed: int, output_token_ids: list[int]) -> None:
+        """`output_token_ids` is the model runner's own list, which grows as tokens are sampled."""
+        super().__init__()
+        self._seed = seed
+        self._output_token_ids = output_token_ids
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Go to where the generator stands after as many tokens as the request has."""
+        self.manual_seed(self._seed)
+        if self._output_token_ids:
+            torch.randint(0, 2**31, (len(self._output_token_ids),), generator=self, dtype=torch.long)
+
+    def get_offset(self) -> int:
+        """Nothing: set_offset does not need it."""
+        return 0
+
+    def set_offset(self, offset: int) -> None:
+        """vLLM calls this only to take back the last draw."""
+        self.rewind()
+
+
+def make_generator(
+    device: torch.device, seed: int, output_token_ids: list[int], vocab_size: int, state: bytes
+) -> torch.Generator:
+    """The generator of a request that has these tokens: from another's state, else replayed from the seed."""
+    if device.type == "cpu":
+        generator: torch.Generator = SeededCpuGenerator(seed, output_token_ids)
+    else:
+        generator = torch.Generator(device=device)
+        generator.manual_seed(seed)
+        if not state and output_token_ids:
+            _skip_rows(generator, device, vocab_size, len(output_token_ids))
+    if state:
+        generator.set_state(torch.from_numpy(np.frombuffer(state, dtype=np.uint8).copy()))
+    return generator
+
+
+def _skip_rows(generator: torch.Generator, device: torch.device, vocab_size: int, rows: int) -> None:
+    """Advance a GPU generator as `rows` rows of exponentials would: each moves its offset equally far."""
+    torch.empty(vocab_size, dtype=torch.float32, device=device).exponential_(generator=generator)
+    generator.set_offset(generator.get_offset() * rows)

@@ -1,0 +1,92 @@
+"""What to start an engine with, and vLLM's configuration made from it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+
+Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
+
+_CPU_BLOCK_TOKENS = 32
+_CPU_KV_BYTES = 1 << 30
+
+# Read by vLLM at import or at start. The engine core must live in this process, with the model runner that
+# knows resumed requests by their cached state.
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSettings:
+    """One engine. None leaves a choice to vLLM (or, on CPU, to a default that suits a small machine)."""
+
+    model: str
+    dtype: str = "auto"
+    # Tokens in a KV block. CPU: 32, the smallest its attention kernel likes.
+    block_tokens: int | None = None
+    # KV cache size, in blocks (wins) or bytes. CPU: 1 GiB.
+    kv_blocks: int | None = None
+    kv_bytes: int | None = None
+    max_num_seqs: int | None = None
+    max_model_len: int | None = None
+    # vLLM's name of the model's reasoning parser; empty: the model does not reason.
+    reasoning_parser: str = ""
+    # Any other field of vLLM's EngineArgs.
+    engine_args: Mapping[str, Json] = field(default_factory=dict)
+
+
+def vllm_config(settings: VllmSettings) -> VllmConfig:
+    """vLLM's configuration. Raises RuntimeError, saying what to change, for what cannot be served."""
+    os.environ.update(_ENVIRONMENT)
+    arguments: dict[str, object] = {
+        "model": settings.model,
+        "dtype": settings.dtype,
+        "block_size": settings.block_tokens,
+        "num_gpu_blocks_override": settings.kv_blocks,
+        "kv_cache_memory_bytes": settings.kv_bytes,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_model_len": settings.max_model_len,
+        "reasoning_parser": settings.reasoning_parser,
+    }
+    if current_platform.is_cpu():
+        arguments["enforce_eager"] = True
+        arguments["block_size"] = settings.block_tokens or _CPU_BLOCK_TOKENS
+        if settings.kv_bytes is None and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+            arguments["kv_cache_memory_bytes"] = _CPU_KV_BYTES
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+    arguments |= settings.engine_args
+    try:
+        config = EngineArgs(
+            **arguments,
+            distributed_executor_backend="uni",
+            async_scheduling=False,
+            scheduler_cls="worker_agent.engine.vllm.scheduler.PausingScheduler",
+            worker_extension_cls="worker_agent.engine.vllm.runner_extension.RunnerExtension",
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="TailraceConnector",
+                kv_connector_module_path="worker_agent.engine.vllm.connector",
+                kv_role="kv_both",
+            ),
+        ).create_engine_config()
+    except (TypeError, ValueError) as error:
+        raise RuntimeError(f"vLLM does not take these engine arguments: {error}") from error
+    _check(config)
+    return config
+
+
+def _check(config: VllmConfig) -> None:
+    if config.parallel_config.world_size != 1 or config.parallel_config.data_parallel_size != 1:
+        raise RuntimeError("a worker runs one device: leave tensor, pipeline and data parallel size at 1")
+    if config.speculative_config is not None:
+        raise RuntimeError("speculative decoding is not supported by the worker: remove speculative_config")
+    if config.use_v2_model_runner:
+        raise RuntimeError("set VLLM_USE_V2_MODEL_RUNNER=0 before vLLM is imported")
+    if config.model_config.runner_type != "generate":
+        raise RuntimeError(f"{config.model_config.model} is not a model that generates text")

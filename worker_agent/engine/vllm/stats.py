@@ -1,0 +1,64 @@
+"""The engine at one moment. Read on the event loop while the engine thread works: counters, no locks."""
+
+from __future__ import annotations
+
+import time
+
+from vllm.v1.request import RequestStatus
+
+from worker_agent.engine.base import EngineStats, RequestStats
+from worker_agent.engine.vllm.load import LoadedCore
+from worker_agent.engine.vllm.outputs import OutputWriter
+from worker_agent.engine.vllm.requests import Entry, RequestTable
+
+
+def engine_stats(core: LoadedCore, table: RequestTable, writer: OutputWriter) -> EngineStats:
+    """Everything for the steady report."""
+    entries = list(table)
+    mean_ms, p99_ms = writer.intervals.mean_and_p99_ms(time.monotonic())
+    return EngineStats(
+        requests=[_request_stats(core, entry) for entry in entries],
+        kv_blocks_used=core.kv_blocks_used,
+        kv_blocks_total=core.kv_blocks_total,
+        host_kv_bytes_used=0,
+        host_kv_bytes_total=0,
+        prefill_backlog_tokens=sum(_backlog(entry) for entry in entries),
+        steps=writer.steps,
+        generated_tokens=writer.generated_tokens,
+        preemptions=core.scheduler.preemptions,
+        token_interval_ms_mean=mean_ms,
+        token_interval_ms_p99=p99_ms,
+    )
+
+
+def _request_stats(core: LoadedCore, entry: Entry) -> RequestStats:
+    request = entry.request
+    return RequestStats(
+        request_id=entry.request_id,
+        frontend_id=entry.frontend_id,
+        epoch=entry.epoch,
+        phase=entry.phases.phase,
+        state=_state(core, entry),
+        prompt_tokens=request.num_prompt_tokens,
+        output_tokens=entry.emitted,
+        reasoning_tokens=entry.phases.reasoning_tokens,
+        max_tokens=request.max_tokens,
+        kv_blocks=-(-request.num_computed_tokens // core.block_tokens),
+        arrival_s=request.arrival_time,
+        token_interval_ms=entry.pace.interval_ms,
+    )
+
+
+def _state(core: LoadedCore, entry: Entry) -> str:
+    status = entry.request.status
+    if status == RequestStatus.RUNNING:
+        return "paused" if entry.request_id in core.scheduler.paused else "running"
+    if status == RequestStatus.PREEMPTED and entry.request_id not in core.scheduler.adopted:
+        return "preempted"
+    return "waiting"
+
+
+def _backlog(entry: Entry) -> int:
+    """Tokens to compute before the request's next output token, when they are more than that one's."""
+    left: int = entry.request.num_tokens - entry.request.num_computed_tokens
+    return left if left > 1 else 0

@@ -1,0 +1,60 @@
+"""vLLM's utility calls: what a front half may ask of a worker's engine core."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from vllm.v1.engine import EngineCoreOutputs, UtilityOutput, UtilityResult
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from worker_agent.engine.base import Frames
+from worker_agent.engine.vllm.load import LoadedCore
+
+_log = logging.getLogger(__name__)
+
+# What reads, or frees a cache. Not what stops, pauses or reloads an engine that other front ends share.
+ALLOWED = frozenset(
+    {
+        "add_lora",
+        "get_kv_cache_group_metadata",
+        "get_supported_tasks",
+        "get_weight_version",
+        "is_scheduler_paused",
+        "is_sleeping",
+        "list_loras",
+        "pin_lora",
+        "remove_lora",
+        "reset_encoder_cache",
+        "reset_mm_cache",
+        "reset_prefix_cache",
+    }
+)
+
+
+class UtilityCalls:
+    """Runs calls on the engine thread, as vLLM's engine core process does."""
+
+    def __init__(self, core: LoadedCore) -> None:
+        self._core = core
+        self._decoder = MsgpackDecoder()
+        self._encoder = MsgpackEncoder()
+
+    def call(self, call_id: int, frames: Frames) -> list[bytes]:
+        """Run (client index, call id, method, arguments); vLLM's EngineCoreOutputs with the answer."""
+        output = UtilityOutput(call_id)
+        try:
+            _, output.call_id, method, arguments = self._decoder.decode(frames)
+            output.result = UtilityResult(self._run(method, arguments))
+        except Exception as error:
+            # As in vLLM: a failed call is its caller's trouble, whatever it was that failed.
+            _log.exception("utility call %d failed", call_id)
+            output.failure_message = f"Call failed: {error}"
+        return [bytes(frame) for frame in self._encoder.encode(EngineCoreOutputs(utility_output=output))]
+
+    def _run(self, method: str, arguments: Sequence[object]) -> object:
+        if method not in ALLOWED:
+            raise PermissionError(f"{method} is not for a worker of a fleet")
+        bound = getattr(self._core.core, method)
+        return bound(*EngineCoreProc._convert_msgspec_args(bound, arguments))
