@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 
 import grpc
@@ -10,11 +11,11 @@ from tailrace.cluster import Pool
 from tailrace.records import InstanceRecord, ServiceRecord
 
 
-def record(instance_id: str, address: str, incarnation: str = "1") -> InstanceRecord:
-    """A member whose engine does not matter."""
+def record(instance_id: str, address: str) -> InstanceRecord:
+    """A member whose engine does not matter, as of a fresh start."""
     return InstanceRecord(
         instance_id=instance_id,
-        incarnation=incarnation,
+        incarnation=uuid.uuid4().hex,
         address=address,
         engine="scripted",
         model="tiny",

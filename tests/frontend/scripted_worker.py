@@ -90,7 +90,6 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.received: asyncio.Queue[worker_pb2.AttachUp] = asyncio.Queue()
         self.silent = False
         self._down: asyncio.Queue[worker_pb2.AttachDown] | None = None
-        self.attached = asyncio.Event()
 
     async def Attach(
         self, requests: AsyncIterator[worker_pb2.AttachUp], context: grpc.aio.ServicerContext
@@ -100,7 +99,6 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self._down = down
         hello = worker_pb2.WorkerHello(instance_id=self.instance_id, incarnation="1", ready_response=READY)
         yield worker_pb2.AttachDown(hello=hello)
-        self.attached.set()
         reader = asyncio.create_task(self._read(requests, down))
         try:
             while True:

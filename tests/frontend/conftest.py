@@ -1,0 +1,85 @@
+"""A front end without HTTP: a fake front half, the real engine core, scripted workers over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+
+from frontend_svc.admission import AdmissionFlag, AdmissionReader
+from frontend_svc.engine import FleetEngine
+from tests.frontend.fake_front_half import FakeFrontHalf
+from tests.frontend.fleet import PlainChannels, StaticMembers, record
+from tests.frontend.scripted_worker import ScriptedWorker, serving
+
+PLACE_WAIT_S = 0.5
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Look until it is true; for states that announce themselves to nobody."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+@dataclass
+class Rig:
+    """One front end and its fleet. Placement is the fallback's: fewest streams, then the lowest name."""
+
+    front: FakeFrontHalf
+    engine: FleetEngine
+    members: StaticMembers
+    admission: AdmissionReader
+    registry: CollectorRegistry
+    stack: AsyncExitStack
+    servers: dict[str, grpc.aio.Server] = field(default_factory=dict)
+
+    async def worker(self, instance_id: str) -> ScriptedWorker:
+        """A new member, attached."""
+        worker = ScriptedWorker(instance_id)
+        self.servers[instance_id] = await self.stack.enter_async_context(serving(worker))
+        self.members.instances[instance_id] = record(instance_id, worker.address)
+        self.members.changed()
+        await eventually(lambda: instance_id in self.engine.workers.attached())
+        return worker
+
+    async def crash(self, worker: ScriptedWorker) -> None:
+        """Its connections break at once."""
+        await self.servers[worker.instance_id].stop(None)
+
+    def count(self, name: str, **labels: str) -> float:
+        """A metric's value; 0 when it has never been counted."""
+        return self.registry.get_sample_value(f"tailrace_frontend_{name}", labels) or 0.0
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    """A front end with no workers yet."""
+    flag = AdmissionFlag(tmp_path / "admission")
+    members, channels, registry = StaticMembers(), PlainChannels(), CollectorRegistry()
+    async with AsyncExitStack() as stack, FakeFrontHalf(tmp_path) as front:
+        engine = FleetEngine(
+            "f0",
+            members,
+            channels,
+            flag,
+            f"ipc://{tmp_path / 'in'}",
+            f"ipc://{tmp_path / 'out'}",
+            registry,
+            None,
+            PLACE_WAIT_S,
+        )
+        running = asyncio.create_task(engine.run())
+        try:
+            yield Rig(front, engine, members, AdmissionReader(flag.path), registry, stack)
+        finally:
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            await channels.close()

@@ -1,0 +1,120 @@
+"""vLLM's front half as its engine core sees it: a ROUTER and a PULL."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from tailrace.wire import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    ReadyResponse,
+    RequestType,
+    SamplingParams,
+    engine_identity,
+    read_outputs,
+    read_ready,
+)
+
+NIL = msgspec.Raw(b"\xc0")
+WAIT_S = 10.0
+
+
+class FakeFrontHalf:
+    """Collects the outputs of each request in the order in which they arrive."""
+
+    def __init__(self, folder: Path) -> None:
+        self._context = zmq.asyncio.Context()
+        self._input = self._context.socket(zmq.ROUTER)
+        self._input.bind(f"ipc://{folder / 'in'}")
+        self._output = self._context.socket(zmq.PULL)
+        self._output.bind(f"ipc://{folder / 'out'}")
+        self._encoder = msgspec.msgpack.Encoder()
+        self._calls = 0
+        self._reader: asyncio.Task[None] | None = None
+        self._arrived = asyncio.Condition()
+        self.tokens: dict[str, list[int]] = defaultdict(list)
+        self.ends: dict[str, EngineCoreOutput] = {}
+        self.utilities: dict[int, bytes] = {}
+
+    async def __aenter__(self) -> Self:
+        self._reader = asyncio.create_task(self._read())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._reader is not None
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        self._input.close(linger=0)
+        self._output.close(linger=0)
+        self._context.term()
+
+    async def ready(self) -> ReadyResponse:
+        """The engine core's first message."""
+        async with asyncio.timeout(WAIT_S):
+            identity, payload = await self._input.recv_multipart()
+        assert identity == engine_identity(0)
+        return read_ready(payload)
+
+    async def add(self, request_id: str, prompt: list[int] | None = None, max_tokens: int = 100) -> None:
+        """A new request."""
+        sampling = SamplingParams(max_tokens=max_tokens)
+        request = EngineCoreRequest(
+            request_id, prompt or [1, 2, 3], NIL, sampling, NIL, 0.0, NIL, None, None, client_index=0
+        )
+        await self._send(RequestType.ADD, request)
+
+    async def abort(self, *request_ids: str) -> None:
+        """The clients are gone."""
+        await self._send(RequestType.ABORT, list(request_ids))
+
+    async def call(self, method: str) -> bytes:
+        """A utility call's raw answer."""
+        self._calls += 1
+        call_id = self._calls
+        await self._send(RequestType.UTILITY, (0, call_id, method, ()))
+        await self.until(lambda: call_id in self.utilities)
+        return self.utilities[call_id]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for outputs to make the condition true."""
+        async with asyncio.timeout(WAIT_S), self._arrived:
+            await self._arrived.wait_for(condition)
+
+    async def tokens_of(self, request_id: str, count: int) -> list[int]:
+        """The request's tokens once there are so many."""
+        await self.until(lambda: len(self.tokens[request_id]) >= count)
+        return self.tokens[request_id]
+
+    async def end_of(self, request_id: str) -> EngineCoreOutput:
+        """The request's last output."""
+        await self.until(lambda: request_id in self.ends)
+        return self.ends[request_id]
+
+    async def _send(self, kind: RequestType, body: object) -> None:
+        await self._input.send_multipart([engine_identity(0), kind.value, self._encoder.encode(body)])
+
+    async def _read(self) -> None:
+        while True:
+            frames = await self._output.recv_multipart()
+            message = read_outputs(frames)
+            async with self._arrived:
+                if message.utility_output != NIL:
+                    answer = msgspec.msgpack.decode(message.utility_output)
+                    self.utilities[answer[0]] = frames[0]
+                for output in message.outputs:
+                    assert output.request_id not in self.ends, "output after the end"
+                    self.tokens[output.request_id].extend(output.new_token_ids)
+                    if output.finish_reason is not None:
+                        self.ends[output.request_id] = output
+                self._arrived.notify_all()

@@ -1,0 +1,115 @@
+"""The commit of a migration at the front end."""
+
+from __future__ import annotations
+
+from tailrace.v1 import worker_pb2
+from tests.frontend.conftest import Rig
+from tests.frontend.scripted_worker import FINISHED, ScriptedWorker, outputs
+
+
+def adopt(submit: worker_pb2.Submit, next_index: int, from_epoch: int = 0) -> worker_pb2.AttachDown:
+    """What a target sends once it has everything."""
+    return worker_pb2.AttachDown(
+        adopt=worker_pb2.Adopt(
+            migration_id="m",
+            handle=submit.handle,
+            request_id=submit.request_id,
+            from_epoch=from_epoch,
+            epoch=from_epoch + 1,
+            next_index=next_index,
+        )
+    )
+
+
+async def two_workers(rig: Rig) -> tuple[ScriptedWorker, ScriptedWorker, worker_pb2.Submit]:
+    """A source that carries request r, and a target."""
+    source, target = await rig.worker("a"), await rig.worker("b")
+    await rig.front.ready()
+    await rig.front.add("r")
+    return source, target, await source.submitted()
+
+
+async def test_commit_changes_owner_and_epoch_in_one_step(rig: Rig) -> None:
+    source, target, submit = await two_workers(rig)
+    source.say(outputs(submit, [1, 2], 0))
+    await rig.front.tokens_of("r", 2)
+    target.say(adopt(submit, 2))
+    reply = (await target.expect("adopt_reply")).adopt_reply
+    assert (reply.accepted, reply.migration_id) == (True, "m")
+    release = (await source.expect("release")).release
+    assert (release.handle, release.epoch) == (submit.handle, 0)
+    source.say(outputs(submit, [9], 2))
+    target.say(outputs(submit, [3], 2, FINISHED, epoch=1))
+    await rig.front.end_of("r")
+    assert rig.front.tokens["r"] == [1, 2, 3]
+    assert rig.count("adoptions_total") == 1
+
+
+async def test_commit_waits_for_tokens_in_flight(rig: Rig) -> None:
+    source, target, submit = await two_workers(rig)
+    target.say(adopt(submit, 1))
+    # The target's stream is in order: this answer says that Adopt has been read.
+    query = worker_pb2.OwnershipQuery(handle=submit.handle, epoch=5)
+    target.say(worker_pb2.AttachDown(ownership_query=query))
+    assert not (await target.expect("ownership")).ownership.current
+    source.say(outputs(submit, [1], 0))
+    assert (await target.expect("adopt_reply")).adopt_reply.accepted
+    target.say(outputs(submit, [2], 1, FINISHED, epoch=1))
+    await rig.front.end_of("r")
+    assert rig.front.tokens["r"] == [1, 2]
+
+
+async def test_tokens_that_never_come_mean_no_commit(rig: Rig) -> None:
+    source, target, submit = await two_workers(rig)
+    target.say(adopt(submit, 1))
+    reply = (await target.expect("adopt_reply")).adopt_reply
+    assert not reply.accepted and "did not arrive" in reply.reason
+    source.say(outputs(submit, [1], 0, FINISHED))
+    await rig.front.end_of("r")
+    assert rig.front.tokens["r"] == [1]
+
+
+async def test_refusals_say_why(rig: Rig) -> None:
+    source, target, submit = await two_workers(rig)
+    source.say(outputs(submit, [1, 2], 0))
+    await rig.front.tokens_of("r", 2)
+    for asker, message, why in (
+        (target, adopt(submit, 1), "gone on"),
+        (target, adopt(submit, 2, from_epoch=3), "is over"),
+        (source, adopt(submit, 2), "there already"),
+    ):
+        asker.say(message)
+        reply = (await asker.expect("adopt_reply")).adopt_reply
+        assert not reply.accepted and why in reply.reason
+    await rig.front.abort("r")
+    await source.expect("abort")
+    target.say(adopt(submit, 2))
+    assert "ended" in (await target.expect("adopt_reply")).adopt_reply.reason
+
+
+async def test_a_source_that_asks_may_go_on_and_the_waiting_target_may_not(rig: Rig) -> None:
+    source, target, submit = await two_workers(rig)
+    target.say(adopt(submit, 1))
+    query = worker_pb2.OwnershipQuery(handle=submit.handle, epoch=0)
+    target.say(worker_pb2.AttachDown(ownership_query=query))
+    assert not (await target.expect("ownership")).ownership.current
+    source.say(worker_pb2.AttachDown(ownership_query=query))
+    assert (await source.expect("ownership")).ownership.current
+    assert not (await target.expect("adopt_reply")).adopt_reply.accepted
+    source.say(outputs(submit, [1], 0, FINISHED))
+    await rig.front.end_of("r")
+    assert rig.front.tokens["r"] == [1]
+
+
+async def test_a_target_that_dies_after_commit_is_recovered_from(rig: Rig) -> None:
+    source, target, submit = await two_workers(rig)
+    source.say(outputs(submit, [1], 0))
+    await rig.front.tokens_of("r", 1)
+    target.say(adopt(submit, 1))
+    await source.expect("release")
+    await rig.crash(target)
+    again = await source.submitted()
+    assert (again.epoch, list(again.output_token_ids)) == (2, [1])
+    source.say(outputs(again, [2], 1, FINISHED))
+    await rig.front.end_of("r")
+    assert rig.front.tokens["r"] == [1, 2]

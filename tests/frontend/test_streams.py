@@ -1,0 +1,224 @@
+"""The arbiter under every order of events: exactly once, in order, from the current epoch alone."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from frontend_svc.adopt import Commit, Wait, judge
+from frontend_svc.streams import FAILED, FINISHED, MalformedStep, Reject, Stream, StreamTable
+from tailrace.v1 import worker_pb2
+
+INSTANCES = ["a", "b", "c"]
+LENGTH = 12
+
+
+@dataclass
+class Step:
+    """The columns of one message."""
+
+    handles: list[int] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
+    first_indices: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    flags: list[int] = field(default_factory=list)
+
+    def add(self, handle: int, epoch: int, first: int, tokens: list[int], flags: int = 0) -> None:
+        self.handles.append(handle)
+        self.epochs.append(epoch)
+        self.first_indices.append(first)
+        self.counts.append(len(tokens))
+        self.token_ids.extend(tokens)
+        self.flags.append(flags)
+
+
+@dataclass
+class Copy:
+    """A request as one instance believes to have it."""
+
+    stream: Stream
+    instance: str
+    epoch: int
+    index: int
+
+
+def token(stream: Stream, index: int) -> int:
+    """What every instance decodes there."""
+    return stream.handle * 1000 + index
+
+
+class Arbiter(RuleBasedStateMachine):
+    """Instances decode, messages are delayed, streams are taken away and handed over at any moment.
+
+    The user's side is `delivered`: what the front half would have got.
+    """
+
+    copies: Bundle[Copy] = Bundle("copies")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = StreamTable()
+        self.delivered: dict[Stream, list[int]] = {}
+        self.finished: set[Stream] = set()
+        self.wires: dict[str, deque[Step]] = {instance: deque() for instance in INSTANCES}
+
+    @rule(target=copies, instance=st.sampled_from(INSTANCES))
+    def new(self, instance: str) -> Copy:
+        stream = self.table.open(f"r{len(self.delivered)}")
+        self.table.assign(stream, instance)
+        self.delivered[stream] = []
+        return Copy(stream, instance, 0, 0)
+
+    @rule(copy=copies, count=st.integers(1, 3), data=st.data())
+    def decode(self, copy: Copy, count: int, data: st.DataObject) -> None:
+        """The instance decodes on, whether the request is still its own or not."""
+        last = min(copy.index + count, LENGTH)
+        if copy.index == LENGTH:
+            return
+        tokens = [token(copy.stream, index) for index in range(copy.index, last)]
+        flags = FINISHED if last == LENGTH else 0
+        wire = self.wires[copy.instance]
+        if not wire or data.draw(st.booleans()) or copy.stream.handle in wire[-1].handles:
+            wire.append(Step())
+        wire[-1].add(copy.stream.handle, copy.epoch, copy.index, tokens, flags)
+        copy.index = last
+
+    @rule(instance=st.sampled_from(INSTANCES))
+    def deliver(self, instance: str) -> None:
+        """The oldest message of an instance arrives."""
+        if not self.wires[instance]:
+            return
+        step = self.wires[instance].popleft()
+        streams = {handle: self.table.get(handle) for handle in step.handles}
+        verdict = self.table.accept(instance, step)
+        keep = verdict.keep or [True] * len(step.handles)
+        offset = 0
+        for handle, count, flags, kept in zip(step.handles, step.counts, step.flags, keep, strict=True):
+            stream = streams[handle]
+            if kept:
+                assert stream is not None and stream not in self.finished
+                self.delivered[stream].extend(step.token_ids[offset : offset + count])
+                if flags & FINISHED:
+                    self.finished.add(stream)
+            offset += count
+        # Wires are in order and copies decode in order: an owner never leaves a gap.
+        assert not verdict.failed
+
+    @rule(target=copies, lost=st.sampled_from(INSTANCES), to=st.sampled_from(INSTANCES), drop=st.booleans())
+    def lose(self, lost: str, to: str, drop: bool) -> object:
+        """An instance is lost: by a crash its messages are gone, by a hang they come later."""
+        if drop:
+            self.wires[lost].clear()
+        orphans = self.table.orphan_all(lost)
+        resumed = []
+        for stream in orphans:
+            self.table.assign(stream, to)
+            resumed.append(Copy(stream, to, stream.epoch, stream.accepted))
+        return multiple(*resumed)
+
+    @rule(target=copies, source=consumes(copies), to=st.sampled_from(INSTANCES), ahead=st.integers(0, 2))
+    def migrate(self, source: Copy, to: str, ahead: int) -> object:
+        """The source pauses and a target asks; tokens may be on the wire, or the source may be stale."""
+        adopt = worker_pb2.Adopt(
+            handle=source.stream.handle,
+            request_id=source.stream.request_id,
+            from_epoch=source.epoch,
+            epoch=source.epoch + 1,
+            next_index=source.index,
+        )
+        for _ in range(ahead):
+            self.deliver(source.instance)
+        verdict = judge(self.table, source.stream, to, adopt)
+        if isinstance(verdict, Commit):
+            assert source.stream.accepted == source.index
+            assert verdict.source == source.instance
+            self.table.hand_over(source.stream, to, adopt.epoch)
+            return Copy(source.stream, to, adopt.epoch, source.index)
+        if isinstance(verdict, Wait):
+            assert source.stream.accepted < source.index
+        return source
+
+    @rule(copy=copies)
+    def close(self, copy: Copy) -> None:
+        """The client goes away."""
+        self.table.close(copy.stream)
+        self.finished.add(copy.stream)
+
+    @invariant()
+    def exactly_once(self) -> None:
+        for stream, tokens in self.delivered.items():
+            assert tokens == [token(stream, index) for index in range(len(tokens))]
+            assert list(stream.token_ids) == tokens
+            if len(tokens) == LENGTH:
+                assert not self.table.is_live(stream)
+
+
+Arbiter.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestArbiter = Arbiter.TestCase
+
+
+def owned(table: StreamTable, instance_id: str = "a") -> Stream:
+    """A live stream with an owner."""
+    stream = table.open("r")
+    table.assign(stream, instance_id)
+    return stream
+
+
+def one(stream: Stream, epoch: int, first: int, tokens: list[int], flags: int = 0) -> Step:
+    """A step with one entry."""
+    step = Step()
+    step.add(stream.handle, epoch, first, tokens, flags)
+    return step
+
+
+@pytest.mark.parametrize(
+    ("sender", "epoch", "first", "flags", "reason"),
+    [
+        ("b", 0, 0, 0, Reject.NOT_OWNER),
+        ("a", 1, 0, 0, Reject.STALE_EPOCH),
+        ("a", 0, 1, 0, Reject.INDEX),
+        ("a", 0, 0, FAILED, Reject.FAILED),
+    ],
+)
+def test_reasons(sender: str, epoch: int, first: int, flags: int, reason: Reject) -> None:
+    table = StreamTable()
+    stream = owned(table)
+    verdict = table.accept(sender, one(stream, epoch, first, [5], flags))
+    assert verdict.rejected == [(stream.handle, reason)]
+    assert verdict.keep == [False]
+    assert stream.accepted == 0
+
+
+def test_an_owner_that_leaves_a_gap_loses_the_stream() -> None:
+    table = StreamTable()
+    stream = owned(table)
+    verdict = table.accept("a", one(stream, 0, 3, [5]))
+    assert verdict.failed == [stream]
+    assert (stream.owner, stream.epoch, stream.failures) == (None, 1, 1)
+
+
+def test_malformed_columns_change_nothing() -> None:
+    table = StreamTable()
+    stream = owned(table)
+    short = one(stream, 0, 0, [5])
+    short.flags.clear()
+    missing = one(stream, 0, 0, [5])
+    missing.token_ids.clear()
+    for step in (short, missing):
+        with pytest.raises(MalformedStep):
+            table.accept("a", step)
+    assert stream.accepted == 0 and table.is_live(stream)
+
+
+def test_handles_wrap_around_and_skip_live_ones() -> None:
+    table = StreamTable()
+    first = table.open("first")
+    table._last_handle = 0xFFFFFFFF
+    second = table.open("second")
+    assert (first.handle, second.handle) == (1, 2)

@@ -1,0 +1,197 @@
+"""Whatever workers do, each stream gets each token once and in order."""
+
+from __future__ import annotations
+
+from tailrace.v1 import worker_pb2
+from tailrace.wire import EngineCoreOutput, FinishReason, encode_outputs, read_outputs
+from tests.frontend.conftest import Rig
+from tests.frontend.scripted_worker import FAILED, FINISHED, PREFILL_DONE, ScriptedWorker, merge, outputs
+
+
+async def start(rig: Rig, request_id: str, *workers: ScriptedWorker) -> list[worker_pb2.Submit]:
+    """Add one request a worker; the fallback spreads them in the order of names."""
+    submits = []
+    for number, worker in enumerate(workers):
+        await rig.front.add(f"{request_id}{number}")
+        submits.append(await worker.submitted())
+    return submits
+
+
+async def test_the_engine_announces_itself_with_the_workers_ready_response(rig: Rig) -> None:
+    await rig.worker("a")
+    assert (await rig.front.ready()).max_model_len == 8192
+
+
+async def test_a_stream_from_add_to_end(rig: Rig) -> None:
+    worker = await rig.worker("a")
+    await rig.front.ready()
+    (submit,) = await start(rig, "r", worker)
+    assert (submit.request_id, submit.epoch, list(submit.output_token_ids)) == ("r0", 0, [])
+    worker.say(outputs(submit, [10], 0, PREFILL_DONE))
+    worker.say(outputs(submit, [11, 12], 1))
+    worker.say(outputs(submit, [13], 3, FINISHED))
+    assert (await rig.front.end_of("r0")).finish_reason == FinishReason.STOP
+    assert rig.front.tokens["r0"] == [10, 11, 12, 13]
+    assert rig.count("tokens_total") == 4
+    assert rig.count("requests_total", outcome="finished") == 1
+
+
+async def test_a_crash_in_mid_stream_loses_and_repeats_nothing(rig: Rig) -> None:
+    first, second = await rig.worker("a"), await rig.worker("b")
+    await rig.front.ready()
+    mine, other = await start(rig, "r", first, second)
+    first.say(outputs(mine, [10, 11], 0, PREFILL_DONE))
+    second.say(outputs(other, [20], 0, PREFILL_DONE))
+    await rig.front.tokens_of("r0", 2)
+    await rig.front.tokens_of("r1", 1)
+    await rig.crash(first)
+    again = await second.submitted()
+    assert (again.request_id, again.handle, again.epoch) == ("r0", mine.handle, 1)
+    assert list(again.output_token_ids) == [10, 11]
+    assert list(again.frames) == list(mine.frames)
+    second.say(outputs(again, [12], 2, FINISHED))
+    second.say(outputs(other, [21], 1, FINISHED))
+    await rig.front.end_of("r0")
+    await rig.front.end_of("r1")
+    assert rig.front.tokens == {"r0": [10, 11, 12], "r1": [20, 21]}
+    assert rig.count("recoveries_total", cause="lost") == 1
+
+
+async def test_a_hung_worker_is_lost_by_silence_and_told_to_abort_when_it_wakes(rig: Rig) -> None:
+    first, second = await rig.worker("a"), await rig.worker("b")
+    await rig.front.ready()
+    (mine,) = await start(rig, "r", first)
+    first.say(outputs(mine, [10], 0))
+    await rig.front.tokens_of("r0", 1)
+    first.silent = True
+    again = await second.submitted()
+    assert (again.epoch, list(again.output_token_ids)) == (1, [10])
+    assert rig.engine.workers.attached() == ["b"]
+    # It wakes and goes on as if nothing had happened: its token is stale.
+    first.silent = False
+    first.say(outputs(mine, [99], 1))
+    assert list((await first.expect("abort")).abort.handles) == [mine.handle]
+    second.say(outputs(again, [11], 1, FINISHED))
+    await rig.front.end_of("r0")
+    assert rig.front.tokens["r0"] == [10, 11]
+    assert rig.count("rejected_outputs_total", cause="not_owner") == 1
+    assert sorted(rig.engine.workers.attached()) == ["a", "b"]
+
+
+async def test_stale_outputs_are_taken_out_of_a_step_and_the_rest_goes_on(rig: Rig) -> None:
+    worker = await rig.worker("a")
+    await rig.front.ready()
+    await rig.front.add("x")
+    gone = await worker.submitted()
+    await rig.front.add("y")
+    kept = await worker.submitted()
+    await rig.front.abort("x")
+    assert list((await worker.expect("abort")).abort.handles) == [gone.handle]
+    both = merge(
+        outputs(gone, [1], 0),
+        outputs(kept, [2], 0, FINISHED),
+        frames=encode_outputs([output_of(outputs(gone, [1], 0)), output_of(outputs(kept, [2], 0, FINISHED))]),
+    )
+    worker.say(both)
+    await rig.front.end_of("y")
+    assert rig.front.tokens == {"y": [2]}
+    # Told again, because it still spoke of it.
+    assert list((await worker.expect("abort")).abort.handles) == [gone.handle]
+    assert rig.count("rejected_outputs_total", cause="unknown") == 1
+
+
+def output_of(message: worker_pb2.AttachDown) -> EngineCoreOutput:
+    """The single output in a scripted message."""
+    return read_outputs(list(message.outputs.frames)).outputs[0]
+
+
+async def test_a_failed_request_is_tried_elsewhere_then_ends_as_an_error(rig: Rig) -> None:
+    first, second = await rig.worker("a"), await rig.worker("b")
+    await rig.front.ready()
+    await rig.front.add("r")
+    submit = await first.submitted()
+    for worker, other, epoch in ((first, second, 0), (second, first, 1), (first, second, 2)):
+        assert submit.epoch == epoch
+        worker.say(outputs(submit, [], 0, FAILED))
+        submit = await other.submitted()
+    second.say(outputs(submit, [], 0, FAILED))
+    assert (await rig.front.end_of("r")).finish_reason == FinishReason.ERROR
+    assert rig.count("recoveries_total", cause="failed") == 4
+    assert len(rig.engine.table) == 0
+
+
+async def test_a_failed_request_is_tried_again_on_the_only_instance(rig: Rig) -> None:
+    worker = await rig.worker("a")
+    await rig.front.ready()
+    await rig.front.add("r")
+    worker.say(outputs(await worker.submitted(), [], 0, FAILED))
+    again = await worker.submitted()
+    assert again.epoch == 1
+    worker.say(outputs(again, [7], 0, FINISHED))
+    await rig.front.end_of("r")
+    assert rig.front.tokens["r"] == [7]
+
+
+async def test_a_gap_in_the_tokens_is_never_passed_on(rig: Rig) -> None:
+    worker = await rig.worker("a")
+    await rig.front.ready()
+    await rig.front.add("r")
+    submit = await worker.submitted()
+    worker.say(outputs(submit, [1], 0))
+    worker.say(outputs(submit, [3], 2))
+    again = await worker.submitted()
+    assert (again.epoch, list(again.output_token_ids)) == (1, [1])
+    worker.say(outputs(again, [2], 1, FINISHED))
+    await rig.front.end_of("r")
+    assert rig.front.tokens["r"] == [1, 2]
+
+
+async def test_no_instance_is_an_error_and_closes_admission(rig: Rig) -> None:
+    worker = await rig.worker("a")
+    await rig.front.ready()
+    await rig.crash(worker)
+    del rig.members.instances["a"]
+    rig.members.changed()
+    await rig.front.add("r")
+    end = await rig.front.end_of("r")
+    assert (end.finish_reason, end.stop_reason) == (FinishReason.ERROR, "tailrace:no-instance")
+    assert not rig.admission.is_open
+    other = await rig.worker("b")
+    assert rig.admission.is_open
+    await rig.front.add("s")
+    assert (await other.submitted()).request_id == "s"
+
+
+async def test_a_request_waits_for_an_instance_that_comes_in_time(rig: Rig) -> None:
+    worker = await rig.worker("a")
+    await rig.front.ready()
+    rig.members.draining = frozenset({"a"})
+    rig.members.changed()
+    await rig.front.add("r")
+    # Answered only after the add was read: both come on one socket.
+    await rig.front.call("is_sleeping")
+    assert len(rig.engine.table) == 1
+    rig.members.draining = frozenset()
+    rig.members.changed()
+    assert (await worker.submitted()).request_id == "r"
+
+
+async def test_utilities_go_to_everybody_and_are_answered_once(rig: Rig) -> None:
+    await rig.worker("a")
+    await rig.worker("b")
+    await rig.front.ready()
+    first = await rig.front.call("get_supported_tasks")
+    again = await rig.front.call("get_supported_tasks")
+    assert b"generate" in first and b"generate" in again
+
+
+async def test_a_restarted_worker_is_another_one(rig: Rig) -> None:
+    worker = await rig.worker("a")
+    await rig.front.ready()
+    await rig.front.add("r")
+    worker.say(outputs(await worker.submitted(), [1], 0))
+    await rig.front.tokens_of("r", 1)
+    await rig.crash(worker)
+    reborn = await rig.worker("a")
+    again = await reborn.submitted()
+    assert (again.epoch, list(again.output_token_ids)) == (1, [1])
