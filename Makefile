@@ -1,0 +1,57 @@
+# `make help` lists the targets. Everything runs in .venv, which scripts/install.sh makes.
+WORKERS ?= 3
+ENGINE ?= vllm
+FRONT ?= python
+PORT ?= 8000
+POLICY ?=
+
+PYTHON := .venv/bin/python
+TAILRACE := .venv/bin/tailrace
+
+.DEFAULT_GOAL := help
+.PHONY: help install up down test lint format protos soak bench-stream bench-transfer bench-scale
+
+help: ## Show this list
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "  variables for up: WORKERS=$(WORKERS) ENGINE=$(ENGINE) FRONT=$(FRONT) PORT=$(PORT) POLICY=$(POLICY)"
+
+install: ## Make .venv ready (FRONT=rust: with vLLM's Rust front end)
+	@scripts/install.sh $(if $(filter rust,$(FRONT)),--rust)
+
+up: install ## Start a local cluster; prints a curl line that works
+	@$(TAILRACE) up --workers $(WORKERS) --engine $(ENGINE) --front $(FRONT) --port $(PORT) \
+		$(if $(POLICY),--policy $(POLICY))
+
+down: ## Stop the local cluster
+	@if [ -x $(TAILRACE) ]; then $(TAILRACE) down; else echo "no local cluster runs here"; fi
+
+test: ## Run the tests (under 10 minutes on 2 cores)
+	@scripts/install.sh --rust
+	$(PYTHON) -m pytest
+
+lint: install ## Check style, types and the direction of imports
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+	.venv/bin/lint-imports
+
+format: install ## Format the code
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+protos: ## Generate tailrace/v1 from protos/
+	$(PYTHON) scripts/gen_protos.py
+
+soak: install ## Run the slow tests: kills, partitions and migrations at random
+	$(PYTHON) -m pytest -m slow --timeout 1800
+
+bench-stream: ## Through the front ends against plain vllm serve
+	@scripts/install.sh --rust
+	$(PYTHON) -m benchmarks.stream
+
+bench-transfer: install ## KV transfer and the pause of a migration
+	$(PYTHON) -m benchmarks.transfer
+
+bench-scale: ## 100 simulated workers, 1,000 streams
+	@scripts/install.sh --rust
+	$(PYTHON) -m benchmarks.scale
