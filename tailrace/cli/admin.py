@@ -1,0 +1,72 @@
+"""Reach the admin API: `--admin`, TAILRACE_ADMIN, or the local cluster's run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import click
+import grpc
+
+from tailrace.cli.errors import UsageProblem, rpc_errors
+from tailrace.local.state import find_state
+from tailrace.v1.admin_pb2_grpc import AdminStub
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+CALL_TIMEOUT_S: Final = 5.0
+"""Deadline of every call that is not a stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admin:
+    """A connection to the admin API."""
+
+    address: str
+    stub: AdminStub
+
+    @contextmanager
+    def errors(self, hint: str = "") -> Iterator[None]:
+        """Turn gRPC errors of the block into one line for the user."""
+        with rpc_errors(self.address, hint):
+            yield
+
+
+def admin_option(function: F) -> F:
+    """Add `--admin`; the command gets its value as `admin`."""
+    return click.option(
+        "--admin",
+        envvar="TAILRACE_ADMIN",
+        metavar="HOST:PORT[,..]",
+        help="Admin API (a scheduler's address). Default: TAILRACE_ADMIN, else the cluster of `tailrace up`.",
+    )(function)
+
+
+@contextmanager
+def connect(admin: str | None) -> Iterator[Admin]:
+    """Open the admin API at `admin`, or at the local cluster's address when that is None."""
+    address = admin or _local_address()
+    with grpc.insecure_channel(_target(address)) as channel:
+        yield Admin(address, AdminStub(channel))
+
+
+def _local_address() -> str:
+    state = find_state()
+    if state is None or not state.admin:
+        raise UsageProblem(
+            "no admin API: no local cluster runs here (tailrace up starts one); "
+            "for another cluster give --admin HOST:PORT or set TAILRACE_ADMIN"
+        )
+    return state.admin
+
+
+def _target(address: str) -> str:
+    """What gRPC dials: of several schedulers, the first that answers."""
+    parts = [part.strip() for part in address.split(",")]
+    for part in parts:
+        host, colon, port = part.rpartition(":")
+        if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
+            raise UsageProblem(f"--admin: {part!r} is not HOST:PORT")
+    return parts[0] if len(parts) == 1 else "ipv4:" + ",".join(parts)

@@ -1,0 +1,37 @@
+"""`tailrace down`: stop what `tailrace up` started."""
+
+from __future__ import annotations
+
+import shutil
+
+import click
+import msgspec
+
+from tailrace.cli.errors import CliError
+from tailrace.local.state import RunFolder, RunFolderBusy
+from tailrace.local.stop import stop_parts
+
+
+@click.command(epilog="Example: tailrace down")
+def down() -> None:
+    """Stop the local cluster of this folder. Nothing to stop is fine. Logs stay."""
+    folder = RunFolder.default()
+    if not folder.path.exists():
+        click.echo("no local cluster runs here")
+        return
+    try:
+        with folder.locked():
+            _stop(folder)
+    except RunFolderBusy as error:
+        raise CliError(str(error)) from error
+
+
+def _stop(folder: RunFolder) -> None:
+    try:
+        state = folder.read()
+    except msgspec.DecodeError as error:
+        raise CliError(f"{folder.path}/state.json is damaged ({error}); end the processes by hand") from error
+    stopped = stop_parts(state.parts) if state is not None else []
+    folder.forget()
+    shutil.rmtree(folder.data, ignore_errors=True)
+    click.echo(f"stopped {', '.join(stopped)}" if stopped else "no local cluster runs here")

@@ -1,0 +1,51 @@
+"""`tailrace drain`: empty an instance, or take it back."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import click
+
+from tailrace.cli.admin import admin_option, connect
+from tailrace.cli.errors import CliError
+from tailrace.cli.output import Output, note, output_option, print_json
+from tailrace.v1.admin_pb2 import DrainEvent, DrainRequest
+
+
+@click.command(epilog="Example: tailrace drain worker-2")
+@click.argument("instance")
+@click.option("--undrain", is_flag=True, help="Take it back instead.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=1),
+    default=600.0,
+    show_default=True,
+    help="Seconds to wait.",
+)
+@output_option()
+@admin_option
+def drain(instance: str, undrain: bool, timeout_s: float, output: Output, admin: str | None) -> None:
+    """Place nothing new on INSTANCE and hand over what runs there; ends when it is empty.
+
+    Ctrl-C ends the waiting, not the draining.
+    """
+    request = DrainRequest(instance_id=instance, undrain=undrain)
+    last: DrainEvent | None = None
+    with connect(admin) as connection, connection.errors(_HINT):
+        for event in connection.stub.Drain(request, timeout=timeout_s):
+            note(event.message or f"{instance}: {event.remaining} requests left")
+            last = event
+    if last is None or not last.done:
+        raise CliError(f"{instance}: the stream of events ended before it was empty; it goes on draining")
+    if output is Output.JSON:
+        print_json(
+            {"instance": instance, "draining": not undrain, "remaining": last.remaining, "done": last.done}
+        )
+    else:
+        click.echo(
+            f"{instance} takes new requests again" if undrain else f"{instance} is empty and gets nothing new"
+        )
+
+
+_HINT: Final = "tailrace get instances lists them"

@@ -1,0 +1,68 @@
+"""Errors as one line on stderr and an exit code: 1 it failed, 2 wrong usage, 3 unreachable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any
+
+import click
+import grpc
+
+
+class CliError(click.ClickException):
+    """It failed. One line for the user: what is wrong and what to do."""
+
+    exit_code = 1
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Write the line to stderr (or `file`)."""
+        click.echo(f"tailrace: {self.message}", file=file, err=file is None)
+
+
+class UsageProblem(CliError):
+    """The command was given something that cannot be."""
+
+    exit_code = 2
+
+
+class Unreachable(CliError):
+    """The admin API did not answer."""
+
+    exit_code = 3
+
+
+@contextmanager
+def rpc_errors(address: str, hint: str = "") -> Iterator[None]:
+    """Turn a gRPC error of the block into a CliError.
+
+    `address` is where the admin API was expected; `hint` says what to do when the server refuses.
+    """
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise _translate(error, address, hint) from error
+
+
+def _translate(error: grpc.RpcError, address: str, hint: str) -> CliError:
+    if not isinstance(error, grpc.Call):
+        return CliError(f"the admin API at {address} failed: {error}")
+    code, details = error.code(), (error.details() or "").strip().rstrip(".")
+    match code:
+        case grpc.StatusCode.UNAVAILABLE:
+            return Unreachable(f"no admin API at {address} ({details}); is the cluster up? (tailrace up)")
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return Unreachable(f"the admin API at {address} did not answer in time; try again")
+        case grpc.StatusCode.UNIMPLEMENTED:
+            return Unreachable(f"{address} does not serve this: is it a Tailrace scheduler of this version?")
+        case grpc.StatusCode.INVALID_ARGUMENT:
+            return UsageProblem(_with_hint(details or "invalid argument", hint))
+        case grpc.StatusCode.UNKNOWN | grpc.StatusCode.INTERNAL:
+            what = details or code.name.lower()
+            return CliError(f"the admin API at {address} failed: {what}; see the scheduler's log")
+        case _:
+            return CliError(_with_hint(details or code.name.lower().replace("_", " "), hint))
+
+
+def _with_hint(text: str, hint: str) -> str:
+    return f"{text}; {hint}" if hint else text

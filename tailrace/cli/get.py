@@ -1,0 +1,174 @@
+"""`tailrace get`: what runs, as a table or as JSON."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import click
+from google.protobuf.message import Message
+from rich.live import Live
+
+from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
+from tailrace.cli.output import Output, console, output_option, print_figures, print_json
+from tailrace.cli.plain import JsonValue, enum_word, to_plain_list
+from tailrace.cli.tables import INSTANCES, MIGRATIONS, POLICIES, POOLS, REQUESTS, SERVICES, STAGES, View
+from tailrace.v1.admin_pb2 import (
+    InstanceInfo,
+    ListInstancesRequest,
+    ListPoliciesRequest,
+    ListRequestsRequest,
+    ListServicesRequest,
+    ListStagesRequest,
+)
+from tailrace.v1.migration_pb2 import ListMigrationsRequest
+from tailrace.v1.types_pb2 import Pool
+
+F = TypeVar("F", bound=Callable[..., Any])
+RowT = TypeVar("RowT", bound=Message)
+
+_WATCH_INTERVAL_S = 1.0
+
+
+@click.group(epilog="Example: tailrace get requests --watch")
+def get() -> None:
+    """Show what runs. With -o json: one object whose only key is the kind."""
+
+
+def _options(function: F) -> F:
+    watch = click.option(
+        "--watch", is_flag=True, help="Again every second until Ctrl-C (-o json: a line each)."
+    )
+    return output_option()(watch(admin_option(function)))
+
+
+@get.command(epilog="Example: tailrace get instances -o json")
+@_options
+def instances(output: Output, watch: bool, admin: str | None) -> None:
+    """Instances: state, pool, load by phase, KV use."""
+    _show(INSTANCES, _instances, output, watch, admin)
+
+
+@get.command(epilog="Example: tailrace get pools")
+@_options
+def pools(output: Output, watch: bool, admin: str | None) -> None:
+    """Which instance is in which pool."""
+    _show(POOLS, _instances, output, watch, admin, plain=_plain_pools)
+
+
+@get.command(epilog="Example: tailrace get stages")
+@_options
+def stages(output: Output, watch: bool, admin: str | None) -> None:
+    """Length ranges and the instances that serve them."""
+    _show(
+        STAGES,
+        lambda admin: admin.stub.ListStages(ListStagesRequest(), timeout=CALL_TIMEOUT_S).stages,
+        output,
+        watch,
+        admin,
+    )
+
+
+@get.command(epilog="Example: tailrace get requests --instance worker-0")
+@click.option("--instance", default="", metavar="INSTANCE", help="Only those on this instance.")
+@_options
+def requests(instance: str, output: Output, watch: bool, admin: str | None) -> None:
+    """Running requests: instance, phase, epoch, lengths in tokens."""
+    request = ListRequestsRequest(instance_id=instance)
+    _show(
+        REQUESTS,
+        lambda admin: admin.stub.ListRequests(request, timeout=CALL_TIMEOUT_S).requests,
+        output,
+        watch,
+        admin,
+    )
+
+
+@get.command(epilog="Example: tailrace get migrations --limit 5")
+@click.option("--request", "request_id", default="", metavar="REQUEST", help="Only those of this request.")
+@click.option(
+    "--limit", type=click.IntRange(min=1), default=50, show_default=True, help="The latest so many."
+)
+@_options
+def migrations(request_id: str, limit: int, output: Output, watch: bool, admin: str | None) -> None:
+    """Migrations: rounds, bytes, pause in milliseconds and decode steps."""
+    request = ListMigrationsRequest(request_id=request_id, limit=limit)
+    _show(
+        MIGRATIONS,
+        lambda admin: admin.stub.ListMigrations(request, timeout=CALL_TIMEOUT_S).migrations,
+        output,
+        watch,
+        admin,
+    )
+
+
+@get.command(epilog="Example: tailrace get policies")
+@_options
+def policies(output: Output, watch: bool, admin: str | None) -> None:
+    """Policies that are installed, and which one decides."""
+    _show(
+        POLICIES,
+        lambda admin: admin.stub.ListPolicies(ListPoliciesRequest(), timeout=CALL_TIMEOUT_S).policies,
+        output,
+        watch,
+        admin,
+    )
+
+
+@get.command(epilog="Example: tailrace get services")
+@_options
+def services(output: Output, watch: bool, admin: str | None) -> None:
+    """Services, their addresses and who leads."""
+    _show(
+        SERVICES,
+        lambda admin: admin.stub.ListServices(ListServicesRequest(), timeout=CALL_TIMEOUT_S).services,
+        output,
+        watch,
+        admin,
+    )
+
+
+def _instances(admin: Admin) -> Sequence[InstanceInfo]:
+    return admin.stub.ListInstances(ListInstancesRequest(), timeout=CALL_TIMEOUT_S).instances
+
+
+def _plain_pools(rows: Sequence[InstanceInfo]) -> list[JsonValue]:
+    return [{"instance_id": row.instance_id, "pool": enum_word(Pool.DESCRIPTOR, row.pool)} for row in rows]
+
+
+def _show(
+    view: View[RowT],
+    fetch: Callable[[Admin], Sequence[RowT]],
+    output: Output,
+    watch: bool,
+    address: str | None,
+    plain: Callable[[Sequence[RowT]], list[JsonValue]] = to_plain_list,
+) -> None:
+    with connect(address) as admin, admin.errors("tailrace get instances lists the instances"):
+        if watch:
+            _watch(view, lambda: fetch(admin), output, plain)
+        elif output is Output.JSON:
+            print_json({view.name: plain(fetch(admin))})
+        else:
+            print_figures(view.table(fetch(admin)))
+
+
+def _watch(
+    view: View[RowT],
+    fetch: Callable[[], Sequence[RowT]],
+    output: Output,
+    plain: Callable[[Sequence[RowT]], list[JsonValue]],
+) -> None:
+    """Show it every second until Ctrl-C."""
+    try:
+        if output is Output.JSON:
+            while True:
+                print_json({view.name: plain(fetch())})
+                time.sleep(_WATCH_INTERVAL_S)
+        with Live(view.table(fetch()), console=console(), auto_refresh=False) as live:
+            while True:
+                time.sleep(_WATCH_INTERVAL_S)
+                live.update(view.table(fetch()), refresh=True)
+    except KeyboardInterrupt:
+        return

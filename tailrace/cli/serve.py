@@ -1,0 +1,46 @@
+"""`tailrace serve SERVICE`: the services' own commands, found by entry point; nothing here imports one."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
+from typing import Final
+
+import click
+
+from tailrace.cli.errors import CliError
+
+GROUP: Final = "tailrace.services"
+
+
+class _Services(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_points())
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        point = _points().get(cmd_name)
+        if point is None:
+            return None
+        try:
+            command = point.load()
+        except ImportError as error:
+            raise CliError(
+                f"serve {cmd_name}: {error}; scripts/install.sh installs what is missing"
+            ) from error
+        if not isinstance(command, click.Command):
+            raise CliError(f"serve {cmd_name}: {point.value} is not a click command")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Services"):
+            formatter.write_dl([(name, point.value) for name, point in sorted(_points().items())])
+
+
+def _points() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=GROUP)}
+
+
+serve = _Services(
+    name="serve",
+    help="Run one service in the foreground. SERVICE --help tells its options.",
+    epilog="Example: tailrace serve scheduler --etcd 127.0.0.1:2379 --listen 127.0.0.1:7101",
+)

@@ -1,0 +1,187 @@
+"""What `tailrace get` shows of each kind: one `View` each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from google.protobuf.message import Message
+from rich.table import Table
+
+from tailrace.cli.plain import enum_word
+from tailrace.v1.admin_pb2 import InstanceInfo, PolicyInfo, RequestInfo, ServiceInfo
+from tailrace.v1.migration_pb2 import MigrationRecord
+from tailrace.v1.types_pb2 import InstanceState, MigrationState, Phase, Pool, RequestState, Stage
+
+RowT = TypeVar("RowT", bound=Message)
+
+NOTHING = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Column(Generic[RowT]):
+    """A heading and how to say a row's value; figures stand to the right."""
+
+    heading: str
+    text: Callable[[RowT], str]
+    figure: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class View(Generic[RowT]):
+    """One kind of thing as a table. `name` is also its key in the JSON object."""
+
+    name: str
+    columns: Sequence[Column[RowT]]
+    empty: str
+
+    def table(self, rows: Iterable[RowT]) -> Table:
+        """The rows in their order; a caption says so when there are none."""
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in self.columns:
+            table.add_column(column.heading, justify="right" if column.figure else "left", no_wrap=True)
+        for row in rows:
+            table.add_row(*(column.text(row) for column in self.columns))
+        if not table.rows:
+            table.caption = self.empty
+            table.caption_justify = "left"
+        return table
+
+
+def pool_word(pool: int) -> str:
+    """The pool's name, or a dash."""
+    return enum_word(Pool.DESCRIPTOR, pool) or NOTHING
+
+
+def phase_word(phase: int) -> str:
+    """The phase's name, or a dash."""
+    return enum_word(Phase.DESCRIPTOR, phase) or NOTHING
+
+
+def migration_word(state: int) -> str:
+    """The migration state's name, or a dash."""
+    return enum_word(MigrationState.DESCRIPTOR, state) or NOTHING
+
+
+def instance_word(state: int) -> str:
+    """The instance state's name, or a dash."""
+    return enum_word(InstanceState.DESCRIPTOR, state) or NOTHING
+
+
+def request_word(state: int) -> str:
+    """The request state's name, or a dash."""
+    return enum_word(RequestState.DESCRIPTOR, state) or NOTHING
+
+
+def bytes_text(count: int) -> str:
+    """A number of bytes with a binary unit."""
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+INSTANCES = View[InstanceInfo](
+    name="instances",
+    columns=(
+        Column("INSTANCE", lambda i: i.instance_id),
+        Column("STATE", lambda i: instance_word(i.state)),
+        Column("POOL", lambda i: pool_word(i.pool)),
+        Column("RUN", lambda i: str(i.running), figure=True),
+        Column("WAIT", lambda i: str(i.waiting), figure=True),
+        Column("PREFILL", lambda i: str(i.prefilling), figure=True),
+        Column("REASON", lambda i: str(i.reasoning), figure=True),
+        Column("ANSWER", lambda i: str(i.answering), figure=True),
+        Column("KV BLOCKS", lambda i: f"{i.kv_blocks_used}/{i.kv_blocks_total}", figure=True),
+        Column("MS/TOKEN", lambda i: f"{i.token_interval_ms:.1f}", figure=True),
+        Column("IN", lambda i: str(i.migrations_in), figure=True),
+        Column("OUT", lambda i: str(i.migrations_out), figure=True),
+        Column("REPORT", lambda i: f"{i.report_age_s:.1f} s ago", figure=True),
+        Column("ENGINE", lambda i: i.engine),
+        Column("ADDRESS", lambda i: i.address),
+    ),
+    empty="no instances",
+)
+
+POOLS = View[InstanceInfo](
+    name="pools",
+    columns=(
+        Column("INSTANCE", lambda i: i.instance_id),
+        Column("POOL", lambda i: pool_word(i.pool)),
+    ),
+    empty="no instances",
+)
+
+REQUESTS = View[RequestInfo](
+    name="requests",
+    columns=(
+        Column("REQUEST", lambda r: r.request_id),
+        Column("INSTANCE", lambda r: r.instance_id),
+        Column("PHASE", lambda r: phase_word(r.phase)),
+        Column("STATE", lambda r: "migrating" if r.migrating else request_word(r.state)),
+        Column("EPOCH", lambda r: str(r.epoch), figure=True),
+        Column("PROMPT", lambda r: str(r.prompt_tokens), figure=True),
+        Column("OUTPUT", lambda r: str(r.output_tokens), figure=True),
+        Column("REASONING", lambda r: str(r.reasoning_tokens), figure=True),
+        Column("MAX", lambda r: str(r.max_tokens), figure=True),
+        Column("KV BLOCKS", lambda r: str(r.kv_blocks), figure=True),
+        Column("MS/TOKEN", lambda r: f"{r.token_interval_ms:.1f}", figure=True),
+        Column("AGE", lambda r: f"{r.age_s:.1f} s", figure=True),
+    ),
+    empty="no requests are running",
+)
+
+MIGRATIONS = View[MigrationRecord](
+    name="migrations",
+    columns=(
+        Column("MIGRATION", lambda m: m.migration_id),
+        Column("REQUEST", lambda m: m.request_id),
+        Column("FROM", lambda m: m.source_instance_id),
+        Column("TO", lambda m: m.target_instance_id),
+        Column("STATE", lambda m: migration_word(m.state)),
+        Column("PHASE", lambda m: phase_word(m.phase)),
+        Column("EPOCH", lambda m: str(m.epoch), figure=True),
+        Column("ROUNDS", lambda m: str(len(m.rounds)), figure=True),
+        Column("BYTES", lambda m: bytes_text(m.bytes), figure=True),
+        Column("PAUSE MS", lambda m: f"{m.pause_ms:.1f}", figure=True),
+        Column("PAUSE STEPS", lambda m: f"{m.pause_steps:.1f}", figure=True),
+        Column("REASON", lambda m: m.error or m.reason or NOTHING),
+    ),
+    empty="no migrations yet",
+)
+
+POLICIES = View[PolicyInfo](
+    name="policies",
+    columns=(
+        Column("POLICY", lambda p: p.name),
+        Column("ACTIVE", lambda p: "active" if p.active else ""),
+        Column("WHAT IT DOES", lambda p: p.summary),
+    ),
+    empty="no policies are installed",
+)
+
+STAGES = View[Stage](
+    name="stages",
+    columns=(
+        Column("FROM", lambda s: str(s.lo), figure=True),
+        Column("BELOW", lambda s: str(s.hi), figure=True),
+        Column("INSTANCES", lambda s: ", ".join(s.instance_ids) or NOTHING),
+    ),
+    empty="no stages are set",
+)
+
+SERVICES = View[ServiceInfo](
+    name="services",
+    columns=(
+        Column("SERVICE", lambda s: s.kind),
+        Column("ID", lambda s: s.id),
+        Column("LEADER", lambda s: "leader" if s.leader else ""),
+        Column("ADDRESS", lambda s: s.address),
+        Column("HTTP", lambda s: s.http_address or NOTHING),
+        Column("METRICS", lambda s: s.metrics_address or NOTHING),
+    ),
+    empty="no services are registered",
+)

@@ -1,0 +1,221 @@
+"""`tailrace top`: the fleet at a glance."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+import click
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
+from tailrace.cli.output import console
+from tailrace.cli.tables import bytes_text, instance_word, migration_word, phase_word, pool_word
+from tailrace.v1.admin_pb2 import (
+    InstanceInfo,
+    ListInstancesRequest,
+    ListPoliciesRequest,
+    ListRequestsRequest,
+    RequestInfo,
+)
+from tailrace.v1.migration_pb2 import ListMigrationsRequest, MigrationRecord
+
+_INTERVAL_S: Final = 1.0
+_RATE_WINDOW: Final = 5
+"""Samples over which the token rate is taken."""
+_REQUESTS: Final = 20
+_MIGRATIONS: Final = 5
+_BAR_WIDTH: Final = 20
+_ID_WIDTH: Final = 28
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What the admin API said at one moment (`taken_s`: monotonic seconds)."""
+
+    taken_s: float
+    policy: str
+    instances: tuple[InstanceInfo, ...]
+    requests: tuple[RequestInfo, ...]
+    migrations: tuple[MigrationRecord, ...]
+
+
+@click.command(epilog="Example: tailrace top --once")
+@click.option("--once", is_flag=True, help="Print one frame and end.")
+@admin_option
+def top(once: bool, admin: str | None) -> None:
+    """Show instances, requests and recent migrations, again every second until Ctrl-C."""
+    with connect(admin) as connection, connection.errors():
+        history: deque[Sample] = deque([_sample(connection)], maxlen=_RATE_WINDOW)
+        if once:
+            console().print(frame(history))
+            return
+        _live(connection, history)
+
+
+def _live(admin: Admin, history: deque[Sample]) -> None:
+    try:
+        with Live(
+            frame(history), console=console(), auto_refresh=False, screen=console().is_terminal
+        ) as live:
+            while True:
+                time.sleep(_INTERVAL_S)
+                history.append(_sample(admin))
+                live.update(frame(history), refresh=True)
+    except KeyboardInterrupt:
+        return
+
+
+def _sample(admin: Admin) -> Sample:
+    stub = admin.stub
+    policies = stub.ListPolicies(ListPoliciesRequest(), timeout=CALL_TIMEOUT_S).policies
+    recent = ListMigrationsRequest(limit=_MIGRATIONS)
+    return Sample(
+        taken_s=time.monotonic(),
+        policy=next((policy.name for policy in policies if policy.active), "-"),
+        instances=tuple(stub.ListInstances(ListInstancesRequest(), timeout=CALL_TIMEOUT_S).instances),
+        requests=tuple(stub.ListRequests(ListRequestsRequest(), timeout=CALL_TIMEOUT_S).requests),
+        migrations=tuple(stub.ListMigrations(recent, timeout=CALL_TIMEOUT_S).migrations),
+    )
+
+
+def frame(history: deque[Sample]) -> RenderableType:
+    """One picture of the last sample; rates are over the whole history (at least one sample)."""
+    now = history[-1]
+    rates = token_rates(history[0], now)
+    heading = Text.assemble(
+        ("tailrace", "bold"),
+        f"  policy {now.policy}  instances {len(now.instances)}  requests {len(now.requests)}"
+        f"  {sum(rates.values()):.0f} tokens/s",
+    )
+    return Group(
+        heading, Text(), _instances(now, rates), Text(), _requests(now), Text(), _recent_migrations(now)
+    )
+
+
+def token_rates(first: Sample, last: Sample) -> dict[str, float]:
+    """Tokens a second by instance id, from the counters of two samples.
+
+    A counter that went back is a worker that started anew: its rate is taken from zero. With a single sample
+    the rate is what the reported interval between tokens and the decoding requests amount to.
+    """
+    elapsed = last.taken_s - first.taken_s
+    before = {instance.instance_id: instance for instance in first.instances}
+    rates: dict[str, float] = {}
+    for instance in last.instances:
+        earlier = before.get(instance.instance_id)
+        if elapsed <= 0 or earlier is None:
+            decoding = instance.reasoning + instance.answering
+            interval_s = instance.token_interval_ms / 1000
+            rates[instance.instance_id] = decoding / interval_s if interval_s > 0 else 0.0
+            continue
+        restarted = instance.generated_tokens < earlier.generated_tokens
+        since = 0 if restarted else earlier.generated_tokens
+        rates[instance.instance_id] = (instance.generated_tokens - since) / elapsed
+    return rates
+
+
+def _grid(*headings: tuple[str, bool]) -> Table:
+    """An open table; each heading with whether its figures stand to the right."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading, figures in headings:
+        table.add_column(heading, justify="right" if figures else "left", no_wrap=True)
+    return table
+
+
+def _instances(sample: Sample, rates: dict[str, float]) -> Table:
+    table = _grid(
+        ("INSTANCE", False),
+        ("STATE", False),
+        ("POOL", False),
+        ("KV", False),
+        ("", True),
+        ("RUN", True),
+        ("WAIT", True),
+        ("PREFILL", True),
+        ("REASON", True),
+        ("ANSWER", True),
+        ("TOKENS/S", True),
+        ("MS/TOKEN", True),
+    )
+    for instance in sample.instances:
+        total = max(1, instance.kv_blocks_total)
+        table.add_row(
+            instance.instance_id,
+            instance_word(instance.state),
+            pool_word(instance.pool),
+            ProgressBar(total=total, completed=instance.kv_blocks_used, width=_BAR_WIDTH),
+            f"{100 * instance.kv_blocks_used / total:.0f}%",
+            str(instance.running),
+            str(instance.waiting),
+            str(instance.prefilling),
+            str(instance.reasoning),
+            str(instance.answering),
+            f"{rates[instance.instance_id]:.0f}",
+            f"{instance.token_interval_ms:.1f}",
+        )
+    return table
+
+
+def _requests(sample: Sample) -> Table:
+    table = _grid(
+        ("REQUEST", False),
+        ("INSTANCE", False),
+        ("PHASE", False),
+        ("EPOCH", True),
+        ("PROMPT", True),
+        ("OUTPUT", True),
+        ("REASONING", True),
+        ("AGE", True),
+    )
+    oldest_first = sorted(sample.requests, key=lambda request: -request.age_s)
+    for request in oldest_first[:_REQUESTS]:
+        table.add_row(
+            _short(request.request_id),
+            request.instance_id + (" moving" if request.migrating else ""),
+            phase_word(request.phase),
+            str(request.epoch),
+            str(request.prompt_tokens),
+            str(request.output_tokens),
+            str(request.reasoning_tokens),
+            f"{request.age_s:.1f} s",
+        )
+    if len(oldest_first) > _REQUESTS:
+        table.caption = f"and {len(oldest_first) - _REQUESTS} more"
+        table.caption_justify = "left"
+    return table
+
+
+def _recent_migrations(sample: Sample) -> Table:
+    table = _grid(
+        ("MIGRATION OF", False),
+        ("FROM", False),
+        ("TO", False),
+        ("STATE", False),
+        ("ROUNDS", True),
+        ("BYTES", True),
+        ("PAUSE MS", True),
+        ("STEPS", True),
+    )
+    for migration in sample.migrations:
+        table.add_row(
+            _short(migration.request_id),
+            migration.source_instance_id,
+            migration.target_instance_id,
+            migration_word(migration.state),
+            str(len(migration.rounds)),
+            bytes_text(migration.bytes),
+            f"{migration.pause_ms:.1f}",
+            f"{migration.pause_steps:.1f}",
+        )
+    return table
+
+
+def _short(request_id: str) -> str:
+    return request_id if len(request_id) <= _ID_WIDTH else request_id[: _ID_WIDTH - 1] + "…"

@@ -1,0 +1,168 @@
+"""`tailrace up`: a whole cluster on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Final
+
+import click
+import msgspec
+
+from tailrace.cli.errors import CliError, UsageProblem
+from tailrace.cli.greeting import greeting
+from tailrace.cli.output import note
+from tailrace.local.options import MONITOR_TRACES, ClusterOptions, Engine, Front
+from tailrace.local.plan import Plan, make_plan
+from tailrace.local.ports import LOOPBACK, PortUnavailable, free_ports, require_free
+from tailrace.local.process import PartFailed
+from tailrace.local.progress import make_progress
+from tailrace.local.requirements import Missing, require_installed
+from tailrace.local.start import Starter
+from tailrace.local.state import RunFolder, RunFolderBusy, RunState
+from tailrace.local.stop import stop_parts
+from tailrace.policy.registry import names as policy_names
+from tailrace.service.etcd import etcd_command
+from tailrace.tiny import MODEL_PATH, REASONING_PARSER
+
+_INTERRUPTED: Final = 130
+_TINY_NAME: Final = "tiny"
+
+
+@click.command(epilog="Example: tailrace up --workers 2 --policy least_loaded")
+@click.option("--workers", type=click.IntRange(1, 500), default=3, show_default=True, help="Instances.")
+@click.option(
+    "--engine",
+    type=click.Choice([engine.value for engine in Engine]),
+    default=Engine.VLLM.value,
+    show_default=True,
+    help="What an instance runs.",
+)
+@click.option("--policy", metavar="NAME", help="Policy that decides (tailrace get policies).")
+@click.option(
+    "--front",
+    type=click.Choice([front.value for front in Front]),
+    default=Front.PYTHON.value,
+    show_default=True,
+    help="vLLM's front half: its Python app or vllm-rs.",
+)
+@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="HTTP port.")
+@click.option("--schedulers", type=click.IntRange(1, 5), default=1, show_default=True, help="One leads.")
+@click.option(
+    "--frontends", type=click.IntRange(1, 32), default=1, show_default=True, help="They share the port."
+)
+@click.option("--model", metavar="PATH", help="Model folder or name.  [default: the tiny reasoning model]")
+@click.option("--reasoning-parser", metavar="NAME", help="vLLM's parser for the model's reasoning.")
+@click.option("--no-traces", is_flag=True, help="Export no spans.")
+def up(
+    workers: int,
+    engine: str,
+    policy: str | None,
+    front: str,
+    port: int,
+    schedulers: int,
+    frontends: int,
+    model: str | None,
+    reasoning_parser: str | None,
+    no_traces: bool,
+) -> None:
+    """Start a whole local cluster: etcd, services, workers and a front end on 127.0.0.1.
+
+    Its state and logs are in .run (TAILRACE_RUN_DIR). When a part does not come up, everything is stopped
+    again. Spans go to the cluster's monitor (tailrace trace shows them), or where OTEL_EXPORTER_OTLP_ENDPOINT
+    says.
+    """
+    options = ClusterOptions(
+        workers=workers,
+        engine=Engine(engine),
+        front=Front(front),
+        host=LOOPBACK,
+        port=port,
+        schedulers=schedulers,
+        frontends=frontends,
+        model=model or str(MODEL_PATH),
+        served_name=_TINY_NAME if model is None else model,
+        reasoning_parser=reasoning_parser or (REASONING_PARSER if model is None else None),
+        policy=policy,
+        cores=len(os.sched_getaffinity(0)),
+        traces=None if no_traces else os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", MONITOR_TRACES),
+    )
+    folder = RunFolder.default()
+    try:
+        with folder.locked():
+            state = _already_up(folder)
+            if state is not None:
+                note("tailrace up: already up")
+            else:
+                state = _start(options, folder)
+    except RunFolderBusy as error:
+        raise CliError(str(error)) from error
+    click.echo(greeting(state, folder.logs))
+
+
+def _already_up(folder: RunFolder) -> RunState | None:
+    """The state of a cluster that runs whole, None if nothing runs. Raises CliError for anything between."""
+    try:
+        state = folder.read()
+    except msgspec.DecodeError as error:
+        raise CliError(f"{folder.path}/state.json is damaged ({error}); remove it") from error
+    if state is None:
+        return None
+    ended = [part.name for part in state.parts if not part.identity.alive()]
+    if len(ended) == len(state.parts):
+        stop_parts(state.parts)  # children of theirs may be left
+        folder.forget()
+        return None
+    if ended or not state.ready:
+        what = f"{', '.join(ended)} ended" if ended else "it never became ready"
+        raise CliError(f"a cluster is already there, but not whole ({what}); tailrace down stops it")
+    return state
+
+
+def _start(options: ClusterOptions, folder: RunFolder) -> RunState:
+    plan = _plan(options, folder)
+    try:
+        return asyncio.run(_run(plan, folder, options))
+    except PartFailed as error:
+        raise CliError(f"{error}\nEverything that was started is stopped.") from error
+    except asyncio.CancelledError:
+        note("tailrace up: interrupted; everything that was started is stopped")
+        sys.exit(_INTERRUPTED)
+
+
+def _plan(options: ClusterOptions, folder: RunFolder) -> Plan:
+    """Check everything that can be known beforehand, and lay the cluster out."""
+    if options.policy is not None and options.policy not in policy_names():
+        raise UsageProblem(f"--policy: no policy {options.policy!r}; installed: {', '.join(policy_names())}")
+    if options.model.startswith((".", "/", "~")) and not Path(options.model).expanduser().is_dir():
+        raise UsageProblem(f"--model: no folder {options.model}")
+    try:
+        require_installed(options)
+        require_free(options.host, options.port)
+        shutil.rmtree(folder.data, ignore_errors=True)
+        folder.data.mkdir(parents=True)
+        return make_plan(
+            options,
+            free_ports,
+            lambda port: etcd_command(folder.data / "etcd", port),
+            [sys.executable, "-m", "tailrace"],
+            str(folder.data),
+        )
+    except (Missing, PortUnavailable, FileNotFoundError) as error:
+        raise CliError(str(error)) from error
+
+
+async def _run(plan: Plan, folder: RunFolder, options: ClusterOptions) -> RunState:
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    if task is None:
+        raise RuntimeError("not in a task")
+    # The loop's handlers, not Python's: a second Ctrl-C must not cut the stopping short.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, task.cancel)
+    with make_progress([part.name for part in plan.parts]) as progress:
+        starter = Starter(plan, folder, progress, options.cores)
+        return await starter.run(options.policy, options.served_name)

@@ -1,0 +1,45 @@
+"""What `tailrace up` was asked for."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Engine(enum.StrEnum):
+    """What a worker runs."""
+
+    VLLM = "vllm"
+    SIMULATED = "simulated"
+
+
+class Front(enum.StrEnum):
+    """Which of vLLM's front halves serves HTTP."""
+
+    PYTHON = "python"
+    RUST = "rust"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterOptions:
+    """A local cluster. `model` is a folder or a name that vLLM knows, `served_name` what clients say."""
+
+    workers: int
+    engine: Engine
+    front: Front
+    host: str
+    port: int
+    schedulers: int
+    frontends: int
+    model: str
+    served_name: str
+    reasoning_parser: str | None
+    # None: the scheduler's own default.
+    policy: str | None
+    # Cores that the workers share.
+    cores: int
+    # Where spans go; None: nowhere. MONITOR_TRACES: to the cluster's own monitor.
+    traces: str | None
+
+
+MONITOR_TRACES = "monitor"

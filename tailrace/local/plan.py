@@ -1,0 +1,149 @@
+"""What to start, in which order, with which arguments. Pure: it starts and asks nothing."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tailrace.local.options import MONITOR_TRACES, ClusterOptions, Engine, Front
+from tailrace.local.ports import LOOPBACK
+
+
+class Tier(enum.StrEnum):
+    """Parts of a tier start together, after those of the tiers above; they stop in reverse."""
+
+    ETCD = "etcd"
+    CONTROL = "control"
+    WORKER = "worker"
+    FRONTEND = "frontend"
+
+
+@dataclass(frozen=True, slots=True)
+class PartSpec:
+    """One process: its command, what its environment has besides ours, and where it says that it is ready."""
+
+    name: str
+    tier: Tier
+    command: Sequence[str]
+    # gRPC health (or, for etcd, HTTP health) at HOST:PORT.
+    address: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    # HTTP address, for front ends alone.
+    http: str = ""
+    # Takes seconds of CPU to start: not all of them at once.
+    heavy: bool = False
+    timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A whole cluster. `environment` is for every part."""
+
+    parts: Sequence[PartSpec]
+    environment: Mapping[str, str]
+    admin: str
+    http: str
+    etcd: str
+
+    def tier(self, tier: Tier) -> list[PartSpec]:
+        """The parts of one tier, in order."""
+        return [part for part in self.parts if part.tier is tier]
+
+
+_VLLM_TIMEOUT_S = 600.0
+"""For a worker or front half to load vLLM and a model; that it died is noticed at once."""
+
+
+def make_plan(
+    options: ClusterOptions,
+    free_ports: Callable[[int], Sequence[int]],
+    etcd_command: Callable[[int], Sequence[str]],
+    tailrace: Sequence[str],
+    data: str,
+) -> Plan:
+    """Lay a cluster out.
+
+    `free_ports` gives so many ports; `etcd_command` the command of an etcd for clients on a port; `tailrace`
+    is the command that runs `tailrace`; `data` is the folder for what parts keep.
+    """
+    services = 2 + options.schedulers + options.workers + options.frontends
+    etcd_port, *ports = free_ports(1 + 2 * services)
+    etcd = f"{LOOPBACK}:{etcd_port}"
+    addresses = iter([f"{LOOPBACK}:{port}" for port in ports])
+
+    def service(kind: str, name: str, tier: Tier, *arguments: str) -> PartSpec:
+        listen, metrics = next(addresses), next(addresses)
+        command = [*tailrace, "serve", kind, "--etcd", etcd, "--listen", listen, "--metrics", metrics]
+        return PartSpec(name, tier, [*command, "--id", name, *arguments], listen)
+
+    parts = [PartSpec("etcd", Tier.ETCD, etcd_command(etcd_port), etcd)]
+    monitor = service("monitor", "monitor", Tier.CONTROL)
+    parts.append(monitor)
+    journal = f"{data}/migrations.jsonl"
+    parts.append(service("migration", "migration", Tier.CONTROL, "--journal", journal))
+    schedulers = [
+        service("scheduler", _numbered("scheduler", number, options.schedulers), Tier.CONTROL)
+        for number in range(options.schedulers)
+    ]
+    parts += schedulers
+    parts += [_worker(options, service, number) for number in range(options.workers)]
+    http = f"{options.host}:{options.port}"
+    parts += [_frontend(options, service, number, http) for number in range(options.frontends)]
+    return Plan(
+        parts=parts,
+        environment=_environment(options, monitor.address),
+        admin=",".join(part.address for part in schedulers),
+        http=f"http://{http}",
+        etcd=etcd,
+    )
+
+
+def _worker(options: ClusterOptions, service: Callable[..., PartSpec], number: int) -> PartSpec:
+    arguments = ["--engine", options.engine.value, "--model", options.model]
+    if options.reasoning_parser:
+        arguments += ["--reasoning-parser", options.reasoning_parser]
+    part = service("worker", f"worker-{number}", Tier.WORKER, *arguments)
+    if options.engine is Engine.SIMULATED:
+        return part
+    # Engines that each start a thread a core slow one another down.
+    threads = max(1, options.cores // options.workers)
+    return PartSpec(
+        part.name,
+        part.tier,
+        part.command,
+        part.address,
+        environment={"OMP_NUM_THREADS": str(threads)},
+        heavy=True,
+        timeout_s=_VLLM_TIMEOUT_S,
+    )
+
+
+def _frontend(options: ClusterOptions, service: Callable[..., PartSpec], number: int, http: str) -> PartSpec:
+    arguments = ["--http", http, "--front", options.front.value, "--model", options.model]
+    arguments += ["--served-model-name", options.served_name]
+    if options.reasoning_parser:
+        arguments += ["--reasoning-parser", options.reasoning_parser]
+    part = service("frontend", _numbered("frontend", number, options.frontends), Tier.FRONTEND, *arguments)
+    return PartSpec(
+        part.name,
+        part.tier,
+        part.command,
+        part.address,
+        http=f"http://{http}",
+        heavy=options.front is Front.PYTHON,
+        timeout_s=_VLLM_TIMEOUT_S,
+    )
+
+
+def _numbered(name: str, number: int, count: int) -> str:
+    return name if count == 1 else f"{name}-{number}"
+
+
+def _environment(options: ClusterOptions, monitor: str) -> dict[str, str]:
+    # vLLM reports its use to its makers unless told not to; a local cluster talks to nobody.
+    environment = {"VLLM_NO_USAGE_STATS": "1"}
+    if options.traces is not None:
+        endpoint = f"http://{monitor}" if options.traces == MONITOR_TRACES else options.traces
+        environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = endpoint
+    return environment

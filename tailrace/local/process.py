@@ -1,0 +1,72 @@
+"""One part of the cluster as a process of its own session, with its log in a file."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from tailrace.local.identity import identify
+from tailrace.local.plan import PartSpec
+from tailrace.local.state import Part
+
+_LAST_LINES: Final = 20
+
+
+class PartFailed(RuntimeError):
+    """A part ended, or did not become ready in time. The message is for the user, log lines included."""
+
+
+class PartProcess:
+    """A part that was started here. It outlives this process: it has a session of its own."""
+
+    def __init__(self, spec: PartSpec, log: Path, environment: Mapping[str, str]) -> None:
+        """Start it. Raises PartFailed when its program cannot be run."""
+        self.spec = spec
+        self.log = log
+        try:
+            with log.open("wb") as output:
+                self._process = subprocess.Popen(
+                    list(spec.command),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=dict(environment),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise PartFailed(f"{spec.name}: cannot run {spec.command[0]}: {error.strerror}") from error
+        self.part = Part(name=spec.name, tier=spec.tier, identity=identify(self._process.pid), log=str(log))
+
+    def check(self) -> None:
+        """Raise PartFailed, with the last lines of the log, if it has ended."""
+        code = self._process.poll()
+        if code is not None:
+            raise PartFailed(f"{self.spec.name} ended while starting ({_how(code)}){self._last_words()}")
+
+    def late(self) -> PartFailed:
+        """The error for not being ready in time."""
+        return PartFailed(
+            f"{self.spec.name} was not ready after {self.spec.timeout_s:.0f} s{self._last_words()}"
+        )
+
+    def reap(self) -> None:
+        """Take note of its end, so that no zombie stays while this process lives."""
+        self._process.poll()
+
+    def _last_words(self) -> str:
+        with self.log.open(errors="replace") as lines:
+            last = [f"  {line.rstrip()}" for line in deque(lines, maxlen=_LAST_LINES)]
+        if not last:
+            return f"; it wrote nothing to {self.log}"
+        return "\n".join([f"; the last lines of {self.log}:", *last])
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    name = signal.Signals(-code).name
+    return f"{name}; out of memory?" if code == -signal.SIGKILL else name

@@ -1,0 +1,167 @@
+"""Start a planned cluster and wait until it serves; or stop all of it again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from typing import Final
+
+import grpc
+
+from tailrace.local.plan import PartSpec, Plan, Tier
+from tailrace.local.process import PartFailed, PartProcess
+from tailrace.local.progress import Progress, Step
+from tailrace.local.ready import is_ready
+from tailrace.local.state import RunFolder, RunState
+from tailrace.local.stop import stop_parts
+from tailrace.v1.admin_pb2 import ListInstancesRequest, SetPolicyRequest
+from tailrace.v1.admin_pb2_grpc import AdminStub
+from tailrace.v1.types_pb2 import INSTANCE_STATE_ACTIVE
+
+_POLL_S: Final = 0.1
+_CALL_TIMEOUT_S: Final = 2.0
+_SETTLE_TIMEOUT_S: Final = 30.0
+_LIGHT_AT_ONCE: Final = 8
+
+
+class Starter:
+    """Brings one cluster up. What it has started is in the state file from the first process on."""
+
+    def __init__(self, plan: Plan, folder: RunFolder, progress: Progress, cores: int) -> None:
+        self._plan = plan
+        self._folder = folder
+        self._progress = progress
+        # A heavy part keeps a core busy while it imports and loads.
+        self._heavy = asyncio.Semaphore(max(1, cores))
+        self._light = asyncio.Semaphore(_LIGHT_AT_ONCE)
+        self._processes: list[PartProcess] = []
+        self._state = RunState(etcd=plan.etcd)
+
+    async def run(self, policy: str | None, model: str) -> RunState:
+        """Start everything and return the state, ready.
+
+        Raises PartFailed when a part ends or is late. After any error, and when cancelled, nothing that was
+        started is left.
+        """
+        try:
+            await self._watched(policy)
+        except BaseException:
+            self._stop()
+            raise
+        self._state.http = self._plan.http
+        self._state.model = model
+        self._folder.write(self._state)
+        return self._state
+
+    def _stop(self) -> None:
+        stop_parts(self._state.parts, self._reap)
+        self._folder.forget()
+
+    def _reap(self) -> None:
+        for process in self._processes:
+            process.reap()
+
+    async def _watched(self, policy: str | None) -> None:
+        """Bring everything up, and fail at once when any part ends meanwhile."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                watch = group.create_task(self._watch())
+                await self._bring_up(policy)
+                watch.cancel()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _watch(self) -> None:
+        while True:
+            for process in self._processes:
+                process.check()
+            await asyncio.sleep(_POLL_S)
+
+    async def _bring_up(self, policy: str | None) -> None:
+        await self._start_all(self._plan.tier(Tier.ETCD))
+        await self._start_all(self._plan.tier(Tier.CONTROL))
+        self._state.admin = self._plan.admin
+        self._folder.write(self._state)
+        if policy is not None:
+            await self._set_policy(policy)
+        # A front end that is up before the workers waits for them; together they are up sooner.
+        await self._start_all([*self._plan.tier(Tier.WORKER), *self._plan.tier(Tier.FRONTEND)])
+        await self._see_workers()
+
+    async def _start_all(self, specs: Sequence[PartSpec]) -> None:
+        for spec in specs:
+            self._progress.tell(spec.name, Step.QUEUED)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for spec in specs:
+                    group.create_task(self._start(spec))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _start(self, spec: PartSpec) -> None:
+        async with self._heavy if spec.heavy else self._light:
+            self._progress.tell(spec.name, Step.STARTING)
+            process = self._launch(spec)
+            try:
+                async with asyncio.timeout(spec.timeout_s):
+                    while not await is_ready(spec):
+                        process.check()
+                        await asyncio.sleep(_POLL_S)
+            except TimeoutError:
+                self._progress.tell(spec.name, Step.FAILED)
+                raise process.late() from None
+            except PartFailed:
+                self._progress.tell(spec.name, Step.FAILED)
+                raise
+            self._progress.tell(spec.name, Step.READY)
+
+    def _launch(self, spec: PartSpec) -> PartProcess:
+        environment = {**os.environ, **self._plan.environment}
+        for name, value in spec.environment.items():
+            environment.setdefault(name, value)
+        process = PartProcess(spec, self._folder.logs / f"{spec.name}.log", environment)
+        self._processes.append(process)
+        self._state.parts.append(process.part)
+        self._folder.write(self._state)
+        return process
+
+    async def _set_policy(self, policy: str) -> None:
+        """Tell the scheduler that leads; before there is one, ask again."""
+        problem = ""
+        try:
+            async with asyncio.timeout(_SETTLE_TIMEOUT_S):
+                while True:
+                    for address in self._plan.admin.split(","):
+                        async with grpc.aio.insecure_channel(address) as channel:
+                            try:
+                                request = SetPolicyRequest(name=policy)
+                                await AdminStub(channel).SetPolicy(request, timeout=_CALL_TIMEOUT_S)
+                                return
+                            except grpc.aio.AioRpcError as error:
+                                problem = error.details() or error.code().name
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            raise PartFailed(f"no scheduler took the policy {policy!r}: {problem}") from None
+
+    async def _see_workers(self) -> None:
+        """Until the scheduler knows every worker: from then on a request can go to any of them."""
+        expected = {spec.name for spec in self._plan.tier(Tier.WORKER)}
+        seen: set[str] = set()
+        try:
+            async with asyncio.timeout(_SETTLE_TIMEOUT_S):
+                while not expected <= seen:
+                    seen = await self._active_instances()
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            missing = ", ".join(sorted(expected - seen))
+            raise PartFailed(f"the scheduler does not see {missing}; logs: {self._folder.logs}") from None
+
+    async def _active_instances(self) -> set[str]:
+        async with grpc.aio.insecure_channel(self._plan.admin.split(",")[0]) as channel:
+            try:
+                request = ListInstancesRequest()
+                reply = await AdminStub(channel).ListInstances(request, timeout=_CALL_TIMEOUT_S)
+            except grpc.aio.AioRpcError:
+                return set()
+        return {info.instance_id for info in reply.instances if info.state == INSTANCE_STATE_ACTIVE}

@@ -1,0 +1,113 @@
+"""The run folder of a local cluster, and the state file in it that says what runs."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from tailrace.local.identity import Identity
+
+RUN_DIR_ENV: Final = "TAILRACE_RUN_DIR"
+_DEFAULT: Final = ".run"
+_FILE: Final = "state.json"
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """One process of the cluster."""
+
+    name: str
+    tier: str
+    identity: Identity
+    log: str
+
+
+class RunState(msgspec.Struct, kw_only=True):
+    """What `tailrace up` started."""
+
+    parts: list[Part] = []
+    # Where the admin API is, HOST:PORT[,..]; empty until the scheduler is ready.
+    admin: str = ""
+    # Where users reach the front ends; empty until everything is ready.
+    http: str = ""
+    # Name that clients give as `model`.
+    model: str = ""
+    etcd: str = ""
+
+    @property
+    def ready(self) -> bool:
+        """`tailrace up` came to its end."""
+        return bool(self.http)
+
+
+class RunFolderBusy(RuntimeError):
+    """Another `tailrace up` or `tailrace down` works in the run folder."""
+
+
+class RunFolder:
+    """`.run/` in the working directory, or TAILRACE_RUN_DIR: state file, logs, etcd's data."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @staticmethod
+    def default() -> RunFolder:
+        """The run folder of the working directory."""
+        return RunFolder(Path(os.environ.get(RUN_DIR_ENV) or _DEFAULT).absolute())
+
+    @property
+    def logs(self) -> Path:
+        """Where each part's log is."""
+        return self.path / "logs"
+
+    @property
+    def data(self) -> Path:
+        """What the parts keep on disk."""
+        return self.path / "data"
+
+    def read(self) -> RunState | None:
+        """The state, or None when nothing was started (or everything was stopped).
+
+        Raises msgspec.DecodeError when the file is not ours.
+        """
+        try:
+            return msgspec.json.decode((self.path / _FILE).read_bytes(), type=RunState)
+        except FileNotFoundError:
+            return None
+
+    def write(self, state: RunState) -> None:
+        """Replace the state file in one step."""
+        partial = self.path / (_FILE + ".partial")
+        partial.write_bytes(msgspec.json.format(msgspec.json.encode(state)) + b"\n")
+        partial.replace(self.path / _FILE)
+
+    def forget(self) -> None:
+        """Remove the state file."""
+        (self.path / _FILE).unlink(missing_ok=True)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder (made if needed) for the block. Raises RunFolderBusy when another process does."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        with (self.path / "lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RunFolderBusy(f"another tailrace up or down is at work in {self.path}") from None
+            yield
+
+
+def find_state() -> RunState | None:
+    """The state of the local cluster that the working directory or one above it holds, or None."""
+    if os.environ.get(RUN_DIR_ENV):
+        return RunFolder.default().read()
+    here = Path.cwd()
+    for folder in (here, *here.parents):
+        if (state := RunFolder(folder / _DEFAULT).read()) is not None:
+            return state
+    return None
