@@ -1,0 +1,126 @@
+"""Prometheus metrics over HTTP.
+
+Names: `tailrace_<service>_<thing>_<unit>`, in base units (seconds, bytes, tokens), counters ending in
+`_total` (which prometheus_client appends itself). Labels have few values: phases, pools, causes, outcomes;
+never request ids. The scrape target tells instances of one service apart, so no metric carries its own
+instance's id.
+
+Metrics are collected in the event loop of whoever calls `serve_metrics`: a collector may read the service's
+plain counters and tables without locks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from contextlib import suppress
+from http import HTTPStatus
+from typing import Final, Self
+
+from prometheus_client import CollectorRegistry, GCCollector, Info, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+
+from tailrace.telemetry.tracing import package_version
+
+_LOG: Final = logging.getLogger(__name__)
+_REQUEST_TIMEOUT_S: Final = 5.0
+_BACKLOG: Final = 16
+_HEAD_LINES: Final = 64
+
+
+def new_registry(service: str, instance: str) -> CollectorRegistry:
+    """A registry with the process's own metrics (CPU, memory, files) and `tailrace_build_info`."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    GCCollector(registry=registry)
+    build = Info("tailrace_build", "What runs here.", registry=registry)
+    build.info({"service": service, "id": instance, "version": package_version()})
+    return registry
+
+
+class MetricsServer:
+    """Serves one registry over HTTP, at any path, in the running event loop."""
+
+    def __init__(self, listener: socket.socket, registry: CollectorRegistry) -> None:
+        host, port = listener.getsockname()[:2]
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._registry = registry
+        self._serving = asyncio.get_running_loop().create_task(self._serve(listener), name="metrics")
+
+    async def close(self) -> None:
+        """Stop listening. Scrapes under way are cut off."""
+        self._serving.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._serving
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _serve(self, listener: socket.socket) -> None:
+        try:
+            server = await asyncio.start_server(self._answer, sock=listener, limit=8192)
+        except BaseException:
+            listener.close()
+            raise
+        async with server:
+            await server.serve_forever()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(_REQUEST_TIMEOUT_S):
+                method, accept = await _read_head(reader)
+                writer.write(self._reply(method, accept))
+                await writer.drain()
+        except (TimeoutError, OSError, ValueError, asyncio.IncompleteReadError) as error:
+            _LOG.debug("scrape failed: %s", error)
+        finally:
+            writer.close()
+
+    def _reply(self, method: str, accept: str) -> bytes:
+        if method not in ("GET", "HEAD"):
+            return _http(HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b"")
+        encode, content_type = choose_encoder(accept)
+        body = encode(self._registry)
+        reply = _http(HTTPStatus.OK, content_type, body)
+        return reply[: len(reply) - len(body)] if method == "HEAD" else reply
+
+
+def serve_metrics(address: str, registry: CollectorRegistry) -> MetricsServer:
+    """Listen on HOST:PORT (port 0: any free one; see `.address`). Call it in a running event loop.
+
+    Raises OSError when the address cannot be bound, ValueError when it is not one.
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit():
+        raise ValueError(f"not HOST:PORT: {address!r}")
+    host = host.removeprefix("[").removesuffix("]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return MetricsServer(socket.create_server((host, int(port)), family=family, backlog=_BACKLOG), registry)
+
+
+async def _read_head(reader: asyncio.StreamReader) -> tuple[str, str]:
+    """Method and Accept header of one HTTP request. Raises ValueError when it is none."""
+    request = (await reader.readline()).decode("latin-1").split()
+    if len(request) != 3:
+        raise ValueError("not an HTTP request")
+    accept = ""
+    for _ in range(_HEAD_LINES):
+        line = (await reader.readline()).decode("latin-1").strip()
+        if not line:
+            return request[0], accept
+        name, _, value = line.partition(":")
+        if name.lower() == "accept":
+            accept = value.strip()
+    raise ValueError("too many header lines")
+
+
+def _http(status: HTTPStatus, content_type: str, body: bytes) -> bytes:
+    head = (
+        f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {content_type}\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode("latin-1") + body
