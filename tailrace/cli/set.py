@@ -60,13 +60,11 @@ def stages(file: Path, output: Output, admin: str | None) -> None:
 
     FILE is a list of {"lo": tokens, "hi": tokens, "instance_ids": [..]}; an empty list takes all stages away.
     """
-    records = _read_stages(file)
-    request = SetStagesRequest(
-        stages=[Stage(lo=record.lo, hi=record.hi, instance_ids=record.instance_ids) for record in records]
-    )
+    stages = [_stage(number, record) for number, record in enumerate(_read_stages(file))]
+    request = SetStagesRequest(stages=stages)
     with connect(admin) as connection, connection.errors("tailrace get stages shows what holds now"):
         connection.stub.SetStages(request, timeout=CALL_TIMEOUT_S)
-    _tell(output, {"stages": len(records)})
+    _tell(output, {"stages": len(stages)})
 
 
 def _read_stages(file: Path) -> list[StageRecord]:
@@ -76,6 +74,13 @@ def _read_stages(file: Path) -> list[StageRecord]:
         return msgspec.json.decode(text, type=list[StageRecord])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UsageProblem(f"{file}: {error}") from error
+
+
+def _stage(number: int, record: StageRecord) -> Stage:
+    try:
+        return Stage(lo=record.lo, hi=record.hi, instance_ids=record.instance_ids)
+    except ValueError as error:
+        raise UsageProblem(f"stage {number} [{record.lo}, {record.hi}): {error}") from error
 
 
 def _tell(output: Output, figures: dict[str, JsonValue]) -> None:

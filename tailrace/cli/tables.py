@@ -19,7 +19,7 @@ RowT = TypeVar("RowT", bound=Message)
 NOTHING = "-"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Column(Generic[RowT]):
     """A heading and how to say a row's value; figures stand to the right."""
 
@@ -28,7 +28,7 @@ class Column(Generic[RowT]):
     figure: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class View(Generic[RowT]):
     """One kind of thing as a table. `name` is also its key in the JSON object."""
 

@@ -1,0 +1,198 @@
+"""An admin API that answers from a script: what each call returns, or the error it ends with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import grpc
+from google.protobuf.message import Message
+
+from tailrace.v1 import admin_pb2 as admin
+from tailrace.v1 import admin_pb2_grpc, migration_pb2, types_pb2
+
+
+@dataclass
+class Script:
+    """The fleet that the server pretends to stand before."""
+
+    instances: list[admin.InstanceInfo] = field(default_factory=list)
+    requests: list[admin.RequestInfo] = field(default_factory=list)
+    migrations: list[migration_pb2.MigrationRecord] = field(default_factory=list)
+    policies: list[admin.PolicyInfo] = field(default_factory=list)
+    stages: list[types_pb2.Stage] = field(default_factory=list)
+    services: list[admin.ServiceInfo] = field(default_factory=list)
+    migrate_events: list[migration_pb2.MigrationRecord] = field(default_factory=list)
+    drain_events: list[admin.DrainEvent] = field(default_factory=list)
+    traces: bytes = b""
+    # Method name to the status that it ends with.
+    errors: dict[str, tuple[grpc.StatusCode, str]] = field(default_factory=dict)
+    # Every request that came, in order.
+    seen: list[Message] = field(default_factory=list)
+
+
+class ScriptedAdmin(admin_pb2_grpc.AdminServicer):
+    """Serves a Script."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+
+    def _note(self, method: str, request: Message, context: grpc.ServicerContext) -> None:
+        self.script.seen.append(request)
+        if method in self.script.errors:
+            context.abort(*self.script.errors[method])
+
+    def ListInstances(self, request, context):  # type: ignore[no-untyped-def]
+        self._note("ListInstances", request, context)
+        return admin.ListInstancesReply(instances=self.script.instances)
+
+    def ListRequests(self, request, context):  # type: ignore[no-untyped-def]
+        self._note("ListRequests", request, context)
+        wanted = request.instance_id
+        return admin.ListRequestsReply(
+            requests=[r for r in self.script.requests if not wanted or r.instance_id == wanted]
+        )
+
+    def ListMigrations(self, request, context):  # type: ignore[no-untyped-def]
+        self._note("ListMigrations", request, context)
+        return migration_pb2.ListMigrationsReply(migrations=self.script.migrations[: request.limit])
+
+    def ListPolicies(self, request, context):  # type: ignore[no-untyped-def]
+        self._note("ListPolicies", request, context)
+        return admin.ListPoliciesReply(policies=self.script.policies)
+
+    def ListStages(self, request, context):  # type: ignore[no-untyped-def]
+        self._note("ListStages", request, context)
+        return admin.ListStagesReply(stages=self.script.stages)
+
+    def ListServices(self, request, context):  # type: ignore[no-untyped-def]
+        self._note("ListServices", request, context)
+        return admin.ListServicesReply(services=self.script.services)
+
+    def SetPolicy(self, request, context):  # type: ignore[no-untyped-def]
+        self._note("SetPolicy", request, context)
+        return admin.SetPolicyReply(previous="round_robin")
+
+    def SetPool(self, request, context):  # type: ignore[no-untyped-def]
+        self._note("SetPool", request, context)
+        return admin.SetPoolReply(previous=types_pb2.POOL_DECODE)
+
+    def SetStages(self, request, context):  # type: ignore[no-untyped-def]
+        self._note("SetStages", request, context)
+        return admin.SetStagesReply()
+
+    def Migrate(self, request, context):  # type: ignore[no-untyped-def]
+        self._note("Migrate", request, context)
+        yield from self.script.migrate_events
+
+    def Drain(self, request, context):  # type: ignore[no-untyped-def]
+        self._note("Drain", request, context)
+        yield from self.script.drain_events
+
+    def GetTrace(self, request, context):  # type: ignore[no-untyped-def]
+        self._note("GetTrace", request, context)
+        return admin.GetTraceReply(traces_data=self.script.traces)
+
+
+@contextmanager
+def serving(script: Script) -> Iterator[str]:
+    """Serve the script on a free port; yields its address."""
+    server = grpc.server(ThreadPoolExecutor(4))
+    admin_pb2_grpc.add_AdminServicer_to_server(ScriptedAdmin(script), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()
+
+
+def small_fleet() -> Script:
+    """Two instances with a request each, one finished migration, one policy of two active."""
+    record = migration_pb2.MigrationRecord(
+        migration_id="m-1",
+        request_id="chatcmpl-aaa1",
+        source_instance_id="worker-0",
+        target_instance_id="worker-1",
+        epoch=1,
+        state=types_pb2.MIGRATION_STATE_COMMITTED,
+        phase=types_pb2.PHASE_REASONING,
+        reason="operator",
+        bytes=3 * 2**20,
+        pause_ms=4.25,
+        pause_steps=1.5,
+        tokens=640,
+    )
+    record.rounds.add(number=1, blocks=38, bytes=2 * 2**20, ms=8.0)
+    record.rounds.add(number=2, blocks=2, bytes=2**20, ms=2.0)
+    opened = migration_pb2.MigrationRecord()
+    opened.CopyFrom(record)
+    opened.state = types_pb2.MIGRATION_STATE_PRE_COPY
+    del opened.rounds[1:]
+    return dataclasses.replace(
+        Script(),
+        instances=[
+            admin.InstanceInfo(
+                instance_id="worker-0",
+                address="127.0.0.1:7001",
+                engine="vllm",
+                model="tiny",
+                state=types_pb2.INSTANCE_STATE_ACTIVE,
+                pool=types_pb2.POOL_PREFILL,
+                running=3,
+                reasoning=2,
+                answering=1,
+                kv_blocks_used=25,
+                kv_blocks_total=100,
+                block_tokens=16,
+                token_interval_ms=10.0,
+                generated_tokens=2**40,
+            ),
+            admin.InstanceInfo(
+                instance_id="worker-1",
+                address="127.0.0.1:7002",
+                engine="simulated",
+                state=types_pb2.INSTANCE_STATE_SUSPECT,
+                kv_blocks_total=100,
+            ),
+        ],
+        requests=[
+            admin.RequestInfo(
+                request_id="chatcmpl-aaa1",
+                instance_id="worker-0",
+                epoch=2,
+                phase=types_pb2.PHASE_REASONING,
+                state=types_pb2.REQUEST_STATE_RUNNING,
+                prompt_tokens=40,
+                output_tokens=600,
+                reasoning_tokens=600,
+                max_tokens=2000,
+            ),
+            admin.RequestInfo(
+                request_id="chatcmpl-aab2",
+                instance_id="worker-1",
+                phase=types_pb2.PHASE_ANSWERING,
+                state=types_pb2.REQUEST_STATE_WAITING,
+            ),
+        ],
+        migrations=[record],
+        policies=[
+            admin.PolicyInfo(name="least_loaded", summary="fewest requests", active=True),
+            admin.PolicyInfo(name="round_robin", summary="in turn"),
+        ],
+        stages=[types_pb2.Stage(lo=0, hi=8192, instance_ids=["worker-0", "worker-1"])],
+        services=[
+            admin.ServiceInfo(kind="scheduler", id="scheduler", address="127.0.0.1:7101", leader=True),
+            admin.ServiceInfo(
+                kind="frontend", id="frontend", address="127.0.0.1:7102", http_address="127.0.0.1:8000"
+            ),
+        ],
+        migrate_events=[opened, record],
+        drain_events=[
+            admin.DrainEvent(remaining=2),
+            admin.DrainEvent(remaining=0, message="worker-0 is empty", done=True),
+        ],
+    )

@@ -1,0 +1,137 @@
+"""`tailrace set`, `migrate` and `drain`: what is asked of the server, and what is said of its answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tailrace.v1 import admin_pb2, types_pb2, worker_pb2
+from tests.cli.conftest import Run
+from tests.cli.scripted_admin import Script
+
+
+def test_set_policy(run: Run, script: Script) -> None:
+    result = run("set", "policy", "least_loaded", "-o", "json")
+    assert json.loads(result.stdout) == {"policy": "least_loaded", "previous": "round_robin"}
+    assert script.seen == [admin_pb2.SetPolicyRequest(name="least_loaded")]
+
+
+def test_set_pool(run: Run, script: Script) -> None:
+    result = run("set", "pool", "worker-0", "prefill")
+    assert result.stdout == "instance: worker-0, pool: prefill, previous: decode\n"
+    assert script.seen == [admin_pb2.SetPoolRequest(instance_id="worker-0", pool=types_pb2.POOL_PREFILL)]
+
+
+def test_set_pool_none_takes_it_out_of_all(run: Run, script: Script) -> None:
+    assert run("set", "pool", "worker-0", "none").exit_code == 0
+    assert script.seen == [admin_pb2.SetPoolRequest(instance_id="worker-0")]
+
+
+def test_set_pool_names_the_pools_there_are(run: Run, script: Script) -> None:
+    result = run("set", "pool", "worker-0", "fast")
+    assert result.exit_code == 2
+    assert "prefill_to_decode" in result.stderr
+    assert script.seen == []
+
+
+def test_set_stages_from_a_file_and_from_stdin(run: Run, script: Script, tmp_path: Path) -> None:
+    text = json.dumps([{"lo": 0, "hi": 512, "instance_ids": ["worker-0"]}])
+    file = tmp_path / "stages.json"
+    file.write_text(text)
+    expected = admin_pb2.SetStagesRequest(stages=[types_pb2.Stage(lo=0, hi=512, instance_ids=["worker-0"])])
+    assert run("set", "stages", str(file)).exit_code == 0
+    assert run("set", "stages", "-", stdin=text).exit_code == 0
+    assert script.seen == [expected, expected]
+
+
+def test_set_stages_names_what_is_wrong_in_the_file(run: Run, script: Script) -> None:
+    result = run("set", "stages", "-", stdin='[{"lo": "x", "hi": 1, "instance_ids": []}]')
+    assert result.exit_code == 2
+    assert "$[0].lo" in result.stderr
+    assert script.seen == []
+
+
+def test_set_stages_refuses_what_the_wire_cannot_carry(run: Run, script: Script) -> None:
+    result = run("set", "stages", "-", stdin='[{"lo": -1, "hi": 1, "instance_ids": []}]')
+    assert result.exit_code == 2
+    assert "stage 0" in result.stderr
+    assert script.seen == []
+
+
+def test_migrate_tells_rounds_bytes_and_pause(run: Run, script: Script) -> None:
+    result = run("migrate", "chatcmpl-aaa1", "--to", "worker-1")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == (
+        "chatcmpl-aaa1 is on worker-1 (epoch 1, reasoning, 640 tokens): 2 rounds, 3.0 MiB, "
+        "paused 4.2 ms = 1.5 decode steps\n"
+    )
+    assert result.stderr.splitlines() == [
+        "pre_copy: worker-0 -> worker-1",
+        "round 1: 38 blocks, 2.0 MiB, 8.0 ms",
+        "committed: worker-0 -> worker-1",
+        "round 2: 2 blocks, 1.0 MiB, 2.0 ms",
+    ]
+    asked = script.seen[-1]
+    assert isinstance(asked, admin_pb2.AdminMigrateRequest)
+    assert asked.mode == worker_pb2.COPY_MODE_PRE_COPY
+    assert asked.target_instance_id == "worker-1"
+
+
+def test_migrate_json_is_the_last_record(run: Run) -> None:
+    result = run("migrate", "aaa1", "--to", "worker-1", "--mode", "stop-and-copy", "-o", "json")
+    record = json.loads(result.stdout)
+    assert record["state"] == "committed"
+    assert (record["bytes"], record["pause_ms"], record["pause_steps"]) == (3 * 2**20, 4.25, 1.5)
+
+
+def test_migrate_takes_a_part_of_the_id_that_only_one_has(run: Run, script: Script) -> None:
+    assert run("migrate", "aaa1", "--to", "worker-1").exit_code == 0
+    asked = script.seen[-1]
+    assert isinstance(asked, admin_pb2.AdminMigrateRequest)
+    assert asked.request_id == "chatcmpl-aaa1"
+
+
+def test_migrate_names_the_candidates_of_an_ambiguous_part(run: Run) -> None:
+    result = run("migrate", "chatcmpl", "--to", "worker-1")
+    assert result.exit_code == 2
+    assert "chatcmpl-aaa1, chatcmpl-aab2" in result.stderr
+
+
+def test_migrate_aborted_is_an_error(run: Run, script: Script) -> None:
+    last = script.migrate_events[-1]
+    last.state = types_pb2.MIGRATION_STATE_ABORTED
+    last.error = "checksum of block 7 differs"
+    result = run("migrate", "aaa1", "--to", "worker-1", "-o", "json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["state"] == "aborted"
+    assert "checksum of block 7 differs; the request goes on where it was" in result.stderr
+
+
+def test_drain_waits_until_it_is_empty(run: Run, script: Script) -> None:
+    result = run("drain", "worker-0")
+    assert result.exit_code == 0
+    assert "worker-0: 2 requests left" in result.stderr
+    assert "worker-0 is empty" in result.stdout
+    assert script.seen == [admin_pb2.DrainRequest(instance_id="worker-0")]
+
+
+def test_drain_json(run: Run) -> None:
+    result = run("drain", "worker-0", "-o", "json")
+    assert json.loads(result.stdout) == {
+        "instance": "worker-0",
+        "draining": True,
+        "remaining": 0,
+        "done": True,
+    }
+
+
+def test_undrain(run: Run, script: Script) -> None:
+    assert "takes new requests again" in run("drain", "worker-0", "--undrain").stdout
+    assert script.seen == [admin_pb2.DrainRequest(instance_id="worker-0", undrain=True)]
+
+
+def test_drain_that_is_cut_short_is_an_error(run: Run, script: Script) -> None:
+    del script.drain_events[1:]
+    result = run("drain", "worker-0")
+    assert result.exit_code == 1
+    assert "goes on draining" in result.stderr

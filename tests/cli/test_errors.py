@@ -1,0 +1,124 @@
+"""Every error is one line that says what is wrong and what to do, with an exit code that a script can use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+from click.testing import CliRunner
+
+from tailrace.cli.main import main
+from tests.cli.conftest import Run
+from tests.cli.scripted_admin import Script
+
+
+def _one_line(text: str) -> str:
+    lines = text.splitlines()
+    assert len(lines) == 1, text
+    assert lines[0].startswith("tailrace: ")
+    return lines[0]
+
+
+def test_unreachable(unused_tcp_port: int) -> None:
+    result = CliRunner().invoke(main, ["get", "instances", "--admin", f"127.0.0.1:{unused_tcp_port}"])
+    assert result.exit_code == 3
+    assert f"no admin API at 127.0.0.1:{unused_tcp_port}" in _one_line(result.stderr)
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "method", "code", "details", "exit_code", "says"),
+    [
+        (
+            ("migrate", "x", "--to", "worker-9"),
+            "Migrate",
+            grpc.StatusCode.NOT_FOUND,
+            "unknown instance worker-9",
+            1,
+            "unknown instance worker-9; tailrace get requests and tailrace get instances list",
+        ),
+        (
+            ("set", "policy", "magic"),
+            "SetPolicy",
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "name: no policy 'magic'.",
+            2,
+            "name: no policy 'magic'; tailrace get policies lists them",
+        ),
+        (
+            ("drain", "worker-9"),
+            "Drain",
+            grpc.StatusCode.NOT_FOUND,
+            "unknown instance worker-9",
+            1,
+            "tailrace get instances",
+        ),
+        (
+            ("get", "requests"),
+            "ListRequests",
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+            "",
+            3,
+            "did not answer in time",
+        ),
+        (("get", "stages"), "ListStages", grpc.StatusCode.UNIMPLEMENTED, "", 3, "does not serve this"),
+        (("get", "stages"), "ListStages", grpc.StatusCode.INTERNAL, "bug", 1, "see the scheduler's log"),
+        (("top", "--once"), "ListPolicies", grpc.StatusCode.UNAVAILABLE, "standby", 3, "standby"),
+        (("trace", "x"), "GetTrace", grpc.StatusCode.NOT_FOUND, "no trace of x", 1, "no trace of x"),
+    ],
+)
+def test_what_the_server_refuses(
+    run: Run,
+    script: Script,
+    arguments: tuple[str, ...],
+    method: str,
+    code: grpc.StatusCode,
+    details: str,
+    exit_code: int,
+    says: str,
+) -> None:
+    script.errors[method] = (code, details)
+    result = run(*arguments)
+    assert result.exit_code == exit_code
+    assert says in _one_line(result.stderr)
+    assert result.stdout == ""
+
+
+def test_no_cluster_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TAILRACE_ADMIN", raising=False)
+    result = CliRunner().invoke(main, ["get", "instances"])
+    assert result.exit_code == 2
+    assert "tailrace up" in _one_line(result.stderr)
+
+
+@pytest.mark.parametrize("address", ["nonsense", "host:", ":1", "host:99999", "a:1,b"])
+def test_malformed_address(address: str) -> None:
+    result = CliRunner().invoke(main, ["get", "instances", "--admin", address])
+    assert result.exit_code == 2
+    assert "is not HOST:PORT" in _one_line(result.stderr)
+
+
+def test_no_trace_yet(run: Run) -> None:
+    result = run("trace", "chatcmpl-aaa1")
+    assert result.exit_code == 1
+    assert "no spans of 'chatcmpl-aaa1'" in _one_line(result.stderr)
+
+
+def test_serve_names_the_services(run: Run) -> None:
+    result = CliRunner().invoke(main, ["serve", "butler"])
+    assert result.exit_code == 2
+    assert "No such command 'butler'" in result.stderr
+
+
+def test_help_is_quick_and_imports_no_grpc() -> None:
+    program = (
+        "import sys\nfrom tailrace.cli.main import main\n"
+        "main(['--help'], standalone_mode=False)\nassert 'grpc' not in sys.modules, 'grpc'"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    assert "migrate" in done.stdout

@@ -1,0 +1,83 @@
+"""`tailrace get`: tables for people, one JSON object for programs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.cli.conftest import Run
+from tests.cli.scripted_admin import Script
+
+KINDS = {
+    "instances": ("worker-0", "INSTANCE"),
+    "pools": ("prefill", "POOL"),
+    "stages": ("8192", "BELOW"),
+    "requests": ("chatcmpl-aaa1", "PHASE"),
+    "migrations": ("committed", "PAUSE MS"),
+    "policies": ("least_loaded", "ACTIVE"),
+    "services": ("127.0.0.1:8000", "LEADER"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_table(run: Run, kind: str) -> None:
+    cell, heading = KINDS[kind]
+    result = run("get", kind)
+    assert result.exit_code == 0, result.output
+    assert cell in result.stdout
+    assert heading in result.stdout.splitlines()[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_json_is_one_object_with_the_kind_as_its_only_key(run: Run, kind: str) -> None:
+    result = run("get", kind, "-o", "json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert list(document) == [kind]
+    assert document[kind]
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_there(run: Run, script: Script, kind: str) -> None:
+    for rows in (script.instances, script.requests, script.migrations, script.policies):
+        rows.clear()
+    script.stages.clear()
+    script.services.clear()
+    assert json.loads(run("get", kind, "-o", "json").stdout) == {kind: []}
+    assert "no " in run("get", kind).stdout
+
+
+def test_json_says_instance_phase_epoch_and_lengths_of_a_request(run: Run) -> None:
+    request = json.loads(run("get", "requests", "-o", "json").stdout)["requests"][0]
+    assert request["instance_id"] == "worker-0"
+    assert request["phase"] == "reasoning"
+    assert request["state"] == "running"
+    assert request["epoch"] == 2
+    assert (request["prompt_tokens"], request["output_tokens"]) == (40, 600)
+    assert request["migrating"] is False
+
+
+def test_json_keeps_large_numbers_and_says_null_for_no_pool(run: Run) -> None:
+    first, second = json.loads(run("get", "instances", "-o", "json").stdout)["instances"]
+    assert first["generated_tokens"] == 2**40
+    assert (first["pool"], second["pool"]) == ("prefill", None)
+    assert second["state"] == "suspect"
+
+
+def test_json_carries_the_rounds_of_a_migration(run: Run) -> None:
+    migration = json.loads(run("get", "migrations", "-o", "json").stdout)["migrations"][0]
+    assert [entry["blocks"] for entry in migration["rounds"]] == [38, 2]
+    assert migration["pause_steps"] == 1.5
+
+
+def test_requests_of_one_instance(run: Run) -> None:
+    document = json.loads(run("get", "requests", "--instance", "worker-1", "-o", "json").stdout)
+    assert [request["request_id"] for request in document["requests"]] == ["chatcmpl-aab2"]
+
+
+def test_migrations_are_limited(run: Run, script: Script) -> None:
+    script.migrations.extend(script.migrations * 3)
+    document = json.loads(run("get", "migrations", "--limit", "2", "-o", "json").stdout)
+    assert len(document["migrations"]) == 2

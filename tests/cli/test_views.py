@@ -1,0 +1,84 @@
+"""`tailrace top`, `trace` and `version`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
+
+from tailrace.cli.main import main
+from tailrace.cli.top import Sample, token_rates
+from tailrace.v1.admin_pb2 import InstanceInfo
+from tests.cli.conftest import Run
+from tests.cli.scripted_admin import Script
+
+
+def test_top_once_is_one_frame(run: Run) -> None:
+    result = run("top", "--once")
+    assert result.exit_code == 0, result.stderr
+    first = result.stdout.splitlines()[0]
+    # Two instances; three requests decode at 10 ms a token on one of them.
+    assert "policy least_loaded" in first
+    assert "instances 2" in first
+    assert "300 tokens/s" in first
+    for cell in ("worker-0", "25%", "chatcmpl-aab2", "answering", "committed", "3.0 MiB"):
+        assert cell in result.stdout
+
+
+def _sample(at_s: float, **tokens: int) -> Sample:
+    instances = tuple(InstanceInfo(instance_id=i, generated_tokens=n) for i, n in tokens.items())
+    return Sample(at_s, "p", instances, (), ())
+
+
+def test_rates_are_taken_from_counters() -> None:
+    assert token_rates(_sample(10, a=100, b=0), _sample(12, a=300, b=0)) == {"a": 100.0, "b": 0.0}
+
+
+def test_a_restarted_worker_counts_from_zero_and_a_new_one_from_its_interval() -> None:
+    last = _sample(12, a=50, c=7)
+    assert token_rates(_sample(10, a=300), last) == {"a": 25.0, "c": 0.0}
+
+
+def _one_span() -> bytes:
+    traces = TracesData()
+    span = (
+        traces.resource_spans.add()
+        .scope_spans.add()
+        .spans.add(
+            name="request",
+            trace_id=bytes(range(16)),
+            span_id=bytes(range(8)),
+            start_time_unix_nano=1_000_000_000,
+            end_time_unix_nano=1_250_000_000,
+        )
+    )
+    span.links.add(trace_id=b"\xff" * 16, span_id=b"\xfe" * 8)
+    return traces.SerializeToString()
+
+
+def test_trace_json_has_hexadecimal_ids(run: Run, script: Script) -> None:
+    script.traces = _one_span()
+    document = json.loads(run("trace", "aaa1", "-o", "json").stdout)
+    span = document["resourceSpans"][0]["scopeSpans"][0]["spans"][0]
+    assert span["traceId"] == bytes(range(16)).hex()
+    assert span["spanId"] == bytes(range(8)).hex()
+    assert "parentSpanId" not in span
+    assert span["links"] == [{"traceId": "ff" * 16, "spanId": "fe" * 8}]
+
+
+def test_trace_prints_a_tree(run: Run, script: Script) -> None:
+    script.traces = _one_span()
+    result = run("trace", "aaa1")
+    assert result.exit_code == 0, result.stderr
+    assert "request" in result.stdout
+
+
+@pytest.mark.parametrize("output", ["table", "json"])
+def test_version(output: str) -> None:
+    result = CliRunner().invoke(main, ["version", "-o", output])
+    assert result.exit_code == 0
+    assert "tailrace" in result.stdout
+    if output == "json":
+        assert set(json.loads(result.stdout)) == {"tailrace", "python", "vllm", "ucxx"}
