@@ -47,11 +47,7 @@ class _Counter:
 def request_frames(request_id: str, prompt: list[int], max_tokens: int) -> list[bytes]:
     """vLLM's message of a request for exactly max_tokens tokens."""
     sampling = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, "_eos_token_id": 258}
-    return [
-        msgspec.msgpack.encode(
-            [request_id, prompt, None, sampling, None, time.time(), None, None, None]
-        )
-    ]
+    return [msgspec.msgpack.encode([request_id, prompt, None, sampling, None, time.time(), None, None, None])]
 
 
 async def _run(engines: int, streams: int, prompt_tokens: int, output_tokens: int, speed: float) -> None:

@@ -93,7 +93,9 @@ def stream_chat(
         for choice in chunk.choices:
             # vLLM calls the field `reasoning`; older clients and servers `reasoning_content`.
             delta = choice.delta
-            chat.reasoning += getattr(delta, "reasoning", None) or getattr(delta, "reasoning_content", None) or ""
+            chat.reasoning += (
+                getattr(delta, "reasoning", None) or getattr(delta, "reasoning_content", None) or ""
+            )
             chat.answer += delta.content or ""
             if choice.logprobs is not None:
                 chat.logprobs.extend((t.token, t.logprob) for t in choice.logprobs.content or ())

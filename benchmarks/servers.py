@@ -1,0 +1,144 @@
+"""The servers that benchmarks compare: a Tailrace cluster, and plain `vllm serve` with the same engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from benchmarks.processes import descendants
+from tailrace.local.ports import free_ports
+from tailrace.tiny import MODEL_PATH, REASONING_PARSER
+
+MODEL = "tiny"
+
+
+class Server:
+    """Something that serves an OpenAI API at `url`."""
+
+    name: str
+    url: str
+
+    def pids(self) -> dict[str, list[int]]:
+        """Processes by part, for CPU accounting."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        raise NotImplementedError
+
+
+class TailraceCluster(Server):
+    """`tailrace up` in a run folder of its own."""
+
+    def __init__(self, name: str, arguments: Sequence[str], front: str = "python") -> None:
+        """`arguments`: further options of `tailrace up`."""
+        self.name = name
+        self._folder = tempfile.TemporaryDirectory(prefix="tailrace-bench-")
+        (port,) = free_ports(1)
+        self.url = f"http://127.0.0.1:{port}"
+        self._env = {**os.environ, "TAILRACE_RUN_DIR": self._folder.name}
+        command = [sys.executable, "-m", "tailrace", "up", "--port", str(port), "--front", front, *arguments]
+        subprocess.run(command, env=self._env, check=True, stdout=subprocess.DEVNULL, timeout=900)
+        self._state = json.loads((Path(self._folder.name) / "state.json").read_text())
+
+    @property
+    def admin(self) -> str:
+        """Address of the admin API."""
+        return str(self._state["admin"])
+
+    def pids(self) -> dict[str, list[int]]:
+        """By part; numbered parts of one kind together, the front half apart from its front end."""
+        found: dict[str, list[int]] = {}
+        for part in self._state["parts"]:
+            kind = part["name"].partition("-")[0]
+            first, *children = descendants(part["identity"]["pid"])
+            found.setdefault(kind, []).append(first)
+            found.setdefault("front half" if kind == "frontend" else kind, []).extend(children)
+        return found
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        command = [sys.executable, "-m", "tailrace", "down"]
+        subprocess.run(command, env=self._env, check=True, stdout=subprocess.DEVNULL, timeout=120)
+        self._folder.cleanup()
+
+
+class VllmServe(Server):
+    """`vllm serve`, engine core and API server in a process each, with the worker's engine settings."""
+
+    def __init__(self, name: str, rust_front: Path | None = None) -> None:
+        """`rust_front`: the vllm-rs executable; None: vLLM's Python API server."""
+        self.name = name
+        (port,) = free_ports(1)
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(MODEL_PATH)]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
+        command += ["--reasoning-parser", REASONING_PARSER, "--enforce-eager", "--block-size", "32"]
+        command += ["--kv-cache-memory-bytes", str(1 << 30), "--distributed-executor-backend", "uni"]
+        command += ["--no-async-scheduling", "--uvicorn-log-level", "warning"]
+        environment: Mapping[str, str] = {
+            # Without this vLLM turns `uni` back to `mp`, which spins on shared memory on two cores.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": str(os.cpu_count() or 1),
+        }
+        if rust_front is not None:
+            environment |= {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": str(rust_front)}
+        self._log = tempfile.NamedTemporaryFile(prefix="vllm-serve-", suffix=".log")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+        self._wait()
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + 600
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                log = Path(self._log.name).read_text(errors="replace")
+                raise RuntimeError(f"{self.name} ended while starting:\n{log[-3000:]}")
+            try:
+                with urllib.request.urlopen(f"{self.url}/v1/models", timeout=2):
+                    return
+            except OSError:
+                time.sleep(0.2)
+        raise TimeoutError(f"{self.name} was not ready after 600 s")
+
+    def pids(self) -> dict[str, list[int]]:
+        """The whole tree as one part: engine core and API server."""
+        found: dict[str, list[int]] = {}
+        for pid in descendants(self._process.pid):
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
+            found.setdefault("engine core" if "Engine" in name else "API server", []).append(pid)
+        return found
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(timeout=10)
+        self._log.close()

@@ -1,0 +1,171 @@
+"""`make bench-stream`: one worker behind Tailrace against plain `vllm serve`, same front half, same engine.
+
+Both servers of a pair run side by side, and each load goes to one and then to the other, several times; what is
+printed is the ratio within each pair of neighbours, so that a machine whose speed drifts does not matter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.loadgen import StreamResult, completion_request, percentile, run_streams
+from benchmarks.processes import cpu_seconds
+from benchmarks.report import machine, save
+from benchmarks.servers import MODEL, Server, TailraceCluster, VllmServe
+
+_LOWER_IS_BETTER = ("ttft_ms", "gap_p50_ms", "gap_p99_ms", "cpu_s_per_1000")
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One load on one server."""
+
+    server: str
+    concurrency: int
+    tokens: int
+    tokens_per_s: float
+    ttft_ms: float
+    gap_p50_ms: float
+    gap_p99_ms: float
+    cpu_s_per_1000: float
+    cpu_ms_per_1000_by_part: dict[str, float]
+
+
+def measure(server: Server, concurrency: int, tokens: int, round_number: int) -> Figures:
+    """One load: `concurrency` streams at once, each to `tokens` tokens."""
+    prompts = [f"Round {round_number}, stream {n}: count on and on." for n in range(concurrency)]
+    requests = [completion_request(server.url, MODEL, prompt, tokens) for prompt in prompts]
+    parts = server.pids()
+    before = {part: cpu_seconds(pids) for part, pids in parts.items()}
+    results = asyncio.run(run_streams(server.url, requests))
+    used = {part: cpu_seconds(pids) - before[part] for part, pids in parts.items()}
+    return _figures(server.name, results, used)
+
+
+def _figures(name: str, results: Sequence[StreamResult], used: dict[str, float]) -> Figures:
+    if failed := [r.error for r in results if r.error]:
+        raise RuntimeError(f"{name}: {len(failed)} streams failed: {failed[0]}")
+    total = sum(r.tokens for r in results)
+    seconds = max(r.finished for r in results) - min(r.started for r in results)
+    gaps = [gap * 1000 for r in results for gap in r.gaps]
+    return Figures(
+        server=name,
+        concurrency=len(results),
+        tokens=total,
+        tokens_per_s=total / seconds,
+        ttft_ms=statistics.median(r.ttft for r in results) * 1000,
+        gap_p50_ms=percentile(gaps, 0.5),
+        gap_p99_ms=percentile(gaps, 0.99),
+        cpu_s_per_1000=sum(used.values()) / total * 1000,
+        cpu_ms_per_1000_by_part={part: s / total * 1e6 for part, s in used.items()},
+    )
+
+
+def compare(
+    ours: Server, theirs: Server, concurrencies: Sequence[int], tokens: int, rounds: int, console: Console
+) -> dict[str, object]:
+    """All loads on both; medians of each and medians of the paired ratios ours / theirs."""
+    table = Table(title=f"{ours.name} against {theirs.name} (medians of {rounds}; ratio = ours / theirs)")
+    for column in ("streams", "figure", ours.name, theirs.name, "ratio", "range of ratios"):
+        table.add_column(column, justify="left" if column == "figure" else "right")
+    loads: list[dict[str, object]] = []
+    for server in (ours, theirs):
+        measure(server, max(concurrencies), 32, -1)  # warm up
+    for concurrency in concurrencies:
+        pairs: list[tuple[Figures, Figures]] = []
+        for number in range(rounds):
+            console.print(f"  {concurrency} streams, round {number + 1} of {rounds}", style="dim")
+            first = measure(ours, concurrency, tokens, number)
+            pairs.append((first, measure(theirs, concurrency, tokens, number)))
+        ratios: dict[str, float] = {}
+        for figure in ("tokens_per_s", *_LOWER_IS_BETTER):
+            a, b = [getattr(p[0], figure) for p in pairs], [getattr(p[1], figure) for p in pairs]
+            paired = [x / y for x, y in zip(a, b, strict=True) if y]
+            ratios[figure] = statistics.median(paired) if paired else float("nan")
+            spread = f"{min(paired):.2f} - {max(paired):.2f}" if paired else ""
+            table.add_row(
+                str(concurrency),
+                figure.replace("_", " "),
+                f"{statistics.median(a):,.3g}"
+                if statistics.median(a) < 100
+                else f"{statistics.median(a):,.0f}",
+                f"{statistics.median(b):,.3g}"
+                if statistics.median(b) < 100
+                else f"{statistics.median(b):,.0f}",
+                f"{ratios[figure]:.2f}",
+                spread,
+            )
+        table.add_section()
+        loads.append(
+            {
+                "concurrency": concurrency,
+                "ratios": ratios,
+                "ours": [asdict(p[0]) for p in pairs],
+                "theirs": [asdict(p[1]) for p in pairs],
+            }
+        )
+    console.print(table)
+    _print_parts(loads, console)
+    return {"ours": ours.name, "theirs": theirs.name, "loads": loads}
+
+
+def _print_parts(loads: Sequence[dict[str, object]], console: Console) -> None:
+    """Where the CPU goes, at the highest concurrency."""
+    last = loads[-1]
+    for side in ("ours", "theirs"):
+        runs = last[side]
+        assert isinstance(runs, list)
+        parts = runs[0]["cpu_ms_per_1000_by_part"]
+        medians = {
+            p: statistics.median(run["cpu_ms_per_1000_by_part"].get(p, 0.0) for run in runs) for p in parts
+        }
+        spent = ", ".join(
+            f"{p} {ms:.1f}" for p, ms in sorted(medians.items(), key=lambda item: -item[1]) if ms
+        )
+        console.print(
+            f"  CPU ms per 1,000 tokens at {last['concurrency']} streams, {runs[0]['server']}: {spent}"
+        )
+
+
+def main() -> int:
+    """Run the pairs that can run here."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of each stream")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--fronts", nargs="+", choices=["python", "rust"], default=["python", "rust"])
+    parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
+    options = parser.parse_args()
+    console = Console(stderr=options.output == "json")
+    rust = Path(sys.executable).parent / "vllm-rs"
+    pairs: list[dict[str, object]] = []
+    console.print(f"on {machine()}")
+    for front in options.fronts:
+        if front == "rust" and not rust.exists():
+            console.print("no vllm-rs here (scripts/install.sh --rust fetches it): the Rust pair is left out")
+            continue
+        with (
+            TailraceCluster(f"tailrace, {front}", ["--workers", "1", "--no-traces"], front) as ours,
+            VllmServe(f"vllm serve, {front}", rust if front == "rust" else None) as theirs,
+        ):
+            pairs.append(compare(ours, theirs, options.streams, options.tokens, options.rounds, console))
+    figures: dict[str, object] = {"tokens_per_stream": options.tokens, "pairs": pairs}
+    path = save("stream", figures)
+    if options.output == "json":
+        print(json.dumps(figures))
+    console.print(f"figures: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
