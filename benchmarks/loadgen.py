@@ -8,6 +8,7 @@ a step; when steps pile up in a slow reader an event may carry several, so token
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ class StreamResult:
     def gaps(self) -> list[float]:
         """Seconds between neighbouring events."""
         times = self.event_times
-        return [b - a for a, b in zip(times, times[1:], strict=False)]
+        return [b - a for a, b in itertools.pairwise(times)]
 
 
 class _Stream(asyncio.Protocol):

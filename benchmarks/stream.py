@@ -1,7 +1,7 @@
 """`make bench-stream`: one worker behind Tailrace against plain `vllm serve`, same front half, same engine.
 
-Both servers of a pair run side by side, and each load goes to one and then to the other, several times; what is
-printed is the ratio within each pair of neighbours, so that a machine whose speed drifts does not matter.
+Both servers of a pair run side by side, and each load goes to one and then to the other, several times. What
+is printed is the ratio within each pair of neighbours, so that a machine whose speed drifts does not matter.
 """
 
 from __future__ import annotations
@@ -119,22 +119,23 @@ def compare(
     return {"ours": ours.name, "theirs": theirs.name, "loads": loads}
 
 
+def _number(value: float) -> str:
+    """Three digits are enough for what varies by a few percent."""
+    return f"{value:,.3g}" if value < 100 else f"{value:,.0f}"
+
+
 def _print_parts(loads: Sequence[dict[str, object]], console: Console) -> None:
     """Where the CPU goes, at the highest concurrency."""
     last = loads[-1]
     for side in ("ours", "theirs"):
         runs = last[side]
         assert isinstance(runs, list)
-        parts = runs[0]["cpu_ms_per_1000_by_part"]
-        medians = {
-            p: statistics.median(run["cpu_ms_per_1000_by_part"].get(p, 0.0) for run in runs) for p in parts
-        }
-        spent = ", ".join(
-            f"{p} {ms:.1f}" for p, ms in sorted(medians.items(), key=lambda item: -item[1]) if ms
-        )
-        console.print(
-            f"  CPU ms per 1,000 tokens at {last['concurrency']} streams, {runs[0]['server']}: {spent}"
-        )
+        by_part = [run["cpu_ms_per_1000_by_part"] for run in runs]
+        medians = {part: statistics.median(run.get(part, 0.0) for run in by_part) for part in by_part[0]}
+        ordered = sorted(medians.items(), key=lambda item: -item[1])
+        spent = ", ".join(f"{part} {ms:.1f}" for part, ms in ordered if ms)
+        load = f"{last['concurrency']} streams, {runs[0]['server']}"
+        console.print(f"  CPU ms per 1,000 tokens at {load}: {spent}")
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """Fifty streams at once, moved about at random, with seeds, penalties and logprobs: all must come out equal.
 
     make up
-    .venv/bin/python examples/fifty_streams.py
+    .venv/bin/python -m examples.fifty_streams
 
 Each request runs twice: once left alone (all fifty together), once while random requests are migrated to
 random instances as fast as the migration service admits. Exits 1 unless all are equal.
@@ -18,9 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 from openai import OpenAI
+from tailrace.cli.address import resolve_admin_address
 
 from examples.fleet import Chat, Fleet, stream_chat
-from tailrace.cli.address import resolve_admin_address
 from tailrace.tiny.task import make_task
 from tailrace.v1 import types_pb2
 

@@ -1,4 +1,4 @@
-"""What the examples share: the admin API of the local cluster, and one streamed chat with everything it gave."""
+"""What the examples share: the admin API of the local cluster, and one streamed chat with all it gave."""
 
 from __future__ import annotations
 

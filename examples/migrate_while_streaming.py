@@ -1,7 +1,7 @@
 """Stream one long answer, move it between instances three times meanwhile, and show it is the same answer.
 
     make up
-    .venv/bin/python examples/migrate_while_streaming.py
+    .venv/bin/python -m examples.migrate_while_streaming
 
 Prints rounds, bytes and pause of each migration; exits 1 if the text or the usage differs from that of the
 same request left alone.
@@ -14,9 +14,9 @@ import sys
 import threading
 
 from openai import OpenAI
+from tailrace.cli.address import resolve_admin_address
 
 from examples.fleet import Chat, Fleet, Once, stream_chat
-from tailrace.cli.address import resolve_admin_address
 from tailrace.v1 import migration_pb2, types_pb2
 
 PROMPT = "Count to 220 with wxyz, then back to 166."
