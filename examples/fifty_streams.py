@@ -18,9 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 from openai import OpenAI
-from tailrace.cli.address import resolve_admin_address
 
 from examples.fleet import Chat, Fleet, stream_chat
+from tailrace.cli.admin import connect
 from tailrace.tiny.task import make_task
 from tailrace.v1 import types_pb2
 
@@ -98,9 +98,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the choice of migrations")
     options = parser.parse_args()
 
+    with connect(options.admin) as admin:
+        return run(options, Fleet(admin.stub))
+
+
+def run(options: argparse.Namespace, fleet: Fleet) -> int:
+    """Both rounds; 0 when they are equal."""
     client = OpenAI(base_url=options.url, api_key="none", timeout=600, max_retries=0)
     model = client.models.list().data[0].id
-    fleet = Fleet(resolve_admin_address(options.admin))
     work = variants(options.streams)
 
     print(f"{len(work)} streams, left alone ...", flush=True)

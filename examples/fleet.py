@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import grpc
 from openai import OpenAI
 
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, types_pb2
@@ -15,8 +14,8 @@ from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, types_pb2
 class Fleet:
     """The admin API: where requests are, and moving them."""
 
-    def __init__(self, address: str) -> None:
-        self._admin = admin_pb2_grpc.AdminStub(grpc.insecure_channel(address))
+    def __init__(self, admin: admin_pb2_grpc.AdminStub) -> None:
+        self._admin = admin
 
     def instances(self) -> list[str]:
         """Ids of the active instances."""

@@ -14,9 +14,9 @@ import sys
 import threading
 
 from openai import OpenAI
-from tailrace.cli.address import resolve_admin_address
 
 from examples.fleet import Chat, Fleet, Once, stream_chat
+from tailrace.cli.admin import connect
 from tailrace.v1 import migration_pb2, types_pb2
 
 PROMPT = "Count to 220 with wxyz, then back to 166."
@@ -30,9 +30,14 @@ def main() -> int:
     parser.add_argument("--prompt", default=PROMPT)
     options = parser.parse_args()
 
+    with connect(options.admin) as admin:
+        return run(options, Fleet(admin.stub))
+
+
+def run(options: argparse.Namespace, fleet: Fleet) -> int:
+    """Both rounds; 0 when they are equal."""
     client = OpenAI(base_url=options.url, api_key="none", timeout=120)
     model = client.models.list().data[0].id
-    fleet = Fleet(resolve_admin_address(options.admin))
 
     print(f"model {model}; instances: {', '.join(fleet.instances())}")
     undisturbed = stream_chat(client, model, options.prompt, temperature=0)
