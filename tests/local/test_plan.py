@@ -1,0 +1,86 @@
+"""The plan of a local cluster: what is started, with which arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tailrace.local.options import ClusterOptions, Engine, Front
+from tailrace.local.plan import PartSpec, Plan, Tier, make_plan
+
+OPTIONS = ClusterOptions(
+    workers=3,
+    engine=Engine.VLLM,
+    front=Front.PYTHON,
+    host="127.0.0.1",
+    port=8000,
+    schedulers=1,
+    frontends=1,
+    model="/models/tiny",
+    served_name="tiny",
+    reasoning_parser="qwen3",
+    policy=None,
+    cores=8,
+    traces="monitor",
+)
+
+
+def _plan(**changes: object) -> Plan:
+    return make_plan(
+        dataclasses.replace(OPTIONS, **changes),  # type: ignore[arg-type]
+        lambda count: range(7000, 7000 + count),
+        lambda port: ["etcd", f"--port={port}"],
+        ["tailrace"],
+        "/run/data",
+    )
+
+
+def _option(part: PartSpec, name: str) -> str:
+    return part.command[list(part.command).index(name) + 1]
+
+
+def test_every_part_has_addresses_of_its_own() -> None:
+    plan = _plan(schedulers=2, frontends=2)
+    services = [part for part in plan.parts if part.tier is not Tier.ETCD]
+    addresses = [_option(part, flag) for part in services for flag in ("--listen", "--metrics")]
+    assert len(set(addresses) | {plan.etcd}) == len(addresses) + 1
+    assert all(_option(part, "--etcd") == plan.etcd for part in services)
+    assert all(_option(part, "--id") == part.name for part in services)
+    assert len({part.name for part in plan.parts}) == len(plan.parts)
+
+
+def test_two_schedulers_are_one_admin_address() -> None:
+    plan = _plan(schedulers=2)
+    schedulers = [part for part in plan.parts if part.name.startswith("scheduler-")]
+    assert plan.admin == ",".join(part.address for part in schedulers)
+
+
+def test_front_ends_share_the_port() -> None:
+    fronts = _plan(frontends=2, front=Front.RUST).tier(Tier.FRONTEND)
+    assert [_option(part, "--http") for part in fronts] == ["127.0.0.1:8000"] * 2
+    assert {_option(part, "--front") for part in fronts} == {"rust"}
+    assert {_option(part, "--served-model-name") for part in fronts} == {"tiny"}
+
+
+def test_engines_share_the_cores() -> None:
+    workers = _plan(workers=3, cores=8).tier(Tier.WORKER)
+    assert [part.environment["OMP_NUM_THREADS"] for part in workers] == ["2", "2", "2"]
+    assert _plan(workers=3, cores=2).tier(Tier.WORKER)[0].environment["OMP_NUM_THREADS"] == "1"
+
+
+def test_spans_go_to_the_monitor_or_where_the_user_says_or_nowhere() -> None:
+    plan = _plan()
+    monitor = next(part for part in plan.parts if part.name == "monitor")
+    assert plan.environment["OTEL_EXPORTER_OTLP_ENDPOINT"] == f"http://{monitor.address}"
+    named = _plan(traces="http://collector:4317").environment
+    assert named["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://collector:4317"
+    assert "OTEL_EXPORTER_OTLP_ENDPOINT" not in _plan(traces=None).environment
+
+
+def test_a_model_without_reasoning_gets_no_parser() -> None:
+    plan = _plan(reasoning_parser=None)
+    assert not any("--reasoning-parser" in part.command for part in plan.parts)
+
+
+def test_simulated_workers_are_light() -> None:
+    assert not any(part.heavy for part in _plan(engine=Engine.SIMULATED).tier(Tier.WORKER))
+    assert all(part.heavy for part in _plan().tier(Tier.WORKER))

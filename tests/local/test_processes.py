@@ -1,0 +1,153 @@
+"""Whom `tailrace down` may end: the very processes that were started, and what they left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tailrace.local.identity import Identity, identify
+from tailrace.local.plan import Tier
+from tailrace.local.state import Part, RunFolder, RunFolderBusy, RunState, find_state
+from tailrace.local.stop import stop_parts
+
+_STUBBORN = (
+    "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); input()"
+)
+_WITH_CHILD = (
+    "import subprocess, sys; child = subprocess.Popen(['sleep', '60']); print(child.pid, flush=True); input()"
+)
+
+Started = subprocess.Popen[str]
+
+
+@pytest.fixture
+def started() -> Iterator[list[Started]]:
+    """Processes that the test started, ended afterwards whatever happens."""
+    processes: list[Started] = []
+    yield processes
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def _start(started: list[Started], program: str) -> tuple[Started, str]:
+    """Start a Python program in a session of its own; returns it and the first line that it says."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    started.append(process)
+    assert process.stdout is not None
+    return process, process.stdout.readline().strip()
+
+
+def _part(pid: int, tier: Tier = Tier.WORKER) -> Part:
+    return Part(name=f"{tier}-{pid}", tier=tier, identity=identify(pid), log="")
+
+
+def _runs(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists() and identify(pid).alive()
+
+
+def test_a_zombie_is_not_alive(started: list[Started]) -> None:
+    process, _ = _start(started, "print('up', flush=True); input()")
+    identity = identify(process.pid)
+    assert identity.alive()
+    os.kill(process.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert Path(f"/proc/{process.pid}").exists()
+    assert not identity.alive()
+
+
+def test_a_stranger_with_the_same_pid_is_left_alone(started: list[Started]) -> None:
+    process, _ = _start(started, "print('up', flush=True); input()")
+    mine = identify(process.pid)
+    for stranger in (
+        Identity(mine.pid, mine.start_ticks - 1, mine.boot_id),
+        Identity(mine.pid, mine.start_ticks, "another boot"),
+    ):
+        part = Part(name="x", tier="worker", identity=stranger, log="")
+        assert stop_parts([part], lambda: None) == []
+    assert mine.alive()
+
+
+def test_a_part_that_ignores_sigterm_is_killed(
+    started: list[Started], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tailrace.local.stop.GRACE_S", 0.2)
+    process, _ = _start(started, _STUBBORN)
+    part = _part(process.pid)
+    assert stop_parts([part], lambda: None) == [part.name]
+    assert process.wait(5) == -signal.SIGKILL
+
+
+def test_a_frozen_part_is_killed(started: list[Started], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tailrace.local.stop.GRACE_S", 0.2)
+    process, _ = _start(started, "print('up', flush=True); input()")
+    os.kill(process.pid, signal.SIGSTOP)
+    stop_parts([_part(process.pid)], lambda: None)
+    assert process.wait(5) == -signal.SIGKILL
+
+
+def test_children_go_with_their_part(started: list[Started]) -> None:
+    process, child = _start(started, _WITH_CHILD)
+    stop_parts([_part(process.pid)], lambda: None)
+    assert not _runs(int(child))
+
+
+def test_children_of_a_part_that_ended_long_ago_go_too(started: list[Started]) -> None:
+    process, child = _start(started, _WITH_CHILD)
+    part = _part(process.pid)
+    process.kill()
+    process.wait(5)
+    assert _runs(int(child))
+    assert stop_parts([part], lambda: None) == [part.name]
+    assert not _runs(int(child))
+
+
+def test_front_ends_stop_first_and_etcd_last(started: list[Started]) -> None:
+    parts = [
+        _part(_start(started, "print('up', flush=True); input()")[0].pid, tier)
+        for tier in (Tier.ETCD, Tier.CONTROL, Tier.WORKER, Tier.FRONTEND)
+    ]
+    stopped = stop_parts(parts, lambda: None)
+    assert [name.split("-")[0] for name in stopped] == ["frontend", "worker", "control", "etcd"]
+    assert stop_parts(parts, lambda: None) == []
+
+
+def test_state_is_found_from_folders_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TAILRACE_RUN_DIR", raising=False)
+    folder = RunFolder(tmp_path / ".run")
+    with folder.locked():
+        folder.write(RunState(admin="127.0.0.1:1", parts=[_part(os.getpid())]))
+    below = tmp_path / "a" / "b"
+    below.mkdir(parents=True)
+    monkeypatch.chdir(below)
+    state = find_state()
+    assert state is not None
+    assert state.admin == "127.0.0.1:1"
+    assert state.parts[0].identity.alive()
+    folder.forget()
+    assert find_state() is None
+
+
+def test_a_run_folder_has_one_user_at_a_time(tmp_path: Path) -> None:
+    with RunFolder(tmp_path).locked(), pytest.raises(RunFolderBusy), RunFolder(tmp_path).locked():
+        pass
+
+
+def test_a_damaged_state_is_said_to_be(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text('{"parts": 7}')
+    with pytest.raises(msgspec.ValidationError, match="parts"):
+        RunFolder(tmp_path).read()

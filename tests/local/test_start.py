@@ -1,0 +1,104 @@
+"""Starting a cluster of stand-ins: what is seen when one fails, and that nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tailrace.local.plan import PartSpec, Plan, Tier
+from tailrace.local.process import PartFailed
+from tailrace.local.progress import PlainProgress, Step
+from tailrace.local.start import Starter
+from tailrace.local.state import RunFolder, RunState
+
+_HANGS = (sys.executable, "-c", "input_ = __import__('threading').Event().wait()")
+_NOWHERE = "127.0.0.1:9"
+
+
+def _dies(line: str, code: int) -> tuple[str, ...]:
+    return (sys.executable, "-c", f"import sys; print({line!r}); sys.exit({code})")
+
+
+def _plan(*parts: PartSpec) -> Plan:
+    return Plan(parts=parts, environment={}, admin=_NOWHERE, http="", etcd=_NOWHERE)
+
+
+def _part(name: str, command: Sequence[str], timeout_s: float = 30.0) -> PartSpec:
+    return PartSpec(name, Tier.ETCD, command, _NOWHERE, timeout_s=timeout_s)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    run = RunFolder(tmp_path / ".run")
+    run.logs.mkdir(parents=True)
+    return run
+
+
+async def _fail(plan: Plan, folder: RunFolder) -> tuple[str, RunState]:
+    """Start the plan, which fails; returns the message and what had been started."""
+    written: list[RunState] = []
+    forget = folder.forget
+
+    def remember() -> None:
+        state = folder.read()
+        assert state is not None
+        written.append(state)
+        forget()
+
+    folder.forget = remember  # type: ignore[method-assign]
+    with pytest.raises(PartFailed) as failure:
+        await Starter(plan, folder, PlainProgress(), cores=2).run(None, "tiny")
+    assert folder.read() is None
+    return str(failure.value), written[0]
+
+
+async def test_a_part_that_dies_is_told_with_its_last_lines(folder: RunFolder) -> None:
+    plan = _plan(_part("patient", _HANGS), _part("worker-1", _dies("no such model", 3)))
+    message, state = await _fail(plan, folder)
+    assert "worker-1 ended while starting (exit code 3)" in message
+    assert "no such model" in message
+    assert {part.name for part in state.parts} == {"patient", "worker-1"}
+    assert not any(part.identity.session_members() for part in state.parts)
+
+
+async def test_a_part_that_is_late(folder: RunFolder) -> None:
+    message, state = await _fail(_plan(_part("slow", _HANGS, timeout_s=0.3)), folder)
+    assert "slow was not ready after 0 s" in message
+    assert not state.parts[0].identity.session_members()
+
+
+async def test_a_program_that_is_not_there(folder: RunFolder) -> None:
+    with pytest.raises(PartFailed, match="cannot run /no/such/etcd: No such file"):
+        await Starter(_plan(_part("etcd", ["/no/such/etcd"])), folder, PlainProgress(), 2).run(None, "")
+
+
+class _TellsWhenBothStart(PlainProgress):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = asyncio.Event()
+        self._names: set[str] = set()
+
+    def tell(self, name: str, step: Step) -> None:
+        if step is Step.STARTING:
+            self._names.add(name)
+        if len(self._names) == 2:
+            self.both.set()
+
+
+async def test_interrupted_start_leaves_nothing(folder: RunFolder) -> None:
+    progress = _TellsWhenBothStart()
+    plan = _plan(_part("a", _HANGS), _part("b", _HANGS))
+    task = asyncio.create_task(Starter(plan, folder, progress, 2).run(None, "tiny"))
+    await progress.both.wait()
+    state = folder.read()
+    assert state is not None
+    assert [part.name for part in state.parts] == ["a", "b"]
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not any(part.identity.session_members() for part in state.parts)
+    assert folder.read() is None
