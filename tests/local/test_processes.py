@@ -97,7 +97,7 @@ def test_a_frozen_part_is_killed(started: list[Started], monkeypatch: pytest.Mon
     process, _ = _start(started, "print('up', flush=True); input()")
     os.kill(process.pid, signal.SIGSTOP)
     stop_parts([_part(process.pid)], lambda: None)
-    assert process.wait(5) == -signal.SIGKILL
+    assert process.wait(5) < 0
 
 
 def test_children_go_with_their_part(started: list[Started]) -> None:
