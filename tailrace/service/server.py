@@ -1,0 +1,88 @@
+"""A gRPC server with the standard health and reflection services."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from tailrace.service.channels import MESSAGE_BYTES_MAX
+
+_OPTIONS: Final = (
+    # Without this a second process on the same port would silently share it.
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # What our channels ping with is no abuse.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+)
+_GRACE_S: Final = 0.5
+
+
+class ListenError(OSError):
+    """The address cannot be listened on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Servicer:
+    """One service: the generated `add_XServicer_to_server`, the object, and its full name."""
+
+    # Each generated function takes its own servicer class; no common type says so.
+    add: Callable[[Any, grpc.aio.Server], None]
+    servicer: object
+    name: str
+
+
+class GrpcServer:
+    """A running server."""
+
+    def __init__(
+        self, address: str, health_servicer: health.aio.HealthServicer, names: Sequence[str]
+    ) -> None:
+        # HOST:PORT as listened on, with the real port.
+        self.address = address
+        self._health = health_servicer
+        self._names = ("", *names)
+
+    async def set_serving(self, serving: bool) -> None:
+        """What the standard health check says, of every service."""
+        status = health_pb2.HealthCheckResponse
+        for name in self._names:
+            await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
+
+
+@asynccontextmanager
+async def serve_grpc(listen: str, servicers: Sequence[Servicer]) -> AsyncIterator[GrpcServer]:
+    """Serve on HOST:PORT (port 0: any free one) until the block ends; SERVING from the start.
+
+    At the end the health check says NOT_SERVING, calls get half a second, and are then cancelled. Raises
+    ListenError when the address is taken or is none.
+    """
+    server = grpc.aio.server(options=_OPTIONS)
+    for servicer in servicers:
+        servicer.add(servicer.servicer, server)
+    names = [servicer.name for servicer in servicers]
+    health_servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError as error:
+        raise ListenError(f"cannot listen on {listen}: is the port taken?") from error
+    handle = GrpcServer(f"{listen.rpartition(':')[0]}:{port}", health_servicer, names)
+    await server.start()
+    try:
+        await handle.set_serving(True)
+        yield handle
+    finally:
+        await handle.set_serving(False)
+        await server.stop(_GRACE_S)

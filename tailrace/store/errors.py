@@ -1,0 +1,5 @@
+"""What can go wrong with the store."""
+
+
+class StoreUnavailable(Exception):
+    """etcd did not answer in time. What was last read from it still holds, for all that is known."""

@@ -1,0 +1,218 @@
+"""Who belongs to the cluster, as etcd last told it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final, TypeVar
+
+import msgspec
+
+from tailrace.cluster import Pool, Stage
+from tailrace.records import InstanceRecord, ServiceRecord, StageRecord
+from tailrace.store.registration import TOMBSTONES
+from tailrace.store.store import Store
+
+log = logging.getLogger(__name__)
+
+_HOLD_S: Final = 60.0
+
+_Record = TypeVar("_Record", InstanceRecord, ServiceRecord)
+
+
+class Membership:
+    """Instances, services, leaders, pools, drains, stages and the policy; kept up to date by one watch.
+
+    An instance whose key vanished without its owner's withdrawal is held on suspicion for `hold_s` seconds,
+    then dropped. While etcd is away everything stays as it was.
+    """
+
+    def __init__(self, store: Store, hold_s: float) -> None:
+        self._store = store
+        self._hold_s = hold_s
+        self._task: asyncio.Task[None] | None = None
+        self._listeners: list[Callable[[], None]] = []
+        # Decoded records by key, beside the bytes they were decoded from.
+        self._decoded: dict[str, tuple[bytes, InstanceRecord | ServiceRecord]] = {}
+        self._suspects: dict[str, asyncio.TimerHandle] = {}
+        self._instances: dict[str, InstanceRecord] = {}
+        self._services: dict[tuple[str, str], ServiceRecord] = {}
+        self._leaders: dict[str, ServiceRecord] = {}
+        self._pools: dict[str, Pool] = {}
+        self._draining: frozenset[str] = frozenset()
+        self._stages: tuple[Stage, ...] = ()
+        self._policy: str | None = None
+
+    @classmethod
+    async def start(cls, store: Store, hold_s: float = _HOLD_S) -> Membership:
+        """A membership that has read etcd once and follows it."""
+        membership = cls(store, hold_s)
+        first = asyncio.Event()
+        membership._task = asyncio.create_task(membership._follow(first), name="membership")
+        try:
+            await first.wait()
+        except asyncio.CancelledError:
+            await membership.close()
+            raise
+        return membership
+
+    async def close(self) -> None:
+        """Stop following."""
+        for timer in self._suspects.values():
+            timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    @property
+    def instances(self) -> Mapping[str, InstanceRecord]:
+        """By instance id, suspects included."""
+        return MappingProxyType(self._instances)
+
+    @property
+    def services(self) -> Mapping[tuple[str, str], ServiceRecord]:
+        """By (kind, id)."""
+        return MappingProxyType(self._services)
+
+    @property
+    def leaders(self) -> Mapping[str, ServiceRecord]:
+        """The elected service of each kind that elects one."""
+        return MappingProxyType(self._leaders)
+
+    @property
+    def pools(self) -> Mapping[str, Pool]:
+        """By instance id; an instance in no pool is absent."""
+        return MappingProxyType(self._pools)
+
+    @property
+    def draining(self) -> frozenset[str]:
+        """Ids of instances that get nothing new."""
+        return self._draining
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Length stages; empty when there are none."""
+        return self._stages
+
+    @property
+    def policy(self) -> str | None:
+        """Name of the policy that was set; None: none was."""
+        return self._policy
+
+    @property
+    def suspects(self) -> frozenset[str]:
+        """Ids of instances whose key vanished without a withdrawal."""
+        return frozenset(self._suspects)
+
+    def add_listener(self, callback: Callable[[], None]) -> None:
+        """Call back after every change. The callback must not block or raise."""
+        self._listeners.append(callback)
+
+    # ---- following
+
+    async def _follow(self, first: asyncio.Event) -> None:
+        async for mapping in self._store.watch_prefix(""):
+            self._apply(mapping)
+            first.set()
+            self._notify()
+
+    def _notify(self) -> None:
+        for listener in self._listeners:
+            listener()
+
+    def _apply(self, mapping: Mapping[str, bytes]) -> None:
+        self._decoded = {key: entry for key, entry in self._decoded.items() if key in mapping}
+        instances: dict[str, InstanceRecord] = {}
+        services: dict[tuple[str, str], ServiceRecord] = {}
+        leaders: dict[str, ServiceRecord] = {}
+        for key, value in mapping.items():
+            area, _, name = key.partition("/")
+            if area == "instances" and (instance := self._decode(key, value, InstanceRecord)):
+                instances[name] = instance
+            elif area == "services" and (service := self._decode(key, value, ServiceRecord)):
+                services[(service.kind, service.service_id)] = service
+            elif area == "leader" and (leader := self._decode(key, value, ServiceRecord)):
+                leaders[name] = leader
+        self._hold_vanished(instances, mapping)
+        self._instances = dict(sorted(instances.items()))
+        self._services = services
+        self._leaders = leaders
+        self._pools = _pools(mapping)
+        self._draining = frozenset(key.partition("/")[2] for key in mapping if key.startswith("drains/"))
+        self._stages = _stages(mapping.get("stages"))
+        policy = mapping.get("policy")
+        self._policy = policy.decode(errors="replace") if policy else None
+
+    def _decode(self, key: str, value: bytes, kind: type[_Record]) -> _Record | None:
+        known = self._decoded.get(key)
+        if known is not None and known[0] == value and isinstance(known[1], kind):
+            return known[1]
+        try:
+            record = msgspec.json.decode(value, type=kind)
+        except msgspec.MsgspecError as error:
+            log.warning("etcd key %s is not a %s: %s", key, kind.__name__, error)
+            return None
+        self._decoded[key] = (value, record)
+        return record
+
+    def _hold_vanished(self, instances: dict[str, InstanceRecord], mapping: Mapping[str, bytes]) -> None:
+        """Add to `instances` those that are gone but were not withdrawn; start and stop their timers."""
+        for name in instances:
+            if (timer := self._suspects.pop(name, None)) is not None:
+                timer.cancel()
+                log.info("instance %s is back", name)
+        for name, record in self._instances.items():
+            if name in instances:
+                continue
+            if _withdrawn(mapping.get(f"{TOMBSTONES}instances/{name}"), record):
+                if (timer := self._suspects.pop(name, None)) is not None:
+                    timer.cancel()
+                continue
+            instances[name] = record
+            if name not in self._suspects:
+                log.warning("instance %s vanished; held on suspicion for %.0f s", name, self._hold_s)
+                loop = asyncio.get_running_loop()
+                self._suspects[name] = loop.call_later(self._hold_s, self._drop, name)
+
+    def _drop(self, name: str) -> None:
+        log.warning("instance %s did not come back; dropped", name)
+        del self._suspects[name]
+        self._instances = {other: record for other, record in self._instances.items() if other != name}
+        self._notify()
+
+
+def _withdrawn(tombstone: bytes | None, record: InstanceRecord) -> bool:
+    """Whether the very incarnation that we know has withdrawn."""
+    if tombstone is None:
+        return False
+    try:
+        gone = msgspec.json.decode(tombstone, type=InstanceRecord)
+    except msgspec.MsgspecError:
+        return False
+    return gone.incarnation == record.incarnation
+
+
+def _pools(mapping: Mapping[str, bytes]) -> dict[str, Pool]:
+    pools: dict[str, Pool] = {}
+    for key, value in mapping.items():
+        if key.startswith("pools/"):
+            try:
+                pools[key.partition("/")[2]] = Pool(value.decode())
+            except ValueError:
+                log.warning("etcd key %s: %r is no pool", key, value)
+    return pools
+
+
+def _stages(value: bytes | None) -> tuple[Stage, ...]:
+    if not value:
+        return ()
+    try:
+        records = msgspec.json.decode(value, type=list[StageRecord])
+    except msgspec.MsgspecError as error:
+        log.warning("etcd key stages: %s", error)
+        return ()
+    return tuple(Stage(r.lo, r.hi, tuple(r.instance_ids)) for r in records)

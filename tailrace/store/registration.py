@@ -1,0 +1,101 @@
+"""A value in etcd that lives as long as the process that put it there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from tailrace.store.errors import StoreUnavailable
+
+if TYPE_CHECKING:
+    from tailrace.store.store import Store
+
+log = logging.getLogger(__name__)
+
+TOMBSTONES: Final = "withdrawn/"
+"""`withdrawn/<key>` holds, for a while, the value that its owner took away: how a reader tells a withdrawal
+from a process that died, both of which only delete the key."""
+
+_TOMBSTONE_TTL_S: Final = 120.0
+_RETRY_S: Final = 0.5
+
+
+class Registration:
+    """A leased key. Renews the lease; puts the value again when the lease was lost.
+
+    A key that another process has taken meanwhile (a restarted worker of the same name) is left to it, and
+    taken back only when it is free.
+    """
+
+    def __init__(self, store: Store, key: str, value: bytes, ttl_s: float) -> None:
+        self.key = key
+        self._store = store
+        self._value = value
+        self._ttl_s = ttl_s
+        self._lease = 0
+        self._task: asyncio.Task[None] | None = None
+        self._withdrawn: list[Callable[[Registration], None]] = []
+        # Writes of the key, one at a time: an update must not race with a re-registration.
+        self._writing = asyncio.Lock()
+
+    def on_withdrawn(self, callback: Callable[[Registration], None]) -> None:
+        """Call back once it has been withdrawn."""
+        self._withdrawn.append(callback)
+
+    async def start(self) -> None:
+        """Put the value, whoever had the key before, and begin to keep it. Raises StoreUnavailable."""
+        self._lease = await self._store.grant_lease(self._ttl_s)
+        await self._store.put_leased(self.key, self._value, self._lease)
+        self._task = asyncio.create_task(self._keep(), name=f"registration {self.key}")
+
+    async def update(self, value: bytes) -> None:
+        """Replace the value. Raises StoreUnavailable; the value is then put once etcd is back."""
+        async with self._writing:
+            self._value = value
+            await self._store.put_leased(self.key, value, self._lease)
+
+    async def withdraw(self) -> None:
+        """Stop keeping the key and delete it; readers see a withdrawal. Without etcd the lease expires."""
+        if self._task is None:
+            return
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        self._task = None
+        try:
+            await self._store.withdraw(self.key, self._value, _TOMBSTONE_TTL_S)
+            await self._store.revoke_lease(self._lease)
+        except StoreUnavailable as error:
+            log.warning("withdrawing %s: %s; its lease will expire", self.key, error)
+        for callback in self._withdrawn:
+            callback(self)
+
+    async def _keep(self) -> None:
+        pause_s = self._ttl_s / 3
+        while True:
+            await asyncio.sleep(pause_s)
+            try:
+                if not await self._store.renew_lease(self._lease):
+                    log.warning("lease of %s was lost; registering again", self.key)
+                    await self._again()
+                pause_s = self._ttl_s / 3
+            except StoreUnavailable as error:
+                log.warning("keeping %s: %s", self.key, error)
+                pause_s = _RETRY_S
+
+    async def _again(self) -> None:
+        async with self._writing:
+            lease = await self._store.grant_lease(self._ttl_s)
+            if await self._store.create_leased(self.key, self._value, lease):
+                self._lease = lease
+                return
+            present = await self._store.get(self.key)
+            if present == self._value:
+                await self._store.put_leased(self.key, self._value, lease)
+                self._lease = lease
+            else:
+                await self._store.revoke_lease(lease)
+                log.warning("%s is now another process's; waiting until it is free", self.key)

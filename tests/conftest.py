@@ -1,0 +1,41 @@
+"""Fixtures that every area shares."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from tailrace.service.etcd import LocalEtcd, free_port
+from tailrace.store.store import Store
+
+
+@pytest.fixture(scope="session")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """HOST:PORT of one etcd for the whole run; a test that kills etcd starts its own with local_etcd."""
+    server = LocalEtcd(tmp_path_factory.mktemp("etcd") / "data", free_port())
+    server.launch()
+    try:
+        deadline_s = time.monotonic() + 20
+        while not server.answers():
+            assert time.monotonic() < deadline_s, "etcd did not start"
+            time.sleep(0.02)
+        yield server.endpoint
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def cluster() -> str:
+    """A cluster name of this test's own."""
+    return f"test-{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+async def store(etcd: str, cluster: str) -> AsyncIterator[Store]:
+    """A store of this test's own cluster."""
+    connected = await Store.connect([etcd], cluster)
+    yield connected
+    await connected.close()

@@ -1,0 +1,90 @@
+"""Elections on a real etcd."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+
+from tailrace.records import ServiceRecord
+from tailrace.service.etcd import local_etcd
+from tailrace.store.election import Election
+from tailrace.store.store import Store
+from tests.store.waiting import until
+
+
+def record(name: str) -> ServiceRecord:
+    """A candidate."""
+    return ServiceRecord(kind="scheduler", service_id=name, incarnation=name, address="127.0.0.1:1")
+
+
+async def leads(election: Election) -> None:
+    """Wait until it leads."""
+    async with asyncio.timeout(20):
+        await election.leading.wait()
+
+
+async def test_one_leads_and_hands_over(store: Store) -> None:
+    first, second = Election(store, record("a")), Election(store, record("b"))
+    first.start()
+    await leads(first)
+    second.start()
+    leader = await store.get("leader/scheduler")
+    assert leader is not None and msgspec.json.decode(leader, type=ServiceRecord) == record("a")
+    await first.close()
+    await leads(second)
+    assert not first.leading.is_set()
+    await second.close()
+    assert await store.get("leader/scheduler") is None
+
+
+async def test_takeover_when_the_leader_is_killed(etcd: str, store: Store, cluster: str) -> None:
+    """A killed process renews nothing: its connection is closed under it."""
+    doomed = await Store.connect([etcd], cluster)
+    first = Election(doomed, record("a"), ttl_s=2)
+    second = Election(store, record("b"), ttl_s=2)
+    first.start()
+    await leads(first)
+    second.start()
+    await doomed._channel.close()
+    await leads(second)
+    assert not first.leading.is_set()
+    await first.close()
+    await second.close()
+
+
+async def test_leader_steps_down_before_its_lease_can_have_expired(tmp_path: Path) -> None:
+    async with local_etcd(tmp_path / "etcd") as etcd:
+        store = await Store.connect([etcd.endpoint], "c")
+        election = Election(store, record("a"), ttl_s=2)
+        election.start()
+        await leads(election)
+        loop = asyncio.get_running_loop()
+        etcd.freeze()
+        frozen_s = loop.time()
+        async with asyncio.timeout(10):
+            await election.following.wait()
+        assert loop.time() - frozen_s < 2.0
+        etcd.thaw()
+        await leads(election)
+        await election.close()
+        await store.close()
+
+
+async def test_etcd_killed_and_restarted(tmp_path: Path) -> None:
+    async with local_etcd(tmp_path / "etcd") as etcd:
+        store = await Store.connect([etcd.endpoint], "c")
+        candidates = [Election(store, record(name), ttl_s=2) for name in "ab"]
+        for candidate in candidates:
+            candidate.start()
+        await asyncio.wait([asyncio.create_task(leads(c)) for c in candidates], return_when="FIRST_COMPLETED")
+        etcd.kill()
+        await etcd.start()
+        # It may have ridden over the restart, or another may have won: of what etcd says, one leads.
+        await until(store.watch_prefix("leader/"), bool)
+        await asyncio.wait([asyncio.create_task(leads(c)) for c in candidates], return_when="FIRST_COMPLETED")
+        assert sum(c.leading.is_set() for c in candidates) == 1
+        for candidate in candidates:
+            await candidate.close()
+        await store.close()

@@ -1,0 +1,133 @@
+"""Membership on a real etcd: suspicion, withdrawal, etcd away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from tailrace.cluster import Pool, Stage
+from tailrace.records import InstanceRecord, ServiceRecord, StageRecord
+from tailrace.service.etcd import local_etcd
+from tailrace.store.membership import Membership
+from tailrace.store.store import Store
+from tests.store.waiting import member_state
+
+
+def instance(name: str, incarnation: str = "1") -> InstanceRecord:
+    """An instance's record."""
+    return InstanceRecord(
+        instance_id=name,
+        incarnation=incarnation,
+        address="127.0.0.1:1",
+        engine="simulated",
+        model="tiny",
+        model_fingerprint="f",
+        block_tokens=16,
+        kv_blocks_total=100,
+        max_model_len=4096,
+        max_num_seqs=64,
+        kv_bytes_per_token=8,
+        started_s=0.0,
+    )
+
+
+def encoded(name: str, incarnation: str = "1") -> bytes:
+    """An instance's record as in etcd."""
+    return msgspec.json.encode(instance(name, incarnation))
+
+
+async def test_everything_that_is_kept(store: Store) -> None:
+    service = ServiceRecord(kind="scheduler", service_id="s", incarnation="1", address="127.0.0.1:2")
+    await store.put("services/scheduler/s", msgspec.json.encode(service))
+    await store.put("leader/scheduler", msgspec.json.encode(service))
+    await store.put("instances/b", encoded("b"))
+    await store.put("instances/a", encoded("a"))
+    await store.put("pools/a", b"prefill_to_decode")
+    await store.put("drains/b", b"1")
+    await store.put("stages", msgspec.json.encode([StageRecord(lo=0, hi=10, instance_ids=["a"])]))
+    await store.put("policy", b"round_robin")
+    members = await Membership.start(store)
+    assert list(members.instances) == ["a", "b"]
+    assert members.instances["a"] == instance("a")
+    assert members.services == {("scheduler", "s"): service}
+    assert members.leaders == {"scheduler": service}
+    assert members.pools == {"a": Pool.PREFILL_TO_DECODE}
+    assert members.draining == {"b"}
+    assert members.stages == (Stage(0, 10, ("a",)),)
+    assert members.policy == "round_robin"
+    assert members.suspects == frozenset()
+    await members.close()
+
+
+async def test_what_cannot_be_read_is_left_out(store: Store) -> None:
+    await store.put("instances/a", b"{broken")
+    await store.put("instances/b", encoded("b"))
+    await store.put("pools/b", b"swimming")
+    await store.put("stages", b"7")
+    members = await Membership.start(store)
+    assert list(members.instances) == ["b"]
+    assert members.pools == {}
+    assert members.stages == ()
+    await members.close()
+
+
+async def test_withdrawn_is_dropped_at_once(store: Store) -> None:
+    registration = await store.register("instances/a", encoded("a"))
+    members = await Membership.start(store)
+    assert list(members.instances) == ["a"]
+    await registration.withdraw()
+    await member_state(members, lambda: not members.instances)
+    assert not members.suspects
+    await members.close()
+
+
+async def test_vanished_is_held_then_dropped(store: Store) -> None:
+    lease = await store.grant_lease(2)
+    await store.put_leased("instances/a", encoded("a"), lease)
+    members = await Membership.start(store, hold_s=0.3)
+    await member_state(members, lambda: members.suspects == {"a"})
+    assert list(members.instances) == ["a"]
+    await member_state(members, lambda: not members.instances)
+    assert not members.suspects
+    await members.close()
+
+
+async def test_vanished_that_returns_is_cleared(store: Store) -> None:
+    await store.put("instances/a", encoded("a"))
+    members = await Membership.start(store)
+    await store.delete("instances/a")
+    await member_state(members, lambda: members.suspects == {"a"})
+    await store.put("instances/a", encoded("a", "2"))
+    await member_state(members, lambda: not members.suspects)
+    assert members.instances["a"].incarnation == "2"
+    await members.close()
+
+
+async def test_an_older_withdrawal_does_not_hide_that_the_next_run_vanished(store: Store) -> None:
+    first = await store.register("instances/a", encoded("a", "1"))
+    members = await Membership.start(store)
+    await first.withdraw()
+    await member_state(members, lambda: not members.instances)
+    await store.put("instances/a", encoded("a", "2"))
+    await member_state(members, lambda: bool(members.instances))
+    await store.delete("instances/a")
+    await member_state(members, lambda: members.suspects == {"a"})
+    await members.close()
+
+
+async def test_etcd_away_changes_nothing(tmp_path: Path) -> None:
+    async with local_etcd(tmp_path / "etcd") as etcd:
+        store = await Store.connect([etcd.endpoint], "c")
+        await store.register("instances/a", encoded("a"), ttl_s=2)
+        await store.put("policy", b"round_robin")
+        members = await Membership.start(store)
+        seen: list[tuple[int, int]] = []
+        members.add_listener(lambda: seen.append((len(members.instances), len(members.suspects))))
+        etcd.kill()
+        await etcd.start()
+        await store.put("policy", b"least_loaded")
+        await member_state(members, lambda: members.policy == "least_loaded")
+        assert set(seen) == {(1, 0)}
+        await members.close()
+        await store.close()
