@@ -43,3 +43,6 @@ MIGRATION_BYTES: Final = "tailrace.migration.bytes"
 MIGRATION_PAUSE_MS: Final = "tailrace.migration.pause_ms"
 MIGRATION_PAUSE_STEPS: Final = "tailrace.migration.pause_steps"
 """The pause in the request's own decode steps."""
+
+REQUEST_SPAN: Final = "request"
+"""Name of the span of a request's whole life, made by its front end; the root unless a client sent one."""

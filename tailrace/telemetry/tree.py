@@ -1,0 +1,205 @@
+"""One request's life across services, as a tree for people and as plain JSON for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final, TypeAlias
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tailrace.telemetry import attributes
+from tailrace.telemetry.spans import Event, Node, Trace, Value, read_traces
+
+Json: TypeAlias = "str | bool | int | float | list[Json] | dict[str, Json] | None"
+
+_PREFIX: Final = "tailrace."
+# First what explains the span, then its figures; other attributes follow as they came.
+_ORDER: Final = (
+    attributes.REQUEST_ID,
+    attributes.REASON,
+    attributes.POLICY,
+    attributes.PHASE,
+    attributes.INSTANCE,
+    attributes.MIGRATION_SOURCE,
+    attributes.MIGRATION_TARGET,
+    attributes.MIGRATION_STATE,
+    attributes.MIGRATION_ROUND,
+    attributes.MIGRATION_ROUNDS,
+    attributes.MIGRATION_BLOCKS,
+    attributes.MIGRATION_BYTES,
+    attributes.MIGRATION_PAUSE_MS,
+    attributes.MIGRATION_PAUSE_STEPS,
+)
+_KIB: Final = 1024.0
+
+
+def render_tree(traces_data: bytes) -> RenderableType:
+    """Something that a rich console prints: a line a span, children indented, siblings in clock order.
+
+    Takes a serialized `opentelemetry.proto.trace.v1.TracesData`. Columns: span, service@instance, start in
+    milliseconds since the trace's first span, duration in milliseconds, what is known about it. Raises
+    google.protobuf.message.DecodeError on other bytes.
+    """
+    traces = read_traces(traces_data)
+    if not traces:
+        return Text("no spans")
+    return Group(*(part for trace in traces for part in (_headline(trace), _table(trace))))
+
+
+def trace_json(traces_data: bytes) -> list[Json]:
+    """What the tree shows, nested by "children": one object a trace; times in milliseconds from its start."""
+    return [
+        {
+            "trace_id": trace.trace_id,
+            "start_unix_ns": trace.start_ns,
+            "duration_ms": _ms(trace.end_ns - trace.start_ns),
+            "spans": [_span_json(node, trace.start_ns) for node in trace.roots],
+            "parent_not_received": [_span_json(node, trace.start_ns) for node in trace.orphans],
+        }
+        for trace in read_traces(traces_data)
+    ]
+
+
+def _span_json(node: Node, zero_ns: int) -> Json:
+    return {
+        "name": node.name,
+        "span_id": node.span_id,
+        "service": node.service,
+        "instance": node.instance,
+        "start_ms": _ms(node.start_ns - zero_ns),
+        "duration_ms": _ms(node.end_ns - node.start_ns),
+        "attributes": {key: _json(value) for key, value in node.attributes.items()},
+        "events": [
+            {
+                "name": event.name,
+                "at_ms": _ms(event.at_ns - zero_ns),
+                "attributes": {key: _json(value) for key, value in event.attributes.items()},
+            }
+            for event in node.events
+        ],
+        "error": node.error,
+        "children": [_span_json(child, zero_ns) for child in node.children],
+    }
+
+
+def _json(value: Value) -> Json:
+    return [*value] if isinstance(value, list) else value
+
+
+def _headline(trace: Trace) -> Text:
+    spans = list(trace.walk())
+    services = {(span.service, span.instance) for span in spans}
+    failed = sum(span.error is not None for span in spans)
+    line = Text(f"trace {trace.trace_id}", style="bold")
+    line.append(f"  {_count(len(spans), 'span')}, {_count(len(services), 'process', 'processes')}")
+    line.append(f", {_ms(trace.end_ns - trace.start_ns):,.1f} ms", style="not bold")
+    if failed:
+        line.append(f", {_count(failed, 'error')}", style="red")
+    return line
+
+
+def _table(trace: Trace) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("span", no_wrap=True)
+    table.add_column("where", no_wrap=True, style="cyan")
+    table.add_column("start ms", no_wrap=True, justify="right", style="dim")
+    table.add_column("ms", no_wrap=True, justify="right")
+    table.add_column("about", overflow="fold")
+    for root in trace.roots:
+        _add(table, root, trace.start_ns, "", "", client=bool(root.parent_id))
+    if trace.orphans:
+        table.add_row(Text("(parent not received)", style="dim"))
+        _add_all(table, trace.orphans, [], trace.start_ns, "")
+    return table
+
+
+def _add(table: Table, node: Node, zero_ns: int, lead: str, indent: str, *, client: bool = False) -> None:
+    name = Text(lead, style="dim")
+    name.append(node.name, style="not dim bold red" if node.error is not None else "not dim bold")
+    about = _about(node)
+    if client:
+        about.append(" (continues the client's trace)", style="dim")
+    table.add_row(
+        name,
+        f"{node.service}@{node.instance}" if node.instance else node.service,
+        f"+{_ms(node.start_ns - zero_ns):,.1f}" if node.start_ns >= zero_ns else "",
+        f"{_ms(node.end_ns - node.start_ns):,.1f}",
+        about,
+    )
+    _add_all(table, node.children, node.events, zero_ns, indent)
+
+
+def _add_all(table: Table, nodes: Sequence[Node], events: Sequence[Event], zero_ns: int, indent: str) -> None:
+    """Spans and events of one level, in clock order."""
+    level: list[Node | Event] = sorted([*nodes, *events], key=_when)
+    for number, item in enumerate(level):
+        last = number == len(level) - 1
+        lead = indent + ("└─ " if last else "├─ ")
+        if isinstance(item, Node):
+            _add(table, item, zero_ns, lead, indent + ("   " if last else "│  "))
+        else:
+            table.add_row(
+                Text(f"{lead}· {item.name}", style="dim"),
+                "",
+                f"+{_ms(item.at_ns - zero_ns):,.1f}",
+                "",
+                Text(" ".join(f"{_short(key)}={_shown(key, v)}" for key, v in item.attributes.items())),
+            )
+
+
+def _when(item: Node | Event) -> int:
+    return item.start_ns if isinstance(item, Node) else item.at_ns
+
+
+def _about(node: Node) -> Text:
+    text = Text()
+    if node.error is not None:
+        text.append(f"ERROR {node.error}".rstrip(), style="bold red")
+    for key, value in _ordered(node):
+        text.append(f"{' ' if text else ''}{_short(key)}=", style="dim")
+        text.append(_shown(key, value))
+    return text
+
+
+def _ordered(node: Node) -> Iterator[tuple[str, Value]]:
+    for key in _ORDER:
+        # Where it happened is said by the column before.
+        if key in node.attributes and not (
+            key == attributes.INSTANCE and node.attributes[key] == node.instance
+        ):
+            yield key, node.attributes[key]
+    for key, value in node.attributes.items():
+        if key not in _ORDER:
+            yield key, value
+
+
+def _short(key: str) -> str:
+    return key.removeprefix(_PREFIX).removeprefix("migration.")
+
+
+def _shown(key: str, value: Value) -> str:
+    if key == attributes.MIGRATION_BYTES and isinstance(value, int):
+        return _bytes(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return ",".join(value)
+    return str(value)
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < _KIB:
+            return f"{count:.4g} {unit}"
+        count /= _KIB
+    return f"{count:.4g} GiB"
+
+
+def _ms(nanoseconds: int) -> float:
+    return round(nanoseconds / 1e6, 3)
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
