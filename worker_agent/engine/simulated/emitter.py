@@ -103,8 +103,18 @@ def _dress(output: wire.EngineCoreOutput, request: Request, flags: int) -> None:
             )
         )
         tokens = len(request.prompt)
+        # Every field, as vLLM writes it: its Rust front end need not know defaults.
         output.prefill_stats = msgspec.Raw(
-            _encode({"num_prompt_tokens": tokens, "num_computed_tokens": tokens})
+            _encode(
+                {
+                    "num_prompt_tokens": tokens,
+                    "num_computed_tokens": tokens,
+                    "num_cached_tokens": 0,
+                    "num_local_cached_tokens": 0,
+                    "num_external_cached_tokens": 0,
+                    "num_cache_creation_tokens": 0,
+                }
+            )
         )
     if request.logprobs is not None and output.new_token_ids:
         output.new_logprobs = _logprobs(output.new_token_ids[0], max(request.logprobs, 0))

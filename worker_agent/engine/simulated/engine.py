@@ -146,12 +146,13 @@ class SimulatedEngine:
     # ---- the data path
 
     def submit(self, submission: Submission) -> None:
-        """Engine.submit. A request that is here already under an older epoch gives way to the new one."""
+        """Engine.submit. What is here already under an older epoch, or as an import that nobody has adopted,
+        gives way to it."""
         emitter = self._live_emitter()
         for old in (self._table.by_key(submission.key), self._table.by_id(submission.request_id)):
             if old is None or old.state is State.GONE:
                 continue
-            if old.epoch >= submission.epoch:
+            if old.epoch >= submission.epoch and old.state is not State.IMPORTING:
                 emitter.refuse(submission)
                 return
             self._free(old)

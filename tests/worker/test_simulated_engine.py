@@ -1,0 +1,550 @@
+"""The simulated engine: its words, its batching, its KV, and what it refuses."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tailrace import wire
+from tests.worker.simulated import (
+    END_THINK,
+    EOS,
+    SMALL,
+    THINK,
+    Fleet,
+    now,
+    request_frames,
+    undisturbed,
+)
+from worker_agent.engine.base import (
+    EnginePhase,
+    EngineRefusal,
+    ExportedPause,
+    KvCorrupt,
+    OutputFlag,
+    RequestKey,
+    Submission,
+)
+from worker_agent.engine.simulated import SimulatedEngine, SimulatedSettings
+
+PROMPT = list(b"How long is a piece of string?")
+
+
+# ---- what it says
+
+
+def test_a_thought_an_answer_and_the_end() -> None:
+    stream = undisturbed(PROMPT, max_tokens=None)
+    tokens = stream.tokens
+    assert (tokens[0], tokens[-1]) == (THINK, EOS)
+    assert tokens.count(THINK) == tokens.count(END_THINK) == tokens.count(EOS) == 1
+    letters = [token for token in tokens if token < 256]
+    assert bytes(letters).decode("ascii").isprintable()
+    assert stream.finish == (wire.FinishReason.STOP, None)
+
+
+def test_phases_are_flagged_when_they_change() -> None:
+    stream = undisturbed(PROMPT, max_tokens=None)
+    closes = stream.tokens.index(END_THINK)
+    for index, flags in enumerate(stream.flags):
+        assert bool(flags & OutputFlag.PREFILL_DONE) == (index == 0)
+        assert bool(flags & OutputFlag.REASONING_ENDED) == (index == closes)
+        assert bool(flags & OutputFlag.FINISHED) == (index == len(stream.tokens) - 1)
+
+
+def test_seed_and_prompt_decide_the_tokens() -> None:
+    same = undisturbed(PROMPT, seed=1, max_tokens=None).tokens
+    assert same == undisturbed(PROMPT, seed=1, max_tokens=None).tokens
+    assert same != undisturbed(PROMPT, seed=2, max_tokens=None).tokens
+    assert same != undisturbed([*PROMPT, 63], seed=1, max_tokens=None).tokens
+
+
+def test_a_prompt_that_closes_the_thought_is_answered_at_once() -> None:
+    stream = undisturbed([*PROMPT, THINK, END_THINK], max_tokens=None)
+    assert THINK not in stream.tokens
+    assert END_THINK not in stream.tokens
+
+
+def test_a_prompt_that_opens_the_thought_is_gone_on_with() -> None:
+    stream = undisturbed([*PROMPT, THINK], max_tokens=None)
+    assert THINK not in stream.tokens
+    assert stream.tokens.count(END_THINK) == 1
+
+
+def test_a_model_that_does_not_reason() -> None:
+    fleet = Fleet(msgspec.structs.replace(SMALL, reasoning_mean_tokens=0))
+    stream = fleet.submit(0, PROMPT, max_tokens=None, min_tokens=3)
+    fleet.clock.advance(3)
+    assert fleet.engines[0].stats().requests[0].phase is EnginePhase.ANSWERING
+    fleet.clock.drain()
+    assert END_THINK not in stream.tokens
+
+
+def test_lengths_that_the_request_asks_for() -> None:
+    stream = undisturbed(PROMPT, max_tokens=None, extra_args={"reasoning_tokens": 5, "answer_tokens": 3})
+    assert stream.tokens.index(END_THINK) == 6
+    assert len(stream.tokens) == 7 + 3 + 1
+
+
+def test_max_tokens() -> None:
+    stream = undisturbed(PROMPT, max_tokens=3)
+    assert len(stream.tokens) == 3
+    assert stream.finish == (wire.FinishReason.LENGTH, None)
+
+
+def test_ignore_eos_goes_on_to_the_longest_length() -> None:
+    stream = undisturbed(PROMPT, max_tokens=None, ignore_eos=True)
+    assert EOS not in stream.tokens
+    assert len(PROMPT) + len(stream.tokens) == SMALL.max_model_len
+    assert stream.finish == (wire.FinishReason.LENGTH, None)
+
+
+def test_min_tokens_holds_back_the_end_and_the_stop_tokens() -> None:
+    space = 32
+    arguments = {"max_tokens": None, "extra_args": {"reasoning_tokens": 0, "answer_tokens": 1}}
+    stream = undisturbed(PROMPT, min_tokens=30, stop_token_ids=[space], **arguments)
+    assert space not in stream.tokens[:30]
+    assert EOS not in stream.tokens[:30]
+    assert len(stream.tokens) == 31
+
+
+def test_stop_token() -> None:
+    plain = undisturbed(PROMPT, max_tokens=None, ignore_eos=True).tokens
+    stop = plain[-1]
+    stream = undisturbed(PROMPT, max_tokens=None, ignore_eos=True, stop_token_ids=[stop])
+    assert stream.tokens == plain[: plain.index(stop) + 1]
+    assert stream.finish == (wire.FinishReason.STOP, stop)
+
+
+def test_the_last_output_names_the_request_as_finished() -> None:
+    fleet = Fleet(SMALL)
+    messages: list[wire.EngineCoreOutputs] = []
+    sink = fleet.front_end.sink(0)
+    accept = sink.on_step
+    sink.on_step = lambda columns: (messages.append(wire.read_outputs(columns.frames)), accept(columns))[1]  # type: ignore[method-assign]
+    engine = SimulatedEngine(SMALL, clock=fleet.clock)
+    now(engine.start(sink))
+    engine.submit(Submission(RequestKey(0, 9), "r", 0, request_frames("r", PROMPT, max_tokens=2)))
+    fleet.clock.drain()
+    assert [message.finished_requests for message in messages] == [None, ["r"]]
+    # The first output carries what the front half's metrics want of the prefill.
+    assert msgspec.msgpack.decode(messages[0].outputs[0].prefill_stats)["num_prompt_tokens"] == len(PROMPT)
+
+
+# ---- batching and blocks
+
+
+def test_chunked_prefill_takes_a_step_a_chunk() -> None:
+    fleet = Fleet(SMALL)
+    stream = fleet.submit(0, PROMPT, max_tokens=4)
+    assert len(PROMPT) > SMALL.max_num_batched_tokens
+    # The call that wakes the engine, and the end of the first chunk's step.
+    fleet.clock.advance(2)
+    assert stream.tokens == []
+    assert fleet.engines[0].stats().prefill_backlog_tokens > 0
+    fleet.clock.advance()
+    assert len(stream.tokens) == 1
+
+
+def test_step_times_are_the_profiles() -> None:
+    fleet = Fleet(msgspec.structs.replace(SMALL, max_num_batched_tokens=64, speed=2.0))
+    began_s = fleet.clock.time()
+    fleet.submit(0, PROMPT, max_tokens=2)
+    fleet.clock.advance(2)
+    first_s = fleet.clock.time()
+    length = len(PROMPT)
+    prefill_ms = 4.50629 + 0.0174934 * length + 5.20357e-07 * length**2
+    assert (first_s - began_s) * 1000 == pytest.approx(prefill_ms / 2)
+    fleet.clock.advance()
+    decode_ms = 6.38476 + 0.0120117 + 4.20068e-05 * (length + 1)
+    assert (fleet.clock.time() - first_s) * 1000 == pytest.approx(decode_ms / 2)
+
+
+def test_no_more_run_than_may() -> None:
+    fleet = Fleet(msgspec.structs.replace(SMALL, kv_blocks=1000))
+    for number in range(7):
+        fleet.submit(0, [*PROMPT, number], max_tokens=20)
+    fleet.clock.advance(6)
+    states = [request.state for request in fleet.engines[0].stats().requests]
+    assert states.count("running") == SMALL.max_num_seqs
+    assert states.count("waiting") == 3
+    fleet.clock.drain()
+    assert fleet.engines[0].stats().requests == []
+
+
+def test_preempted_requests_say_the_same() -> None:
+    fleet = Fleet(SMALL)
+    prompts = [[*PROMPT[:20], number] for number in range(4)]
+    streams = [fleet.submit(0, prompt, max_tokens=40, ignore_eos=True) for prompt in prompts]
+    fleet.clock.drain()
+    assert fleet.engines[0].stats().preemptions > 0
+    for stream, prompt in zip(streams, prompts, strict=True):
+        assert stream.tokens == undisturbed(prompt, max_tokens=40, ignore_eos=True).tokens
+    assert fleet.engines[0].stats().kv_blocks_used == 0
+
+
+def test_abort_frees_at_once_and_in_any_state() -> None:
+    fleet = Fleet(SMALL)
+    streams = [fleet.submit(0, [*PROMPT, number], max_tokens=30) for number in range(6)]
+    fleet.clock.advance(5)
+    engine = fleet.engines[0]
+    assert {request.state for request in engine.stats().requests} >= {"running", "waiting"}
+    engine.abort([fleet.key(stream) for stream in streams[:5]])
+    engine.abort([RequestKey(7, 7)])
+    assert len(engine.stats().requests) == 1
+    engine.abort_client(0)
+    assert engine.stats().kv_blocks_used == 0
+    before = [len(stream.tokens) for stream in streams]
+    fleet.clock.drain()
+    assert [len(stream.tokens) for stream in streams] == before
+
+
+def test_stats_of_a_request() -> None:
+    fleet = Fleet(SMALL)
+    stream = fleet.submit(0, PROMPT, max_tokens=30, ignore_eos=True)
+    fleet.clock.advance(8)
+    stats = fleet.engines[0].stats()
+    (request,) = stats.requests
+    assert (request.request_id, request.frontend_id, request.epoch) == (stream.request_id, "front-end", 0)
+    assert (request.prompt_tokens, request.output_tokens) == (len(PROMPT), len(stream.tokens))
+    assert (request.max_tokens, request.arrival_s) == (30, 12.5)
+    assert request.kv_blocks == stats.kv_blocks_used == -(-(len(PROMPT) + len(stream.tokens)) // 4)
+    assert stats.generated_tokens == len(stream.tokens)
+    assert 6 < stats.token_interval_ms_mean <= stats.token_interval_ms_p99 < 8
+
+
+# ---- what cannot run
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"\xc1"],
+        [msgspec.msgpack.encode(["chatcmpl-1"])],
+        request_frames("r", []),
+        request_frames("r", [1] * SMALL.max_model_len),
+        request_frames("r", [1], prompt_logprobs=1),
+        request_frames("r", [1], extra_args={"reasoning_tokens": "many"}),
+    ],
+    ids=["no msgpack", "no request", "no prompt", "too long", "prompt logprobs", "extra arguments"],
+)
+def test_a_request_that_cannot_run_fails(frames: list[bytes]) -> None:
+    fleet = Fleet(SMALL)
+    stream = fleet.submit(0, PROMPT)
+    fleet.engines[0].abort([fleet.key(stream)])
+    stream.frames, stream.epoch = frames, 1
+    fleet.resubmit(stream)
+    assert stream.failed
+    assert fleet.engines[0].stats().requests == []
+
+
+def test_fault_fails_a_request_at_an_index_and_elsewhere_it_goes_on() -> None:
+    fleet = Fleet(SMALL, SMALL)
+    fleet.faults[0].fail_at_index = 4
+    stream = fleet.submit(0, PROMPT, max_tokens=10)
+    fleet.clock.drain()
+    assert stream.failed
+    assert len(stream.tokens) == 4
+    assert fleet.engines[0].stats().kv_blocks_used == 0
+
+    stream.failed, stream.owner, stream.epoch = False, 1, 1
+    fleet.resubmit(stream)
+    fleet.clock.drain()
+    assert stream.tokens == undisturbed(PROMPT, max_tokens=10).tokens
+
+
+def test_a_hanging_engine_goes_on_when_it_may() -> None:
+    fleet = Fleet(SMALL)
+    stream = fleet.submit(0, PROMPT, max_tokens=10)
+    fleet.clock.advance(4)
+    made = len(stream.tokens)
+    fleet.faults[0].hang = True
+    fleet.clock.advance(20)
+    assert len(stream.tokens) == made
+    fleet.faults[0].hang = False
+    fleet.clock.drain()
+    assert stream.tokens == undisturbed(PROMPT, max_tokens=10).tokens
+
+
+def test_resubmitted_after_its_last_token_it_only_ends() -> None:
+    whole = undisturbed(PROMPT, max_tokens=10)
+    fleet = Fleet(SMALL)
+    stream = fleet.submit(0, PROMPT, max_tokens=10)
+    fleet.engines[0].abort([fleet.key(stream)])
+    stream.tokens, stream.epoch = list(whole.tokens), 1
+    fleet.resubmit(stream)
+    assert stream.finish == whole.finish
+    assert stream.tokens == whole.tokens
+
+
+def test_an_older_epoch_gives_way() -> None:
+    fleet = Fleet(SMALL)
+    stream = fleet.submit(0, PROMPT, max_tokens=10)
+    fleet.clock.advance(4)
+    stream.epoch = 1
+    fleet.resubmit(stream)
+    assert len(fleet.engines[0].stats().requests) == 1
+    fleet.clock.drain()
+    assert stream.tokens == undisturbed(PROMPT, max_tokens=10).tokens
+
+
+# ---- migration
+
+
+LONG = {"max_tokens": 30, "ignore_eos": True, "extra_args": {"reasoning_tokens": 20}}
+
+
+def _decoding(fleet: Fleet, **sampling: object) -> str:
+    stream = fleet.submit(0, PROMPT, **LONG, **sampling)
+    fleet.clock.advance(6)
+    assert stream.tokens
+    return stream.request_id
+
+
+def _copy(fleet: Fleet, request_id: str, first: int, count: int) -> None:
+    """Blocks from engine 0 to engine 1."""
+    source, target = fleet.engines
+    staging = source.staging(count)
+    checksums = now(source.read_blocks(request_id, first, count, staging))
+    now(target.write_blocks(request_id, first, count, staging, checksums))
+
+
+def _hand_over(fleet: Fleet, request_id: str) -> ExportedPause:
+    """Everything up to import_prepare, in one go."""
+    source, target = fleet.engines
+    exported = now(source.export_open(request_id))
+    now(target.import_open(exported, exported.key, exported.epoch + 1))
+    pause = now(source.export_pause(request_id, 0))
+    now(target.import_reserve(request_id, len(pause.block_hashes)))
+    _copy(fleet, request_id, 0, len(pause.block_hashes))
+    return pause
+
+
+def test_rounds_then_pause() -> None:
+    fleet = Fleet(SMALL, SMALL)
+    request_id = _decoding(fleet)
+    stream = fleet.front_end.streams[1]
+    source, target = fleet.engines
+    exported = now(source.export_open(request_id))
+    assert exported.output_token_ids == stream.tokens
+    assert exported.phase is EnginePhase.REASONING
+    have = len(exported.block_hashes)
+    now(target.import_open(exported, RequestKey(3, 1), 1))
+    _copy(fleet, request_id, 0, have)
+
+    fleet.clock.advance(6)
+    more = now(source.export_more(request_id, have))
+    assert len(more) == 1
+    now(target.import_reserve(request_id, have + 1))
+    _copy(fleet, request_id, have, 1)
+    have += 1
+
+    fleet.clock.advance(2)
+    pause = now(source.export_pause(request_id, have))
+    assert exported.output_token_ids + pause.new_output_token_ids == stream.tokens
+    assert pause.computed_tokens == len(PROMPT) + len(stream.tokens) - 1
+    fleet.clock.advance(5)
+    assert exported.output_token_ids + pause.new_output_token_ids == stream.tokens, "it was paused"
+    left = -(-pause.computed_tokens // SMALL.block_tokens) - have
+    assert len(pause.block_hashes) == left
+    now(target.import_reserve(request_id, have + left))
+    _copy(fleet, request_id, have, left)
+    now(target.import_prepare(request_id, pause))
+
+    stream.owner, stream.epoch = 1, 1
+    now(target.import_activate(request_id))
+    now(source.export_release(request_id))
+    # The target calls it by the front end's slot on the target.
+    assert source.stats().kv_blocks_used == 0
+    fleet.clock.drain()
+    assert stream.tokens == undisturbed(PROMPT, **LONG).tokens
+    assert not any(flags & OutputFlag.PREFILL_DONE for flags in stream.flags[1:])
+    assert target.stats().kv_blocks_used == 0
+
+
+def test_aborted_after_the_pause_it_goes_on_at_the_source() -> None:
+    fleet = Fleet(SMALL, SMALL)
+    request_id = _decoding(fleet)
+    pause = _hand_over(fleet, request_id)
+    now(fleet.engines[1].import_prepare(request_id, pause))
+    now(fleet.engines[1].import_drop(request_id))
+    now(fleet.engines[0].export_resume(request_id))
+    fleet.clock.drain()
+    expected = undisturbed(PROMPT, **LONG).tokens
+    assert fleet.front_end.streams[1].tokens == expected
+    assert [engine.stats().kv_blocks_used for engine in fleet.engines] == [0, 0]
+
+
+def test_damaged_bytes_are_caught_on_arrival() -> None:
+    fleet = Fleet(SMALL, SMALL)
+    request_id = _decoding(fleet)
+    fleet.faults[0].flip_bit_in_block = 2
+    with pytest.raises(KvCorrupt, match=f"block 2 of {request_id} arrived damaged"):
+        _hand_over(fleet, request_id)
+
+
+def test_the_wrong_block_is_caught_before_it_is_used() -> None:
+    fleet = Fleet(SMALL, SMALL)
+    request_id = _decoding(fleet)
+    fleet.faults[0].send_wrong_block = 3
+    pause = _hand_over(fleet, request_id)
+    with pytest.raises(KvCorrupt, match="block 3 is not what the tokens"):
+        now(fleet.engines[1].import_prepare(request_id, pause))
+
+
+def test_a_missing_block_is_caught() -> None:
+    fleet = Fleet(SMALL, SMALL)
+    request_id = _decoding(fleet)
+    source, target = fleet.engines
+    exported = now(source.export_open(request_id))
+    now(target.import_open(exported, exported.key, 1))
+    pause = now(source.export_pause(request_id, 0))
+    _copy(fleet, request_id, 0, 1)
+    with pytest.raises(KvCorrupt, match=r"block 1 of .* never received"):
+        now(target.import_prepare(request_id, pause))
+
+
+def test_another_model_refuses() -> None:
+    fleet = Fleet(SMALL, msgspec.structs.replace(SMALL, weights_seed=1))
+    assert fleet.infos[0].kv_shape != fleet.infos[1].kv_shape
+    with pytest.raises(KvCorrupt, match="not a block of this model"):
+        _hand_over(fleet, _decoding(fleet))
+
+
+def test_other_sampling_refuses() -> None:
+    fleet = Fleet(SMALL, SMALL)
+    request_id = _decoding(fleet, seed=1)
+    pause = _hand_over(fleet, request_id)
+    forged = ExportedPause(
+        pause.new_output_token_ids, pause.computed_tokens, [], msgspec.msgpack.encode([b"other", 3]), 0.0
+    )
+    with pytest.raises(EngineRefusal, match="gone on otherwise"):
+        now(fleet.engines[1].import_prepare(request_id, forged))
+
+
+def test_refusals() -> None:
+    fleet = Fleet(SMALL, msgspec.structs.replace(SMALL, kv_blocks=9, max_num_seqs=1))
+    source, target = fleet.engines
+    with pytest.raises(EngineRefusal, match="not on this engine"):
+        now(source.export_open("unknown"))
+    request_id = _decoding(fleet)
+    fleet.submit(0, PROMPT[:8], max_tokens=30, ignore_eos=True)
+    fleet.clock.advance(2)
+    for number in range(4):
+        fleet.submit(0, [*PROMPT, number], max_tokens=30)
+    with pytest.raises(EngineRefusal, match="is waiting"):
+        now(source.export_open("chatcmpl-5"))
+    exported = now(source.export_open(request_id))
+    with pytest.raises(EngineRefusal, match="exported already"):
+        now(source.export_open(request_id))
+    with pytest.raises(EngineRefusal, match="not paused"):
+        now(source.export_release(request_id))
+    with pytest.raises(EngineRefusal, match=r"blocks .* that can be read"):
+        now(source.read_blocks(request_id, 0, 50, source.staging(50)))
+
+    with pytest.raises(EngineRefusal, match="already"):
+        now(source.import_open(exported, exported.key, 1))
+    fleet.faults[1].refuse_import = "for a test"
+    with pytest.raises(EngineRefusal, match="for a test"):
+        now(target.import_open(exported, exported.key, 1))
+    fleet.faults[1].refuse_import = None
+    now(target.import_open(exported, exported.key, 1))
+    with pytest.raises(EngineRefusal, match="KV blocks are needed"):
+        now(target.import_reserve(request_id, 50))
+    with pytest.raises(EngineRefusal, match="not prepared"):
+        now(target.import_activate(request_id))
+    other = now(source.export_open("chatcmpl-2"))
+    with pytest.raises(EngineRefusal, match="as many requests"):
+        now(target.import_open(other, other.key, 1))
+    now(target.import_drop(request_id))
+    now(target.import_drop(request_id))
+    assert target.stats().kv_blocks_used == 0
+    fleet.clock.drain()
+    with pytest.raises(EngineRefusal, match="not on this engine"):
+        now(source.export_pause(request_id, 0))
+
+
+def test_no_room_reserves_nothing() -> None:
+    fleet = Fleet(SMALL, SMALL)
+    request_id = _decoding(fleet)
+    for number in range(3):
+        fleet.submit(1, [*PROMPT, number], max_tokens=30, ignore_eos=True)
+    fleet.clock.advance(8)
+    used = fleet.engines[1].stats().kv_blocks_used
+    exported = now(fleet.engines[0].export_open(request_id))
+    with pytest.raises(EngineRefusal, match="KV blocks are needed"):
+        now(fleet.engines[1].import_open(exported, exported.key, 1))
+    assert fleet.engines[1].stats().kv_blocks_used == used
+
+
+def test_large_blocks_in_parts() -> None:
+    """More bytes than are made between two looks at the event loop."""
+    large = SimulatedSettings(kv_bytes_per_token=16384, kv_blocks=64, max_model_len=1024, num_layers=4)
+    fleet = Fleet(large, large)
+    stream = fleet.submit(0, [7] * 500, max_tokens=100, ignore_eos=True)
+    fleet.clock.advance(20)
+    pause = _hand_over(fleet, stream.request_id)
+    assert len(pause.block_hashes) * fleet.infos[0].kv_shape.block_bytes > 8 << 20
+    now(fleet.engines[1].import_prepare(stream.request_id, pause))
+
+
+# ---- start-up and utilities
+
+
+def test_ready_response() -> None:
+    info = Fleet(SMALL).infos[0]
+    ready = wire.read_ready(info.ready_response)
+    assert (ready.num_gpu_blocks, ready.block_size, ready.max_model_len) == (24, 4, 72)
+    assert info.kv_shape.block_bytes == SMALL.block_tokens * SMALL.kv_bytes_per_token
+
+
+def test_utilities() -> None:
+    fleet = Fleet(SMALL)
+    engine = fleet.engines[0]
+    for method in ("get_supported_tasks", "is_sleeping", "reset_prefix_cache", "make_coffee"):
+        engine.utility(2, 77, [msgspec.msgpack.encode([0, 77, method, []])])
+    answers = [
+        msgspec.msgpack.decode(wire.read_outputs(frames).utility_output)
+        for _, _, frames in fleet.front_end.utilities
+    ]
+    assert {(client, call_id) for client, call_id, _ in fleet.front_end.utilities} == {(2, 77)}
+    assert [answer[2] for answer in answers] == [[None, ["generate"]], [None, False], [None, True], None]
+    assert "make_coffee" in answers[3][1]
+
+
+def test_impossible_settings() -> None:
+    with pytest.raises(RuntimeError, match="multiple of 8"):
+        SimulatedEngine(SimulatedSettings(kv_bytes_per_token=1, num_layers=3))
+    with pytest.raises(RuntimeError, match="no profile"):
+        SimulatedEngine(SimulatedSettings(profile="nowhere"))
+    with pytest.raises(RuntimeError, match="tokenizer"):
+        SimulatedEngine(SimulatedSettings(tokenizer="/nowhere"))
+
+
+async def test_on_a_real_event_loop() -> None:
+    import asyncio
+
+    from tests.worker.simulated import FrontEnd, Stream
+
+    front_end = FrontEnd()
+    engine = SimulatedEngine(msgspec.structs.replace(SMALL, speed=50.0))
+    done = asyncio.Event()
+
+    class Sink:
+        def on_step(self, columns: object) -> None:
+            front_end.accept(0, columns)  # type: ignore[arg-type]
+            if not stream.live:
+                done.set()
+
+        def on_utility(self, client: int, call_id: int, frames: object) -> None: ...
+
+        def on_engine_dead(self, reason: str) -> None: ...
+
+    await engine.start(Sink())
+    frames = request_frames("r", PROMPT, max_tokens=20)
+    stream = front_end.streams[1] = Stream("r", 1, frames, 0)
+    engine.submit(Submission(RequestKey(0, 1), "r", 0, frames))
+    async with asyncio.timeout(10):
+        await done.wait()
+    await engine.stop()
+    assert stream.tokens == undisturbed(PROMPT, max_tokens=20).tokens
