@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 from tailrace.local.state import RunState
-from tailrace.tiny.task import task
+from tailrace.tiny.task import MAX_SCORED_COUNT, task
 
 _SHORT = task("wxyz", 12, 9).prompt
-_LONG = task("wxyz", 200, 150).prompt
+_LONG = task("wxyz", MAX_SCORED_COUNT, MAX_SCORED_COUNT - 40).prompt
 
 
 def greeting(state: RunState, logs: Path) -> str:

@@ -85,8 +85,11 @@ class Starter:
         self._folder.write(self._state)
         if policy is not None:
             await self._set_policy(policy)
-        # A front end that is up before the workers waits for them; together they are up sooner.
-        await self._start_all([*self._plan.tier(Tier.WORKER), *self._plan.tier(Tier.FRONTEND)])
+        # The first front end waits for the workers by itself: together they are up sooner. Others share its
+        # port, which they may once it is known to the cluster.
+        first, *others = self._plan.tier(Tier.FRONTEND)
+        await self._start_all([*self._plan.tier(Tier.WORKER), first])
+        await self._start_all(others)
         await self._see_workers()
 
     async def _start_all(self, specs: Sequence[PartSpec]) -> None:

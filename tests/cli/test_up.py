@@ -1,0 +1,208 @@
+"""`tailrace up` and `down`, as typed: a whole cluster of simulated engines, and what can go wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tailrace.local.ports import free_ports
+from tailrace.local.state import RunFolder, RunState
+
+_UP_S = 120.0
+_FRONT = "rust" if (Path(sys.executable).parent / "vllm-rs").exists() else "python"
+
+
+class Here:
+    """A folder of its own in which `tailrace` is typed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.folder = RunFolder(path / ".run")
+        self.port = free_ports(1)[0]
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "tailrace", *arguments]
+
+    def environment(self) -> dict[str, str]:
+        ours = ("TAILRACE_", "OTEL_")
+        return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+
+    def tailrace(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(*arguments),
+            cwd=self.path,
+            env=self.environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_UP_S,
+        )
+
+    def up(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        common = ("--engine", "simulated", "--front", _FRONT, "--port", str(self.port))
+        return self.tailrace("up", *common, *arguments)
+
+    def state(self) -> RunState:
+        state = self.folder.read()
+        assert state is not None
+        return state
+
+
+def _wait(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, f"waited for {what}"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Here]:
+    place = Here(tmp_path)
+    yield place
+    place.tailrace("down")
+
+
+def test_a_whole_cluster(here: Here) -> None:
+    done = here.up("--workers", "2", "--policy", "least_loaded")
+    assert done.returncode == 0, done.stderr
+    state = here.state()
+    assert state.ready
+    assert state.admin in done.stdout
+    assert str(here.folder.logs) in done.stdout
+
+    curl = next(line.strip() for line in done.stdout.splitlines() if line.strip().startswith("curl"))
+    answer = subprocess.run(curl, shell=True, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 0, answer.stderr
+    events = [line.removeprefix("data: ") for line in answer.stdout.splitlines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]"
+    deltas = [choice["delta"] for event in events[:-1] for choice in json.loads(event)["choices"]]
+    assert any(delta.get("reasoning") for delta in deltas)
+    assert any(delta.get("content") for delta in deltas)
+
+    instances = json.loads(here.tailrace("get", "instances", "-o", "json").stdout)["instances"]
+    assert [instance["instance_id"] for instance in instances] == ["worker-0", "worker-1"]
+    policies = json.loads(here.tailrace("get", "policies", "-o", "json").stdout)["policies"]
+    assert [policy["name"] for policy in policies if policy["active"]] == ["least_loaded"]
+    assert "worker-1" in here.tailrace("top", "--once").stdout
+
+    again = here.up()
+    assert again.returncode == 0
+    assert "already up" in again.stderr
+    assert here.state() == state
+
+    down = here.tailrace("down")
+    assert down.returncode == 0, down.stderr
+    assert "worker-1" in down.stdout
+    assert not any(part.identity.session_members() for part in state.parts)
+    assert here.tailrace("down").stdout == "no local cluster runs here\n"
+    assert here.tailrace("get", "instances").returncode == 2
+
+
+def test_port_taken(here: Here) -> None:
+    with socket.create_server(("127.0.0.1", here.port)):
+        done = here.up()
+    assert done.returncode == 1
+    assert f"port {here.port} on 127.0.0.1 is taken" in done.stderr
+    assert f"--port {here.port + 1}" in done.stderr
+    assert here.folder.read() is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--policy", "magic"), "installed: least_loaded, round_robin"),
+        (("--model", "/no/such/model"), "no folder /no/such/model"),
+        (("--workers", "0"), "--workers"),
+        (("--port", "99999"), "--port"),
+    ],
+)
+def test_wrong_usage(here: Here, arguments: tuple[str, ...], says: str) -> None:
+    done = here.up(*arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert here.folder.read() is None
+
+
+def test_a_part_that_dies_while_starting(here: Here) -> None:
+    """The workers of an empty model folder end with an error; everything else is stopped."""
+    empty = here.path / "empty"
+    empty.mkdir()
+    done = here.up("--workers", "1", "--model", str(empty))
+    assert done.returncode == 1
+    assert re.search(r"(worker-0|frontend) ended while starting \(exit code \d+\)", done.stderr)
+    assert "the last lines of" in done.stderr
+    assert "Everything that was started is stopped." in done.stderr
+    assert here.folder.read() is None
+
+
+def test_a_worker_killed_while_starting(here: Here) -> None:
+    running = subprocess.Popen(
+        here.command("up", "--engine", "simulated", "--front", _FRONT, "--port", str(here.port)),
+        cwd=here.path,
+        env=here.environment(),
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    state = _when_worker_starts(here)
+    worker = next(part for part in state.parts if part.name == "worker-0")
+    os.kill(worker.identity.pid, signal.SIGKILL)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == 1
+    assert "worker-0 ended while starting (SIGKILL; out of memory?)" in errors
+    _nothing_left(here, state)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted(here: Here, number: signal.Signals) -> None:
+    running = subprocess.Popen(
+        here.command("up", "--engine", "simulated", "--front", _FRONT, "--port", str(here.port)),
+        cwd=here.path,
+        env=here.environment(),
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    state = _when_worker_starts(here)
+    running.send_signal(number)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert "interrupted" in errors
+    _nothing_left(here, state)
+
+
+def test_what_is_half_there_is_said_to_be(here: Here) -> None:
+    assert here.up("--workers", "1").returncode == 0
+    state = here.state()
+    worker = next(part for part in state.parts if part.name == "worker-0")
+    os.kill(worker.identity.pid, signal.SIGKILL)
+    _wait(lambda: not worker.identity.alive(), "worker-0 to end")
+    again = here.up()
+    assert again.returncode == 1
+    assert "worker-0 ended" in again.stderr
+    assert here.tailrace("down").returncode == 0
+    _nothing_left(here, state)
+
+
+def _when_worker_starts(here: Here) -> RunState:
+    def starts() -> bool:
+        state = here.folder.read()
+        return state is not None and any(part.name == "worker-0" for part in state.parts)
+
+    _wait(starts, "worker-0 to be started")
+    return here.state()
+
+
+def _nothing_left(here: Here, state: RunState) -> None:
+    assert here.folder.read() is None
+    assert not any(part.identity.session_members() for part in state.parts)
