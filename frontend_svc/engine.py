@@ -16,10 +16,11 @@ from frontend_svc.engine_core import EngineCoreSocket
 from frontend_svc.fleet import Members, usable
 from frontend_svc.metrics import FrontendMetrics
 from frontend_svc.observer import StreamObserver
-from frontend_svc.placement import Channels, Placement
+from frontend_svc.placement import Placement
 from frontend_svc.streams import StreamTable
 from frontend_svc.traces import RequestTraces
 from frontend_svc.workers import Workers
+from tailrace.service.channels import Channels
 from tailrace.v1 import worker_pb2
 
 log = logging.getLogger(__name__)

@@ -21,9 +21,9 @@ from frontend_svc.front_half.python import python_launch
 from frontend_svc.front_half.rust import rust_launch
 from frontend_svc.front_half.sockets import EngineSockets, is_listening
 from frontend_svc.front_half.spec import FrontHalfSpec, Launch
-from frontend_svc.placement import Channels
 from frontend_svc.settings import Front, Settings
 from frontend_svc.traces import RequestTraces
+from tailrace.service.channels import Channels
 
 log = logging.getLogger(__name__)
 

@@ -7,13 +7,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import grpc
 
 from frontend_svc.fleet import Members, may_prefill, usable
 from frontend_svc.outbox import Outbox
 from frontend_svc.streams import Stream, StreamTable
+from tailrace.service.channels import Channels
 from tailrace.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -23,12 +24,6 @@ _DEADLINE_S: Final = 1.0
 _SHUN_S: Final = 2.0
 # The scheduler may name an instance that has just been lost; it is asked again so often.
 _ASKS: Final = 3
-
-
-class Channels(Protocol):
-    """The part of tailrace.service.channels.Channels that is used here."""
-
-    def get(self, address: str) -> grpc.aio.Channel: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from copy import copy
 from http import HTTPStatus
 from typing import Any
 
+from vllm.config import ObservabilityConfig
 from vllm.exceptions import GracefulHTTPError
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -15,14 +16,14 @@ from frontend_svc.admission import AdmissionReader
 from frontend_svc.refusal import NO_INSTANCE
 
 
-class NoInstance(GracefulHTTPError):
+class NoInstance(GracefulHTTPError):  # type: ignore[misc]
     """Nothing in the fleet can take the request now."""
 
     def __init__(self) -> None:
         super().__init__("No instance can take this request now.", HTTPStatus.SERVICE_UNAVAILABLE)
 
 
-class FleetClient(AsyncLLM):
+class FleetClient(AsyncLLM):  # type: ignore[misc]
     """AsyncLLM over `frontend_svc`.
 
     vLLM drops a client's `traceparent` unless it exports spans itself. The check is on the client's
@@ -32,11 +33,12 @@ class FleetClient(AsyncLLM):
     """
 
     admission: AdmissionReader
+    observability_config: ObservabilityConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.observability_config = copy(self.observability_config)
-        object.__setattr__(self.observability_config, "otlp_traces_endpoint", "tailrace")
+        self.observability_config.otlp_traces_endpoint = "tailrace"
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Refuse before a response is started. Raises NoInstance, or what vLLM's own limits raise."""

@@ -37,7 +37,7 @@ def parse_args(arguments: list[str]) -> Namespace:
     """What `vllm serve` would make of these arguments; exits with its own message when they are wrong."""
     cli_env_setup()
     parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
-    args = parser.parse_args(arguments)
+    args: Namespace = parser.parse_args(arguments)
     if args.model_tag is not None:
         args.model = args.model_tag
     configure_logging_from_args(args)

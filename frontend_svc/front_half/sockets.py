@@ -11,11 +11,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from tailrace.service.server import ListenError
+
 # Connections of one engine core; more than one only while it reconnects.
 _BACKLOG: Final = 16
 
 
-class PortTaken(Exception):
+class PortTaken(ListenError):
     """Somebody else listens on the address; the message is one line for the operator."""
 
 

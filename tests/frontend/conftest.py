@@ -14,8 +14,9 @@ from prometheus_client import CollectorRegistry
 
 from frontend_svc.admission import AdmissionFlag, AdmissionReader
 from frontend_svc.engine import FleetEngine
+from tailrace.service.channels import Channels
 from tests.frontend.fake_front_half import FakeFrontHalf
-from tests.frontend.fleet import PlainChannels, StaticMembers, record
+from tests.frontend.fleet import StaticMembers, record
 from tests.frontend.scripted_worker import ScriptedWorker, serving
 
 PLACE_WAIT_S = 0.5
@@ -62,7 +63,7 @@ class Rig:
 async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
     """A front end with no workers yet."""
     flag = AdmissionFlag(tmp_path / "admission")
-    members, channels, registry = StaticMembers(), PlainChannels(), CollectorRegistry()
+    members, channels, registry = StaticMembers(), Channels(), CollectorRegistry()
     async with AsyncExitStack() as stack, FakeFrontHalf(tmp_path) as front:
         engine = FleetEngine(
             "f0",

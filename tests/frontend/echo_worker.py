@@ -7,7 +7,7 @@ import asyncio
 from tailrace.tiny.tokens import END_THINK, IM_END, THINK
 from tailrace.v1 import worker_pb2
 from tailrace.wire import EngineCoreOutput, EngineCoreRequest, FinishReason, encode_outputs, read_full_request
-from tests.frontend.scripted_worker import FINISHED, PREFILL_DONE, REASONING_ENDED, ScriptedWorker
+from tests.frontend.scripted_worker import FINISHED, PREFILL_DONE, REASONING_ENDED, ScriptedWorker, outputs
 
 THOUGHT = "let me see"
 ANSWER = "the answer"
@@ -19,17 +19,25 @@ def script(request: EngineCoreRequest) -> list[int]:
 
 
 class EchoWorker(ScriptedWorker):
-    """Answers every request at once, one token a step, within max_tokens."""
+    """Answers every request at once, one token a step, within max_tokens.
+
+    A request with min_tokens gets half of the thought and then nothing: it stays open until somebody aborts it.
+    """
 
     def __init__(self, instance_id: str) -> None:
         super().__init__(instance_id)
         self.requests: list[EngineCoreRequest] = []
+        self.submits: list[worker_pb2.Submit] = []
 
     async def on_submit(self, submit: worker_pb2.Submit) -> None:
         """One step a token."""
         request = read_full_request(list(submit.frames))
         self.requests.append(request)
+        self.submits.append(submit)
         assert request.sampling_params is not None
+        if request.sampling_params.min_tokens > 0:
+            self.say(outputs(submit, [THINK, *THOUGHT[:5].encode()], 0, PREFILL_DONE))
+            return
         tokens = script(request)[: request.sampling_params.max_tokens]
         for index in range(len(submit.output_token_ids), len(tokens)):
             last = index == len(tokens) - 1

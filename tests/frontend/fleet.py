@@ -5,8 +5,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 
-import grpc
-
 from tailrace.cluster import Pool
 from tailrace.records import InstanceRecord, ServiceRecord
 
@@ -48,17 +46,3 @@ class StaticMembers:
         """Tell the listeners."""
         for callback in self._listeners:
             callback()
-
-
-class PlainChannels:
-    """Channels by address."""
-
-    def __init__(self) -> None:
-        self._channels: dict[str, grpc.aio.Channel] = {}
-
-    def get(self, address: str) -> grpc.aio.Channel:
-        return self._channels.setdefault(address, grpc.aio.insecure_channel(address))
-
-    async def close(self) -> None:
-        for channel in self._channels.values():
-            await channel.close()

