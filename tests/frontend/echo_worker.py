@@ -21,7 +21,7 @@ def script(request: EngineCoreRequest) -> list[int]:
 class EchoWorker(ScriptedWorker):
     """Answers every request at once, one token a step, within max_tokens.
 
-    A request with min_tokens gets half of the thought and then nothing: it stays open until somebody aborts it.
+    A request with min_tokens gets half of the thought and then nothing: it stays open until it is aborted.
     """
 
     def __init__(self, instance_id: str) -> None:

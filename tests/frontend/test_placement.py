@@ -1,0 +1,140 @@
+"""Where requests go, with schedulers that answer, refuse, hang or are gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from frontend_svc.placement import Placed, Placement, Refused
+from frontend_svc.streams import StreamTable
+from tailrace.cluster import Pool
+from tailrace.records import ServiceRecord
+from tailrace.service.channels import Channels
+from tailrace.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2
+from tests.frontend.fleet import StaticMembers
+
+
+class Attached:
+    """An outbox with so many instances at its other end."""
+
+    def __init__(self, *instance_ids: str) -> None:
+        self.instance_ids = list(instance_ids)
+
+    def attached(self) -> list[str]:
+        return self.instance_ids
+
+    def send(self, instance_id: str, message: worker_pb2.AttachUp) -> bool:
+        return instance_id in self.instance_ids
+
+
+class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
+    """Answers as the test says; None: never."""
+
+    def __init__(
+        self, answer: Callable[[scheduler_pb2.PlaceRequest], scheduler_pb2.PlaceReply] | None
+    ) -> None:
+        self.answer = answer
+        self.asked: list[scheduler_pb2.PlaceRequest] = []
+
+    async def Place(
+        self, request: scheduler_pb2.PlaceRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.PlaceReply:
+        self.asked.append(request)
+        if self.answer is None:
+            await asyncio.Event().wait()
+            raise AssertionError
+        return self.answer(request)
+
+
+@asynccontextmanager
+async def scheduler(members: StaticMembers, name: str, servicer: Scheduler) -> AsyncIterator[grpc.aio.Server]:
+    """A member of the fleet; the first one leads."""
+    server = grpc.aio.server()
+    scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    service = ServiceRecord(kind="scheduler", service_id=name, incarnation="1", address=f"127.0.0.1:{port}")
+    members.services["scheduler", name] = service
+    members.leaders.setdefault("scheduler", service)
+    try:
+        yield server
+    finally:
+        await server.stop(None)
+
+
+@pytest.fixture
+async def channels() -> AsyncIterator[Channels]:
+    channels = Channels()
+    yield channels
+    await channels.close()
+
+
+def placed_on(instance_id: str) -> Callable[[scheduler_pb2.PlaceRequest], scheduler_pb2.PlaceReply]:
+    return lambda request: scheduler_pb2.PlaceReply(instance_id=instance_id, policy="test")
+
+
+async def test_the_scheduler_decides_on_exact_lengths(channels: Channels) -> None:
+    members, table = StaticMembers(), StreamTable()
+    stream = table.open("r", prompt_tokens=7, max_tokens=9)
+    stream.token_ids.extend([1, 2])
+    leader = Scheduler(placed_on("b"))
+    async with scheduler(members, "s0", leader):
+        placement = Placement("f0", members, Attached("a", "b"), table, channels)
+        assert await placement.choose(stream, frozenset({"z"})) == Placed("b", "test")
+    (asked,) = leader.asked
+    assert (asked.request_id, asked.frontend_id) == ("r", "f0")
+    assert (asked.prompt_tokens, asked.output_tokens, asked.max_tokens) == (7, 2, 9)
+    assert list(asked.excluded_instance_ids) == ["z"]
+
+
+async def test_a_refusal_is_a_refusal(channels: Channels) -> None:
+    members, table = StaticMembers(), StreamTable()
+    refusing = Scheduler(lambda request: scheduler_pb2.PlaceReply(refusal="full"))
+    async with scheduler(members, "s0", refusing):
+        placement = Placement("f0", members, Attached("a"), table, channels)
+        assert await placement.choose(table.open("r"), frozenset()) == Refused("full")
+
+
+async def test_an_instance_that_is_not_attached_is_asked_about_again(channels: Channels) -> None:
+    members, table = StaticMembers(), StreamTable()
+    stale = Scheduler(
+        lambda request: scheduler_pb2.PlaceReply(
+            instance_id="a" if "gone" in request.excluded_instance_ids else "gone"
+        )
+    )
+    async with scheduler(members, "s0", stale):
+        placement = Placement("f0", members, Attached("a"), table, channels)
+        assert await placement.choose(table.open("r"), frozenset()) == Placed("a", "")
+
+
+async def test_the_other_scheduler_is_asked_when_the_leader_hangs(channels: Channels) -> None:
+    members, table = StaticMembers(), StreamTable()
+    hung, standby = Scheduler(None), Scheduler(placed_on("b"))
+    async with scheduler(members, "s0", hung), scheduler(members, "s1", standby):
+        placement = Placement("f0", members, Attached("a", "b"), table, channels)
+        assert await placement.choose(table.open("r"), frozenset()) == Placed("b", "test")
+        # The hung one is not waited for by the next request.
+        assert await placement.choose(table.open("s"), frozenset()) == Placed("b", "test")
+    assert len(hung.asked) == 1
+
+
+async def test_without_schedulers_the_least_loaded_instance_that_prefills(channels: Channels) -> None:
+    members, table = StaticMembers(), StreamTable()
+    members.services["scheduler", "dead"] = ServiceRecord(
+        kind="scheduler", service_id="dead", incarnation="1", address="127.0.0.1:1"
+    )
+    members.pools["d"] = Pool.DECODE
+    members.draining, members.suspects = frozenset({"x"}), frozenset({"y"})
+    outbox = Attached("a", "b", "d", "x", "y")
+    placement = Placement("f0", members, outbox, table, channels)
+    for name, expected in (("r0", "a"), ("r1", "b"), ("r2", "a")):
+        stream = table.open(name)
+        assert await placement.choose(stream, frozenset()) == Placed(expected, "fallback")
+        table.assign(stream, expected)
+    assert await placement.choose(table.open("r3"), frozenset({"a", "b"})) == Placed("d", "fallback")
+    outbox.instance_ids = ["x"]
+    assert isinstance(await placement.choose(table.open("r4"), frozenset()), Refused)

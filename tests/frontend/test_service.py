@@ -1,0 +1,151 @@
+"""`tailrace serve frontend` as a process, against a real etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import msgspec
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from frontend_svc.front_half.sockets import EngineSockets, PortTaken, bind_http, is_listening
+from tailrace.records import ServiceRecord
+from tailrace.service.etcd import LocalEtcd, local_etcd
+from tailrace.store.store import Store
+from tests.frontend.conftest import eventually
+from tests.frontend.fake_front_half import FakeFrontHalf
+from tests.frontend.fleet import record
+from tests.frontend.scripted_worker import FINISHED, ScriptedWorker, outputs, serving
+
+COMMAND = [sys.executable, "-m", "frontend_svc.main"]
+
+
+@asynccontextmanager
+async def front_end(etcd: LocalEtcd, *arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """The service as a process; killed at the end if it still runs."""
+    process = await asyncio.create_subprocess_exec(
+        *COMMAND, "--etcd", etcd.endpoint, *arguments, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def registered(store: Store, frontend_id: str) -> ServiceRecord:
+    """The front end's record, once it is there."""
+    async with asyncio.timeout(20):
+        while (value := await store.get(f"services/frontend/{frontend_id}")) is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    return msgspec.json.decode(value, type=ServiceRecord)
+
+
+async def test_carries_a_stream_registers_and_withdraws(tmp_path: Path) -> None:
+    worker = ScriptedWorker("w0")
+    async with local_etcd(tmp_path / "etcd") as etcd, FakeFrontHalf(tmp_path) as front, serving(worker):
+        store = await Store.connect([etcd.endpoint], "default")
+        await store.register("instances/w0", msgspec.json.encode(record("w0", worker.address)))
+        arguments = ("--front", "none", "--ipc", str(tmp_path), "--http", "127.0.0.1:0", "--id", "f0")
+        async with front_end(etcd, *arguments) as process:
+            service = await registered(store, "f0")
+            await front.ready()
+            await front.add("r")
+            worker.say(outputs(await worker.submitted(), [1, 2], 0, FINISHED))
+            assert (await front.end_of("r")).new_token_ids == [1, 2]
+            async with grpc.aio.insecure_channel(service.address) as channel:
+                stub = health_pb2_grpc.HealthStub(channel)
+                reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+            reader, writer = await asyncio.open_connection(*service.metrics_address.split(":"))
+            writer.write(b"GET /metrics HTTP/1.0\r\n\r\n")
+            text = (await reader.read()).decode()
+            writer.close()
+            assert "tailrace_frontend_tokens_total 2.0" in text
+            assert 'tailrace_frontend_placements_total{by="fallback"} 1.0' in text
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), 10) == 0
+            assert await store.get("services/frontend/f0") is None
+        await store.close()
+
+
+async def test_a_front_half_that_dies_ends_the_service_with_a_line(tmp_path: Path) -> None:
+    async with local_etcd(tmp_path / "etcd") as etcd:
+        false = tmp_path / "vllm-rs"
+        false.write_text("#!/bin/sh\nexit 3\n")
+        false.chmod(0o755)
+        arguments = ("--front", "rust", "--vllm-rs", str(false), "--http", "127.0.0.1:0")
+        async with front_end(etcd, *arguments) as process:
+            assert process.stderr is not None
+            log = (await asyncio.wait_for(process.stderr.read(), 20)).decode()
+            assert await process.wait() == 1
+            assert log.splitlines()[-1].endswith("the front half exited with status 3")
+
+
+async def test_the_front_half_dies_with_a_killed_service(tmp_path: Path) -> None:
+    async with local_etcd(tmp_path / "etcd") as etcd:
+        sleeper = tmp_path / "vllm-rs"
+        sleeper.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
+        sleeper.chmod(0o755)
+        arguments = ("--front", "rust", "--vllm-rs", str(sleeper), "--http", "127.0.0.1:0")
+        async with front_end(etcd, *arguments) as process:
+            await eventually(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "")
+            pid = int((tmp_path / "pid").read_text())
+            process.kill()
+            await process.wait()
+            await eventually(lambda: not _runs(pid))
+
+
+async def test_a_port_that_somebody_else_has_is_one_clear_line(tmp_path: Path) -> None:
+    async with local_etcd(tmp_path / "etcd") as etcd:
+        with socket.socket() as other:
+            # Even one that would share it.
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            other.bind(("127.0.0.1", 0))
+            other.listen()
+            address = f"127.0.0.1:{other.getsockname()[1]}"
+            async with front_end(etcd, "--front", "none", "--http", address) as process:
+                assert process.stderr is not None
+                log = (await asyncio.wait_for(process.stderr.read(), 20)).decode()
+                assert await process.wait() == 1
+        assert log.splitlines()[-1].endswith(f"cannot listen on {address}: the port is taken")
+        assert "Traceback" not in log
+
+
+def test_front_ends_of_one_cluster_share_the_port() -> None:
+    with bind_http("127.0.0.1:0", lambda: False) as first:
+        address = f"127.0.0.1:{first.getsockname()[1]}"
+        # Not listening yet: nobody is in the way.
+        with bind_http(address, lambda: False):
+            pass
+        first.listen()
+        assert is_listening(first)
+        with pytest.raises(PortTaken, match="is taken"):
+            bind_http(address, lambda: False)
+        with bind_http(address, lambda: True) as second:
+            second.listen()
+            assert second.getsockname() == first.getsockname()
+
+
+def test_engine_sockets_are_private_to_their_folder(tmp_path: Path) -> None:
+    with EngineSockets.bind(tmp_path) as sockets:
+        assert sockets.input_address == f"ipc://{tmp_path}/in"
+        assert is_listening(sockets.output)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # A zombie waits for its new parent only.
+    return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
