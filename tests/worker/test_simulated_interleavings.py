@@ -224,7 +224,7 @@ class TwoEngines(RuleBasedStateMachine):
         for engine in self.fleet.engines:
             held = [block for request in engine._table for block in request.blocks]
             assert len(held) == len(set(held)) == engine._pool.used
-            assert sorted([*held, *engine._pool._free]) == list(range(engine._pool.total))
+            assert sorted([*held, *engine._pool.free_blocks()]) == list(range(engine._pool.total))
 
     @invariant()
     def kv_covers_what_is_computed(self) -> None:
@@ -284,4 +284,5 @@ def test_pool_never_gives_a_block_twice(steps: list[tuple[int, int]]) -> None:
             assert held == before
         everything = [block for each in holders for block in each]
         assert len(everything) == len(set(everything)) == pool.used
+        assert sorted([*everything, *pool.free_blocks()]) == list(range(20))
         assert pool.used + pool.free == 20

@@ -115,9 +115,7 @@ class Exports:
             if start:
                 await asyncio.sleep(0)
             end = min(start + at_a_time, num_blocks)
-            part = data[start * size : end * size]
-            self._codec.write(seeds[start:end], part)
-            checksums += self._codec.checksums(part)
+            checksums += self._codec.write(seeds[start:end], data[start * size : end * size])
         flipped = self._faults.flip_bit_in_block
         if flipped is not None and first_block <= flipped < last:
             data[(flipped - first_block) * size + size // 2] ^= 1

@@ -111,11 +111,7 @@ class Imports:
                 await asyncio.sleep(0)
             end = min(start + at_a_time, num_blocks)
             part = data[start * size : end * size]
-            found = self._codec.checksums(part)
-            for at, (ours, theirs) in enumerate(zip(found, checksums[start:end], strict=True)):
-                if ours != theirs:
-                    raise KvCorrupt(f"block {first_block + start + at} of {request_id} arrived damaged")
-            seeds += self._codec.read(part, first_block + start).tolist()
+            seeds += self._codec.read(part, checksums[start:end], first_block + start).tolist()
         if self._imports.get(request_id) is not incoming:
             raise EngineRefusal(f"request {request_id} was dropped while its blocks were written")
         incoming.seeds.update(enumerate(seeds, first_block))

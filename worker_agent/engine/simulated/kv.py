@@ -12,12 +12,16 @@ from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b, shake_128
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from worker_agent.engine.base import KvCorrupt, KvShape
+
+# Worked on at a time, so that what is written is still in the cache when its checksum is made.
+_CACHED_BYTES: Final = 256 << 10
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint64]
@@ -52,35 +56,65 @@ def _pattern(fingerprint: str, block_bytes: int) -> Words:
 
 
 class KvCodec:
-    """Makes and reads the bytes of blocks of one shape."""
+    """Makes and checks the bytes of blocks of one shape, a cache's worth at a time."""
 
-    __slots__ = ("_pattern", "block_bytes")
+    __slots__ = ("_at_a_time", "_pattern", "_scratch", "block_bytes")
 
     def __init__(self, shape: KvShape) -> None:
         if shape.block_bytes % 8:
             raise RuntimeError(f"a KV block must be a multiple of 8 bytes, not {shape.block_bytes}")
         self.block_bytes = shape.block_bytes
         self._pattern = _pattern(shape.model_fingerprint, shape.block_bytes)
+        self._at_a_time = max(1, _CACHED_BYTES // shape.block_bytes)
+        self._scratch: Bytes | None = None
 
-    def write(self, seeds: Words, out: Bytes) -> None:
-        """Write the bytes of the blocks with these seeds."""
+    def write(self, seeds: Words, out: Bytes) -> list[int]:
+        """Write the bytes of the blocks with these seeds; one 64-bit checksum (XXH3) a block."""
+        checksums: list[int] = []
+        size = self.block_bytes
+        for start in range(0, len(seeds), self._at_a_time):
+            part = seeds[start : start + self._at_a_time]
+            data = out[start * size : (start + len(part)) * size]
+            self._expand(part, data)
+            checksums += self._checksums(data)
+        return checksums
+
+    def read(self, data: Bytes, checksums: Sequence[int], first_block: int) -> Words:
+        """The seeds of received blocks, the first of which has this number.
+
+        Raises KvCorrupt for bytes that have not their checksum, or that no block of this model has.
+        """
+        size = self.block_bytes
+        if self._scratch is None:
+            self._scratch = np.empty(self._at_a_time * size, np.uint8)
+        seeds: Words = data.view(np.uint64)[:: size // 8] ^ self._pattern[0]
+        for start in range(0, len(seeds), self._at_a_time):
+            part = seeds[start : start + self._at_a_time]
+            end = start + len(part)
+            expected = self._scratch[: len(part) * size]
+            self._expand(part, expected)
+            found = self._checksums(data[start * size : end * size])
+            for block, ours, theirs, model in zip(
+                range(first_block + start, first_block + end),
+                found,
+                checksums[start:end],
+                self._checksums(expected),
+                strict=True,
+            ):
+                if ours != theirs:
+                    raise KvCorrupt(f"block {block} arrived damaged")
+                if ours != model:
+                    raise KvCorrupt(f"block {block} is not a block of this model")
+        return seeds
+
+    def _expand(self, seeds: Words, out: Bytes) -> None:
         words = out.view(np.uint64).reshape(len(seeds), -1)
         np.bitwise_xor(self._pattern[None, :], seeds[:, None], out=words)
 
-    def checksums(self, data: Bytes) -> list[int]:
-        """One 64-bit checksum a block (XXH3)."""
+    def _checksums(self, data: Bytes) -> list[int]:
         size = self.block_bytes
         view = memoryview(data)  # type: ignore[arg-type]
         return [xxhash.xxh3_64_intdigest(view[at : at + size]) for at in range(0, len(view), size)]
-
-    def read(self, data: Bytes, first_block: int) -> Words:
-        """The seeds of these blocks. Raises KvCorrupt for bytes that no block of this model has."""
-        words = data.view(np.uint64).reshape(-1, self.block_bytes // 8) ^ self._pattern[None, :]
-        seeds: Words = words[:, 0].copy()
-        whole = (words == seeds[:, None]).all(axis=1)
-        if not whole.all():
-            raise KvCorrupt(f"block {first_block + int(np.argmin(whole))} is not a block of this model")
-        return seeds
 
 
 class BlockChain:
