@@ -32,6 +32,9 @@ class Fleet:
         # Read by every worker at each fault point, so that a test can arm a fault in a running fleet.
         self.faults = root / "faults.json"
         self._etcd_port = free_port()
+        # How often each fault point had been announced when last waited for.
+        self._held: dict[str, int] = {}
+        self._commands: dict[str, tuple[Sequence[str], Mapping[str, str]]] = {}
 
     # ---- starting
 
@@ -109,7 +112,18 @@ class Fleet:
     def _start(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> Process:
         process = Process(name, command, self.root / f"{name}.log", env)
         self.processes[name] = process
+        self._commands[name] = (command, env)
         return process
+
+    def mend(self) -> None:
+        """Start again, as it was, whatever has ended; thaw whatever was frozen."""
+        for name, process in list(self.processes.items()):
+            if process.alive:
+                process.thaw()
+            else:
+                self._start(name, *self._commands[name])
+                if name != "etcd":
+                    self.wait_healthy(name, 180)
 
     # ---- looking
 
@@ -131,9 +145,22 @@ class Fleet:
 
         wait_until(healthy, f"{name} to serve", timeout_s)
 
-    def admin(self, scheduler: str = "scheduler-0") -> admin_pb2_grpc.AdminStub:
-        """The admin API."""
+    def admin(self, scheduler: str = "") -> admin_pb2_grpc.AdminStub:
+        """The admin API of a scheduler, by default of one that is alive."""
+        if not scheduler:
+            alive = [n for n in self.addresses if n.startswith("scheduler") and self.processes[n].alive]
+            scheduler = alive[0]
         return admin_pb2_grpc.AdminStub(grpc.insecure_channel(self.addresses[scheduler]))
+
+    def leader(self) -> str:
+        """Name of the scheduler that leads."""
+        for name in self.addresses:
+            if name.startswith("scheduler") and self.processes[name].alive:
+                reply = self.admin(name).ListServices(admin_pb2.ListServicesRequest(), timeout=5)
+                for service in reply.services:
+                    if service.kind == "scheduler" and service.leader:
+                        return str(service.id)
+        raise LookupError("no scheduler leads")
 
     def instances(self) -> dict[str, admin_pb2.InstanceInfo]:
         """Instances by id, as the scheduler sees them."""
@@ -166,6 +193,31 @@ class Fleet:
 
         wait_until(there, f"request {part!r} to have {output_tokens} tokens", timeout_s)
         return found[0]
+
+    def wait_listed(self, part: str) -> list[admin_pb2.RequestInfo]:
+        """What the scheduler lists for a request that has ended, once it has heard of the end: nothing."""
+        wait_until(lambda: not [r for r in self.requests() if part in r.request_id], f"{part} to be gone", 10)
+        return [r for r in self.requests() if part in r.request_id]
+
+    def wait_held(self, step: str, timeout_s: float = 30) -> None:
+        """Until a worker says that it holds at a fault point."""
+        line = f"fault: holding at {step}"
+        before = self._held.get(step, 0)
+
+        def held() -> bool:
+            count = sum(p.text().count(line) for n, p in self.processes.items() if n.startswith("w"))
+            if count > before:
+                self._held[step] = count
+                return True
+            return False
+
+        wait_until(held, line, timeout_s)
+
+    def migrations(self, part: str) -> list[migration_pb2.MigrationRecord]:
+        """Migrations of a request, oldest first."""
+        reply = self.admin().ListMigrations(migration_pb2.ListMigrationsRequest(limit=1000), timeout=5)
+        found = [m for m in reply.migrations if part in m.request_id]
+        return sorted(found, key=lambda m: m.opened_s)
 
     def wait_idle(self, timeout_s: float = 20) -> None:
         """Until no worker holds a request or a KV block of one, by their own metrics."""

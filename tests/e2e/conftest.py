@@ -1,0 +1,90 @@
+"""Fleets that tests share. Starting one takes most of a minute, so what a test breaks it mends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.chats import Chats
+from tests.e2e.fleet import Fleet
+
+VLLM_WORKERS = ("w0", "w1", "w2")
+SIMULATED_WORKERS = ("w0", "w1", "w2")
+
+
+@pytest.fixture(scope="session")
+def vllm_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Three real vLLM workers behind vLLM's Python front half."""
+    fleet = Fleet(tmp_path_factory.mktemp("vllm"), "vllm")
+    try:
+        fleet.start_control()
+        for name in VLLM_WORKERS:
+            fleet.start_worker(name, wait=False)
+        fleet.start_frontend()
+        for name in VLLM_WORKERS:
+            fleet.wait_healthy(name, 240)
+        fleet.wait_instances(VLLM_WORKERS)
+        yield fleet
+    finally:
+        fleet.close()
+
+
+@pytest.fixture
+def vllm_fleet(vllm_session: Fleet) -> Iterator[Fleet]:
+    """The shared fleet, whole and idle before and after each test."""
+    yield from _mended(vllm_session, VLLM_WORKERS)
+
+
+@pytest.fixture(scope="session")
+def simulated_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Three simulated workers behind vLLM's Python front half."""
+    fleet = Fleet(tmp_path_factory.mktemp("simulated"), "simulated")
+    try:
+        fleet.start_control(schedulers=2)
+        for name in SIMULATED_WORKERS:
+            fleet.start_worker(name)
+        fleet.start_frontend()
+        fleet.wait_instances(SIMULATED_WORKERS)
+        yield fleet
+    finally:
+        fleet.close()
+
+
+@pytest.fixture
+def simulated_fleet(simulated_session: Fleet) -> Iterator[Fleet]:
+    """The shared fleet, whole and idle before and after each test."""
+    yield from _mended(simulated_session, SIMULATED_WORKERS)
+
+
+def _mended(fleet: Fleet, workers: tuple[str, ...]) -> Iterator[Fleet]:
+    fleet.disarm()
+    fleet.mend()
+    fleet.wait_instances(workers, 120)
+    yield fleet
+    fleet.disarm()
+    fleet.mend()
+    fleet.wait_idle()
+
+
+@pytest.fixture
+def vllm_chats(vllm_fleet: Fleet) -> Iterator[Chats]:
+    """Clients of the vLLM fleet."""
+    chats = Chats(vllm_fleet.http)
+    yield chats
+    chats.close()
+
+
+@pytest.fixture
+def simulated_chats(simulated_fleet: Fleet) -> Iterator[Chats]:
+    """Clients of the simulated fleet."""
+    chats = Chats(simulated_fleet.http)
+    yield chats
+    chats.close()
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Path:
+    """A folder for a test's own logs."""
+    return tmp_path

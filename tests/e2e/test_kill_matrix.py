@@ -1,0 +1,77 @@
+"""kill -9 of each party in each step of a migration, on simulated engines: the stream ends right, KV is freed.
+
+The same on vLLM, one case a step, is in test_vllm_fleet.py.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from examples.fleet import Chat
+from tests.e2e.chats import Chats
+from tests.e2e.fleet import Fleet
+from tests.e2e.processes import wait_until
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120)]
+
+STEPS = {
+    "open": "import:open",
+    "pre-copy": "import:pre_copy",
+    "stop-and-copy": "import:paused",
+    "commit": "import:adopt",
+}
+VICTIMS = ("source", "target", "migration", "scheduler")
+PROMPT = "A prompt that a simulated engine answers at some length, the same on every instance."
+
+
+@pytest.fixture(scope="module")
+def undisturbed(simulated_session: Fleet) -> Chat:
+    """What the prompt gives when nothing happens."""
+    chats = Chats(simulated_session.http)
+    try:
+        return chats.run(PROMPT, max_tokens=MAX_TOKENS, extra_body={"min_tokens": MAX_TOKENS})
+    finally:
+        chats.close()
+
+
+MAX_TOKENS = 400
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize("step", STEPS)
+def test_killed_at_a_step(
+    simulated_fleet: Fleet, simulated_chats: Chats, undisturbed: Chat, step: str, victim: str
+) -> None:
+    progress: list[Chat] = []
+    stream = simulated_chats.start(
+        PROMPT, progress.append, max_tokens=MAX_TOKENS, extra_body={"min_tokens": MAX_TOKENS}
+    )
+    wait_until(lambda: len(progress) > 20, "the stream to flow", 30)
+    here = simulated_fleet.wait_request(progress[-1].request_id)
+    target = next(name for name in simulated_fleet.instances() if name != here.instance_id)
+    simulated_fleet.arm({"hold": STEPS[step], "seconds": 20})
+    mover = threading.Thread(target=_migrate, args=(simulated_fleet, here.request_id, target), daemon=True)
+    mover.start()
+    simulated_fleet.wait_held(STEPS[step])
+    name = {
+        "source": here.instance_id,
+        "target": target,
+        "migration": "migration",
+        "scheduler": simulated_fleet.leader(),
+    }[victim]
+    simulated_fleet.processes[name].kill()
+    simulated_fleet.disarm()
+    assert stream.result(timeout=60).same_text_and_usage(undisturbed)
+    simulated_fleet.mend()
+    simulated_fleet.wait_idle()
+    mover.join(timeout=30)
+    assert not mover.is_alive()
+
+
+def _migrate(fleet: Fleet, request_id: str, target: str) -> None:
+    try:
+        fleet.migrate(request_id, target)
+    except Exception as failure:  # noqa: BLE001 - what it raises when somebody is killed is not the point
+        print(f"migration ended: {failure}")

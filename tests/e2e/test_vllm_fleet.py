@@ -1,0 +1,322 @@
+"""A fleet of real vLLM engines: what users get, and what must not happen to them.
+
+Every answer is checked against what the tiny model must say, token for token.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import pytest
+
+from examples.fleet import Chat
+from tailrace.tiny.task import Task, task
+from tailrace.v1 import admin_pb2, types_pb2
+from tests.e2e.chats import Chats, client
+from tests.e2e.conftest import VLLM_WORKERS
+from tests.e2e.fleet import MODEL, Fleet
+from tests.e2e.processes import wait_until
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+
+COMMITTED = types_pb2.MIGRATION_STATE_COMMITTED
+
+LONG = task("wxyz", 200, 50)
+TEN = [task(f"ab{chr(97 + n)}d", 120 + n, 30 + n) for n in range(10)]
+
+
+def assert_right(chat: Chat, expected: Task) -> None:
+    """Thought, answer, finish reason and usage are exactly what they must be."""
+    assert chat.reasoning.strip() == expected.thought
+    assert chat.answer.strip() == expected.answer
+    assert chat.finish_reason == "stop"
+    assert chat.completion_tokens == expected.completion_tokens
+
+
+class Progress:
+    """Lets a test wait until a stream has come so far."""
+
+    def __init__(self) -> None:
+        self.chat = Chat()
+
+    def __call__(self, chat: Chat) -> None:
+        self.chat = chat
+
+    def wait(self, condition: Callable[[Chat], bool], what: str) -> Chat:
+        """Until the condition holds for what has arrived."""
+        wait_until(lambda: condition(self.chat), what, 60)
+        return self.chat
+
+
+def others(instance_id: str) -> list[str]:
+    """The workers that are not this one."""
+    return [name for name in VLLM_WORKERS if name != instance_id]
+
+
+def test_reasoning_and_answer_come_apart(vllm_chats: Chats) -> None:
+    expected = task("kite", 12, 4)
+    assert_right(vllm_chats.run(expected.prompt), expected)
+
+
+def test_migrated_three_times_it_is_the_same_answer(vllm_fleet: Fleet, vllm_chats: Chats) -> None:
+    progress = Progress()
+    stream = vllm_chats.start(LONG.prompt, progress)
+    phases = []
+    for what, far_enough in (
+        ("some thought", lambda chat: len(chat.reasoning) > 200),
+        ("half the thought", lambda chat: len(chat.reasoning) > len(LONG.thought) // 2),
+        ("some answer", lambda chat: len(chat.answer) > 20),
+    ):
+        chat = progress.wait(far_enough, what)
+        here = vllm_fleet.wait_request(chat.request_id)
+        record = vllm_fleet.migrate(here.request_id, others(here.instance_id)[0])
+        assert record.state == COMMITTED, record.error
+        assert record.bytes > 0 and record.rounds
+        phases.append(record.phase)
+    assert_right(stream.result(timeout=60), LONG)
+    assert set(phases) == {types_pb2.PHASE_REASONING, types_pb2.PHASE_ANSWERING}
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "numbers": {"type": "array", "items": {"type": "integer"}, "minItems": 60, "maxItems": 80}
+    },
+    "required": ["numbers"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1.0, "seed": 7, "max_tokens": 500},
+        {"temperature": 0.9, "seed": 3, "top_p": 0.8, "logprobs": True, "top_logprobs": 3, "max_tokens": 500},
+        {"frequency_penalty": 0.6, "presence_penalty": 0.3, "max_tokens": 400},
+        {"extra_body": {"repetition_penalty": 1.2, "min_tokens": 450}, "max_tokens": 600},
+        {"temperature": 1.0, "seed": 11, "stop": ["100 z"]},
+        {
+            "temperature": 1.0,
+            "seed": 5,
+            "max_tokens": 800,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "numbers", "schema": SCHEMA}},
+        },
+    ],
+    ids=["seeded", "seeded-logprobs", "penalties", "repetition-min-tokens", "stop-string", "json-schema"],
+)
+def test_sampling_state_travels(vllm_fleet: Fleet, vllm_chats: Chats, options: dict[str, object]) -> None:
+    alone = vllm_chats.run(LONG.prompt, **options)
+    progress = Progress()
+    stream = vllm_chats.start(LONG.prompt, progress, **options)
+    moves = 0
+    for length in (60, 200):
+        chat = progress.wait(lambda c, n=length: len(c.reasoning) + len(c.answer) > n, f"{length} characters")
+        here = vllm_fleet.wait_request(chat.request_id)
+        moves += vllm_fleet.migrate(here.request_id, others(here.instance_id)[0]).state == COMMITTED
+    moved = stream.result(timeout=60)
+    assert moves == 2
+    assert moved.same_text_and_usage(alone)
+
+
+def start_ten(fleet: Fleet, chats: Chats) -> tuple[list[Progress], Callable[[], list[Chat]]]:
+    """Ten streams, each with some thought on the client's side."""
+    progresses = [Progress() for _ in TEN]
+    futures = [chats.start(t.prompt, p) for t, p in zip(TEN, progresses, strict=True)]
+    for progress in progresses:
+        progress.wait(lambda chat: len(chat.reasoning) > 50, "every stream to flow")
+    return progresses, lambda: [future.result(timeout=120) for future in futures]
+
+
+def busiest(fleet: Fleet) -> str:
+    """The worker that carries most requests."""
+    instances = fleet.instances()
+    return max(VLLM_WORKERS, key=lambda name: instances[name].running)
+
+
+def test_ten_streams_outlive_a_killed_worker(vllm_fleet: Fleet, vllm_chats: Chats) -> None:
+    _, results = start_ten(vllm_fleet, vllm_chats)
+    vllm_fleet.processes[busiest(vllm_fleet)].kill()
+    for chat, expected in zip(results(), TEN, strict=True):
+        assert_right(chat, expected)
+
+
+def test_ten_streams_outlive_a_worker_that_hangs(vllm_fleet: Fleet, vllm_chats: Chats) -> None:
+    _, results = start_ten(vllm_fleet, vllm_chats)
+    victim = vllm_fleet.processes[busiest(vllm_fleet)]
+    victim.freeze()
+    chats = results()
+    # It wakes up with requests that are no longer its own, and must not disturb anybody.
+    victim.thaw()
+    for chat, expected in zip(chats, TEN, strict=True):
+        assert_right(chat, expected)
+    vllm_fleet.wait_idle()
+
+
+def held_migration(fleet: Fleet, chats: Chats, step: str) -> tuple[str, str, Callable[[], Chat]]:
+    """A stream whose migration is held at a step; source, target and how to get the stream's end."""
+    progress = Progress()
+    stream = chats.start(LONG.prompt, progress)
+    chat = progress.wait(lambda c: len(c.reasoning) > 100, "some thought")
+    here = fleet.wait_request(chat.request_id)
+    target = others(here.instance_id)[0]
+    fleet.arm({"hold": step, "seconds": 30})
+    mover = threading.Thread(target=_try_to_migrate, args=(fleet, here.request_id, target), daemon=True)
+    mover.start()
+    fleet.wait_held(step)
+    return here.instance_id, target, lambda: stream.result(timeout=120)
+
+
+def _try_to_migrate(fleet: Fleet, request_id: str, target: str) -> None:
+    try:
+        fleet.migrate(request_id, target)
+    except Exception as failure:  # noqa: BLE001 - what it raises when somebody is killed is not the point
+        print(f"migration ended: {failure}")
+
+
+@pytest.mark.parametrize(
+    ("step", "victim"),
+    [
+        ("import:open", "target"),
+        ("import:pre_copy", "source"),
+        ("import:paused", "migration"),
+        ("import:adopt", "scheduler-0"),
+    ],
+)
+def test_killed_in_mid_migration_the_stream_ends_right(
+    vllm_fleet: Fleet, vllm_chats: Chats, step: str, victim: str
+) -> None:
+    source, target, result = held_migration(vllm_fleet, vllm_chats, step)
+    name = {"source": source, "target": target}.get(victim, victim)
+    vllm_fleet.processes[name].kill()
+    vllm_fleet.disarm()
+    assert_right(result(), LONG)
+
+
+def test_etcd_away_for_half_a_minute(vllm_fleet: Fleet, vllm_chats: Chats) -> None:
+    before = vllm_fleet.instances()
+    progress = Progress()
+    running = vllm_chats.start(LONG.prompt, progress)
+    progress.wait(lambda chat: len(chat.reasoning) > 50, "a stream to flow")
+    vllm_fleet.processes["etcd"].kill()
+    gone_s = time.monotonic()
+    assert_right(running.result(timeout=60), LONG)
+    answered = 0
+    while time.monotonic() < gone_s + 30:
+        expected = task("noet", 20, 5)
+        try:
+            assert_right(vllm_chats.run(expected.prompt), expected)
+            answered += 1
+        except openai.InternalServerError as refused:
+            assert refused.status_code == 503 and refused.response.headers.get("retry-after")
+        time.sleep(1)
+    assert answered > 0
+    vllm_fleet.mend()
+    vllm_fleet.wait_instances(VLLM_WORKERS)
+    after = vllm_fleet.instances()
+    assert {i: x.incarnation for i, x in after.items()} == {i: x.incarnation for i, x in before.items()}
+    assert_right(vllm_chats.run(LONG.prompt), LONG)
+
+
+def test_corrupted_block_aborts_and_is_counted(vllm_fleet: Fleet, vllm_chats: Chats) -> None:
+    def failures() -> float:
+        return sum(
+            vllm_fleet.metric(name, "tailrace_worker_kv_checksum_failures_total") for name in VLLM_WORKERS
+        )
+
+    before = failures()
+    progress = Progress()
+    stream = vllm_chats.start(LONG.prompt, progress)
+    chat = progress.wait(lambda c: len(c.reasoning) > 300, "some thought")
+    here = vllm_fleet.wait_request(chat.request_id)
+    vllm_fleet.arm({"corrupt": "kv"})
+    record = vllm_fleet.migrate(here.request_id, others(here.instance_id)[0])
+    assert record.state == types_pb2.MIGRATION_STATE_ABORTED
+    assert "checksum" in record.error
+    vllm_fleet.disarm()
+    assert_right(stream.result(timeout=60), LONG)
+    assert failures() == before + 1
+    # It stayed where it was.
+    assert not vllm_fleet.wait_listed(chat.request_id)
+
+
+def test_client_that_leaves_frees_its_kv_within_a_second(vllm_fleet: Fleet) -> None:
+    with client(vllm_fleet.http).chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": LONG.prompt}], stream=True
+    ) as stream:
+        for number, _ in enumerate(stream):
+            if number == 50:
+                break
+    left_s = time.monotonic()
+    vllm_fleet.wait_idle(timeout_s=5)
+    assert time.monotonic() - left_s < 1.0
+
+
+def test_slow_reader_slows_nobody(vllm_fleet: Fleet, vllm_chats: Chats) -> None:
+    host = urlsplit(vllm_fleet.http)
+    body = json.dumps(
+        {"model": MODEL, "messages": [{"role": "user", "content": LONG.prompt}], "stream": True}
+    ).encode()
+    with socket.create_connection((str(host.hostname), int(host.port or 80)), timeout=30) as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        slow.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            + f"Content-Length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+        slow.recv(16)
+        # It reads no more; its engine goes on to the end, and others are served meanwhile.
+        expected = task("fast", 30, 5)
+        assert_right(vllm_chats.run(expected.prompt), expected)
+        vllm_fleet.wait_idle(timeout_s=30)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("chat/completions", b'{"model": "nope", "messages": [{"role": "user", "content": "x"}]}', 404),
+        ("completions", json.dumps({"model": MODEL, "prompt": "x" * 20_000}).encode(), 400),
+        ("chat/completions", b'{"model": "tiny", "messages": "not a list"}', 400),
+        ("completions", b'{"model": "tiny", "prompt": "x", "max_tokens": -5}', 400),
+        ("chat/completions", b'{"model": "tiny", "messages": [', 400),
+    ],
+    ids=["unknown-model", "prompt-too-long", "wrong-type", "negative-max-tokens", "broken-json"],
+)
+def test_bad_input_gets_openais_error(vllm_fleet: Fleet, path: str, body: bytes, status: int) -> None:
+    steps = sum(vllm_fleet.metric(name, "tailrace_worker_steps_total") for name in VLLM_WORKERS)
+    reply = httpx.post(
+        f"{vllm_fleet.http}/v1/{path}", content=body, headers={"content-type": "application/json"}, timeout=30
+    )
+    assert reply.status_code == status, reply.text
+    assert {"message", "type", "code"} <= set(reply.json()["error"])
+    # No worker noticed.
+    assert steps == sum(vllm_fleet.metric(name, "tailrace_worker_steps_total") for name in VLLM_WORKERS)
+
+
+def test_static_pools_prefill_here_and_decode_there(vllm_fleet: Fleet, vllm_chats: Chats) -> None:
+    admin = vllm_fleet.admin()
+    pools = {"w0": types_pb2.POOL_PREFILL, "w1": types_pb2.POOL_DECODE, "w2": types_pb2.POOL_DECODE}
+    previous = admin.SetPolicy(admin_pb2.SetPolicyRequest(name="static_pools"), timeout=5).previous
+    try:
+        for name, pool in pools.items():
+            admin.SetPool(admin_pb2.SetPoolRequest(instance_id=name, pool=pool), timeout=5)
+        wait_until(lambda: {n: i.pool for n, i in vllm_fleet.instances().items()} == pools, "the pools", 10)
+        progress = Progress()
+        stream = vllm_chats.start(LONG.prompt, progress)
+        chat = progress.wait(lambda c: len(c.reasoning) > 400, "some thought")
+        assert vllm_fleet.wait_request(chat.request_id, 300).instance_id in ("w1", "w2")
+        assert_right(stream.result(timeout=60), LONG)
+        moves = vllm_fleet.migrations(chat.request_id)
+        assert [(m.source_instance_id, m.reason, m.policy) for m in moves if m.state == COMMITTED] == [
+            ("w0", "prefill done", "static_pools")
+        ]
+    finally:
+        for name in pools:
+            admin.SetPool(admin_pb2.SetPoolRequest(instance_id=name), timeout=5)
+        admin.SetPolicy(admin_pb2.SetPolicyRequest(name=previous), timeout=5)
