@@ -1,0 +1,67 @@
+"""`python -m tailrace.service.probe HOST:PORT`: is that service healthy? For containers and units.
+
+Asks the standard gRPC health check and, if told to, an HTTP URL. Exit codes: 0 healthy, 1 not, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import http.client
+import sys
+import urllib.error
+import urllib.request
+from http import HTTPStatus
+
+import click
+import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+
+class Unhealthy(Exception):
+    """Why it is not healthy, for people."""
+
+
+@click.command()
+@click.argument("address", metavar="HOST:PORT")
+@click.option("--service", default="", metavar="NAME", help="Full name of one gRPC service.  [default: all]")
+@click.option("--http", "url", metavar="URL", help="Also GET this; anything but 200 is unhealthy.")
+@click.option("--timeout", default=3.0, show_default=True, metavar="SECONDS", help="For each of the two.")
+def main(address: str, service: str, url: str | None, timeout: float) -> None:
+    """Say whether the service at HOST:PORT is healthy."""
+    try:
+        check_grpc(address, service, timeout)
+        if url is not None:
+            check_http(url, timeout)
+    except Unhealthy as why:
+        click.echo(str(why), err=True)
+        sys.exit(1)
+    click.echo("healthy")
+
+
+def check_grpc(address: str, service: str, timeout_s: float) -> None:
+    """Raise Unhealthy unless the health service at HOST:PORT says SERVING within the time."""
+    with grpc.insecure_channel(address) as channel:
+        try:
+            reply = HealthStub(channel).Check(HealthCheckRequest(service=service), timeout=timeout_s)
+        except grpc.RpcError as error:
+            why = error.code().name if isinstance(error, grpc.Call) else str(error)
+            raise Unhealthy(f"{address}: {why}") from error
+    if reply.status != HealthCheckResponse.SERVING:
+        raise Unhealthy(f"{address}: {HealthCheckResponse.ServingStatus.Name(reply.status)}")
+
+
+def check_http(url: str, timeout_s: float) -> None:
+    """Raise Unhealthy unless a GET of the URL gives 200 within the time."""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s) as reply:
+            status = reply.status
+    except urllib.error.HTTPError as error:
+        status = error.code
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise Unhealthy(f"{url}: {error}") from error
+    if status != HTTPStatus.OK:
+        raise Unhealthy(f"{url}: HTTP {status}")
+
+
+if __name__ == "__main__":
+    main()
