@@ -1,4 +1,4 @@
-"""kill -9 of each party in each step of a migration, on simulated engines: the stream ends right, KV is freed.
+"""kill -9 of each party in each step of a migration, on simulated engines: streams end right, KV is freed.
 
 The same on vLLM, one case a step, is in test_vllm_fleet.py.
 """
