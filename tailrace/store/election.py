@@ -23,9 +23,9 @@ _RETRY_S: Final = 0.5
 class Election:
     """Campaigns for `leader/<kind>` until closed.
 
-    `leading` is set while this process is the leader, `following` while it is not. `leading` is cleared before the lease can have expired by this
-    process's clock, so that two never lead at once while etcd keeps its data; what a leader writes is
-    compare-and-swap besides.
+    `leading` is set while this process is the leader, `following` while it is not. `leading` is cleared
+    before the lease can have expired by this process's clock, so that two never lead at once while etcd keeps
+    its data; what a leader writes is compare-and-swap besides.
     """
 
     def __init__(self, store: Store, record: ServiceRecord, ttl_s: float = _TTL_S) -> None:

@@ -1,0 +1,142 @@
+"""The cluster as Prometheus metrics, read from the reports when somebody scrapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from monitor_svc.feed import Feed
+from monitor_svc.reports import Reports, in_trouble
+from monitor_svc.servicer import MonitorServicer
+from monitor_svc.traces import TraceStore
+from tailrace.v1 import monitor_pb2, types_pb2
+
+_PHASES: Final = {
+    types_pb2.PHASE_PREFILL: "prefill",
+    types_pb2.PHASE_REASONING: "reasoning",
+    types_pb2.PHASE_ANSWERING: "answering",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Service-level limits, in seconds: to the first token, and between tokens."""
+
+    ttft_s: float
+    tpot_s: float
+
+
+class MonitorGauges(Collector):
+    """Per-instance and per-phase gauges, and what the monitor itself does."""
+
+    def __init__(
+        self, reports: Reports, feed: Feed, servicer: MonitorServicer, traces: TraceStore, limits: Limits
+    ) -> None:
+        self._reports = reports
+        self._feed = feed
+        self._servicer = servicer
+        self._traces = traces
+        self._limits = limits
+
+    def collect(self) -> Iterable[Metric]:
+        """All families."""
+        yield from self._own()
+        yield from self._instances()
+        yield self._phases()
+        yield self._trouble()
+
+    def _own(self) -> Iterable[Metric]:
+        reports, traces = self._reports, self._traces
+        yield _counter("reports", "Worker reports received.", self._servicer.reports_received)
+        yield _counter("resnapshots", "Subscribers that fell behind.", self._feed.resnapshots)
+        yield _counter("spans", "Spans received over OTLP.", traces.received)
+        yield _counter("spans_dropped", "Spans that the trace store had no room for.", traces.dropped)
+        yield _gauge("subscribers", "Open watches.", self._feed.subscribers)
+        yield _gauge("instances", "Instances that have reported.", len(reports.known))
+        yield _gauge("silent_instances", "Instances that have stopped reporting.", len(reports.silent))
+        yield _gauge("traces", "Traces held.", traces.traces)
+        events = CounterMetricFamily(
+            "tailrace_monitor_phase_events", "Phase events by the phase that was entered.", labels=["phase"]
+        )
+        for phase, count in self._servicer.phase_events.items():
+            events.add_metric([_PHASES.get(types_pb2.Phase.ValueType(phase), "gone")], count)
+        yield events
+
+    def _instances(self) -> Iterable[Metric]:
+        loads = [(name, known.steady.load) for name, known in self._reports.known.items()]
+        for family, help_text, read in _LOAD_GAUGES:
+            metric = GaugeMetricFamily(f"tailrace_monitor_instance_{family}", help_text, labels=["instance"])
+            for name, load in loads:
+                metric.add_metric([name], float(getattr(load, read)) * _UNITS.get(read, 1.0))
+            yield metric
+        for family, help_text, read in _LOAD_COUNTERS:
+            counter = CounterMetricFamily(
+                f"tailrace_monitor_instance_{family}", help_text, labels=["instance"]
+            )
+            for name, load in loads:
+                counter.add_metric([name], float(getattr(load, read)))
+            yield counter
+
+    def _phases(self) -> Metric:
+        metric = GaugeMetricFamily(
+            "tailrace_monitor_instance_requests", "Requests held, by phase.", labels=["instance", "phase"]
+        )
+        for name, known in self._reports.known.items():
+            load = known.steady.load
+            metric.add_metric([name, "prefill"], load.prefilling)
+            metric.add_metric([name, "reasoning"], load.reasoning)
+            metric.add_metric([name, "answering"], load.answering)
+        return metric
+
+    def _trouble(self) -> Metric:
+        metric = GaugeMetricFamily(
+            "tailrace_monitor_slo_trouble_requests",
+            "Requests that now miss a service-level limit.",
+            labels=["instance", "slo"],
+        )
+        for name, known in self._reports.known.items():
+            late, slow = _count_trouble(known.steady.requests, known.steady.time_s, self._limits)
+            metric.add_metric([name, "ttft"], late)
+            metric.add_metric([name, "tpot"], slow)
+        return metric
+
+
+def _count_trouble(
+    requests: Sequence[monitor_pb2.RequestReport], now_s: float, limits: Limits
+) -> tuple[int, int]:
+    judged = [in_trouble(request, now_s, limits.ttft_s, limits.tpot_s) for request in requests]
+    return sum(late for late, _ in judged), sum(slow for _, slow in judged)
+
+
+def _gauge(name: str, help_text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"tailrace_monitor_{name}", help_text, value=value)
+
+
+def _counter(name: str, help_text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"tailrace_monitor_{name}", help_text, value=value)
+
+
+_LOAD_GAUGES: Final = (
+    ("running_requests", "Requests running.", "running"),
+    ("waiting_requests", "Requests waiting.", "waiting"),
+    ("paused_requests", "Requests paused for a migration's last round.", "paused"),
+    ("kv_blocks_used", "KV blocks in use.", "kv_blocks_used"),
+    ("kv_blocks", "KV blocks there are.", "kv_blocks_total"),
+    ("host_kv_bytes_used", "KV in host memory.", "host_kv_bytes_used"),
+    ("prefill_backlog_tokens", "Prompt tokens not yet prefilled.", "prefill_backlog_tokens"),
+    ("context_tokens", "Tokens of all requests held.", "context_tokens"),
+    ("token_interval_seconds", "Mean time between tokens of a request.", "token_interval_ms_mean"),
+    ("token_interval_p99_seconds", "P99 of the time between tokens.", "token_interval_ms_p99"),
+    ("migrations_in", "Migrations under way to it.", "migrations_in"),
+    ("migrations_out", "Migrations under way from it.", "migrations_out"),
+)
+_LOAD_COUNTERS: Final = (
+    ("steps", "Engine steps.", "steps"),
+    ("generated_tokens", "Tokens made.", "generated_tokens"),
+    ("preemptions", "Preemptions.", "preemptions"),
+)
+_UNITS: Final = {"token_interval_ms_mean": 1e-3, "token_interval_ms_p99": 1e-3}

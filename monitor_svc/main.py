@@ -1,0 +1,89 @@
+"""`tailrace serve monitor`: collects what workers report, publishes it, and keeps the last traces."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Final
+
+import click
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import add_TraceServiceServicer_to_server
+
+from monitor_svc.feed import Feed
+from monitor_svc.gauges import Limits, MonitorGauges
+from monitor_svc.reports import Reports
+from monitor_svc.servicer import MonitorServicer
+from monitor_svc.silence import watch_silence
+from monitor_svc.traces import OTLP_SERVICE, OtlpServicer, TraceStore
+from tailrace.service.frame import open_frame
+from tailrace.service.options import CommonOptions, common_options
+from tailrace.service.run import run_service
+from tailrace.service.server import Servicer, serve_grpc
+from tailrace.store.election import Election
+from tailrace.v1.monitor_pb2_grpc import add_MonitorServicer_to_server
+
+log = logging.getLogger(__name__)
+
+KIND: Final = "monitor"
+MONITOR_SERVICE: Final = "tailrace.v1.Monitor"
+
+
+@click.command("monitor")
+@common_options(KIND)
+@click.option(
+    "--patience",
+    type=click.FloatRange(min=0.1),
+    default=2.0,
+    show_default=True,
+    help="Seconds without a report after which an instance counts as silent.",
+)
+@click.option(
+    "--slo-ttft",
+    type=click.FloatRange(min=0),
+    default=10.0,
+    show_default=True,
+    help="Seconds to the first token; requests beyond it are counted as in trouble.",
+)
+@click.option(
+    "--slo-tpot",
+    type=click.FloatRange(min=0),
+    default=0.1,
+    show_default=True,
+    help="Seconds between tokens; requests beyond it are counted as in trouble.",
+)
+@click.option(
+    "--trace-spans",
+    type=click.IntRange(min=1),
+    default=50_000,
+    show_default=True,
+    help="Spans that the built-in trace store holds.",
+)
+def command(
+    common: CommonOptions, patience: float, slo_ttft: float, slo_tpot: float, trace_spans: int
+) -> None:
+    """Collect worker reports and publish the cluster's state; a second monitor stands by."""
+    limits = Limits(ttft_s=slo_ttft, tpot_s=slo_tpot)
+    run_service(lambda: serve(common, patience, limits, trace_spans))
+
+
+async def serve(common: CommonOptions, patience_s: float, limits: Limits, trace_spans: int) -> None:
+    """Until cancelled. Raises StoreUnavailable, ListenError, OSError."""
+    async with open_frame(KIND, common) as frame:
+        reports = Reports(patience_s)
+        feed = Feed(reports)
+        traces = TraceStore(trace_spans)
+        servicer = MonitorServicer(reports, feed, traces)
+        frame.registry.register(MonitorGauges(reports, feed, servicer, traces, limits))
+        servicers = [
+            Servicer(add_MonitorServicer_to_server, servicer, MONITOR_SERVICE),
+            Servicer(add_TraceServiceServicer_to_server, OtlpServicer(traces), OTLP_SERVICE),
+        ]
+        async with serve_grpc(common.listen, servicers) as server, frame.announced(server.address) as record:
+            log.info("%s serves on %s", record.service_id, server.address)
+            election = Election(frame.store, record)
+            election.start()
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(watch_silence(reports, feed, frame.members, patience_s))
+            finally:
+                await election.close()

@@ -1,0 +1,45 @@
+"""A monitor of the test's own, served over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import add_TraceServiceServicer_to_server
+
+from monitor_svc.feed import Feed
+from monitor_svc.reports import Reports
+from monitor_svc.servicer import MonitorServicer
+from monitor_svc.traces import OTLP_SERVICE, OtlpServicer, TraceStore
+from tailrace.service.server import Servicer, serve_grpc
+from tailrace.v1.monitor_pb2_grpc import MonitorStub, add_MonitorServicer_to_server
+
+
+@dataclass
+class Monitor:
+    """What the tests need of it."""
+
+    address: str
+    reports: Reports
+    feed: Feed
+    stub: MonitorStub
+
+
+@pytest.fixture
+async def monitor() -> AsyncIterator[Monitor]:
+    """Its subscribers' queues hold four reports."""
+    reports, traces = Reports(patience_s=2.0), TraceStore()
+    feed = Feed(reports, queue_max=4)
+    servicers = [
+        Servicer(
+            add_MonitorServicer_to_server, MonitorServicer(reports, feed, traces), "tailrace.v1.Monitor"
+        ),
+        Servicer(add_TraceServiceServicer_to_server, OtlpServicer(traces), OTLP_SERVICE),
+    ]
+    async with (
+        serve_grpc("127.0.0.1:0", servicers) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        yield Monitor(server.address, reports, feed, MonitorStub(channel))

@@ -1,0 +1,206 @@
+"""Reports in, state out: pure parts and over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from monitor_svc.feed import Feed
+from monitor_svc.gauges import Limits, MonitorGauges
+from monitor_svc.reports import Reports, in_trouble
+from monitor_svc.servicer import MonitorServicer
+from monitor_svc.traces import TraceStore
+from tailrace.v1 import monitor_pb2, types_pb2
+from tests.monitor.conftest import Monitor
+
+
+def steady(name: str, seq: int = 0, requests: int = 0, incarnation: str = "1") -> monitor_pb2.WorkerReport:
+    """A steady report."""
+    return monitor_pb2.WorkerReport(
+        instance_id=name,
+        incarnation=incarnation,
+        seq=seq,
+        time_s=100.0,
+        load=monitor_pb2.InstanceLoad(
+            running=requests, reasoning=requests, kv_blocks_total=100, generated_tokens=seq
+        ),
+        requests=[
+            monitor_pb2.RequestReport(
+                request_id=f"r{n}", phase=types_pb2.PHASE_REASONING, output_tokens=5, token_interval_ms=20
+            )
+            for n in range(requests)
+        ],
+    )
+
+
+def entered(name: str, request_id: str, phase: types_pb2.Phase.ValueType) -> monitor_pb2.WorkerReport:
+    """A report of one phase event alone."""
+    event = monitor_pb2.PhaseEvent(request_id=request_id, phase=phase)
+    return monitor_pb2.WorkerReport(instance_id=name, incarnation="1", phase_events=[event])
+
+
+def test_events_are_kept_until_the_next_steady_report() -> None:
+    reports = Reports(2.0)
+    reports.apply(steady("a", requests=1), 0.0)
+    reports.apply(entered("a", "r0", types_pb2.PHASE_ANSWERING), 0.1)
+    reports.apply(entered("a", "r0", types_pb2.PHASE_UNSPECIFIED), 0.2)
+    (report,) = reports.snapshot().reports
+    assert [e.phase for e in report.phase_events] == [types_pb2.PHASE_UNSPECIFIED]
+    assert report.load.running == 1
+    reports.apply(steady("a"), 0.5)
+    (report,) = reports.snapshot().reports
+    assert not report.phase_events
+
+
+def test_silence() -> None:
+    reports = Reports(2.0)
+    reports.apply(steady("a"), 0.0)
+    reports.apply(steady("b"), 0.0)
+    assert not reports.look(2.0)
+    reports.apply(steady("b"), 1.0)
+    assert reports.look(2.5)
+    assert reports.silent == {"a"}
+    assert not reports.look(2.6)
+    reports.apply(entered("a", "r", types_pb2.PHASE_REASONING), 2.7)
+    assert reports.look(2.8)
+    assert not reports.silent
+
+
+def test_who_stood_still_itself_blames_nobody() -> None:
+    reports = Reports(2.0)
+    reports.apply(steady("a"), 0.0)
+    reports.excuse(10.0)
+    assert not reports.look(10.5)
+
+
+def test_forgotten() -> None:
+    reports = Reports(2.0)
+    reports.apply(steady("a"), 0.0)
+    reports.look(3.0)
+    reports.forget(["a", "unknown"])
+    assert not reports.known
+    assert not reports.silent
+
+
+def test_a_new_incarnation_starts_afresh() -> None:
+    reports = Reports(2.0)
+    reports.apply(steady("a", requests=3), 0.0)
+    reports.apply(
+        monitor_pb2.WorkerReport(
+            instance_id="a",
+            incarnation="2",
+            phase_events=[monitor_pb2.PhaseEvent(request_id="x", phase=types_pb2.PHASE_PREFILL)],
+        ),
+        0.1,
+    )
+    (report,) = reports.snapshot().reports
+    assert report.incarnation == "2"
+    assert not report.requests
+
+
+@pytest.mark.parametrize(
+    ("phase", "arrival_s", "interval_ms", "expected"),
+    [
+        (types_pb2.PHASE_PREFILL, 99.5, 0, (False, False)),
+        (types_pb2.PHASE_PREFILL, 98.0, 0, (True, False)),
+        (types_pb2.PHASE_REASONING, 0.0, 99, (False, False)),
+        (types_pb2.PHASE_ANSWERING, 0.0, 101, (False, True)),
+    ],
+)
+def test_slo_trouble(
+    phase: types_pb2.Phase.ValueType, arrival_s: float, interval_ms: float, expected: tuple[bool, bool]
+) -> None:
+    request = monitor_pb2.RequestReport(
+        phase=phase,
+        arrival_s=arrival_s,
+        token_interval_ms=interval_ms,
+        output_tokens=0 if phase == types_pb2.PHASE_PREFILL else 1,
+    )
+    assert in_trouble(request, 100.0, ttft_s=1.0, tpot_s=0.1) == expected
+
+
+async def test_a_subscriber_that_falls_behind_gets_a_snapshot() -> None:
+    reports = Reports(2.0)
+    feed = Feed(reports, queue_max=3)
+    with feed.subscribe() as subscription:
+        assert (await subscription.next()).snapshot
+        for seq in range(3):
+            feed.publish(steady("a", seq))
+        delta = await subscription.next()
+        assert not delta.snapshot
+        assert [r.seq for r in delta.reports] == [0, 1, 2]
+        for seq in range(10):
+            report = steady("a", seq)
+            reports.apply(report, 0.0)
+            feed.publish(report)
+        delta = await subscription.next()
+        assert delta.snapshot
+        assert [r.seq for r in delta.reports] == [9]
+    assert feed.resnapshots == 1
+    assert feed.subscribers == 0
+
+
+async def test_report_and_watch(monitor: Monitor) -> None:
+    async def stream() -> AsyncIterator[monitor_pb2.WorkerReport]:
+        yield steady("a", 1, requests=2)
+        yield entered("a", "r0", types_pb2.PHASE_ANSWERING)
+
+    acks = [ack.seq async for ack in monitor.stub.Report(stream())]
+    assert acks == [1, 0]
+    watch = monitor.stub.Watch(monitor_pb2.WatchRequest(subscriber="test"))
+    first = await watch.read()
+    assert first.snapshot
+    assert len(first.reports[0].requests) == 2
+    assert [e.phase for e in first.reports[0].phase_events] == [types_pb2.PHASE_ANSWERING]
+    async for _ in monitor.stub.Report(iter([steady("b", 7)])):
+        pass
+    delta = await watch.read()
+    assert not delta.snapshot
+    assert [(r.instance_id, r.seq) for r in delta.reports] == [("b", 7)]
+    watch.cancel()
+
+
+async def test_a_subscriber_that_does_not_read_costs_a_bounded_queue(monitor: Monitor) -> None:
+    """It reads nothing while far more is reported than transport buffers hold, and then is told the truth."""
+    watch = monitor.stub.Watch(monitor_pb2.WatchRequest(subscriber="slow"))
+    assert (await watch.read()).snapshot
+
+    def stream() -> Iterator[monitor_pb2.WorkerReport]:
+        for seq in range(1, 601):
+            yield steady("a", seq, requests=500)
+
+    async for _ in monitor.stub.Report(stream()):
+        pass
+    last, snapshots = 0, 0
+    async with asyncio.timeout(20):
+        while last < 600:
+            delta = await watch.read()
+            snapshots += delta.snapshot
+            last = max([last, *(r.seq for r in delta.reports)])
+    assert snapshots >= 1
+    assert monitor.feed.resnapshots == snapshots
+    watch.cancel()
+
+
+async def test_a_report_without_a_name_is_refused(monitor: Monitor) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in monitor.stub.Report(iter([monitor_pb2.WorkerReport()])):
+            pass
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_gauges() -> None:
+    reports, traces = Reports(2.0), TraceStore()
+    feed = Feed(reports)
+    reports.apply(steady("a", 3, requests=2), 0.0)
+    registry = CollectorRegistry()
+    servicer = MonitorServicer(reports, feed, traces)
+    registry.register(MonitorGauges(reports, feed, servicer, traces, Limits(1.0, 0.01)))
+    text = generate_latest(registry).decode()
+    assert 'tailrace_monitor_instance_requests{instance="a",phase="reasoning"} 2.0' in text
+    assert 'tailrace_monitor_instance_generated_tokens_total{instance="a"} 3.0' in text
+    assert 'tailrace_monitor_slo_trouble_requests{instance="a",slo="tpot"} 2.0' in text
