@@ -19,6 +19,10 @@ class SeededCpuGenerator(torch.Generator):
     draws to keep are as many as the request has tokens, so taking back is: start over, draw that many.
     """
 
+    def __new__(cls, seed: int, output_token_ids: list[int]) -> SeededCpuGenerator:
+        # torch's own constructor looks at the arguments here, and knows only a device.
+        return super().__new__(cls)
+
     def __init__(self, seed: int, output_token_ids: list[int]) -> None:
         """`output_token_ids` is the model runner's own list, which grows as tokens are sampled."""
         super().__init__()

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -34,6 +35,9 @@ class VllmSettings:
     # KV cache size, in blocks (wins) or bytes. CPU: 1 GiB.
     kv_blocks: int | None = None
     kv_bytes: int | None = None
+    # CPU: threads of a step. Threads of one step wait for each other, so when workers share cores more than
+    # one each makes a step many times slower.
+    cpu_threads: int | None = None
     max_num_seqs: int | None = None
     max_model_len: int | None = None
     # vLLM's name of the model's reasoning parser; empty: the model does not reason.
@@ -43,7 +47,10 @@ class VllmSettings:
 
 
 def vllm_config(settings: VllmSettings) -> VllmConfig:
-    """vLLM's configuration. Raises RuntimeError, saying what to change, for what cannot be served."""
+    """vLLM's configuration. Raises RuntimeError, saying what to change, for what cannot be served.
+
+    Call it on the thread that will load and run the model: the number of CPU threads is set for that one.
+    """
     os.environ.update(_ENVIRONMENT)
     arguments: dict[str, object] = {
         "model": settings.model,
@@ -56,6 +63,9 @@ def vllm_config(settings: VllmSettings) -> VllmConfig:
         "reasoning_parser": settings.reasoning_parser,
     }
     if current_platform.is_cpu():
+        if settings.cpu_threads is not None:
+            os.environ["OMP_NUM_THREADS"] = str(settings.cpu_threads)
+            torch.set_num_threads(settings.cpu_threads)
         arguments["enforce_eager"] = True
         arguments["block_size"] = settings.block_tokens or _CPU_BLOCK_TOKENS
         if settings.kv_bytes is None and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:

@@ -1,0 +1,666 @@
+"""The vLLM engine on the tiny model: whatever happens to a request, it yields what it would have yielded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tailrace.tiny import MODEL_PATH, REASONING_PARSER
+
+pytest.importorskip("vllm", reason="the vLLM engine is not installed")
+
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.engine import EngineCoreOutputs, FinishReason
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from tests.worker.vllm_front import Front, Stream
+from worker_agent.engine.base import (
+    EngineInfo,
+    EnginePhase,
+    EngineRefusal,
+    Exported,
+    ExportedPause,
+    KvCorrupt,
+    OutputFlag,
+    RequestKey,
+)
+from worker_agent.engine.vllm.engine import VllmEngine
+from worker_agent.engine.vllm.kv_blocks import DeviceStaging
+from worker_agent.engine.vllm.settings import VllmSettings
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+
+BLOCK = 32
+KV_BLOCKS = 97
+THINK_END = 260
+EOS = 258
+# Byte-level: a byte's token id is the byte.
+QUESTION = [*b"Count to 9 with abcd, then back to 3. What comes first, and what comes last?"]
+REASONING = [*QUESTION, 259]
+ANSWERING = [*QUESTION, 259, THINK_END]
+ENGINE_ARGUMENTS = {
+    "model": str(MODEL_PATH),
+    "dtype": "float32",
+    "max_num_seqs": 16,
+    "max_model_len": 2048,
+    "block_size": BLOCK,
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def started() -> AsyncIterator[tuple[VllmEngine, Front, EngineInfo]]:
+    """One engine for the whole module, as vLLM is one a process."""
+    engine = VllmEngine(
+        VllmSettings(
+            model=str(MODEL_PATH),
+            dtype="float32",
+            max_num_seqs=16,
+            max_model_len=2048,
+            kv_blocks=KV_BLOCKS,
+            cpu_threads=1,
+            reasoning_parser=REASONING_PARSER,
+            engine_args={"max_num_batched_tokens": 256},
+        )
+    )
+    front = Front()
+    info = await engine.start(front)
+    yield engine, front, info
+    await engine.stop()
+
+
+@pytest.fixture
+def engine(started: tuple[VllmEngine, Front, EngineInfo]) -> VllmEngine:
+    return started[0]
+
+
+@pytest.fixture
+def front(started: tuple[VllmEngine, Front, EngineInfo]) -> Front:
+    return started[1]
+
+
+@pytest_asyncio.fixture(loop_scope="module", autouse=True)
+async def nothing_left(engine: VllmEngine, front: Front) -> AsyncIterator[None]:
+    """Every test ends with no request and no block in use."""
+    yield
+    await idle(engine)
+    stats = engine.stats()
+    assert (stats.kv_blocks_used, stats.requests) == (0, [])
+    assert not front.dead
+
+
+async def idle(engine: VllmEngine) -> None:
+    """Let the engine thread run all commands given so far."""
+    await engine.import_drop("nobody")
+    await engine.import_drop("nobody")
+
+
+def params(**changes: object) -> SamplingParams:
+    """Long enough to be disturbed, whatever the model says."""
+    values: dict[str, object] = {"max_tokens": 110, "ignore_eos": True, "temperature": 0.0}
+    return SamplingParams(**(values | changes))
+
+
+NO_THINK_END = {THINK_END: -100.0}
+SEEDED = {
+    "temperature": 1.0,
+    "seed": 11,
+    "frequency_penalty": 0.4,
+    "presence_penalty": 0.3,
+    "repetition_penalty": 1.1,
+    "logprobs": 4,
+    "top_p": 0.97,
+}
+SCHEMA = {"type": "array", "items": {"enum": ["ab", "cd", "efgh"]}, "minItems": 20, "maxItems": 20}
+
+
+def schema() -> StructuredOutputsParams:
+    """A schema, with the backend that vLLM's front half chooses for it."""
+    outputs = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
+    outputs._backend = "xgrammar"
+    return outputs
+
+
+CASES = {
+    "greedy, reasoning": (REASONING, params(logit_bias=NO_THINK_END)),
+    "greedy, answering": (ANSWERING, params()),
+    "seeded, reasoning": (REASONING, params(logit_bias=NO_THINK_END, **SEEDED)),
+    "seeded, answering": (ANSWERING, params(**SEEDED)),
+    "reasoning ends by itself": (QUESTION, params(temperature=1.0, seed=5)),
+    "min tokens": (ANSWERING, params(temperature=1.0, seed=3, ignore_eos=False, min_tokens=100)),
+    "stop token": (ANSWERING, params(temperature=1.0, seed=4, stop_token_ids=[*range(0, 250, 97)], min_tokens=90)),
+    "allowed tokens": (ANSWERING, params(temperature=0.8, seed=6, top_k=20, min_p=0.01, allowed_token_ids=[*range(32, 100)])),
+    "json schema": (
+        ANSWERING,
+        params(temperature=1.0, seed=8, ignore_eos=False, structured_outputs=schema()),
+    ),
+    "json schema after reasoning": (
+        QUESTION,
+        params(temperature=1.0, seed=9, max_tokens=200, logit_bias={THINK_END: 6.0},
+               structured_outputs=schema()),
+    ),
+}
+
+
+@pytest.fixture(params=CASES, ids=lambda name: name.replace(" ", "-"))
+def case(request: pytest.FixtureRequest) -> tuple[list[int], SamplingParams]:
+    prompt, sampling = CASES[request.param]
+    sampling = sampling.clone()
+    # As vLLM's front half does for every request.
+    sampling.update_from_generation_config({}, EOS)
+    return prompt, sampling
+
+
+def same(stream: Stream, reference: Stream, tolerance: float = 1e-4) -> None:
+    """Tokens, finish and logprobs are those of the undisturbed run."""
+    assert stream.tokens == reference.tokens
+    assert stream.finish_reason == reference.finish_reason
+    assert len(stream.logprobs) == len(reference.logprobs)
+    for one, other in zip(stream.logprobs, reference.logprobs, strict=True):
+        assert one == pytest.approx(other, abs=tolerance)
+
+
+class Bundle:
+    """A request taken out of an engine: what a worker would have received from the source."""
+
+    def __init__(self, engine: VllmEngine, request_id: str) -> None:
+        self.engine = engine
+        self.request_id = request_id
+        self.parts: list[tuple[int, int, DeviceStaging, list[int]]] = []
+        self.have = 0
+        self.exported: Exported
+        self.pause: ExportedPause
+
+    async def pull(self, num_blocks: int) -> None:
+        """Read the next blocks of the source."""
+        if num_blocks:
+            staging = self.engine.staging(num_blocks)
+            assert isinstance(staging, DeviceStaging)
+            sums = await self.engine.read_blocks(self.request_id, self.have, num_blocks, staging)
+            self.parts.append((self.have, num_blocks, staging, sums))
+            self.have += num_blocks
+
+    async def open(self) -> None:
+        self.exported = await self.engine.export_open(self.request_id)
+        await self.pull(len(self.exported.block_hashes))
+
+    async def more(self) -> None:
+        await self.pull(len(await self.engine.export_more(self.request_id, self.have)))
+
+    async def stop_and_copy(self) -> None:
+        self.pause = await self.engine.export_pause(self.request_id, self.have)
+        await self.pull(len(self.pause.block_hashes))
+
+    async def reserve(self, stream: Stream) -> None:
+        """Open the import of the stream's next epoch and reserve all its blocks."""
+        await self.engine.import_open(self.exported, stream.key, stream.epoch + 1)
+        await self.engine.import_reserve(self.request_id, self.have)
+
+    async def write(self) -> None:
+        for first, number, staging, sums in self.parts:
+            await self.engine.write_blocks(self.request_id, first, number, staging, sums)
+
+    async def put_back(self, stream: Stream) -> None:
+        """Release at the source, and bring it back into the same engine."""
+        await self.engine.export_release(self.request_id)
+        await self.reserve(stream)
+        await self.write()
+        await self.engine.import_prepare(self.request_id, self.pause)
+        stream.epoch += 1
+        await self.engine.import_activate(self.request_id)
+
+
+async def take_out(engine: VllmEngine, front: Front, stream: Stream, at: int) -> Bundle:
+    """Export in rounds, begun at `at` tokens, up to the pause."""
+    bundle = Bundle(engine, stream.request_id)
+    await front.until_tokens(stream, at)
+    await bundle.open()
+    await front.until_tokens(stream, at + 5)
+    await bundle.more()
+    await bundle.stop_and_copy()
+    assert stream.tokens == [*bundle.exported.output_token_ids, *bundle.pause.new_output_token_ids]
+    return bundle
+
+
+# ---- plain
+
+
+async def test_start_tells_what_the_engine_is(started: tuple[VllmEngine, Front, EngineInfo]) -> None:
+    info = started[2]
+    assert info.kv_blocks_total == KV_BLOCKS - 1
+    assert (info.max_model_len, info.max_num_seqs, info.kv_shape.block_tokens) == (2048, 16, BLOCK)
+    config = json.loads((Path(MODEL_PATH) / "config.json").read_text())
+    values = 2 * config["num_key_value_heads"] * config["head_dim"] * BLOCK
+    assert info.kv_shape.num_layers == config["num_hidden_layers"]
+    assert info.kv_shape.layer_block_bytes == values * 4
+
+
+async def test_tokens_are_those_of_plain_vllm(engine: VllmEngine, front: Front) -> None:
+    """Plain `LLM`, in a process of its own: greedy and seeded."""
+    kinds: list[tuple[list[int], dict[str, object]]] = [
+        (ANSWERING, {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}),
+        (REASONING, {"temperature": 1.0, "seed": 42, "max_tokens": 60, "ignore_eos": True}),
+        (ANSWERING, {"max_tokens": 60, "ignore_eos": True, **SEEDED}),
+    ]
+    plain = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(Path(__file__).with_name("vllm_reference.py")),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    job = {
+        "engine": ENGINE_ARGUMENTS | {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 27},
+        "requests": kinds,
+    }
+    async with asyncio.timeout(120):
+        output, _ = await plain.communicate(json.dumps(job).encode())
+    result = next(line for line in output.decode().splitlines() if line.startswith("RESULT "))
+    expected = json.loads(result.removeprefix("RESULT "))
+    for (prompt, arguments), tokens in zip(kinds, expected, strict=True):
+        stream = await front.run(engine, prompt, SamplingParams(**arguments))
+        assert stream.tokens == tokens
+        assert stream.finish_reason == FinishReason.LENGTH
+
+
+async def test_a_seeded_prompt_longer_than_a_step_does_not_end_the_engine(
+    engine: VllmEngine, front: Front
+) -> None:
+    """vLLM takes back the draws of unfinished prompts, which plain CPU generators cannot."""
+    sampling = params(temperature=1.0, seed=1, max_tokens=40)
+    long = [*QUESTION] * 12
+    first = await front.run(engine, long, sampling)
+    second = await front.run(engine, long, sampling)
+    assert first.tokens == second.tokens
+    assert len(first.tokens) == 40
+
+
+async def test_phases(engine: VllmEngine, front: Front) -> None:
+    thinking = await front.run(engine, REASONING, params(logit_bias=NO_THINK_END, max_tokens=8))
+    assert thinking.flags[0] is OutputFlag.PREFILL_DONE
+    assert OutputFlag.REASONING_ENDED not in thinking.all_flags
+    turning = await front.run(engine, REASONING, params(logit_bias={THINK_END: 100.0}, max_tokens=8))
+    assert turning.flags[0] == OutputFlag.PREFILL_DONE | OutputFlag.REASONING_ENDED
+    assert all(OutputFlag.REASONING_ENDED not in flags for flags in turning.flags[1:])
+    answering = await front.run(engine, ANSWERING, params(max_tokens=8))
+    assert OutputFlag.REASONING_ENDED not in answering.all_flags
+    stream = front.stream(REASONING, params(logit_bias=NO_THINK_END))
+    front.submit(engine, stream)
+    await front.until_tokens(stream, 3)
+    (stats,) = engine.stats().requests
+    assert (stats.phase, stats.state, stats.frontend_id) == (EnginePhase.REASONING, "running", "front")
+    assert stats.reasoning_tokens >= 3
+    engine.abort([stream.key])
+
+
+# ---- migration
+
+
+async def test_migration_changes_nothing(
+    engine: VllmEngine, front: Front, case: tuple[list[int], SamplingParams]
+) -> None:
+    """Twice: a few tokens after the prompt, and later."""
+    reference = await front.run(engine, *case)
+    stream = front.stream(*case)
+    front.submit(engine, stream)
+    for at in (2, 40):
+        bundle = await take_out(engine, front, stream, at)
+        assert engine.stats().requests[0].state == "paused"
+        await bundle.put_back(stream)
+    await front.until(lambda: stream.finished)
+    same(stream, reference)
+    ended = [flags for flags in reference.flags if OutputFlag.REASONING_ENDED in flags]
+    assert len([flags for flags in stream.flags if OutputFlag.REASONING_ENDED in flags]) == len(ended)
+    assert sum(OutputFlag.PREFILL_DONE in flags for flags in stream.flags) == 1
+
+
+async def test_migrations_among_other_requests(engine: VllmEngine, front: Front) -> None:
+    """Three times in a row, in a batch of others that are seeded too."""
+    kinds = [(REASONING, params(logit_bias=NO_THINK_END, **(SEEDED | {"seed": seed}))) for seed in range(4)]
+    references = [await front.run(engine, *kind) for kind in kinds]
+    streams = [front.stream(*kind) for kind in kinds]
+    for stream in streams:
+        front.submit(engine, stream)
+    for at in (10, 40, 70):
+        bundle = await take_out(engine, front, streams[2], at)
+        await bundle.put_back(streams[2])
+    await front.until(lambda: all(stream.finished for stream in streams))
+    for stream, reference in zip(streams, references, strict=True):
+        same(stream, reference)
+
+
+async def test_recovery_by_recompute(
+    engine: VllmEngine, front: Front, case: tuple[list[int], SamplingParams]
+) -> None:
+    reference = await front.run(engine, *case)
+    stream = front.stream(*case)
+    stream.tokens = reference.tokens[:60]
+    stream.logprobs = reference.logprobs[:60]
+    stream.epoch = 2
+    front.submit(engine, stream)
+    await front.until(lambda: stream.finished)
+    same(stream, reference)
+    assert OutputFlag.PREFILL_DONE in stream.flags[0]
+
+
+async def test_recovery_of_a_prompt_that_takes_several_steps(engine: VllmEngine, front: Front) -> None:
+    sampling = params(temperature=1.0, seed=21, max_tokens=80)
+    prompt = [*QUESTION] * 8
+    reference = await front.run(engine, prompt, sampling)
+    stream = front.stream(prompt, sampling)
+    stream.tokens = reference.tokens[:50]
+    front.submit(engine, stream)
+    await front.until(lambda: stream.finished)
+    same(stream, reference)
+
+
+async def test_recovery_after_the_last_token_ends_the_request(engine: VllmEngine, front: Front) -> None:
+    reference = await front.run(engine, ANSWERING, params(max_tokens=12))
+    stream = front.stream(ANSWERING, params(max_tokens=12))
+    stream.tokens = list(reference.tokens)
+    front.submit(engine, stream)
+    await front.until(lambda: stream.finished)
+    assert stream.tokens == reference.tokens
+    assert stream.finish_reason == FinishReason.LENGTH
+
+
+async def test_a_newer_epoch_replaces_the_request(engine: VllmEngine, front: Front) -> None:
+    """The front end took this worker for lost, and came back to it."""
+    sampling = params(**SEEDED)
+    reference = await front.run(engine, ANSWERING, sampling)
+    stream = front.stream(ANSWERING, sampling)
+    front.submit(engine, stream)
+    await front.until_tokens(stream, 20)
+    bundle = Bundle(engine, stream.request_id)
+    await bundle.open()
+    await bundle.stop_and_copy()
+    stream.epoch += 1
+    front.submit(engine, stream)
+    await front.until(lambda: stream.finished)
+    same(stream, reference)
+    with pytest.raises(EngineRefusal, match="finished"):
+        await engine.export_more(stream.request_id, 0)
+    await engine.export_resume(stream.request_id)
+
+
+# ---- pause and resume
+
+
+async def test_resume_goes_on_as_if_nothing_had_happened(engine: VllmEngine, front: Front) -> None:
+    sampling = params(**SEEDED)
+    reference = await front.run(engine, ANSWERING, sampling)
+    stream = front.stream(ANSWERING, sampling)
+    front.submit(engine, stream)
+    for at in (5, 40, 80):
+        await take_out(engine, front, stream, at)
+        before = len(stream.tokens)
+        other = await front.run(engine, ANSWERING, params(max_tokens=10))
+        assert len(other.tokens) == 10
+        assert len(stream.tokens) == before
+        await engine.export_resume(stream.request_id)
+    await front.until(lambda: stream.finished)
+    same(stream, reference)
+
+
+async def test_resume_into_a_full_batch(engine: VllmEngine, front: Front) -> None:
+    """A paused request keeps its place, however many wait."""
+    paused = front.stream(ANSWERING, params())
+    front.submit(engine, paused)
+    await take_out(engine, front, paused, 5)
+    crowd = [front.stream(ANSWERING, params(max_tokens=30)) for _ in range(20)]
+    for stream in crowd:
+        front.submit(engine, stream)
+    await front.until_tokens(crowd[0], 3)
+    assert sum(entry.state == "running" for entry in engine.stats().requests) == 15
+    await engine.export_resume(paused.request_id)
+    await front.until(lambda: paused.finished and all(stream.finished for stream in crowd))
+    assert len(paused.tokens) == 110
+
+
+# ---- refusals
+
+
+async def test_refusals_at_the_source(engine: VllmEngine, front: Front) -> None:
+    with pytest.raises(EngineRefusal, match="not running here"):
+        await engine.export_open("nobody")
+    stream = front.stream(ANSWERING, params(max_tokens=30))
+    front.submit(engine, stream)
+    await front.until_tokens(stream, 2)
+    bundle = Bundle(engine, stream.request_id)
+    await bundle.open()
+    with pytest.raises(EngineRefusal, match="already being exported"):
+        await engine.export_open(stream.request_id)
+    await front.until(lambda: stream.finished)
+    used = engine.stats().kv_blocks_used
+    assert used == bundle.have > 0
+    with pytest.raises(EngineRefusal, match="finished"):
+        await engine.export_pause(stream.request_id, bundle.have)
+    await engine.read_blocks(stream.request_id, 0, 1, engine.staging(1))
+    await engine.export_resume(stream.request_id)
+    with pytest.raises(EngineRefusal, match="not being exported"):
+        await engine.read_blocks(stream.request_id, 0, 1, engine.staging(1))
+
+
+async def test_import_without_room_reserves_nothing(engine: VllmEngine, front: Front) -> None:
+    stream = front.stream(ANSWERING, params())
+    front.submit(engine, stream)
+    bundle = await take_out(engine, front, stream, 30)
+    with pytest.raises(EngineRefusal, match="here already"):
+        await engine.import_open(bundle.exported, stream.key, 2)
+    await engine.export_release(stream.request_id)
+    await bundle.reserve(stream)
+    before = engine.stats().kv_blocks_used
+    with pytest.raises(EngineRefusal, match="no room"):
+        await engine.import_reserve(stream.request_id, KV_BLOCKS + 1)
+    with pytest.raises(EngineRefusal, match="have not arrived"):
+        await engine.import_prepare(stream.request_id, bundle.pause)
+    with pytest.raises(EngineRefusal, match="not prepared"):
+        await engine.import_activate(stream.request_id)
+    assert engine.stats().kv_blocks_used == before
+    await engine.import_drop(stream.request_id)
+    hogs = [front.stream([*QUESTION] * 9, params(max_tokens=900, min_tokens=900)) for _ in range(4)]
+    for hog in hogs:
+        front.submit(engine, hog)
+    await front.until(lambda: all(hog.tokens for hog in hogs))
+    await idle(engine)
+    full = engine.stats().kv_blocks_used
+    assert full > KV_BLOCKS - 15
+    with pytest.raises(EngineRefusal, match="no room"):
+        await engine.import_open(bundle.exported, stream.key, 2)
+    engine.abort_client(0)
+
+
+async def test_a_block_that_changed_on_the_way_is_refused(engine: VllmEngine, front: Front) -> None:
+    stream = front.stream(ANSWERING, params())
+    front.submit(engine, stream)
+    bundle = await take_out(engine, front, stream, 30)
+    await engine.export_release(stream.request_id)
+    await bundle.reserve(stream)
+    first, number, staging, sums = bundle.parts[0]
+    staging.bytes[1, 0, 17] ^= 4
+    with pytest.raises(KvCorrupt, match="block 1"):
+        await engine.write_blocks(stream.request_id, first, number, staging, sums)
+    staging.bytes[1, 0, 17] ^= 4
+    await bundle.write()
+    pause = bundle.pause
+    wrong = ExportedPause(
+        [token ^ 1 for token in pause.new_output_token_ids],
+        pause.computed_tokens,
+        [b"not the hash", *pause.block_hashes[1:]],
+        pause.sampling_state,
+        0.0,
+    )
+    with pytest.raises(KvCorrupt, match="its tokens are not those"):
+        await engine.import_prepare(stream.request_id, wrong)
+    await engine.import_drop(stream.request_id)
+
+
+async def test_checksums_name_content(engine: VllmEngine, front: Front) -> None:
+    stream = front.stream([*QUESTION] * 2, params())
+    front.submit(engine, stream)
+    await front.until_tokens(stream, 2)
+    exported = await engine.export_open(stream.request_id)
+    number = len(exported.block_hashes)
+    out = engine.staging(number)
+    sums = await engine.read_blocks(stream.request_id, 0, number, out)
+    again = await engine.read_blocks(stream.request_id, 0, number, engine.staging(number))
+    assert sums == again
+    assert len(set(sums)) == number == len(set(exported.block_hashes))
+    assert memoryview(out.buffer).nbytes == number * (await shape_bytes(engine))
+    engine.abort([stream.key])
+    await engine.export_resume(stream.request_id)
+
+
+async def shape_bytes(engine: VllmEngine) -> int:
+    one = engine.staging(1)
+    assert isinstance(one, DeviceStaging)
+    return int(one.bytes.numel())
+
+
+@pytest.mark.parametrize(
+    "frames", [[b"\x00garbage"], [], "long", "vocabulary"], ids=["garbage", "nothing", "long", "vocabulary"]
+)
+async def test_what_cannot_run_is_answered_with_failed(
+    engine: VllmEngine, front: Front, frames: list[bytes] | str
+) -> None:
+    if frames == "long":
+        stream = front.stream([5] * 3000, params())
+    elif frames == "vocabulary":
+        stream = front.stream([5, 70_000], params())
+    else:
+        stream = front.stream(ANSWERING, params())
+        assert not isinstance(frames, str)
+        stream.frames = frames
+    front.submit(engine, stream)
+    await front.until(lambda: stream.finished)
+    assert OutputFlag.FAILED in stream.all_flags
+    assert stream.finish_reason == FinishReason.ERROR
+
+
+# ---- aborts
+
+
+async def test_abort_frees_a_running_request(engine: VllmEngine, front: Front) -> None:
+    stream = front.stream(ANSWERING, params())
+    front.submit(engine, stream)
+    await front.until_tokens(stream, 5)
+    engine.abort([stream.key, RequestKey(0, 99_999)])
+
+
+async def test_abort_frees_a_waiting_request(engine: VllmEngine, front: Front) -> None:
+    streams = [front.stream(ANSWERING, params()) for _ in range(20)]
+    for stream in streams:
+        front.submit(engine, stream)
+    await front.until_tokens(streams[0], 2)
+    assert [entry.state for entry in engine.stats().requests].count("waiting") == 4
+    engine.abort([stream.key for stream in reversed(streams)])
+
+
+async def test_abort_frees_a_paused_request_but_what_the_export_pins(
+    engine: VllmEngine, front: Front
+) -> None:
+    stream = front.stream(ANSWERING, params())
+    front.submit(engine, stream)
+    bundle = await take_out(engine, front, stream, 30)
+    engine.abort([stream.key])
+    await idle(engine)
+    assert engine.stats().requests == []
+    assert engine.stats().kv_blocks_used == bundle.have
+    await engine.export_release(stream.request_id)
+
+
+async def test_abort_frees_an_import_at_every_step(engine: VllmEngine, front: Front) -> None:
+    stream = front.stream(ANSWERING, params(**SEEDED))
+    front.submit(engine, stream)
+    bundle = await take_out(engine, front, stream, 30)
+    await engine.export_release(stream.request_id)
+    for steps in range(4):
+        await bundle.reserve(stream)
+        if steps > 0:
+            await bundle.write()
+        if steps > 1:
+            await engine.import_prepare(stream.request_id, bundle.pause)
+        if steps > 2:
+            stream.epoch += 1
+            await engine.import_activate(stream.request_id)
+            await front.until(lambda: len(stream.tokens) > len(bundle.exported.output_token_ids) + 10)
+        engine.abort([stream.key])
+        await idle(engine)
+        assert engine.stats().kv_blocks_used == 0
+
+
+async def test_dropping_an_import_waits_for_the_copy_into_it(engine: VllmEngine, front: Front) -> None:
+    stream = front.stream(ANSWERING, params())
+    front.submit(engine, stream)
+    bundle = await take_out(engine, front, stream, 60)
+    await engine.export_release(stream.request_id)
+    await bundle.reserve(stream)
+    writing = asyncio.create_task(bundle.write())
+    await engine.import_drop(stream.request_id)
+    with pytest.raises(EngineRefusal):
+        await writing
+        await bundle.write()
+
+
+async def test_abort_client_frees_only_that_client(engine: VllmEngine, front: Front) -> None:
+    mine = front.stream(ANSWERING, params())
+    other = front.stream(ANSWERING, params(max_tokens=50))
+    other.key = RequestKey(1, other.key.handle)
+    front.submit(engine, mine)
+    front.submit(engine, other)
+    await front.until_tokens(mine, 3)
+    engine.abort_client(0)
+    await front.until(lambda: other.finished)
+    assert len(other.tokens) == 50
+    assert not mine.finished
+
+
+# ---- memory pressure
+
+
+async def test_preemption_during_an_export(engine: VllmEngine, front: Front) -> None:
+    """Too many long requests for the KV cache: vLLM preempts; what was pinned stays right."""
+    sampling = params(max_tokens=700, **SEEDED)
+    reference = await front.run(engine, ANSWERING, sampling)
+    streams = [front.stream(ANSWERING, sampling) for _ in range(6)]
+    for stream in streams:
+        front.submit(engine, stream)
+    last = streams[-1]
+    await front.until_tokens(last, 60)
+    bundle = Bundle(engine, last.request_id)
+    await bundle.open()
+    before = engine.stats().preemptions
+    await front.until(lambda: engine.stats().preemptions > before)
+    states = {entry.request_id: entry.state for entry in engine.stats().requests}
+    if states[last.request_id] != "running":
+        with pytest.raises(EngineRefusal, match="preempted"):
+            await bundle.stop_and_copy()
+    for stream in streams[:3]:
+        engine.abort([stream.key])
+    count = len(last.tokens)
+    await front.until(lambda: len(last.tokens) > count + 3)
+    await bundle.more()
+    await bundle.stop_and_copy()
+    await bundle.put_back(last)
+    await front.until(lambda: all(stream.finished for stream in streams[3:]))
+    for stream in streams[3:]:
+        same(stream, reference)
+
+
+# ---- utility calls
+
+
+async def test_utility_calls(engine: VllmEngine, front: Front) -> None:
+    encoder, decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs)
+    for call_id, method in ((1, "get_supported_tasks"), (2, "sleep")):
+        engine.utility(0, call_id, [bytes(frame) for frame in encoder.encode((0, call_id, method, ()))])
+    await front.until(lambda: {1, 2} <= front.utilities.keys())
+    answer: EngineCoreOutputs = decoder.decode(front.utilities[1])
+    assert "generate" in answer.utility_output.result.result
+    refused: EngineCoreOutputs = decoder.decode(front.utilities[2])
+    assert "not for a worker" in refused.utility_output.failure_message

@@ -1,0 +1,140 @@
+"""A front end for tests of the vLLM engine: submits requests, collects and checks what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from worker_agent.engine.base import OutputFlag, RequestKey, StepColumns, Submission
+from worker_agent.engine.vllm.engine import VllmEngine
+
+DEADLINE_S = 60.0
+
+
+@dataclass
+class Stream:
+    """What one request has received so far."""
+
+    key: RequestKey
+    request_id: str
+    frames: list[bytes]
+    epoch: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    flags: list[OutputFlag] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    finished: bool = False
+
+    @property
+    def all_flags(self) -> OutputFlag:
+        """Every flag seen."""
+        seen = OutputFlag.NONE
+        for flags in self.flags:
+            seen |= flags
+        return seen
+
+
+class Front:
+    """The engine's sink; takes tokens in order, from the current epoch, as a front end would."""
+
+    def __init__(self) -> None:
+        self.streams: dict[int, Stream] = {}
+        self.utilities: dict[int, list[bytes]] = {}
+        self.dead = ""
+        self._handles = itertools.count(1)
+        self._encoder = MsgpackEncoder()
+        self._decoder = MsgpackDecoder(EngineCoreOutputs)
+        self._changed = asyncio.Event()
+
+    # ---- EngineSink
+
+    def on_step(self, columns: StepColumns) -> None:
+        message: EngineCoreOutputs = self._decoder.decode(columns.frames)
+        offset = 0
+        assert len(message.outputs) == len(columns.handles)
+        for index, output in enumerate(message.outputs):
+            stream = self.streams[columns.handles[index]]
+            count = columns.counts[index]
+            tokens = columns.token_ids[offset : offset + count]
+            offset += count
+            assert output.request_id == stream.request_id
+            assert list(output.new_token_ids) == tokens
+            assert columns.epochs[index] == stream.epoch
+            assert columns.first_indices[index] == len(stream.tokens)
+            assert not stream.finished
+            stream.tokens += tokens
+            stream.flags.append(OutputFlag(columns.flags[index]))
+            if output.new_logprobs is not None:
+                ids, values = output.new_logprobs.logprob_token_ids, output.new_logprobs.logprobs
+                stream.logprobs += [
+                    dict(zip(row_ids.tolist(), row.tolist(), strict=True))
+                    for row_ids, row in zip(ids, values, strict=True)
+                ]
+            if OutputFlag.FINISHED in stream.flags[-1]:
+                stream.finished = True
+                stream.finish_reason = output.finish_reason
+        assert offset == len(columns.token_ids)
+        self._changed.set()
+
+    def on_utility(self, client: int, call_id: int, frames: list[bytes]) -> None:
+        self.utilities[call_id] = list(frames)
+        self._changed.set()
+
+    def on_engine_dead(self, reason: str) -> None:
+        self.dead = reason
+        self._changed.set()
+
+    # ---- requests
+
+    def stream(self, prompt: list[int], params: SamplingParams) -> Stream:
+        """A request, not yet submitted."""
+        handle = next(self._handles)
+        request_id = f"request-{handle}"
+        request = EngineCoreRequest(
+            request_id, list(prompt), None, params, None, time.time(), None, None, None, client_index=7
+        )
+        frames = [bytes(frame) for frame in self._encoder.encode(request)]
+        stream = Stream(RequestKey(0, handle), request_id, frames, epoch=1)
+        self.streams[handle] = stream
+        return stream
+
+    def submit(self, engine: VllmEngine, stream: Stream) -> None:
+        """Submit it, going on after the tokens it has."""
+        engine.submit(
+            Submission(
+                stream.key,
+                stream.request_id,
+                stream.epoch,
+                stream.frames,
+                list(stream.tokens),
+                traceparent="00-trace",
+                frontend_id="front",
+            )
+        )
+
+    async def until_tokens(self, stream: Stream, number: int) -> None:
+        """Wait until the stream has this many tokens; it must not end before."""
+        await self.until(lambda: stream.finished or len(stream.tokens) >= number)
+        assert len(stream.tokens) >= number, f"ended after {len(stream.tokens)}: {stream.finish_reason}"
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until the condition holds; it is looked at after every message."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                assert not self.dead, self.dead
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def run(self, engine: VllmEngine, prompt: list[int], params: SamplingParams) -> Stream:
+        """Run a request undisturbed to its end."""
+        stream = self.stream(prompt, params)
+        self.submit(engine, stream)
+        await self.until(lambda: stream.finished)
+        return stream
