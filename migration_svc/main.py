@@ -1,0 +1,123 @@
+"""`tailrace serve migration`: opens, limits, journals, commits and aborts migrations."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Final
+
+import click
+
+from migration_svc.admission import LIMIT_PER_DIRECTION, Admission
+from migration_svc.history import History
+from migration_svc.journal import Journal
+from migration_svc.metrics import MigrationMetrics
+from migration_svc.migration import CopyRules
+from migration_svc.runs import Runs
+from migration_svc.servicer import MigrationServicer
+from migration_svc.traces import MigrationTraces
+from tailrace.service.frame import open_frame
+from tailrace.service.options import CommonOptions, common_options
+from tailrace.service.run import run_service
+from tailrace.service.server import Servicer, serve_grpc
+from tailrace.store.election import Election
+from tailrace.v1.migration_pb2_grpc import add_MigrationServicer_to_server
+
+log = logging.getLogger(__name__)
+
+KIND: Final = "migration"
+_DEFAULTS: Final = CopyRules()
+
+
+@click.command("migration")
+@common_options(KIND)
+@click.option(
+    "--journal",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File to remember open migrations in over a restart; none: nothing is remembered.",
+)
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    default=LIMIT_PER_DIRECTION,
+    show_default=True,
+    help="Open migrations an instance may send, and as many it may receive.",
+)
+@click.option(
+    "--queue",
+    type=click.IntRange(min=1),
+    default=256,
+    show_default=True,
+    help="Migrations that may wait for a place.",
+)
+@click.option(
+    "--patience",
+    type=click.FloatRange(min=0.1),
+    default=10.0,
+    show_default=True,
+    help="Seconds a migration may wait for a place.",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0.1),
+    default=_DEFAULTS.timeout_s,
+    show_default=True,
+    help="Seconds after which a migration that is not committed is aborted.",
+)
+@click.option(
+    "--max-rounds",
+    type=click.IntRange(min=1),
+    default=_DEFAULTS.max_rounds,
+    show_default=True,
+    help="Copy rounds while the request runs on, before it is paused whatever is left.",
+)
+@click.option(
+    "--stop-threshold",
+    type=click.IntRange(min=1),
+    default=_DEFAULTS.stop_threshold_blocks,
+    show_default=True,
+    help="KV blocks that may be left when the request is paused.",
+)
+def command(
+    common: CommonOptions,
+    journal: Path | None,
+    limit: int,
+    queue: int,
+    patience: float,
+    timeout: float,
+    max_rounds: int,
+    stop_threshold: int,
+) -> None:
+    """Carry out migrations; a second service stands by."""
+    admission = Admission(limit, queue, patience)
+    run_service(lambda: serve(common, journal, admission, CopyRules(stop_threshold, max_rounds, timeout)))
+
+
+async def serve(
+    common: CommonOptions, journal_path: Path | None, admission: Admission, rules: CopyRules
+) -> None:
+    """Until cancelled. Raises StoreUnavailable, ListenError, JournalDamaged, OSError."""
+    async with open_frame(KIND, common) as frame:
+        journal, history = Journal(journal_path), History()
+        metrics = MigrationMetrics(frame.registry, lambda: len(runs), lambda: admission.waiting)
+        traces = MigrationTraces(frame.tracing)
+        runs = Runs(frame.channels, admission, journal, history, metrics, traces, rules)
+        servicer = MigrationServicer(runs, history, lambda: frame.members.instances)
+        services = [Servicer(add_MigrationServicer_to_server, servicer, "tailrace.v1.Migration")]
+        try:
+            await runs.clean_up()
+            async with (
+                serve_grpc(common.listen, services) as server,
+                frame.announced(server.address) as record,
+            ):
+                log.info("%s serves on %s", record.service_id, server.address)
+                election = Election(frame.store, record)
+                election.start()
+                try:
+                    await asyncio.get_running_loop().create_future()
+                finally:
+                    await election.close()
+                    await runs.close()
+        finally:
+            journal.close()

@@ -1,0 +1,52 @@
+"""What the migration service exports to Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from tailrace.v1 import migration_pb2, types_pb2
+
+_PAUSE_BUCKETS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+class MigrationMetrics:
+    """Counts of migrations and what they cost."""
+
+    def __init__(
+        self, registry: CollectorRegistry, open_now: Callable[[], int], waiting: Callable[[], int]
+    ) -> None:
+        self._ended = Counter(
+            "tailrace_migration_migrations",
+            "Migrations that ended, by outcome and reason.",
+            ["outcome", "reason"],
+            registry=registry,
+        )
+        self._bytes = Counter("tailrace_migration_kv_bytes", "KV that migrations copied.", registry=registry)
+        self._pause = Histogram(
+            "tailrace_migration_pause_seconds",
+            "How long a migrated request made no tokens.",
+            buckets=_PAUSE_BUCKETS,
+            registry=registry,
+        )
+        self._duration = Histogram(
+            "tailrace_migration_duration_seconds",
+            "From being asked for to the commit.",
+            buckets=(*_PAUSE_BUCKETS, 10.0, 20.0),
+            registry=registry,
+        )
+        opened = Gauge("tailrace_migration_open_migrations", "Migrations under way.", registry=registry)
+        opened.set_function(open_now)
+        queued = Gauge("tailrace_migration_waiting_migrations", "Migrations that wait.", registry=registry)
+        queued.set_function(waiting)
+
+    def ended(self, record: migration_pb2.MigrationRecord) -> None:
+        """Count one."""
+        committed = record.state == types_pb2.MIGRATION_STATE_COMMITTED
+        self._ended.labels("committed" if committed else "aborted", record.reason).inc()
+        self._bytes.inc(record.bytes)
+        if committed:
+            self._pause.observe(record.pause_ms / 1000)
+            self._duration.observe(record.closed_s - record.opened_s)

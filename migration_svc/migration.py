@@ -1,0 +1,191 @@
+"""One migration from admission to its end: calls the target, and keeps the record."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import grpc
+
+from migration_svc.admission import Admission, NotAdmitted
+from migration_svc.journal import Closed, Journal, Opened
+from migration_svc.metrics import MigrationMetrics
+from migration_svc.traces import MigrationTrace, MigrationTraces
+from tailrace.service.channels import Channels
+from tailrace.v1 import migration_pb2, types_pb2, worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+ABORTED: Final = types_pb2.MIGRATION_STATE_ABORTED
+COMMITTED: Final = types_pb2.MIGRATION_STATE_COMMITTED
+ENDED: Final = frozenset({ABORTED, COMMITTED})
+
+# The target keeps its own deadline; this one is for a target that does not keep it.
+_GRACE_S: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRules:
+    """How a request is copied. Stop and copy begins once `stop_threshold_blocks` or fewer are left, or after
+    `max_rounds`; a migration that is not committed after `timeout_s` is aborted."""
+
+    stop_threshold_blocks: int = 2
+    max_rounds: int = 4
+    timeout_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A migration that was asked for, with the addresses of both ends."""
+
+    request: migration_pb2.MigrateRequest
+    source_address: str
+    target_address: str
+
+
+class MigrationRun:
+    """Runs one migration. `record` is the truth about it at any moment."""
+
+    def __init__(
+        self,
+        record: migration_pb2.MigrationRecord,
+        order: Order,
+        rules: CopyRules,
+        on_change: Callable[[migration_pb2.MigrationRecord], None],
+    ) -> None:
+        self.record = record
+        self._order = order
+        self._rules = rules
+        self._on_change = on_change
+
+    async def run(
+        self,
+        admission: Admission,
+        channels: Channels,
+        journal: Journal,
+        metrics: MigrationMetrics,
+        traces: MigrationTraces,
+    ) -> None:
+        """To its end, which is in the record; raises only CancelledError."""
+        record = self.record
+        trace = traces.start(self._order.request.traceparent, record)
+        try:
+            async with admission.place(
+                record.request_id, record.source_instance_id, record.target_instance_id
+            ):
+                journal.write(self._opened())
+                try:
+                    await self._import(channels, trace)
+                finally:
+                    # Also when this service stops: the target sees its call cancelled, and aborts.
+                    if record.state not in ENDED:
+                        self._end(ABORTED, record.error or "the migration service stopped")
+                    journal.write(
+                        Closed(
+                            migration_id=record.migration_id,
+                            committed=record.state == COMMITTED,
+                            error=record.error,
+                            closed_s=record.closed_s,
+                        )
+                    )
+        except NotAdmitted as refused:
+            self._end(ABORTED, str(refused))
+        finally:
+            if record.state not in ENDED:
+                self._end(ABORTED, "the migration service stopped")
+            metrics.ended(record)
+            traces.end(trace, record)
+
+    async def _import(self, channels: Channels, trace: MigrationTrace) -> None:
+        stub = worker_pb2_grpc.WorkerStub(channels.get(self._order.target_address))
+        record, request, rules = self.record, self._order.request, self._rules
+        call = stub.Import(
+            worker_pb2.ImportRequest(
+                migration_id=record.migration_id,
+                request_id=record.request_id,
+                source_instance_id=record.source_instance_id,
+                source_address=self._order.source_address,
+                from_epoch=request.from_epoch,
+                epoch=record.epoch,
+                mode=request.mode or worker_pb2.COPY_MODE_PRE_COPY,
+                stop_threshold_blocks=rules.stop_threshold_blocks,
+                max_rounds=rules.max_rounds,
+                timeout_s=rules.timeout_s,
+                traceparent=trace.traceparent,
+            ),
+            timeout=rules.timeout_s + _GRACE_S,
+        )
+        try:
+            async for event in call:
+                self._take(event, trace)
+        except grpc.aio.AioRpcError as error:
+            if record.state not in ENDED:
+                self._end(ABORTED, f"target {record.target_instance_id}: {_describe(error)}")
+        else:
+            if record.state not in ENDED:
+                self._end(ABORTED, f"target {record.target_instance_id} ended the call without an outcome")
+
+    def _take(self, event: worker_pb2.ImportEvent, trace: MigrationTrace) -> None:
+        record = self.record
+        if event.HasField("round"):
+            record.rounds.append(event.round)
+            record.bytes += event.round.bytes
+            trace.round(event.round, event.state)
+        if event.state == COMMITTED:
+            record.pause_ms = event.pause_ms
+            record.pause_steps = event.pause_steps
+            record.phase = event.phase
+            record.tokens = event.tokens
+            self._end(COMMITTED, "")
+        elif event.state == ABORTED:
+            self._end(ABORTED, event.reason or "the target gave no reason")
+        elif event.state != record.state or event.HasField("round"):
+            record.state = event.state
+            self._on_change(record)
+
+    def _end(self, state: types_pb2.MigrationState.ValueType, error: str) -> None:
+        record = self.record
+        record.state = state
+        record.error = error
+        record.closed_s = time.time()
+        if state == ABORTED:
+            log.warning("migration %s of %s aborted: %s", record.migration_id, record.request_id, error)
+        self._on_change(record)
+
+    def _opened(self) -> Opened:
+        record = self.record
+        return Opened(
+            migration_id=record.migration_id,
+            request_id=record.request_id,
+            source_instance_id=record.source_instance_id,
+            target_instance_id=record.target_instance_id,
+            target_address=self._order.target_address,
+            epoch=record.epoch,
+            reason=record.reason,
+            policy=record.policy,
+            opened_s=record.opened_s,
+        )
+
+
+async def cancel_left_open(entry: Opened, channels: Channels) -> str:
+    """Cancel at its target what an earlier run left open; how that went."""
+    stub = worker_pb2_grpc.WorkerStub(channels.get(entry.target_address))
+    try:
+        reply = await stub.CancelImport(
+            worker_pb2.CancelImportRequest(migration_id=entry.migration_id), timeout=_GRACE_S
+        )
+    except grpc.aio.AioRpcError as error:
+        return f"the migration service was restarted; target not reached: {_describe(error)}"
+    except asyncio.InvalidStateError:
+        return "the migration service was restarted; the target's channel was closed"
+    if reply.cancelled:
+        return "the migration service was restarted; cancelled at the target"
+    return "the migration service was restarted; the target no longer had it open"
+
+
+def _describe(error: grpc.aio.AioRpcError) -> str:
+    return f"{error.code().name}: {error.details()}"

@@ -1,0 +1,145 @@
+"""All migrations under way: starts them, owns their tasks, tells whoever watches one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from typing import Final
+
+from migration_svc.admission import Admission
+from migration_svc.errors import BadMigration, UnknownInstance
+from migration_svc.history import History
+from migration_svc.journal import Closed, Journal
+from migration_svc.metrics import MigrationMetrics
+from migration_svc.migration import ABORTED, ENDED, CopyRules, MigrationRun, Order, cancel_left_open
+from migration_svc.traces import MigrationTraces
+from tailrace.records import InstanceRecord
+from tailrace.service.channels import Channels
+from tailrace.v1 import migration_pb2, types_pb2
+
+# Updates that a slow watcher may be behind by; it misses those in between, never the last.
+_WATCH_LIMIT: Final = 64
+
+Updates = asyncio.Queue[migration_pb2.MigrationRecord]
+
+
+class Runs:
+    """Owns every migration's task until it ends or `close` is called."""
+
+    def __init__(
+        self,
+        channels: Channels,
+        admission: Admission,
+        journal: Journal,
+        history: History,
+        metrics: MigrationMetrics,
+        traces: MigrationTraces,
+        rules: CopyRules,
+    ) -> None:
+        self._channels = channels
+        self._admission = admission
+        self._journal = journal
+        self._history = history
+        self._metrics = metrics
+        self._traces = traces
+        self._rules = rules
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    async def clean_up(self) -> None:
+        """Cancel what an earlier run left open."""
+        for entry in self._journal.left_open:
+            error = await cancel_left_open(entry, self._channels)
+            closed_s = time.time()
+            self._journal.write(
+                Closed(migration_id=entry.migration_id, committed=False, error=error, closed_s=closed_s)
+            )
+            self._history.add(
+                migration_pb2.MigrationRecord(
+                    migration_id=entry.migration_id,
+                    request_id=entry.request_id,
+                    source_instance_id=entry.source_instance_id,
+                    target_instance_id=entry.target_instance_id,
+                    epoch=entry.epoch,
+                    reason=entry.reason,
+                    policy=entry.policy,
+                    state=ABORTED,
+                    error=error,
+                    opened_s=entry.opened_s,
+                    closed_s=closed_s,
+                )
+            )
+
+    def start(
+        self, request: migration_pb2.MigrateRequest, instances: Mapping[str, InstanceRecord]
+    ) -> AsyncIterator[migration_pb2.MigrationRecord]:
+        """Begin a migration; its states, the last of which is its end.
+
+        It goes on whether or not anybody reads them. Raises BadMigration, UnknownInstance.
+        """
+        order = _order(request, instances)
+        record = migration_pb2.MigrationRecord(
+            migration_id=uuid.uuid4().hex[:16],
+            request_id=request.request_id,
+            source_instance_id=request.source_instance_id,
+            target_instance_id=request.target_instance_id,
+            epoch=request.from_epoch + 1,
+            state=types_pb2.MIGRATION_STATE_QUEUED,
+            reason=request.reason,
+            policy=request.policy,
+            opened_s=time.time(),
+        )
+        self._history.add(record)
+        updates: Updates = asyncio.Queue(_WATCH_LIMIT)
+        _offer(updates, record)
+        run = MigrationRun(record, order, self._rules, lambda changed: _offer(updates, changed))
+        task = asyncio.create_task(
+            run.run(self._admission, self._channels, self._journal, self._metrics, self._traces),
+            name=f"migration {record.migration_id}",
+        )
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return _watch(updates)
+
+    async def close(self) -> None:
+        """Abort what is not committed, and wait for it."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _watch(updates: Updates) -> AsyncIterator[migration_pb2.MigrationRecord]:
+    while True:
+        record = await updates.get()
+        yield record
+        if record.state in ENDED:
+            return
+
+
+def _offer(updates: Updates, record: migration_pb2.MigrationRecord) -> None:
+    """Queue a copy; the oldest update gives way."""
+    if updates.full():
+        updates.get_nowait()
+    copy = migration_pb2.MigrationRecord()
+    copy.CopyFrom(record)
+    updates.put_nowait(copy)
+
+
+def _order(request: migration_pb2.MigrateRequest, instances: Mapping[str, InstanceRecord]) -> Order:
+    for field in ("request_id", "source_instance_id", "target_instance_id"):
+        if not getattr(request, field):
+            raise BadMigration(f"{field}: must not be empty")
+    if request.source_instance_id == request.target_instance_id:
+        raise BadMigration(f"target_instance_id: the request is on {request.target_instance_id} already")
+    addresses = []
+    for field in ("source_instance_id", "target_instance_id"):
+        record = instances.get(getattr(request, field))
+        if record is None:
+            raise UnknownInstance(f"{field}: no instance {getattr(request, field)!r}")
+        addresses.append(record.address)
+    return Order(request, *addresses)

@@ -1,0 +1,51 @@
+"""The Migration service."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+
+import grpc
+
+from migration_svc.errors import BadMigration, UnknownInstance
+from migration_svc.history import History
+from migration_svc.runs import Runs
+from tailrace.records import InstanceRecord
+from tailrace.v1 import migration_pb2, migration_pb2_grpc
+
+
+class MigrationServicer(migration_pb2_grpc.MigrationServicer):
+    """Thin: Runs does the work."""
+
+    def __init__(
+        self, runs: Runs, history: History, instances: Callable[[], Mapping[str, InstanceRecord]]
+    ) -> None:
+        self._runs = runs
+        self._history = history
+        self._instances = instances
+
+    async def Migrate(
+        self,
+        request: migration_pb2.MigrateRequest,
+        context: grpc.aio.ServicerContext[migration_pb2.MigrateRequest, migration_pb2.MigrationRecord],
+    ) -> AsyncIterator[migration_pb2.MigrationRecord]:
+        """States until the end. When the caller goes away the migration goes on."""
+        try:
+            updates = self._runs.start(request, self._instances())
+        except BadMigration as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except UnknownInstance as error:
+            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+        async for record in updates:
+            yield record
+
+    async def ListMigrations(
+        self,
+        request: migration_pb2.ListMigrationsRequest,
+        context: grpc.aio.ServicerContext[
+            migration_pb2.ListMigrationsRequest, migration_pb2.ListMigrationsReply
+        ],
+    ) -> migration_pb2.ListMigrationsReply:
+        """Newest first."""
+        return migration_pb2.ListMigrationsReply(
+            migrations=self._history.list(request.request_id, request.limit)
+        )

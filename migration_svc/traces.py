@@ -1,0 +1,93 @@
+"""A span for each migration, under its request's trace; a child for each copy round."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from opentelemetry.trace import Span
+
+from tailrace.telemetry import attributes as names
+from tailrace.telemetry.tracing import Tracing, fail, record_span, start_span, traceparent_of
+from tailrace.v1 import migration_pb2, types_pb2, worker_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationTrace:
+    """One migration's span; `span` is None when its request is not traced."""
+
+    traces: MigrationTraces
+    span: Span | None
+
+    @property
+    def traceparent(self) -> str:
+        """Parent for what others do for this migration."""
+        return "" if self.span is None else traceparent_of(self.span)
+
+    def round(self, made: worker_pb2.CopyRound, state: types_pb2.MigrationState.ValueType) -> None:
+        """A copy round has just ended."""
+        if self.span is None:
+            return
+        end_ns = time.time_ns()
+        stopped = state == types_pb2.MIGRATION_STATE_STOP_AND_COPY
+        record_span(
+            self.traces.tracer,
+            "stop and copy" if stopped else "pre-copy",
+            self.traceparent,
+            end_ns - int(made.ms * 1e6),
+            end_ns,
+            attributes={
+                names.MIGRATION_ROUND: made.number,
+                names.MIGRATION_BLOCKS: made.blocks,
+                names.MIGRATION_BYTES: made.bytes,
+            },
+        )
+
+
+class MigrationTraces:
+    """Makes and ends the spans."""
+
+    def __init__(self, tracing: Tracing) -> None:
+        self._tracing = tracing
+        self.tracer = tracing.tracer("migration")
+
+    def start(self, traceparent: str, record: migration_pb2.MigrationRecord) -> MigrationTrace:
+        """Begin, under the request's root span; nothing when that is not traced."""
+        if not self._tracing.continues(traceparent):
+            return MigrationTrace(self, None)
+        span = start_span(
+            self.tracer,
+            "migration",
+            traceparent,
+            attributes={
+                names.REQUEST_ID: record.request_id,
+                names.MIGRATION_ID: record.migration_id,
+                names.MIGRATION_SOURCE: record.source_instance_id,
+                names.MIGRATION_TARGET: record.target_instance_id,
+                names.EPOCH: record.epoch,
+                names.REASON: record.reason,
+                names.POLICY: record.policy,
+            },
+        )
+        return MigrationTrace(self, span)
+
+    def end(self, trace: MigrationTrace, record: migration_pb2.MigrationRecord) -> None:
+        """End with what came of it."""
+        span = trace.span
+        if span is None:
+            return
+        state = types_pb2.MigrationState.Name(record.state).removeprefix("MIGRATION_STATE_").lower()
+        span.set_attributes(
+            {
+                names.MIGRATION_STATE: state,
+                names.MIGRATION_ROUNDS: len(record.rounds),
+                names.MIGRATION_BYTES: record.bytes,
+                names.MIGRATION_PAUSE_MS: record.pause_ms,
+                names.MIGRATION_PAUSE_STEPS: record.pause_steps,
+                names.PHASE: types_pb2.Phase.Name(record.phase).removeprefix("PHASE_").lower(),
+                names.TOKENS: record.tokens,
+            }
+        )
+        if record.error:
+            fail(span, record.error)
+        span.end()
