@@ -1,0 +1,109 @@
+"""The compose file against the Compose Specification, and against this repository."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.resources import files
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from tests.deploy.command_lines import parse_serve
+from tests.deploy.compose import DEPLOY, load_compose
+
+ROOT = DEPLOY.parent
+SERVICES = load_compose()["services"]
+OURS = ("scheduler", "scheduler-standby", "monitor", "migration", "worker-0", "worker-1", "frontend")
+
+
+def _schema() -> dict[str, object]:
+    packaged = files("check_jsonschema") / "builtin_schemas" / "vendor" / "compose-spec.json"
+    schema = json.loads(packaged.read_text())
+    assert isinstance(schema, dict)
+    return schema
+
+
+@pytest.mark.parametrize("name", ["docker-compose.yml", "docker-compose.gpu.yml"])
+def test_compose_schema(name: str) -> None:
+    jsonschema.validate(load_compose(name), _schema())
+
+
+def test_the_schema_would_notice() -> None:
+    broken = load_compose() | {"services": {"etcd": {"imagine": "x"}}}
+    with pytest.raises(jsonschema.ValidationError, match="imagine"):
+        jsonschema.validate(broken, _schema())
+
+
+def test_all_that_the_cluster_needs_is_there() -> None:
+    assert set(SERVICES) == {"etcd", *OURS, "otel-collector", "jaeger", "prometheus", "grafana"}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_commands_parse(name: str) -> None:
+    about = SERVICES[name]
+    assert about["command"][:2] == ["tailrace", "serve"]
+    parse_serve(about["command"][2:])
+    assert about["environment"]["TAILRACE_ADVERTISE"] == name
+    assert f"--id={name}" in about["command"]
+
+
+def test_what_depends_on_health_can_be_unhealthy() -> None:
+    for name, about in SERVICES.items():
+        for other, how in about.get("depends_on", {}).items():
+            healthy = how["condition"] == "service_healthy"
+            assert not healthy or "healthcheck" in SERVICES[other], f"{name} waits for {other}"
+
+
+def test_volumes_and_mounted_files_exist() -> None:
+    named = load_compose()["volumes"]
+    assert isinstance(named, dict)
+    for about in SERVICES.values():
+        for volume in about.get("volumes", []):
+            source = volume.split(":")[0]
+            assert (DEPLOY / source).exists() if source.startswith(".") else source in named, volume
+
+
+def test_images_are_pinned() -> None:
+    for about in SERVICES.values():
+        assert re.search(r":v?\d+\.\d+\.\d+$", about["image"]), about["image"]
+
+
+def test_builds_name_stages_and_files_that_exist() -> None:
+    stages = re.findall(r"^FROM \S+ AS (\w+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    for name in OURS:
+        build = SERVICES[name]["build"]
+        assert (DEPLOY / build["context"]).resolve() == ROOT
+        assert ROOT / build["dockerfile"] == DEPLOY / "Dockerfile"
+        assert build["target"] in stages
+
+
+def test_what_the_dockerfile_copies_exists_and_is_not_ignored() -> None:
+    ignore = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
+    kept = {line[1:] for line in ignore if line.startswith("!")}
+    copied = {
+        Path(source)
+        for line in re.findall(r"^COPY (?!--)(.*)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+        for source in line.split()[:-1]
+    }
+    assert copied
+    for source in copied:
+        assert (ROOT / source).exists(), source
+        assert source.parts[0] in kept, source
+
+
+def test_images_do_not_run_as_root() -> None:
+    final = re.split(r"^FROM ", (DEPLOY / "Dockerfile").read_text(), flags=re.MULTILINE)
+    for stage in ("control", "engine"):
+        (text,) = [part for part in final if part.split("\n")[0].endswith(f" AS {stage}")]
+        assert "\nUSER tailrace\n" in text
+
+
+def test_every_package_is_in_the_image() -> None:
+    text = (DEPLOY / "Dockerfile").read_text()
+    for package in sorted(
+        path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests"
+    ):
+        if package not in ("benchmarks", "examples"):
+            assert f"COPY {package} {package}\n" in text

@@ -1,0 +1,130 @@
+"""The commands and health checks that the compose file names, run as processes of this machine."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.compose import DEPLOY, LocalCompose, LocalService, load_compose, rust_front_end
+from tests.e2e.processes import Process, free_port
+
+ORDER = ("etcd", "monitor", "migration", "scheduler", "scheduler-standby", "worker-0", "worker-1", "frontend")
+# The front half in Python loads vLLM.
+FRONT = "rust" if rust_front_end() else "python"
+START_S = 120.0
+
+
+def _healthy(service: LocalService) -> bool:
+    return subprocess.run(service.health, capture_output=True, timeout=30, check=False).returncode == 0
+
+
+class Cluster:
+    """The compose file's own services, started in the order of its `depends_on`."""
+
+    def __init__(self, folder: Path) -> None:
+        settings = {"TAILRACE_ENGINE": "simulated", "TAILRACE_FRONT": FRONT}
+        self.compose = LocalCompose(folder, free_port, settings)
+        self.services = {name: self.compose.service(name) for name in ORDER}
+        self.processes: dict[str, Process] = {}
+        self._folder = folder
+
+    def start(self) -> None:
+        """Start all, each when what it waits for is healthy. Raises RuntimeError, TimeoutError."""
+        for name, service in self.services.items():
+            for other, condition in service.depends_on.items():
+                if condition == "service_healthy":
+                    self.wait_healthy(other)
+            log = self._folder / f"{name}.log"
+            self.processes[name] = Process(name, service.command, log, service.environment)
+        for name in self.services:
+            self.wait_healthy(name)
+
+    def wait_healthy(self, name: str) -> None:
+        """Until the service's own health check says so."""
+        process = self.processes[name]
+        deadline = time.monotonic() + START_S
+        while not _healthy(self.services[name]):
+            if not process.alive or time.monotonic() > deadline:
+                raise RuntimeError(f"{name} did not become healthy:\n{process.text()[-3000:]}")
+
+    def stop(self) -> dict[str, int]:
+        """SIGTERM to all, those first that depend on others; exit codes."""
+        return {name: process.stop(20) for name, process in reversed(self.processes.items())}
+
+    def scrape(self) -> str:
+        """The /metrics of every service, one after the other."""
+        texts = []
+        for name, service in self.services.items():
+            for word in service.command:
+                if word.startswith("--metrics="):
+                    with urllib.request.urlopen(
+                        f"http://{word.partition('=')[2]}/metrics", timeout=5
+                    ) as reply:
+                        texts.append(f"# {name}\n{reply.read().decode()}")
+        return "\n".join(texts)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("compose"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        codes = cluster.stop()
+    # SIGTERM is a clean end for every service of ours.
+    assert {name: code for name, code in codes.items() if name != "etcd" and code != 0} == {}
+
+
+def test_every_service_becomes_healthy(cluster: Cluster) -> None:
+    services = load_compose()["services"]
+    assert isinstance(services, dict)
+    ours = {name for name, about in services.items() if "build" in about}
+    assert ours | {"etcd"} == set(cluster.services)
+    assert all(_healthy(service) for service in cluster.services.values())
+
+
+def test_it_answers_users(cluster: Cluster) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{cluster.compose.port('frontend', 8000)}/v1/chat/completions",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        answer = json.load(reply)
+    assert answer["usage"]["completion_tokens"] == 8
+
+
+def test_the_dashboard_names_metrics_that_exist(cluster: Cluster) -> None:
+    kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", cluster.scrape(), re.MULTILINE))
+    exported = set(kinds)
+    for name, kind in kinds.items():
+        if kind == "histogram":
+            exported |= {f"{name}_bucket", f"{name}_sum", f"{name}_count"}
+    dashboard = json.loads((DEPLOY / "grafana/dashboards/tailrace.json").read_text())
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    used = {name for text in expressions for name in re.findall(r"\b(?:tailrace|process)_\w+", text)}
+    assert used
+    assert used - exported == set()
+
+
+def test_the_manual_s_table_of_metrics_is_complete(cluster: Cluster) -> None:
+    exported = set(re.findall(r"^# TYPE (tailrace_\w+) ", cluster.scrape(), re.MULTILINE))
+    # Histograms of prometheus_client come with a time of creation, which nobody needs to read about.
+    exported = {name for name in exported if not name.endswith("_created")}
+    manual = (DEPLOY.parent / "docs" / "operations.md").read_text()
+    documented = set(re.findall(r"`(tailrace_\w+)(?:\{[^`]*\})?`", manual))
+    assert exported - documented == set()
+
+
+def test_a_dead_service_is_unhealthy(cluster: Cluster) -> None:
+    cluster.processes["scheduler-standby"].stop()
+    assert not _healthy(cluster.services["scheduler-standby"])

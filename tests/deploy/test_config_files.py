@@ -1,0 +1,84 @@
+"""Collector, Prometheus and Grafana files: they parse, and name addresses that something listens on."""
+
+from __future__ import annotations
+
+import json
+
+import yaml
+
+from tests.deploy.compose import DEPLOY, load_compose
+
+SERVICES = load_compose()["services"]
+
+
+def _yaml(path: str) -> dict[str, object]:
+    loaded = yaml.safe_load((DEPLOY / path).read_text())
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def _metrics_ports() -> dict[str, str]:
+    return {
+        name: word.rpartition(":")[2]
+        for name, about in SERVICES.items()
+        for word in about.get("command", [])
+        if word.startswith("--metrics=")
+    }
+
+
+def test_prometheus_scrapes_every_service() -> None:
+    scraped = {}
+    for job in _yaml("prometheus.yml")["scrape_configs"]:
+        for static in job["static_configs"]:
+            for target in static["targets"]:
+                host, port = target.split(":")
+                assert static.get("labels", {"member": host}) == {"member": host}
+                scraped[host] = port
+    assert scraped.pop("etcd") == "2379"
+    assert scraped == _metrics_ports()
+
+
+def test_collector_pipelines_name_what_is_defined() -> None:
+    config = _yaml("otel-collector.yaml")
+    for pipeline in config["service"]["pipelines"].values():
+        for kind, names in pipeline.items():
+            assert set(names) <= set(config[kind])
+    assert set(config["service"]["extensions"]) <= set(config["extensions"])
+
+
+def test_spans_go_to_services_that_listen() -> None:
+    exporters = _yaml("otel-collector.yaml")["exporters"]
+    assert "--listen=0.0.0.0:7102" in SERVICES["monitor"]["command"]
+    assert exporters["otlp/monitor"]["endpoint"] == "monitor:7102"
+    assert exporters["otlp/jaeger"]["endpoint"] == "jaeger:4317"
+    for name in _metrics_ports():
+        endpoint = SERVICES[name]["environment"]["OTEL_EXPORTER_OTLP_ENDPOINT"]
+        assert endpoint == "http://otel-collector:4317"
+
+
+def test_grafana_finds_its_dashboard_and_sources() -> None:
+    mounts = dict(volume.split(":")[:2] for volume in SERVICES["grafana"]["volumes"])
+    folder = _yaml("grafana/provisioning/dashboards/tailrace.yml")["providers"][0]["options"]["path"]
+    assert mounts["./grafana/dashboards"] == folder
+    home = SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert home == f"{folder}/tailrace.json"
+    sources = _yaml("grafana/provisioning/datasources/tailrace.yml")["datasources"]
+    uids = {source["uid"] for source in sources}
+    dashboard = json.loads((DEPLOY / "grafana/dashboards/tailrace.json").read_text())
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", []):
+            assert target["datasource"]["uid"] in uids
+            assert target["expr"]
+
+
+def test_panels_do_not_overlap() -> None:
+    dashboard = json.loads((DEPLOY / "grafana/dashboards/tailrace.json").read_text())
+    cells: set[tuple[int, int]] = set()
+    for panel in dashboard["panels"]:
+        at = panel["gridPos"]
+        covered = {
+            (x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert at["x"] + at["w"] <= 24
+        assert not covered & cells, panel["title"]
+        cells |= covered

@@ -1,0 +1,88 @@
+"""The systemd units: systemd's own verifier, and commands that parse."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.command_lines import parse_serve
+from tests.deploy.compose import DEPLOY
+
+SYSTEMD = DEPLOY / "systemd"
+UNITS = sorted(SYSTEMD.glob("*.service"))
+
+
+def _environment_file(path: Path) -> dict[str, str]:
+    lines = (line for line in path.read_text().splitlines() if line and not line.startswith("#"))
+    return dict(line.split("=", 1) for line in lines)
+
+
+def _settings(unit: Path, key: str) -> list[str]:
+    return [found[1] for found in re.finditer(rf"^{key}=(.*)$", unit.read_text(), re.MULTILINE)]
+
+
+def test_there_is_a_unit_for_every_service() -> None:
+    assert [unit.name for unit in UNITS] == [
+        "tailrace-frontend.service",
+        "tailrace-migration.service",
+        "tailrace-monitor.service",
+        "tailrace-scheduler.service",
+        "tailrace-worker@.service",
+    ]
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="Debian package systemd is not installed")
+def test_systemd_accepts_them(tmp_path: Path) -> None:
+    # The verifier wants the programs to exist.
+    scripts = sysconfig.get_path("scripts")
+    for unit in [*UNITS, SYSTEMD / "tailrace.target"]:
+        text = unit.read_text().replace("/opt/tailrace/bin/", f"{scripts}/")
+        (tmp_path / unit.name).write_text(text)
+    result = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", *sorted(map(str, tmp_path.iterdir()))],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    # Units of the machine itself may be mentioned; ours must not be.
+    assert result.returncode == 0, result.stderr
+    assert "tailrace" not in result.stderr
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_commands_parse(unit: Path) -> None:
+    values = _environment_file(SYSTEMD / "tailrace.env.example")
+    for line in _settings(unit, "Environment"):
+        values |= dict(pair.split("=", 1) for pair in line.split())
+    (command,) = _settings(unit, "ExecStart")
+    program, serve, *arguments = command.split()
+    assert (program, serve) == ("/opt/tailrace/bin/tailrace", "serve")
+    specifiers = {"%H": "host", "%i": "0"}
+    for name, value in specifiers.items():
+        arguments = [word.replace(name, value) for word in arguments]
+    parse_serve([re.sub(r"\$\{(\w+)\}", lambda found: values[found[1]], word) for word in arguments])
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_hardened_and_restarted(unit: Path) -> None:
+    for key, value in {
+        "User": "tailrace",
+        "Restart": "always",
+        "NoNewPrivileges": "yes",
+        "ProtectSystem": "strict",
+        "CapabilityBoundingSet": "",
+        "SystemCallFilter": "@system-service",
+    }.items():
+        assert _settings(unit, key) == [value]
+
+
+def test_a_worker_may_use_devices() -> None:
+    # Either would hide the GPU: ProtectClock comes with a list of allowed devices.
+    worker = SYSTEMD / "tailrace-worker@.service"
+    assert _settings(worker, "PrivateDevices") == _settings(worker, "ProtectClock") == []
