@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from pathlib import Path
 from typing import Final
 
 from prometheus_client import CollectorRegistry
@@ -17,6 +18,7 @@ from frontend_svc.fleet import Members, usable
 from frontend_svc.metrics import FrontendMetrics
 from frontend_svc.observer import StreamObserver
 from frontend_svc.placement import Placement
+from frontend_svc.push_socket import HandshakeFailed
 from frontend_svc.streams import StreamTable
 from frontend_svc.traces import RequestTraces
 from frontend_svc.workers import Workers
@@ -26,6 +28,8 @@ from tailrace.v1 import worker_pb2
 log = logging.getLogger(__name__)
 
 DEFAULT_PLACE_WAIT_S: Final = 5.0
+# A front half that died shows first as a broken socket; its exit status, which says more, comes within this.
+_LAST_WORD_S: Final = 1.0
 
 
 class FrontHalfStuck(Exception):
@@ -41,19 +45,18 @@ class FleetEngine:
         members: Members,
         channels: Channels,
         admission: AdmissionFlag,
-        input_address: str,
-        output_address: str,
+        ipc_folder: Path,
         registry: CollectorRegistry,
         traces: RequestTraces | None,
         place_wait_s: float = DEFAULT_PLACE_WAIT_S,
     ) -> None:
-        """`input_address`, `output_address`: ZMQ addresses of the front half's ROUTER and PULL."""
+        """`ipc_folder` holds the front half's ROUTER (`in`) and PULL (`out`)."""
         self._members = members
         self._gate = AdmissionGate(admission, place_wait_s)
         self._stuck = asyncio.Event()
         self._first_hello: asyncio.Future[worker_pb2.WorkerHello] = asyncio.get_running_loop().create_future()
         self.table = StreamTable()
-        self._socket = EngineCoreSocket(input_address, output_address, self._stuck.set)
+        self._socket = EngineCoreSocket(ipc_folder / "in", ipc_folder / "out", self._stuck.set)
         hello = worker_pb2.FrontendHello(frontend_id=frontend_id, incarnation=uuid.uuid4().hex)
         self.workers = Workers(lambda: members.instances, hello, self)
         placement = Placement(frontend_id, members, self.workers, self.table, channels)
@@ -70,7 +73,11 @@ class FleetEngine:
                 group.create_task(self._fail_when_stuck())
                 self._update_admission()
                 hello = await self._first_hello
-                await self._socket.announce(hello.ready_response)
+                try:
+                    await self._socket.announce(hello.ready_response)
+                except (OSError, HandshakeFailed):
+                    await asyncio.sleep(_LAST_WORD_S)
+                    raise
                 await self._socket.receive(self.carrier)
         finally:
             self._gate.cancel()
@@ -105,4 +112,5 @@ class FleetEngine:
 
     async def _fail_when_stuck(self) -> None:
         await self._stuck.wait()
+        await asyncio.sleep(_LAST_WORD_S)
         raise FrontHalfStuck("the front half does not read its outputs")

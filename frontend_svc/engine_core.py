@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from frontend_svc.push_socket import PushSocket
 from tailrace.wire import RequestType, UtilityCall, engine_identity, read_abort, read_utility
 
 log = logging.getLogger(__name__)
-
-# Messages that may wait for the front half. It reads them in a thread that does nothing else; so many unread
-# ones mean that the process does not run.
-_UNREAD_LIMIT: Final = 100_000
 
 
 class EngineCoreSink(Protocol):
@@ -39,32 +37,23 @@ class EngineCoreSink(Protocol):
 class EngineCoreSocket:
     """Engine core 0's two sockets."""
 
-    def __init__(self, input_address: str, output_address: str, on_stuck: Callable[[], None]) -> None:
-        """`on_stuck` is called when the front half does not read any more; outputs are lost from then on."""
-        self._on_stuck = on_stuck
+    def __init__(self, input_path: Path, output_path: Path, on_stuck: Callable[[], None]) -> None:
+        """Unix sockets. `on_stuck` is called when the front half does not read any more."""
         self._context = zmq.asyncio.Context(io_threads=1)
         self._input = self._context.socket(zmq.DEALER)
         self._input.setsockopt(zmq.IDENTITY, engine_identity(0))
         self._input.setsockopt(zmq.RCVHWM, 0)
-        self._input.connect(input_address)
-        # Outputs are sent from plain calls: a PUSH to a unix socket takes a message without waiting.
-        self._output: zmq.Socket[bytes] = zmq.Context(self._context).socket(zmq.PUSH)
-        self._output.setsockopt(zmq.SNDHWM, _UNREAD_LIMIT)
-        self._output.connect(output_address)
+        self._input.connect(f"ipc://{input_path}")
+        self._output = PushSocket(str(output_path), on_stuck)
+        self.send = self._output.send
 
     async def announce(self, ready_response: bytes) -> None:
-        """Tell the front half that its engine is ready. `ready_response`: vLLM's EngineCoreReadyResponse."""
-        await self._input.send(ready_response)
+        """Tell the front half that its engine is ready. `ready_response`: vLLM's EngineCoreReadyResponse.
 
-    def send(self, frames: Sequence[bytes]) -> None:
-        """Outputs to the front half; never waits."""
-        try:
-            if len(frames) == 1:
-                self._output.send(frames[0], zmq.NOBLOCK)
-            else:
-                self._output.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.Again:
-            self._on_stuck()
+        Waits until the front half has started. Raises OSError, HandshakeFailed.
+        """
+        await self._output.connect()
+        await self._input.send(ready_response)
 
     async def receive(self, sink: EngineCoreSink) -> None:
         """Hand every message of the front half to `sink`, until cancelled."""
@@ -78,7 +67,7 @@ class EngineCoreSocket:
     def close(self) -> None:
         """Close both sockets; unsent outputs are dropped."""
         self._input.close(linger=0)
-        self._output.close(linger=0)
+        self._output.close()
         self._context.term()
 
     @staticmethod

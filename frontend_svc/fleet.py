@@ -28,8 +28,12 @@ class Members(Protocol):
 
 
 def usable(members: Members, attached: list[str]) -> list[str]:
-    """Instances that may get new work as far as this front end can tell."""
-    return [i for i in attached if i not in members.draining and i not in members.suspects]
+    """Instances that may get new work as far as this front end can tell.
+
+    Suspects only when there is nobody else: etcd has not heard of them, but they do answer here.
+    """
+    willing = [i for i in attached if i not in members.draining]
+    return [i for i in willing if i not in members.suspects] or willing
 
 
 # Arrow's pools: these take no prefills (P->D finishes the ones it has).

@@ -22,8 +22,8 @@ SILENCE_S: Final = 3.0
 # Seconds for a worker to answer the hello.
 _HELLO_S: Final = 5.0
 _BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0)
-# Messages that may wait for a worker that does not read. A worker reads at once or is lost within seconds.
-_QUEUE_LIMIT: Final = 20_000
+# Messages that may wait for a worker that does not read; one that reads takes each at once.
+QUEUE_LIMIT: Final = 20_000
 
 _HEARTBEAT: Final = worker_pb2.AttachUp(heartbeat=worker_pb2.Heartbeat())
 
@@ -41,12 +41,8 @@ class LinkSink(Protocol):
         """A message that is neither hello nor heartbeat."""
 
 
-class _Overflow(Exception):
-    """The worker does not read what it is sent."""
-
-
 class _Protocol(Exception):
-    """The worker does not speak as agreed."""
+    """The worker does not read what it is sent, or does not speak as agreed."""
 
 
 class Link:
@@ -69,6 +65,7 @@ class Link:
         self._sink = sink
         self._queue: deque[worker_pb2.AttachUp] = deque()
         self._queued = asyncio.Event()
+        self._overflown = asyncio.Event()
         self._attached = False
         self._heard_s = 0.0
         self._worker_hello: worker_pb2.WorkerHello | None = None
@@ -86,12 +83,14 @@ class Link:
         return self._attached
 
     def send(self, message: worker_pb2.AttachUp) -> bool:
-        """Queue a message; False when the worker does not answer now."""
+        """Queue a message; False when the worker does not answer now, or does not read."""
         if not self._attached:
             return False
-        self._queue.append(message)
-        self._queued.set()
-        return True
+        return self._append(message)
+
+    def queue_for_wakeup(self, message: worker_pb2.AttachUp) -> None:
+        """Queue a message for a worker that is silent: it will read it if it ever wakes up."""
+        self._append(message)
 
     def tick(self, now_s: float, late_s: float) -> None:
         """Called every HEARTBEAT_S: beat, and notice silence. `late_s`: how late this call itself is; for as
@@ -119,6 +118,7 @@ class Link:
     async def _attempt(self) -> str:
         """One stream from hello to its end; why it ended."""
         self._queue.clear()
+        self._overflown.clear()
         call = worker_pb2_grpc.WorkerStub(self._channel).Attach()
         try:
             async with asyncio.timeout(_HELLO_S):
@@ -148,7 +148,8 @@ class Link:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._read(call))
                 group.create_task(self._write(call))
-        except* (grpc.aio.AioRpcError, _Overflow, _Protocol, asyncio.InvalidStateError) as errors:
+                group.create_task(self._break_on_overflow())
+        except* (grpc.aio.AioRpcError, _Protocol, asyncio.InvalidStateError) as errors:
             reason = "; ".join(_describe(error) for error in errors.exceptions)
         return reason
 
@@ -184,20 +185,23 @@ class Link:
             await self._queued.wait()
             self._queued.clear()
             while self._queue:
-                if len(self._queue) > _QUEUE_LIMIT:
-                    raise _Overflow
                 await call.write(self._queue.popleft())
 
-    def queue_for_wakeup(self, message: worker_pb2.AttachUp) -> None:
-        """Queue a message for a worker that is silent: it will read it if it ever wakes up."""
-        if len(self._queue) < _QUEUE_LIMIT:
-            self._queue.append(message)
-            self._queued.set()
+    async def _break_on_overflow(self) -> None:
+        await self._overflown.wait()
+        raise _Protocol(f"{QUEUE_LIMIT} messages unread")
+
+    def _append(self, message: worker_pb2.AttachUp) -> bool:
+        if len(self._queue) >= QUEUE_LIMIT:
+            # Nothing may be left out: without its stream the worker aborts all that came over it.
+            self._overflown.set()
+            return False
+        self._queue.append(message)
+        self._queued.set()
+        return True
 
 
 def _describe(error: BaseException) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name}: {error.details()}"
-    if isinstance(error, _Overflow):
-        return f"{_QUEUE_LIMIT} messages unread"
     return str(error) or type(error).__name__

@@ -136,5 +136,7 @@ async def test_without_schedulers_the_least_loaded_instance_that_prefills(channe
         assert await placement.choose(stream, frozenset()) == Placed(expected, "fallback")
         table.assign(stream, expected)
     assert await placement.choose(table.open("r3"), frozenset({"a", "b"})) == Placed("d", "fallback")
+    outbox.instance_ids = ["x", "y"]
+    assert await placement.choose(table.open("r5"), frozenset()) == Placed("y", "fallback")
     outbox.instance_ids = ["x"]
     assert isinstance(await placement.choose(table.open("r4"), frozenset()), Refused)

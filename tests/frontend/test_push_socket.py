@@ -1,0 +1,59 @@
+"""Our PUSH against libzmq's PULL."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from frontend_svc.push_socket import HandshakeFailed, PushSocket
+
+
+async def test_messages_of_all_sizes_arrive_in_order_past_a_full_buffer(tmp_path: Path) -> None:
+    stuck = asyncio.Event()
+    with zmq.asyncio.Context() as context, context.socket(zmq.PULL) as pull:
+        pull.bind(f"ipc://{tmp_path / 'out'}")
+        push = PushSocket(str(tmp_path / "out"), stuck.set)
+        await push.connect()
+        messages = [
+            [bytes([number]) * size, b"second", b""]
+            for number, size in enumerate((0, 1, 255, 256, 65_536, 3_000_000, 5))
+        ]
+        for message in messages:
+            push.send(message)
+        async with asyncio.timeout(10):
+            assert [await pull.recv_multipart() for _ in messages] == messages
+        push.send([b"alone"])
+        async with asyncio.timeout(10):
+            assert await pull.recv_multipart() == [b"alone"]
+        push.close()
+    assert not stuck.is_set()
+
+
+async def test_a_peer_that_goes_away_is_told(tmp_path: Path) -> None:
+    stuck = asyncio.Event()
+    with zmq.asyncio.Context() as context:
+        pull = context.socket(zmq.PULL)
+        pull.bind(f"ipc://{tmp_path / 'out'}")
+        push = PushSocket(str(tmp_path / "out"), stuck.set)
+        await push.connect()
+        pull.close(linger=0)
+    # The context has ended: so have its connections.
+    push.send([b"x"])
+    assert stuck.is_set()
+    push.close()
+
+
+async def test_something_else_at_the_other_end_is_refused(tmp_path: Path) -> None:
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n".ljust(64, b" "))
+        writer.close()
+
+    async with await asyncio.start_unix_server(greet, tmp_path / "out"):
+        push = PushSocket(str(tmp_path / "out"), lambda: None)
+        with pytest.raises(HandshakeFailed, match="greeting"):
+            await push.connect()
+        push.close()
