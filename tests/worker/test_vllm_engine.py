@@ -90,6 +90,8 @@ async def nothing_left(engine: VllmEngine, front: Front) -> AsyncIterator[None]:
     yield
     await idle(engine)
     stats = engine.stats()
+    # So that one test's failure is not every later one's.
+    engine.abort_client(0)
     assert (stats.kv_blocks_used, stats.requests) == (0, [])
     assert not front.dead
 
@@ -446,7 +448,7 @@ async def test_refusals_at_the_source(engine: VllmEngine, front: Front) -> None:
         await engine.read_blocks(stream.request_id, 0, 1, engine.staging(1))
 
 
-async def test_import_without_room_reserves_nothing(engine: VllmEngine, front: Front) -> None:
+async def test_refusals_at_the_target(engine: VllmEngine, front: Front) -> None:
     stream = front.stream(ANSWERING, params())
     front.submit(engine, stream)
     bundle = await take_out(engine, front, stream, 30)
@@ -454,24 +456,43 @@ async def test_import_without_room_reserves_nothing(engine: VllmEngine, front: F
         await engine.import_open(bundle.exported, stream.key, 2)
     await engine.export_release(stream.request_id)
     await bundle.reserve(stream)
-    before = engine.stats().kv_blocks_used
-    with pytest.raises(EngineRefusal, match="no room"):
-        await engine.import_reserve(stream.request_id, KV_BLOCKS + 1)
     with pytest.raises(EngineRefusal, match="have not arrived"):
         await engine.import_prepare(stream.request_id, bundle.pause)
     with pytest.raises(EngineRefusal, match="not prepared"):
         await engine.import_activate(stream.request_id)
-    assert engine.stats().kv_blocks_used == before
+    with pytest.raises(EngineRefusal, match="not all reserved"):
+        await engine.write_blocks(stream.request_id, 60, 1, engine.staging(1), [0])
     await engine.import_drop(stream.request_id)
-    hogs = [front.stream([*QUESTION] * 9, params(max_tokens=900, min_tokens=900)) for _ in range(4)]
-    for hog in hogs:
-        front.submit(engine, hog)
-    await front.until(lambda: all(hog.tokens for hog in hogs))
-    await idle(engine)
-    full = engine.stats().kv_blocks_used
-    assert full > KV_BLOCKS - 15
+    with pytest.raises(EngineRefusal, match="not being imported"):
+        await engine.import_reserve(stream.request_id, 3)
+
+
+async def test_import_without_room_reserves_nothing(engine: VllmEngine, front: Front) -> None:
+    streams = [front.stream(ANSWERING, params()) for _ in range(2)]
+    bundles = []
+    for stream in streams:
+        front.submit(engine, stream)
+        bundles.append(await take_out(engine, front, stream, 30))
+        await engine.export_release(stream.request_id)
+    first, second = streams
+    await bundles[0].reserve(first)
+    most = 2048 // BLOCK
     with pytest.raises(EngineRefusal, match="no room"):
-        await engine.import_open(bundle.exported, stream.key, 2)
+        await engine.import_reserve(first.request_id, most + 1)
+    await engine.import_reserve(first.request_id, most)
+    await bundles[1].reserve(second)
+    used = engine.stats().kv_blocks_used
+    with pytest.raises(EngineRefusal, match="no room"):
+        await engine.import_reserve(second.request_id, most)
+    assert engine.stats().kv_blocks_used == used
+    await engine.import_drop(second.request_id)
+    hog = front.stream(list(range(32, 128)) * 9, params(max_tokens=900, min_tokens=900))
+    front.submit(engine, hog)
+    await front.until_tokens(hog, 33)
+    used = engine.stats().kv_blocks_used
+    with pytest.raises(EngineRefusal, match="no room"):
+        await engine.import_open(bundles[1].exported, second.key, 2)
+    assert engine.stats().kv_blocks_used == pytest.approx(used, abs=1)
     engine.abort_client(0)
 
 

@@ -65,7 +65,7 @@ class Imports:
             raise EngineRefusal(f"request {request_id} is longer than this engine's max_model_len")
         if self._core.scheduler.free_slots() <= 0:
             raise EngineRefusal("no room: every place in the batch is taken")
-        blocks = cdiv(tokens, self._core.block_tokens) + 1
+        blocks = min(cdiv(tokens, self._core.block_tokens) + 1, self._core.max_blocks)
         if not self._core.reserve(request, blocks):
             raise EngineRefusal(f"no room: {blocks} KV blocks are not free")
         # Compiles while the KV comes; started last, as there is no way to give it back.
@@ -141,7 +141,7 @@ class Imports:
     def _grow(self, found: Import, num_blocks: int) -> None:
         if num_blocks <= len(found.block_ids):
             return
-        if not self._core.reserve(found.request, num_blocks):
+        if num_blocks > self._core.max_blocks or not self._core.reserve(found.request, num_blocks):
             raise EngineRefusal(f"no room: {num_blocks - len(found.block_ids)} more KV blocks are not free")
         found.block_ids = self._places(found.request.request_id)
 

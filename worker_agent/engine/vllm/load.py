@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from vllm.config import VllmConfig
+from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -57,6 +58,8 @@ class LoadedCore:
         self.grammars = Grammars()
         self.block_tokens: int = config.cache_config.block_size
         self.max_model_len: int = config.model_config.max_model_len
+        # Of one request.
+        self.max_blocks: int = cdiv(self.max_model_len, self.block_tokens)
         self.kv_blocks_total: int = config.cache_config.num_gpu_blocks - 1
         self._vocab_size: int = config.model_config.get_vocab_size()
         self._decoder = MsgpackDecoder(EngineCoreRequest)
@@ -137,7 +140,7 @@ class LoadedCore:
     def reserve(self, request: Request, num_blocks: int) -> bool:
         """Give the request at least this many blocks; False, and nothing changed, when there is no room.
 
-        Leaves what requests in the middle of their prompt will still need, as vLLM does for loads.
+        num_blocks: at most max_blocks. Leaves what requests in the middle of their prompt will still need, as vLLM does for loads.
         """
         tokens = min(num_blocks * self.block_tokens, self.max_model_len)
         allocated = self.kv_manager.allocate_slots(
