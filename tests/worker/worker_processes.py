@@ -1,0 +1,140 @@
+"""Simulated workers in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import msgspec
+
+from tailrace.records import InstanceRecord
+from tailrace.store.store import Store
+from tailrace.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+
+WAIT_S = 30.0
+# Slow enough for a stream to be caught in the middle, with KV enough to be worth copying.
+ENGINE = {
+    "speed": 2.0,
+    "max_model_len": 4096,
+    "kv_blocks": 2048,
+    "block_tokens": 16,
+    "kv_bytes_per_token": 4096,
+    "reasoning_mean_tokens": 200,
+    "answer_mean_tokens": 200,
+}
+
+
+@dataclass
+class WorkerProcess:
+    """One running process."""
+
+    process: asyncio.subprocess.Process
+    log: Path
+    records: list[InstanceRecord]
+
+    @property
+    def address(self) -> str:
+        return self.records[0].address
+
+    @property
+    def instance_id(self) -> str:
+        return self.records[0].instance_id
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+
+    async def logged(self, text: str) -> None:
+        """Until the log says so."""
+        async with asyncio.timeout(WAIT_S):
+            while text not in self.log.read_text():
+                assert self.process.returncode is None, self.log.read_text()
+                await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def worker_process(
+    store: Store,
+    etcd: str,
+    cluster: str,
+    folder: Path,
+    name: str,
+    *,
+    count: int = 1,
+    faults: Mapping[str, object] | None = None,
+    engine: Mapping[str, object] | None = None,
+) -> AsyncIterator[WorkerProcess]:
+    """A process of simulated workers that have registered."""
+    arguments = ENGINE | dict(engine or {})
+    command = [sys.executable, "-c", "from worker_agent.main import command; command()"]
+    command += ["--engine", "simulated", "--etcd", etcd, "--cluster", cluster, "--id", name]
+    command += ["--count", str(count)]
+    for key, value in arguments.items():
+        command += ["--engine-arg", f"{key}={json.dumps(value)}"]
+    environment = dict(os.environ)
+    if faults is not None:
+        environment["TAILRACE_FAULTS"] = json.dumps(faults)
+    log = folder / f"{name}.log"
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=output, stderr=output, env=environment
+        )
+    worker = WorkerProcess(process, log, [])
+    names = [name] if count == 1 else [f"{name}-{n}" for n in range(count)]
+    try:
+        worker.records = [await _registered(store, each, worker) for each in names]
+        yield worker
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            try:
+                async with asyncio.timeout(10):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+                raise AssertionError(f"{name} did not stop:\n{log.read_text()}") from None
+
+
+async def _registered(store: Store, name: str, worker: WorkerProcess) -> InstanceRecord:
+    async with asyncio.timeout(WAIT_S):
+        while (value := await store.get(f"instances/{name}")) is None:
+            assert worker.process.returncode is None, worker.log.read_text()
+            await asyncio.sleep(0.05)
+    return msgspec.json.decode(value, type=InstanceRecord)
+
+
+async def migrate(
+    channel: grpc.aio.Channel,
+    request_id: str,
+    source_address: str,
+    from_epoch: int,
+    *,
+    migration_id: str = "",
+    mode: worker_pb2.CopyMode.ValueType = worker_pb2.COPY_MODE_PRE_COPY,
+    timeout_s: float = 10.0,
+) -> list[worker_pb2.ImportEvent]:
+    """Import to the worker behind the channel; every event."""
+    request = worker_pb2.ImportRequest(
+        migration_id=migration_id or f"{request_id}/{from_epoch + 1}",
+        request_id=request_id,
+        source_address=source_address,
+        from_epoch=from_epoch,
+        epoch=from_epoch + 1,
+        mode=mode,
+        timeout_s=timeout_s,
+    )
+    return [event async for event in worker_pb2_grpc.WorkerStub(channel).Import(request, timeout=60)]
+
+
+def committed(events: list[worker_pb2.ImportEvent]) -> worker_pb2.ImportEvent:
+    """The last event, which must be the commit."""
+    assert events and events[-1].state == types_pb2.MIGRATION_STATE_COMMITTED, events
+    return events[-1]

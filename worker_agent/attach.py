@@ -1,0 +1,83 @@
+"""The data path's stream, as the worker serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Final
+
+import grpc
+
+from tailrace.v1 import worker_pb2
+from worker_agent.dispatch import Dispatch
+from worker_agent.frontends import FrontEnd, FrontEnds
+
+log = logging.getLogger(__name__)
+
+_HELLO_S: Final = 5.0
+# How a stream that the other end has left says so.
+_GONE: Final = (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError)
+
+Write = Callable[[worker_pb2.AttachDown], Awaitable[None]]
+
+
+class AttachRefused(Exception):
+    """The peer did not begin as agreed; the message says how."""
+
+
+class AttachStreams:
+    """Serves one Attach call after the other, or many at once."""
+
+    def __init__(self, front_ends: FrontEnds, dispatch: Dispatch, hello: worker_pb2.WorkerHello) -> None:
+        self._front_ends = front_ends
+        self._dispatch = dispatch
+        self._hello = hello
+
+    async def serve(self, messages: AsyncIterator[worker_pb2.AttachUp], write: Write) -> None:
+        """From hello until either end stops. Raises AttachRefused."""
+        hello = await self._greeting(messages)
+        front_end = self._front_ends.attach(hello.frontend_id, hello.incarnation)
+        front_end.send(worker_pb2.AttachDown(hello=self._hello))
+        tasks = [
+            asyncio.create_task(self._read(front_end, messages), name="attach reader"),
+            asyncio.create_task(_write(front_end, write), name="attach writer"),
+            asyncio.create_task(_wait(front_end.closed), name="attach cut"),
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            # At once, whatever the tasks are doing: what it had here must be freed now.
+            self._front_ends.detach(front_end)
+            for task in tasks:
+                task.cancel()
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(result, Exception) and not isinstance(result, _GONE):
+                    log.error("attach stream of %s", front_end.frontend_id, exc_info=result)
+
+    async def _greeting(self, messages: AsyncIterator[worker_pb2.AttachUp]) -> worker_pb2.FrontendHello:
+        try:
+            async with asyncio.timeout(_HELLO_S):
+                first = await anext(messages)
+        except (TimeoutError, StopAsyncIteration) as error:
+            raise AttachRefused(f"no hello within {_HELLO_S:g} s") from error
+        if not first.HasField("hello") or not first.hello.frontend_id:
+            raise AttachRefused("the first message must be a hello that names the front end")
+        return first.hello
+
+    async def _read(self, front_end: FrontEnd, messages: AsyncIterator[worker_pb2.AttachUp]) -> None:
+        async for message in messages:
+            if front_end.closed.is_set():
+                return
+            front_end.heard_s = time.monotonic()
+            self._dispatch.handle(front_end, message)
+
+
+async def _write(front_end: FrontEnd, write: Write) -> None:
+    while True:
+        await write(await front_end.outbox.get())
+
+
+async def _wait(event: asyncio.Event) -> None:
+    await event.wait()

@@ -1,0 +1,96 @@
+"""Makes the engine that was asked for. Each kind is imported only when it is wanted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from worker_agent.engine.base import Engine
+
+Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
+
+
+class EngineOptionError(ValueError):
+    """An engine setting that cannot be; the message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Settings from the command line; None leaves a choice to the engine."""
+
+    kind: str
+    model: str | None = None
+    reasoning_parser: str | None = None
+    kv_blocks: int | None = None
+    block_tokens: int | None = None
+    max_num_seqs: int | None = None
+    max_model_len: int | None = None
+    # Anything else that the engine takes: fields of vLLM's EngineArgs or of SimulatedSettings.
+    arguments: Mapping[str, Json] = field(default_factory=dict)
+
+
+def read_argument(text: str) -> tuple[str, Json]:
+    """NAME=VALUE; the value is JSON, or a string when it is none. Raises EngineOptionError."""
+    name, equals, value = text.partition("=")
+    name = name.strip().lstrip("-").replace("-", "_")
+    if not equals or not name:
+        raise EngineOptionError(f"engine argument {text!r}: NAME=VALUE expected")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def make_engine(options: EngineOptions) -> Engine:
+    """Raises EngineOptionError, RuntimeError."""
+    if options.kind == "vllm":
+        return _vllm(options)
+    if options.kind == "simulated":
+        return _simulated(options)
+    raise EngineOptionError(f"no engine called {options.kind!r}")
+
+
+def _vllm(options: EngineOptions) -> Engine:
+    from worker_agent.engine.vllm.engine import VllmEngine
+    from worker_agent.engine.vllm.settings import VllmSettings
+
+    model, parser = options.model, options.reasoning_parser
+    if model is None:
+        from tailrace.tiny import MODEL_PATH, REASONING_PARSER
+
+        model = str(MODEL_PATH)
+        parser = REASONING_PARSER if parser is None else parser
+    return VllmEngine(
+        VllmSettings(
+            model=model,
+            reasoning_parser=parser or "",
+            kv_blocks=options.kv_blocks,
+            block_tokens=options.block_tokens,
+            max_num_seqs=options.max_num_seqs,
+            max_model_len=options.max_model_len,
+            engine_args=dict(options.arguments),
+        )
+    )
+
+
+def _simulated(options: EngineOptions) -> Engine:
+    import msgspec
+
+    from worker_agent.engine.simulated import SimulatedEngine, SimulatedSettings
+
+    named: dict[str, Json] = {
+        "model": options.model,
+        "kv_blocks": options.kv_blocks,
+        "block_tokens": options.block_tokens,
+        "max_num_seqs": options.max_num_seqs,
+        "max_model_len": options.max_model_len,
+    }
+    settings = {name: value for name, value in named.items() if value is not None} | dict(options.arguments)
+    unknown = settings.keys() - set(SimulatedSettings.__struct_fields__)
+    if unknown:
+        raise EngineOptionError(f"the simulated engine has no setting {', '.join(sorted(unknown))}")
+    try:
+        return SimulatedEngine(msgspec.convert(settings, SimulatedSettings))
+    except msgspec.ValidationError as error:
+        raise EngineOptionError(f"simulated engine: {error}") from error

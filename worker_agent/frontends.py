@@ -1,0 +1,96 @@
+"""The front ends that are attached to this worker."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+from tailrace.v1 import worker_pb2
+from worker_agent.outbox import Outbox, OutboxFull
+
+log = logging.getLogger(__name__)
+
+
+class FrontEnd:
+    """One Attach stream's front end, from its hello to the stream's end."""
+
+    def __init__(self, client: int, frontend_id: str, incarnation: str) -> None:
+        # Its slot: a number of its own in the engine, never used again.
+        self.client = client
+        self.frontend_id = frontend_id
+        self.incarnation = incarnation
+        self.outbox = Outbox()
+        self.closed = asyncio.Event()
+        self.reason = ""
+        self.heard_s = time.monotonic()
+
+    def send(self, message: worker_pb2.AttachDown, size: int = 0) -> bool:
+        """Queue a message (`size` bytes, where it matters); False when the stream is over. A front end that
+        leaves its queue full is cut: it must hold up neither the engine nor other front ends."""
+        if self.closed.is_set():
+            return False
+        try:
+            self.outbox.put(message, size)
+        except OutboxFull as error:
+            self.cut(str(error))
+            return False
+        return True
+
+    def cut(self, reason: str) -> None:
+        """End the stream from this side."""
+        if not self.closed.is_set():
+            self.reason = reason
+            self.closed.set()
+
+
+class FrontEnds:
+    """All that are attached; at most one stream a front end."""
+
+    def __init__(self) -> None:
+        self._slots = itertools.count()
+        self._by_client: dict[int, FrontEnd] = {}
+        self._by_id: dict[str, FrontEnd] = {}
+        self._gone: list[Callable[[int], None]] = []
+
+    def __iter__(self) -> Iterator[FrontEnd]:
+        return iter(list(self._by_client.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_client)
+
+    def on_gone(self, callback: Callable[[int], None]) -> None:
+        """Call back with the slot of every front end whose stream has ended."""
+        self._gone.append(callback)
+
+    def attach(self, frontend_id: str, incarnation: str) -> FrontEnd:
+        """A new stream. An older one of the same front end is cut and forgotten first."""
+        older = self._by_id.get(frontend_id)
+        if older is not None:
+            older.cut("attached anew")
+            self.detach(older)
+        front_end = FrontEnd(next(self._slots), frontend_id, incarnation)
+        self._by_client[front_end.client] = self._by_id[frontend_id] = front_end
+        log.info("front end %s attached (slot %d)", frontend_id, front_end.client)
+        return front_end
+
+    def detach(self, front_end: FrontEnd) -> None:
+        """Its stream has ended; everything it had here ends with it. Does nothing the second time."""
+        if self._by_client.pop(front_end.client, None) is None:
+            return
+        if self._by_id.get(front_end.frontend_id) is front_end:
+            del self._by_id[front_end.frontend_id]
+        front_end.cut("the stream ended")
+        log.info("front end %s detached: %s", front_end.frontend_id, front_end.reason)
+        for callback in self._gone:
+            callback(front_end.client)
+
+    def by_client(self, client: int) -> FrontEnd | None:
+        """The one in this slot, while it is attached."""
+        return self._by_client.get(client)
+
+    def by_id(self, frontend_id: str) -> FrontEnd | None:
+        """The one of this name, while it is attached."""
+        return self._by_id.get(frontend_id)

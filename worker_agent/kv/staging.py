@@ -1,0 +1,30 @@
+"""Staging buffers that are used again: fresh memory costs a page fault every 4 KiB."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from worker_agent.engine.base import Engine, Staging
+from worker_agent.kv.transport import CHUNK_BYTES
+
+_KEPT_MAX: Final = 8
+
+
+class StagingPool:
+    """Buffers of one engine: whole chunks are kept, smaller ones are made as they are needed."""
+
+    def __init__(self, engine: Engine, block_bytes: int) -> None:
+        self._engine = engine
+        self.chunk_blocks = max(1, CHUNK_BYTES // block_bytes)
+        self._free: list[Staging] = []
+
+    def take(self, num_blocks: int) -> Staging:
+        """A buffer of exactly this many blocks, at most `chunk_blocks`."""
+        if num_blocks == self.chunk_blocks and self._free:
+            return self._free.pop()
+        return self._engine.staging(num_blocks)
+
+    def give_back(self, staging: Staging, num_blocks: int) -> None:
+        """No transfer uses it any more."""
+        if num_blocks == self.chunk_blocks and len(self._free) < _KEPT_MAX:
+            self._free.append(staging)

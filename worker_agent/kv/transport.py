@@ -1,0 +1,140 @@
+"""This process's one UCX context, and messages over one endpoint.
+
+Chosen by measurement, two processes on loopback, 1 GiB, both cores of a small machine shared with others
+(`python -m benchmarks.kv_transport` repeats it):
+
+- progress mode "thread" with Python futures. In every other mode `ucxx` awaits by polling: an idle endpoint
+  that waits for its next request would keep the event loop, which the engine's outputs pass through, busy for
+  ever. A process with an idle endpoint uses about 1% of a core this way, against 25-50% ("blocking") and
+  a whole core ("thread-polling").
+- tag messages into a buffer of ours. Active messages arrive in a buffer that UCX allocates anew each time, at
+  half the rate; page faults are the difference.
+- chunks of 8 MiB, two under way: 0.9 GiB/s; one at a time gives 0.6, chunks of 1 MiB 0.3 (each message
+  costs about half a millisecond of hand-overs between threads), chunks of 16 MiB fall out of the cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Final
+
+import numpy as np
+import ucxx
+
+from worker_agent.kv.errors import KvTransferError
+
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES: Final = 8 << 20
+CONNECT_S: Final = 5.0
+# Closing waits for UCX's own thread; nanoseconds.
+_CLOSE_NS: Final = 200_000_000
+# Messages that were under way end as soon as their endpoint is closed.
+_DRAIN_S: Final = 2.0
+
+_started = False
+
+
+def start_ucx() -> None:
+    """Set UCX up for this process. May be called again."""
+    global _started
+    if not _started:
+        ucxx.init(progress_mode="thread", enable_python_future=True)
+        _started = True
+
+
+def stop_ucx() -> None:
+    """End UCX's threads, without which the process would not end."""
+    global _started
+    if _started:
+        _started = False
+        ucxx.stop_notifier_thread()
+
+
+class Channel:
+    """One UCX endpoint. Messages are never abandoned under way: UCX would go on writing into their buffers.
+
+    A failure of any kind ends the channel.
+    """
+
+    def __init__(self, endpoint: ucxx.Endpoint) -> None:
+        self._endpoint = endpoint
+        self._under_way: set[asyncio.Task[object]] = set()
+        self._closed = False
+
+    @classmethod
+    async def connect(cls, host: str, port: int) -> Channel:
+        """Raises KvTransferError."""
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                return cls(await ucxx.create_endpoint(host, port, connect_timeout=CONNECT_S))
+        except (TimeoutError, OSError, RuntimeError, ucxx.exceptions.UCXError) as error:
+            raise KvTransferError(f"no connection to {host}:{port}: {_said(error)}") from error
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be used (again)."""
+        return not self._closed and not self._endpoint.closed
+
+    def send(self, buffer: object) -> asyncio.Task[object]:
+        """Send a buffer, whole; `wait` for it before the buffer is used for anything else."""
+        return self._begin(self._endpoint.send(buffer))
+
+    def receive(self, buffer: object) -> asyncio.Task[object]:
+        """Receive a message of exactly this size."""
+        return self._begin(self._endpoint.recv(buffer))
+
+    async def wait(self, message: asyncio.Task[object]) -> None:
+        """Until it is through. A caller that gives up must close the channel. Raises KvTransferError."""
+        await asyncio.wait({message})
+        if message.cancelled():
+            raise KvTransferError("the connection was closed")
+        error = message.exception()
+        if error is not None:
+            raise KvTransferError(f"the connection broke: {_said(error)}") from error
+        if self._closed:
+            raise KvTransferError("the connection was closed")
+
+    async def send_bytes(self, data: bytes) -> None:
+        """Send a small message. Raises KvTransferError."""
+        await self.wait(self.send(np.frombuffer(data, np.uint8)))
+
+    async def receive_bytes(self, size: int) -> bytes:
+        """Receive a small message. Raises KvTransferError."""
+        buffer = np.zeros(size, np.uint8)
+        await self.wait(self.receive(buffer))
+        return buffer.tobytes()
+
+    async def close(self) -> None:
+        """Close the endpoint and see every message under way end. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._endpoint.abort(period=_CLOSE_NS)
+        except ucxx.exceptions.UCXError as error:
+            log.warning("closing a KV connection: %s", _said(error))
+        if self._under_way:
+            _, left = await asyncio.wait(self._under_way, timeout=_DRAIN_S)
+            for message in left:
+                log.warning("a KV message did not end with its connection")
+                message.cancel()
+
+    def _begin(self, message: object) -> asyncio.Task[object]:
+        task: asyncio.Task[object] = asyncio.ensure_future(message)  # type: ignore[call-overload]
+        self._under_way.add(task)
+        task.add_done_callback(self._end)
+        return task
+
+    def _end(self, task: asyncio.Task[object]) -> None:
+        self._under_way.discard(task)
+        if not task.cancelled():
+            with contextlib.suppress(asyncio.InvalidStateError):
+                # Looked at: nobody may be waiting for it any more.
+                task.exception()
+
+
+def _said(error: BaseException) -> str:
+    return str(error) or type(error).__name__

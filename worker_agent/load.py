@@ -1,0 +1,63 @@
+"""The engine's numbers in the monitor's words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+from tailrace.v1 import monitor_pb2, types_pb2
+from worker_agent.engine.base import EnginePhase, EngineStats, RequestStats
+from worker_agent.phase_news import PHASES
+
+_STATES: Final = {
+    "waiting": types_pb2.REQUEST_STATE_WAITING,
+    "running": types_pb2.REQUEST_STATE_RUNNING,
+    "paused": types_pb2.REQUEST_STATE_PAUSED,
+    "preempted": types_pb2.REQUEST_STATE_PREEMPTED,
+}
+
+
+def load_of(stats: EngineStats, block_tokens: int, migrations: tuple[int, int]) -> monitor_pb2.InstanceLoad:
+    """The instance as a whole; `migrations`: open ones (in, out). Preempted requests count as waiting."""
+    states = Counter(request.state for request in stats.requests)
+    phases = Counter(request.phase for request in stats.requests)
+    return monitor_pb2.InstanceLoad(
+        running=states["running"],
+        waiting=states["waiting"] + states["preempted"],
+        paused=states["paused"],
+        prefilling=phases[EnginePhase.PREFILL],
+        reasoning=phases[EnginePhase.REASONING],
+        answering=phases[EnginePhase.ANSWERING],
+        kv_blocks_used=stats.kv_blocks_used,
+        kv_blocks_total=stats.kv_blocks_total,
+        block_tokens=block_tokens,
+        host_kv_bytes_used=stats.host_kv_bytes_used,
+        host_kv_bytes_total=stats.host_kv_bytes_total,
+        prefill_backlog_tokens=stats.prefill_backlog_tokens,
+        context_tokens=sum(request.prompt_tokens + request.output_tokens for request in stats.requests),
+        token_interval_ms_mean=stats.token_interval_ms_mean,
+        token_interval_ms_p99=stats.token_interval_ms_p99,
+        steps=stats.steps,
+        generated_tokens=stats.generated_tokens,
+        preemptions=stats.preemptions,
+        migrations_in=migrations[0],
+        migrations_out=migrations[1],
+    )
+
+
+def request_report(request: RequestStats) -> monitor_pb2.RequestReport:
+    """One request."""
+    return monitor_pb2.RequestReport(
+        request_id=request.request_id,
+        frontend_id=request.frontend_id,
+        epoch=request.epoch,
+        phase=PHASES[request.phase],
+        state=_STATES[request.state],
+        prompt_tokens=request.prompt_tokens,
+        output_tokens=request.output_tokens,
+        reasoning_tokens=request.reasoning_tokens,
+        max_tokens=request.max_tokens,
+        kv_blocks=request.kv_blocks,
+        arrival_s=request.arrival_s,
+        token_interval_ms=request.token_interval_ms,
+    )

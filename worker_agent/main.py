@@ -1,0 +1,132 @@
+"""`tailrace serve worker`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+
+import click
+
+from tailrace.service.channels import Channels
+from tailrace.service.options import CommonOptions, common_options
+from tailrace.service.run import run_service
+from tailrace.store.membership import Membership
+from tailrace.store.store import Store
+from tailrace.telemetry.metrics import new_registry, serve_metrics
+from tailrace.telemetry.tracing import configure
+from worker_agent.engine.base import Engine
+from worker_agent.engines import EngineOptionError, EngineOptions, make_engine, read_argument
+from worker_agent.kv.transport import start_ucx, stop_ucx
+from worker_agent.metrics import WorkerCollector, WorkerMetrics, pause_histogram
+from worker_agent.settings import WorkerSettings
+from worker_agent.worker import Surroundings, running_worker
+
+log = logging.getLogger(__name__)
+
+
+class EngineDied(RuntimeError):
+    """An engine failed for good."""
+
+
+@click.command("worker")
+@common_options("worker")
+@click.option(
+    "--engine",
+    "kind",
+    type=click.Choice(["vllm", "simulated"]),
+    default="vllm",
+    show_default=True,
+    help="Engine.",
+)
+@click.option("--model", help="Model; the tiny one that Tailrace carries when not given.")
+@click.option("--reasoning-parser", help="vLLM's name of the model's reasoning parser.")
+@click.option(
+    "--count",
+    type=click.IntRange(1, 1000),
+    default=1,
+    show_default=True,
+    help="Workers in this process, called ID-0, ID-1, ... (simulated only).",
+)
+@click.option("--kv-blocks", type=click.IntRange(2), help="KV cache size in blocks.")
+@click.option("--block-size", type=click.IntRange(1), help="Tokens in a KV block.")
+@click.option("--max-num-seqs", type=click.IntRange(1), help="Requests that run at a time.")
+@click.option("--max-model-len", type=click.IntRange(1), help="Longest prompt and output, in tokens.")
+@click.option(
+    "--engine-arg",
+    "arguments",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Any other engine argument; repeat.",
+)
+@click.option("--report-interval", default=0.5, show_default=True, help="Seconds between two steady reports.")
+def command(
+    common: CommonOptions,
+    kind: str,
+    model: str | None,
+    reasoning_parser: str | None,
+    count: int,
+    kv_blocks: int | None,
+    block_size: int | None,
+    max_num_seqs: int | None,
+    max_model_len: int | None,
+    arguments: tuple[str, ...],
+    report_interval: float,
+) -> None:
+    """Run an engine as a member of the fleet."""
+    if count > 1 and kind != "simulated":
+        raise click.UsageError("--count is for the simulated engine: give a vLLM worker a process of its own")
+    if count > 1 and not common.listen.endswith(":0"):
+        raise click.UsageError("--count needs a port of its own for each worker: --listen HOST:0")
+    try:
+        options = EngineOptions(
+            kind=kind,
+            model=model,
+            reasoning_parser=reasoning_parser,
+            kv_blocks=kv_blocks,
+            block_tokens=block_size,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            arguments=dict(map(read_argument, arguments)),
+        )
+    except EngineOptionError as error:
+        raise click.UsageError(str(error)) from error
+    settings = WorkerSettings(report_s=report_interval)
+    run_service(lambda: serve(common, options, count, settings))
+
+
+async def serve(common: CommonOptions, options: EngineOptions, count: int, settings: WorkerSettings) -> None:
+    """Run `count` workers until cancelled. Raises EngineDied when an engine failed for good."""
+    names = [common.member_id] if count == 1 else [f"{common.member_id}-{n}" for n in range(count)]
+    start_ucx()
+    try:
+        async with AsyncExitStack() as stack:
+            store = await Store.connect(common.etcd, common.cluster)
+            stack.push_async_callback(store.close)
+            membership = await Membership.start(store)
+            stack.push_async_callback(membership.close)
+            channels = Channels()
+            stack.push_async_callback(channels.close)
+            tracing = await stack.enter_async_context(configure("worker", common.member_id))
+            registry = new_registry("worker", common.member_id)
+            collector, pauses = WorkerCollector(registry), pause_histogram(registry)
+            metrics_server = await stack.enter_async_context(serve_metrics(common.metrics, registry))
+            around = Surroundings(
+                store=store,
+                membership=membership,
+                channels=channels,
+                tracing=tracing,
+                metrics_address=common.advertised(metrics_server.address),
+                host=common.advertised(common.listen).rpartition(":")[0],
+            )
+            died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            for name in names:
+                engine: Engine = make_engine(options)
+                metrics = WorkerMetrics(pauses)
+                await stack.enter_async_context(
+                    running_worker(name, engine, common.listen, around, metrics, settings, died)
+                )
+                collector.add(metrics, engine.stats)
+            raise EngineDied(await died)
+    finally:
+        stop_ucx()

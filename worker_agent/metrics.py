@@ -1,0 +1,111 @@
+"""What a worker counts. Plain integers on the data path, read only when somebody scrapes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from worker_agent.engine.base import EnginePhase, EngineStats
+
+_PAUSE_BUCKETS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+
+
+class WorkerMetrics:
+    """One worker's counters."""
+
+    def __init__(self, pause_seconds: Histogram) -> None:
+        self.tokens = 0
+        self.submitted = 0
+        # finished, failed, aborted, moved.
+        self.finished: Counter[str] = Counter()
+        # By outcome: committed, aborted.
+        self.imports: Counter[str] = Counter()
+        self.exports: Counter[str] = Counter()
+        self.kv_sent_bytes = 0
+        self.kv_sent_blocks = 0
+        self.kv_received_bytes = 0
+        self.kv_received_blocks = 0
+        self.kv_checksum_failures = 0
+        self.kv_identity_failures = 0
+        self.kv_transfer_failures = 0
+        self.pause_seconds = pause_seconds
+
+
+def pause_histogram(registry: CollectorRegistry) -> Histogram:
+    """The one histogram, shared by all workers of a process."""
+    return Histogram(
+        "tailrace_worker_migration_pause_seconds",
+        "From asking the source to pause until the target may emit.",
+        registry=registry,
+        buckets=_PAUSE_BUCKETS_S,
+    )
+
+
+class WorkerCollector(Collector):
+    """All workers of this process, summed: the scrape target is the process."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._workers: list[tuple[WorkerMetrics, Callable[[], EngineStats]]] = []
+        registry.register(self)
+
+    def add(self, metrics: WorkerMetrics, stats: Callable[[], EngineStats]) -> None:
+        """One more worker."""
+        self._workers.append((metrics, stats))
+
+    def collect(self) -> Iterable[Metric]:
+        """The plain counters in Prometheus' form."""
+        yield from self._engine()
+        workers = [metrics for metrics, _ in self._workers]
+        yield _count("submitted_requests", "Requests submitted.", sum(w.submitted for w in workers))
+        yield _labelled("ended_requests", "Requests that left, by how.", (w.finished for w in workers))
+        yield _labelled("imports", "Migrations to here, by outcome.", (w.imports for w in workers))
+        yield _labelled("exports", "Migrations from here, by outcome.", (w.exports for w in workers))
+        for name, text in _TRANSFER:
+            yield _count(name, text, sum(getattr(w, name) for w in workers))
+
+    def _engine(self) -> Iterable[Metric]:
+        stats = [read() for _, read in self._workers]
+        phases = Counter(request.phase for each in stats for request in each.requests)
+        states = Counter(request.state for each in stats for request in each.requests)
+        by_phase = GaugeMetricFamily("tailrace_worker_requests", "Requests here.", labels=["phase"])
+        for phase in EnginePhase:
+            by_phase.add_metric([phase.value], phases[phase])
+        yield by_phase
+        by_state = GaugeMetricFamily("tailrace_worker_request_states", "Requests here.", labels=["state"])
+        for state in ("waiting", "running", "paused", "preempted"):
+            by_state.add_metric([state], states[state])
+        yield by_state
+        used, total = sum(s.kv_blocks_used for s in stats), sum(s.kv_blocks_total for s in stats)
+        yield GaugeMetricFamily("tailrace_worker_kv_blocks_used", "KV blocks in use.", value=used)
+        yield GaugeMetricFamily("tailrace_worker_kv_blocks", "KV blocks there are.", value=total)
+        yield _count("generated_tokens", "Tokens made.", sum(s.generated_tokens for s in stats))
+        yield _count("steps", "Engine steps.", sum(s.steps for s in stats))
+        yield _count("preemptions", "Requests preempted.", sum(s.preemptions for s in stats))
+
+
+_TRANSFER: Final = (
+    ("kv_sent_bytes", "KV bytes sent to other workers."),
+    ("kv_sent_blocks", "KV blocks sent to other workers."),
+    ("kv_received_bytes", "KV bytes received from other workers."),
+    ("kv_received_blocks", "KV blocks received from other workers."),
+    ("kv_checksum_failures", "Transfers in which a block's checksum was wrong."),
+    ("kv_identity_failures", "Transfers of blocks other than those asked for."),
+    ("kv_transfer_failures", "Transfers that broke or took too long."),
+)
+
+
+def _count(name: str, text: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(f"tailrace_worker_{name}", text, value=value)
+
+
+def _labelled(name: str, text: str, counts: Iterable[Counter[str]]) -> CounterMetricFamily:
+    family = CounterMetricFamily(f"tailrace_worker_{name}", text, labels=["outcome"])
+    total: Counter[str] = sum(counts, Counter())
+    for value, count in total.items():
+        family.add_metric([value], count)
+    return family

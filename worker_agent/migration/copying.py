@@ -1,0 +1,140 @@
+"""The target's copy of one request: rounds while the source decodes, then the rest under the pause.
+
+Everything here can be cancelled at any moment; the owner of the import then drops the reservation.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from tailrace.v1 import types_pb2, worker_pb2
+from worker_agent.engine.base import Engine, ExportedPause, Staging
+from worker_agent.faults import Faults
+from worker_agent.kv.client import Deliver, Peer
+from worker_agent.migration.messages import block_hashes, pause_of
+from worker_agent.migration.plan import ImportPlan
+from worker_agent.migration.source_link import SourceLink, SourceLost
+from worker_agent.unbroken import unbroken
+
+log = logging.getLogger(__name__)
+
+_MS: Final = 1000.0
+
+
+class BlockPuller(Protocol):
+    """KvClient.pull."""
+
+    async def pull(
+        self,
+        peer: Peer,
+        session: int,
+        migration_id: str,
+        first_block: int,
+        hashes: Sequence[bytes],
+        deliver: Deliver,
+    ) -> int:
+        """Fetch blocks, deliver them, say how many bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One finished round. Times of the monotonic clock."""
+
+    state: types_pb2.MigrationState.ValueType
+    message: worker_pb2.CopyRound
+    began_s: float
+    ended_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """The request as the source left it, all KV here."""
+
+    pause: ExportedPause
+    # When the source was asked to pause, on this machine's monotonic clock.
+    asked_s: float
+
+
+class Copying:
+    """Pulls one export's blocks into the engine's reservation."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        puller: BlockPuller,
+        source: SourceLink,
+        faults: Faults,
+        request_id: str,
+        migration_id: str,
+        on_round: Callable[[Round], None],
+    ) -> None:
+        self._engine = engine
+        self._puller = puller
+        self._source = source
+        self._faults = faults
+        self._request_id = request_id
+        self._migration_id = migration_id
+        self._on_round = on_round
+        self._peer = Peer("", 0)
+        self._session = 0
+        self._have = 0
+        self._rounds = 0
+
+    async def run(self, opened: worker_pb2.ExportOpened, plan: ImportPlan) -> Paused:
+        """All rounds and the pause; the engine is prepared when this returns."""
+        self._peer = Peer(opened.kv_host, opened.kv_port)
+        self._session = opened.session
+        if plan.rounds:
+            await self._pre_copy(block_hashes(opened.blocks), plan)
+        return await self._stop_and_copy()
+
+    async def _pre_copy(self, hashes: list[bytes], plan: ImportPlan) -> None:
+        """While the source decodes: what there is, then what was added meanwhile, until that is little."""
+        await self._faults.hold("import:pre_copy")
+        for _ in range(plan.rounds):
+            if hashes:
+                await self._round(types_pb2.MIGRATION_STATE_PRE_COPY, hashes)
+            more = worker_pb2.ExportMore(have_blocks=self._have)
+            event = await self._source.ask(worker_pb2.ExportCommand(more=more))
+            if event.WhichOneof("body") != "blocks" or event.blocks.first_block != self._have:
+                raise SourceLost("the source did not answer with the blocks that were asked for")
+            copied = len(hashes)
+            hashes = block_hashes(event.blocks.blocks)
+            # As many again as this round copied: another round would not shrink what is left.
+            if len(hashes) <= plan.stop_blocks or len(hashes) >= copied > 0:
+                return
+
+    async def _stop_and_copy(self) -> Paused:
+        asked_s = time.monotonic()
+        command = worker_pb2.ExportPause(have_blocks=self._have)
+        event = await self._source.ask(worker_pb2.ExportCommand(pause=command))
+        if event.WhichOneof("body") != "paused" or event.paused.first_block != self._have:
+            raise SourceLost("the source did not answer with the blocks that were asked for")
+        pause = pause_of(event.paused)
+        await self._faults.hold("import:paused")
+        await self._round(types_pb2.MIGRATION_STATE_STOP_AND_COPY, pause.block_hashes)
+        await unbroken(self._engine.import_prepare(self._request_id, pause))
+        return Paused(pause, asked_s)
+
+    async def _round(self, state: types_pb2.MigrationState.ValueType, hashes: list[bytes]) -> None:
+        began_s = time.monotonic()
+        await unbroken(self._engine.import_reserve(self._request_id, self._have + len(hashes)))
+        size = await self._puller.pull(
+            self._peer, self._session, self._migration_id, self._have, hashes, self._deliver
+        )
+        self._have += len(hashes)
+        self._rounds += 1
+        ended_s = time.monotonic()
+        message = worker_pb2.CopyRound(
+            number=self._rounds, blocks=len(hashes), bytes=size, ms=(ended_s - began_s) * _MS
+        )
+        self._on_round(Round(state, message, began_s, ended_s))
+
+    async def _deliver(
+        self, first: int, num_blocks: int, received: Staging, checksums: Sequence[int]
+    ) -> None:
+        await self._engine.write_blocks(self._request_id, first, num_blocks, received, checksums)

@@ -1,0 +1,74 @@
+"""All exports of a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from worker_agent.engine.base import RequestKey
+from worker_agent.migration.inbox import Ended, Owned, Released
+from worker_agent.migration.lease import Lease
+from worker_agent.migration.parts import SourceParts
+from worker_agent.migration.source import Export
+
+log = logging.getLogger(__name__)
+
+
+class Exports:
+    """All exports of a worker, each with a task of its own that outlives its stream."""
+
+    def __init__(self, parts: SourceParts) -> None:
+        self._parts = parts
+        self._running: dict[Export, asyncio.Task[None]] = {}
+        parts.front_ends.on_gone(self._client_gone)
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def start(self, lease: Lease) -> None:
+        """Serve a new stream."""
+        export = Export(self._parts, lease)
+        task = asyncio.create_task(export.run(), name="export")
+        self._running[export] = task
+        task.add_done_callback(lambda done: self._done(export, done))
+
+    async def close(self) -> None:
+        """End all; what is paused goes on (or ends with the engine)."""
+        for task in self._running.values():
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    # ---- what the front end says
+
+    def released(self, key: RequestKey, epoch: int) -> bool:
+        """False: this request is not being exported under that epoch."""
+        export = self._of(key)
+        if export is None or export.epoch != epoch or export.decided:
+            return False
+        export.lease.inbox.signal(Released())
+        return True
+
+    def owned(self, key: RequestKey, epoch: int, current: bool) -> None:
+        """Answer to an OwnershipQuery."""
+        export = self._of(key)
+        if export is not None and export.epoch == epoch:
+            export.lease.inbox.signal(Owned(current))
+
+    def ended(self, key: RequestKey) -> None:
+        """The front end has aborted the request."""
+        export = self._of(key)
+        if export is not None:
+            export.lease.inbox.signal(Ended("the request was aborted"))
+
+    def _client_gone(self, client: int) -> None:
+        for export in self._running:
+            if export.key is not None and export.key.client == client:
+                export.lease.inbox.signal(Ended("its front end is gone"))
+
+    def _of(self, key: RequestKey) -> Export | None:
+        return next((export for export in self._running if export.key == key), None)
+
+    def _done(self, export: Export, task: asyncio.Task[None]) -> None:
+        del self._running[export]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("export failed", exc_info=error)

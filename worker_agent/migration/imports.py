@@ -1,0 +1,107 @@
+"""All imports of a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Final
+
+from tailrace.service.channels import Channels
+from tailrace.v1 import worker_pb2
+from worker_agent.engine.base import RequestKey, Submission
+from worker_agent.migration.parts import TargetParts
+from worker_agent.migration.source_link import GrpcSourceLink
+from worker_agent.migration.target import Import
+
+log = logging.getLogger(__name__)
+
+# Admission is the migration service's; this only keeps a broken one from filling the worker.
+_IMPORTS_MAX: Final = 32
+# The export's deadline beyond the import's own: time to say how it ended.
+_EXPORT_GRACE_S: Final = 15.0
+
+
+class ImportRefused(Exception):
+    """An import that is not even begun; the message says why."""
+
+
+class Imports:
+    """Each has a task of its own that outlives the migration service's call."""
+
+    def __init__(self, parts: TargetParts, channels: Channels) -> None:
+        self._parts = parts
+        self._channels = channels
+        self._running: dict[Import, asyncio.Task[None]] = {}
+        parts.front_ends.on_gone(self._client_gone)
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def start(self, request: worker_pb2.ImportRequest) -> Import:
+        """Begin. Raises ImportRefused."""
+        if not request.migration_id or not request.request_id or not request.source_address:
+            raise ImportRefused("migration_id, request_id and source_address must be given")
+        if request.epoch <= request.from_epoch:
+            raise ImportRefused(f"epoch {request.epoch} is not after {request.from_epoch}")
+        if len(self._running) >= _IMPORTS_MAX:
+            raise ImportRefused(f"{_IMPORTS_MAX} imports are running")
+        if self._named(request.request_id) is not None or self._migration(request.migration_id) is not None:
+            raise ImportRefused(f"{request.request_id} is being imported already")
+        timeout_s = (request.timeout_s or self._parts.settings.import_timeout_s) + _EXPORT_GRACE_S
+        source = GrpcSourceLink(self._channels.get(request.source_address), timeout_s)
+        incoming = Import(self._parts, request, source)
+        task = asyncio.create_task(incoming.run(), name=f"import {request.request_id}")
+        self._running[incoming] = task
+        task.add_done_callback(lambda done: self._done(incoming, done))
+        return incoming
+
+    async def cancel(self, migration_id: str) -> bool:
+        """Abort an import; False when there is none, or it was committed. Waits for its end."""
+        incoming = self._migration(migration_id)
+        if incoming is None:
+            return False
+        incoming.cancel("cancelled by the migration service")
+        await incoming.over.wait()
+        return not incoming.committed
+
+    async def close(self) -> None:
+        """End all."""
+        for task in self._running.values():
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    # ---- what the front end says
+
+    def answered(self, reply: worker_pb2.AdoptReply) -> None:
+        """An AdoptReply."""
+        incoming = self._migration(reply.migration_id)
+        if incoming is not None:
+            incoming.answer(reply)
+
+    def succeeded(self, submission: Submission) -> bool:
+        """A submission that must wait for the end of an import of the same request; False: it need not."""
+        incoming = self._named(submission.request_id)
+        if incoming is None:
+            return False
+        incoming.succeed(submission)
+        return True
+
+    def aborted(self, key: RequestKey) -> None:
+        """The front end has aborted a request."""
+        for incoming in self._running:
+            incoming.aborted(key)
+
+    def _client_gone(self, client: int) -> None:
+        for incoming in self._running:
+            incoming.client_gone(client)
+
+    def _named(self, request_id: str) -> Import | None:
+        return next((each for each in self._running if each.request_id == request_id), None)
+
+    def _migration(self, migration_id: str) -> Import | None:
+        return next((each for each in self._running if each.migration_id == migration_id), None)
+
+    def _done(self, incoming: Import, task: asyncio.Task[None]) -> None:
+        del self._running[incoming]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("import failed", exc_info=error)

@@ -1,0 +1,70 @@
+"""Between the engine's words and the protocol's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tailrace.v1 import types_pb2, worker_pb2
+from worker_agent.engine.base import EnginePhase, Exported, ExportedPause, KvShape, RequestKey
+from worker_agent.phase_news import PHASES
+
+_ENGINE_PHASES = {value: phase for phase, value in PHASES.items()}
+
+
+def phase_of(phase: EnginePhase) -> types_pb2.Phase.ValueType:
+    """The protocol's word for a phase."""
+    return PHASES[phase]
+
+
+def kv_layout(shape: KvShape) -> worker_pb2.KvLayout:
+    """The shape as sent to the other end."""
+    return worker_pb2.KvLayout(
+        model_fingerprint=shape.model_fingerprint,
+        block_tokens=shape.block_tokens,
+        num_layers=shape.num_layers,
+        layer_block_bytes=shape.layer_block_bytes,
+    )
+
+
+def layout_difference(ours: KvShape, theirs: worker_pb2.KvLayout) -> str:
+    """Why the two cannot exchange KV; empty when they can."""
+    if ours.model_fingerprint != theirs.model_fingerprint:
+        return "source and target run different models or cache layouts"
+    if kv_layout(ours) != theirs:
+        return f"source and target have KV blocks of different shapes: {theirs} against {kv_layout(ours)}"
+    return ""
+
+
+def block_identities(hashes: Iterable[bytes]) -> list[worker_pb2.BlockIdentity]:
+    """Block hashes as sent to the other end."""
+    return [worker_pb2.BlockIdentity(hash=name) for name in hashes]
+
+
+def block_hashes(blocks: Sequence[worker_pb2.BlockIdentity]) -> list[bytes]:
+    """Block hashes as the engine names them."""
+    return [block.hash for block in blocks]
+
+
+def exported_of(opened: worker_pb2.ExportOpened, key: RequestKey) -> Exported:
+    """The snapshot for the target's engine; `key` is the request's name on the target."""
+    return Exported(
+        key=key,
+        frontend_id=opened.frontend_id,
+        epoch=opened.epoch,
+        frames=list(opened.frames),
+        output_token_ids=list(opened.output_token_ids),
+        phase=_ENGINE_PHASES.get(opened.phase, EnginePhase.PREFILL),
+        traceparent=opened.traceparent,
+        block_hashes=block_hashes(opened.blocks),
+    )
+
+
+def pause_of(paused: worker_pb2.ExportPaused) -> ExportedPause:
+    """What was left, for the target's engine."""
+    return ExportedPause(
+        new_output_token_ids=list(paused.new_output_token_ids),
+        computed_tokens=paused.computed_tokens,
+        block_hashes=block_hashes(paused.blocks),
+        sampling_state=paused.sampling_state,
+        token_interval_ms=paused.token_interval_ms,
+    )

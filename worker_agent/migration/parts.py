@@ -1,0 +1,54 @@
+"""What every export and import of a worker needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from worker_agent.carried import CarriedRequests
+from worker_agent.engine.base import Engine, KvShape, Submission
+from worker_agent.faults import Faults
+from worker_agent.frontends import FrontEnds
+from worker_agent.kv.sessions import Sessions
+from worker_agent.metrics import WorkerMetrics
+from worker_agent.migration.copying import BlockPuller
+from worker_agent.migration.spans import TransferSpans
+from worker_agent.phase_news import PhaseNews
+from worker_agent.settings import WorkerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class TargetParts:
+    """Parts of the worker that an import works with."""
+
+    instance_id: str
+    engine: Engine
+    shape: KvShape
+    puller: BlockPuller
+    front_ends: FrontEnds
+    carried: CarriedRequests
+    news: PhaseNews
+    metrics: WorkerMetrics
+    faults: Faults
+    spans: TransferSpans
+    settings: WorkerSettings
+    # Takes a submission that had to wait for an import's end.
+    resubmit: Callable[[Submission], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceParts:
+    """Parts of the worker that an export works with."""
+
+    engine: Engine
+    shape: KvShape
+    # Where targets find this worker's KV listener.
+    kv_host: str
+    kv_port: int
+    sessions: Sessions
+    front_ends: FrontEnds
+    carried: CarriedRequests
+    news: PhaseNews
+    metrics: WorkerMetrics
+    faults: Faults
+    settings: WorkerSettings

@@ -1,0 +1,278 @@
+"""The source of a migration: one export, from open to release or resume.
+
+The request is in exactly one of these states, and whatever happens it leaves by one of two doors:
+
+    open     runs, its full blocks pinned            target lost, idle or aborting -> resume
+    paused   does not run                            committed or released         -> release
+                                                     target aborting               -> resume
+                                                     target lost or silent         -> ask the front end
+
+A paused source cannot know whether its target, now gone, has been accepted: the front end can. So it asks,
+and asks again while the front end is attached; if that is gone too, the request has ended with it.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from typing import Final
+
+from tailrace.v1 import worker_pb2
+from worker_agent.engine.base import EngineRefusal, Exported, RequestKey
+from worker_agent.kv.sessions import Session
+from worker_agent.migration.inbox import Broken, Ended, Item, Owned, Released
+from worker_agent.migration.lease import Lease
+from worker_agent.migration.messages import block_identities, kv_layout, phase_of
+from worker_agent.migration.parts import SourceParts
+from worker_agent.unbroken import unbroken
+
+log = logging.getLogger(__name__)
+
+_OPEN_S: Final = 5.0
+OWNERSHIP_S: Final = 2.0
+# A front end that is attached and leaves so many questions unanswered is cut.
+_OWNERSHIP_ASKED_MAX: Final = 5
+
+
+class Outcome(enum.Enum):
+    """What becomes of the request here."""
+
+    RELEASE = "release"
+    RESUME = "resume"
+    # Finished or aborted: only the pins are left.
+    GONE = "gone"
+
+
+class Export:
+    """One request on its way out."""
+
+    def __init__(self, parts: SourceParts, lease: Lease) -> None:
+        self._parts = parts
+        self._lease = lease
+        self._request_id = ""
+        self._paused_s: float | None = None
+        self._reason = ""
+        # Set once the engine has opened it.
+        self.key: RequestKey | None = None
+        self.epoch = 0
+        # From then on it listens no more.
+        self.decided = False
+
+    @property
+    def lease(self) -> Lease:
+        """Where its commands and signals come in."""
+        return self._lease
+
+    @property
+    def paused(self) -> bool:
+        """Whether the request stands still for it."""
+        return self._paused_s is not None
+
+    async def run(self) -> None:
+        """From the first command to the last door. Never leaves a request paused or pinned."""
+        try:
+            await self._run()
+        finally:
+            self._lease.close()
+
+    async def _run(self) -> None:
+        command = await self._lease.inbox.next(_OPEN_S)
+        if not isinstance(command, worker_pb2.ExportCommand) or not command.HasField("open"):
+            self._fail("the first command must open the export")
+            return
+        opening = command.open
+        self._request_id = opening.request_id
+        try:
+            exported = await unbroken(self._parts.engine.export_open(self._request_id))
+        except EngineRefusal as error:
+            self._fail(str(error))
+            return
+        self.key, self.epoch = exported.key, exported.epoch
+        session = self._parts.sessions.open(self._request_id, opening.migration_id)
+        outcome = Outcome.RESUME
+        try:
+            if self._parts.front_ends.by_client(exported.key.client) is None:
+                outcome, self._reason = Outcome.GONE, "its front end is gone"
+            else:
+                await self._announce(session, exported)
+                outcome = await self._converse(session)
+        finally:
+            self.decided = True
+            await unbroken(self._settle(session, outcome))
+
+    async def _announce(self, session: Session, exported: Exported) -> None:
+        session.announce(0, exported.block_hashes)
+        await self._parts.faults.hold("export:open")
+        opened = worker_pb2.ExportOpened(
+            frontend_id=exported.frontend_id,
+            handle=exported.key.handle,
+            epoch=exported.epoch,
+            frames=[bytes(frame) for frame in exported.frames],
+            output_token_ids=exported.output_token_ids,
+            phase=phase_of(exported.phase),
+            layout=kv_layout(self._parts.shape),
+            session=session.number,
+            kv_host=self._parts.kv_host,
+            kv_port=self._parts.kv_port,
+            traceparent=exported.traceparent,
+            blocks=block_identities(exported.block_hashes),
+        )
+        self._lease.send(worker_pb2.ExportEvent(opened=opened))
+
+    async def _converse(self, session: Session) -> Outcome:
+        """Obey until there is an outcome."""
+        while True:
+            item = await self._lease.inbox.next(self._patience_s())
+            outcome = await self._react(session, item)
+            if outcome is not None:
+                return outcome
+
+    def _patience_s(self) -> float:
+        settings = self._parts.settings
+        if self._paused_s is None:
+            return settings.export_idle_s
+        return max(0.0, self._paused_s + settings.pause_limit_s - time.monotonic())
+
+    async def _react(self, session: Session, item: Item | None) -> Outcome | None:
+        match item:
+            case Released():
+                return self._released()
+            case Ended(reason):
+                self._reason = reason
+                return Outcome.GONE
+            case Owned():
+                return None
+            case Broken(reason):
+                return await self._without_target(reason)
+            case None:
+                return await self._without_target("the target fell silent")
+            case _:
+                return await self._obey(session, item)
+
+    async def _obey(self, session: Session, command: worker_pb2.ExportCommand) -> Outcome | None:
+        match command.WhichOneof("body"):
+            case "more" if not self.paused:
+                return await self._more(session, command.more.have_blocks)
+            case "pause" if not self.paused:
+                return await self._pause(session, command.pause.have_blocks)
+            case "end" if command.end.committed and self.paused:
+                return Outcome.RELEASE
+            case "end":
+                self._reason = command.end.reason or "ended by the target"
+                return Outcome.RESUME
+            case other:
+                return await self._without_target(f"unexpected command {other}")
+
+    async def _more(self, session: Session, have_blocks: int) -> Outcome | None:
+        await self._parts.faults.hold("export:pre_copy")
+        try:
+            hashes = await unbroken(self._parts.engine.export_more(self._request_id, have_blocks))
+        except EngineRefusal as error:
+            self._reason = str(error)
+            return Outcome.GONE
+        session.announce(have_blocks, hashes)
+        blocks = worker_pb2.ExportBlocks(first_block=have_blocks, blocks=block_identities(hashes))
+        self._lease.send(worker_pb2.ExportEvent(blocks=blocks))
+        return None
+
+    async def _pause(self, session: Session, have_blocks: int) -> Outcome | None:
+        try:
+            pause = await unbroken(self._parts.engine.export_pause(self._request_id, have_blocks))
+        except EngineRefusal as error:
+            self._reason = str(error)
+            return Outcome.RESUME
+        self._paused_s = time.monotonic()
+        session.announce(have_blocks, pause.block_hashes)
+        await self._parts.faults.hold("export:paused")
+        paused = worker_pb2.ExportPaused(
+            new_output_token_ids=pause.new_output_token_ids,
+            computed_tokens=pause.computed_tokens,
+            first_block=have_blocks,
+            blocks=block_identities(pause.block_hashes),
+            sampling_state=pause.sampling_state,
+            token_interval_ms=pause.token_interval_ms,
+        )
+        self._lease.send(worker_pb2.ExportEvent(paused=paused))
+        return None
+
+    def _released(self) -> Outcome:
+        """The front end's word. Were the request not paused here, it would have to stop at once."""
+        if self.paused:
+            return Outcome.RELEASE
+        if self.key is not None:
+            self._parts.engine.abort([self.key])
+        self._reason = "released"
+        return Outcome.GONE
+
+    async def _without_target(self, reason: str) -> Outcome:
+        self._reason = reason
+        return await self._ask_owner() if self.paused else Outcome.RESUME
+
+    async def _ask_owner(self) -> Outcome:
+        """Paused, and no target to say how it ended."""
+        assert self.key is not None
+        query = worker_pb2.OwnershipQuery(handle=self.key.handle, epoch=self.epoch)
+        for _ in range(_OWNERSHIP_ASKED_MAX):
+            front_end = self._parts.front_ends.by_client(self.key.client)
+            if front_end is None or not front_end.send(worker_pb2.AttachDown(ownership_query=query)):
+                return Outcome.GONE
+            outcome = await self._answered()
+            if outcome is not None:
+                return outcome
+        front_end = self._parts.front_ends.by_client(self.key.client)
+        if front_end is not None:
+            front_end.cut("does not say who owns a request")
+            self._parts.front_ends.detach(front_end)
+        return Outcome.GONE
+
+    async def _answered(self) -> Outcome | None:
+        """The front end's answer to one question; None when it took too long."""
+        until_s = time.monotonic() + OWNERSHIP_S
+        while True:
+            item = await self._lease.inbox.next(max(0.0, until_s - time.monotonic()))
+            match item:
+                case Owned(current):
+                    return Outcome.RESUME if current else Outcome.RELEASE
+                case Released():
+                    return Outcome.RELEASE
+                case Ended(reason):
+                    self._reason = reason
+                    return Outcome.GONE
+                case None:
+                    return None
+                case Broken():
+                    continue
+                case _:
+                    if item.HasField("end") and item.end.committed:
+                        return Outcome.RELEASE
+
+    async def _settle(self, session: Session, outcome: Outcome) -> None:
+        """Through the door: nothing of the export is left when this returns."""
+        if outcome is Outcome.RELEASE:
+            await self._parts.faults.hold("export:adopt")
+        await self._parts.sessions.close(session)
+        try:
+            if outcome is Outcome.RELEASE:
+                await self._parts.engine.export_release(self._request_id)
+            else:
+                await self._parts.engine.export_resume(self._request_id)
+        except EngineRefusal as error:
+            log.warning("%s after its export: %s", self._request_id, error)
+        if outcome is Outcome.RELEASE:
+            self._parts.metrics.exports["committed"] += 1
+            carried = None if self.key is None else self._parts.carried.remove(self.key)
+            if carried is not None:
+                self._parts.metrics.finished["moved"] += 1
+                self._parts.news.gone(carried)
+            log.info("%s has moved", self._request_id)
+            return
+        if self._lease.inbox.released and self.key is not None:
+            # The front end said "go on", and then accepted the target after all.
+            self._parts.engine.abort([self.key])
+        self._parts.metrics.exports["aborted"] += 1
+        self._fail(self._reason or "ended by the source")
+        log.info("%s: export ended (%s): %s", self._request_id, outcome.value, self._reason)
+
+    def _fail(self, reason: str) -> None:
+        self._lease.send(worker_pb2.ExportEvent(failed=worker_pb2.ExportFailed(reason=reason)))

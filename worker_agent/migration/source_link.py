@@ -1,0 +1,98 @@
+"""The target's hold on its source: one Export stream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol
+
+import grpc
+
+from tailrace.v1 import worker_pb2, worker_pb2_grpc
+from worker_agent.unbroken import unbroken
+
+log = logging.getLogger(__name__)
+
+
+class SourceLost(Exception):
+    """The stream to the source broke, or the source does not keep to the protocol."""
+
+
+class SourceFailed(Exception):
+    """The source says that it cannot export; the message says why."""
+
+
+class SourceLink(Protocol):
+    """Commands to the source, one answer each."""
+
+    async def ask(self, command: worker_pb2.ExportCommand) -> worker_pb2.ExportEvent:
+        """Raises SourceLost, SourceFailed."""
+
+    async def end(self, committed: bool, reason: str) -> None:
+        """Say how it ended and close. Errors do not matter any more."""
+
+    def drop(self) -> None:
+        """Close without a word: the source finds out by itself how it ended."""
+
+
+class GrpcSourceLink:
+    """SourceLink over gRPC. A cancelled read would cancel the call, and with it the chance to say how the
+    import ended: so an answer is awaited in a task of its own, which `end` and `drop` see to."""
+
+    def __init__(self, channel: grpc.aio.Channel, timeout_s: float) -> None:
+        """`timeout_s`: for the whole export."""
+        self._call = worker_pb2_grpc.WorkerStub(channel).Export(timeout=timeout_s)
+        self._reading: asyncio.Task[object] | None = None
+
+    async def ask(self, command: worker_pb2.ExportCommand) -> worker_pb2.ExportEvent:
+        """SourceLink.ask."""
+        try:
+            await unbroken(self._call.write(command))
+            event = await asyncio.shield(self._read())
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise SourceLost(_said(error)) from error
+        if not isinstance(event, worker_pb2.ExportEvent):
+            raise SourceLost("the source closed the export")
+        if event.HasField("failed"):
+            raise SourceFailed(event.failed.reason)
+        return event
+
+    async def end(self, committed: bool, reason: str) -> None:
+        """SourceLink.end."""
+        end = worker_pb2.ExportEnd(committed=committed, reason=reason)
+        try:
+            await self._call.write(worker_pb2.ExportCommand(end=end))
+            await self._call.done_writing()
+            # The source closes when it has understood.
+            while isinstance(await self._read(), worker_pb2.ExportEvent):
+                pass
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            log.debug("ending an export: %s", _said(error))
+        finally:
+            self.drop()
+
+    def drop(self) -> None:
+        """SourceLink.drop."""
+        self._call.cancel()
+
+    def _read(self) -> asyncio.Task[object]:
+        """The read under way, or a new one."""
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.create_task(self._read_one(), name="export answer")
+            self._reading.add_done_callback(_look)
+        return self._reading
+
+    async def _read_one(self) -> object:
+        return await self._call.read()
+
+
+def _look(task: asyncio.Task[object]) -> None:
+    """Nobody may be waiting for it any more."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _said(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__

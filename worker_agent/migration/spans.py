@@ -1,0 +1,55 @@
+"""A migration's transfer in its request's trace: one span a copy round, one for the pause."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tailrace.telemetry import attributes
+from tailrace.telemetry.tracing import Tracing, record_span, wall_ns
+from tailrace.v1 import types_pb2
+
+if TYPE_CHECKING:
+    from worker_agent.migration.copying import Round
+
+
+class TransferSpans:
+    """Recorded after the fact, under the migration's span; nothing when tracing is off."""
+
+    def __init__(self, tracing: Tracing, instance_id: str) -> None:
+        self._tracing = tracing
+        self._tracer = tracing.tracer("worker")
+        self._instance_id = instance_id
+
+    def round_done(self, traceparent: str, done: Round) -> None:
+        """A copy round."""
+        if not self._tracing.continues(traceparent):
+            return
+        record_span(
+            self._tracer,
+            "pre-copy round" if done.state == types_pb2.MIGRATION_STATE_PRE_COPY else "stop-and-copy round",
+            traceparent,
+            wall_ns(done.began_s),
+            wall_ns(done.ended_s),
+            attributes={
+                attributes.INSTANCE: self._instance_id,
+                attributes.MIGRATION_ROUND: done.message.number,
+                attributes.MIGRATION_BLOCKS: done.message.blocks,
+                attributes.MIGRATION_BYTES: done.message.bytes,
+            },
+        )
+
+    def paused(self, traceparent: str, asked_s: float, pause_s: float) -> None:
+        """The pause, from asking the source until this instance may emit."""
+        if not self._tracing.continues(traceparent):
+            return
+        record_span(
+            self._tracer,
+            "pause",
+            traceparent,
+            wall_ns(asked_s),
+            wall_ns(asked_s + pause_s),
+            attributes={
+                attributes.INSTANCE: self._instance_id,
+                attributes.MIGRATION_PAUSE_MS: pause_s * 1000,
+            },
+        )

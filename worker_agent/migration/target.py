@@ -1,0 +1,336 @@
+"""The target of a migration: one import, from the source's snapshot to the first own token.
+
+copying    can be cancelled, times out; every failure drops the reservation and ends the export,
+           upon which the source goes on
+adopting   the front end has been asked: its answer alone decides
+over       committed, or aborted
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Final
+
+from tailrace import wire
+from tailrace.v1 import types_pb2, worker_pb2
+from worker_agent.carried import Carried
+from worker_agent.engine.base import (
+    EngineRefusal,
+    Exported,
+    KvCorrupt,
+    OutputFlag,
+    RequestKey,
+    Submission,
+)
+from worker_agent.frontends import FrontEnd
+from worker_agent.kv.errors import KvIdentityError, KvTransferError
+from worker_agent.migration.adoption import Adoption, Verdict
+from worker_agent.migration.copying import Copying, Paused, Round
+from worker_agent.migration.messages import exported_of, layout_difference, phase_of
+from worker_agent.migration.parts import TargetParts
+from worker_agent.migration.plan import plan_of
+from worker_agent.migration.source_link import SourceFailed, SourceLink, SourceLost
+from worker_agent.unbroken import unbroken
+
+log = logging.getLogger(__name__)
+
+_END_S: Final = 2.0
+
+
+class Abort(Exception):
+    """The import cannot go on; the message says why."""
+
+
+class Import:
+    """One request on its way in."""
+
+    def __init__(self, parts: TargetParts, request: worker_pb2.ImportRequest, source: SourceLink) -> None:
+        self._parts = parts
+        self._request = request
+        self._source = source
+        self._plan = plan_of(request, parts.settings.import_timeout_s)
+        self._events: list[worker_pb2.ImportEvent] = []
+        self._changed = asyncio.Event()
+        self._copying: asyncio.Task[Paused] | None = None
+        self._cancelled = ""
+        self._opened: worker_pb2.ExportOpened | None = None
+        self._reserved = False
+        self._rounds: list[Round] = []
+        self._front_end: FrontEnd | None = None
+        self._adoption: Adoption | None = None
+        # A submission of the same request that came meanwhile: it takes the import's place.
+        self._successor: Submission | None = None
+        self.key: RequestKey | None = None
+        self.over = asyncio.Event()
+        self.committed = False
+
+    @property
+    def migration_id(self) -> str:
+        """Its name."""
+        return self._request.migration_id
+
+    @property
+    def request_id(self) -> str:
+        """What it moves."""
+        return self._request.request_id
+
+    # ---- from outside
+
+    async def events(self) -> AsyncIterator[worker_pb2.ImportEvent]:
+        """Everything that happens, from the beginning; ends when the import is over."""
+        told = 0
+        while True:
+            while told < len(self._events):
+                yield self._events[told]
+                told += 1
+            if self.over.is_set():
+                return
+            self._changed.clear()
+            await self._changed.wait()
+
+    def cancel(self, reason: str) -> bool:
+        """Abort, unless the front end has been asked already; whether it was aborted."""
+        if self._adoption is not None or self.over.is_set():
+            return False
+        self._cancelled = self._cancelled or reason
+        if self._copying is not None:
+            self._copying.cancel()
+        return True
+
+    def answer(self, reply: worker_pb2.AdoptReply) -> None:
+        """The front end's AdoptReply."""
+        if self._adoption is not None:
+            self._adoption.answer(reply)
+
+    def succeed(self, submission: Submission) -> None:
+        """The front end submits this very request here: the import ends, then the submission is taken."""
+        self._successor = submission
+        self.cancel("the front end submitted the request anew")
+
+    def aborted(self, key: RequestKey) -> None:
+        """The front end has aborted a request, perhaps this one."""
+        if self._successor is not None and self._successor.key == key:
+            self._successor = None
+        elif self.key == key:
+            self.cancel("the request was aborted")
+
+    def client_gone(self, client: int) -> None:
+        """A front end is gone."""
+        if self._successor is not None and self._successor.key.client == client:
+            self._successor = None
+        if self.key is not None and self.key.client == client:
+            self.cancel("its front end is gone")
+
+    # ---- its own life
+
+    async def run(self) -> None:
+        """From opening the export to the end, whichever it is."""
+        try:
+            committed, reason = await self._attempt()
+            if not committed:
+                self._parts.metrics.imports["aborted"] += 1
+                log.info("%s: import aborted: %s", self.request_id, reason)
+                self._tell(worker_pb2.ImportEvent(state=types_pb2.MIGRATION_STATE_ABORTED, reason=reason))
+        finally:
+            self._source.drop()
+            self.over.set()
+            self._changed.set()
+
+    async def _attempt(self) -> tuple[bool, str]:
+        try:
+            paused = await self._copy()
+        except Abort as abort:
+            await unbroken(self._give_up(str(abort)))
+            return False, str(abort)
+        except BaseException:
+            # The worker is stopping, or something is broken in it.
+            await unbroken(self._give_up("the target failed"))
+            raise
+        return await unbroken(self._commit(paused))
+
+    async def _copy(self) -> Paused:
+        """The part that can be cancelled. Raises Abort."""
+        if self._cancelled:
+            raise Abort(self._cancelled)
+        task = self._copying = asyncio.create_task(self._open_and_copy(), name="copy")
+        try:
+            async with asyncio.timeout(self._plan.timeout_s):
+                paused = await task
+        except TimeoutError as error:
+            raise Abort(f"not done within {self._plan.timeout_s:g} s") from error
+        except asyncio.CancelledError:
+            if self._cancelled:
+                raise Abort(self._cancelled) from None
+            raise
+        except (SourceLost, SourceFailed) as error:
+            raise Abort(f"source: {error}") from error
+        except EngineRefusal as error:
+            raise Abort(f"target: {error}") from error
+        except KvCorrupt as error:
+            self._parts.metrics.kv_checksum_failures += 1
+            raise Abort(f"KV damaged in transfer: {error}") from error
+        except KvIdentityError as error:
+            self._parts.metrics.kv_identity_failures += 1
+            raise Abort(f"KV transfer: {error}") from error
+        except KvTransferError as error:
+            self._parts.metrics.kv_transfer_failures += 1
+            raise Abort(f"KV transfer: {error}") from error
+        if self._cancelled:
+            raise Abort(self._cancelled)
+        return paused
+
+    async def _open_and_copy(self) -> Paused:
+        opened = await self._open()
+        copying = Copying(
+            self._parts.engine,
+            self._parts.puller,
+            self._source,
+            self._parts.faults,
+            self.request_id,
+            self.migration_id,
+            self._round_done,
+        )
+        return await copying.run(opened, self._plan)
+
+    async def _open(self) -> worker_pb2.ExportOpened:
+        """Snapshot from the source, and room for it here."""
+        command = worker_pb2.ExportOpen(
+            migration_id=self.migration_id,
+            request_id=self.request_id,
+            target_instance_id=self._parts.instance_id,
+        )
+        event = await self._source.ask(worker_pb2.ExportCommand(open=command))
+        if event.WhichOneof("body") != "opened":
+            raise SourceLost("the source did not open the export")
+        opened = self._opened = event.opened
+        difference = layout_difference(self._parts.shape, opened.layout)
+        if difference:
+            raise Abort(difference)
+        if opened.epoch != self._request.from_epoch:
+            raise Abort(f"the request is in epoch {opened.epoch}, not {self._request.from_epoch}")
+        front_end = self._front_end = self._parts.front_ends.by_id(opened.frontend_id)
+        if front_end is None:
+            raise Abort(f"front end {opened.frontend_id} is not attached to this instance")
+        key = self.key = RequestKey(front_end.client, opened.handle)
+        exported = exported_of(opened, key)
+        await unbroken(self._reserve(exported, key))
+        self._tell(worker_pb2.ImportEvent(state=types_pb2.MIGRATION_STATE_OPEN, phase=opened.phase))
+        await self._parts.faults.hold("import:open")
+        return opened
+
+    async def _reserve(self, exported: Exported, key: RequestKey) -> None:
+        await self._parts.engine.import_open(exported, key, self._request.epoch)
+        self._reserved = True
+
+    async def _commit(self, paused: Paused) -> tuple[bool, str]:
+        """Ask the front end and do as it says."""
+        front_end, opened, key = self._front_end, self._opened, self.key
+        assert front_end is not None and opened is not None and key is not None
+        next_index = len(opened.output_token_ids) + len(paused.pause.new_output_token_ids)
+        self._adoption = Adoption(self._parts.front_ends, front_end)
+        await self._parts.faults.hold("import:adopt")
+        adopt = worker_pb2.Adopt(
+            migration_id=self.migration_id,
+            handle=opened.handle,
+            request_id=self.request_id,
+            from_epoch=self._request.from_epoch,
+            epoch=self._request.epoch,
+            next_index=next_index,
+        )
+        verdict, reason = await self._adoption.ask(adopt, self._parts.settings.adopt_timeout_s)
+        if verdict is Verdict.ACCEPTED:
+            await self._parts.faults.hold("import:adopted")
+            await self._activate(key, opened, paused, next_index)
+            return True, ""
+        if verdict is Verdict.UNKNOWN:
+            # Only the front end knows; the source asks it. Saying "aborted" here could make two owners.
+            self._source.drop()
+        await self._give_up(reason)
+        return False, reason
+
+    async def _activate(
+        self, key: RequestKey, opened: worker_pb2.ExportOpened, paused: Paused, next_index: int
+    ) -> None:
+        carried = Carried(self.request_id, opened.frontend_id, self._request.epoch)
+        self._parts.carried.add(key, carried)
+        try:
+            await self._parts.engine.import_activate(self.request_id)
+        except EngineRefusal as error:
+            # It is ours, and cannot run: the front end is told, and has it recomputed.
+            log.warning("%s was adopted and does not run: %s", self.request_id, error)
+            await self._parts.engine.import_drop(self.request_id)
+            self._parts.carried.remove(key)
+            self._fail(key, next_index)
+        pause_s = time.monotonic() - paused.asked_s
+        interval_ms = paused.pause.token_interval_ms
+        self.committed = True
+        self._parts.metrics.imports["committed"] += 1
+        self._parts.metrics.pause_seconds.observe(pause_s)
+        self._parts.news.changed(self.request_id)
+        self._parts.spans.paused(self._request.traceparent, paused.asked_s, pause_s)
+        self._tell(
+            worker_pb2.ImportEvent(
+                state=types_pb2.MIGRATION_STATE_COMMITTED,
+                pause_ms=pause_s * 1000,
+                pause_steps=pause_s * 1000 / interval_ms if interval_ms > 0 else 0.0,
+                phase=self._phase(opened),
+                tokens=next_index,
+            )
+        )
+        log.info(
+            "%s adopted at token %d after a pause of %.1f ms", self.request_id, next_index, pause_s * 1000
+        )
+        await self._end_source(True, "")
+        if self._successor is not None:
+            self._parts.engine.abort([key])
+            self._parts.resubmit(self._successor)
+
+    def _phase(self, opened: worker_pb2.ExportOpened) -> types_pb2.Phase.ValueType:
+        """The phase it is in now: it may have changed since the export was opened."""
+        for request in self._parts.engine.stats().requests:
+            if request.request_id == self.request_id:
+                return phase_of(request.phase)
+        return opened.phase
+
+    def _fail(self, key: RequestKey, next_index: int) -> None:
+        assert self._front_end is not None
+        outputs = worker_pb2.StepOutputs(
+            frames=wire.error_outputs([self.request_id]),
+            handles=[key.handle],
+            epochs=[self._request.epoch],
+            first_indices=[next_index],
+            counts=[0],
+            flags=[int(OutputFlag.FAILED)],
+        )
+        self._front_end.send(worker_pb2.AttachDown(outputs=outputs))
+
+    async def _give_up(self, reason: str) -> None:
+        """Nothing of it is left here when this returns; the source has been told, if it still listens."""
+        try:
+            if self._reserved:
+                self._reserved = False
+                await self._parts.engine.import_drop(self.request_id)
+        finally:
+            await self._end_source(False, reason)
+        successor, self._successor = self._successor, None
+        if successor is not None:
+            self._parts.resubmit(successor)
+
+    async def _end_source(self, committed: bool, reason: str) -> None:
+        try:
+            async with asyncio.timeout(_END_S):
+                await self._source.end(committed, reason)
+        except TimeoutError:
+            self._source.drop()
+
+    def _round_done(self, done: Round) -> None:
+        self._rounds.append(done)
+        self._parts.spans.round_done(self._request.traceparent, done)
+        self._tell(worker_pb2.ImportEvent(state=done.state, round=done.message))
+
+    def _tell(self, event: worker_pb2.ImportEvent) -> None:
+        self._events.append(event)
+        self._changed.set()

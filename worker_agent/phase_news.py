@@ -1,0 +1,85 @@
+"""Phase changes on their way to the monitor."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import Final
+
+from tailrace.v1 import monitor_pb2, types_pb2
+from worker_agent.carried import Carried
+from worker_agent.engine.base import EnginePhase, RequestStats
+
+# News beyond this are dropped, oldest first: the next steady report tells the monitor all there is to know.
+_PENDING_MAX: Final = 10_000
+
+PHASES: Final = {
+    EnginePhase.PREFILL: types_pb2.PHASE_PREFILL,
+    EnginePhase.REASONING: types_pb2.PHASE_REASONING,
+    EnginePhase.ANSWERING: types_pb2.PHASE_ANSWERING,
+}
+
+
+class PhaseNews:
+    """Collects between two sendings. Which phase was entered is read from the engine when they are sent, so
+    that the data path only notes who changed."""
+
+    def __init__(self) -> None:
+        self._changed: dict[str, None] = {}
+        self._gone: deque[monitor_pb2.PhaseEvent] = deque(maxlen=_PENDING_MAX)
+        self.wakeup = asyncio.Event()
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is anything to tell."""
+        return bool(self._changed or self._gone)
+
+    @property
+    def needs_stats(self) -> bool:
+        """Whether `take` needs to see the engine's requests."""
+        return bool(self._changed)
+
+    def changed(self, request_id: str) -> None:
+        """It entered a phase, or came to this instance."""
+        if len(self._changed) < _PENDING_MAX:
+            self._changed[request_id] = None
+        self.wakeup.set()
+
+    def gone(self, carried: Carried, output_tokens: int = 0) -> None:
+        """It has left this instance: finished, aborted, moved. Tokens where they are known."""
+        self._changed.pop(carried.request_id, None)
+        self._gone.append(
+            monitor_pb2.PhaseEvent(
+                request_id=carried.request_id,
+                frontend_id=carried.frontend_id,
+                epoch=carried.epoch,
+                phase=types_pb2.PHASE_UNSPECIFIED,
+                output_tokens=output_tokens,
+                time_s=time.time(),
+            )
+        )
+        self.wakeup.set()
+
+    def take(self, requests: list[RequestStats]) -> list[monitor_pb2.PhaseEvent]:
+        """Everything there is to tell, given the engine's requests now; empties the collection."""
+        self.wakeup.clear()
+        events = list(self._gone)
+        self._gone.clear()
+        if self._changed:
+            changed, self._changed = self._changed, {}
+            now_s = time.time()
+            events += [
+                monitor_pb2.PhaseEvent(
+                    request_id=request.request_id,
+                    frontend_id=request.frontend_id,
+                    epoch=request.epoch,
+                    phase=PHASES[request.phase],
+                    prompt_tokens=request.prompt_tokens,
+                    output_tokens=request.output_tokens,
+                    time_s=now_s,
+                )
+                for request in requests
+                if request.request_id in changed
+            ]
+        return events

@@ -1,0 +1,39 @@
+"""The worker's place in the fleet: its record in etcd."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from tailrace.records import InstanceRecord
+from tailrace.store.registration import Registration
+from tailrace.store.store import Store
+from worker_agent.engine.base import EngineInfo
+
+
+def instance_record(
+    instance_id: str, incarnation: str, address: str, metrics_address: str, info: EngineInfo
+) -> InstanceRecord:
+    """What the fleet must know of it."""
+    shape = info.kv_shape
+    return InstanceRecord(
+        instance_id=instance_id,
+        incarnation=incarnation,
+        address=address,
+        metrics_address=metrics_address,
+        engine=info.engine,
+        model=info.model,
+        model_fingerprint=shape.model_fingerprint,
+        block_tokens=shape.block_tokens,
+        kv_blocks_total=info.kv_blocks_total,
+        max_model_len=info.max_model_len,
+        max_num_seqs=info.max_num_seqs,
+        kv_bytes_per_token=shape.block_bytes // shape.block_tokens,
+        started_s=time.time(),
+    )
+
+
+async def register(store: Store, record: InstanceRecord, ttl_s: float) -> Registration:
+    """Join. `withdraw()` of what is returned leaves. Raises StoreUnavailable."""
+    return await store.register(f"instances/{record.instance_id}", msgspec.json.encode(record), ttl_s)

@@ -1,0 +1,83 @@
+"""The Worker service over gRPC: hands each call to who serves it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+
+from tailrace.v1 import worker_pb2, worker_pb2_grpc
+from worker_agent.attach import AttachRefused, AttachStreams
+from worker_agent.migration.exports import Exports
+from worker_agent.migration.imports import ImportRefused, Imports
+from worker_agent.migration.lease import Lease
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServicer):
+    """One worker's. The streaming methods write through their context: a coroutine each, where the generated
+    base class speaks of iterators."""
+
+    def __init__(self, streams: AttachStreams, exports: Exports, imports: Imports) -> None:
+        self._streams = streams
+        self._exports = exports
+        self._imports = imports
+
+    async def Attach(  # type: ignore[override]
+        self,
+        request_iterator: AsyncIterator[worker_pb2.AttachUp],
+        context: grpc.aio.ServicerContext[worker_pb2.AttachUp, worker_pb2.AttachDown],
+    ) -> None:
+        """The data path; until either end stops."""
+        try:
+            await self._streams.serve(aiter(request_iterator), context.write)
+        except AttachRefused as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    async def Export(  # type: ignore[override]
+        self,
+        request_iterator: AsyncIterator[worker_pb2.ExportCommand],
+        context: grpc.aio.ServicerContext[worker_pb2.ExportCommand, worker_pb2.ExportEvent],
+    ) -> None:
+        """A migration's source; the call is its lease."""
+        lease = Lease()
+        self._exports.start(lease)
+        reader = asyncio.create_task(_read(request_iterator, lease), name="export reader")
+        try:
+            while (event := await lease.next_event()) is not None:
+                await context.write(event)
+        finally:
+            lease.break_off("the target is gone")
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    async def Import(  # type: ignore[override]
+        self,
+        request: worker_pb2.ImportRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.ImportRequest, worker_pb2.ImportEvent],
+    ) -> None:
+        """A migration's target; cancelled before the commit, it aborts."""
+        try:
+            incoming = self._imports.start(request)
+        except ImportRefused as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            return
+        try:
+            async for event in incoming.events():
+                await context.write(event)
+        finally:
+            incoming.cancel("the migration service is gone")
+
+    async def CancelImport(
+        self,
+        request: worker_pb2.CancelImportRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.CancelImportRequest, worker_pb2.CancelImportReply],
+    ) -> worker_pb2.CancelImportReply:
+        """Abort what is not committed; answers when it is over."""
+        return worker_pb2.CancelImportReply(cancelled=await self._imports.cancel(request.migration_id))
+
+
+async def _read(commands: AsyncIterator[worker_pb2.ExportCommand], lease: Lease) -> None:
+    async for command in commands:
+        lease.inbox.command(command)
+    lease.break_off("the target closed the export")

@@ -1,0 +1,25 @@
+"""What a worker is given, beside its engine's settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """Times in seconds, sizes in bytes."""
+
+    # Between two steady reports to the monitor.
+    report_s: float = 0.5
+    # How long the etcd lease outlives a worker that died.
+    lease_ttl_s: float = 10.0
+    # A front end from which nothing was heard for so long is given up.
+    frontend_silence_s: float = 10.0
+    # An import that was asked for without a limit of its own.
+    import_timeout_s: float = 10.0
+    # A source that is paused longer asks the front end whether to go on.
+    pause_limit_s: float = 10.0
+    # An export whose target says nothing for so long, before the pause, is ended.
+    export_idle_s: float = 30.0
+    # Waiting for the front end's word on an adoption, which itself may take 2 s.
+    adopt_timeout_s: float = 10.0

@@ -1,0 +1,203 @@
+"""One worker, put together: engine, front ends, KV transport, migrations, reports, membership."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from tailrace.service.channels import Channels
+from tailrace.service.options import fresh_incarnation
+from tailrace.service.server import Servicer, serve_grpc
+from tailrace.store.membership import Membership
+from tailrace.store.store import Store
+from tailrace.telemetry.tracing import Tracing
+from tailrace.v1 import worker_pb2
+from tailrace.v1.worker_pb2_grpc import add_WorkerServicer_to_server
+from worker_agent.attach import AttachStreams
+from worker_agent.carried import CarriedRequests
+from worker_agent.dispatch import Admission, Dispatch
+from worker_agent.engine.base import Engine, EngineInfo
+from worker_agent.faults import Faults
+from worker_agent.frontends import FrontEnds
+from worker_agent.heartbeats import beat
+from worker_agent.kv.client import KvClient
+from worker_agent.kv.server import KvServer
+from worker_agent.kv.sessions import Sessions
+from worker_agent.kv.staging import StagingPool
+from worker_agent.metrics import WorkerMetrics
+from worker_agent.migration.exports import Exports
+from worker_agent.migration.imports import Imports
+from worker_agent.migration.parts import SourceParts, TargetParts
+from worker_agent.migration.spans import TransferSpans
+from worker_agent.phase_news import PhaseNews
+from worker_agent.registration import instance_record, register
+from worker_agent.reports import Reports
+from worker_agent.servicer import WorkerServicer
+from worker_agent.settings import WorkerSettings
+from worker_agent.sink import FrontEndSink
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the workers of one process share."""
+
+    store: Store
+    membership: Membership
+    channels: Channels
+    tracing: Tracing
+    # HOST:PORT of /metrics as others reach it.
+    metrics_address: str
+    # Host that others reach this process by.
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A worker that serves."""
+
+    instance_id: str
+    address: str
+    info: EngineInfo
+    front_ends: FrontEnds
+    exports: Exports
+    imports: Imports
+    sessions: Sessions
+
+
+@asynccontextmanager
+async def running_worker(
+    instance_id: str,
+    engine: Engine,
+    listen: str,
+    around: Surroundings,
+    metrics: WorkerMetrics,
+    settings: WorkerSettings,
+    died: asyncio.Future[str],
+) -> AsyncIterator[Running]:
+    """Start the engine, serve and join the fleet; leave and stop at the end. UCX must be started.
+
+    `died` gets the reason when the engine fails for good; the caller then ends the process. Raises
+    RuntimeError when the engine does not start, ListenError, StoreUnavailable.
+    """
+    incarnation = fresh_incarnation()
+    faults = Faults.from_environment(instance_id)
+    front_ends, carried, news, sessions = FrontEnds(), CarriedRequests(), PhaseNews(), Sessions()
+
+    def on_dead(reason: str) -> None:
+        if not died.done():
+            died.set_result(f"{instance_id}: {reason}")
+
+    async with AsyncExitStack() as stack:
+        info = await engine.start(FrontEndSink(front_ends, carried, news, metrics, on_dead))
+        stack.push_async_callback(engine.stop)
+        shape = info.kv_shape
+        pool = StagingPool(engine, shape.block_bytes)
+        kv_server = KvServer(engine, shape, sessions, pool, faults, metrics)
+        stack.push_async_callback(kv_server.close)
+        kv_client = KvClient(shape, pool, metrics)
+        stack.push_async_callback(kv_client.close)
+
+        admission = Admission(engine, front_ends, carried, metrics)
+        exports = Exports(
+            SourceParts(
+                engine=engine,
+                shape=shape,
+                kv_host=around.host,
+                kv_port=kv_server.port,
+                sessions=sessions,
+                front_ends=front_ends,
+                carried=carried,
+                news=news,
+                metrics=metrics,
+                faults=faults,
+                settings=settings,
+            )
+        )
+        stack.push_async_callback(exports.close)
+        imports = Imports(
+            TargetParts(
+                instance_id=instance_id,
+                engine=engine,
+                shape=shape,
+                puller=kv_client,
+                front_ends=front_ends,
+                carried=carried,
+                news=news,
+                metrics=metrics,
+                faults=faults,
+                spans=TransferSpans(around.tracing, instance_id),
+                settings=settings,
+                resubmit=admission.submit,
+            ),
+            around.channels,
+        )
+        stack.push_async_callback(imports.close)
+        dispatch = Dispatch(engine, admission, exports, imports, carried, news, metrics)
+        front_ends.on_gone(dispatch.client_gone)
+        hello = worker_pb2.WorkerHello(
+            instance_id=instance_id, incarnation=incarnation, ready_response=info.ready_response
+        )
+        servicer = WorkerServicer(AttachStreams(front_ends, dispatch, hello), exports, imports)
+        server = await stack.enter_async_context(
+            serve_grpc(listen, [Servicer(add_WorkerServicer_to_server, servicer, "tailrace.v1.Worker")])
+        )
+        address = f"{around.host}:{server.address.rpartition(':')[2]}"
+        reports = Reports(
+            instance_id,
+            incarnation,
+            shape.block_tokens,
+            engine.stats,
+            lambda: (len(imports), len(exports)),
+            news,
+            lambda: monitor_address(around.membership),
+            around.channels,
+            settings.report_s,
+        )
+        await stack.enter_async_context(_background(beat(front_ends, settings.frontend_silence_s)))
+        await stack.enter_async_context(_background(reports.run()))
+        await stack.enter_async_context(_background(_trim(kv_client)))
+        record = instance_record(instance_id, incarnation, address, around.metrics_address, info)
+        registration = await register(around.store, record, settings.lease_ttl_s)
+        stack.push_async_callback(registration.withdraw)
+        log.info("%s serves %s at %s, KV at port %d", instance_id, info.model, address, kv_server.port)
+        yield Running(instance_id, address, info, front_ends, exports, imports, sessions)
+
+
+def monitor_address(membership: Membership) -> str | None:
+    """The monitor: the elected one, else any."""
+    leader = membership.leaders.get("monitor")
+    if leader is not None:
+        return leader.address
+    return next(
+        (r.address for (kind, _), r in sorted(membership.services.items()) if kind == "monitor"), None
+    )
+
+
+async def _trim(kv_client: KvClient) -> None:
+    while True:
+        await asyncio.sleep(30.0)
+        await kv_client.trim()
+
+
+@asynccontextmanager
+async def _background(work: object) -> AsyncIterator[None]:
+    """A task that runs until the block ends."""
+    task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[call-overload]
+    task.add_done_callback(_look)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await task
+
+
+def _look(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("a background task failed", exc_info=error)
