@@ -14,6 +14,7 @@ from tailrace.service.channels import Channels
 from tailrace.service.options import CommonOptions, fresh_incarnation
 from tailrace.store.membership import Membership
 from tailrace.store.store import Store
+from tailrace.telemetry.membership import MembershipMetrics
 from tailrace.telemetry.metrics import new_registry, serve_metrics
 from tailrace.telemetry.tracing import Tracing, configure
 
@@ -62,5 +63,6 @@ async def open_frame(kind: str, common: CommonOptions) -> AsyncIterator[Frame]:
         stack.push_async_callback(channels.close)
         tracing = await stack.enter_async_context(configure(kind, common.member_id))
         registry = new_registry(kind, common.member_id)
+        registry.register(MembershipMetrics(members))
         metrics = await stack.enter_async_context(serve_metrics(common.metrics, registry))
         yield Frame(kind, common, store, members, channels, tracing, registry, metrics.address)

@@ -1,0 +1,77 @@
+"""Who is in the cluster, as metrics. Every control service exports what it knows, so that any one will do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Final, Protocol
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tailrace.cluster import Pool
+from tailrace.records import InstanceRecord, ServiceRecord
+
+_NO_POOL: Final = "none"
+
+
+class Members(Protocol):
+    """What is asked of `tailrace.store.membership.Membership`."""
+
+    @property
+    def instances(self) -> Mapping[str, InstanceRecord]:
+        """Instances by id, those held on suspicion included."""
+
+    @property
+    def services(self) -> Mapping[tuple[str, str], ServiceRecord]:
+        """Services by kind and id."""
+
+    @property
+    def pools(self) -> Mapping[str, Pool]:
+        """Pool by instance id."""
+
+    @property
+    def draining(self) -> frozenset[str]:
+        """Instances that get nothing new."""
+
+    @property
+    def suspects(self) -> frozenset[str]:
+        """Instances whose lease ran out without a word."""
+
+
+class MembershipMetrics(Collector):
+    """Gauges `tailrace_cluster_*`."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+
+    def collect(self) -> Iterable[Metric]:
+        """All families."""
+        members = self._members
+        pools = GaugeMetricFamily(
+            "tailrace_cluster_pool_instances", "Instances by pool; none: in no pool.", labels=["pool"]
+        )
+        counts = Counter(_pool(members.pools.get(name)) for name in members.instances)
+        for pool in (*(pool.value for pool in Pool), _NO_POOL):
+            pools.add_metric([pool], counts[pool])
+        yield pools
+        services = GaugeMetricFamily("tailrace_cluster_services", "Services by kind.", labels=["kind"])
+        for kind, count in Counter(kind for kind, _ in members.services).items():
+            services.add_metric([kind], count)
+        yield services
+        present = members.instances.keys()
+        yield GaugeMetricFamily("tailrace_cluster_instances", "Instances.", value=len(present))
+        yield GaugeMetricFamily(
+            "tailrace_cluster_draining_instances",
+            "Instances that get nothing new.",
+            value=len(members.draining & present),
+        )
+        yield GaugeMetricFamily(
+            "tailrace_cluster_suspect_instances",
+            "Instances whose lease ran out without a word; held for a while, not dropped.",
+            value=len(members.suspects),
+        )
+
+
+def _pool(pool: Pool | None) -> str:
+    return _NO_POOL if pool is None else pool.value

@@ -1,0 +1,61 @@
+"""Membership as metrics."""
+
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from tailrace.cluster import Pool
+from tailrace.records import InstanceRecord, ServiceRecord
+from tailrace.telemetry.membership import MembershipMetrics
+
+
+@dataclass
+class _Members:
+    instances: dict[str, InstanceRecord] = field(default_factory=dict)
+    services: dict[tuple[str, str], ServiceRecord] = field(default_factory=dict)
+    pools: dict[str, Pool] = field(default_factory=dict)
+    draining: frozenset[str] = frozenset()
+    suspects: frozenset[str] = frozenset()
+
+
+def _instance(name: str) -> InstanceRecord:
+    return InstanceRecord(
+        instance_id=name,
+        incarnation="1",
+        address="h:1",
+        engine="simulated",
+        model="m",
+        model_fingerprint="f",
+        block_tokens=16,
+        kv_blocks_total=8,
+        max_model_len=64,
+        max_num_seqs=2,
+        kv_bytes_per_token=1,
+        started_s=0.0,
+    )
+
+
+def test_counts_members_by_pool_kind_and_state() -> None:
+    service = ServiceRecord(kind="monitor", service_id="m", incarnation="1", address="h:2")
+    members = _Members(
+        instances={name: _instance(name) for name in "abc"},
+        services={("monitor", "m"): service},
+        # A pool or a drain of an instance that is gone does not count.
+        pools={"a": Pool.PREFILL, "b": Pool.DECODE, "gone": Pool.DECODE},
+        draining=frozenset({"b", "gone"}),
+        suspects=frozenset({"c"}),
+    )
+    registry = CollectorRegistry()
+    registry.register(MembershipMetrics(members))
+    lines = generate_latest(registry).decode().splitlines()
+    for line in (
+        'tailrace_cluster_pool_instances{pool="prefill"} 1.0',
+        'tailrace_cluster_pool_instances{pool="decode"} 1.0',
+        'tailrace_cluster_pool_instances{pool="decode_to_prefill"} 0.0',
+        'tailrace_cluster_pool_instances{pool="none"} 1.0',
+        'tailrace_cluster_services{kind="monitor"} 1.0',
+        "tailrace_cluster_instances 3.0",
+        "tailrace_cluster_draining_instances 1.0",
+        "tailrace_cluster_suspect_instances 1.0",
+    ):
+        assert line in lines
