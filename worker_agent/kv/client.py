@@ -61,6 +61,10 @@ class KvClient:
         self._metrics = metrics
         self._kept: dict[Peer, list[_Kept]] = {}
 
+    async def prepare(self, peer: Peer) -> None:
+        """Connect, so that a pull under a pause need not. Raises KvTransferError."""
+        self._keep(peer, await self._channel(peer))
+
     async def pull(
         self,
         peer: Peer,

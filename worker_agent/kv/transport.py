@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from typing import Final
 
 import numpy as np
@@ -41,16 +42,22 @@ def start_ucx() -> None:
     """Set UCX up for this process. May be called again."""
     global _started
     if not _started:
+        # ucxx sets a variable of its own that this UCX then warns of.
+        os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
         ucxx.init(progress_mode="thread", enable_python_future=True)
         _started = True
 
 
 def stop_ucx() -> None:
-    """End UCX's threads, without which the process would not end."""
+    """End UCX's threads, without which the process would not end. Takes a second. All channels and listeners
+    should be closed."""
     global _started
     if _started:
         _started = False
-        ucxx.stop_notifier_thread()
+        try:
+            ucxx.reset()
+        except ucxx.exceptions.UCXError as error:
+            log.info("UCX: %s", _said(error).partition("\n")[0])
 
 
 class Channel:

@@ -26,7 +26,10 @@ _MS: Final = 1000.0
 
 
 class BlockPuller(Protocol):
-    """KvClient.pull."""
+    """The part of KvClient that is needed here."""
+
+    async def prepare(self, peer: Peer) -> None:
+        """Connect."""
 
     async def pull(
         self,
@@ -88,6 +91,7 @@ class Copying:
         """All rounds and the pause; the engine is prepared when this returns."""
         self._peer = Peer(opened.kv_host, opened.kv_port)
         self._session = opened.session
+        await self._puller.prepare(self._peer)
         if plan.rounds:
             await self._pre_copy(block_hashes(opened.blocks), plan)
         return await self._stop_and_copy()
