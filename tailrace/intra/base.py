@@ -1,0 +1,81 @@
+"""What an intra-instance policy decides, on plain data.
+
+A policy says four things: in which order requests are served (`rank`), for how long that holds
+(`rank_holds`), whether a request that waits may take the place of one that runs (`preemptive`), and how
+many prompt tokens a step may carry beside its decodes (`prefill_budget`). `tailrace.intra.allocate` turns
+them into whom to admit and whom to preempt. Nothing is remembered between calls.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Final
+
+from tailrace.cluster import Phase
+
+# Smaller is served earlier. The last element is the arrival order, which makes ranks of one instance
+# distinct; those before it are the level, within which nobody is preempted for anybody.
+Rank = tuple[int, ...]
+
+# Token quantum of PASCAL's evaluation, section V-A.
+QUANTUM_TOKENS: Final = 500
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """One request as its instance's scheduler sees it. Lengths in tokens."""
+
+    # Order of arrival; distinct on one instance. A request keeps it through preemption and migration.
+    arrival: int
+    phase: Phase
+    prompt_tokens: int
+    output_tokens: int
+    # Output tokens made in the current phase; 0 while prefilling.
+    phase_tokens: int
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens whose KV it has or needs."""
+        return self.prompt_tokens + self.output_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ImportView:
+    """A migration that waits for room on this instance."""
+
+    # Order in which it was asked for.
+    asked: int
+    context_tokens: int
+    # Tokens of KV in use on its source.
+    source_kv_tokens: int
+
+
+class IntraPolicy(ABC):
+    """Pure; constructor parameters are its only state."""
+
+    summary: str = ""
+    # A waiting request takes the place of the last-ranked running ones whose level is below its own.
+    preemptive: bool = False
+    # Share of the KV blocks that an admission leaves free, so that the batch can grow; 0.01: vLLM 0.6's.
+    watermark: float = 0.01
+
+    @abstractmethod
+    def rank(self, job: JobView) -> Rank:
+        """Order of service; must end in `job.arrival` and have the same length for all jobs."""
+
+    def rank_holds(self, job: JobView) -> int | None:
+        """Output tokens, at least 1, after which `rank` may change in this phase; None: it does not."""
+        return None
+
+    def demoted(self, job: JobView) -> bool:
+        """Whether a reasoning request is treated as answering (PASCAL, section IV-C)."""
+        return False
+
+    def prefill_budget(self, step_tokens: int, decoding: int) -> int:
+        """Prompt tokens that a step may compute beside `decoding` decodes, out of `step_tokens` in all."""
+        return max(0, step_tokens - decoding)
+
+    def import_rank(self, waiting: ImportView) -> Rank:
+        """Order in which migrations get room here; first come, first served."""
+        return (waiting.asked,)

@@ -1,0 +1,67 @@
+"""PASCAL's hierarchical queue (section IV-C): reasoning above answering, round robin in each."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tailrace.cluster import Phase
+from tailrace.intra.base import QUANTUM_TOKENS, IntraPolicy, JobView, Rank
+
+HIGH: Final = 0
+LOW: Final = 1
+
+
+class PascalQueue(IntraPolicy):
+    """Prefill and reasoning in the high queue, answering and demoted reasoning in the low one.
+
+    The paper leaves open what a quantum counts when a request changes queue. Here its quanta start anew:
+    Algorithm 2 calls an answering request fresh that "has not exhausted the first time quantum", which it
+    could never be if its reasoning counted. The same for a demoted request, which is to be "effectively
+    treated as a low-priority answering request".
+    """
+
+    summary = "reasoning before answering, quanta in each, long reasoning demoted"
+    preemptive = True
+
+    def __init__(
+        self,
+        *,
+        quantum_tokens: int = QUANTUM_TOKENS,
+        demotion_tokens: int | None = 5_000,
+        watermark: float = 0.01,
+    ) -> None:
+        """`demotion_tokens`: KV beyond which reasoning is demoted (section V-A); None: never."""
+        if quantum_tokens < 1:
+            raise ValueError(f"a quantum has at least one token, not {quantum_tokens}")
+        self.quantum_tokens = quantum_tokens
+        self.demotion_tokens = demotion_tokens
+        self.watermark = watermark
+
+    def rank(self, job: JobView) -> Rank:
+        """(queue, quanta used up in it, arrival)."""
+        queue, used = self._turn(job)
+        return (queue, used // self.quantum_tokens, job.arrival)
+
+    def rank_holds(self, job: JobView) -> int:
+        """Until the quantum ends or the request is demoted."""
+        queue, used = self._turn(job)
+        left = self.quantum_tokens - used % self.quantum_tokens
+        if queue == HIGH and self.demotion_tokens is not None:
+            left = min(left, self.demotion_tokens + 1 - job.context_tokens)
+        return left
+
+    def demoted(self, job: JobView) -> bool:
+        """A prompt alone does not demote: a request is demoted for its reasoning."""
+        return (
+            job.phase is Phase.REASONING
+            and self.demotion_tokens is not None
+            and job.context_tokens > self.demotion_tokens
+        )
+
+    def _turn(self, job: JobView) -> tuple[int, int]:
+        """The job's queue, and its output tokens since it came into it."""
+        if self.demoted(job):
+            assert self.demotion_tokens is not None
+            entered = max(0, self.demotion_tokens + 1 - job.prompt_tokens)
+            return LOW, job.output_tokens - entered
+        return (LOW if job.phase is Phase.ANSWERING else HIGH), job.phase_tokens

@@ -1,0 +1,32 @@
+"""Round robin by token quanta, whatever the phase."""
+
+from __future__ import annotations
+
+from tailrace.intra.base import QUANTUM_TOKENS, IntraPolicy, JobView, Rank
+
+
+class QuantumRoundRobin(IntraPolicy):
+    """PASCAL's RR baseline (sections II-C, V-A, V-B).
+
+    "Progressively lower priority as the request consumes more time quanta": the level is the number of
+    quanta used up, over both phases; within a level, order of arrival. A request is thus preempted only when
+    somebody who has had less wants its place.
+    """
+
+    summary = "fewest token quanta used goes first"
+    preemptive = True
+
+    def __init__(self, *, quantum_tokens: int = QUANTUM_TOKENS, watermark: float = 0.01) -> None:
+        """`quantum_tokens`: output tokens of one turn."""
+        if quantum_tokens < 1:
+            raise ValueError(f"a quantum has at least one token, not {quantum_tokens}")
+        self.quantum_tokens = quantum_tokens
+        self.watermark = watermark
+
+    def rank(self, job: JobView) -> Rank:
+        """(quanta used up, arrival)."""
+        return (job.output_tokens // self.quantum_tokens, job.arrival)
+
+    def rank_holds(self, job: JobView) -> int:
+        """Until the quantum ends."""
+        return self.quantum_tokens - job.output_tokens % self.quantum_tokens
