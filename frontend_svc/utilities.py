@@ -63,7 +63,6 @@ class Utilities:
         self._outbox = outbox
         self._answer = answer
         self._asked: dict[int, _Asked] = {}
-        self._last_id = 0
         self._cache: dict[str, object] = {}
 
     def call(self, call: UtilityCall, frames: Sequence[bytes]) -> None:
@@ -71,24 +70,26 @@ class Utilities:
         if call.method in self._cache:
             self._answer(utility_result(call.call_id, self._cache[call.method]))
             return
-        self._last_id += 1
-        own_id = self._last_id
-        timer = asyncio.get_running_loop().call_later(_DEADLINE_S, self._expire, own_id)
-        self._asked[own_id] = asked = _Asked(call, list(frames), timer)
-        self._broadcast(own_id, asked)
+        if call.call_id in self._asked:
+            log.error("the front half uses call id %d twice", call.call_id)
+            return
+        timer = asyncio.get_running_loop().call_later(_DEADLINE_S, self._expire, call.call_id)
+        self._asked[call.call_id] = asked = _Asked(call, list(frames), timer)
+        for instance_id in self._outbox.attached():
+            self._send(asked, instance_id)
 
     def instance_attached(self, instance_id: str) -> None:
         """Calls that nobody was there to answer go to this one."""
-        for own_id, asked in list(self._asked.items()):
+        for asked in self._asked.values():
             if not asked.waiting_for:
-                self._send(own_id, asked, instance_id)
+                self._send(asked, instance_id)
 
     def instance_lost(self, instance_id: str) -> None:
         """It will not answer."""
-        for own_id, asked in list(self._asked.items()):
+        for asked in list(self._asked.values()):
             if instance_id in asked.waiting_for:
                 asked.waiting_for.discard(instance_id)
-                self._settle(own_id, asked)
+                self._settle(asked)
 
     def result(self, instance_id: str, result: worker_pb2.UtilityResult) -> None:
         """An instance's answer; late ones are dropped."""
@@ -99,17 +100,21 @@ class Utilities:
         frames = list(result.frames)
         try:
             output = _decoder.decode(frames[0]).utility_output
-        except (msgspec.DecodeError, IndexError):
-            log.exception("cannot read %s's answer to %s", instance_id, asked.call.method)
-            self._settle(result.call_id, asked)
+        except (msgspec.DecodeError, IndexError) as error:
+            log.error("cannot read %s's answer to %s: %s", instance_id, asked.call.method, error)
+            self._settle(asked)
             return
-        if output.failure_message is not None or output.result is None:
+        if output.call_id != asked.call.call_id:
+            # To vLLM's front half an answer to nothing is fatal.
+            log.error("%s's answer to %s is another call's", instance_id, asked.call.method)
+            self._settle(asked)
+        elif output.failure_message is not None or output.result is None:
             asked.failure = frames
-            self._settle(result.call_id, asked)
-            return
-        if asked.call.method in _CACHED:
-            self._cache[asked.call.method] = output.result[1]
-        self._finish(result.call_id, frames)
+            self._settle(asked)
+        else:
+            if asked.call.method in _CACHED:
+                self._cache[asked.call.method] = output.result[1]
+            self._finish(asked, frames)
 
     def close(self) -> None:
         """Cancel the timers."""
@@ -117,25 +122,22 @@ class Utilities:
             asked.timer.cancel()
         self._asked.clear()
 
-    def _broadcast(self, own_id: int, asked: _Asked) -> None:
-        for instance_id in self._outbox.attached():
-            self._send(own_id, asked, instance_id)
-
-    def _send(self, own_id: int, asked: _Asked, instance_id: str) -> None:
-        message = worker_pb2.AttachUp(utility=worker_pb2.UtilityCall(call_id=own_id, frames=asked.frames))
-        if self._outbox.send(instance_id, message):
+    def _send(self, asked: _Asked, instance_id: str) -> None:
+        call = worker_pb2.UtilityCall(call_id=asked.call.call_id, frames=asked.frames)
+        if self._outbox.send(instance_id, worker_pb2.AttachUp(utility=call)):
             asked.waiting_for.add(instance_id)
 
-    def _settle(self, own_id: int, asked: _Asked) -> None:
+    def _settle(self, asked: _Asked) -> None:
         """Nobody is left to answer: the failure is the answer; without one, wait for another instance."""
         if not asked.waiting_for and asked.failure is not None:
-            self._finish(own_id, asked.failure)
+            self._finish(asked, asked.failure)
 
-    def _expire(self, own_id: int) -> None:
-        asked = self._asked[own_id]
+    def _expire(self, call_id: int) -> None:
+        asked = self._asked[call_id]
         text = f"no instance answered {asked.call.method} within {_DEADLINE_S:g} s"
-        self._finish(own_id, asked.failure or utility_failure(asked.call.call_id, text))
+        self._finish(asked, asked.failure or utility_failure(call_id, text))
 
-    def _finish(self, own_id: int, frames: Sequence[bytes]) -> None:
-        self._asked.pop(own_id).timer.cancel()
+    def _finish(self, asked: _Asked, frames: Sequence[bytes]) -> None:
+        del self._asked[asked.call.call_id]
+        asked.timer.cancel()
         self._answer(frames)

@@ -44,10 +44,12 @@ async def front_end(etcd: LocalEtcd, *arguments: str) -> AsyncIterator[asyncio.s
 
 async def registered(store: Store, frontend_id: str) -> ServiceRecord:
     """The front end's record, once it is there."""
-    async with asyncio.timeout(20):
-        while (value := await store.get(f"services/frontend/{frontend_id}")) is None:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-    return msgspec.json.decode(value, type=ServiceRecord)
+    async with asyncio.timeout(30):
+        async for services in store.watch_prefix("services/frontend/"):
+            for key, value in services.items():
+                if key.endswith(frontend_id):
+                    return msgspec.json.decode(value, type=ServiceRecord)
+    raise AssertionError("the watch has ended")
 
 
 async def test_carries_a_stream_registers_and_withdraws(tmp_path: Path) -> None:

@@ -1,0 +1,85 @@
+"""Calls of engine-core methods by the front half: one answer each, whatever the instances do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from frontend_svc.utilities import Utilities
+from tailrace.v1 import worker_pb2
+from tailrace.wire import UtilityCall, utility_failure, utility_result
+
+NO_ARGS = msgspec.Raw(b"\x90")
+
+
+class Instances:
+    """An outbox that remembers."""
+
+    def __init__(self, *instance_ids: str) -> None:
+        self.instance_ids = list(instance_ids)
+        self.sent: list[tuple[str, int]] = []
+
+    def attached(self) -> list[str]:
+        return self.instance_ids
+
+    def send(self, instance_id: str, message: worker_pb2.AttachUp) -> bool:
+        self.sent.append((instance_id, message.utility.call_id))
+        return instance_id in self.instance_ids
+
+
+def answer(call_id: int, frames: Sequence[bytes]) -> worker_pb2.UtilityResult:
+    return worker_pb2.UtilityResult(call_id=call_id, frames=frames)
+
+
+@pytest.fixture
+def answers() -> list[Sequence[bytes]]:
+    return []
+
+
+async def test_the_first_success_wins_and_later_answers_are_dropped(answers: list[Sequence[bytes]]) -> None:
+    instances = Instances("a", "b", "c")
+    utilities = Utilities(instances, answers.append)
+    utilities.call(UtilityCall(0, 2**63 + 5, "list_loras", NO_ARGS), [b""])
+    call_id = 2**63 + 5
+    assert instances.sent == [("a", call_id), ("b", call_id), ("c", call_id)]
+    good = utility_result(call_id, [1])
+    utilities.result("a", answer(call_id, utility_failure(call_id, "no")))
+    utilities.result("b", answer(call_id, good))
+    utilities.result("c", answer(call_id, utility_result(call_id, [2])))
+    assert answers == [good]
+
+
+async def test_when_all_fail_a_failure_is_the_answer(answers: list[Sequence[bytes]]) -> None:
+    utilities = Utilities(Instances("a", "b"), answers.append)
+    utilities.call(UtilityCall(0, 7, "sleep", NO_ARGS), [b""])
+    failure = utility_failure(7, "not allowed")
+    utilities.result("a", answer(7, failure))
+    assert answers == []
+    utilities.instance_lost("b")
+    assert answers == [failure]
+
+
+async def test_an_answer_to_another_call_never_reaches_the_front_half(answers: list[Sequence[bytes]]) -> None:
+    utilities = Utilities(Instances("a"), answers.append)
+    utilities.call(UtilityCall(0, 7, "is_sleeping", NO_ARGS), [b""])
+    utilities.result("a", answer(7, utility_result(8, True)))
+    utilities.result("a", answer(7, [b"junk"]))
+    assert answers == []
+    utilities.close()
+
+
+async def test_a_call_waits_for_the_first_instance(answers: list[Sequence[bytes]]) -> None:
+    instances = Instances()
+    utilities = Utilities(instances, answers.append)
+    utilities.call(UtilityCall(0, 7, "get_supported_tasks", NO_ARGS), [b""])
+    instances.instance_ids.append("a")
+    utilities.instance_attached("a")
+    utilities.result("a", answer(7, utility_result(7, ["generate"])))
+    assert len(answers) == 1
+    # From the cache, under its own call id.
+    utilities.call(UtilityCall(0, 9, "get_supported_tasks", NO_ARGS), [b""])
+    outputs = msgspec.msgpack.decode(answers[1][0])
+    assert outputs[4] == [9, None, [None, ["generate"]]]
+    assert instances.sent == [("a", 7)]
