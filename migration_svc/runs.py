@@ -105,12 +105,15 @@ class Runs:
         task.add_done_callback(self._tasks.discard)
         return _watch(updates)
 
+    async def wait(self) -> None:
+        """Until what is under way now has ended; each migration has a deadline of its own."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
     async def close(self) -> None:
         """Abort what is not committed, and wait for it."""
-        tasks = list(self._tasks)
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.wait()
 
 
 async def _watch(updates: Updates) -> AsyncIterator[migration_pb2.MigrationRecord]:

@@ -1,0 +1,64 @@
+"""A worker whose imports go as a test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+
+from tailrace.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+
+PRE_COPY = types_pb2.MIGRATION_STATE_PRE_COPY
+STOP_AND_COPY = types_pb2.MIGRATION_STATE_STOP_AND_COPY
+COMMITTED = types_pb2.MIGRATION_STATE_COMMITTED
+ABORTED = types_pb2.MIGRATION_STATE_ABORTED
+
+
+class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
+    """Answers each Import by what is in `script`: events, "hang" or "vanish"."""
+
+    def __init__(self) -> None:
+        self.script: list[worker_pb2.ImportEvent | str] = []
+        self.imports: asyncio.Queue[worker_pb2.ImportRequest] = asyncio.Queue()
+        self.cancelled_calls = asyncio.Event()
+        self.cancelled_imports: list[str] = []
+
+    async def Import(
+        self,
+        request: worker_pb2.ImportRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.ImportRequest, worker_pb2.ImportEvent],
+    ) -> AsyncIterator[worker_pb2.ImportEvent]:
+        self.imports.put_nowait(request)
+        for step in self.script:
+            if step == "hang":
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    self.cancelled_calls.set()
+                    raise
+            elif isinstance(step, worker_pb2.ImportEvent):
+                yield step
+
+    async def CancelImport(
+        self,
+        request: worker_pb2.CancelImportRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.CancelImportRequest, worker_pb2.CancelImportReply],
+    ) -> worker_pb2.CancelImportReply:
+        self.cancelled_imports.append(request.migration_id)
+        return worker_pb2.CancelImportReply(cancelled=True)
+
+
+def commit(rounds: int = 2) -> list[worker_pb2.ImportEvent | str]:
+    """A migration that goes well."""
+    copied = [
+        worker_pb2.ImportEvent(
+            state=PRE_COPY if number < rounds else STOP_AND_COPY,
+            round=worker_pb2.CopyRound(number=number, blocks=10, bytes=1000, ms=1.0),
+        )
+        for number in range(1, rounds + 1)
+    ]
+    end = worker_pb2.ImportEvent(
+        state=COMMITTED, pause_ms=4.0, pause_steps=2.0, phase=types_pb2.PHASE_REASONING, tokens=100
+    )
+    return [*copied, end]

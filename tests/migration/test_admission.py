@@ -1,0 +1,110 @@
+"""Limits, order and bounds of admission."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from migration_svc.admission import Admission, NotAdmitted
+
+
+async def settle() -> None:
+    """Let every task run as far as it can."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def hold(admission: Admission, request_id: str, source: str, target: str, end: asyncio.Event) -> None:
+    async with admission.place(request_id, source, target):
+        await end.wait()
+
+
+async def test_at_most_so_many_of_one_direction() -> None:
+    admission, end = Admission(limit=2), asyncio.Event()
+    tasks = [asyncio.create_task(hold(admission, f"r{n}", "a", "b", end)) for n in range(3)]
+    await settle()
+    assert admission.waiting == 1
+    # The other direction, and others altogether, are free.
+    async with admission.place("back", "b", "a"), admission.place("other", "c", "d"):
+        assert admission.waiting == 1
+    end.set()
+    await asyncio.gather(*tasks)
+    assert admission.waiting == 0
+
+
+async def test_a_request_is_migrated_once_at_a_time() -> None:
+    admission = Admission()
+    async with admission.place("r", "a", "b"):
+        with pytest.raises(NotAdmitted, match="already being migrated"):
+            async with admission.place("r", "a", "c"):
+                pass
+    async with admission.place("r", "b", "c"):
+        pass
+
+
+async def test_waiting_ends() -> None:
+    admission = Admission(limit=1, patience_s=0.01)
+    async with admission.place("r1", "a", "b"):
+        with pytest.raises(NotAdmitted, match="a or b had 1 migrations open"):
+            async with admission.place("r2", "a", "b"):
+                pass
+    async with admission.place("r2", "a", "b"):
+        pass
+
+
+async def test_the_queue_is_bounded() -> None:
+    admission, end = Admission(limit=1, queue_limit=1), asyncio.Event()
+    tasks = [asyncio.create_task(hold(admission, f"r{n}", "a", "b", end)) for n in range(2)]
+    await settle()
+    with pytest.raises(NotAdmitted, match="waiting already"):
+        async with admission.place("r9", "a", "b"):
+            pass
+    end.set()
+    await asyncio.gather(*tasks)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.booleans()), max_size=25))
+def test_never_more_than_the_limit_and_nothing_is_lost(moves: list[tuple[int, int, bool]]) -> None:
+    async def run() -> None:
+        admission = Admission(limit=2, queue_limit=1000, patience_s=1000)
+        open_now: list[tuple[int, int]] = []
+        ends: list[tuple[asyncio.Task[None], asyncio.Event]] = []
+
+        async def one(name: str, source: int, target: int, end: asyncio.Event) -> None:
+            async with admission.place(name, f"s{source}", f"t{target}"):
+                open_now.append((source, target))
+                assert sum(s == source for s, _ in open_now) <= 2
+                assert sum(t == target for _, t in open_now) <= 2
+                try:
+                    await end.wait()
+                finally:
+                    open_now.remove((source, target))
+
+        for number, (source, target, cancel_one) in enumerate(moves):
+            end = asyncio.Event()
+            ends.append((asyncio.create_task(one(f"r{number}", source, target, end)), end))
+            await settle()
+            if cancel_one:
+                task, end = ends.pop(0)
+                if number % 2:
+                    task.cancel()
+                else:
+                    end.set()
+                await settle()
+        for _, end in ends:
+            end.set()
+        for task, _ in ends:
+            async with asyncio.timeout(5):
+                await task
+        assert admission.waiting == 0 and not open_now
+        # Every place is free again.
+        async with contextlib.AsyncExitStack() as stack:
+            for number in range(2):
+                await stack.enter_async_context(admission.place(f"again{number}", "s0", "t0"))
+
+    asyncio.run(run())
