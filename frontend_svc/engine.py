@@ -22,6 +22,7 @@ from frontend_svc.push_socket import HandshakeFailed
 from frontend_svc.streams import StreamTable
 from frontend_svc.traces import RequestTraces
 from frontend_svc.workers import Workers
+from tailrace.cluster import Phase
 from tailrace.service.channels import Channels
 from tailrace.v1 import worker_pb2
 
@@ -49,13 +50,14 @@ class FleetEngine:
         registry: CollectorRegistry,
         traces: RequestTraces | None,
         place_wait_s: float = DEFAULT_PLACE_WAIT_S,
+        after_prefill: Phase = Phase.REASONING,
     ) -> None:
         """`ipc_folder` holds the front half's ROUTER (`in`) and PULL (`out`)."""
         self._members = members
         self._gate = AdmissionGate(admission, place_wait_s)
         self._stuck = asyncio.Event()
         self._first_hello: asyncio.Future[worker_pb2.WorkerHello] = asyncio.get_running_loop().create_future()
-        self.table = StreamTable()
+        self.table = StreamTable(after_prefill)
         self._socket = EngineCoreSocket(ipc_folder / "in", ipc_folder / "out", self._stuck.set)
         hello = worker_pb2.FrontendHello(frontend_id=frontend_id, incarnation=uuid.uuid4().hex)
         self.workers = Workers(lambda: members.instances, hello, self)

@@ -23,6 +23,7 @@ from frontend_svc.front_half.sockets import EngineSockets, is_listening
 from frontend_svc.front_half.spec import FrontHalfSpec, Launch
 from frontend_svc.settings import Front, Settings
 from frontend_svc.traces import RequestTraces
+from tailrace.cluster import Phase
 from tailrace.service.channels import Channels
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ async def run_front_end(
             registry,
             traces,
             settings.place_wait_s,
+            Phase.REASONING if settings.reasoning_parser else Phase.ANSWERING,
         )
         try:
             async with asyncio.TaskGroup() as group:

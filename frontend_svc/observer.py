@@ -10,6 +10,7 @@ from frontend_svc.metrics import FrontendMetrics
 from frontend_svc.placement import Placed
 from frontend_svc.streams import FINISHED, PREFILL_DONE, REASONING_ENDED, Accepted, Stream
 from frontend_svc.traces import RequestTraces
+from tailrace.cluster import Phase
 
 
 @dataclass(slots=True)
@@ -87,12 +88,11 @@ class StreamObserver:
         now_s = time.monotonic()
         if flags & PREFILL_DONE:
             self._metrics.first_token_seconds.observe(now_s - stream.arrived_s)
-        if flags & REASONING_ENDED:
-            if flags & PREFILL_DONE:
+            if stream.phase is Phase.ANSWERING:
                 # It never reasoned: this very token is the answer's first.
                 self._metrics.ttft_seconds.observe(now_s - stream.arrived_s)
-            else:
-                self._awaited[stream.handle] = _AwaitedAnswer(stream, stream.accepted, now_s)
+        elif flags & REASONING_ENDED:
+            self._awaited[stream.handle] = _AwaitedAnswer(stream, stream.accepted, now_s)
         if self._traces is not None and flags & (PREFILL_DONE | REASONING_ENDED):
             self._traces.phase_changed(stream)
         if flags & FINISHED:

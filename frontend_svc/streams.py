@@ -90,7 +90,7 @@ class Accepted:
     tokens: int = 0
     # None: all entries were accepted and the message can be forwarded as it is.
     keep: list[bool] | None = None
-    # Accepted entries with flags.
+    # Accepted entries that changed something: phases entered for the first time, ends.
     flagged: list[tuple[Stream, int]] = field(default_factory=list)
     rejected: list[tuple[int, Reject]] = field(default_factory=list)
     # Streams whose owner failed them in this step; orphaned.
@@ -100,7 +100,10 @@ class Accepted:
 class StreamTable:
     """All live streams of one front end."""
 
-    def __init__(self) -> None:
+    def __init__(self, after_prefill: Phase = Phase.REASONING) -> None:
+        """`after_prefill`: ANSWERING where no reasoning parser is set. A request that does not reason although
+        there is one ends its reasoning with its first token."""
+        self._after_prefill = after_prefill
         self._streams: dict[int, Stream] = {}
         self._by_request: dict[str, Stream] = {}
         self._last_handle = 0
@@ -209,11 +212,16 @@ class StreamTable:
         return verdict
 
     def _note(self, stream: Stream, flags: int, verdict: Accepted) -> None:
-        verdict.flagged.append((stream, flags))
+        news = flags & FINISHED
+        # A recomputed request shows the same transitions again.
         if flags & PREFILL_DONE and stream.phase is Phase.PREFILL:
-            stream.phase = Phase.REASONING
-        if flags & REASONING_ENDED:
+            stream.phase = self._after_prefill
+            news |= PREFILL_DONE
+        if flags & REASONING_ENDED and stream.phase is Phase.REASONING:
             stream.phase = Phase.ANSWERING
+            news |= REASONING_ENDED
+        if news:
+            verdict.flagged.append((stream, news))
         if flags & FINISHED:
             self.close(stream)
 

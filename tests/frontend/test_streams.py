@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from frontend_svc.adopt import Commit, Wait, judge
-from frontend_svc.streams import FAILED, FINISHED, MalformedStep, Reject, Stream, StreamTable
+from frontend_svc.streams import (
+    FAILED,
+    FINISHED,
+    PREFILL_DONE,
+    REASONING_ENDED,
+    MalformedStep,
+    Reject,
+    Stream,
+    StreamTable,
+)
+from tailrace.cluster import Phase
 from tailrace.v1 import worker_pb2
 
 INSTANCES = ["a", "b", "c"]
@@ -222,3 +232,21 @@ def test_handles_wrap_around_and_skip_live_ones() -> None:
     table._last_handle = 0xFFFFFFFF
     second = table.open("second")
     assert (first.handle, second.handle) == (1, 2)
+
+
+def test_phases_are_entered_once_however_often_they_are_flagged() -> None:
+    table = StreamTable()
+    stream = owned(table)
+    assert table.accept("a", one(stream, 0, 0, [1], PREFILL_DONE)).flagged == [(stream, PREFILL_DONE)]
+    assert stream.phase is Phase.REASONING
+    assert table.accept("a", one(stream, 0, 1, [1], PREFILL_DONE)).flagged == []
+    ended = table.accept("a", one(stream, 0, 2, [1], REASONING_ENDED | FINISHED))
+    assert ended.flagged == [(stream, REASONING_ENDED | FINISHED)]
+    assert stream.phase is Phase.ANSWERING
+
+
+def test_without_a_reasoning_parser_prefill_leads_to_the_answer() -> None:
+    table = StreamTable(Phase.ANSWERING)
+    stream = owned(table)
+    table.accept("a", one(stream, 0, 0, [1], PREFILL_DONE))
+    assert stream.phase is Phase.ANSWERING
