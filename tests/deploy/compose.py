@@ -79,8 +79,9 @@ class LocalCompose:
             key: self._local(name, str(value)) for key, value in about.get("environment", {}).items()
         }
         environment["TAILRACE_ADVERTISE"] = "127.0.0.1"
-        # No collector here; the span export is tested by itself.
-        environment.pop("OTEL_EXPORTER_OTLP_ENDPOINT", None)
+        if "OTEL_EXPORTER_OTLP_ENDPOINT" in environment:
+            # No collector here; the compose file's own one hands all spans on to the monitor.
+            environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = f"http://127.0.0.1:{self.port('monitor', 7102)}"
         return LocalService(
             name=name,
             command=self._programs([self._local(name, word) for word in about["command"]]),

@@ -7,13 +7,13 @@ import re
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.deploy.compose import DEPLOY, LocalCompose, LocalService, load_compose, rust_front_end
-from tests.e2e.processes import Process, free_port
+from tests.e2e.processes import Process, free_port, tailrace
 
 ORDER = ("etcd", "monitor", "migration", "scheduler", "scheduler-standby", "worker-0", "worker-1", "frontend")
 # The front half in Python loads vLLM.
@@ -23,6 +23,10 @@ START_S = 120.0
 
 def _healthy(service: LocalService) -> bool:
     return subprocess.run(service.health, capture_output=True, timeout=30, check=False).returncode == 0
+
+
+def _output(command: Sequence[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout
 
 
 class Cluster:
@@ -87,11 +91,11 @@ def test_every_service_becomes_healthy(cluster: Cluster) -> None:
     services = load_compose()["services"]
     assert isinstance(services, dict)
     ours = {name for name, about in services.items() if "build" in about}
+    # The fixture has waited for the health check of each.
     assert ours | {"etcd"} == set(cluster.services)
-    assert all(_healthy(service) for service in cluster.services.values())
 
 
-def test_it_answers_users(cluster: Cluster) -> None:
+def test_it_answers_users_and_traces_them(cluster: Cluster) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
     request = urllib.request.Request(
         f"http://127.0.0.1:{cluster.compose.port('frontend', 8000)}/v1/chat/completions",
@@ -101,6 +105,15 @@ def test_it_answers_users(cluster: Cluster) -> None:
     with urllib.request.urlopen(request, timeout=30) as reply:
         answer = json.load(reply)
     assert answer["usage"]["completion_tokens"] == 8
+    admin = f"127.0.0.1:{cluster.compose.port('scheduler', 7101)}"
+    command = tailrace("trace", answer["id"], "--admin", admin)
+    deadline = time.monotonic() + 20
+    # Spans arrive within seconds, the front end's root among the last.
+    while " frontend@frontend " not in (text := _output(command)):
+        assert time.monotonic() < deadline, text
+    assert {"request", "placement", "prefill"} <= {
+        line.lstrip("│├└─ ").split(" ")[0] for line in text.splitlines()
+    }
 
 
 def test_the_dashboard_names_metrics_that_exist(cluster: Cluster) -> None:
