@@ -101,7 +101,7 @@ class StreamTable:
     """All live streams of one front end."""
 
     def __init__(self, after_prefill: Phase = Phase.REASONING) -> None:
-        """`after_prefill`: ANSWERING where no reasoning parser is set. A request that does not reason although
+        """`after_prefill`: ANSWERING where no reasoning parser is set. A request that does not reason though
         there is one ends its reasoning with its first token."""
         self._after_prefill = after_prefill
         self._streams: dict[int, Stream] = {}
