@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -135,16 +136,24 @@ CASES = {
     "seeded, answering": (ANSWERING, params(**SEEDED)),
     "reasoning ends by itself": (QUESTION, params(temperature=1.0, seed=5)),
     "min tokens": (ANSWERING, params(temperature=1.0, seed=3, ignore_eos=False, min_tokens=100)),
-    "stop token": (ANSWERING, params(temperature=1.0, seed=4, stop_token_ids=[*range(0, 250, 97)], min_tokens=90)),
-    "allowed tokens": (ANSWERING, params(temperature=0.8, seed=6, top_k=20, min_p=0.01, allowed_token_ids=[*range(32, 100)])),
+    "stop token": (
+        ANSWERING,
+        params(temperature=1.0, seed=4, stop_token_ids=[*range(0, 250, 97)], min_tokens=90),
+    ),
+    "allowed tokens": (
+        ANSWERING,
+        params(temperature=0.8, seed=6, top_k=20, min_p=0.01, allowed_token_ids=[*range(32, 100)]),
+    ),
+    "thinking budget": (REASONING, params(temperature=1.0, seed=13, thinking_token_budget=70)),
     "json schema": (
         ANSWERING,
         params(temperature=1.0, seed=8, ignore_eos=False, structured_outputs=schema()),
     ),
     "json schema after reasoning": (
         QUESTION,
-        params(temperature=1.0, seed=9, max_tokens=200, logit_bias={THINK_END: 6.0},
-               structured_outputs=schema()),
+        params(
+            temperature=1.0, seed=9, max_tokens=200, logit_bias={THINK_END: 6.0}, structured_outputs=schema()
+        ),
     ),
 }
 
@@ -671,6 +680,27 @@ async def test_preemption_during_an_export(engine: VllmEngine, front: Front) -> 
     await front.until(lambda: all(stream.finished for stream in streams[3:]))
     for stream in streams[3:]:
         same(stream, reference)
+
+
+# ---- what a peer can send
+
+
+async def test_a_peer_cannot_end_the_engine(engine: VllmEngine, front: Front) -> None:
+    stream = front.stream(ANSWERING, params(**SEEDED))
+    front.submit(engine, stream)
+    bundle = await take_out(engine, front, stream, 30)
+    await engine.export_release(stream.request_id)
+    garbage = replace(bundle.exported, frames=[b"\xc1"])
+    with pytest.raises(EngineRefusal):
+        await engine.import_open(garbage, stream.key, 2)
+    await bundle.reserve(stream)
+    await bundle.write()
+    with pytest.raises(EngineRefusal):
+        await engine.import_prepare(stream.request_id, replace(bundle.pause, sampling_state=b"?"))
+    with pytest.raises(EngineRefusal):
+        await engine.import_prepare(stream.request_id, replace(bundle.pause, computed_tokens=7))
+    await engine.import_drop(stream.request_id)
+    await front.run(engine, ANSWERING, params(max_tokens=3))
 
 
 # ---- utility calls

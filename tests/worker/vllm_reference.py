@@ -1,4 +1,4 @@
-"""Plain vLLM, in a process of its own: prints the token ids it makes. Run as a script by the engine's test."""
+"""Plain vLLM in a process of its own: prints the token ids it makes. Run as a script by the engine's test."""
 
 import json
 import os

@@ -45,8 +45,8 @@ class Admission:
         except EngineRefusal as refusal:
             _log.warning("request %s cannot run: %s", submission.request_id, refusal)
             self._fail(submission)
-        except Exception:
-            # Whatever a message can make vLLM's decoder or constructors raise must not end the engine.
+        # Whatever a message can make vLLM's decoder or constructors raise must not end the engine.
+        except Exception:  # noqa: BLE001
             _log.exception("request %s cannot run", submission.request_id)
             self._fail(submission)
 
@@ -111,7 +111,9 @@ class Admission:
                 self._go_on(entry, outputs)
             except EngineRefusal as error:
                 _log.warning("request %s cannot go on: %s", request.request_id, error)
-                self._table.remove(entry)
+                self._fail(submission)
+            except Exception:  # noqa: BLE001 - as in submit
+                _log.exception("request %s cannot go on", request.request_id)
                 self._fail(submission)
 
         self._core.grammars.when_ready(request, go_on)

@@ -26,7 +26,9 @@ class TailraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     blocks: KvBlocks | None
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._metadata = KVConnectorMetadata()
         self.blocks = None

@@ -86,7 +86,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             parts = self._load()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a thread's boundary: handed to start's caller
             _log.exception("the vLLM engine did not start")
             self._started.set_exception(error)
             return
@@ -95,7 +95,7 @@ class EngineThread:
             while not self._stopping:
                 self._turn(parts)
             parts.core.core.shutdown()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a thread's boundary: reported as the engine's death
             _log.exception("the vLLM engine failed")
             self._died(f"{type(error).__name__}: {error}")
 
@@ -114,7 +114,11 @@ class EngineThread:
             imports=imports,
             utility=UtilityCalls(core),
         )
-        core.step_now = lambda: self._step(parts)
+
+        def step_now() -> None:
+            self._step(parts)
+
+        core.step_now = step_now
         return parts
 
     def _turn(self, parts: EngineParts) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from worker_agent.engine.base import (
     EngineInfo,
@@ -29,6 +30,8 @@ from worker_agent.engine.vllm.stats import engine_stats
 
 _T = TypeVar("_T")
 
+_log = logging.getLogger(__name__)
+
 _START_DEADLINE_S = 1800.0
 _STOP_DEADLINE_S = 30.0
 # A command waits for the step in progress, and a long prompt on a slow machine makes a long step.
@@ -43,6 +46,8 @@ class VllmEngine:
         self._settings = settings
         self._thread = EngineThread(settings, self._deliver, self._report_death)
         self._dead = ""
+        # Bounded by the exports and imports that the worker lets run at a time.
+        self._waiting: set[Future[Any]] = set()
 
     async def start(self, sink: EngineSink) -> EngineInfo:
         """Load the model and begin to step. Raises RuntimeError with what to do when it cannot."""
@@ -124,7 +129,9 @@ class VllmEngine:
         """A contiguous buffer in the memory that holds the KV."""
         return self._parts.core.kv.staging(num_blocks)
 
-    async def read_blocks(self, request_id: str, first_block: int, num_blocks: int, out: Staging) -> list[int]:
+    async def read_blocks(
+        self, request_id: str, first_block: int, num_blocks: int, out: Staging
+    ) -> list[int]:
         """Copy pinned blocks into `out`, off the engine thread; one 64-bit checksum a block."""
         staging = _own(out, num_blocks)
         export = self._parts.exports.get(request_id)
@@ -165,7 +172,7 @@ class VllmEngine:
 
     async def import_prepare(self, request_id: str, pause: ExportedPause) -> None:
         """Rebuild tokens, sampling and grammar state, ready to run."""
-        answer: Future[None] = Future()
+        answer: Future[None] = self._new_answer()
 
         def done(error: EngineRefusal | KvCorrupt | None) -> None:
             if answer.set_running_or_notify_cancel():
@@ -192,7 +199,7 @@ class VllmEngine:
 
     async def _ask(self, command: Callable[[EngineParts], _T]) -> _T:
         """Run a command between two steps; its result, or its EngineRefusal or KvCorrupt."""
-        answer: Future[_T] = Future()
+        answer: Future[_T] = self._new_answer()
 
         def run() -> None:
             if not answer.set_running_or_notify_cancel():
@@ -201,20 +208,31 @@ class VllmEngine:
                 result = command(self._parts)
             except (EngineRefusal, KvCorrupt) as error:
                 answer.set_exception(error)
+            # What a peer sent must not end the engine, whatever vLLM's decoder makes of it.
+            except Exception as error:  # noqa: BLE001
+                _log.exception("a command failed")
+                answer.set_exception(EngineRefusal(f"it failed: {error}"))
             else:
                 answer.set_result(result)
 
         self._thread.post(run)
         return await self._answer(answer)
 
-    async def _answer(self, answer: Future[_T]) -> _T:
+    def _new_answer(self) -> Future[_T]:
+        """An answer that also the engine's death settles. Raises EngineRefusal when it is dead already."""
         if self._dead:
             raise EngineRefusal(f"the engine has failed: {self._dead}")
+        return Future()
+
+    async def _answer(self, answer: Future[_T]) -> _T:
+        self._waiting.add(answer)
         try:
             async with asyncio.timeout(_COMMAND_DEADLINE_S):
                 return await asyncio.wrap_future(answer)
         except TimeoutError:
             raise EngineRefusal(f"the engine did not answer within {_COMMAND_DEADLINE_S:.0f} s") from None
+        finally:
+            self._waiting.discard(answer)
 
     def _deliver(self, columns: list[StepColumns]) -> None:
         self._loop.call_soon_threadsafe(self._hand_over, columns)
@@ -224,8 +242,14 @@ class VllmEngine:
             self._sink.on_step(entry)
 
     def _report_death(self, reason: str) -> None:
+        self._loop.call_soon_threadsafe(self._die, reason)
+
+    def _die(self, reason: str) -> None:
         self._dead = reason
-        self._loop.call_soon_threadsafe(self._sink.on_engine_dead, reason)
+        for answer in self._waiting:
+            if not answer.done():
+                answer.set_exception(EngineRefusal(f"the engine has failed: {reason}"))
+        self._sink.on_engine_dead(reason)
 
 
 def _settle(answer: Future[None], error: EngineRefusal | KvCorrupt | None) -> None:

@@ -40,7 +40,9 @@ class Export:
 class Exports:
     """All exports of this engine, by request id."""
 
-    def __init__(self, core: LoadedCore, table: RequestTable, post: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(
+        self, core: LoadedCore, table: RequestTable, post: Callable[[Callable[[], None]], None]
+    ) -> None:
         """`post` runs a command on the engine thread, from any thread."""
         self._core = core
         self._table = table

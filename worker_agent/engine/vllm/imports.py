@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.pace import Pace
 from worker_agent.engine.vllm.phases import PhaseTracker
 from worker_agent.engine.vllm.requests import Entry, RequestTable
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -40,7 +43,9 @@ class Import:
 class Imports:
     """All imports of this engine, by request id. One holds KV blocks and a place in the batch."""
 
-    def __init__(self, core: LoadedCore, table: RequestTable, post: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(
+        self, core: LoadedCore, table: RequestTable, post: Callable[[Callable[[], None]], None]
+    ) -> None:
         """`post` runs a command on the engine thread, from any thread."""
         self._core = core
         self._table = table
@@ -68,12 +73,22 @@ class Imports:
         blocks = min(cdiv(tokens, self._core.block_tokens) + 1, self._core.max_blocks)
         if not self._core.reserve(request, blocks):
             raise EngineRefusal(f"no room: {blocks} KV blocks are not free")
-        # Compiles while the KV comes; started last, as there is no way to give it back.
-        self._core.start_grammar(request)
         self._core.scheduler.hold_slots(1)
         self._imports[request_id] = Import(
-            exported, key, epoch, request, self._places(request_id), InUse(f"the import of {request_id}"), set()
+            exported,
+            key,
+            epoch,
+            request,
+            self._places(request_id),
+            InUse(f"the import of {request_id}"),
+            set(),
         )
+        try:
+            # Compiles while the KV comes.
+            self._core.start_grammar(request)
+        except ValueError as error:
+            self.drop(request_id)
+            raise EngineRefusal(f"its grammar cannot be compiled here: {error}") from error
 
     def reserve(self, request_id: str, num_blocks: int) -> None:
         """Grow the reservation to this many blocks; what is reserved stays so when there is no room."""
@@ -96,6 +111,10 @@ class Imports:
                 self._rebuild(found, pause)
             except (EngineRefusal, KvCorrupt) as error:
                 done(error)
+            # Whatever a source sent must not end the engine.
+            except Exception as error:  # noqa: BLE001
+                _log.exception("request %s cannot be rebuilt", request_id)
+                done(EngineRefusal(f"it cannot be rebuilt: {error}"))
             else:
                 done(None)
 
@@ -107,6 +126,7 @@ class Imports:
         if found.prepared is None:
             raise EngineRefusal(f"the import of {request_id} is not prepared")
         del self._imports[request_id]
+        found.writing.close(_nothing)
         self._core.scheduler.hold_slots(-1)
         self._table.add(found.prepared)
         self._core.scheduler.add_request(found.request)
@@ -188,3 +208,7 @@ class Imports:
         for number, name in enumerate(hashes, first_block):
             if name and [name] != [bytes(own) for own in request.block_hashes[number : number + 1]]:
                 raise KvCorrupt(f"block {number}: its tokens are not those whose KV was sent")
+
+
+def _nothing() -> None:
+    return

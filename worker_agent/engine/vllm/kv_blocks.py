@@ -13,7 +13,9 @@ from worker_agent.engine.base import KvCorrupt
 class DeviceStaging:
     """A contiguous buffer in the memory that holds the KV: num_blocks * layers * bytes of a block's layer."""
 
-    def __init__(self, num_blocks: int, num_layers: int, layer_block_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self, num_blocks: int, num_layers: int, layer_block_bytes: int, device: torch.device
+    ) -> None:
         self.bytes = torch.empty(
             (num_blocks, num_layers, layer_block_bytes), dtype=torch.uint8, device=device
         )

@@ -140,7 +140,8 @@ class LoadedCore:
     def reserve(self, request: Request, num_blocks: int) -> bool:
         """Give the request at least this many blocks; False, and nothing changed, when there is no room.
 
-        num_blocks: at most max_blocks. Leaves what requests in the middle of their prompt will still need, as vLLM does for loads.
+        num_blocks: at most max_blocks. Leaves what requests in the middle of their prompt will still need, as
+        vLLM does for loads.
         """
         tokens = min(num_blocks * self.block_tokens, self.max_model_len)
         allocated = self.kv_manager.allocate_slots(

@@ -39,9 +39,7 @@ class OutputWriter:
         flags = OutputFlag.FAILED | OutputFlag.FINISHED
         return self._single(key, epoch, first_index, flags, message)
 
-    def ended(
-        self, key: RequestKey, epoch: int, first_index: int, output: EngineCoreOutput
-    ) -> StepColumns:
+    def ended(self, key: RequestKey, epoch: int, first_index: int, output: EngineCoreOutput) -> StepColumns:
         """One request that had already met its end where it came from: the finish without a token."""
         message = EngineCoreOutputs(outputs=[output])
         return self._single(key, epoch, first_index, OutputFlag.FINISHED, message)

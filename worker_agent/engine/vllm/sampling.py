@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 
-class SeededCpuGenerator(torch.Generator):
+class SeededCpuGenerator(torch.Generator):  # type: ignore[misc]
     """A CPU generator that can take a draw back.
 
     A prompt that is computed in several steps samples a token in each, and vLLM takes those draws back by
@@ -21,7 +21,8 @@ class SeededCpuGenerator(torch.Generator):
 
     def __new__(cls, seed: int, output_token_ids: list[int]) -> SeededCpuGenerator:
         # torch's own constructor looks at the arguments here, and knows only a device.
-        return super().__new__(cls)
+        generator: SeededCpuGenerator = super().__new__(cls)
+        return generator
 
     def __init__(self, seed: int, output_token_ids: list[int]) -> None:
         """`output_token_ids` is the model runner's own list, which grows as tokens are sampled."""

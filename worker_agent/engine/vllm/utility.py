@@ -47,8 +47,8 @@ class UtilityCalls:
         try:
             _, output.call_id, method, arguments = self._decoder.decode(frames)
             output.result = UtilityResult(self._run(method, arguments))
-        except Exception as error:
-            # As in vLLM: a failed call is its caller's trouble, whatever it was that failed.
+        # As in vLLM: a failed call is its caller's trouble, whatever it was that failed.
+        except Exception as error:  # noqa: BLE001
             _log.exception("utility call %d failed", call_id)
             output.failure_message = f"Call failed: {error}"
         return [bytes(frame) for frame in self._encoder.encode(EngineCoreOutputs(utility_output=output))]

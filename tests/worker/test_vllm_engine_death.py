@@ -1,0 +1,62 @@
+"""The end of a vLLM engine: told to the worker, and to everyone who waits for an answer."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tailrace.tiny import MODEL_PATH
+
+pytest.importorskip("vllm", reason="the vLLM engine is not installed")
+
+from worker_agent.engine.base import EngineRefusal, Frames, StepColumns
+from worker_agent.engine.vllm.engine import VllmEngine
+from worker_agent.engine.vllm.settings import VllmSettings
+
+pytestmark = pytest.mark.vllm
+
+
+class Sink:
+    """Waits for the engine's death."""
+
+    def __init__(self) -> None:
+        self.died = asyncio.Event()
+        self.reason = ""
+
+    def on_step(self, columns: StepColumns) -> None:
+        raise AssertionError("nothing was submitted")
+
+    def on_utility(self, client: int, call_id: int, frames: Frames) -> None:
+        raise AssertionError("nothing was called")
+
+    def on_engine_dead(self, reason: str) -> None:
+        self.reason = reason
+        self.died.set()
+
+
+async def test_a_model_that_is_not_there_is_a_clear_error() -> None:
+    engine = VllmEngine(VllmSettings(model="/nowhere/at-all", cpu_threads=1))
+    with pytest.raises(RuntimeError, match="did not start"):
+        await engine.start(Sink())
+
+
+async def test_a_failure_of_the_engine_thread_is_told_to_all() -> None:
+    engine, sink = (
+        VllmEngine(VllmSettings(model=str(MODEL_PATH), max_model_len=512, kv_blocks=32, cpu_threads=1)),
+        Sink(),
+    )
+    await engine.start(sink)
+
+    def fail() -> None:
+        raise ArithmeticError("a step went wrong")
+
+    engine._thread.post(fail)
+    with pytest.raises(EngineRefusal, match="the engine has failed"):
+        await engine.export_open("someone")
+    async with asyncio.timeout(10):
+        await sink.died.wait()
+    assert sink.reason == "ArithmeticError: a step went wrong"
+    with pytest.raises(EngineRefusal, match="the engine has failed"):
+        await engine.export_resume("someone")
+    await engine.stop()
