@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final, TypeAlias
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -45,7 +46,7 @@ def render_tree(traces_data: bytes) -> RenderableType:
     traces = read_traces(traces_data)
     if not traces:
         return Text("no spans")
-    return Group(*(part for trace in traces for part in (_headline(trace), _table(trace))))
+    return Group(*(part for trace in traces for part in (_headline(trace), _Trimmed(_table(trace)))))
 
 
 def trace_json(traces_data: bytes) -> list[Json]:
@@ -60,6 +61,22 @@ def trace_json(traces_data: bytes) -> list[Json]:
         }
         for trace in read_traces(traces_data)
     ]
+
+
+class _Trimmed:
+    """A renderable without the blanks that fill its last column: lines can be copied, and fit a pipe."""
+
+    def __init__(self, inner: RenderableType) -> None:
+        self._inner = inner
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in console.render_lines(self._inner, options, pad=False):
+            while line and not line[-1].text.strip():
+                line.pop()
+            yield from line[:-1]
+            for last in line[-1:]:
+                yield Segment(last.text.rstrip(), last.style)
+            yield Segment.line()
 
 
 def _span_json(node: Node, zero_ns: int) -> Json:

@@ -48,7 +48,7 @@ def _text(data: bytes, width: int = 200) -> list[str]:
     console = Console(width=width, no_color=True)
     with console.capture() as capture:
         console.print(render_tree(data))
-    return [line.rstrip() for line in capture.get().splitlines()]
+    return capture.get().splitlines()
 
 
 def _name(line: str) -> str:
@@ -90,6 +90,10 @@ def test_a_request_s_life_in_clock_order() -> None:
         "answering",
         "preempted",
     ]
+
+
+def test_lines_end_with_what_they_say() -> None:
+    assert [line for line in _text(_life()) if line != line.rstrip()] == []
 
 
 def test_a_line_says_where_when_how_long_and_why() -> None:
