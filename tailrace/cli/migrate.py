@@ -72,7 +72,7 @@ class _Progress:
             )
         for copied in record.rounds[self._rounds :]:
             note(
-                f"round {copied.number}: {copied.blocks} blocks, "
+                f"round {copied.number}: blocks {copied.blocks}, "
                 f"{bytes_text(copied.bytes)}, {copied.ms:.1f} ms"
             )
         self._rounds = max(self._rounds, len(record.rounds))

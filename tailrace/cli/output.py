@@ -50,8 +50,15 @@ def print_json(value: dict[str, JsonValue]) -> None:
 
 
 def print_figures(renderable: RenderableType) -> None:
-    """A table or text, to stdout."""
-    console().print(renderable)
+    """A table or text, to stdout; in a pipe without the spaces that fill lines up."""
+    target = console()
+    if target.is_terminal:
+        target.print(renderable)
+        return
+    with target.capture() as captured:
+        target.print(renderable)
+    for line in captured.get().splitlines():
+        click.echo(line.rstrip())
 
 
 def console() -> Console:

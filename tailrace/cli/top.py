@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
-from tailrace.cli.output import console
+from tailrace.cli.output import console, print_figures
 from tailrace.cli.tables import bytes_text, instance_word, migration_word, phase_word, pool_word
 from tailrace.v1.admin_pb2 import (
     InstanceInfo,
@@ -54,7 +54,7 @@ def top(once: bool, admin: str | None) -> None:
     with connect(admin) as connection, connection.errors():
         history: deque[Sample] = deque([_sample(connection)], maxlen=_RATE_WINDOW)
         if once:
-            console().print(frame(history))
+            print_figures(frame(history))
             return
         _live(connection, history)
 

@@ -16,6 +16,7 @@ import msgspec
 from tailrace.cli.errors import CliError, UsageProblem
 from tailrace.cli.greeting import greeting
 from tailrace.cli.output import note
+from tailrace.local.gpus import visible_gpus
 from tailrace.local.options import MONITOR_TRACES, ClusterOptions, Engine, Front
 from tailrace.local.plan import Plan, make_plan
 from tailrace.local.ports import LOOPBACK, PortUnavailable, free_ports, require_free
@@ -31,6 +32,9 @@ from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 
 _INTERRUPTED: Final = 130
 _TINY_NAME: Final = "tiny"
+_TINY_ARGUMENTS: Final = ("--kv-blocks", "4096", "--engine-arg", "dtype=float32")
+"""A small cache that yet holds a dozen of its longest answers; and the precision that it was trained in, with
+which it is sure of every token, and which vLLM would lower."""
 
 
 @click.command(epilog="Example: tailrace up --workers 2 --policy least_loaded")
@@ -58,6 +62,7 @@ _TINY_NAME: Final = "tiny"
 @click.option("--model", metavar="PATH", help="Model folder or name.  [default: the tiny reasoning model]")
 @click.option("--reasoning-parser", metavar="NAME", help="vLLM's parser for the model's reasoning.")
 @click.option("--no-traces", is_flag=True, help="Export no spans.")
+@click.argument("worker_arguments", nargs=-1, type=click.UNPROCESSED)
 def up(
     workers: int,
     engine: str,
@@ -69,13 +74,16 @@ def up(
     model: str | None,
     reasoning_parser: str | None,
     no_traces: bool,
+    worker_arguments: tuple[str, ...],
 ) -> None:
     """Start a whole local cluster: etcd, services, workers and a front end on 127.0.0.1.
 
     Its state and logs are in .run (TAILRACE_RUN_DIR). When a part does not come up, everything is stopped
     again. Spans go to the cluster's monitor (tailrace trace shows them), or where OTEL_EXPORTER_OTLP_ENDPOINT
-    says.
+    says. Options of `tailrace serve worker` can follow after --.
     """
+    if model is None and engine == Engine.VLLM.value:
+        worker_arguments = (*_TINY_ARGUMENTS, *worker_arguments)
     options = ClusterOptions(
         workers=workers,
         engine=Engine(engine),
@@ -89,6 +97,8 @@ def up(
         reasoning_parser=reasoning_parser or (REASONING_PARSER if model is None else None),
         policy=policy,
         cores=len(os.sched_getaffinity(0)),
+        gpus=visible_gpus() if engine == Engine.VLLM.value else (),
+        worker_arguments=worker_arguments,
         traces=None if no_traces else os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", MONITOR_TRACES),
     )
     folder = RunFolder.default()

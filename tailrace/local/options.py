@@ -36,8 +36,11 @@ class ClusterOptions:
     reasoning_parser: str | None
     # None: the scheduler's own default.
     policy: str | None
-    # Cores that the workers share.
+    # Cores and GPUs (ids) that the workers share.
     cores: int
+    gpus: tuple[str, ...]
+    # Further options of `tailrace serve worker`.
+    worker_arguments: tuple[str, ...]
     # Where spans go; None: nowhere. MONITOR_TRACES: to the cluster's own monitor.
     traces: str | None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -28,6 +29,7 @@ class PartSpec:
     command: Sequence[str]
     # gRPC health (or, for etcd, HTTP health) at HOST:PORT.
     address: str
+    # For it alone.
     environment: Mapping[str, str] = field(default_factory=dict)
     # HTTP address, for front ends alone.
     http: str = ""
@@ -50,6 +52,9 @@ class Plan:
         """The parts of one tier, in order."""
         return [part for part in self.parts if part.tier is tier]
 
+
+_GPU_MEMORY = 0.9
+"""Share of a GPU's memory that its workers may take together."""
 
 _VLLM_TIMEOUT_S = 600.0
 """For a worker or front half to load vLLM and a model; that it died is noticed at once."""
@@ -103,17 +108,21 @@ def _worker(options: ClusterOptions, service: Callable[..., PartSpec], number: i
     arguments = ["--engine", options.engine.value, "--model", options.model]
     if options.reasoning_parser:
         arguments += ["--reasoning-parser", options.reasoning_parser]
-    part = service("worker", f"worker-{number}", Tier.WORKER, *arguments)
     if options.engine is Engine.SIMULATED:
-        return part
+        return service("worker", f"worker-{number}", Tier.WORKER, *arguments, *options.worker_arguments)
     # Engines that each start a thread a core slow one another down.
-    threads = max(1, options.cores // options.workers)
+    environment = {"OMP_NUM_THREADS": str(max(1, options.cores // options.workers))}
+    if options.gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = options.gpus[number % len(options.gpus)]
+        share = _GPU_MEMORY / math.ceil(options.workers / len(options.gpus))
+        arguments += ["--engine-arg", f"gpu_memory_utilization={share:.3f}"]
+    part = service("worker", f"worker-{number}", Tier.WORKER, *arguments, *options.worker_arguments)
     return PartSpec(
         part.name,
         part.tier,
         part.command,
         part.address,
-        environment={"OMP_NUM_THREADS": str(threads)},
+        environment=environment,
         heavy=True,
         timeout_s=_VLLM_TIMEOUT_S,
     )

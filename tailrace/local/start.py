@@ -120,9 +120,7 @@ class Starter:
             self._progress.tell(spec.name, Step.READY)
 
     def _launch(self, spec: PartSpec) -> PartProcess:
-        environment = {**os.environ, **self._plan.environment}
-        for name, value in spec.environment.items():
-            environment.setdefault(name, value)
+        environment = {**os.environ, **self._plan.environment, **spec.environment}
         process = PartProcess(spec, self._folder.logs / f"{spec.name}.log", environment)
         self._processes.append(process)
         self._state.parts.append(process.part)

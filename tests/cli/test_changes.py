@@ -67,9 +67,9 @@ def test_migrate_tells_rounds_bytes_and_pause(run: Run, script: Script) -> None:
     )
     assert result.stderr.splitlines() == [
         "pre_copy: worker-0 -> worker-1",
-        "round 1: 38 blocks, 2.0 MiB, 8.0 ms",
+        "round 1: blocks 38, 2.0 MiB, 8.0 ms",
         "committed: worker-0 -> worker-1",
-        "round 2: 2 blocks, 1.0 MiB, 2.0 ms",
+        "round 2: blocks 2, 1.0 MiB, 2.0 ms",
     ]
     asked = script.seen[-1]
     assert isinstance(asked, admin_pb2.AdminMigrateRequest)

@@ -20,6 +20,8 @@ OPTIONS = ClusterOptions(
     reasoning_parser="qwen3",
     policy=None,
     cores=8,
+    gpus=(),
+    worker_arguments=(),
     traces="monitor",
 )
 
@@ -65,6 +67,18 @@ def test_engines_share_the_cores() -> None:
     workers = _plan(workers=3, cores=8).tier(Tier.WORKER)
     assert [part.environment["OMP_NUM_THREADS"] for part in workers] == ["2", "2", "2"]
     assert _plan(workers=3, cores=2).tier(Tier.WORKER)[0].environment["OMP_NUM_THREADS"] == "1"
+
+
+def test_engines_share_the_gpus() -> None:
+    workers = _plan(workers=3, gpus=("0", "GPU-5")).tier(Tier.WORKER)
+    assert [part.environment["CUDA_VISIBLE_DEVICES"] for part in workers] == ["0", "GPU-5", "0"]
+    assert {_option(part, "--engine-arg") for part in workers} == {"gpu_memory_utilization=0.450"}
+
+
+def test_worker_arguments_go_to_every_worker_last() -> None:
+    for engine in Engine:
+        workers = _plan(engine=engine, worker_arguments=("--max-num-seqs", "8")).tier(Tier.WORKER)
+        assert all(part.command[-2:] == ["--max-num-seqs", "8"] for part in workers)
 
 
 def test_spans_go_to_the_monitor_or_where_the_user_says_or_nowhere() -> None:
