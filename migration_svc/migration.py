@@ -121,7 +121,7 @@ class MigrationRun:
         )
         try:
             async for event in call:
-                self._take(event, trace)
+                self._take(event)
         except grpc.aio.AioRpcError as error:
             if record.state not in ENDED:
                 self._end(ABORTED, f"target {record.target_instance_id}: {_describe(error)}")
@@ -129,12 +129,11 @@ class MigrationRun:
             if record.state not in ENDED:
                 self._end(ABORTED, f"target {record.target_instance_id} ended the call without an outcome")
 
-    def _take(self, event: worker_pb2.ImportEvent, trace: MigrationTrace) -> None:
+    def _take(self, event: worker_pb2.ImportEvent) -> None:
         record = self.record
         if event.HasField("round"):
             record.rounds.append(event.round)
             record.bytes += event.round.bytes
-            trace.round(event.round, event.state)
         if event.state == COMMITTED:
             record.pause_ms = event.pause_ms
             record.pause_steps = event.pause_steps

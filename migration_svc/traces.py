@@ -1,15 +1,14 @@
-"""A span for each migration, under its request's trace; a child for each copy round."""
+"""A span for each migration, under its request's trace; the target makes its children, the copy rounds."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 from opentelemetry.trace import Span
 
 from tailrace.telemetry import attributes as names
-from tailrace.telemetry.tracing import Tracing, fail, record_span, start_span, traceparent_of
-from tailrace.v1 import migration_pb2, types_pb2, worker_pb2
+from tailrace.telemetry.tracing import Tracing, fail, start_span, traceparent_of
+from tailrace.v1 import migration_pb2, types_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,25 +22,6 @@ class MigrationTrace:
     def traceparent(self) -> str:
         """Parent for what others do for this migration."""
         return "" if self.span is None else traceparent_of(self.span)
-
-    def round(self, made: worker_pb2.CopyRound, state: types_pb2.MigrationState.ValueType) -> None:
-        """A copy round has just ended."""
-        if self.span is None:
-            return
-        end_ns = time.time_ns()
-        stopped = state == types_pb2.MIGRATION_STATE_STOP_AND_COPY
-        record_span(
-            self.traces.tracer,
-            "stop and copy" if stopped else "pre-copy",
-            self.traceparent,
-            end_ns - int(made.ms * 1e6),
-            end_ns,
-            attributes={
-                names.MIGRATION_ROUND: made.number,
-                names.MIGRATION_BLOCKS: made.blocks,
-                names.MIGRATION_BYTES: made.bytes,
-            },
-        )
 
 
 class MigrationTraces:

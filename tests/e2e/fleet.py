@@ -257,7 +257,9 @@ class Fleet:
 
     def arm(self, fault: Mapping[str, object]) -> None:
         """Arm a fault point in every worker (worker_agent/faults.py)."""
-        self.faults.write_text(json.dumps(fault))
+        partial = self.faults.with_suffix(".partial")
+        partial.write_text(json.dumps(fault))
+        partial.replace(self.faults)
 
     def disarm(self) -> None:
         """No faults from now on; a held point goes on."""
