@@ -1,14 +1,14 @@
 """Named fault points for tests. Nothing happens here unless TAILRACE_FAULTS is set.
 
-Its value is a JSON object, or a list of them; or @PATH, a file that holds one and is read at every fault point,
-so that a test can arm and disarm a running worker by writing and removing it:
+Its value is a JSON object, or a list of them; or @PATH, a file that holds one and is read at every fault
+point, so that a test can arm and disarm a running worker by writing and removing it:
 
     {"hold": "import:paused", "seconds": 30}     stop at this point of a migration for so long
     {"corrupt": "kv"}                            flip one byte of the next block that is sent, once
 
-A held point goes on early when the file no longer says so. "instance": "worker-1" in any of them confines it to one worker. Points: `import:` (target) or `export:`
-(source) with `open`, `pre_copy`, `paused`, `adopt`, and `import:adopted` (accepted, not yet running). A point
-that holds says so in the log, so that a test can kill the process then.
+"instance": "worker-1" in any of them confines it to one worker. Points: `import:` (target) or `export:`
+(source) with `open`, `pre_copy`, `paused`, `adopt`; and `import:adopted` (accepted, not yet running). A point
+that holds says so in the log, so that a test can kill the process then; it goes on early when disarmed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class Faults:
             return
         log.warning("fault: holding at %s", point)
         until_s = time.monotonic() + seconds
-        while (left_s := until_s - time.monotonic()) > 0 and self._hold_s(point) is not None:
+        # A file gives no event when it is removed.
+        while (left_s := until_s - time.monotonic()) > 0 and self._hold_s(point) is not None:  # noqa: ASYNC110
             await asyncio.sleep(min(left_s, _LOOK_S))
 
     def corrupt(self, staging: Staging) -> None:
