@@ -53,8 +53,8 @@ class Memory:
 
 
 class BlockEngine:
-    """The part of Engine that the transport calls. What it holds is made beforehand, so that reading costs what
-    it costs a real engine: a copy and a checksum."""
+    """The part of Engine that the transport calls. What it holds is made beforehand, so that reading costs
+    what it costs a real engine: a copy and a checksum."""
 
     def __init__(self, blocks: int, block_bytes: int) -> None:
         self._bytes = block_bytes

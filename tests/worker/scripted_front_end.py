@@ -71,9 +71,19 @@ class ScriptedFrontEnd:
         self.refuse = ""
         self.silent = False
         self._channels: list[grpc.aio.Channel] = []
+        self._beating: asyncio.Task[None] | None = None
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            for instance, attachment in list(self.attached.items()):
+                if not attachment.call.done():
+                    await self.send(instance, heartbeat=worker_pb2.Heartbeat())
 
     async def attach(self, address: str) -> str:
         """The worker's id."""
+        if self._beating is None:
+            self._beating = asyncio.create_task(self._beat())
         channel = grpc.aio.insecure_channel(address)
         self._channels.append(channel)
         call = worker_pb2_grpc.WorkerStub(channel).Attach()
@@ -93,6 +103,9 @@ class ScriptedFrontEnd:
         await asyncio.gather(attachment.reader, return_exceptions=True)
 
     async def close(self) -> None:
+        if self._beating is not None:
+            self._beating.cancel()
+            await asyncio.gather(self._beating, return_exceptions=True)
         for instance in list(self.attached):
             await self.detach(instance)
         for channel in self._channels:

@@ -1,29 +1,57 @@
-"""Two simulated workers in processes of their own, and a scripted front end over real gRPC, UCX and etcd."""
+"""Simulated workers in processes of their own and a scripted front end, over real gRPC, UCX and etcd."""
 
 from __future__ import annotations
 
+import asyncio
+import urllib.request
+import uuid
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
 import pytest
+import pytest_asyncio
 
 from tailrace.store.store import Store
-from tailrace.v1 import types_pb2, worker_pb2
+from tailrace.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from tests.worker.scripted_front_end import ScriptedFrontEnd, Stream
 from tests.worker.worker_processes import WorkerProcess, committed, migrate, worker_process
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 PROMPT = [72, 101, 108, 108, 111, 32] * 50
 LONG = {"max_tokens": 300, "ignore_eos": True, "min_tokens": 300}
+ENDLESS = {"max_tokens": 3000, "ignore_eos": True, "min_tokens": 3000}
 
 
 class Pair:
     """Two workers and a front end that is attached to both."""
 
-    def __init__(self, workers: list[WorkerProcess], front_end: ScriptedFrontEnd) -> None:
-        self.workers = workers
+    def __init__(
+        self,
+        store: Store,
+        etcd: str,
+        cluster: str,
+        workers: list[WorkerProcess],
+        front_end: ScriptedFrontEnd,
+    ) -> None:
+        self.store = store
+        self.etcd = etcd
+        self.cluster = cluster
+        self.workers: list[WorkerProcess] = []
+        self.channels: list[grpc.aio.Channel] = []
         self.front_end = front_end
-        self.channels = [grpc.aio.insecure_channel(worker.address) for worker in workers]
+        for worker in workers:
+            self.add(worker)
+
+    def add(self, worker: WorkerProcess) -> None:
+        self.workers.append(worker)
+        self.channels.append(grpc.aio.insecure_channel(worker.address))
+
+    async def close(self) -> None:
+        for channel in self.channels:
+            await channel.close()
 
     def id(self, number: int) -> str:
         return self.workers[number].instance_id
@@ -39,35 +67,244 @@ class Pair:
             **options,  # type: ignore[arg-type]
         )
 
+    async def submit(self, number: int, **sampling: object) -> Stream:
+        return await self.front_end.submit(self.id(number), PROMPT, **sampling)
 
-@pytest.fixture
-async def pair(store: Store, etcd: str, cluster: str, tmp_path: Path) -> AsyncIterator[Pair]:
+    async def metric(self, number: int, name: str) -> float:
+        """A metric of a worker, summed over its labels."""
+        url = f"http://{self.workers[number].records[0].metrics_address}/metrics"
+        text = (await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read())).decode()
+        lines = [line for line in text.splitlines() if line.startswith(f"tailrace_worker_{name}")]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    async def drained(self, number: int, seconds: float = 10) -> None:
+        """Until the worker holds no KV block; it says so only when asked."""
+        async with asyncio.timeout(seconds):
+            while await self.metric(number, "kv_blocks_used") != 0:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(etcd: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    cluster = f"test-{uuid.uuid4().hex[:8]}"
+    folder = tmp_path_factory.mktemp("workers")
+    store = await Store.connect([etcd], cluster)
+    front_end = ScriptedFrontEnd()
     async with (
-        worker_process(store, etcd, cluster, tmp_path, "left") as left,
-        worker_process(store, etcd, cluster, tmp_path, "right") as right,
+        worker_process(store, etcd, cluster, folder, "left") as left,
+        worker_process(store, etcd, cluster, folder, "right") as right,
     ):
-        front_end = ScriptedFrontEnd()
+        pair = Pair(store, etcd, cluster, [left, right], front_end)
         for worker in (left, right):
             await front_end.attach(worker.address)
-        pair = Pair([left, right], front_end)
         yield pair
+        for number in (0, 1):
+            await pair.drained(number)
         await front_end.close()
-        for channel in pair.channels:
-            await channel.close()
+        await pair.close()
+    assert await store.get_prefix("instances/") == {}, "a worker that was told to stop withdraws"
+    await store.close()
 
 
-async def test_a_stream_that_moved_three_times_yields_what_an_undisturbed_one_yields(pair: Pair) -> None:
-    undisturbed = await (await pair.front_end.submit(pair.id(0), PROMPT, **LONG)).end()
-    stream = await pair.front_end.submit(pair.id(0), PROMPT, **LONG)
+@asynccontextmanager
+async def faulty_worker(pair: Pair, folder: Path, **faults: object) -> AsyncIterator[int]:
+    """One more worker, which fails on purpose; its number."""
+    name = f"faulty-{uuid.uuid4().hex[:4]}"
+    async with worker_process(pair.store, pair.etcd, pair.cluster, folder, name, faults=faults) as worker:
+        await pair.front_end.attach(worker.address)
+        pair.add(worker)
+        yield len(pair.workers) - 1
+    await pair.front_end.detach(name)
+    await pair.store.delete(f"instances/{name}")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def undisturbed(pair: Pair) -> list[int]:
+    """What the request yields when nothing happens."""
+    tokens = await (await pair.submit(0, **LONG)).end()
+    assert len(tokens) == 300
+    return tokens
+
+
+async def test_a_stream_that_moved_three_times_yields_the_same(pair: Pair, undisturbed: list[int]) -> None:
+    adoptions = pair.front_end.adoptions
+    stream = await pair.submit(0, **LONG)
     for turn, (source, target) in enumerate([(0, 1), (1, 0), (0, 1)]):
         await stream.until(20 + 60 * turn)
         events = await pair.move(stream, source, target)
         done = committed(events)
-        assert done.pause_ms > 0
-        assert [e.state for e in events][0] == types_pb2.MIGRATION_STATE_OPEN
         rounds = [event.round for event in events if event.HasField("round")]
-        assert sum(r.blocks for r in rounds) >= len(PROMPT) // 16
-        print([(r.number, r.blocks, r.bytes, round(r.ms, 2)) for r in rounds], done.pause_ms, done.pause_steps)
+        assert events[0].state == types_pb2.MIGRATION_STATE_OPEN
+        assert sum(each.blocks for each in rounds) >= len(PROMPT) // 16
+        assert sum(each.bytes for each in rounds) == sum(each.blocks for each in rounds) * 16 * 4096
+        assert done.pause_ms > 0 and done.pause_steps > 0 and done.tokens >= 20 + 60 * turn
     assert await stream.end() == undisturbed
-    assert len(undisturbed) == 300
-    assert stream.epoch == 3 and pair.front_end.adoptions == 3
+    assert stream.epoch == 3 and pair.front_end.adoptions == adoptions + 3
+
+
+async def test_many_streams_cross(pair: Pair, undisturbed: list[int]) -> None:
+    streams = [await pair.submit(number % 2, **LONG) for number in range(12)]
+    await asyncio.gather(*(stream.until(10) for stream in streams))
+    results = await asyncio.gather(
+        *(pair.move(stream, number % 2, 1 - number % 2) for number, stream in enumerate(streams))
+    )
+    for events in results:
+        committed(events)
+    for stream in streams:
+        assert await stream.end() == undisturbed
+
+
+async def test_stop_and_copy_has_one_round(pair: Pair, undisturbed: list[int]) -> None:
+    stream = await pair.submit(0, **LONG)
+    await stream.until(30)
+    events = await pair.move(stream, 0, 1, mode=worker_pb2.COPY_MODE_STOP_AND_COPY)
+    committed(events)
+    rounds = [event for event in events if event.HasField("round")]
+    assert [event.state for event in rounds] == [types_pb2.MIGRATION_STATE_STOP_AND_COPY]
+    assert await stream.end() == undisturbed
+
+
+async def test_a_refused_adoption_leaves_the_stream_at_its_source(pair: Pair, undisturbed: list[int]) -> None:
+    stream = await pair.submit(0, **LONG)
+    await stream.until(30)
+    pair.front_end.refuse = "not today"
+    events = await pair.move(stream, 0, 1)
+    pair.front_end.refuse = ""
+    assert events[-1].state == types_pb2.MIGRATION_STATE_ABORTED and "not today" in events[-1].reason
+    assert stream.owner == pair.id(0) and stream.epoch == 0
+    assert await stream.end() == undisturbed
+
+
+async def test_what_cannot_be_imported_is_said(pair: Pair) -> None:
+    stream = await pair.submit(0, **ENDLESS)
+    await stream.until(5)
+    wrong = await migrate(pair.channels[1], "no-such-request", pair.workers[0].address, 0)
+    assert wrong[-1].state == types_pb2.MIGRATION_STATE_ABORTED and "no-such-request" in wrong[-1].reason
+    stale = await migrate(pair.channels[1], stream.request_id, pair.workers[0].address, 7)
+    assert stale[-1].state == types_pb2.MIGRATION_STATE_ABORTED and "epoch" in stale[-1].reason
+    nobody = await migrate(pair.channels[1], stream.request_id, "127.0.0.1:9", 0)
+    assert nobody[-1].state == types_pb2.MIGRATION_STATE_ABORTED
+    itself = await migrate(pair.channels[0], stream.request_id, pair.workers[0].address, 0)
+    assert itself[-1].state == types_pb2.MIGRATION_STATE_ABORTED
+    made = len(stream.tokens)
+    await stream.until(made + 5)
+    await pair.front_end.send(pair.id(0), abort=worker_pb2.Abort(handles=[stream.handle]))
+    stream.finished = True
+    await pair.drained(0)
+
+
+async def test_a_broken_attach_stream_frees_everything(pair: Pair) -> None:
+    other = ScriptedFrontEnd("other")
+    for worker in pair.workers:
+        await other.attach(worker.address)
+    streams = [await other.submit(pair.id(0), PROMPT, **ENDLESS) for _ in range(5)]
+    await asyncio.gather(*(stream.until(3) for stream in streams))
+    assert await pair.metric(0, "kv_blocks_used") > 0
+    await other.detach(pair.id(0))
+    await pair.drained(0, seconds=1)
+    await other.close()
+
+
+async def test_an_aborted_request_takes_its_migration_with_it(pair: Pair) -> None:
+    stream = await pair.submit(0, **ENDLESS)
+    await stream.until(5)
+    moving = asyncio.create_task(pair.move(stream, 0, 1))
+    await pair.front_end.send(pair.id(0), abort=worker_pb2.Abort(handles=[stream.handle]))
+    stream.finished = True
+    events = await moving
+    assert events[-1].state == types_pb2.MIGRATION_STATE_ABORTED
+    for number in (0, 1):
+        await pair.drained(number)
+
+
+async def test_utilities_are_answered(pair: Pair) -> None:
+    frames = [b"\x94\x00\x07\xb3get_supported_tasks\x90"]
+    await pair.front_end.send(pair.id(1), utility=worker_pb2.UtilityCall(call_id=7, frames=frames))
+    async with asyncio.timeout(5):
+        result = await pair.front_end.utilities.get()
+    assert result.call_id == 7 and b"generate" in b"".join(result.frames)
+
+
+async def test_a_block_damaged_in_flight_aborts_and_is_counted(
+    pair: Pair, tmp_path: Path, undisturbed: list[int]
+) -> None:
+    async with faulty_worker(pair, tmp_path, corrupt="kv") as source:
+        before = await pair.metric(1, "kv_checksum_failures")
+        stream = await pair.submit(source, **LONG)
+        await stream.until(30)
+        events = await pair.move(stream, source, 1)
+        assert events[-1].state == types_pb2.MIGRATION_STATE_ABORTED and "damaged" in events[-1].reason
+        assert await pair.metric(1, "kv_checksum_failures") == before + 1
+        assert stream.owner == pair.id(source)
+        # The next one, undamaged, is committed.
+        committed(await pair.move(stream, source, 1, migration_id="again"))
+        assert await stream.end() == undisturbed
+
+
+@pytest.mark.parametrize("point", ["import:open", "import:pre_copy", "import:paused", "import:adopt"])
+async def test_a_target_that_dies_leaves_the_stream_at_its_source(
+    pair: Pair, tmp_path: Path, undisturbed: list[int], point: str
+) -> None:
+    async with faulty_worker(pair, tmp_path, hold=point, seconds=60) as target:
+        stream = await pair.submit(0, **LONG)
+        await stream.until(5)
+        moving = asyncio.create_task(pair.move(stream, 0, target, timeout_s=50.0))
+        await pair.workers[target].logged(f"fault: holding at {point}")
+        pair.workers[target].kill()
+        assert isinstance((await asyncio.gather(moving, return_exceptions=True))[0], grpc.aio.AioRpcError)
+        assert await stream.end() == undisturbed
+        assert stream.owner == pair.id(0)
+        await pair.drained(0)
+
+
+@pytest.mark.parametrize("point", ["export:open", "export:pre_copy", "export:paused"])
+async def test_a_source_that_dies_frees_the_target_and_the_stream_can_go_on_there(
+    pair: Pair, tmp_path: Path, undisturbed: list[int], point: str
+) -> None:
+    async with faulty_worker(pair, tmp_path, hold=point, seconds=60) as source:
+        stream = await pair.submit(source, **LONG)
+        await stream.until(5)
+        moving = asyncio.create_task(pair.move(stream, source, 1, timeout_s=50.0))
+        await pair.workers[source].logged(f"fault: holding at {point}")
+        pair.workers[source].kill()
+        events = await moving
+        assert events[-1].state == types_pb2.MIGRATION_STATE_ABORTED
+        await pair.drained(1)
+        stream.owner, stream.epoch = pair.id(1), stream.epoch + 1
+        await pair.front_end.resubmit(stream)
+        assert await stream.end() == undisturbed
+
+
+async def test_imports_that_are_held_under_the_pause_end_in_order(
+    pair: Pair, tmp_path: Path, undisturbed: list[int]
+) -> None:
+    """The migration service vanishes, cancels, or allows too little time: the source is told, and goes on."""
+    async with faulty_worker(pair, tmp_path, hold="import:paused", seconds=60) as target:
+        queries = pair.front_end.queries
+        stub = worker_pb2_grpc.WorkerStub(pair.channels[target])
+
+        first = await pair.submit(0, **LONG)
+        await first.until(5)
+        moving = asyncio.create_task(pair.move(first, 0, target, timeout_s=50.0))
+        await pair.workers[target].logged("fault: holding at import:paused")
+        moving.cancel()
+        assert await first.end() == undisturbed
+
+        second = await pair.submit(0, **LONG)
+        await second.until(5)
+        moving = asyncio.create_task(pair.move(second, 0, target, migration_id="m", timeout_s=50.0))
+        await pair.workers[target].logged("fault: holding at import:paused", times=2)
+        cancel = worker_pb2.CancelImportRequest(migration_id="m")
+        assert (await stub.CancelImport(cancel, timeout=10)).cancelled
+        assert (await moving)[-1].state == types_pb2.MIGRATION_STATE_ABORTED
+        assert not (await stub.CancelImport(cancel, timeout=10)).cancelled
+        assert await second.end() == undisturbed
+
+        third = await pair.submit(0, **LONG)
+        await third.until(5)
+        events = await pair.move(third, 0, target, timeout_s=1.0)
+        assert events[-1].state == types_pb2.MIGRATION_STATE_ABORTED and "1 s" in events[-1].reason
+        assert await third.end() == undisturbed
+
+        assert pair.front_end.queries == queries, "nobody had to be asked"
+        await pair.drained(target)

@@ -22,7 +22,7 @@ from tailrace.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 WAIT_S = 30.0
 # Slow enough for a stream to be caught in the middle, with KV enough to be worth copying.
 ENGINE = {
-    "speed": 2.0,
+    "speed": 1.0,
     "max_model_len": 4096,
     "kv_blocks": 2048,
     "block_tokens": 16,
@@ -51,10 +51,10 @@ class WorkerProcess:
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
 
-    async def logged(self, text: str) -> None:
-        """Until the log says so."""
+    async def logged(self, text: str, times: int = 1) -> None:
+        """Until the log says so (so many times)."""
         async with asyncio.timeout(WAIT_S):
-            while text not in self.log.read_text():
+            while self.log.read_text().count(text) < times:
                 assert self.process.returncode is None, self.log.read_text()
                 await asyncio.sleep(0.02)
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 from typing import Final
 
 import numpy as np
@@ -42,8 +41,6 @@ def start_ucx() -> None:
     """Set UCX up for this process. May be called again."""
     global _started
     if not _started:
-        # ucxx sets a variable of its own that this UCX then warns of.
-        os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
         ucxx.init(progress_mode="thread", enable_python_future=True)
         _started = True
 
