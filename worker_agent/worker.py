@@ -32,6 +32,7 @@ from worker_agent.metrics import WorkerMetrics
 from worker_agent.migration.exports import Exports
 from worker_agent.migration.imports import Imports
 from worker_agent.migration.parts import SourceParts, TargetParts
+from worker_agent.migration.source_link import GrpcSourceLink
 from worker_agent.migration.spans import TransferSpans
 from worker_agent.phase_news import PhaseNews
 from worker_agent.registration import instance_record, register
@@ -135,7 +136,7 @@ async def running_worker(
                 settings=settings,
                 resubmit=admission.submit,
             ),
-            around.channels,
+            lambda address, seconds: GrpcSourceLink(around.channels.get(address), seconds),
         )
         stack.push_async_callback(imports.close)
         dispatch = Dispatch(engine, admission, exports, imports, carried, news, metrics)

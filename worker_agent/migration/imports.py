@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Final
 
-from tailrace.service.channels import Channels
 from tailrace.v1 import worker_pb2
 from worker_agent.engine.base import RequestKey, Submission
 from worker_agent.migration.parts import TargetParts
-from worker_agent.migration.source_link import GrpcSourceLink
+from worker_agent.migration.source_link import SourceLink
 from worker_agent.migration.target import Import
 
 log = logging.getLogger(__name__)
@@ -28,9 +28,10 @@ class ImportRefused(Exception):
 class Imports:
     """Each has a task of its own that outlives the migration service's call."""
 
-    def __init__(self, parts: TargetParts, channels: Channels) -> None:
+    def __init__(self, parts: TargetParts, connect: Callable[[str, float], SourceLink]) -> None:
+        """`connect(address, seconds)` opens an export at a source, for so long at most."""
         self._parts = parts
-        self._channels = channels
+        self._connect = connect
         self._running: dict[Import, asyncio.Task[None]] = {}
         parts.front_ends.on_gone(self._client_gone)
 
@@ -48,7 +49,7 @@ class Imports:
         if self._named(request.request_id) is not None or self._migration(request.migration_id) is not None:
             raise ImportRefused(f"{request.request_id} is being imported already")
         timeout_s = (request.timeout_s or self._parts.settings.import_timeout_s) + _EXPORT_GRACE_S
-        source = GrpcSourceLink(self._channels.get(request.source_address), timeout_s)
+        source = self._connect(request.source_address, timeout_s)
         incoming = Import(self._parts, request, source)
         task = asyncio.create_task(incoming.run(), name=f"import {request.request_id}")
         self._running[incoming] = task

@@ -13,9 +13,9 @@ and asks again while the front end is attached; if that is gone too, the request
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import logging
-import time
 from typing import Final
 
 from tailrace.v1 import worker_pb2
@@ -132,7 +132,7 @@ class Export:
         settings = self._parts.settings
         if self._paused_s is None:
             return settings.export_idle_s
-        return max(0.0, self._paused_s + settings.pause_limit_s - time.monotonic())
+        return max(0.0, self._paused_s + settings.pause_limit_s - _now_s())
 
     async def _react(self, session: Session, item: Item | None) -> Outcome | None:
         match item:
@@ -182,7 +182,7 @@ class Export:
         except EngineRefusal as error:
             self._reason = str(error)
             return Outcome.RESUME
-        self._paused_s = time.monotonic()
+        self._paused_s = _now_s()
         session.announce(have_blocks, pause.block_hashes)
         await self._parts.faults.hold("export:paused")
         paused = worker_pb2.ExportPaused(
@@ -228,9 +228,9 @@ class Export:
 
     async def _answered(self) -> Outcome | None:
         """The front end's answer to one question; None when it took too long."""
-        until_s = time.monotonic() + OWNERSHIP_S
+        until_s = _now_s() + OWNERSHIP_S
         while True:
-            item = await self._lease.inbox.next(max(0.0, until_s - time.monotonic()))
+            item = await self._lease.inbox.next(max(0.0, until_s - _now_s()))
             match item:
                 case Owned(current):
                     return Outcome.RESUME if current else Outcome.RELEASE
@@ -276,3 +276,8 @@ class Export:
 
     def _fail(self, reason: str) -> None:
         self._lease.send(worker_pb2.ExportEvent(failed=worker_pb2.ExportFailed(reason=reason)))
+
+
+def _now_s() -> float:
+    """The event loop's clock: the one that its timers go by."""
+    return asyncio.get_running_loop().time()

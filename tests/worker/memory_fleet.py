@@ -1,0 +1,445 @@
+"""Workers and one front end joined by links in memory that are late, break, and die on command.
+
+The workers are the real thing but for gRPC and UCX: attach streams, dispatch, exports, imports, simulated
+engine. The front end is the arbiter of docs/decisions/0003, and recovers what it loses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry
+
+from tailrace.telemetry.tracing import Tracing
+from tailrace.v1 import types_pb2, worker_pb2
+from tests.worker.simulated import request_frames
+from worker_agent.attach import AttachStreams
+from worker_agent.carried import CarriedRequests
+from worker_agent.dispatch import Admission, Dispatch
+from worker_agent.engine.simulated import SimulatedEngine, SimulatedSettings
+from worker_agent.faults import Faults
+from worker_agent.frontends import FrontEnds
+from worker_agent.kv.client import Deliver, Peer
+from worker_agent.kv.errors import KvTransferError
+from worker_agent.kv.sessions import Sessions
+from worker_agent.kv.wire import migration_digest
+from worker_agent.metrics import WorkerMetrics, pause_histogram
+from worker_agent.migration.exports import Exports
+from worker_agent.migration.imports import ImportRefused, Imports
+from worker_agent.migration.lease import Lease
+from worker_agent.migration.parts import SourceParts, TargetParts
+from worker_agent.migration.source_link import SourceFailed, SourceLost
+from worker_agent.migration.spans import TransferSpans
+from worker_agent.phase_news import PhaseNews
+from worker_agent.settings import WorkerSettings
+from worker_agent.sink import FrontEndSink
+
+SETTINGS = WorkerSettings(import_timeout_s=3.0, pause_limit_s=4.0, adopt_timeout_s=5.0)
+ENGINE = SimulatedSettings(
+    kv_blocks=64,
+    block_tokens=4,
+    kv_bytes_per_token=16,
+    max_model_len=160,
+    max_num_seqs=4,
+    reasoning_mean_tokens=10,
+    answer_mean_tokens=30,
+    # A token every 50 ms or so.
+    speed=0.1,
+)
+PROMPT = list(range(65, 90))
+SAMPLING = {"max_tokens": 60, "ignore_eos": True, "min_tokens": 60}
+FINISHED, FAILED = 1, 8
+
+
+class Links:
+    """How late messages are, from a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    async def pass_(self) -> None:
+        """A message on its way: mostly quick, at times slower than several steps."""
+        await asyncio.sleep(self._random.choice((0.0, 0.0005, 0.002, 0.01, 0.2)))
+
+
+class MemorySourceLink:
+    """SourceLink to a node of the fleet."""
+
+    def __init__(self, links: Links, node: Node | None) -> None:
+        self._links = links
+        self._lease = Lease()
+        self._broken = asyncio.Event()
+        if node is None:
+            self._broken.set()
+        else:
+            node.exports.start(self._lease)
+            node.leases.append(self)
+
+    async def ask(self, command: worker_pb2.ExportCommand) -> worker_pb2.ExportEvent:
+        await self._links.pass_()
+        self._check()
+        self._lease.inbox.command(command)
+        event = await self._lease.next_event()
+        await self._links.pass_()
+        self._check()
+        if event is None:
+            raise SourceLost("closed")
+        if event.HasField("failed"):
+            raise SourceFailed(event.failed.reason)
+        return event
+
+    async def end(self, committed: bool, reason: str) -> None:
+        if not self._broken.is_set():
+            await self._links.pass_()
+        if not self._broken.is_set():
+            end = worker_pb2.ExportEnd(committed=committed, reason=reason)
+            self._lease.inbox.command(worker_pb2.ExportCommand(end=end))
+            while await self._lease.next_event() is not None:
+                pass
+        self.drop()
+
+    def drop(self) -> None:
+        """Also what a failure of the link or of either end looks like."""
+        self._broken.set()
+        self._lease.break_off("the link broke")
+
+    def _check(self) -> None:
+        if self._broken.is_set():
+            raise SourceLost("the link broke")
+
+
+class MemoryPuller:
+    """KvClient over the fleet's memory."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    async def prepare(self, peer: Peer) -> None:
+        await self._fleet.links.pass_()
+
+    async def pull(
+        self,
+        peer: Peer,
+        session: int,
+        migration_id: str,
+        first_block: int,
+        hashes: Sequence[bytes],
+        deliver: Deliver,
+    ) -> int:
+        source = self._fleet.nodes[peer.port]
+        found = source.sessions.find(session, migration_digest(migration_id))
+        if found is None or found.closed:
+            raise KvTransferError("the export has ended")
+        if found.hashes(first_block, len(hashes)) != list(hashes):
+            raise KvTransferError("other blocks")
+        if not hashes:
+            return 0
+        staging = source.engine.staging(len(hashes))
+        with found.reading():
+            checksums = await source.engine.read_blocks(found.request_id, first_block, len(hashes), staging)
+        await self._fleet.links.pass_()
+        if source.dead:
+            raise KvTransferError("the source died")
+        await deliver(first_block, len(hashes), staging, checksums)
+        return len(hashes) * 64
+
+
+class Node:
+    """One worker."""
+
+    def __init__(self, fleet: Fleet, number: int) -> None:
+        self.number = number
+        self.dead = False
+        self.front_ends, self.sessions = FrontEnds(), Sessions()
+        self.carried = CarriedRequests()
+        self.metrics = WorkerMetrics(pause_histogram(CollectorRegistry()))
+        self.engine = SimulatedEngine(ENGINE, clock=asyncio.get_running_loop())
+        self.leases: list[MemorySourceLink] = []
+        self._news = PhaseNews()
+        self._fleet = fleet
+
+    async def start(self) -> None:
+        sink = FrontEndSink(self.front_ends, self.carried, self._news, self.metrics, lambda reason: None)
+        shape = (await self.engine.start(sink)).kv_shape
+        admission = Admission(self.engine, self.front_ends, self.carried, self.metrics)
+        faults = Faults()
+        self.exports = Exports(
+            SourceParts(
+                self.engine,
+                shape,
+                "memory",
+                self.number,
+                self.sessions,
+                self.front_ends,
+                self.carried,
+                self._news,
+                self.metrics,
+                faults,
+                SETTINGS,
+            )
+        )
+        self.imports = Imports(
+            TargetParts(
+                str(self.number),
+                self.engine,
+                shape,
+                MemoryPuller(self._fleet),
+                self.front_ends,
+                self.carried,
+                self._news,
+                self.metrics,
+                faults,
+                TransferSpans(Tracing(None), str(self.number)),
+                SETTINGS,
+                admission.submit,
+            ),
+            lambda address, seconds: MemorySourceLink(self._fleet.links, self._fleet.alive(int(address))),
+        )
+        dispatch = Dispatch(
+            self.engine, admission, self.exports, self.imports, self.carried, self._news, self.metrics
+        )
+        self.front_ends.on_gone(dispatch.client_gone)
+        hello = worker_pb2.WorkerHello(instance_id=str(self.number))
+        self.streams = AttachStreams(self.front_ends, dispatch, hello)
+
+    async def die(self) -> None:
+        """kill -9: nothing of it reaches anybody any more."""
+        self.dead = True
+        for lease in self.leases:
+            lease.drop()
+        self._fleet.front_end.lose(self.number)
+        await self.exports.close()
+        await self.imports.close()
+        await self.engine.stop()
+
+
+@dataclass
+class Attachment:
+    """The front end's end of an attach stream."""
+
+    served: asyncio.Task[None]
+    up: asyncio.Queue[worker_pb2.AttachUp] = field(default_factory=asyncio.Queue)
+    broken: bool = False
+
+
+class FrontEnd:
+    """One request's arbiter."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self.attached: dict[int, Attachment] = {}
+        self.request_id = "r"
+        self.frames = request_frames(self.request_id, PROMPT, **SAMPLING)
+        self.tokens: list[int] = []
+        self.epoch = 0
+        self.owner: int | None = None
+        self.live = True
+        self.refuse_next = False
+        self.mute_next_query = False
+        self.done = asyncio.Event()
+
+    def attach(self, node: Node) -> None:
+        async def messages() -> AsyncIterator[worker_pb2.AttachUp]:
+            hello = worker_pb2.FrontendHello(frontend_id="fe", incarnation="1")
+            yield worker_pb2.AttachUp(hello=hello)
+            while True:
+                message = await attachment.up.get()
+                await self._fleet.links.pass_()
+                yield message
+
+        async def write(message: worker_pb2.AttachDown) -> None:
+            await self._fleet.links.pass_()
+            if not attachment.broken and not node.dead:
+                self._handle(node.number, message)
+
+        attachment = Attachment(asyncio.create_task(node.streams.serve(messages(), write)))
+        self.attached[node.number] = attachment
+        if self.owner is None and self.live:
+            self._place()
+
+    def lose(self, number: int) -> None:
+        """The stream broke; what the worker owned goes on elsewhere."""
+        attachment = self.attached.pop(number, None)
+        if attachment is None:
+            return
+        attachment.broken = True
+        attachment.served.cancel()
+        self._fleet.ending.append(attachment.served)
+        if self.owner == number and self.live:
+            self.epoch += 1
+            self._place()
+
+    def send(self, number: int, **body: object) -> bool:
+        attachment = self.attached.get(number)
+        if attachment is None:
+            return False
+        attachment.up.put_nowait(worker_pb2.AttachUp(**body))  # type: ignore[arg-type]
+        return True
+
+    def abort(self) -> None:
+        """The user went away."""
+        self._end()
+        if self.owner is not None:
+            self.send(self.owner, abort=worker_pb2.Abort(handles=[1]))
+
+    def _place(self) -> None:
+        self.owner = min(self.attached, default=None)
+        if self.owner is not None:
+            submit = worker_pb2.Submit(
+                handle=1,
+                request_id=self.request_id,
+                epoch=self.epoch,
+                frames=self.frames,
+                output_token_ids=self.tokens,
+            )
+            self.send(self.owner, submit=submit)
+
+    def _end(self) -> None:
+        self.live = False
+        self.done.set()
+
+    def _handle(self, number: int, message: worker_pb2.AttachDown) -> None:
+        match message.WhichOneof("body"):
+            case "outputs":
+                self._accept(number, message.outputs)
+            case "adopt":
+                self._fleet.spawn(self._adopt(number, self.attached[number], message.adopt))
+            case "ownership_query" if self.mute_next_query:
+                self.mute_next_query = False
+            case "ownership_query":
+                epoch = message.ownership_query.epoch
+                current = self.live and self.owner == number and self.epoch == epoch
+                self.send(number, ownership=worker_pb2.Ownership(handle=1, epoch=epoch, current=current))
+
+    def _accept(self, number: int, outputs: worker_pb2.StepOutputs) -> None:
+        if not self.live or self.owner != number or outputs.epochs[0] != self.epoch:
+            return
+        assert outputs.first_indices[0] == len(self.tokens), "a token is lost or repeated"
+        self.tokens += outputs.token_ids
+        if outputs.flags[0] & FAILED:
+            self.epoch += 1
+            self._place()
+        elif outputs.flags[0] & FINISHED:
+            self._end()
+
+    async def _adopt(self, number: int, asked: Attachment, adopt: worker_pb2.Adopt) -> None:
+        for _ in range(20):
+            if len(self.tokens) >= adopt.next_index or not self.live or self.epoch != adopt.from_epoch:
+                break
+            await asyncio.sleep(0.1)
+        if self.attached.get(number) is not asked:
+            return
+        accepted = (
+            self.live
+            and not self.refuse_next
+            and self.owner is not None
+            and self.epoch == adopt.from_epoch
+            and len(self.tokens) == adopt.next_index
+        )
+        self.refuse_next = False
+        source, old = self.owner, self.epoch
+        if accepted:
+            self.owner, self.epoch = number, adopt.epoch
+            self._fleet.commits += 1
+        reply = worker_pb2.AdoptReply(
+            migration_id=adopt.migration_id, handle=1, accepted=accepted, reason="" if accepted else "no"
+        )
+        self.send(number, adopt_reply=reply)
+        if accepted and source is not None:
+            self.send(source, release=worker_pb2.Release(handle=1, epoch=old))
+
+
+class Fleet:
+    """Three workers and the front end."""
+
+    def __init__(self, seed: int) -> None:
+        self.links = Links(seed)
+        self.front_end = FrontEnd(self)
+        self.nodes: list[Node] = []
+        self.commits = 0
+        self.ending: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._migrations = 0
+
+    async def start(self, count: int = 3) -> None:
+        for number in range(count):
+            self.nodes.append(Node(self, number))
+            await self.nodes[-1].start()
+        for node in self.nodes:
+            self.front_end.attach(node)
+
+    def alive(self, number: int) -> Node | None:
+        node = self.nodes[number]
+        return None if node.dead else node
+
+    def spawn(self, work: object) -> None:
+        self._tasks.append(asyncio.ensure_future(work))  # type: ignore[call-overload]
+
+    def migrate(self, target: int, mode: worker_pb2.CopyMode.ValueType) -> None:
+        """As the migration service would, from wherever the front end has it now."""
+        source, node = self.front_end.owner, self.nodes[target]
+        if source is None or source == target:
+            return
+        self._migrations += 1
+        request = worker_pb2.ImportRequest(
+            migration_id=f"m{self._migrations}",
+            request_id=self.front_end.request_id,
+            source_address=str(source),
+            from_epoch=self.front_end.epoch,
+            epoch=self.front_end.epoch + 1,
+            mode=mode,
+            stop_threshold_blocks=1,
+        )
+        try:
+            node.imports.start(request)
+        except ImportRefused:
+            return
+
+    async def cancel(self, target: int) -> None:
+        await self.nodes[target].imports.cancel(f"m{self._migrations}")
+
+    async def restart(self, number: int) -> None:
+        """kill -9, and a fresh worker of the same name."""
+        await self.nodes[number].die()
+        self.nodes[number] = Node(self, number)
+        await self.nodes[number].start()
+        self.front_end.attach(self.nodes[number])
+
+    async def reattach(self, number: int) -> None:
+        """The attach stream breaks and is opened anew."""
+        self.front_end.lose(number)
+        await self.links.pass_()
+        if not self.nodes[number].dead:
+            self.front_end.attach(self.nodes[number])
+
+    def break_exports(self, number: int) -> None:
+        for lease in self.nodes[number].leases:
+            lease.drop()
+
+    async def settle(self) -> None:
+        """Until the stream is over; then nothing may be left anywhere."""
+        async with asyncio.timeout(300):
+            await self.front_end.done.wait()
+            await asyncio.sleep(60)
+        await asyncio.gather(*self._tasks)
+        for node in self.nodes:
+            stats = node.engine.stats()
+            assert stats.requests == [], f"node {node.number} still runs {stats.requests}"
+            assert stats.kv_blocks_used == 0, f"node {node.number} holds blocks"
+            assert len(node.imports) == len(node.exports) == len(node.sessions) == 0
+            assert len(node.carried) == 0
+            assert node.engine.stats().kv_blocks_total > 0
+
+    async def close(self) -> None:
+        for number in list(self.front_end.attached):
+            self.front_end.lose(number)
+        await asyncio.gather(*self.ending, return_exceptions=True)
+        for node in self.nodes:
+            await node.engine.stop()
+
+
+MODES = (worker_pb2.COPY_MODE_PRE_COPY, worker_pb2.COPY_MODE_STOP_AND_COPY)
+ABORTED = types_pb2.MIGRATION_STATE_ABORTED

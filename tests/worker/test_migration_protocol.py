@@ -1,0 +1,91 @@
+"""Both ends of the migration protocol under random failures: one owner at the end, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cache
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.worker.memory_fleet import MODES, Fleet
+from tests.worker.virtual_loop import run_virtually
+
+NODE = st.integers(0, 2)
+ACTION = st.one_of(
+    st.tuples(st.just("migrate"), NODE, st.sampled_from(MODES)),
+    st.tuples(st.just("migrate"), NODE, st.sampled_from(MODES)),
+    st.tuples(st.just("cancel"), NODE),
+    st.tuples(st.just("break exports"), NODE),
+    st.tuples(st.just("reattach"), NODE),
+    st.tuples(st.just("restart"), NODE),
+    st.tuples(st.just("refuse")),
+    st.tuples(st.just("mute")),
+    st.tuples(st.just("damage"), NODE, st.integers(0, 10)),
+    st.tuples(st.just("abort")),
+)
+# Seconds before the action: some hit the very moment of another's messages, some come after it.
+SCRIPT = st.lists(st.tuples(st.sampled_from((0.0, 0.001, 0.01, 0.05, 0.3, 1.0)), ACTION), max_size=14)
+
+
+async def act(fleet: Fleet, action: tuple[object, ...]) -> None:
+    match action:
+        case ("migrate", int(node), mode):
+            fleet.migrate(node, mode)  # type: ignore[arg-type]
+        case ("cancel", int(node)):
+            await fleet.cancel(node)
+        case ("break exports", int(node)):
+            fleet.break_exports(node)
+        case ("reattach", int(node)):
+            await fleet.reattach(node)
+        case ("restart", int(node)):
+            await fleet.restart(node)
+        case ("refuse",):
+            fleet.front_end.refuse_next = True
+        case ("mute",):
+            fleet.front_end.mute_next_query = True
+        case ("damage", int(node), int(block)):
+            fleet.nodes[node].engine.faults.flip_bit_in_block = block
+        case ("abort",):
+            fleet.front_end.abort()
+
+
+async def play(seed: int, script: list[tuple[float, tuple[object, ...]]]) -> tuple[list[int], int]:
+    """The tokens that reached the user, and how many migrations were committed."""
+    fleet = Fleet(seed)
+    await fleet.start()
+    for wait_s, action in script:
+        await asyncio.sleep(wait_s)
+        await act(fleet, action)
+    await fleet.settle()
+    tokens, commits = fleet.front_end.tokens, fleet.commits
+    await fleet.close()
+    return tokens, commits
+
+
+@cache
+def undisturbed() -> list[int]:
+    tokens, _ = run_virtually(play(0, []))
+    assert len(tokens) == 60
+    return tokens
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 10_000), script=SCRIPT)
+def test_whatever_fails_the_stream_is_whole_and_nothing_is_left(
+    seed: int, script: list[tuple[float, tuple[object, ...]]]
+) -> None:
+    tokens, _ = run_virtually(play(seed, script))
+    if any(action == ("abort",) for _, action in script):
+        assert tokens == undisturbed()[: len(tokens)]
+    else:
+        assert tokens == undisturbed()
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_without_failures_every_migration_is_committed(seed: int) -> None:
+    script = [(0.6, ("migrate", target, MODES[target % 2])) for target in (1, 2, 0)]
+    tokens, commits = run_virtually(play(seed, script))
+    assert tokens == undisturbed()
+    assert commits >= 1
