@@ -52,7 +52,7 @@ def common_options(kind: str) -> Callable[[Callable[..., None]], Callable[..., N
         @functools.wraps(function)
         def wrapper(
             *,
-            etcd: str,
+            etcd: tuple[str, ...],
             cluster: str,
             listen: str,
             metrics: str,
@@ -61,7 +61,7 @@ def common_options(kind: str) -> Callable[[Callable[..., None]], Callable[..., N
             **rest: object,
         ) -> None:
             common = CommonOptions(
-                etcd=tuple(part.strip() for part in etcd.split(",") if part.strip()),
+                etcd=etcd,
                 cluster=cluster,
                 listen=listen,
                 metrics=metrics,
@@ -83,7 +83,13 @@ def _address(context: click.Context, parameter: click.Parameter, value: str) -> 
     return value
 
 
-def _member_id(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+def _endpoints(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
+    """Check HOST:PORT[,..]."""
+    return tuple(_address(context, parameter, part.strip()) for part in value.split(","))
+
+
+def _name(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Check what becomes part of a key."""
     if value is not None and (not value or "/" in value or len(value) > 100):
         raise click.BadParameter("1 to 100 characters without '/' expected")
     return value
@@ -98,6 +104,7 @@ def _with_options(function: Callable[..., None]) -> Callable[..., None]:
                 default="127.0.0.1:2379",
                 show_default=True,
                 metavar="HOST:PORT[,..]",
+                callback=_endpoints,
                 help="etcd endpoints.",
             ),
             click.option(
@@ -105,6 +112,7 @@ def _with_options(function: Callable[..., None]) -> Callable[..., None]:
                 envvar="TAILRACE_CLUSTER",
                 default="default",
                 show_default=True,
+                callback=_name,
                 help="Name of the cluster; clusters share an etcd without seeing each other.",
             ),
             click.option(
@@ -127,7 +135,7 @@ def _with_options(function: Callable[..., None]) -> Callable[..., None]:
                 "--id",
                 "member_id",
                 metavar="ID",
-                callback=_member_id,
+                callback=_name,
                 help="Name in the cluster; made up when not given.",
             ),
             click.option(

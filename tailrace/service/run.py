@@ -12,7 +12,6 @@ from typing import Final
 
 import uvloop
 
-from tailrace.service.server import ListenError
 from tailrace.store.errors import StoreUnavailable
 
 log = logging.getLogger(__name__)
@@ -33,10 +32,13 @@ def run_service(main: Callable[[], Coroutine[None, None, None]]) -> None:
         level=os.environ.get("TAILRACE_LOG_LEVEL", "INFO").upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
+    # They tell of every lost connection again and again; what matters of it is ours to say.
+    for library in ("grpc", "etcd3aio"):
+        logging.getLogger(library).setLevel(logging.ERROR)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_until_signalled(main))
-    except (StoreUnavailable, ListenError) as error:
+    except (StoreUnavailable, OSError) as error:
         log.error("%s", error)
         sys.exit(1)
     except Exception:

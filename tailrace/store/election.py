@@ -28,8 +28,15 @@ class Election:
     its data; what a leader writes is compare-and-swap besides.
     """
 
-    def __init__(self, store: Store, record: ServiceRecord, ttl_s: float = _TTL_S) -> None:
-        self.leading = asyncio.Event()
+    def __init__(
+        self,
+        store: Store,
+        record: ServiceRecord,
+        leading: asyncio.Event | None = None,
+        ttl_s: float = _TTL_S,
+    ) -> None:
+        # An event of the caller's own where parts that need it are made before the election can be.
+        self.leading = leading if leading is not None else asyncio.Event()
         self.following = asyncio.Event()
         self.following.set()
         self._store = store

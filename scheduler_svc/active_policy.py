@@ -1,0 +1,36 @@
+"""The policy that decides now."""
+
+from __future__ import annotations
+
+import logging
+
+from tailrace.policy.base import Policy
+from tailrace.policy.registry import UnknownPolicyError, load
+
+log = logging.getLogger(__name__)
+
+
+class ActivePolicy:
+    """Follows the name in etcd; without one, the default given at start."""
+
+    def __init__(self, default: str) -> None:
+        """Raises UnknownPolicyError."""
+        self.name = default
+        self.policy: Policy = load(default)
+        self._default = default
+        self._refused = ""
+
+    def follow(self, name: str | None) -> None:
+        """Switch to the policy of that name. One that is not installed leaves the present one in force."""
+        wanted = name or self._default
+        if wanted in (self.name, self._refused):
+            return
+        try:
+            self.policy = load(wanted)
+        except (UnknownPolicyError, ImportError, TypeError) as error:
+            # Said once, not at every change of anything in etcd.
+            self._refused = wanted
+            log.error("cannot switch to policy %s, keeping %s: %s", wanted, self.name, error)
+            return
+        log.info("policy %s -> %s", self.name, wanted)
+        self.name, self._refused = wanted, ""

@@ -1,0 +1,109 @@
+"""The cluster's state as the admin API's messages."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from scheduler_svc.state import ClusterState
+from scheduler_svc.wire import (
+    INSTANCE_STATE_NUMBERS,
+    PHASE_NUMBERS,
+    REQUEST_STATE_NUMBERS,
+    pool_number,
+)
+from tailrace.cluster import Phase, RequestView, Stage
+from tailrace.policy import registry
+from tailrace.store.membership import Membership
+from tailrace.v1 import admin_pb2, monitor_pb2, types_pb2
+
+
+def instance_infos(state: ClusterState, now_s: float) -> list[admin_pb2.InstanceInfo]:
+    """Every instance; `now_s` is the scheduler's monotonic clock."""
+    return [_instance_info(state, name, now_s) for name in state.view().instances]
+
+
+def _instance_info(state: ClusterState, name: str, now_s: float) -> admin_pb2.InstanceInfo:
+    view, tracked = state.view().instances[name], state.tracked(name)
+    assert tracked is not None
+    record = tracked.record
+    # Not reported yet: zeros, of capacity too.
+    load = tracked.load if tracked.load is not None else monitor_pb2.InstanceLoad()
+    phases = Counter(request.phase for request in state.requests_on(name))
+    return admin_pb2.InstanceInfo(
+        instance_id=name,
+        incarnation=record.incarnation,
+        address=record.address,
+        engine=record.engine,
+        model=record.model,
+        state=INSTANCE_STATE_NUMBERS[view.state],
+        pool=pool_number(view.pool),
+        running=view.running,
+        waiting=view.waiting,
+        prefilling=phases[Phase.PREFILL],
+        reasoning=phases[Phase.REASONING],
+        answering=phases[Phase.ANSWERING],
+        kv_blocks_used=load.kv_blocks_used,
+        kv_blocks_total=load.kv_blocks_total,
+        block_tokens=tracked.block_tokens,
+        token_interval_ms=load.token_interval_ms_mean,
+        migrations_in=load.migrations_in,
+        migrations_out=load.migrations_out,
+        report_age_s=now_s - tracked.heard_s,
+        generated_tokens=load.generated_tokens,
+        preemptions=load.preemptions,
+    )
+
+
+def request_info(state: ClusterState, request: RequestView, wall_s: float) -> admin_pb2.RequestInfo:
+    """One request; `wall_s` is the time of day."""
+    tracked = state.tracked(request.instance_id)
+    block_tokens = tracked.block_tokens if tracked is not None else 1
+    return admin_pb2.RequestInfo(
+        request_id=request.request_id,
+        frontend_id=request.frontend_id,
+        instance_id=request.instance_id,
+        epoch=request.epoch,
+        phase=PHASE_NUMBERS[request.phase],
+        state=REQUEST_STATE_NUMBERS[request.state],
+        prompt_tokens=request.prompt_tokens,
+        output_tokens=request.output_tokens,
+        reasoning_tokens=request.reasoning_tokens,
+        max_tokens=request.max_tokens,
+        kv_blocks=request.kv_tokens // block_tokens,
+        age_s=max(0.0, wall_s - request.arrival_s) if request.arrival_s else 0.0,
+        token_interval_ms=request.token_interval_s * 1e3,
+        migrating=request.migrating,
+    )
+
+
+def policy_infos(active: str) -> list[admin_pb2.PolicyInfo]:
+    """Installed policies. One that cannot be loaded is listed with the reason."""
+    infos = []
+    for name in registry.names():
+        try:
+            summary = registry.load(name).summary
+        except (ImportError, TypeError, AttributeError) as error:
+            summary = f"cannot be loaded: {error}"
+        infos.append(admin_pb2.PolicyInfo(name=name, summary=summary, active=name == active))
+    return infos
+
+
+def stage_messages(stages: tuple[Stage, ...]) -> list[types_pb2.Stage]:
+    """The stages."""
+    return [types_pb2.Stage(lo=s.lo, hi=s.hi, instance_ids=s.instance_ids) for s in stages]
+
+
+def service_infos(members: Membership) -> list[admin_pb2.ServiceInfo]:
+    """Every service, by kind and id."""
+    return [
+        admin_pb2.ServiceInfo(
+            kind=record.kind,
+            id=record.service_id,
+            address=record.address,
+            leader=(leader := members.leaders.get(record.kind)) is not None
+            and leader.service_id == record.service_id,
+            http_address=record.http_address,
+            metrics_address=record.metrics_address,
+        )
+        for _, record in sorted(members.services.items())
+    ]

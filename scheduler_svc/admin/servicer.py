@@ -1,0 +1,251 @@
+"""The Admin service. Reads work on any scheduler; writes are the leader's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Final, Generic, TypeVar
+
+import grpc
+
+from scheduler_svc.active_policy import ActivePolicy
+from scheduler_svc.admin import listing
+from scheduler_svc.admin.draining import progress
+from scheduler_svc.admin.forward import FORWARDED, LeaderRoute
+from scheduler_svc.admin.lookup import check_instance, find_request
+from scheduler_svc.admin.stages import read_stages
+from scheduler_svc.admin.trace import fetch_trace
+from scheduler_svc.migrations import Migrations
+from scheduler_svc.mover import Mover
+from scheduler_svc.refused import Refused
+from scheduler_svc.settings import Settings
+from scheduler_svc.state import ClusterState
+from scheduler_svc.wire import POOLS, pool_number
+from tailrace.policy.registry import UnknownPolicyError, load
+from tailrace.service.channels import Channels
+from tailrace.store.errors import StoreUnavailable
+from tailrace.store.membership import Membership
+from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, types_pb2, worker_pb2
+
+_WRITE_S: Final = 10.0
+_STREAM_S: Final = 1_800.0
+_OPERATOR: Final = "operator"
+
+
+_Request = TypeVar("_Request")
+_Reply = TypeVar("_Reply")
+
+
+class _Answering(Generic[_Request, _Reply]):
+    """Turns what was refused into the call's status."""
+
+    def __init__(self, context: grpc.aio.ServicerContext[_Request, _Reply]) -> None:
+        self._context = context
+
+    async def __aenter__(self) -> None:
+        return None
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Refused):
+            await self._context.abort(error.code, error.details)
+        if isinstance(error, StoreUnavailable):
+            await self._context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        if isinstance(error, grpc.aio.AioRpcError):
+            await self._context.abort(error.code(), error.details() or error.code().name)
+
+
+class AdminServicer(admin_pb2_grpc.AdminServicer):
+    """Each method checks, does, and tells."""
+
+    def __init__(
+        self,
+        state: ClusterState,
+        members: Membership,
+        channels: Channels,
+        active: ActivePolicy,
+        settings: Settings,
+        mover: Mover,
+        migrations: Migrations,
+        route: LeaderRoute,
+    ) -> None:
+        self._state = state
+        self._members = members
+        self._channels = channels
+        self._active = active
+        self._settings = settings
+        self._mover = mover
+        self._migrations = migrations
+        self._route = route
+
+    # ---- reads
+
+    async def ListInstances(
+        self,
+        request: admin_pb2.ListInstancesRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.ListInstancesRequest, admin_pb2.ListInstancesReply],
+    ) -> admin_pb2.ListInstancesReply:
+        """In id order."""
+        return admin_pb2.ListInstancesReply(instances=listing.instance_infos(self._state, time.monotonic()))
+
+    async def ListRequests(
+        self,
+        request: admin_pb2.ListRequestsRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.ListRequestsRequest, admin_pb2.ListRequestsReply],
+    ) -> admin_pb2.ListRequestsReply:
+        """All, or those of one instance (NOT_FOUND when there is no such)."""
+        async with _Answering(context):
+            if request.instance_id:
+                check_instance(self._state, "instance_id", request.instance_id)
+                requests = self._state.requests_on(request.instance_id)
+            else:
+                requests = list(self._state.requests())
+            wall_s = time.time()
+            infos = [listing.request_info(self._state, r, wall_s) for r in requests]
+        return admin_pb2.ListRequestsReply(requests=infos)
+
+    async def ListMigrations(
+        self,
+        request: migration_pb2.ListMigrationsRequest,
+        context: grpc.aio.ServicerContext[
+            migration_pb2.ListMigrationsRequest, migration_pb2.ListMigrationsReply
+        ],
+    ) -> migration_pb2.ListMigrationsReply:
+        """Latest first, from the migration service."""
+        async with _Answering(context):
+            reply = await self._migrations.recent(request)
+        return reply
+
+    async def ListPolicies(
+        self,
+        request: admin_pb2.ListPoliciesRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.ListPoliciesRequest, admin_pb2.ListPoliciesReply],
+    ) -> admin_pb2.ListPoliciesReply:
+        """Installed ones."""
+        return admin_pb2.ListPoliciesReply(policies=listing.policy_infos(self._active.name))
+
+    async def ListStages(
+        self,
+        request: admin_pb2.ListStagesRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.ListStagesRequest, admin_pb2.ListStagesReply],
+    ) -> admin_pb2.ListStagesReply:
+        """In order of length."""
+        return admin_pb2.ListStagesReply(stages=listing.stage_messages(self._state.view().stages))
+
+    async def ListServices(
+        self,
+        request: admin_pb2.ListServicesRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.ListServicesRequest, admin_pb2.ListServicesReply],
+    ) -> admin_pb2.ListServicesReply:
+        """By kind and id."""
+        return admin_pb2.ListServicesReply(services=listing.service_infos(self._members))
+
+    async def GetTrace(
+        self,
+        request: admin_pb2.GetTraceRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.GetTraceRequest, admin_pb2.GetTraceReply],
+    ) -> admin_pb2.GetTraceReply:
+        """From the monitor's trace store."""
+        async with _Answering(context):
+            reply = await fetch_trace(self._members, self._channels, request)
+        return reply
+
+    # ---- writes
+
+    async def SetPolicy(
+        self,
+        request: admin_pb2.SetPolicyRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.SetPolicyRequest, admin_pb2.SetPolicyReply],
+    ) -> admin_pb2.SetPolicyReply:
+        """Takes effect here at once, on other schedulers with etcd's next word."""
+        async with _Answering(context):
+            leader = self._route.elsewhere(context.invocation_metadata())
+            if leader is not None:
+                return await leader.SetPolicy(request, timeout=_WRITE_S, metadata=FORWARDED)
+            try:
+                load(request.name)
+            except UnknownPolicyError as error:
+                raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"name: {error}") from error
+            except (ImportError, TypeError) as error:
+                raise Refused(
+                    grpc.StatusCode.FAILED_PRECONDITION, f"name: policy {request.name!r}: {error}"
+                ) from error
+            previous = await self._settings.set_policy(request.name) or self._active.name
+            self._active.follow(request.name)
+        return admin_pb2.SetPolicyReply(previous=previous)
+
+    async def SetPool(
+        self,
+        request: admin_pb2.SetPoolRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.SetPoolRequest, admin_pb2.SetPoolReply],
+    ) -> admin_pb2.SetPoolReply:
+        """UNSPECIFIED takes the instance out of all pools."""
+        async with _Answering(context):
+            leader = self._route.elsewhere(context.invocation_metadata())
+            if leader is not None:
+                return await leader.SetPool(request, timeout=_WRITE_S, metadata=FORWARDED)
+            check_instance(self._state, "instance_id", request.instance_id)
+            if request.pool != types_pb2.POOL_UNSPECIFIED and request.pool not in POOLS:
+                raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"pool: there is no pool {request.pool}")
+            previous = await self._settings.set_pool(request.instance_id, POOLS.get(request.pool))
+        return admin_pb2.SetPoolReply(previous=pool_number(previous))
+
+    async def SetStages(
+        self,
+        request: admin_pb2.SetStagesRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.SetStagesRequest, admin_pb2.SetStagesReply],
+    ) -> admin_pb2.SetStagesReply:
+        """Replaces all."""
+        async with _Answering(context):
+            leader = self._route.elsewhere(context.invocation_metadata())
+            if leader is not None:
+                return await leader.SetStages(request, timeout=_WRITE_S, metadata=FORWARDED)
+            await self._settings.set_stages(read_stages(self._state, request.stages))
+        return admin_pb2.SetStagesReply()
+
+    async def Migrate(
+        self,
+        request: admin_pb2.AdminMigrateRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.AdminMigrateRequest, migration_pb2.MigrationRecord],
+    ) -> AsyncIterator[migration_pb2.MigrationRecord]:
+        """Records until it is over; a caller who goes away does not end it."""
+        async with _Answering(context):
+            leader = self._route.elsewhere(context.invocation_metadata())
+            if leader is not None:
+                async for record in leader.Migrate(request, timeout=_STREAM_S, metadata=FORWARDED):
+                    yield record
+                return
+            found = find_request(self._state, request.request_id)
+            check_instance(self._state, "target_instance_id", request.target_instance_id)
+            records = self._mover.move(
+                found,
+                request.target_instance_id,
+                request.reason or _OPERATOR,
+                _OPERATOR,
+                request.mode or worker_pb2.COPY_MODE_PRE_COPY,
+            )
+            async for record in records:
+                yield record
+
+    async def Drain(
+        self,
+        request: admin_pb2.DrainRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.DrainRequest, admin_pb2.DrainEvent],
+    ) -> AsyncIterator[admin_pb2.DrainEvent]:
+        """Progress until the instance is empty; a caller who goes away does not end the draining."""
+        async with _Answering(context):
+            leader = self._route.elsewhere(context.invocation_metadata())
+            if leader is not None:
+                async for event in leader.Drain(request, timeout=_STREAM_S, metadata=FORWARDED):
+                    yield event
+                return
+            check_instance(self._state, "instance_id", request.instance_id)
+            if request.undrain:
+                await self._settings.undrain(request.instance_id)
+                yield admin_pb2.DrainEvent(message=f"{request.instance_id} takes new requests", done=True)
+                return
+            await self._settings.drain(request.instance_id)
+            async for event in progress(self._state, request.instance_id):
+                yield event

@@ -1,0 +1,124 @@
+"""Brings phase changes, lengths and ticks to the policy's decision points. Only the leader decides."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from scheduler_svc.active_policy import ActivePolicy
+from scheduler_svc.metrics import SchedulerMetrics
+from scheduler_svc.state import ClusterState, PhaseChange
+from tailrace.actions import Action
+from tailrace.cluster import ClusterView, Phase, RequestView, Stage
+from tailrace.v1 import monitor_pb2
+
+log = logging.getLogger(__name__)
+
+# How soon a policy with another tick, set meanwhile, is noticed.
+_LOOK_S: Final = 1.0
+
+
+class Hands(Protocol):
+    """What carries decisions out."""
+
+    def submit(self, actions: Sequence[Action], policy: str) -> None: ...
+
+
+class Decider:
+    """Feeds reports to the state and asks the policy about what they tell."""
+
+    def __init__(
+        self,
+        state: ClusterState,
+        active: ActivePolicy,
+        hands: Hands,
+        leading: asyncio.Event,
+        metrics: SchedulerMetrics,
+    ) -> None:
+        self._state = state
+        self._active = active
+        self._hands = hands
+        self._leading = leading
+        self._metrics = metrics
+        # Requests that have outgrown the stage of their instance: the policy is asked once about each.
+        self._outgrown: dict[str, str] = {}
+
+    def take(self, report: monitor_pb2.WorkerReport, now_s: float) -> None:
+        """Apply a report and decide on what it tells."""
+        changes = self._state.apply(report, now_s)
+        if not self._leading.is_set():
+            return
+        for change in changes:
+            self._phase_changed(change)
+        view = self._state.view()
+        if view.stages:
+            self._check_lengths(view, report.instance_id)
+        elif self._outgrown:
+            self._outgrown.clear()
+
+    async def run_ticks(self) -> None:
+        """Call on_tick as often as the policy wants, while leading; until cancelled."""
+        ticked_s = time.monotonic()
+        while True:
+            await self._leading.wait()
+            interval_s = self._active.policy.tick_interval_s
+            if interval_s is None:
+                await asyncio.sleep(_LOOK_S)
+                continue
+            left_s = ticked_s + interval_s - time.monotonic()
+            if left_s > 0:
+                await asyncio.sleep(min(left_s, _LOOK_S))
+                continue
+            ticked_s = time.monotonic()
+            self.tick()
+
+    def tick(self) -> None:
+        """One tick."""
+        policy, view = self._active.policy, self._state.view()
+        self._decide("tick", lambda now_s: policy.on_tick(view, now_s))
+
+    def _phase_changed(self, change: PhaseChange) -> None:
+        policy, view, request = self._active.policy, self._state.view(), change.request
+        if change.left is Phase.PREFILL:
+            self._decide("prefill_done", lambda now_s: policy.on_prefill_done(view, request, now_s))
+        elif change.left is Phase.REASONING:
+            self._decide("reasoning_ended", lambda now_s: policy.on_reasoning_ended(view, request, now_s))
+
+    def _check_lengths(self, view: ClusterView, instance_id: str) -> None:
+        instance = view.instances.get(instance_id)
+        stage = _stage_of(view.stages, instance_id)
+        if instance is None or stage is None:
+            return
+        for request in instance.requests:
+            if request.context_tokens < stage.hi or self._outgrown.get(request.request_id) == instance_id:
+                continue
+            self._outgrown[request.request_id] = instance_id
+            self._outgrew(view, request)
+        for request_id, where in list(self._outgrown.items()):
+            if where == instance_id and not any(r.request_id == request_id for r in instance.requests):
+                del self._outgrown[request_id]
+
+    def _outgrew(self, view: ClusterView, request: RequestView) -> None:
+        policy = self._active.policy
+        self._decide("length_boundary", lambda now_s: policy.on_length_boundary(view, request, now_s))
+
+    def _decide(self, point: str, ask: Callable[[float], Sequence[Action]]) -> None:
+        began_s = time.perf_counter()
+        try:
+            actions = ask(time.time())
+        except Exception:
+            log.exception("policy %s failed at %s", self._active.name, point)
+            self._metrics.policy_errors.labels(self._active.name, point).inc()
+            return
+        finally:
+            self._metrics.decision_seconds.labels(point).observe(time.perf_counter() - began_s)
+        if actions:
+            self._hands.submit(actions, self._active.name)
+
+
+def _stage_of(stages: Sequence[Stage], instance_id: str) -> Stage | None:
+    """The last stage that an instance serves."""
+    return next((stage for stage in reversed(stages) if instance_id in stage.instance_ids), None)

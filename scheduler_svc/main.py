@@ -1,0 +1,124 @@
+"""`tailrace serve scheduler`: places requests, runs the policy, and serves the admin API."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Final
+
+import click
+
+from scheduler_svc.active_policy import ActivePolicy
+from scheduler_svc.actuator import Actuator
+from scheduler_svc.admin.forward import LeaderRoute
+from scheduler_svc.admin.servicer import AdminServicer
+from scheduler_svc.decider import Decider
+from scheduler_svc.drainer import Drainer
+from scheduler_svc.metrics import SchedulerMetrics
+from scheduler_svc.migrations import Migrations
+from scheduler_svc.monitor_watch import MonitorWatch
+from scheduler_svc.mover import Mover
+from scheduler_svc.placement_servicer import SchedulerServicer
+from scheduler_svc.placer import Placer
+from scheduler_svc.settings import Settings
+from scheduler_svc.state import ClusterState
+from scheduler_svc.traceparents import Traceparents
+from tailrace.policy.registry import UnknownPolicyError, load
+from tailrace.service.frame import Frame, open_frame
+from tailrace.service.options import CommonOptions, common_options
+from tailrace.service.run import run_service
+from tailrace.service.server import Servicer, serve_grpc
+from tailrace.store.election import Election
+from tailrace.v1.admin_pb2_grpc import add_AdminServicer_to_server
+from tailrace.v1.scheduler_pb2_grpc import add_SchedulerServicer_to_server
+
+log = logging.getLogger(__name__)
+
+KIND: Final = "scheduler"
+DEFAULT_POLICY: Final = "least_loaded"
+
+
+@click.command("scheduler")
+@common_options(KIND)
+@click.option(
+    "--policy",
+    default=DEFAULT_POLICY,
+    show_default=True,
+    metavar="NAME",
+    help="Policy while none is set with `tailrace set policy`.",
+)
+def command(common: CommonOptions, policy: str) -> None:
+    """Decide where requests go; a second scheduler stands by."""
+    try:
+        load(policy)
+    except UnknownPolicyError as error:
+        raise click.BadParameter(str(error), param_hint="--policy") from error
+    run_service(lambda: serve(common, policy))
+
+
+async def serve(common: CommonOptions, policy: str) -> None:
+    """Until cancelled. Raises StoreUnavailable, ListenError, OSError."""
+    async with open_frame(KIND, common) as frame:
+        leading = asyncio.Event()
+        parts = Parts(frame, policy, leading)
+        async with (
+            serve_grpc(common.listen, parts.servicers) as server,
+            frame.announced(server.address) as record,
+        ):
+            log.info("%s serves on %s", record.service_id, server.address)
+            election = Election(frame.store, record, leading)
+            election.start()
+            try:
+                await parts.run()
+            finally:
+                await election.close()
+                await parts.actuator.close()
+
+
+class Parts:
+    """The scheduler's parts, put together."""
+
+    def __init__(self, frame: Frame, policy: str, leading: asyncio.Event) -> None:
+        self.metrics = SchedulerMetrics(frame.registry)
+        self.metrics.leading.set_function(lambda: float(leading.is_set()))
+        self.state = ClusterState()
+        self.active = ActivePolicy(policy)
+        self._members = frame.members
+        frame.members.add_listener(self._follow_members)
+        self._follow_members()
+        settings = Settings(frame.store)
+        traceparents = Traceparents()
+        migrations = Migrations(frame.members, frame.channels)
+        mover = Mover(self.state, migrations, traceparents)
+        self.actuator = Actuator(self.state, mover, settings, self.metrics)
+        self._decider = Decider(self.state, self.active, self.actuator, leading, self.metrics)
+        self._drainer = Drainer(self.state, self.actuator, leading)
+        name = frame.common.member_id
+        self._watch = MonitorWatch(
+            name, frame.members, frame.channels, self.state, self._decider.take, self.metrics
+        )
+        placer = Placer(self.state, self.active, self.metrics)
+        route = LeaderRoute(name, frame.members, frame.channels, leading)
+        admin = AdminServicer(
+            self.state, frame.members, frame.channels, self.active, settings, mover, migrations, route
+        )
+        self.servicers = [
+            Servicer(
+                add_SchedulerServicer_to_server,
+                SchedulerServicer(placer, traceparents, frame.tracing),
+                "tailrace.v1.Scheduler",
+            ),
+            Servicer(add_AdminServicer_to_server, admin, "tailrace.v1.Admin"),
+        ]
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch.run(), name="monitor")
+            tasks.create_task(self._decider.run_ticks(), name="ticks")
+            tasks.create_task(self._drainer.run(), name="drains")
+
+    def _follow_members(self) -> None:
+        self.state.set_members(self._members, time.monotonic())
+        self.active.follow(self._members.policy)

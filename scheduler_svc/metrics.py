@@ -1,0 +1,47 @@
+"""What the scheduler counts."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_SECONDS: Final = (10e-6, 20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 50e-3, 0.1, 0.5)
+
+
+class SchedulerMetrics:
+    """One scheduler's metrics."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.placements = Counter(
+            "tailrace_scheduler_placements",
+            "Requests placed.",
+            ["policy", "instance"],
+            registry=registry,
+        )
+        self.refusals = Counter(
+            "tailrace_scheduler_refusals", "Requests that no instance could take.", registry=registry
+        )
+        self.decision_seconds = Histogram(
+            "tailrace_scheduler_decision_seconds",
+            "Time of one decision.",
+            ["point"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.actions = Counter(
+            "tailrace_scheduler_actions",
+            "Actions that policies decided on, by what became of them.",
+            ["action", "outcome"],
+            registry=registry,
+        )
+        self.policy_errors = Counter(
+            "tailrace_scheduler_policy_errors",
+            "Calls of a policy that raised, or named an instance that it must not.",
+            ["policy", "point"],
+            registry=registry,
+        )
+        self.leading = Gauge("tailrace_scheduler_leading", "1 while this one leads.", registry=registry)
+        self.monitor_connected = Gauge(
+            "tailrace_scheduler_monitor_connected", "1 while a monitor's watch is open.", registry=registry
+        )

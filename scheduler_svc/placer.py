@@ -1,0 +1,85 @@
+"""Arrival: which instance gets a request."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+from scheduler_svc.active_policy import ActivePolicy
+from scheduler_svc.metrics import SchedulerMetrics
+from scheduler_svc.state import ClusterState
+from tailrace.actions import Place, Placement, Refuse
+from tailrace.cluster import Arrival, ClusterView, InstanceState
+from tailrace.policy.least_loaded import LeastLoaded
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """`instance_id` is empty exactly when `refusal` is not. `seconds` is what deciding took."""
+
+    instance_id: str
+    policy: str
+    refusal: str
+    seconds: float
+
+
+class Placer:
+    """Asks the policy. One that fails, or names an instance that may not be used, is stood in for."""
+
+    def __init__(self, state: ClusterState, active: ActivePolicy, metrics: SchedulerMetrics) -> None:
+        self._state = state
+        self._active = active
+        self._metrics = metrics
+        self._stand_in = LeastLoaded()
+        self._seq = 0
+
+    def place(
+        self,
+        request_id: str,
+        frontend_id: str,
+        prompt_tokens: int,
+        output_tokens: int,
+        max_tokens: int,
+        excluded: frozenset[str],
+    ) -> Decision:
+        """Decide and count the placement in. Makes no I/O: works on the last known state."""
+        began_s = time.perf_counter()
+        arrival = Arrival(request_id, prompt_tokens, max_tokens, self._seq, output_tokens, excluded)
+        self._seq += 1
+        policy = self._active.name
+        placement = self._ask(arrival)
+        now_s = time.perf_counter()
+        self._metrics.decision_seconds.labels("place").observe(now_s - began_s)
+        if isinstance(placement, Refuse):
+            self._metrics.refusals.inc()
+            return Decision("", policy, placement.reason or "refused", now_s - began_s)
+        self._state.place(arrival, placement.instance_id, frontend_id, time.monotonic())
+        self._metrics.placements.labels(policy, placement.instance_id).inc()
+        return Decision(placement.instance_id, policy, "", now_s - began_s)
+
+    def _ask(self, arrival: Arrival) -> Placement:
+        view = self._state.view()
+        now_s = time.time()
+        try:
+            placement = self._active.policy.place(view, arrival, now_s)
+        except Exception:
+            log.exception("policy %s failed to place; least_loaded stands in", self._active.name)
+            self._metrics.policy_errors.labels(self._active.name, "place").inc()
+            return self._stand_in.place(view, arrival, now_s)
+        if isinstance(placement, Place) and not _allowed(view, arrival, placement.instance_id):
+            log.error("policy %s placed on %s, which it must not", self._active.name, placement.instance_id)
+            self._metrics.policy_errors.labels(self._active.name, "place").inc()
+            return self._stand_in.place(view, arrival, now_s)
+        return placement
+
+
+def _allowed(view: ClusterView, arrival: Arrival, instance_id: str) -> bool:
+    instance = view.instances.get(instance_id)
+    return (
+        instance is not None
+        and instance.state is InstanceState.ACTIVE
+        and instance_id not in arrival.excluded
+    )

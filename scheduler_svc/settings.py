@@ -1,0 +1,90 @@
+"""What the scheduler writes to etcd: pools, stages, policy, drains; by compare-and-swap."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import grpc
+import msgspec
+
+from scheduler_svc.refused import Refused
+from tailrace.cluster import Pool, Stage
+from tailrace.records import StageRecord
+from tailrace.store.store import Store
+
+_TRIES: Final = 5
+
+
+class Conflict(Refused):
+    """Somebody else wrote meanwhile."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(grpc.StatusCode.ABORTED, f"{what} was changed by somebody else meanwhile; try again")
+
+
+class Settings:
+    """Every method raises StoreUnavailable."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def swap_pool(self, instance_id: str, expected: Pool | None, pool: Pool | None) -> None:
+        """Move an instance between pools if it is still where it was thought to be. Raises Conflict."""
+        key = f"pools/{instance_id}"
+        before = None if expected is None else expected.value.encode()
+        if not await self._swap(key, before, None if pool is None else pool.value.encode()):
+            raise Conflict(f"the pool of {instance_id}")
+
+    async def set_pool(self, instance_id: str, pool: Pool | None) -> Pool | None:
+        """Move an instance between pools, from wherever it is; where it was. Raises Conflict."""
+        previous = await self._replace(f"pools/{instance_id}", None if pool is None else pool.value.encode())
+        try:
+            return Pool(previous.decode()) if previous else None
+        except ValueError:
+            return None
+
+    async def swap_stages(self, expected: tuple[Stage, ...], stages: tuple[Stage, ...]) -> None:
+        """Replace the stages if they are still as thought. Raises Conflict."""
+        present = await self._store.get("stages")
+        if _decode(present) != expected or not await self._swap("stages", present, _encode(stages)):
+            raise Conflict("stages")
+
+    async def set_stages(self, stages: tuple[Stage, ...]) -> None:
+        """Replace the stages. Raises Conflict."""
+        await self._replace("stages", _encode(stages))
+
+    async def set_policy(self, name: str) -> str:
+        """Name the policy; the name before ("": none). Raises Conflict."""
+        previous = await self._replace("policy", name.encode())
+        return previous.decode(errors="replace") if previous else ""
+
+    async def drain(self, instance_id: str) -> None:
+        """Place nothing new there from now on, and hand over what runs there."""
+        await self._store.put(f"drains/{instance_id}", b"1")
+
+    async def undrain(self, instance_id: str) -> None:
+        """Take it back."""
+        await self._store.delete(f"drains/{instance_id}")
+
+    async def _replace(self, key: str, value: bytes | None) -> bytes | None:
+        for _ in range(_TRIES):
+            present = await self._store.get(key)
+            if present == value or await self._swap(key, present, value):
+                return present
+        raise Conflict(key)
+
+    async def _swap(self, key: str, expected: bytes | None, value: bytes | None) -> bool:
+        if value is not None:
+            return await self._store.compare_and_swap(key, expected, value)
+        return expected is None or await self._store.compare_and_delete(key, expected)
+
+
+def _encode(stages: tuple[Stage, ...]) -> bytes:
+    return msgspec.json.encode(
+        [StageRecord(lo=s.lo, hi=s.hi, instance_ids=list(s.instance_ids)) for s in stages]
+    )
+
+
+def _decode(value: bytes | None) -> tuple[Stage, ...]:
+    records = msgspec.json.decode(value, type=list[StageRecord]) if value else []
+    return tuple(Stage(r.lo, r.hi, tuple(r.instance_ids)) for r in records)

@@ -1,0 +1,266 @@
+"""The cluster's state: membership and reports, kept incrementally, as an immutable view for policies.
+
+Pure: no I/O; the caller brings the time, in seconds of its monotonic clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
+from typing import Protocol
+
+from scheduler_svc.tracked import Tracked
+from tailrace.cluster import (
+    Arrival,
+    ClusterView,
+    InstanceState,
+    InstanceView,
+    Phase,
+    Pool,
+    RequestState,
+    RequestView,
+    Stage,
+)
+from tailrace.records import InstanceRecord
+from tailrace.v1 import monitor_pb2, types_pb2
+
+
+class Members(Protocol):
+    """The part of tailrace.store.membership.Membership that is used here."""
+
+    @property
+    def instances(self) -> Mapping[str, InstanceRecord]: ...
+    @property
+    def pools(self) -> Mapping[str, Pool]: ...
+    @property
+    def draining(self) -> frozenset[str]: ...
+    @property
+    def suspects(self) -> frozenset[str]: ...
+    @property
+    def stages(self) -> tuple[Stage, ...]: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PhaseChange:
+    """A request left a phase and entered another."""
+
+    request: RequestView
+    left: Phase
+
+
+@dataclasses.dataclass(slots=True)
+class _Where:
+    """Who has a request, as far as reports tell."""
+
+    instance_id: str
+    epoch: int
+    phase: Phase
+
+
+class ClusterState:
+    """Everything known of instances and requests."""
+
+    def __init__(self) -> None:
+        self._tracked: dict[str, Tracked] = {}
+        self._where: dict[str, _Where] = {}
+        self._migrating: set[str] = set()
+        self._silent: frozenset[str] = frozenset()
+        self._suspects: frozenset[str] = frozenset()
+        self._draining: frozenset[str] = frozenset()
+        self._pools: Mapping[str, Pool] = {}
+        self._stages: tuple[Stage, ...] = ()
+        self._views: dict[str, InstanceView] = {}
+        self._dirty: set[str] = set()
+        self._view: ClusterView | None = None
+
+    # ---- what happens
+
+    def set_members(self, members: Members, now_s: float) -> None:
+        """Take over membership, pools, drains and stages. A new incarnation starts from nothing."""
+        tracked: dict[str, Tracked] = {}
+        for name in sorted(members.instances):
+            record = members.instances[name]
+            known = self._tracked.get(name)
+            if known is None or known.record.incarnation != record.incarnation:
+                known = Tracked(record, now_s)
+                self._forget([r for r, where in self._where.items() if where.instance_id == name])
+            known.record = record
+            tracked[name] = known
+        self._tracked = tracked
+        self._forget([r for r, where in self._where.items() if where.instance_id not in tracked])
+        self._suspects = members.suspects
+        self._draining = members.draining
+        self._pools = members.pools
+        self._stages = members.stages
+        self._rebuild()
+
+    def set_silent(self, names: Collection[str]) -> None:
+        """Take over which instances have stopped reporting.
+
+        When all have, it is the monitor that hears nothing; who is alive the front ends know better.
+        """
+        silent = frozenset(names)
+        if silent >= self._tracked.keys():
+            silent = frozenset()
+        if silent != self._silent:
+            self._silent = silent
+            self._rebuild()
+
+    def apply(self, report: monitor_pb2.WorkerReport, now_s: float) -> list[PhaseChange]:
+        """Take one report in; what it tells of phases, in order. Reports of strangers say nothing."""
+        tracked = self._tracked.get(report.instance_id)
+        if tracked is None or tracked.record.incarnation != report.incarnation:
+            return []
+        changes: list[PhaseChange] = []
+        if report.HasField("load"):
+            gone = tracked.report(report, self._migrating, now_s)
+            for request_id in gone:
+                self._left(request_id, report.instance_id)
+            for request in tracked.requests.values():
+                self._seen(request, changes)
+        for event in report.phase_events:
+            if event.phase == types_pb2.PHASE_UNSPECIFIED:
+                tracked.gone(event.request_id)
+                self._left(event.request_id, report.instance_id)
+            elif (entered := tracked.event(event)) is not None:
+                self._entered(entered, changes)
+        self._touch(report.instance_id)
+        return changes
+
+    def place(self, arrival: Arrival, instance_id: str, frontend_id: str, now_s: float) -> None:
+        """Count a placement in before any report shows it, so that a burst does not pile up."""
+        tracked = self._tracked.get(instance_id)
+        if tracked is None:
+            return
+        where = self._where.get(arrival.request_id)
+        if where is not None and (before := self._tracked.get(where.instance_id)) is not None:
+            before.unplace(arrival.request_id)
+            self._touch(where.instance_id)
+        epoch = where.epoch if where is not None else 0
+        request = RequestView(
+            request_id=arrival.request_id,
+            instance_id=instance_id,
+            phase=Phase.PREFILL,
+            state=RequestState.WAITING,
+            prompt_tokens=arrival.prompt_tokens,
+            output_tokens=arrival.output_tokens,
+            max_tokens=arrival.max_tokens,
+            epoch=epoch,
+            frontend_id=frontend_id,
+        )
+        tracked.place(request, now_s)
+        self._where[arrival.request_id] = _Where(instance_id, epoch, Phase.PREFILL)
+        self._touch(instance_id)
+
+    def migration_opened(self, request_id: str) -> bool:
+        """Note an open migration of the request. False: there is one already."""
+        if request_id in self._migrating:
+            return False
+        self._migrating.add(request_id)
+        self._mark(request_id, True)
+        return True
+
+    def migration_closed(self, request_id: str) -> None:
+        """The open migration of the request is over."""
+        self._migrating.discard(request_id)
+        self._mark(request_id, False)
+
+    # ---- what is known
+
+    def view(self) -> ClusterView:
+        """The cluster now; never changes once given."""
+        if self._view is None:
+            for name in self._dirty:
+                self._views[name] = self._instance_view(name)
+            self._dirty.clear()
+            self._view = ClusterView(MappingProxyType(dict(self._views)), self._stages)
+        return self._view
+
+    def tracked(self, instance_id: str) -> Tracked | None:
+        """An instance, or None."""
+        return self._tracked.get(instance_id)
+
+    def request(self, request_id: str) -> RequestView | None:
+        """A request where it is now, or None."""
+        where = self._where.get(request_id)
+        tracked = self._tracked.get(where.instance_id) if where is not None else None
+        if tracked is None:
+            return None
+        found = tracked.requests.get(request_id)
+        if found is None and (pending := tracked.pending.get(request_id)) is not None:
+            found = pending.request
+        return found
+
+    def requests(self) -> Iterable[RequestView]:
+        """Every request once, where it is now."""
+        return (request for name in list(self._where) if (request := self.request(name)) is not None)
+
+    def requests_on(self, instance_id: str) -> list[RequestView]:
+        """The requests that an instance has now; not those that have moved on but are still reported."""
+        tracked = self._tracked.get(instance_id)
+        if tracked is None:
+            return []
+        held = [*tracked.requests.values(), *(p.request for p in tracked.pending.values())]
+        return [
+            request
+            for request in held
+            if (where := self._where.get(request.request_id)) is not None and where.instance_id == instance_id
+        ]
+
+    # ---- inside
+
+    def _seen(self, request: RequestView, changes: list[PhaseChange]) -> None:
+        """A steady report shows a request. An event may have been lost: it then tells of the phase too."""
+        if request.request_id in self._where:
+            self._entered(request, changes)
+        else:
+            self._where[request.request_id] = _Where(request.instance_id, request.epoch, request.phase)
+
+    def _entered(self, request: RequestView, changes: list[PhaseChange]) -> None:
+        where = self._where.get(request.request_id)
+        if where is None:
+            self._where[request.request_id] = _Where(request.instance_id, request.epoch, request.phase)
+            # Placed by another scheduler: which phase it was in follows from which it has entered.
+            first = request.phase is not Phase.ANSWERING or request.output_tokens <= 1
+            left = Phase.PREFILL if first else Phase.REASONING
+        else:
+            # A handed-over request is still reported by its source for a moment, with the older epoch.
+            if request.instance_id != where.instance_id and request.epoch <= where.epoch:
+                return
+            left = where.phase
+            where.instance_id, where.epoch, where.phase = request.instance_id, request.epoch, request.phase
+        if left is not request.phase and request.phase is not Phase.PREFILL:
+            changes.append(PhaseChange(request, left))
+
+    def _left(self, request_id: str, instance_id: str) -> None:
+        where = self._where.get(request_id)
+        if where is not None and where.instance_id == instance_id:
+            del self._where[request_id]
+
+    def _forget(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            del self._where[request_id]
+
+    def _mark(self, request_id: str, migrating: bool) -> None:
+        where = self._where.get(request_id)
+        if where is not None and (tracked := self._tracked.get(where.instance_id)) is not None:
+            tracked.mark(request_id, migrating)
+            self._touch(where.instance_id)
+
+    def _instance_state(self, name: str) -> InstanceState:
+        if name in self._suspects or name in self._silent:
+            return InstanceState.SUSPECT
+        return InstanceState.DRAINING if name in self._draining else InstanceState.ACTIVE
+
+    def _instance_view(self, name: str) -> InstanceView:
+        return self._tracked[name].view(self._instance_state(name), self._pools.get(name))
+
+    def _touch(self, name: str) -> None:
+        self._dirty.add(name)
+        self._view = None
+
+    def _rebuild(self) -> None:
+        self._views = {name: self._instance_view(name) for name in self._tracked}
+        self._dirty.clear()
+        self._view = None
