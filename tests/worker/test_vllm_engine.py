@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -219,6 +220,10 @@ class Bundle:
     async def put_back(self, stream: Stream) -> None:
         """Release at the source, and bring it back into the same engine."""
         await self.engine.export_release(self.request_id)
+        await self.bring_in(stream)
+
+    async def bring_in(self, stream: Stream) -> None:
+        """Import and run it, as the stream's next epoch."""
         await self.reserve(stream)
         await self.write()
         await self.engine.import_prepare(self.request_id, self.pause)
@@ -655,7 +660,7 @@ async def test_abort_client_frees_only_that_client(engine: VllmEngine, front: Fr
 
 async def test_preemption_during_an_export(engine: VllmEngine, front: Front) -> None:
     """Too many long requests for the KV cache: vLLM preempts; what was pinned stays right."""
-    sampling = params(max_tokens=700, **SEEDED)
+    sampling = params(max_tokens=560, **SEEDED)
     reference = await front.run(engine, ANSWERING, sampling)
     streams = [front.stream(ANSWERING, sampling) for _ in range(6)]
     for stream in streams:
@@ -680,6 +685,68 @@ async def test_preemption_during_an_export(engine: VllmEngine, front: Front) -> 
     await front.until(lambda: all(stream.finished for stream in streams[3:]))
     for stream in streams[3:]:
         same(stream, reference)
+
+
+# ---- everything at once
+
+
+async def test_a_storm_of_migrations_pauses_recoveries_and_aborts(engine: VllmEngine, front: Front) -> None:
+    """Six seeded streams under memory pressure, each disturbed at random: all yield what they would have."""
+    chance = random.Random(20261121)
+    kinds = [
+        (
+            [*QUESTION[: chance.randrange(20, len(QUESTION))], 259],
+            params(
+                max_tokens=chance.randrange(100, 150), logit_bias=NO_THINK_END, **(SEEDED | {"seed": seed})
+            ),
+        )
+        for seed in range(6)
+    ]
+    references = [await front.run(engine, *kind) for kind in kinds]
+    streams = [front.stream(*kind) for kind in kinds]
+    aborted = [front.stream(ANSWERING, params(max_tokens=1500, min_tokens=1500)) for _ in range(6)]
+    for stream in [*streams, *aborted]:
+        front.submit(engine, stream)
+    moved = 0
+    async with asyncio.timeout(120):
+        while not all(stream.finished for stream in streams):
+            stream = chance.choice([stream for stream in streams if not stream.finished])
+            if chance.random() < 0.2 and aborted:
+                engine.abort([aborted.pop().key])
+            moved += await disturb(engine, front, stream, chance)
+    engine.abort([stream.key for stream in aborted])
+    assert moved >= 3
+    for stream, reference in zip(streams, references, strict=True):
+        same(stream, reference)
+
+
+async def disturb(engine: VllmEngine, front: Front, stream: Stream, chance: random.Random) -> int:
+    """Migrate the stream, pause it for a while, or lose it; 1 if it was migrated."""
+    bundle = Bundle(engine, stream.request_id)
+    count = len(stream.tokens)
+    await front.until(lambda: stream.finished or len(stream.tokens) > count + 2)
+    try:
+        await bundle.open()
+        await bundle.more()
+        await bundle.stop_and_copy()
+    except EngineRefusal:
+        await engine.export_resume(stream.request_id)
+        return 0
+    kind = chance.choice(["migrate", "migrate", "resume", "lose"])
+    if kind == "resume":
+        await engine.export_resume(stream.request_id)
+        return 0
+    await engine.export_release(stream.request_id)
+    if kind == "migrate":
+        try:
+            await bundle.bring_in(stream)
+        except EngineRefusal:
+            await engine.import_drop(stream.request_id)
+        else:
+            return 1
+    stream.epoch += 1
+    front.submit(engine, stream)
+    return 0
 
 
 # ---- what a peer can send
