@@ -17,9 +17,10 @@ from openai import OpenAI
 
 from examples.fleet import Chat, Fleet, Once, stream_chat
 from tailrace.cli.admin import connect
+from tailrace.tiny.task import task
 from tailrace.v1 import migration_pb2, types_pb2
 
-PROMPT = "Count to 220 with wxyz, then back to 166."
+PROMPT = task("wxyz", 120, 30).prompt
 
 
 def main() -> int:

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 
 COMMITTED = types_pb2.MIGRATION_STATE_COMMITTED
 
-LONG = task("wxyz", 200, 50)
+LONG = task("wxyz", 120, 30)
 TEN = [task(f"ab{chr(97 + n)}d", 120 + n, 30 + n) for n in range(10)]
 
 
