@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from simulator.cluster import ClusterSpec
 from simulator.records import SimResult
 from simulator.request import SimRequest
+from simulator.simulation import Simulation
 from tailrace.intra.base import IntraPolicy
 from tailrace.policy.base import Policy
 
@@ -23,6 +24,9 @@ def simulate(
 ) -> SimResult:
     """Run all `requests` through the cluster and return what happened to them.
 
-    Equal arguments give equal results. `progress` is called now and then with the share of requests done.
+    Equal arguments give equal results; `seed` sets when the first report is due. `progress` is called now
+    and then with the share of requests done. Raises SimulationError if the policy names what does not exist,
+    or leaves requests waiting for ever.
     """
-    raise NotImplementedError
+    simulation = Simulation(spec, requests, policy, intra, seed=seed, sample_interval_s=sample_interval_s)
+    return simulation.run(progress)

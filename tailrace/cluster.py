@@ -7,7 +7,7 @@ state; both hand the same types to the same policies. Lengths are in tokens, tim
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -109,7 +109,8 @@ class InstanceView:
     future_load: tuple[float, ...] = ()
     migrations_in: int = 0
     migrations_out: int = 0
-    requests: tuple[RequestView, ...] = ()
+    # A tuple from the live scheduler; the simulator makes them only when somebody looks.
+    requests: Sequence[RequestView] = ()
 
     @property
     def kv_free_tokens(self) -> int:

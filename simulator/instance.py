@@ -1,0 +1,627 @@
+"""One instance: continuous batching with chunked prefill, jumping over runs of equal steps.
+
+Between two events a batch is constant: each decode adds one token a step, and one prompt that fills the
+budget by itself takes equal chunks. Such a run has evenly growing step durations (steplog.py) and is one
+event, at its end. Whatever happens to an instance in the middle of a run takes effect at the end of the
+step in flight: the run is cut there (`wake`).
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.blocks import DecodeBlocks, blocks_for
+from simulator.cluster import InstanceSpec
+from simulator.events import NEVER, EventQueue
+from simulator.job import Job, JobState
+from simulator.steplog import StepLog, elapsed, steps_within
+from simulator.steptime import StepTime
+from tailrace.cluster import Pool
+from tailrace.intra.allocate import Claim, Room, allocate
+from tailrace.intra.base import IntraPolicy, Rank
+
+# Steps for which the length-heterogeneity penalty of a batch is taken as constant.
+_PENALTY_STEPS = 32
+
+
+class Listener(Protocol):
+    """Who hears of what happens on an instance. Called at step boundaries; must not call back at once."""
+
+    def prefill_done(self, instance: Instance, job: Job, now: float) -> None:
+        """A request made its first output token."""
+
+    def reasoning_ended(self, instance: Instance, job: Job, now: float) -> None:
+        """A request made its last reasoning token."""
+
+    def outgrown(self, instance: Instance, job: Job, now: float) -> None:
+        """A request's context has reached the end of the instance's stage."""
+
+    def finished(self, instance: Instance, job: Job, now: float) -> None:
+        """A request made its last token."""
+
+    def preempted(self, instance: Instance, job: Job, now: float) -> None:
+        """A request lost its place on the device."""
+
+
+class Instance:
+    """State between boundaries is that of the last boundary; `*_at` methods look into the run."""
+
+    def __init__(
+        self,
+        spec: InstanceSpec,
+        intra: IntraPolicy,
+        events: EventQueue,
+        listener: Listener,
+        most_steps: int = NEVER,
+    ) -> None:
+        """`most_steps`: longest run; 1 steps through every iteration."""
+        self.spec = spec
+        self.instance_id = spec.instance_id
+        self.pool: Pool | None = spec.pool
+        self.total_blocks = spec.kv_blocks
+        self.block_tokens = spec.block_tokens
+        self.log = StepLog()
+        self.boundary = 0
+        # Where the instance's stage ends, in tokens of context.
+        self.stage_end = NEVER
+        self.decoding: dict[Job, None] = {}
+        # Sorted by rank.
+        self.prefilling: list[tuple[Rank, Job]] = []
+        self.waiting: list[tuple[Rank, Job]] = []
+        # Jobs that are held back, with blocks of their own.
+        self.paused: dict[Job, None] = {}
+        self.migrations_in = 0
+        self.migrations_out = 0
+        self.host_blocks = 0
+        self.step_s = 0.0
+        self.busy_s = 0.0
+        self.swap_s = 0.0
+        self._intra = intra
+        self._events = events
+        self._listener = listener
+        self._time = StepTime(spec.profile, spec.penalty)
+        self._most_steps = min(most_steps, _PENALTY_STEPS if spec.penalty is not None else NEVER)
+        self._host_capacity = spec.host_kv_bytes // spec.block_bytes
+        self._swap_block_s = spec.block_bytes / spec.swap_bytes_per_s
+        self._watermark = int(intra.watermark * self.total_blocks)
+        self._blocks = DecodeBlocks(spec.block_tokens)
+        # Context tokens of the decoding batch.
+        self._kv_tokens = 0
+        # Blocks and seats of all others on the device: prefilling, paused, reserved for imports.
+        self._other_blocks = 0
+        self._reserved_seats = 0
+        # Context of all jobs here that are not decoding; prompt tokens still to compute.
+        self._idle_context = 0
+        self._backlog = 0
+        # (boundary, order, version, job): next milestone of each decoding job.
+        self._milestones: list[tuple[int, int, int, Job]] = []
+        # Called at the next boundary, in order.
+        self._at_boundary: list[Callable[[float], None]] = []
+        # Imports that wait for room: asked at each boundary, until one is refused.
+        self.imports: list[tuple[Rank, Callable[[float], bool]]] = []
+        # The run: version tells stale end events; steps 0: idle.
+        self._version = 0
+        self._steps = 0
+        self._start_s = 0.0
+        self._first_s = 0.0
+        self._increment_s = 0.0
+        self._chunks: list[tuple[Job, int]] = []
+        self._starting = False
+
+    # ---- what others may ask, at any time
+
+    def begun_boundary(self, now: float) -> int:
+        """The last boundary reached by now."""
+        if not self._steps:
+            return self.boundary
+        within = steps_within(self._first_s, self._increment_s, now - self._start_s, self._steps)
+        return self.boundary + within
+
+    def used_blocks_at(self, boundary: int) -> int:
+        """Blocks in use or reserved on the device at a boundary of the current run."""
+        return (
+            self._blocks.used
+            + self._blocks.taken(self.boundary, boundary - self.boundary)
+            + self._other_blocks
+        )
+
+    def context_at(self, boundary: int) -> int:
+        """Context tokens of all requests here at a boundary of the current run."""
+        return self._kv_tokens + (boundary - self.boundary) * len(self.decoding) + self._idle_context
+
+    def backlog_at(self, boundary: int) -> int:
+        """Prompt tokens not computed yet at a boundary of the current run."""
+        return self._backlog - (boundary - self.boundary) * sum(tokens for _, tokens in self._chunks)
+
+    @property
+    def seats_taken(self) -> int:
+        """Places in the batch that are taken, held back or reserved."""
+        return len(self.decoding) + len(self.prefilling) + len(self.paused) + self._reserved_seats
+
+    # ---- what others may do, at any time
+
+    def submit(self, job: Job, now: float) -> None:
+        """A request arrives; it waits for its turn."""
+        job.instance = self
+        job.state = JobState.QUEUED
+        job.prefill_done = 0
+        job.prefill_total = job.prompt + job.tokens
+        job.blocks = 0
+        self._backlog += job.prefill_total
+        self._idle_context += job.prompt + job.tokens
+        self._set_stage(job)
+        if self._wait(job):
+            self.wake(now)
+
+    def wake(self, now: float) -> None:
+        """Something has changed: decide anew at the next boundary."""
+        if self._steps:
+            # The step in flight ends first; a step that ends now has ended.
+            cut = steps_within(self._first_s, self._increment_s, now - self._start_s, self._steps)
+            if not cut or self._start_s + elapsed(self._first_s, self._increment_s, cut) < now:
+                cut += 1
+            if cut < self._steps:
+                self._steps = cut
+                self._schedule_end()
+        elif not self._starting:
+            self._starting = True
+            self._events.at(now, self._start)
+
+    def at_boundary(self, action: Callable[[float], None], now: float) -> None:
+        """Call `action` at the next boundary, before the next run is decided."""
+        self._at_boundary.append(action)
+        self.wake(now)
+
+    def reserve(self, blocks: int, now: float) -> bool:
+        """Set blocks and a seat aside for an import, if there are: for `receive`, or to be given back."""
+        watermark = min(self._watermark, max(0, self.total_blocks - blocks))
+        if self.seats_taken >= self.spec.max_num_seqs or not self._set_aside(blocks, watermark, now):
+            return False
+        self._reserved_seats += 1
+        return True
+
+    def extend(self, blocks: int, now: float) -> bool:
+        """Set more blocks aside for an import that has its seat."""
+        return self._set_aside(blocks, 0, now)
+
+    def unreserve(self, blocks: int, now: float) -> None:
+        """Give an import's blocks and seat back."""
+        self._other_blocks -= blocks
+        self._reserved_seats -= 1
+        self.wake(now)
+
+    def _set_aside(self, blocks: int, watermark: int, now: float) -> bool:
+        inflight = self.boundary
+        if self._steps:
+            inflight = min(self.begun_boundary(now) + 1, self.boundary + self._steps)
+        if blocks + watermark > self.total_blocks - self.used_blocks_at(inflight):
+            return False
+        self._other_blocks += blocks
+        self.wake(now)
+        return True
+
+    def reserve_host(self, blocks: int) -> bool:
+        """Set host memory aside, if there is."""
+        if self.host_blocks + blocks > self._host_capacity:
+            return False
+        self.host_blocks += blocks
+        return True
+
+    def unreserve_host(self, blocks: int) -> None:
+        """Give host memory back."""
+        self.host_blocks -= blocks
+
+    # ---- at a boundary only
+
+    def pause(self, job: Job) -> None:
+        """Hold a decoding job back; it keeps its blocks."""
+        job.blocks = self._leave_batch(job)
+        job.state = JobState.PAUSED
+        self.paused[job] = None
+        self._other_blocks += job.blocks
+        self._idle_context += job.prompt + job.tokens
+
+    def resume(self, job: Job) -> None:
+        """Let a paused job go on."""
+        self._unpause(job)
+        self._join_batch(job)
+
+    def release(self, job: Job, now: float) -> None:
+        """A paused job has gone elsewhere: free what it held."""
+        self._unpause(job)
+        self.wake(now)
+
+    def receive(self, job: Job, reserved_blocks: int) -> None:
+        """An imported job goes on here, in the room reserved for it."""
+        self._other_blocks -= reserved_blocks
+        self._reserved_seats -= 1
+        job.instance = self
+        job.rank_until = 0
+        self._set_stage(job)
+        self._join_batch(job)
+
+    def receive_on_host(self, job: Job, blocks: int) -> None:
+        """An imported job waits here, its KV in the host memory reserved for it."""
+        job.instance = self
+        job.state = JobState.SWAPPED
+        job.blocks = blocks
+        job.rank_until = 0
+        self._idle_context += job.prompt + job.tokens
+        self._set_stage(job)
+        self._wait(job)
+
+    def set_stage_end(self, end: int, now: float) -> None:
+        """The instance's stage now ends there. Decoding jobs that are beyond are told of as they go on."""
+        if end == self.stage_end:
+            return
+        self.stage_end = end
+        for job in [
+            *self.decoding,
+            *self.paused,
+            *(j for _, j in self.prefilling),
+            *(j for _, j in self.waiting),
+        ]:
+            self._set_stage(job)
+        self.at_boundary(self._remark, now)
+
+    def remind(self, job: Job, after_tokens: int, now: float) -> None:
+        """Tell again that the job is beyond its stage when it has grown by so much."""
+        if self.stage_end == NEVER:
+            return
+
+        def arm(_: float) -> None:
+            tokens = job.tokens_at(self.boundary)
+            if (
+                job.instance is self
+                and job.state is JobState.DECODING
+                and job.prompt + tokens >= self.stage_end
+            ):
+                job.boundary_tokens = tokens + after_tokens
+                self._mark(job)
+
+        self.at_boundary(arm, now)
+
+    # ---- the run
+
+    def _start(self, now: float) -> None:
+        self._starting = False
+        if self._steps:
+            # Somebody woke the instance while it was deciding.
+            self.wake(now)
+        else:
+            self._begin(now)
+
+    def _schedule_end(self) -> None:
+        self._version += 1
+        version = self._version
+
+        def end(now: float) -> None:
+            if self._version == version:
+                self._end(now)
+
+        end_s = self._start_s + elapsed(self._first_s, self._increment_s, self._steps)
+        self._events.at(end_s, end)
+
+    def _end(self, now: float) -> None:
+        steps = self._steps
+        before = self.boundary
+        self._steps = 0
+        self.log.close(steps)
+        self._blocks.advance(before, steps)
+        self._kv_tokens += steps * len(self.decoding)
+        self.boundary = boundary = before + steps
+        self.step_s = self._first_s + self._increment_s * (steps - 1)
+        self.busy_s += now - self._start_s
+        milestones = self._milestones
+        while milestones and milestones[0][0] <= boundary:
+            _, _, version, job = heapq.heappop(milestones)
+            if job.version == version:
+                self._milestone(job, now)
+        chunks = self._chunks
+        self._chunks = []
+        for job, tokens in chunks:
+            self._computed(job, tokens * steps, now)
+        self._begin(now)
+
+    def _begin(self, now: float) -> None:
+        while self._at_boundary:
+            actions = self._at_boundary
+            self._at_boundary = []
+            for action in actions:
+                action(now)
+        while self.imports and self.imports[0][1](now):
+            self.imports.pop(0)
+        stall_blocks = 0
+        most = self._most_steps
+        preempted = False
+        if self.waiting or self._blocks.used + self._other_blocks > self.total_blocks:
+            stall_blocks, preempted = self._allocate(now)
+            if preempted:
+                most = 1
+            elif self.waiting and self._intra.preemptive:
+                most = min(most, self._rank_steps())
+        decoding = len(self.decoding)
+        chunk_s = growth_s = 0.0
+        if self.prefilling:
+            chunk_s, growth_s, whole = self._fill_chunks(decoding)
+            if self._chunks:
+                most = min(most, whole)
+        if not decoding and not self._chunks:
+            self.step_s = 0.0
+            if preempted:
+                # What was taken may do for somebody else.
+                self.wake(now)
+            return
+        first_s, increment_s = self._time.run(chunk_s, decoding, self._kv_tokens, self._lengths)
+        if decoding:
+            most = min(most, self._next_milestone() - self.boundary)
+            free = self.total_blocks - self._blocks.used - self._other_blocks
+            most = self._blocks.steps_until(self.boundary, free, most)
+        stall_s = stall_blocks * self._swap_block_s
+        self.swap_s += stall_s
+        self._steps = most
+        self._start_s = now + stall_s
+        self._first_s = first_s
+        self._increment_s = increment_s + growth_s
+        self.log.open(self.boundary, self._start_s, first_s, self._increment_s)
+        for job, _ in self._chunks:
+            if job.queue_s is None:
+                job.queue_s = now - job.request.arrival_s
+        self._schedule_end()
+
+    def _fill_chunks(self, decoding: int) -> tuple[float, float, int]:
+        """Chunks of the next steps; (seconds of the first, growth by step, steps they stay the same for)."""
+        budget = self._intra.prefill_budget(self.spec.chunk_budget_tokens, decoding)
+        if budget <= 0:
+            return 0.0, 0.0, NEVER
+        time = self._time
+        job = self.prefilling[0][1]
+        left = job.prefill_total - job.prefill_done
+        if left >= budget:
+            self._chunks = [(job, budget)]
+            start = job.prefill_done
+            return time.chunk_s(start, start + budget), time.chunk_growth_s(budget), left // budget
+        seconds = 0.0
+        for _, job in self.prefilling:
+            start = job.prefill_done
+            tokens = min(budget, job.prefill_total - start)
+            self._chunks.append((job, tokens))
+            seconds += time.chunk_s(start, start + tokens)
+            budget -= tokens
+            if not budget:
+                break
+        return seconds, 0.0, 1
+
+    def _next_milestone(self) -> int:
+        milestones = self._milestones
+        while milestones[0][3].version != milestones[0][2]:
+            heapq.heappop(milestones)
+        return milestones[0][0]
+
+    def _rank_steps(self) -> int:
+        """Steps for which no rank in the batch changes."""
+        boundary = self.boundary
+        intra = self._intra
+        least = NEVER
+        for job in self.decoding:
+            tokens = job.tokens + boundary - job.joined
+            if tokens >= job.rank_until:
+                job.rank_at(tokens, intra)
+            left = job.rank_until - tokens
+            if left < least:
+                least = left
+        return least
+
+    def _lengths(self) -> NDArray[np.int64]:
+        boundary = self.boundary
+        lengths = [job.prompt + job.tokens + boundary - job.joined for job in self.decoding]
+        return np.array(lengths, np.int64)
+
+    # ---- memory
+
+    def _allocate(self, now: float) -> tuple[int, bool]:
+        """Admit and preempt. (Blocks swapped, whether anybody was preempted.)"""
+        room = Room(
+            self.total_blocks,
+            self.total_blocks - self._blocks.used - self._other_blocks,
+            self.spec.max_num_seqs - self.seats_taken,
+        )
+        grants = allocate(self._intra, self._running_claims, self._waiting_claims(), room)
+        swapped = 0
+        for job in grants.preempt:
+            swapped += self._preempt(job, now)
+        for job in grants.admit:
+            swapped += self._admit(job)
+        return swapped, bool(grants.preempt)
+
+    def _running_claims(self) -> list[Claim[Job]]:
+        boundary = self.boundary
+        size = self.block_tokens
+        intra = self._intra
+        claims = []
+        for job in self.decoding:
+            tokens = job.tokens + boundary - job.joined
+            rank = job.rank if tokens < job.rank_until else job.rank_at(tokens, intra)
+            claims.append(Claim(rank, job, blocks_for(job.prompt + tokens, size)))
+        claims.extend(Claim(rank, job, job.blocks) for rank, job in self.prefilling)
+        return claims
+
+    def _waiting_claims(self) -> Iterator[Claim[Job]]:
+        """Those that wait, in order, until the step has no prefill budget left for the next."""
+        budget = self._intra.prefill_budget(self.spec.chunk_budget_tokens, len(self.decoding))
+        ahead = iter([(rank, job.prefill_total - job.prefill_done) for rank, job in self.prefilling])
+        following = next(ahead, None)
+        for rank, job in self.waiting:
+            while following is not None and following[0] < rank:
+                budget -= following[1]
+                following = next(ahead, None)
+            if job.state is JobState.SWAPPED:
+                yield Claim(rank, job, job.blocks)
+                continue
+            if budget <= 0:
+                return
+            budget -= job.prefill_total
+            yield Claim(rank, job, blocks_for(job.prefill_total, self.block_tokens))
+
+    def _admit(self, job: Job) -> int:
+        """Give a waiting job its place; blocks that are swapped in for it."""
+        self.waiting.remove((job.rank, job))
+        if job.state is JobState.SWAPPED:
+            self._idle_context -= job.prompt + job.tokens
+            self.host_blocks -= job.blocks
+            self._join_batch(job)
+            return job.blocks
+        job.state = JobState.PREFILLING
+        job.blocks = blocks_for(job.prefill_total, self.block_tokens)
+        self._other_blocks += job.blocks
+        insort(self.prefilling, (job.rank, job), key=_rank_of)
+        return 0
+
+    def _preempt(self, job: Job, now: float) -> int:
+        """Take a job's place; blocks that are swapped out."""
+        swapped = 0
+        if job.state is JobState.DECODING:
+            blocks = self._leave_batch(job)
+            self._idle_context += job.prompt + job.tokens
+            if self.host_blocks + blocks <= self._host_capacity:
+                self.host_blocks += blocks
+                job.state = JobState.SWAPPED
+                job.blocks = blocks
+                job.swapped += 1
+                swapped = blocks
+            else:
+                self._forget_kv(job)
+        else:
+            self.prefilling.remove((job.rank, job))
+            self._other_blocks -= job.blocks
+            self._backlog -= job.prefill_total - job.prefill_done
+            self._forget_kv(job)
+        self._wait(job)
+        self._listener.preempted(self, job, now)
+        return swapped
+
+    def _forget_kv(self, job: Job) -> None:
+        job.state = JobState.QUEUED
+        job.recomputed += 1
+        job.blocks = 0
+        job.prefill_done = 0
+        job.prefill_total = job.prompt + job.tokens
+        self._backlog += job.prefill_total
+
+    def _wait(self, job: Job) -> bool:
+        """Queue a job by its rank; whether it is the first."""
+        rank = job.rank_at(job.tokens, self._intra)
+        insort(self.waiting, (rank, job), key=_rank_of)
+        return self.waiting[0][1] is job
+
+    # ---- the batch
+
+    def _join_batch(self, job: Job) -> None:
+        boundary = self.boundary
+        context = job.prompt + job.tokens
+        job.state = JobState.DECODING
+        job.joined = boundary
+        job.residue = self._blocks.add(context, boundary)
+        self._kv_tokens += context
+        self.decoding[job] = None
+        self._mark(job)
+
+    def _leave_batch(self, job: Job) -> int:
+        """Blocks that the job held."""
+        boundary = self.boundary
+        job.decoded(self.log, job.joined, boundary)
+        job.tokens += boundary - job.joined
+        job.joined = boundary
+        job.version += 1
+        del self.decoding[job]
+        context = job.prompt + job.tokens
+        self._kv_tokens -= context
+        return self._blocks.remove(context, job.residue)
+
+    def _unpause(self, job: Job) -> None:
+        del self.paused[job]
+        self._other_blocks -= job.blocks
+        self._idle_context -= job.prompt + job.tokens
+
+    def _mark(self, job: Job) -> None:
+        """Note the next milestone of a decoding job."""
+        job.version += 1
+        tokens = job.tokens + self.boundary - job.joined
+        if tokens >= job.boundary_tokens:
+            # It came beyond its stage's end unnoticed: the stage was moved, or it was.
+            job.boundary_tokens = tokens + 1
+        at = self.boundary + job.next_milestone(tokens) - tokens
+        heapq.heappush(self._milestones, (at, job.order, job.version, job))
+
+    def _remark(self, now: float) -> None:
+        for job in self.decoding:
+            self._mark(job)
+
+    def _set_stage(self, job: Job) -> None:
+        job.boundary_tokens = NEVER if self.stage_end == NEVER else max(1, self.stage_end - job.prompt)
+
+    # ---- what steps bring about
+
+    def _milestone(self, job: Job, now: float) -> None:
+        tokens = job.tokens + self.boundary - job.joined
+        self._emitted(job, tokens, now)
+        if tokens < job.total:
+            self._mark(job)
+        else:
+            self._leave_batch(job)
+            self._finish(job, now)
+
+    def _computed(self, job: Job, tokens: int, now: float) -> None:
+        """Prompt tokens were computed; with the last of them comes a token."""
+        job.prefill_done += tokens
+        self._backlog -= tokens
+        if job.prefill_done < job.prefill_total:
+            return
+        self.prefilling.remove((job.rank, job))
+        self._other_blocks -= job.blocks
+        self._idle_context -= job.prompt + job.tokens
+        job.decoded(self.log, self.boundary - 1, self.boundary)
+        job.tokens += 1
+        self._emitted(job, job.tokens, now)
+        if job.tokens < job.total:
+            self._join_batch(job)
+        else:
+            self._finish(job, now)
+
+    def _emitted(self, job: Job, tokens: int, now: float) -> None:
+        """What this token, the latest of the job, begins or ends."""
+        if tokens == 1:
+            job.first_token_s = now
+            job.rank_until = 0
+        if tokens == job.reasoning + 1:
+            job.first_answer_s = now
+            if job.reasoning_end_s is not None:
+                job.blocking_s = max(0.0, now - self.step_s - job.reasoning_end_s)
+        if tokens == job.reasoning:
+            job.reasoning_end_s = now
+            job.rank_until = 0
+        if tokens >= job.total:
+            return
+        if tokens == 1:
+            self._listener.prefill_done(self, job, now)
+        if tokens == job.reasoning:
+            self._listener.reasoning_ended(self, job, now)
+        if tokens >= job.boundary_tokens:
+            job.boundary_tokens = NEVER
+            self._listener.outgrown(self, job, now)
+
+    def _finish(self, job: Job, now: float) -> None:
+        job.state = JobState.DONE
+        job.version += 1
+        job.finish_s = now
+        self._listener.finished(self, job, now)
+
+
+def _rank_of(entry: tuple[Rank, Job]) -> Rank:
+    return entry[0]

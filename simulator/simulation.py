@@ -1,0 +1,265 @@
+"""One simulation: events, instances, migrations and views put together, and the policy asked."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from simulator.blocks import blocks_for
+from simulator.cluster import ClusterSpec
+from simulator.events import NEVER, EventQueue
+from simulator.instance import Instance
+from simulator.job import Job, JobState
+from simulator.metrics import record_of
+from simulator.migration import Migration, Migrations
+from simulator.network import Network
+from simulator.records import MigrationOutcome, PlacementRecord, RequestRecord, SimResult
+from simulator.request import SimRequest
+from simulator.sampling import Sampler
+from simulator.views import Report, Views
+from tailrace.actions import Action, Migrate, Refuse, SetPool, SetStages
+from tailrace.cluster import Arrival, ClusterView, RequestView, Stage
+from tailrace.intra.base import IntraPolicy
+from tailrace.policy.base import Policy
+
+# Ticks of the policy that may pass with nothing else going on before the simulation counts as stuck.
+_IDLE_TICKS = 1_000
+
+PhaseCall = Callable[[ClusterView, RequestView, float], Sequence[Action]]
+
+
+class SimulationError(Exception):
+    """The simulation cannot go on: a policy named what does not exist, or requests wait for nothing."""
+
+
+class Simulation:
+    """State of one run."""
+
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        requests: Sequence[SimRequest],
+        policy: Policy,
+        intra: IntraPolicy,
+        *,
+        seed: int,
+        sample_interval_s: float | None,
+        most_steps: int = NEVER,
+    ) -> None:
+        """`most_steps`: longest run of steps that is jumped over at once; 1: none."""
+        self._spec = spec
+        self._policy = policy
+        self._events = events = EventQueue()
+        self.instances = [Instance(i, intra, events, self, most_steps) for i in spec.instances]
+        self._by_id = {instance.instance_id: instance for instance in self.instances}
+        self._views = Views(spec, self.instances, intra)
+        self.migrations = Migrations(spec.migration, intra, events, Network(spec.link, events), self)
+        self._stages = spec.stages
+        self._sampler = Sampler(self.instances, spec.stages)
+        self._sample_interval_s = sample_interval_s
+        self.jobs = [Job(request, order) for order, request in enumerate(_in_order(requests))]
+        self._jobs_by_id = {job.request.request_id: job for job in self.jobs}
+        if len(self._jobs_by_id) != len(self.jobs):
+            raise ValueError("request ids are not distinct")
+        self._given = [request.request_id for request in requests]
+        self._records: dict[str, RequestRecord] = {}
+        self._next = 0
+        self._placements = 0
+        self._idle_ticks = 0
+        # The monitor's clock is not the workload's.
+        self._report_offset_s = random.Random(seed).random() * max(0.0, spec.report.interval_s)
+        self._set_stage_ends(0.0)
+
+    def run(self, progress: Callable[[float], None] | None) -> SimResult:
+        """To the end of the last request. Raises SimulationError."""
+        self._start()
+        events, total = self._events, len(self.jobs)
+        now = 0.0
+        told = 0
+        while len(self._records) < total:
+            if not events:
+                raise SimulationError(f"{total - len(self._records)} requests wait for nothing")
+            now = events.step()
+            if progress is not None and (len(self._records) - told) * 200 >= total:
+                told = len(self._records)
+                progress(told / total)
+        if progress is not None:
+            progress(1.0)
+        return SimResult(
+            requests=[self._records[request_id] for request_id in self._given],
+            migrations=self.migrations.records,
+            series=self._sampler.series(),
+            events_processed=events.processed,
+            end_s=now,
+        )
+
+    # ---- Listener (simulator/instance.py)
+
+    def prefill_done(self, instance: Instance, job: Job, now: float) -> None:
+        """Decision point: where to decode."""
+        self._tell(instance, job, self._policy.on_prefill_done, now)
+
+    def reasoning_ended(self, instance: Instance, job: Job, now: float) -> None:
+        """Decision point: where to answer."""
+        self._tell(instance, job, self._policy.on_reasoning_ended, now)
+
+    def outgrown(self, instance: Instance, job: Job, now: float) -> None:
+        """Decision point: the request outgrew its stage."""
+        self._tell(instance, job, self._policy.on_length_boundary, now)
+
+    def finished(self, instance: Instance, job: Job, now: float) -> None:
+        """The request is done."""
+        self.migrations.finished(job, now)
+        self._views.left(job, instance, job.tokens)
+        self._conclude(job)
+
+    def preempted(self, instance: Instance, job: Job, now: float) -> None:
+        """It lost its place, and with it the migration that may have been under way."""
+        self.migrations.preempted(job, now)
+
+    # ---- MigrationListener (simulator/migration.py)
+
+    def migration_opened(self, migration: Migration) -> None:
+        """Counted in at once, as the live scheduler does."""
+        self._views.coming(migration)
+
+    def migration_closed(self, migration: Migration, outcome: MigrationOutcome) -> None:
+        """Counted in at the target, or out again."""
+        if outcome is MigrationOutcome.COMMITTED:
+            self._views.came(migration)
+        else:
+            self._views.not_coming(migration)
+
+    # ---- events
+
+    def _start(self) -> None:
+        events = self._events
+        if self.jobs:
+            events.at(self.jobs[0].request.arrival_s, self._arrive)
+        if self._spec.report.interval_s > 0.0:
+            events.background(self._report_offset_s, self._report)
+        if self._policy.tick_interval_s is not None:
+            events.background(self._policy.tick_interval_s, self._tick)
+        if self._sample_interval_s is not None:
+            events.background(0.0, self._sample)
+
+    def _arrive(self, now: float) -> None:
+        job = self.jobs[self._next]
+        self._next += 1
+        if self._next < len(self.jobs):
+            self._events.at(self.jobs[self._next].request.arrival_s, self._arrive)
+        request = job.request
+        arrival = Arrival(request.request_id, job.prompt, self._spec.max_tokens, self._placements)
+        self._placements += 1
+        placement = self._policy.place(self._view(now), arrival, now)
+        if isinstance(placement, Refuse):
+            self._refuse(job, placement.reason)
+            return
+        instance = self._instance(placement.instance_id)
+        longest = min(instance.total_blocks * instance.block_tokens, instance.spec.max_model_len)
+        blocks = blocks_for(job.prompt + job.total, instance.block_tokens)
+        if job.prompt + job.total > longest or blocks > instance.total_blocks:
+            self._refuse(job, f"{job.prompt + job.total} tokens: longer than {instance.instance_id} can hold")
+            return
+        job.placements.append(PlacementRecord(now, instance.instance_id))
+        self._views.placed(job, instance)
+        instance.submit(job, now)
+
+    def _refuse(self, job: Job, reason: str) -> None:
+        job.refused = reason
+        job.state = JobState.DONE
+        self._conclude(job)
+
+    def _conclude(self, job: Job) -> None:
+        self._records[job.request.request_id] = record_of(job, self._spec.tpot_target_s)
+        # Its steps are of no more use.
+        job.history = []
+
+    def _tell(self, instance: Instance, job: Job, call: PhaseCall, now: float) -> None:
+        if getattr(call, "__func__", None) in _DO_NOTHING:
+            return
+        tokens = job.tokens_at(instance.boundary)
+        request = self._views.request_view(job, instance, tokens, JobState.DECODING, -1, now)
+
+        def told(then: float) -> None:
+            if job.state is not JobState.DONE:
+                self._carry_out(call(self._view(then), request, then), then)
+
+        self._events.at(now + self._spec.report.delay_s, told)
+
+    def _report(self, now: float) -> None:
+        reports = self._views.capture(now)
+        self._events.background(now + self._spec.report.delay_s, self._publisher(reports))
+        self._events.background(now + self._spec.report.interval_s, self._report)
+
+    def _publisher(self, reports: Sequence[Report]) -> Callable[[float], None]:
+        return lambda _: self._views.publish(reports)
+
+    def _tick(self, now: float) -> None:
+        interval_s = self._policy.tick_interval_s
+        assert interval_s is not None
+        self._idle_ticks = 0 if self._events.foreground else self._idle_ticks + 1
+        if self._idle_ticks > _IDLE_TICKS:
+            raise SimulationError(f"{len(self.jobs) - len(self._records)} requests wait for nothing")
+        self._carry_out(self._policy.on_tick(self._view(now), now), now)
+        self._events.background(now + interval_s, self._tick)
+
+    def _sample(self, now: float) -> None:
+        assert self._sample_interval_s is not None
+        self._sampler.sample(now)
+        self._events.background(now + self._sample_interval_s, self._sample)
+
+    # ---- the policy
+
+    def _view(self, now: float) -> ClusterView:
+        return self._views.view(self._stages, now)
+
+    def _carry_out(self, actions: Sequence[Action], now: float) -> None:
+        for action in actions:
+            match action:
+                case Migrate():
+                    job = self._jobs_by_id.get(action.request_id)
+                    if job is None:
+                        raise SimulationError(
+                            f"the policy migrates {action.request_id!r}, which does not exist"
+                        )
+                    self.migrations.ask(action, job, self._instance(action.target_id), now)
+                case SetPool():
+                    instance = self._instance(action.instance_id)
+                    instance.pool = action.pool
+                    self._views.touch(instance)
+                    self._sampler.pool_changed(instance, now)
+                case SetStages():
+                    self._set_stages(action.stages, now)
+
+    def _set_stages(self, stages: tuple[Stage, ...], now: float) -> None:
+        if stages == self._stages:
+            return
+        self._stages = stages
+        self._sampler.stages_changed(stages, now)
+        self._set_stage_ends(now)
+
+    def _set_stage_ends(self, now: float) -> None:
+        ends: dict[str, int] = {}
+        for stage in self._stages:
+            for name in stage.instance_ids:
+                ends[name] = max(stage.hi, ends.get(name, 0))
+        # What ends the longest stage bounds nothing: there is nowhere to go.
+        last = max((stage.hi for stage in self._stages), default=0)
+        for instance in self.instances:
+            end = ends.get(instance.instance_id, last)
+            instance.set_stage_end(NEVER if end >= last else end, now)
+
+    def _instance(self, instance_id: str) -> Instance:
+        instance = self._by_id.get(instance_id)
+        if instance is None:
+            raise SimulationError(f"the policy names instance {instance_id!r}, which does not exist")
+        return instance
+
+
+# Decision points that the base class leaves empty need no view.
+_DO_NOTHING = (Policy.on_prefill_done, Policy.on_reasoning_ended, Policy.on_length_boundary)
+
+
+def _in_order(requests: Sequence[SimRequest]) -> list[SimRequest]:
+    return sorted(requests, key=lambda request: request.arrival_s)

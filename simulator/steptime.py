@@ -1,0 +1,67 @@
+"""Step times from a profile, in the form that a run of equal batches needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.hooks import LengthPenalty
+from tailrace.profiles import Profile
+
+Lengths = Callable[[], NDArray[np.int64]]
+
+
+class StepTime:
+    """Durations of steps: equal to Profile.step_ms, in seconds."""
+
+    __slots__ = (
+        "_decode_base",
+        "_mixed_base",
+        "_penalty",
+        "_per_kv_token",
+        "_per_request",
+        "_per_token",
+        "_per_token_squared",
+        "_prefill_base",
+    )
+
+    def __init__(self, profile: Profile, penalty: LengthPenalty | None) -> None:
+        self._prefill_base = profile.prefill.base_ms / 1e3
+        self._per_token = profile.prefill.ms_per_token / 1e3
+        self._per_token_squared = profile.prefill.ms_per_token_squared / 1e3
+        self._decode_base = profile.decode.base_ms / 1e3
+        self._mixed_base = max(self._prefill_base, self._decode_base)
+        self._per_request = profile.decode.ms_per_request / 1e3
+        self._per_kv_token = profile.decode.ms_per_kv_token / 1e3
+        self._penalty = penalty
+
+    def chunk_s(self, start: int, end: int) -> float:
+        """Prefill of tokens [start, end) of one prompt, without the base."""
+        return self._per_token * (end - start) + self._per_token_squared * (end * end - start * start)
+
+    def chunk_growth_s(self, tokens: int) -> float:
+        """How much longer each chunk of `tokens` of one prompt takes than the one before."""
+        return 2 * self._per_token_squared * tokens * tokens
+
+    def run(self, chunk_s: float, decoding: int, kv_tokens: int, lengths: Lengths) -> tuple[float, float]:
+        """(duration of the first step, growth by step from decoding) with `chunk_s` of prefill in each.
+
+        Each decode adds one token to the KV a step. The penalty, if any, is that of the batch as it begins.
+        """
+        if not decoding:
+            return self._prefill_base + chunk_s, 0.0
+        base = self._mixed_base if chunk_s else self._decode_base
+        per_kv_token = self._per_kv_token
+        factor = 1.0
+        if self._penalty is not None:
+            batch = lengths()
+            per_kv_token *= self._penalty.attention_factor(batch)
+            factor = self._penalty.step_factor(batch)
+        decode = self._per_request * decoding + per_kv_token * kv_tokens
+        if factor == 1.0:
+            return base + chunk_s + decode, per_kv_token * decoding
+        # What prefill needs beyond a decode step's base does not depend on the batch's lengths.
+        extra = base - self._decode_base + chunk_s
+        return extra + factor * (self._decode_base + decode), factor * per_kv_token * decoding
