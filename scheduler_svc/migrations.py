@@ -24,7 +24,7 @@ _LIST_S: Final = 3.0
 
 
 class Migrations:
-    """Asks the first migration service (by id) that answers, so that all schedulers ask the same one."""
+    """Asks the migration service that leads, then the others: all schedulers ask the same one."""
 
     def __init__(self, members: Membership, channels: Channels) -> None:
         self._members = members
@@ -65,7 +65,9 @@ class Migrations:
         raise _none(failure)
 
     def _services(self) -> list[ServiceRecord]:
-        return [r for (kind, _), r in sorted(self._members.services.items()) if kind == KIND]
+        leader = self._members.leaders.get(KIND)
+        services = [r for (kind, _), r in sorted(self._members.services.items()) if kind == KIND]
+        return sorted(services, key=lambda r: leader is None or r.service_id != leader.service_id)
 
 
 def _none(failure: grpc.aio.AioRpcError | None) -> Refused:

@@ -54,7 +54,13 @@ class _Answering(Generic[_Request, _Reply]):
         if isinstance(error, StoreUnavailable):
             await self._context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         if isinstance(error, grpc.aio.AioRpcError):
-            await self._context.abort(error.code(), error.details() or error.code().name)
+            # From the leader, to which the call was passed on.
+            details = error.details() or error.code().name
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                details = (
+                    f"the leading scheduler does not answer; another one leads within seconds ({details})"
+                )
+            await self._context.abort(error.code(), details)
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):
@@ -172,7 +178,8 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
                 raise Refused(
                     grpc.StatusCode.FAILED_PRECONDITION, f"name: policy {request.name!r}: {error}"
                 ) from error
-            previous = await self._settings.set_policy(request.name) or self._active.name
+            default = self._active.name
+            previous = await self._settings.set_policy(request.name) or default
             self._active.follow(request.name)
         return admin_pb2.SetPolicyReply(previous=previous)
 

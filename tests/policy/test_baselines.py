@@ -1,0 +1,144 @@
+"""What must hold of every baseline policy, whatever the cluster looks like."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.actions import Migrate, Place, Refuse
+from tailrace.cluster import (
+    Arrival,
+    ClusterView,
+    InstanceState,
+    InstanceView,
+    Phase,
+    Pool,
+    RequestState,
+    RequestView,
+)
+from tailrace.policy.base import Policy
+from tailrace.policy.least_loaded import LeastLoaded
+from tailrace.policy.registry import UnknownPolicyError, load, names
+from tailrace.policy.round_robin import RoundRobin
+from tailrace.policy.static_pools import StaticPools
+
+POLICIES = [RoundRobin, LeastLoaded, StaticPools]
+IDS = [f"w{n}" for n in range(6)]
+
+
+@st.composite
+def instances(draw: st.DrawFn, name: str) -> InstanceView:
+    """One instance, in any state."""
+    capacity = draw(st.integers(0, 10_000))
+    return InstanceView(
+        instance_id=name,
+        state=draw(st.sampled_from(InstanceState)),
+        pool=draw(st.none() | st.sampled_from(Pool)),
+        kv_capacity_tokens=capacity,
+        kv_used_tokens=draw(st.integers(0, capacity)),
+        running=draw(st.integers(0, 100)),
+        waiting=draw(st.integers(0, 100)),
+        prefill_backlog_tokens=draw(st.integers(0, 10_000)),
+    )
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> ClusterView:
+    """Up to six instances, in id order."""
+    present = sorted(draw(st.sets(st.sampled_from(IDS))))
+    return ClusterView(MappingProxyType({name: draw(instances(name)) for name in present}))
+
+
+arrivals = st.builds(
+    Arrival,
+    request_id=st.just("r"),
+    prompt_tokens=st.integers(1, 10_000),
+    max_tokens=st.integers(1, 10_000),
+    seq=st.integers(0, 1_000),
+    output_tokens=st.integers(0, 100),
+    excluded=st.frozensets(st.sampled_from(IDS)),
+)
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+@given(view=clusters(), arrival=arrivals, now=st.floats(0, 1e9))
+def test_placement(kind: type[Policy], view: ClusterView, arrival: Arrival, now: float) -> None:
+    """Always a live instance that was not excluded; a refusal exactly when there is none; no memory."""
+    placement = kind().place(view, arrival, now)
+    usable = {i.instance_id for i in view.placeable()} - arrival.excluded
+    if usable:
+        assert isinstance(placement, Place)
+        assert placement.instance_id in usable
+    else:
+        assert isinstance(placement, Refuse)
+        assert placement.reason
+    policy = kind()
+    assert policy.place(view, arrival, now) == policy.place(view, arrival, now + 1) == placement
+
+
+@given(view=clusters(), arrival=arrivals)
+def test_round_robin_turns(view: ClusterView, arrival: Arrival) -> None:
+    """As many arrivals as there are usable instances go to all of them."""
+    usable = {i.instance_id for i in view.placeable()} - arrival.excluded
+    placed = [
+        RoundRobin().place(view, Arrival("r", 1, 1, arrival.seq + turn, excluded=arrival.excluded), 0.0)
+        for turn in range(len(usable))
+    ]
+    assert {p.instance_id for p in placed if isinstance(p, Place)} == usable
+
+
+@given(view=clusters(), arrival=arrivals)
+def test_least_loaded_takes_the_least(view: ClusterView, arrival: Arrival) -> None:
+    placement = LeastLoaded().place(view, arrival, 0.0)
+    if not isinstance(placement, Place):
+        return
+
+    def spoken_for(instance: InstanceView) -> float:
+        used = instance.kv_used_tokens + instance.prefill_backlog_tokens
+        return used / max(1, instance.kv_capacity_tokens)
+
+    chosen = spoken_for(view.instances[placement.instance_id])
+    usable = [i for i in view.placeable() if i.instance_id not in arrival.excluded]
+    # Shares are compared to a thousandth.
+    assert all(chosen <= spoken_for(i) + 0.0011 for i in usable)
+
+
+@given(view=clusters(), where=st.sampled_from(IDS), prompt=st.integers(1, 10_000), migrating=st.booleans())
+def test_static_pools_hand_over_to_where_there_is_room(
+    view: ClusterView, where: str, prompt: int, migrating: bool
+) -> None:
+    """To a live decode instance, never the same one, never beyond its capacity by its own report."""
+    request = RequestView(
+        request_id="r",
+        instance_id=where,
+        phase=Phase.REASONING,
+        state=RequestState.RUNNING,
+        prompt_tokens=prompt,
+        output_tokens=1,
+        max_tokens=100,
+        migrating=migrating,
+    )
+    actions = StaticPools().on_prefill_done(view, request, 0.0)
+    assert actions == StaticPools().on_prefill_done(view, request, 1.0)
+    assert len(actions) <= 1
+    for action in actions:
+        assert isinstance(action, Migrate)
+        assert not migrating
+        assert action.source_id == where != action.target_id
+        target = view.instances[action.target_id]
+        assert target.state is InstanceState.ACTIVE
+        assert target.pool is Pool.DECODE
+        assert target.kv_free_tokens >= request.context_tokens
+
+
+def test_found_by_name() -> None:
+    assert {"least_loaded", "round_robin", "static_pools"} <= set(names())
+    for name in names():
+        policy = load(name)
+        assert isinstance(policy, Policy)
+        assert policy.summary
+    with pytest.raises(UnknownPolicyError, match="least_loaded"):
+        load("none_such")

@@ -1,0 +1,114 @@
+"""Members and reports, as tests say them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tailrace.cluster import Pool, Stage
+from tailrace.records import InstanceRecord
+from tailrace.v1 import monitor_pb2, types_pb2
+
+PREFILL = types_pb2.PHASE_PREFILL
+REASONING = types_pb2.PHASE_REASONING
+ANSWERING = types_pb2.PHASE_ANSWERING
+GONE = types_pb2.PHASE_UNSPECIFIED
+
+
+@dataclass
+class Members:
+    """A membership that tests change."""
+
+    instances: Mapping[str, InstanceRecord] = field(default_factory=dict)
+    pools: Mapping[str, Pool] = field(default_factory=dict)
+    draining: frozenset[str] = frozenset()
+    suspects: frozenset[str] = frozenset()
+    stages: tuple[Stage, ...] = ()
+
+
+def instance(name: str, address: str = "127.0.0.1:1", incarnation: str = "1") -> InstanceRecord:
+    """An instance of 1,000 blocks of 16 tokens."""
+    return InstanceRecord(
+        instance_id=name,
+        incarnation=incarnation,
+        address=address,
+        engine="simulated",
+        model="tiny",
+        model_fingerprint="f",
+        block_tokens=16,
+        kv_blocks_total=1_000,
+        max_model_len=4_096,
+        max_num_seqs=64,
+        kv_bytes_per_token=8,
+        started_s=0.0,
+    )
+
+
+def members(*names: str) -> Members:
+    """A membership of these."""
+    return Members(instances={name: instance(name) for name in names})
+
+
+def request(
+    request_id: str,
+    phase: types_pb2.Phase.ValueType = REASONING,
+    epoch: int = 0,
+    output_tokens: int = 10,
+    prompt_tokens: int = 100,
+) -> monitor_pb2.RequestReport:
+    """One running request."""
+    return monitor_pb2.RequestReport(
+        request_id=request_id,
+        frontend_id="f",
+        epoch=epoch,
+        phase=phase,
+        state=types_pb2.REQUEST_STATE_RUNNING,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        max_tokens=1_000,
+        kv_blocks=-(-(prompt_tokens + output_tokens) // 16),
+        arrival_s=1.0,
+    )
+
+
+def steady(
+    name: str, requests: Sequence[monitor_pb2.RequestReport] = (), incarnation: str = "1"
+) -> monitor_pb2.WorkerReport:
+    """A steady report."""
+    return monitor_pb2.WorkerReport(
+        instance_id=name,
+        incarnation=incarnation,
+        load=monitor_pb2.InstanceLoad(
+            running=len(requests),
+            kv_blocks_used=sum(r.kv_blocks for r in requests),
+            kv_blocks_total=1_000,
+            block_tokens=16,
+            context_tokens=sum(r.prompt_tokens + r.output_tokens for r in requests),
+        ),
+        requests=requests,
+    )
+
+
+def event(
+    name: str,
+    request_id: str,
+    phase: types_pb2.Phase.ValueType,
+    epoch: int = 0,
+    output_tokens: int = 1,
+    incarnation: str = "1",
+) -> monitor_pb2.WorkerReport:
+    """A report of one phase event alone."""
+    return monitor_pb2.WorkerReport(
+        instance_id=name,
+        incarnation=incarnation,
+        phase_events=[
+            monitor_pb2.PhaseEvent(
+                request_id=request_id,
+                frontend_id="f",
+                epoch=epoch,
+                phase=phase,
+                prompt_tokens=100,
+                output_tokens=output_tokens,
+            )
+        ],
+    )

@@ -1,0 +1,171 @@
+"""Reports reach the policy's decision points, and only the leader's policy is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from scheduler_svc.active_policy import ActivePolicy
+from scheduler_svc.actuator import without_swaps
+from scheduler_svc.decider import Decider
+from scheduler_svc.drainer import Drainer
+from scheduler_svc.metrics import SchedulerMetrics
+from scheduler_svc.placer import Placer
+from scheduler_svc.state import ClusterState
+from tailrace.actions import Action, Migrate, Place, Placement, Refuse, SetPool
+from tailrace.cluster import Arrival, ClusterView, Pool, RequestView, Stage
+from tailrace.policy.base import Policy
+from tests.scheduler.facts import ANSWERING, REASONING, event, members, request, steady
+
+
+class Recorder(Policy):
+    """Notes what it is asked; places on `choice`."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str]] = []
+        self.choice = "a"
+
+    def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
+        return Place(self.choice) if self.choice else Refuse("full")
+
+    def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
+        self.asked.append(("prefill_done", request.request_id))
+        return (Migrate(request.request_id, request.instance_id, "b", "test"),)
+
+    def on_reasoning_ended(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
+        self.asked.append(("reasoning_ended", request.request_id))
+        return ()
+
+    def on_length_boundary(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
+        self.asked.append(("length_boundary", request.request_id))
+        return ()
+
+    def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
+        raise RuntimeError("a policy's own mistake")
+
+
+class Hands:
+    """Notes what it is given."""
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+
+    def submit(self, actions: Sequence[Action], policy: str) -> None:
+        self.actions += actions
+
+
+class Scheduler:
+    """The deciding half of a scheduler."""
+
+    def __init__(self) -> None:
+        self.state = ClusterState()
+        self.state.set_members(members("a", "b"), 0.0)
+        self.active = ActivePolicy("least_loaded")
+        self.policy = self.active.policy = Recorder()
+        self.hands = Hands()
+        self.leading = asyncio.Event()
+        self.leading.set()
+        self.metrics = SchedulerMetrics(CollectorRegistry())
+        self.decider = Decider(self.state, self.active, self.hands, self.leading, self.metrics)
+        self.placer = Placer(self.state, self.active, self.metrics)
+
+    def place(self, request_id: str = "r", excluded: frozenset[str] = frozenset()) -> tuple[str, str]:
+        """Instance and refusal."""
+        decision = self.placer.place(request_id, "f", 10, 0, 10, excluded)
+        return decision.instance_id, decision.refusal
+
+
+@pytest.fixture
+def scheduler() -> Scheduler:
+    """One with two instances."""
+    return Scheduler()
+
+
+def test_phases_in_order(scheduler: Scheduler) -> None:
+    scheduler.place()
+    scheduler.decider.take(event("a", "r", REASONING), 1.0)
+    scheduler.decider.take(event("a", "r", ANSWERING, output_tokens=9), 2.0)
+    assert scheduler.policy.asked == [("prefill_done", "r"), ("reasoning_ended", "r")]
+    assert scheduler.hands.actions == [Migrate("r", "a", "b", "test")]
+
+
+def test_without_reasoning(scheduler: Scheduler) -> None:
+    scheduler.place()
+    scheduler.decider.take(event("a", "r", ANSWERING), 1.0)
+    assert scheduler.policy.asked == [("prefill_done", "r")]
+
+
+def test_a_standby_follows_but_does_not_decide(scheduler: Scheduler) -> None:
+    scheduler.leading.clear()
+    scheduler.decider.take(event("a", "r", REASONING), 1.0)
+    assert scheduler.policy.asked == []
+    assert scheduler.state.request("r") is not None
+    assert scheduler.place("q") == ("a", "")
+
+
+def test_an_outgrown_stage_is_told_of_once(scheduler: Scheduler) -> None:
+    facts = members("a", "b")
+    facts.stages = (Stage(0, 120, ("a",)), Stage(120, 4096, ("b",)))
+    scheduler.state.set_members(facts, 0.0)
+    scheduler.decider.take(steady("a", [request("r", output_tokens=19)]), 1.0)
+    assert scheduler.policy.asked == []
+    for second in (2.0, 3.0):
+        scheduler.decider.take(steady("a", [request("r", output_tokens=20)]), second)
+    assert scheduler.policy.asked == [("length_boundary", "r")]
+    scheduler.decider.take(steady("b", [request("r", epoch=1, output_tokens=5000)]), 4.0)
+    assert scheduler.policy.asked == [("length_boundary", "r")] * 2
+
+
+def test_a_policy_that_fails_is_counted(scheduler: Scheduler) -> None:
+    scheduler.decider.tick()
+    assert scheduler.metrics.policy_errors.labels("least_loaded", "tick")._value.get() == 1
+
+
+@pytest.mark.parametrize("choice", ["nobody", "b"])
+def test_a_placement_that_must_not_be_is_stood_in_for(scheduler: Scheduler, choice: str) -> None:
+    scheduler.policy.choice = choice
+    assert scheduler.place(excluded=frozenset("b")) == ("a", "")
+
+
+def test_refusals(scheduler: Scheduler) -> None:
+    scheduler.policy.choice = ""
+    assert scheduler.place() == ("", "full")
+    scheduler.active.follow("round_robin")
+    assert scheduler.place(excluded=frozenset("ab")) == ("", "no active instance")
+
+
+def test_a_policy_unknown_here_leaves_the_present_one(scheduler: Scheduler) -> None:
+    scheduler.active.follow("none_such")
+    assert scheduler.active.name == "least_loaded"
+    scheduler.active.follow("round_robin")
+    assert scheduler.active.name == "round_robin"
+    scheduler.active.follow(None)
+    assert scheduler.active.name == "least_loaded"
+
+
+def test_no_swaps_in_one_go() -> None:
+    there, back = Migrate("r1", "a", "b", ""), Migrate("r2", "b", "a", "")
+    pool = SetPool("a", Pool.DECODE)
+    again = Migrate("r1", "a", "c", "")
+    also = Migrate("r3", "a", "b", "")
+    assert without_swaps([there, pool, back, again, also]) == [there, pool, also]
+
+
+def test_draining_moves_what_is_decoded_and_tries_a_few_times(scheduler: Scheduler) -> None:
+    facts = members("a", "b", "c")
+    facts.draining = frozenset("a")
+    scheduler.state.set_members(facts, 0.0)
+    drainer = Drainer(scheduler.state, scheduler.hands, scheduler.leading)
+    scheduler.state.apply(steady("a", [request(f"r{n}") for n in range(4)]), 1.0)
+    drainer.look(1.0)
+    moves = [a for a in scheduler.hands.actions if isinstance(a, Migrate)]
+    assert sorted(m.request_id for m in moves) == ["r0", "r1", "r2", "r3"]
+    assert sorted(m.target_id for m in moves) == ["b", "b", "c", "c"]
+    drainer.look(1.5)
+    assert len(scheduler.hands.actions) == 4
+    for second in (4.0, 7.0, 10.0, 13.0):
+        drainer.look(second)
+    assert len(scheduler.hands.actions) == 12

@@ -1,0 +1,224 @@
+"""The cluster's state from membership, reports and placements."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from scheduler_svc.state import ClusterState
+from tailrace.actions import Place
+from tailrace.cluster import Arrival, InstanceState, Phase, Pool
+from tailrace.policy.least_loaded import LeastLoaded
+from tests.scheduler.facts import (
+    ANSWERING,
+    GONE,
+    PREFILL,
+    REASONING,
+    event,
+    instance,
+    members,
+    request,
+    steady,
+)
+
+
+def cluster(*names: str) -> ClusterState:
+    """A state of these instances, all of which have reported."""
+    state = ClusterState()
+    state.set_members(members(*names), 0.0)
+    for name in names:
+        state.apply(steady(name), 0.0)
+    return state
+
+
+def arrival(request_id: str, prompt_tokens: int = 100) -> Arrival:
+    """A new request."""
+    return Arrival(request_id, prompt_tokens, 1_000, 0)
+
+
+def test_report_becomes_view() -> None:
+    state = cluster("a", "b")
+    state.apply(steady("a", [request("r", output_tokens=28)]), 1.0)
+    view = state.view().instances["a"]
+    assert (view.running, view.kv_used_tokens, view.kv_capacity_tokens) == (1, 128, 16_000)
+    assert view.requests[0].context_tokens == 128
+    assert view.requests[0].phase is Phase.REASONING
+    assert list(state.view().instances) == ["a", "b"]
+
+
+def test_a_view_once_given_never_changes() -> None:
+    state = cluster("a")
+    before = state.view()
+    state.apply(steady("a", [request("r")]), 1.0)
+    state.set_members(members("a", "b"), 1.0)
+    assert before.instances["a"].running == 0
+    assert list(before.instances) == ["a"]
+
+
+def test_strangers_and_earlier_incarnations_say_nothing() -> None:
+    state = cluster("a")
+    state.apply(steady("x", [request("r")]), 1.0)
+    state.apply(steady("a", [request("r")], incarnation="0"), 1.0)
+    assert list(state.requests()) == []
+
+
+def test_a_restarted_instance_starts_from_nothing() -> None:
+    state = cluster("a")
+    state.apply(steady("a", [request("r")]), 1.0)
+    restarted = members("a")
+    restarted.instances = {"a": instance("a", incarnation="2")}
+    state.set_members(restarted, 2.0)
+    assert list(state.requests()) == []
+    assert state.view().instances["a"].running == 0
+
+
+def test_a_burst_spreads() -> None:
+    """Nothing is reported between placements; each one is counted in nevertheless."""
+    names = [f"w{n}" for n in range(10)]
+    state, policy, placed = cluster(*names), LeastLoaded(), Counter[str]()
+    for number in range(100):
+        new = arrival(f"r{number}")
+        placement = policy.place(state.view(), new, 0.0)
+        assert isinstance(placement, Place)
+        state.place(new, placement.instance_id, "f", 0.0)
+        placed[placement.instance_id] += 1
+    assert set(placed.values()) == {10}
+
+
+def test_a_placement_is_counted_once_it_is_reported_by_the_report_alone() -> None:
+    state = cluster("a")
+    state.place(arrival("r"), "a", "f", 1.0)
+    assert state.view().instances["a"].prefill_backlog_tokens == 100
+    assert state.view().instances["a"].waiting == 1
+    state.apply(steady("a", [request("r")]), 1.5)
+    view = state.view().instances["a"]
+    assert (view.prefill_backlog_tokens, view.waiting, view.running) == (0, 0, 1)
+    assert len(view.requests) == 1
+
+
+def test_a_placement_that_never_comes_is_forgotten() -> None:
+    state = cluster("a")
+    state.place(arrival("r"), "a", "f", 1.0)
+    state.apply(steady("a"), 1.5)
+    assert state.view().instances["a"].waiting == 1
+    state.apply(steady("a"), 3.5)
+    assert state.view().instances["a"].waiting == 0
+    assert state.request("r") is None
+
+
+def test_placed_again_elsewhere() -> None:
+    state = cluster("a", "b")
+    state.place(arrival("r"), "a", "f", 1.0)
+    state.place(arrival("r"), "b", "f", 1.1)
+    assert state.view().instances["a"].waiting == 0
+    found = state.request("r")
+    assert found is not None and found.instance_id == "b"
+
+
+def test_events_move_counts_between_reports() -> None:
+    state = cluster("a")
+    state.place(arrival("r"), "a", "f", 1.0)
+    (change,) = state.apply(event("a", "r", REASONING), 1.1)
+    assert (change.left, change.request.phase) == (Phase.PREFILL, Phase.REASONING)
+    assert change.request.max_tokens == 1_000
+    view = state.view().instances["a"]
+    assert (view.running, view.waiting, view.prefill_backlog_tokens) == (1, 0, 0)
+    (change,) = state.apply(event("a", "r", ANSWERING, output_tokens=50), 1.2)
+    assert (change.left, change.request.output_tokens) == (Phase.REASONING, 50)
+    assert state.apply(event("a", "r", GONE), 1.3) == []
+    view = state.view().instances["a"]
+    assert (view.running, view.kv_used_tokens, view.context_tokens, view.requests) == (0, 0, 0, ())
+
+
+def test_a_lost_event_is_made_up_for_by_the_next_report() -> None:
+    state = cluster("a")
+    state.place(arrival("r"), "a", "f", 1.0)
+    (change,) = state.apply(steady("a", [request("r", REASONING)]), 1.5)
+    assert change.left is Phase.PREFILL
+    assert state.apply(steady("a", [request("r", REASONING)]), 2.0) == []
+
+
+def test_what_was_running_before_this_scheduler_is_no_change() -> None:
+    state = cluster("a")
+    assert state.apply(steady("a", [request("r", ANSWERING)]), 1.0) == []
+
+
+def test_placed_by_another_scheduler() -> None:
+    state = cluster("a")
+    (change,) = state.apply(event("a", "r1", REASONING), 1.0)
+    assert change.left is Phase.PREFILL
+    (change,) = state.apply(event("a", "r2", ANSWERING, output_tokens=1), 1.0)
+    assert change.left is Phase.PREFILL
+    (change,) = state.apply(event("a", "r3", ANSWERING, output_tokens=40), 1.0)
+    assert change.left is Phase.REASONING
+
+
+def test_handed_over_counts_where_its_epoch_is_newest() -> None:
+    state = cluster("a", "b")
+    state.apply(steady("a", [request("r")]), 1.0)
+    assert state.apply(event("b", "r", REASONING, epoch=1, output_tokens=12), 1.1) == []
+    found = state.request("r")
+    assert found is not None and (found.instance_id, found.epoch) == ("b", 1)
+    # The source reports it for a moment longer.
+    assert state.apply(steady("a", [request("r")]), 1.2) == []
+    found = state.request("r")
+    assert found is not None and found.instance_id == "b"
+    assert state.requests_on("a") == []
+    state.apply(event("a", "r", GONE), 1.3)
+    assert state.request("r") is not None
+    assert len(list(state.requests())) == 1
+
+
+def test_recovered_elsewhere() -> None:
+    state = cluster("a", "b")
+    state.apply(steady("a", [request("r", REASONING)]), 1.0)
+    state.place(replace(arrival("r"), output_tokens=10), "b", "f", 1.1)
+    # The lost instance's last words.
+    assert state.apply(event("a", "r", ANSWERING, output_tokens=11), 1.2) == []
+    found = state.request("r")
+    assert found is not None and found.instance_id == "b"
+    (change,) = state.apply(event("b", "r", REASONING, epoch=1, output_tokens=11), 1.3)
+    assert change.left is Phase.PREFILL
+
+
+def test_states_of_instances() -> None:
+    state = cluster("a", "b", "c", "d")
+    facts = members("a", "b", "c", "d")
+    facts.draining, facts.suspects = frozenset("b"), frozenset("c")
+    facts.pools = {"a": Pool.PREFILL}
+    state.set_members(facts, 1.0)
+    state.set_silent(["d"])
+    states = {name: i.state for name, i in state.view().instances.items()}
+    assert states == {
+        "a": InstanceState.ACTIVE,
+        "b": InstanceState.DRAINING,
+        "c": InstanceState.SUSPECT,
+        "d": InstanceState.SUSPECT,
+    }
+    assert state.view().instances["a"].pool is Pool.PREFILL
+
+
+def test_when_all_are_silent_it_is_the_monitor() -> None:
+    state = cluster("a", "b")
+    state.set_silent(["a", "b"])
+    assert len(state.view().placeable()) == 2
+
+
+def test_one_open_migration_a_request() -> None:
+    state = cluster("a")
+    state.apply(steady("a", [request("r")]), 1.0)
+    assert state.migration_opened("r")
+    assert not state.migration_opened("r")
+    assert state.view().instances["a"].requests[0].migrating
+    state.apply(steady("a", [request("r")]), 1.5)
+    assert state.view().instances["a"].requests[0].migrating
+    state.migration_closed("r")
+    assert not state.view().instances["a"].requests[0].migrating
+
+
+def test_requests_of_an_instance_that_left_are_forgotten() -> None:
+    state = cluster("a", "b")
+    state.apply(steady("a", [request("r", PREFILL)]), 1.0)
+    state.set_members(members("b"), 2.0)
+    assert state.request("r") is None
+    assert list(state.view().instances) == ["b"]
