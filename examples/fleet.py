@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from openai import OpenAI
 
-from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, types_pb2
+from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, types_pb2, worker_pb2
 
 
 class Fleet:
@@ -32,10 +32,16 @@ class Fleet:
         """Every running request."""
         return list(self._admin.ListRequests(admin_pb2.ListRequestsRequest(), timeout=5).requests)
 
-    def migrate(self, request_id: str, target: str, reason: str = "example") -> migration_pb2.MigrationRecord:
+    def migrate(
+        self,
+        request_id: str,
+        target: str,
+        reason: str = "example",
+        mode: worker_pb2.CopyMode.ValueType = worker_pb2.COPY_MODE_PRE_COPY,
+    ) -> migration_pb2.MigrationRecord:
         """Move a request and wait for the outcome; the last record says how it went."""
         request = admin_pb2.AdminMigrateRequest(
-            request_id=request_id, target_instance_id=target, reason=reason
+            request_id=request_id, target_instance_id=target, reason=reason, mode=mode
         )
         record = migration_pb2.MigrationRecord()
         for update in self._admin.Migrate(request, timeout=30):

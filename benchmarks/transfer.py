@@ -1,0 +1,207 @@
+"""`make bench-transfer`: how fast KV moves, and how long a live migration stops its request.
+
+Two simulated workers, whose KV bytes are really made, sent over UCX, checked and kept. The rate of a large
+migration stands beside `ucx_perftest` (of the same UCX, on the transport it chooses by itself) taken just
+before and just after; the pause of a live migration stands beside that of stop-and-copy of the same request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from dataclasses import asdict, dataclass
+from http.client import HTTPResponse
+from pathlib import Path
+
+import grpc
+import libucx
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.report import machine, save
+from benchmarks.servers import MODEL, TailraceCluster
+from examples.fleet import Fleet
+from tailrace.local.ports import free_ports
+from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, types_pb2, worker_pb2
+
+KV_BYTES_PER_TOKEN = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One migration."""
+
+    mode: str
+    prompt_tokens: int
+    bytes: int
+    rounds: int
+    pause_ms: float
+    pause_steps: float
+    # Of the largest round.
+    mib_per_s: float
+
+
+def perftest_mib_per_s(message_bytes: int) -> float:
+    """`ucx_perftest tag_bw` between two processes on loopback, MiB/s."""
+    folder = Path(libucx.__file__).parent
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder / "lib")}
+    (port,) = free_ports(1)
+    tool = [str(folder / "bin" / "ucx_perftest"), "-p", str(port)]
+    with subprocess.Popen(
+        tool, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as server:
+        try:
+            load = ["127.0.0.1", "-t", "tag_bw", "-s", str(message_bytes), "-n", "64", "-w", "4"]
+            for _ in range(50):
+                ran = subprocess.run(
+                    [tool[0], *load, "-p", str(port)],
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    timeout=120,
+                    check=False,
+                )
+                # Final: <iterations> <50%ile> <average> <overall> <bandwidth> <overall bandwidth> ...
+                if found := re.search(r"Final:\s+\d+\s+\S+\s+\S+\s+\S+\s+\S+\s+(\S+)", ran.stdout):
+                    return float(found.group(1)) * 1e6 / (1 << 20)
+                time.sleep(0.1)  # the server does not listen yet
+            raise RuntimeError(f"ucx_perftest: {ran.stdout[-500:]} {ran.stderr[-500:]}")
+        finally:
+            server.terminate()
+
+
+def move_once(cluster: TailraceCluster, fleet: Fleet, tokens: int, mode: str, seed: int) -> Move:
+    """Start a request with a prompt of `tokens`, migrate it while it decodes, and let it go."""
+    body = {
+        "model": MODEL,
+        "prompt": [(seed * 7919 + n * 31) % 200 + 20 for n in range(tokens)],
+        "max_tokens": 2000,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    request = urllib.request.Request(
+        f"{cluster.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as stream:
+        for _ in range(40):  # decoding well under way
+            stream.readline()
+        reader = threading.Thread(target=_read_on, args=(stream,), daemon=True)
+        reader.start()
+        running = _listed(fleet, tokens)
+        target = next(i for i in fleet.instances() if i != running.instance_id)
+        live = worker_pb2.COPY_MODE_PRE_COPY
+        how = live if mode == "live" else worker_pb2.COPY_MODE_STOP_AND_COPY
+        record = fleet.migrate(running.request_id, target, mode=how)
+    if record.state != types_pb2.MIGRATION_STATE_COMMITTED:
+        raise RuntimeError(f"{mode} migration of {tokens} tokens: {record.error}")
+    return _as_move(record, mode, tokens)
+
+
+def _read_on(stream: HTTPResponse) -> None:
+    try:
+        while stream.read(65536):
+            pass
+    except (OSError, ValueError, AttributeError):
+        return  # closed under our hands: the figures are taken
+
+
+def _listed(fleet: Fleet, tokens: int) -> admin_pb2.RequestInfo:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        for request in fleet.requests():
+            if request.prompt_tokens == tokens and request.output_tokens:
+                return request
+        time.sleep(0.05)
+    raise TimeoutError("the request is not listed")
+
+
+def _as_move(record: migration_pb2.MigrationRecord, mode: str, tokens: int) -> Move:
+    largest = max(record.rounds, key=lambda r: r.bytes)
+    return Move(
+        mode=mode,
+        prompt_tokens=tokens,
+        bytes=record.bytes,
+        rounds=len(record.rounds),
+        pause_ms=record.pause_ms,
+        pause_steps=record.pause_steps,
+        mib_per_s=largest.bytes / (1 << 20) / (largest.ms / 1000),
+    )
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192, 32768])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
+    options = parser.parse_args()
+    console = Console(stderr=options.output == "json")
+    console.print(f"on {machine()}; KV of {KV_BYTES_PER_TOKEN} bytes a token")
+    longest = max(options.tokens) + 4096
+    worker = [f"--max-model-len={longest}", f"--kv-blocks={3 * longest // 16}"]
+    worker += [f"--engine-arg=kv_bytes_per_token={KV_BYTES_PER_TOKEN}"]
+    arguments = ["--workers", "2", "--engine", "simulated", "--no-traces"]
+    arguments += [f"--worker-arg={argument}" for argument in worker]
+    front = "rust" if (Path(sys.executable).parent / "vllm-rs").exists() else "python"
+    ceilings = [perftest_mib_per_s(8 << 20)]
+    moves: list[Move] = []
+    with TailraceCluster("tailrace", arguments, front) as cluster:
+        fleet = Fleet(admin_pb2_grpc.AdminStub(grpc.insecure_channel(cluster.admin)))
+        for repeat in range(options.repeats):
+            for tokens in options.tokens:
+                for mode in ("live", "stop and copy"):
+                    console.print(
+                        f"  {tokens} tokens, {mode}, {repeat + 1} of {options.repeats}", style="dim"
+                    )
+                    moves.append(move_once(cluster, fleet, tokens, mode, repeat))
+    ceilings.append(perftest_mib_per_s(8 << 20))
+    figures: dict[str, object] = {
+        "kv_bytes_per_token": KV_BYTES_PER_TOKEN,
+        "ucx_perftest_mib_per_s": ceilings,
+        "moves": [asdict(move) for move in moves],
+    }
+    _print(moves, ceilings, options.tokens, console)
+    path = save("transfer", figures)
+    if options.output == "json":
+        print(json.dumps(figures))
+    console.print(f"figures: {path}")
+    return 0
+
+
+def _print(moves: list[Move], ceilings: list[float], lengths: list[int], console: Console) -> None:
+    table = Table(title="Medians. Pause: from asking the source to stop until the target may emit")
+    for column in ("KV", "live: pause ms", "steps", "rounds", "stop and copy: pause ms", "steps", "ratio"):
+        table.add_column(column, justify="right")
+    for tokens in lengths:
+        live = [m for m in moves if m.prompt_tokens == tokens and m.mode == "live"]
+        stop = [m for m in moves if m.prompt_tokens == tokens and m.mode != "live"]
+        pause, whole = (statistics.median(m.pause_ms for m in group) for group in (live, stop))
+        table.add_row(
+            f"{tokens:,} tokens, {statistics.median(m.bytes for m in stop) / (1 << 20):,.0f} MiB",
+            f"{pause:,.1f}",
+            f"{statistics.median(m.pause_steps for m in live):.1f}",
+            f"{statistics.median(m.rounds for m in live):.0f}",
+            f"{whole:,.1f}",
+            f"{statistics.median(m.pause_steps for m in stop):.1f}",
+            f"{pause / whole:.3f}",
+        )
+    console.print(table)
+    largest = [m.mib_per_s for m in moves if m.prompt_tokens == max(lengths)]
+    rate, ceiling = statistics.median(largest), statistics.median(ceilings)
+    console.print(
+        f"KV transfer, checksums and copies included: {rate:,.0f} MiB/s; ucx_perftest in the same run: "
+        f"{ceiling:,.0f} MiB/s (before and after: {', '.join(f'{c:,.0f}' for c in ceilings)}); "
+        f"ratio {rate / ceiling:.2f}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
