@@ -7,6 +7,7 @@ state; both hand the same types to the same policies. Lengths are in tokens, tim
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -82,6 +83,18 @@ class RequestView:
 
 
 @dataclass(frozen=True, slots=True)
+class PhaseLoad:
+    """What PASCAL's instance selection asks of an instance's requests (Algorithms 1 and 2)."""
+
+    # r_i: requests in prefill or reasoning that are not demoted.
+    reasoning: int = 0
+    # a_i: answering requests that have not used up their first quantum.
+    fresh_answering: int = 0
+    # The least pacer slack of all answering requests; infinite: none is known to be behind.
+    least_pacer_slack_tokens: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
 class InstanceView:
     """One instance as last reported, with what the scheduler has placed on it since."""
 
@@ -101,12 +114,17 @@ class InstanceView:
     token_interval_s: float = 0.0
     # KV swapped out to host memory, in tokens.
     host_kv_tokens: int = 0
+    # Host memory that can take KV, of migrated requests too, in tokens. 0: a migration needs room on the device.
+    host_kv_capacity_tokens: int = 0
     # Seconds until a prefill that arrives now would start (Arrow, section 5.3). None: derive from backlog.
     prefill_delay_s: float | None = None
     # Most tokens in the running batch that keep the TPOT SLO (Arrow, Alg. 2). None: KV capacity.
     max_running_tokens: int | None = None
-    # Token load at the coming steps of the prediction horizon, simulated by the worker (ARES, section 5.2).
+    # Token load now and at the coming steps of the prediction horizon, simulated by the worker (ARES,
+    # section 5.2; tailrace.policy.ares.future_load).
     future_load: tuple[float, ...] = ()
+    # Counts over `requests`, for whoever builds the view and has them. None: derive them from `requests`.
+    phase_load: PhaseLoad | None = None
     migrations_in: int = 0
     migrations_out: int = 0
     # A tuple from the live scheduler; the simulator makes them only when somebody looks.
@@ -141,7 +159,8 @@ class ClusterView:
 
     def placeable(self) -> list[InstanceView]:
         """Instances that may get new work, in instance-id order."""
-        return [i for i in self.instances.values() if i.state is InstanceState.ACTIVE]
+        active = InstanceState.ACTIVE
+        return [i for i in self.instances.values() if i.state is active]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,16 @@ class LeastLoaded(Policy):
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         """The least (share of KV that is spoken for, requests, id) among instances that may get work."""
-        candidates = [i for i in view.placeable() if i.instance_id not in arrival.excluded]
+        candidates = view.placeable()
+        if arrival.excluded:
+            candidates = [i for i in candidates if i.instance_id not in arrival.excluded]
         if not candidates:
             return Refuse("no active instance")
         return Place(min(candidates, key=_load_key).instance_id)
 
 
-def _load_key(instance: InstanceView) -> tuple[float, int, str]:
-    capacity = max(1, instance.kv_capacity_tokens)
-    spoken_for = (instance.kv_used_tokens + instance.prefill_backlog_tokens) / capacity
-    return (round(spoken_for, 3), instance.load, instance.instance_id)
+def _load_key(instance: InstanceView) -> tuple[int, int, str]:
+    """Whole thousandths, so that a few tokens more or less do not outweigh the number of requests."""
+    spoken_for = instance.kv_used_tokens + instance.prefill_backlog_tokens
+    share = spoken_for * 1_000 // (instance.kv_capacity_tokens or 1)
+    return share, instance.running + instance.waiting, instance.instance_id
