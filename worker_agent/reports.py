@@ -29,6 +29,10 @@ class _Closed(Exception):
     """The monitor ended the stream."""
 
 
+# How a stream ends, whoever ends it.
+_ENDED: Final = (grpc.aio.AioRpcError, _Closed, TimeoutError, asyncio.InvalidStateError)
+
+
 class Reports:
     """Reports for as long as `run` runs; connects again for ever. Nothing on the data path waits for it."""
 
@@ -70,17 +74,22 @@ class Reports:
 
     async def _attempt(self, address: str) -> str:
         """One stream, to its end; why it ended."""
-        reason = ""
         call = monitor_pb2_grpc.MonitorStub(self._channels.get(address)).Report()
+        tasks = [
+            asyncio.create_task(_acknowledged(call), name="report acknowledgements"),
+            asyncio.create_task(self._write(call, address), name="reports"),
+        ]
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(_acknowledged(call))
-                group.create_task(self._write(call, address))
-        except* (grpc.aio.AioRpcError, _Closed, TimeoutError, asyncio.InvalidStateError) as errors:
-            reason = "; ".join(_said(error) for error in errors.exceptions)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             call.cancel()
-        return reason
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception) and not isinstance(result, _ENDED):
+                raise result
+        return "; ".join(_said(result) for result in results if isinstance(result, Exception))
 
     async def _write(
         self,

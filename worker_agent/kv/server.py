@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 # A connection that asks for nothing is closed; its client closes it sooner.
 _IDLE_S: Final = 120.0
+# The target chooses the size of chunks, within reason.
+_CHUNK_BYTES_MAX: Final = 64 << 20
 # One chunk to a client that does not take it.
 _SEND_S: Final = 10.0
 _CONNECTIONS_MAX: Final = 64
@@ -110,7 +112,9 @@ class KvServer:
     async def _answer(self, channel: Channel, request: ReceivedRequest) -> None:
         """Send the chunks; while one is on the wire the next one is gathered."""
         session = self._sessions.find(request.session, request.migration)
-        chunk_blocks = min(request.chunk_blocks, self._pool.chunk_blocks)
+        chunk_blocks = min(request.chunk_blocks, request.num_blocks)
+        if chunk_blocks * self._shape.block_bytes > max(_CHUNK_BYTES_MAX, self._shape.block_bytes):
+            raise KvTransferError(f"chunks of {chunk_blocks} blocks are too large")
         end = request.first_block + request.num_blocks
         before: _Chunk | None = None
         try:

@@ -1,16 +1,16 @@
 """This process's one UCX context, and messages over one endpoint.
 
-Chosen by measurement, two processes on loopback, 1 GiB, both cores of a small machine shared with others
-(`python -m benchmarks.kv_transport` repeats it):
+Chosen by measurement: two processes on loopback, 1 GiB a run, on a two-core machine that others used too, so
+that only the comparison counts (`benchmarks/transfer.py` sets the rate beside ucx_perftest's in one run).
 
-- progress mode "thread" with Python futures. In every other mode `ucxx` awaits by polling: an idle endpoint
+- Progress mode "thread" with Python futures. In every other mode `ucxx` awaits by polling: an idle endpoint
   that waits for its next request would keep the event loop, which the engine's outputs pass through, busy for
-  ever. A process with an idle endpoint uses about 1% of a core this way, against 25-50% ("blocking") and
-  a whole core ("thread-polling").
-- tag messages into a buffer of ours. Active messages arrive in a buffer that UCX allocates anew each time, at
-  half the rate; page faults are the difference.
-- chunks of 8 MiB, two under way: 0.9 GiB/s; one at a time gives 0.6, chunks of 1 MiB 0.3 (each message
-  costs about half a millisecond of hand-overs between threads), chunks of 16 MiB fall out of the cache.
+  ever. A process with an idle endpoint uses about 1% of a core this way, against 25-50% ("blocking").
+- Tag messages into a buffer of ours: 0.9 GiB/s. Active messages arrive in memory that UCX allocates anew each
+  time, at half the rate; page faults are the difference.
+- Chunks of 8 MiB, two under way. One at a time gave 0.6 GiB/s, chunks of 1 MiB 0.3 (each message costs up to
+  half a millisecond of hand-overs between threads), chunks of 16 MiB 0.6 (they fall out of the cache).
+- Receives are posted before the request is sent, and the connection is made before the pause.
 """
 
 from __future__ import annotations

@@ -1,0 +1,55 @@
+"""The worker's command line."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tailrace.store.store import Store
+from tests.worker.worker_processes import worker_process
+from worker_agent.engines import EngineOptionError, EngineOptions, make_engine, read_argument
+from worker_agent.faults import VARIABLE, Faults
+from worker_agent.main import command
+
+
+def test_engine_arguments_are_json_or_strings() -> None:
+    assert read_argument("max-num-seqs=4") == ("max_num_seqs", 4)
+    assert read_argument("--dtype=float32") == ("dtype", "float32")
+    assert read_argument('hf_overrides={"a": [1]}') == ("hf_overrides", {"a": [1]})
+    with pytest.raises(EngineOptionError):
+        read_argument("nothing")
+
+
+def test_a_setting_that_the_simulated_engine_lacks_is_named() -> None:
+    with pytest.raises(EngineOptionError, match="wings"):
+        make_engine(EngineOptions("simulated", arguments={"wings": 2}))
+    with pytest.raises(EngineOptionError):
+        make_engine(EngineOptions("simulated", arguments={"speed": "fast"}))
+
+
+def test_many_workers_a_process_are_for_the_simulated_engine() -> None:
+    result = CliRunner().invoke(command, ["--engine", "vllm", "--count", "2"])
+    assert result.exit_code == 2 and "--count" in result.output
+
+
+def test_faults_must_be_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, '{"hold": "import:open", "secnods": 3}')
+    with pytest.raises(RuntimeError, match=VARIABLE):
+        Faults.from_environment("w")
+
+
+async def test_many_workers_in_one_process_register_each(
+    store: Store, etcd: str, cluster: str, tmp_path: Path
+) -> None:
+    async with worker_process(store, etcd, cluster, tmp_path, "many", count=5) as process:
+        records = process.records
+        assert [record.instance_id for record in records] == [f"many-{n}" for n in range(5)]
+        assert len({record.address for record in records}) == 5
+        assert len({record.incarnation for record in records}) == 5
+        maps = Path(f"/proc/{process.process.pid}/maps")
+        assert "torch" not in await asyncio.to_thread(maps.read_text), "a simulated worker has no use for it"
+    assert await store.get_prefix("instances/") == {}
+    assert process.process.returncode == 0

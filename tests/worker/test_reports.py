@@ -1,0 +1,133 @@
+"""Reports to a monitor over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+
+from tailrace.service.channels import Channels
+from tailrace.v1 import monitor_pb2, monitor_pb2_grpc, types_pb2
+from worker_agent.carried import Carried
+from worker_agent.engine.base import EnginePhase, EngineStats, RequestStats
+from worker_agent.phase_news import PhaseNews
+from worker_agent.reports import Reports
+
+WAIT_S = 10.0
+
+
+class ScriptedMonitor(monitor_pb2_grpc.MonitorServicer):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.reports: asyncio.Queue[monitor_pb2.WorkerReport] = asyncio.Queue()
+
+    async def Report(
+        self, requests: AsyncIterator[monitor_pb2.WorkerReport], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[monitor_pb2.ReportAck]:
+        async for report in requests:
+            self.reports.put_nowait(report)
+            yield monitor_pb2.ReportAck(seq=report.seq)
+
+    async def next(self) -> monitor_pb2.WorkerReport:
+        async with asyncio.timeout(WAIT_S):
+            return await self.reports.get()
+
+    async def steady(self) -> monitor_pb2.WorkerReport:
+        while not (report := await self.next()).HasField("load"):
+            pass
+        return report
+
+
+@asynccontextmanager
+async def serving(monitor: ScriptedMonitor, port: int = 0) -> AsyncIterator[int]:
+    server = grpc.aio.server()
+    monitor_pb2_grpc.add_MonitorServicer_to_server(monitor, server)
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(None)
+
+
+def request(number: int, phase: EnginePhase, state: str = "running") -> RequestStats:
+    return RequestStats(f"r{number}", "fe", 2, phase, state, 100, 20, 5, 400, 8, 1.0, 12.5)
+
+
+STATS = EngineStats(
+    requests=[
+        request(1, EnginePhase.REASONING),
+        request(2, EnginePhase.ANSWERING, "paused"),
+        request(3, EnginePhase.PREFILL, "preempted"),
+    ],
+    kv_blocks_used=24,
+    kv_blocks_total=100,
+    host_kv_bytes_used=0,
+    host_kv_bytes_total=0,
+    prefill_backlog_tokens=80,
+    steps=7,
+    generated_tokens=60,
+    preemptions=1,
+    token_interval_ms_mean=11.0,
+    token_interval_ms_p99=19.0,
+)
+
+
+@asynccontextmanager
+async def reporting(address: str, news: PhaseNews, interval_s: float) -> AsyncIterator[None]:
+    channels = Channels()
+    reports = Reports(
+        "w", "i", 16, lambda: STATS, lambda: (1, 2), news, lambda: address, channels, interval_s
+    )
+    task = asyncio.create_task(reports.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await channels.close()
+
+
+async def test_steady_reports_say_all_there_is() -> None:
+    monitor = ScriptedMonitor()
+    async with serving(monitor) as port, reporting(f"127.0.0.1:{port}", PhaseNews(), 0.05):
+        first, second = await monitor.steady(), await monitor.steady()
+    assert second.seq > first.seq
+    load = second.load
+    assert (load.running, load.waiting, load.paused) == (1, 1, 1)
+    assert (load.prefilling, load.reasoning, load.answering) == (1, 1, 1)
+    assert (load.migrations_in, load.migrations_out) == (1, 2)
+    assert load.context_tokens == 360 and load.kv_blocks_used == 24
+    assert [each.request_id for each in second.requests] == ["r1", "r2", "r3"]
+    assert second.requests[1].state == types_pb2.REQUEST_STATE_PAUSED
+
+
+async def test_phase_changes_are_told_at_once() -> None:
+    monitor, news = ScriptedMonitor(), PhaseNews()
+    async with serving(monitor) as port, reporting(f"127.0.0.1:{port}", news, 3600):
+        assert (await monitor.next()).HasField("load")
+        news.changed("r1")
+        news.gone(Carried("r9", "fe", 4), 33)
+        report = await monitor.next()
+    assert not report.HasField("load")
+    events = {event.request_id: event for event in report.phase_events}
+    assert events["r1"].phase == types_pb2.PHASE_REASONING and events["r1"].epoch == 2
+    assert events["r9"].phase == types_pb2.PHASE_UNSPECIFIED and events["r9"].output_tokens == 33
+
+
+async def test_a_monitor_that_comes_back_is_found_again() -> None:
+    news = PhaseNews()
+    first, second = ScriptedMonitor(), ScriptedMonitor()
+    async with contextlib.AsyncExitStack() as stack:
+        async with serving(first) as port:
+            await stack.enter_async_context(reporting(f"127.0.0.1:{port}", news, 0.05))
+            await first.steady()
+        # Nobody listens; nothing is lost that a later report would not say.
+        news.changed("r2")
+        async with serving(second, port):
+            await second.steady()
