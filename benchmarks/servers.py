@@ -96,7 +96,8 @@ class VllmServe(Server):
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": str(os.cpu_count() or 1),
+            # As `tailrace up` gives one worker: all cores but one, which is the front half's.
+            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1)),
         }
         if rust_front is not None:
             environment |= {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": str(rust_front)}

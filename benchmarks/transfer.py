@@ -149,7 +149,7 @@ def main() -> int:
     worker = [f"--max-model-len={longest}", f"--kv-blocks={3 * longest // 16}"]
     worker += [f"--engine-arg=kv_bytes_per_token={KV_BYTES_PER_TOKEN}"]
     arguments = ["--workers", "2", "--engine", "simulated", "--no-traces"]
-    arguments += [f"--worker-arg={argument}" for argument in worker]
+    arguments += ["--", *worker]
     front = "rust" if (Path(sys.executable).parent / "vllm-rs").exists() else "python"
     ceilings = [perftest_mib_per_s(8 << 20)]
     moves: list[Move] = []

@@ -110,8 +110,8 @@ def _worker(options: ClusterOptions, service: Callable[..., PartSpec], number: i
         arguments += ["--reasoning-parser", options.reasoning_parser]
     if options.engine is Engine.SIMULATED:
         return service("worker", f"worker-{number}", Tier.WORKER, *arguments, *options.worker_arguments)
-    # Engines that each start a thread a core slow one another down.
-    environment = {"OMP_NUM_THREADS": str(max(1, options.cores // options.workers))}
+    # Engines that each start a thread a core slow one another down; the front half wants a core, too.
+    environment = {"OMP_NUM_THREADS": str(max(1, (options.cores - 1) // options.workers))}
     if options.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = options.gpus[number % len(options.gpus)]
         share = _GPU_MEMORY / math.ceil(options.workers / len(options.gpus))
