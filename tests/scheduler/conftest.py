@@ -1,0 +1,151 @@
+"""Real control services in this process on a real etcd, and workers that do as a test says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import grpc
+import msgspec
+import pytest
+
+from migration_svc import main as migration_main
+from migration_svc.admission import Admission
+from migration_svc.migration import CopyRules
+from monitor_svc import main as monitor_main
+from monitor_svc.gauges import Limits
+from scheduler_svc import main as scheduler_main
+from tailrace.service.channels import Channels
+from tailrace.service.options import CommonOptions
+from tailrace.service.server import Servicer, serve_grpc
+from tailrace.store.membership import Membership
+from tailrace.store.registration import Registration
+from tailrace.store.store import Store
+from tailrace.v1 import monitor_pb2, worker_pb2_grpc
+from tailrace.v1.admin_pb2_grpc import AdminStub
+from tailrace.v1.monitor_pb2_grpc import MonitorStub
+from tailrace.v1.scheduler_pb2_grpc import SchedulerStub
+from tests.migration.scripted_worker import ScriptedWorker
+from tests.scheduler.facts import instance
+
+WAIT_S = 20.0
+
+
+class Worker(ScriptedWorker):
+    """Registered in etcd; reports to the monitor when told to."""
+
+    def __init__(self, name: str, registration: Registration) -> None:
+        super().__init__()
+        self.name = name
+        self.registration = registration
+
+
+@dataclass
+class Control:
+    """The services of one cluster."""
+
+    etcd: str
+    cluster: str
+    store: Store
+    members: Membership
+    stack: contextlib.AsyncExitStack
+    channels: Channels
+    workers: dict[str, Worker] = field(default_factory=dict)
+    tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def options(self, kind: str, name: str) -> CommonOptions:
+        """As from the command line."""
+        return CommonOptions((self.etcd,), self.cluster, "127.0.0.1:0", "127.0.0.1:0", name, "")
+
+    async def members_show(self, wanted: Callable[[Membership], bool]) -> None:
+        """Wait until etcd says so."""
+        async with asyncio.timeout(WAIT_S):
+            while not wanted(self.members):
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def start_monitor(self) -> None:
+        """A monitor."""
+        serving = monitor_main.serve(self.options("monitor", "monitor"), 2.0, Limits(10.0, 0.1), 1_000)
+        await self._start("monitor", "monitor", serving)
+
+    async def start_migration(self) -> None:
+        """A migration service without a journal."""
+        options = self.options("migration", "migration")
+        await self._start(
+            "migration", "migration", migration_main.serve(options, None, Admission(), CopyRules())
+        )
+
+    async def start_scheduler(self, name: str) -> None:
+        """A scheduler."""
+        await self._start(
+            "scheduler", name, scheduler_main.serve(self.options("scheduler", name), "least_loaded")
+        )
+
+    async def _start(self, kind: str, name: str, serving: object) -> None:
+        assert asyncio.iscoroutine(serving)
+        self.tasks[name] = asyncio.create_task(serving)
+        await self.members_show(lambda m: (kind, name) in m.services)
+
+    async def stop(self, name: str) -> None:
+        """Stop a service as SIGTERM does."""
+        task = self.tasks.pop(name)
+        task.cancel()
+        await asyncio.wait([task])
+
+    async def start_worker(self, name: str) -> Worker:
+        """A worker that has registered."""
+        record = instance(name)
+        registration = await self.store.register(f"instances/{name}", msgspec.json.encode(record))
+        worker = self.workers[name] = Worker(name, registration)
+        servicer = Servicer(worker_pb2_grpc.add_WorkerServicer_to_server, worker, "tailrace.v1.Worker")
+        server = await self.stack.enter_async_context(serve_grpc("127.0.0.1:0", [servicer]))
+        await registration.update(msgspec.json.encode(instance(name, server.address)))
+        await self.members_show(lambda m: name in m.instances and m.instances[name].address == server.address)
+        return worker
+
+    async def channel(self, kind: str, name: str) -> grpc.aio.Channel:
+        """To a service."""
+        return self.channels.get(self.members.services[(kind, name)].address)
+
+    async def admin(self, name: str = "s1") -> AdminStub:
+        """A scheduler's admin API."""
+        return AdminStub(await self.channel("scheduler", name))
+
+    async def scheduler(self, name: str = "s1") -> SchedulerStub:
+        """A scheduler."""
+        return SchedulerStub(await self.channel("scheduler", name))
+
+    async def report(self, *reports: monitor_pb2.WorkerReport) -> None:
+        """Send reports to the monitor, and see them acknowledged."""
+        stub = MonitorStub(await self.channel("monitor", "monitor"))
+        async for _ in stub.Report(iter(reports), timeout=WAIT_S):
+            pass
+
+
+@pytest.fixture
+async def control(etcd: str, cluster: str) -> AsyncIterator[Control]:
+    """A monitor, a migration service, a scheduler s1 that leads, and workers a and b."""
+    async with contextlib.AsyncExitStack() as stack:
+        store = await Store.connect([etcd], cluster)
+        stack.push_async_callback(store.close)
+        members = await Membership.start(store)
+        stack.push_async_callback(members.close)
+        channels = Channels()
+        stack.push_async_callback(channels.close)
+        control = Control(etcd, cluster, store, members, stack, channels)
+        members.add_listener(control._changed.set)
+        try:
+            await control.start_monitor()
+            await control.start_migration()
+            await control.start_scheduler("s1")
+            await control.start_worker("a")
+            await control.start_worker("b")
+            await control.members_show(lambda m: {"scheduler", "monitor"} <= m.leaders.keys())
+            yield control
+        finally:
+            for name in list(control.tasks):
+                await control.stop(name)

@@ -1,0 +1,410 @@
+"""Scheduler, monitor and migration service together, on a real etcd, through their gRPC APIs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+
+from tailrace.v1 import admin_pb2, migration_pb2, scheduler_pb2, types_pb2
+from tailrace.v1.admin_pb2_grpc import AdminStub
+from tests.migration.scripted_worker import ABORTED, COMMITTED, commit
+from tests.scheduler.conftest import WAIT_S, Control
+from tests.scheduler.facts import PREFILL, REASONING, event, request, steady
+
+ACTIVE = types_pb2.INSTANCE_STATE_ACTIVE
+DRAINING = types_pb2.INSTANCE_STATE_DRAINING
+SUSPECT = types_pb2.INSTANCE_STATE_SUSPECT
+
+
+async def until(ask: Callable[[], Awaitable[bool]]) -> None:
+    """Ask again until it holds; each asking is a call of its own, so no time is slept away."""
+    async with asyncio.timeout(WAIT_S):
+        while not await ask():
+            pass
+
+
+async def requests(admin: AdminStub) -> dict[str, admin_pb2.RequestInfo]:
+    """Running requests by id."""
+    reply = await admin.ListRequests(admin_pb2.ListRequestsRequest(), timeout=5)
+    return {r.request_id: r for r in reply.requests}
+
+
+async def states(admin: AdminStub) -> dict[str, int]:
+    """Instances' states by id."""
+    reply = await admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=5)
+    return {i.instance_id: i.state for i in reply.instances}
+
+
+async def running(control: Control, admin: AdminStub, *names: str) -> None:
+    """Have worker a report these requests, and see the scheduler know them."""
+
+    async def known() -> bool:
+        await control.report(steady("a", [request(name) for name in names]), steady("b"))
+        return set(names) <= (await requests(admin)).keys()
+
+    await until(known)
+
+
+async def refused(call: Awaitable[object]) -> tuple[grpc.StatusCode, str]:
+    """Status and details of a call that must fail."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value.code(), caught.value.details() or ""
+
+
+async def last_record(
+    admin: AdminStub, request_id: str, target: str, reason: str = ""
+) -> migration_pb2.MigrationRecord:
+    """Migrate to the end."""
+    asked = admin_pb2.AdminMigrateRequest(request_id=request_id, target_instance_id=target, reason=reason)
+    return [record async for record in admin.Migrate(asked, timeout=WAIT_S)][-1]
+
+
+async def test_place_and_list(control: Control) -> None:
+    admin, scheduler = await control.admin(), await control.scheduler()
+    await until(lambda: _both_active(admin))
+    placed = [
+        await scheduler.Place(
+            scheduler_pb2.PlaceRequest(request_id=f"r{n}", prompt_tokens=100, max_tokens=10), timeout=5
+        )
+        for n in range(4)
+    ]
+    assert sorted(p.instance_id for p in placed) == ["a", "a", "b", "b"]
+    assert all(p.policy == "least_loaded" and p.decided_us > 0 for p in placed)
+    excluded = scheduler_pb2.PlaceRequest(request_id="r9", excluded_instance_ids=["a", "b"])
+    assert (await scheduler.Place(excluded, timeout=5)).refusal == "no active instance"
+    code, details = await refused(scheduler.Place(scheduler_pb2.PlaceRequest(), timeout=5))
+    assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, "request_id: must not be empty")
+    await running(control, admin, "x")
+    info = (await requests(admin))["x"]
+    assert (info.instance_id, info.phase, info.prompt_tokens) == ("a", REASONING, 100)
+    services = await admin.ListServices(admin_pb2.ListServicesRequest(), timeout=5)
+    assert {(s.kind, s.id, s.leader) for s in services.services} >= {
+        ("scheduler", "s1", True),
+        ("monitor", "monitor", True),
+    }
+
+
+async def _both_active(admin: AdminStub) -> bool:
+    return await states(admin) == {"a": ACTIVE, "b": ACTIVE}
+
+
+async def test_migrate(control: Control) -> None:
+    admin = await control.admin()
+    await running(control, admin, "chatcmpl-one", "chatcmpl-two")
+    control.workers["b"].script = commit()
+    record = await last_record(admin, "one", "b", "why not")
+    assert record.state == COMMITTED
+    assert (record.request_id, record.reason, record.bytes, record.pause_ms) == (
+        "chatcmpl-one",
+        "why not",
+        2000,
+        4.0,
+    )
+    asked = await control.workers["b"].imports.get()
+    assert (asked.from_epoch, asked.epoch, asked.source_instance_id) == (0, 1, "a")
+    listed = await admin.ListMigrations(
+        migration_pb2.ListMigrationsRequest(request_id="chatcmpl-one"), timeout=5
+    )
+    assert [m.migration_id for m in listed.migrations] == [record.migration_id]
+
+
+async def test_migrate_errors(control: Control) -> None:
+    admin = await control.admin()
+    await running(control, admin, "chatcmpl-one", "chatcmpl-two")
+    await control.report(event("a", "filling", PREFILL))
+    await until(lambda: _has(admin, "filling"))
+    await control.start_worker("c")
+    await control.store.put("drains/c", b"1")
+    await until(lambda: _is(admin, "c", DRAINING))
+    expected = [
+        ("", "b", grpc.StatusCode.INVALID_ARGUMENT, "request_id: must not be empty"),
+        ("nope", "b", grpc.StatusCode.NOT_FOUND, "request_id: no running request 'nope'"),
+        ("chatcmpl", "b", grpc.StatusCode.INVALID_ARGUMENT, "part of several request ids"),
+        ("one", "", grpc.StatusCode.INVALID_ARGUMENT, "target_instance_id: must not be empty"),
+        ("one", "x", grpc.StatusCode.NOT_FOUND, "target_instance_id: no instance 'x'"),
+        ("one", "a", grpc.StatusCode.FAILED_PRECONDITION, "already on a"),
+        ("one", "c", grpc.StatusCode.FAILED_PRECONDITION, "instance c is draining"),
+        ("filling", "b", grpc.StatusCode.FAILED_PRECONDITION, "is in prefill"),
+    ]
+    for request_id, target, code, details in expected:
+        said = await refused(last_record(admin, request_id, target))
+        assert said[0] is code
+        assert details in said[1]
+
+
+async def _has(admin: AdminStub, request_id: str) -> bool:
+    return request_id in await requests(admin)
+
+
+async def _is(admin: AdminStub, instance_id: str, state: int) -> bool:
+    return (await states(admin)).get(instance_id) == state
+
+
+async def test_one_migration_a_request_at_a_time(control: Control) -> None:
+    admin = await control.admin()
+    await running(control, admin, "one")
+    target = control.workers["b"]
+    target.script = ["hang"]
+    first = admin.Migrate(
+        admin_pb2.AdminMigrateRequest(request_id="one", target_instance_id="b"), timeout=WAIT_S
+    )
+    reading = asyncio.create_task(_drop(first))
+    await asyncio.wait_for(target.imports.get(), WAIT_S)
+    code, details = await refused(last_record(admin, "one", "b"))
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert "open" in details
+    first.cancel()
+    await asyncio.wait([reading])
+
+
+async def _drop(call: object) -> None:
+    assert isinstance(call, grpc.aio.Call)
+    async for _ in call:  # type: ignore[attr-defined]
+        pass
+
+
+async def test_settings(control: Control) -> None:
+    admin = await control.admin()
+    reply = await admin.SetPolicy(admin_pb2.SetPolicyRequest(name="round_robin"), timeout=5)
+    assert reply.previous == "least_loaded"
+    policies = await admin.ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=5)
+    assert [p.name for p in policies.policies if p.active] == ["round_robin"]
+    await until(lambda: _both_active(admin))
+    pool = admin_pb2.SetPoolRequest(instance_id="a", pool=types_pb2.POOL_PREFILL)
+    assert (await admin.SetPool(pool, timeout=5)).previous == types_pb2.POOL_UNSPECIFIED
+    assert (await admin.SetPool(pool, timeout=5)).previous == types_pb2.POOL_PREFILL
+    out = admin_pb2.SetPoolRequest(instance_id="a")
+    assert (await admin.SetPool(out, timeout=5)).previous == types_pb2.POOL_PREFILL
+    await control.members_show(lambda m: not m.pools)
+    stages = [
+        types_pb2.Stage(lo=0, hi=10, instance_ids=["a"]),
+        types_pb2.Stage(lo=10, hi=20, instance_ids=["b"]),
+    ]
+    await admin.SetStages(admin_pb2.SetStagesRequest(stages=stages), timeout=5)
+
+    async def listed() -> bool:
+        reply = await admin.ListStages(admin_pb2.ListStagesRequest(), timeout=5)
+        return list(reply.stages) == stages
+
+    await until(listed)
+
+
+async def test_settings_errors(control: Control) -> None:
+    admin = await control.admin()
+    await until(lambda: _both_active(admin))
+    stage = types_pb2.Stage
+    bad: list[tuple[Awaitable[Message], grpc.StatusCode, str]] = [
+        (
+            admin.SetPolicy(admin_pb2.SetPolicyRequest(name="best"), timeout=5),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "name: unknown policy 'best'; installed: least_loaded",
+        ),
+        (
+            admin.SetPool(admin_pb2.SetPoolRequest(instance_id="x", pool=types_pb2.POOL_DECODE), timeout=5),
+            grpc.StatusCode.NOT_FOUND,
+            "instance_id: no instance 'x'; there are: a, b",
+        ),
+        (
+            admin.SetStages(
+                admin_pb2.SetStagesRequest(stages=[stage(lo=5, hi=5, instance_ids=["a"])]), timeout=5
+            ),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "stages[0].hi",
+        ),
+        (
+            admin.SetStages(
+                admin_pb2.SetStagesRequest(
+                    stages=[
+                        stage(lo=0, hi=10, instance_ids=["a"]),
+                        stage(lo=9, hi=20, instance_ids=["b"]),
+                    ]
+                ),
+                timeout=5,
+            ),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "stages[1].lo",
+        ),
+        (
+            admin.SetStages(
+                admin_pb2.SetStagesRequest(stages=[stage(lo=0, hi=10, instance_ids=["x"])]), timeout=5
+            ),
+            grpc.StatusCode.NOT_FOUND,
+            "stages[0].instance_ids: no instance 'x'",
+        ),
+        (
+            admin.ListRequests(admin_pb2.ListRequestsRequest(instance_id="x"), timeout=5),
+            grpc.StatusCode.NOT_FOUND,
+            "instance_id: no instance 'x'",
+        ),
+        (
+            admin.GetTrace(admin_pb2.GetTraceRequest(id="x"), timeout=5),
+            grpc.StatusCode.NOT_FOUND,
+            "id: no spans of 'x'",
+        ),
+    ]
+    for call, code, details in bad:
+        said = await refused(call)
+        assert said[0] is code
+        assert details in said[1]
+
+
+async def test_prefill_done_hands_over_by_policy(control: Control) -> None:
+    admin, scheduler = await control.admin(), await control.scheduler()
+    await until(lambda: _both_active(admin))
+    await control.report(steady("a"), steady("b"))
+    await admin.SetPolicy(admin_pb2.SetPolicyRequest(name="static_pools"), timeout=5)
+    for name, pool in (("a", types_pb2.POOL_PREFILL), ("b", types_pb2.POOL_DECODE)):
+        await admin.SetPool(admin_pb2.SetPoolRequest(instance_id=name, pool=pool), timeout=5)
+
+    async def pooled() -> bool:
+        reply = await admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=5)
+        return [i.pool for i in reply.instances] == [types_pb2.POOL_PREFILL, types_pb2.POOL_DECODE]
+
+    await until(pooled)
+    control.workers["b"].script = commit(1)
+    for number in range(3):
+        request_id = f"r{number}"
+        asked = scheduler_pb2.PlaceRequest(request_id=request_id, prompt_tokens=100, max_tokens=10)
+        assert (await scheduler.Place(asked, timeout=5)).instance_id == "a"
+        await control.report(event("a", request_id, REASONING))
+        imported = await asyncio.wait_for(control.workers["b"].imports.get(), WAIT_S)
+        assert (imported.request_id, imported.source_instance_id) == (request_id, "a")
+
+
+async def test_drain_and_undrain(control: Control) -> None:
+    admin, scheduler = await control.admin(), await control.scheduler()
+    await running(control, admin, "one", "two")
+    control.workers["b"].script = commit(1)
+    draining = admin.Drain(admin_pb2.DrainRequest(instance_id="a"), timeout=WAIT_S)
+    first = await draining.read()
+    assert (first.remaining, first.done) == (2, False)
+    imported = {
+        (await asyncio.wait_for(control.workers["b"].imports.get(), WAIT_S)).request_id for _ in range(2)
+    }
+    assert imported == {"one", "two"}
+    asked = scheduler_pb2.PlaceRequest(request_id="new", prompt_tokens=1, max_tokens=1)
+    assert (await scheduler.Place(asked, timeout=5)).instance_id == "b"
+
+    async def reporting() -> None:
+        """The worker goes on reporting, as it does; the drain is over when it says that it is empty."""
+        while True:
+            await control.report(steady("a"), steady("b", [request("one", epoch=1), request("two", epoch=1)]))
+
+    worker = asyncio.create_task(reporting())
+    try:
+        last = first
+        while not last.done:
+            last = await draining.read()
+    finally:
+        worker.cancel()
+        await asyncio.wait([worker])
+    assert (last.remaining, last.done) == (0, True)
+    listed = await admin.ListMigrations(migration_pb2.ListMigrationsRequest(), timeout=5)
+    assert {m.reason for m in listed.migrations} == {"drain"}
+    undraining = admin.Drain(admin_pb2.DrainRequest(instance_id="a", undrain=True), timeout=WAIT_S)
+    assert (await undraining.read()).done
+    await until(lambda: _both_active(admin))
+
+
+async def test_a_silent_instance_is_suspect(control: Control) -> None:
+    admin, scheduler = await control.admin(), await control.scheduler()
+    await until(lambda: _both_active(admin))
+    await control.report(steady("a"), steady("b"))
+
+    async def suspected() -> bool:
+        await control.report(steady("b"))
+        return await states(admin) == {"a": SUSPECT, "b": ACTIVE}
+
+    await until(suspected)
+    asked = scheduler_pb2.PlaceRequest(request_id="r", prompt_tokens=1, max_tokens=1)
+    assert (await scheduler.Place(asked, timeout=5)).instance_id == "b"
+    await control.report(steady("a"))
+    await until(lambda: _both_active(admin))
+
+
+async def test_a_withdrawn_instance_is_gone_at_once(control: Control) -> None:
+    admin = await control.admin()
+    await until(lambda: _both_active(admin))
+    await control.workers["a"].registration.withdraw()
+    await until(lambda: _only_b(admin))
+
+
+async def _only_b(admin: AdminStub) -> bool:
+    return await states(admin) == {"b": ACTIVE}
+
+
+async def test_a_standby_places_lists_and_passes_writes_on(control: Control) -> None:
+    await control.start_scheduler("s2")
+    admin, scheduler = await control.admin("s2"), await control.scheduler("s2")
+    await until(lambda: _both_active(admin))
+    asked = scheduler_pb2.PlaceRequest(request_id="r", prompt_tokens=1, max_tokens=1)
+    assert (await scheduler.Place(asked, timeout=5)).instance_id
+    await until(lambda: _policy_set(admin, "round_robin"))
+    code, details = await refused(admin.SetPolicy(admin_pb2.SetPolicyRequest(name="best"), timeout=5))
+    assert (code, details[:14]) == (grpc.StatusCode.INVALID_ARGUMENT, "name: unknown ")
+    await running(control, admin, "one")
+    control.workers["b"].script = commit(1)
+    leading = await control.admin("s1")
+    await until(lambda: _has(leading, "one"))
+    assert (await last_record(admin, "one", "b")).state == COMMITTED
+
+
+async def _policy_set(admin: AdminStub, name: str) -> bool:
+    """Whether some scheduler leads by now, and takes it."""
+    try:
+        await admin.SetPolicy(admin_pb2.SetPolicyRequest(name=name), timeout=5)
+    except grpc.aio.AioRpcError as error:
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        return False
+    return True
+
+
+async def test_the_standby_takes_over(control: Control) -> None:
+    await control.start_scheduler("s2")
+    admin = await control.admin("s2")
+    await control.stop("s1")
+    await control.members_show(
+        lambda m: "scheduler" in m.leaders and m.leaders["scheduler"].service_id == "s2"
+    )
+    await until(lambda: _policy_set(admin, "round_robin"))
+    await running(control, admin, "one")
+    control.workers["b"].script = commit(1)
+    assert (await last_record(admin, "one", "b")).state == COMMITTED
+
+
+async def test_no_migration_service(control: Control) -> None:
+    admin = await control.admin()
+    await running(control, admin, "one")
+    await control.stop("migration")
+    await control.members_show(lambda m: ("migration", "migration") not in m.services)
+    code, details = await refused(last_record(admin, "one", "b"))
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert "no migration service answers" in details
+    # It is not taken for one that is open.
+    assert not (await requests(admin))["one"].migrating
+
+
+async def test_an_aborted_migration_says_why(control: Control) -> None:
+    admin = await control.admin()
+    await running(control, admin, "one")
+    control.workers["b"].script = []
+    record = await last_record(admin, "one", "b")
+    assert record.state == ABORTED
+    assert record.error
+
+
+async def test_without_a_monitor_the_last_known_state_serves(control: Control) -> None:
+    admin, scheduler = await control.admin(), await control.scheduler()
+    await running(control, admin, "one")
+    await control.stop("monitor")
+    await control.members_show(lambda m: ("monitor", "monitor") not in m.services)
+    asked = scheduler_pb2.PlaceRequest(request_id="r", prompt_tokens=1, max_tokens=1)
+    assert (await scheduler.Place(asked, timeout=5)).instance_id == "b"
+    assert "one" in await requests(admin)
+    await control.start_monitor()
+    await running(control, admin, "two")
