@@ -1,0 +1,55 @@
+"""From prefill to decode (section 3): which instances do which, and which decode instance gets a request.
+
+The paper says that a request goes "to a decode instance according to its input length, predicted output
+length, and the current load of each", not how. Settled here: the choice that leaves the least time-weighted
+variance (equation 4), among those with the memory of line 21. For load x added to one of n instances equation
+4 differs between targets only by 2/n sum_k weights[k] x_k N_i,k. Without predictions and horizon that is the
+least current load.
+
+Whether the view's pools are used is up to the cluster. An instance in no pool does both kinds of work; one
+that Arrow is turning into a prefill instance gets no more decodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tailrace.cluster import ClusterView, InstanceView, Phase, Pool, RequestState, RequestView
+
+_NO_DECODE = (Pool.PREFILL, Pool.DECODE_TO_PREFILL)
+_NO_PREFILL = (Pool.DECODE, Pool.PREFILL_TO_DECODE)
+
+
+def decoders(instances: Sequence[InstanceView]) -> list[InstanceView]:
+    """Those that decode: the paper's set I."""
+    return [i for i in instances if i.pool not in _NO_DECODE]
+
+
+def prefillers(instances: Sequence[InstanceView]) -> list[InstanceView]:
+    """Those that prefill, if some of them do nothing else. Empty: a request decodes where it is prefilled."""
+    able = [i for i in instances if i.pool not in _NO_PREFILL] or list(instances)
+    return able if any(i.pool in _NO_DECODE for i in able) else []
+
+
+def least_backlog(instances: Sequence[InstanceView]) -> InstanceView:
+    """The prefill instance that is done first, which the paper leaves open; then fewest requests."""
+    return min(instances, key=_backlog)
+
+
+def hands_over(source: InstanceView, request: RequestView) -> bool:
+    """Whether the request must leave to decode."""
+    return source.pool in _NO_DECODE and not request.migrating
+
+
+def waiting_to_leave(view: ClusterView) -> Iterator[tuple[InstanceView, RequestView]]:
+    """Requests that decode on prefill instances, since no decode instance had room when they were ready."""
+    for source in view.placeable():
+        if source.pool is not Pool.PREFILL:
+            continue
+        for request in source.requests:
+            if request.phase is not Phase.PREFILL and request.state is RequestState.RUNNING:
+                yield source, request
+
+
+def _backlog(instance: InstanceView) -> tuple[int, int]:
+    return (instance.prefill_backlog_tokens, instance.load)

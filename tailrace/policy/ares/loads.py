@@ -1,0 +1,57 @@
+"""What the scheduler collects each interval (Algorithm 1, line 4): the loads of all decode instances."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tailrace.cluster import InstanceView
+from tailrace.policy.ares.future_load import FutureLoad
+from tailrace.policy.ares.horizon import Floats, Horizon, floats
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Token loads of `instances`, now and at each step of the horizon: tokens[i, k], k = 0 is now."""
+
+    instances: Sequence[InstanceView]
+    horizon: Horizon
+    tokens: Floats
+
+    @property
+    def weighted(self) -> Floats:
+        """w_i (line 13); without a horizon the load of now."""
+        if not self.horizon.points:
+            return self.tokens[:, 0]
+        result: Floats = self.tokens[:, 1:] @ self.horizon.betas
+        return result
+
+
+def collect(instances: Sequence[InstanceView], horizon: Horizon) -> Loads:
+    """Loads as reported.
+
+    A report is older than the view: what was placed there since, or has left, is in `context_tokens` but not
+    in `future_load`, and is taken to stay for the horizon.
+    """
+    rows = [_reported(instance, horizon) for instance in instances]
+    tokens: Floats = np.array(rows, dtype=np.float64).reshape(len(instances), horizon.points + 1)
+    held = floats([instance.context_tokens for instance in instances])
+    tokens += (held - tokens[:, 0])[:, None]
+    # Where more has left than the report's future still holds.
+    return Loads(instances, horizon, tokens.clip(min=0.0))
+
+
+def _reported(instance: InstanceView, horizon: Horizon) -> Sequence[float]:
+    reported = instance.future_load
+    if len(reported) == horizon.points + 1:
+        return reported
+    if not horizon.points:
+        return (float(instance.context_tokens),)
+    # A worker that reports none, or for another horizon: simulate here.
+    requests = instance.requests
+    return FutureLoad(horizon).simulate(
+        [request.context_tokens for request in requests],
+        [request.predicted_remaining_tokens for request in requests],
+    )

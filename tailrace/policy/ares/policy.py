@@ -1,0 +1,157 @@
+"""The ARES policies, each adding one part to the one before (section 6.1 and its baselines).
+
+`CurrentLoad` is the paper's "vLLM", `AresNoPrediction` its "vLLM + rescheduling", `Ares` all of it. The
+error of predictions is an input: `RequestView.predicted_remaining_tokens` and `InstanceView.future_load`
+bring them, and no policy changes them. `AresOracle` is `Ares` by the name under which true lengths are
+handed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tailrace.actions import Action, Migrate, Place, Placement
+from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestView
+from tailrace.policy.ares.dispatch import (
+    decoders,
+    hands_over,
+    least_backlog,
+    prefillers,
+    waiting_to_leave,
+)
+from tailrace.policy.ares.horizon import HORIZON, NOW, Horizon, floats, prediction
+from tailrace.policy.ares.loads import collect
+from tailrace.policy.ares.rescheduling import Rescheduling
+from tailrace.policy.base import Policy
+from tailrace.policy.candidates import NO_INSTANCE, candidates
+from tailrace.policy.room import fits_device, with_request
+
+
+class CurrentLoad(Policy):
+    """Dispatch by the size of the KV cache, no rescheduling (section 2.2's "current-load-balancing")."""
+
+    summary = "prefill to decode by current KV load; no rescheduling"
+    # "After a fixed interval (e.g., every 1 second)" (Algorithm 1, line 3).
+    tick_interval_s = 1.0
+
+    def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
+        """To prefill; where no instance only prefills, already by decode load."""
+        instances = candidates(view, arrival)
+        if not instances:
+            return NO_INSTANCE
+        prefilling = prefillers(instances)
+        if prefilling:
+            return Place(least_backlog(prefilling).instance_id)
+        tokens = arrival.prompt_tokens + arrival.output_tokens
+        return Place(self.choose(decoders(instances) or instances, tokens, None).instance_id)
+
+    def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
+        """To decode, from an instance that only prefills. No room anywhere: a tick will try again."""
+        source = view.instances.get(request.instance_id)
+        if source is None or not hands_over(source, request):
+            return ()
+        action = self.hand_over(decoders(view.placeable()), source, request)
+        return () if action is None else (action,)
+
+    def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
+        """Handovers that found no room before."""
+        return self.late_handovers(view, decoders(view.placeable()))
+
+    def choose(self, instances: Sequence[InstanceView], tokens: int, remaining: float | None) -> InstanceView:
+        """The decode instance for a request of so many tokens and so many predicted to come; not empty."""
+        return min(instances, key=_kv_load)
+
+    def safe(self, target: InstanceView, request: RequestView) -> bool:
+        """Whether a target with room for the request now is expected to keep it."""
+        return True
+
+    def hand_over(
+        self, instances: Sequence[InstanceView], source: InstanceView, request: RequestView
+    ) -> Migrate | None:
+        """To a decode instance with room; None: there is none."""
+        tokens, here = request.context_tokens, source.instance_id
+        roomy = [i for i in instances if fits_device(i, tokens) and i.instance_id != here]
+        if not roomy:
+            return None
+        safe = [i for i in roomy if self.safe(i, request)]
+        target = self.choose(safe or roomy, tokens, request.predicted_remaining_tokens)
+        return Migrate(request.request_id, here, target.instance_id, "prefill done")
+
+    def late_handovers(self, view: ClusterView, instances: list[InstanceView]) -> list[Migrate]:
+        """Updates `instances` by what goes there."""
+        actions: list[Migrate] = []
+        for source, request in waiting_to_leave(view):
+            if not hands_over(source, request):
+                continue
+            action = self.hand_over(instances, source, request)
+            if action is None:
+                continue
+            actions.append(action)
+            at = next(n for n, i in enumerate(instances) if i.instance_id == action.target_id)
+            instances[at] = with_request(instances[at], request)
+        return actions
+
+
+class AresNoPrediction(CurrentLoad):
+    """Rescheduling by Algorithm 1 on current loads alone, whatever is predicted."""
+
+    summary = "current-load dispatch and ARES's rescheduling without prediction"
+
+    def __init__(self, rescheduling: Rescheduling | None = None, *, migrations_per_tick: int = 1) -> None:
+        """`migrations_per_tick`: line 10 makes one an interval."""
+        self.rescheduling = rescheduling or Rescheduling()
+        self.migrations_per_tick = migrations_per_tick
+        self.horizon = NOW
+
+    def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
+        """Algorithm 1."""
+        instances = decoders(view.placeable())
+        actions = self.late_handovers(view, instances)
+        loads = collect(instances, self.horizon)
+        for _ in range(self.migrations_per_tick):
+            move = self.rescheduling.plan(loads)
+            if move is None:
+                break
+            source, target = instances[move.source].instance_id, instances[move.target].instance_id
+            actions.append(Migrate(move.request.request_id, source, target, "rescheduling"))
+            loads = self.rescheduling.after(loads, move)
+        return actions
+
+
+class Ares(AresNoPrediction):
+    """Dispatch and rescheduling by current and predicted load."""
+
+    summary = "ARES: dispatch and rescheduling by current and predicted token load"
+
+    def __init__(
+        self,
+        rescheduling: Rescheduling | None = None,
+        *,
+        horizon: Horizon = HORIZON,
+        migrations_per_tick: int = 1,
+    ) -> None:
+        """`horizon`: the one that workers report by; for others the loads are simulated here."""
+        super().__init__(rescheduling, migrations_per_tick=migrations_per_tick)
+        self.horizon = horizon
+
+    def choose(self, instances: Sequence[InstanceView], tokens: int, remaining: float | None) -> InstanceView:
+        """The least time-weighted variance with the request added (see `dispatch`); the first of equals."""
+        added = self.horizon.contributions(floats([tokens]), floats([prediction(remaining)]))[0]
+        loads = collect(instances, self.horizon).tokens
+        return instances[int((loads @ (self.horizon.weights * added)).argmin())]
+
+    def safe(self, target: InstanceView, request: RequestView) -> bool:
+        """Algorithm 1, line 21."""
+        to_come = request.predicted_remaining_tokens or 0.0
+        limit = self.rescheduling.memory_share * target.kv_capacity_tokens
+        return target.context_tokens + request.context_tokens + to_come <= limit
+
+
+class AresOracle(Ares):
+    """The paper's upper bound (section 6.4): hand in true remaining lengths as predictions."""
+
+    summary = "ARES given true remaining lengths as predictions"
+
+
+def _kv_load(instance: InstanceView) -> int:
+    return instance.kv_used_tokens + instance.prefill_backlog_tokens

@@ -1,0 +1,29 @@
+"""Smallest KV footprint: where PASCAL's FCFS and RR baselines send each request (section V-A)."""
+
+from __future__ import annotations
+
+from tailrace.actions import Place, Placement
+from tailrace.cluster import Arrival, ClusterView, InstanceView
+from tailrace.policy.base import Policy
+from tailrace.policy.candidates import NO_INSTANCE, candidates
+from tailrace.policy.room import footprint_tokens
+
+
+class MinKv(Policy):
+    """ "Requests are placed on the instance with the smallest KV footprint", and stay there."""
+
+    summary = "each arrival to the instance with the smallest KV footprint; no migration"
+
+    def __init__(self, *, queued_weight: float = 1.0) -> None:
+        """`queued_weight`: as for PASCAL, so that the two differ in nothing else."""
+        self.queued_weight = queued_weight
+
+    def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
+        """argmin of m_i; the first of equals."""
+        instances = candidates(view, arrival)
+        if not instances:
+            return NO_INSTANCE
+        return Place(min(instances, key=self._footprint).instance_id)
+
+    def _footprint(self, instance: InstanceView) -> float:
+        return footprint_tokens(instance, self.queued_weight)

@@ -1,0 +1,145 @@
+"""PASCAL's instance-level scheduler (section IV-B): each class adds one of its three parts.
+
+`PascalNoMigration` places by Algorithm 1; `PascalNonAdaptive` migrates by Algorithm 2 when reasoning ends;
+`Pascal` overrides that when memory says so. The intra-instance half is `tailrace.intra.pascal`.
+
+What the paper leaves open is settled here by parameters:
+
+- t_i, "whether all answering requests meet their SLOs": false when the pacer of any is `behind_tokens` or
+  more behind. A stream at exactly the user's pace is up to one token behind just before each token, so one
+  whole token is the least that tells trouble. A request that has no answering token yet has no pace yet.
+- m_i counts prompts that were sent to an instance and have no KV yet with `queued_weight`. With 0, the
+  paper's letter, all that arrives between two reports of the monitor goes to one instance.
+- "Sufficient GPU memory" for the answering phase, whose length nobody knows: `growth_tokens` beyond what the
+  request holds, by default one quantum, for which the instance's queue will let it run.
+- Ties of Algorithm 2's argmin: stay, since a migration would gain nothing; then the smallest m_i. The first
+  index would send everything to the first instance of an idle cluster.
+- r_i and a_i do not count the request that is being decided on, wherever its instance counts it.
+- Algorithm 2's choice has no room for the request and the instance it is on has none either: it goes, into
+  the target's host memory (as in the paper, where m_i includes it), if the target's view offers any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tailrace.actions import Action, Migrate, Place, Placement
+from tailrace.cluster import Arrival, ClusterView, InstanceView, PhaseLoad, RequestView
+from tailrace.intra.base import QUANTUM_TOKENS
+from tailrace.policy.base import Policy
+from tailrace.policy.candidates import NO_INSTANCE, candidates
+from tailrace.policy.phase_load import phase_load
+from tailrace.policy.room import fits_device, fits_host, footprint_tokens
+
+
+class PascalNoMigration(Policy):
+    """Algorithm 1: the smallest footprint among instances whose answering requests meet their SLO."""
+
+    summary = "PASCAL's placement by SLO and KV footprint; answers where it reasoned"
+
+    def __init__(
+        self,
+        *,
+        behind_tokens: float = 1.0,
+        queued_weight: float = 1.0,
+        quantum_tokens: int = QUANTUM_TOKENS,
+    ) -> None:
+        """The module's docstring has the reasons; `quantum_tokens` (section V-A) says what "fresh" is."""
+        if quantum_tokens < 1:
+            raise ValueError(f"a quantum has at least one token, not {quantum_tokens}")
+        self.behind_tokens = behind_tokens
+        self.queued_weight = queued_weight
+        self.quantum_tokens = quantum_tokens
+
+    def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
+        """Algorithm 1."""
+        instances = candidates(view, arrival)
+        if not instances:
+            return NO_INSTANCE
+        behind = -self.behind_tokens
+        load_of = self.load_of
+        meeting = [i for i in instances if load_of(i).least_pacer_slack_tokens > behind]  # line 3
+        eligible = meeting or instances  # lines 4-6
+        return Place(min(eligible, key=self.footprint).instance_id)  # line 7
+
+    def load_of(self, instance: InstanceView) -> PhaseLoad:
+        """r_i, a_i and the slack that decides t_i."""
+        return instance.phase_load or phase_load(instance.requests, quantum_tokens=self.quantum_tokens)
+
+    def footprint(self, instance: InstanceView) -> float:
+        """m_i."""
+        return footprint_tokens(instance, self.queued_weight)
+
+
+class PascalNonAdaptive(PascalNoMigration):
+    """Algorithm 2 whenever reasoning ends, whatever memory the target has on its device (section V-D)."""
+
+    summary = "PASCAL without adaptive migration: answers where Algorithm 2 says"
+
+    def on_reasoning_ended(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
+        """Migrate to Algorithm 2's choice, unless it is where the request is or could not hold it."""
+        source = view.instances.get(request.instance_id)
+        if source is None or request.migrating:
+            return ()
+        target = self.select(view.placeable(), source, request)
+        if target is None or target.instance_id == source.instance_id or self.stays(source, target, request):
+            return ()
+        reason = "reasoning ended"
+        return (Migrate(request.request_id, source.instance_id, target.instance_id, reason),)
+
+    def select(
+        self, instances: Sequence[InstanceView], source: InstanceView, request: RequestView
+    ) -> InstanceView | None:
+        """Algorithm 2; None: there are no instances."""
+        here = source.instance_id
+        behind = -self.behind_tokens
+        loads = [
+            self._load_without(i, request) if i.instance_id == here else self.load_of(i) for i in instances
+        ]
+        pairs = list(zip(loads, instances, strict=True))
+        eligible = [(x.reasoning, i) for x, i in pairs if x.least_pacer_slack_tokens > behind]  # line 3
+        if not eligible:
+            eligible = [(x.reasoning + x.fresh_answering, i) for x, i in pairs]  # lines 4-9
+        if not eligible:
+            return None
+        least = min(r for r, _ in eligible)
+        tied = [i for r, i in eligible if r == least]
+        return min(tied, key=lambda i: (i.instance_id != here, self.footprint(i)))  # line 10
+
+    def stays(self, source: InstanceView, target: InstanceView, request: RequestView) -> bool:
+        """Whether memory forbids the migration: the target could hold the request in no memory it has."""
+        return not fits_device(target, request.context_tokens) and not fits_host(
+            target, request.context_tokens
+        )
+
+    def _load_without(self, instance: InstanceView, request: RequestView) -> PhaseLoad:
+        return phase_load(instance.requests, quantum_tokens=self.quantum_tokens, without=request.request_id)
+
+
+class Pascal(PascalNonAdaptive):
+    """All of it, with adaptive migration (section IV-B, figure 7)."""
+
+    summary = "PASCAL: reasoning to small KV, answering to few reasoning, migrating where memory allows"
+
+    def __init__(
+        self,
+        *,
+        behind_tokens: float = 1.0,
+        queued_weight: float = 1.0,
+        quantum_tokens: int = QUANTUM_TOKENS,
+        growth_tokens: int = QUANTUM_TOKENS,
+    ) -> None:
+        """The module's docstring has the reasons."""
+        super().__init__(
+            behind_tokens=behind_tokens, queued_weight=queued_weight, quantum_tokens=quantum_tokens
+        )
+        self.growth_tokens = growth_tokens
+
+    def stays(self, source: InstanceView, target: InstanceView, request: RequestView) -> bool:
+        """Also where the current instance has sufficient GPU memory and the selected one has not."""
+        sufficient_there = fits_device(target, request.context_tokens, self.growth_tokens)
+        if sufficient_there:
+            return False
+        to_come = max(0, request.context_tokens - request.kv_tokens) + self.growth_tokens
+        sufficient_here = source.kv_free_tokens >= to_come
+        return sufficient_here or super().stays(source, target, request)

@@ -1,0 +1,32 @@
+"""An instance's requests counted as PASCAL's algorithms want them (section IV-B)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from tailrace.cluster import Phase, PhaseLoad, RequestView
+from tailrace.intra.base import QUANTUM_TOKENS
+
+
+def phase_load(
+    requests: Iterable[RequestView], *, quantum_tokens: int = QUANTUM_TOKENS, without: str = ""
+) -> PhaseLoad:
+    """Count `requests`, except the one whose id is `without`.
+
+    Prefill counts as reasoning (footnote 2). A demoted request is in neither count: it is out of the
+    high-priority queue, and it is not new in the low-priority one.
+    """
+    reasoning = fresh = 0
+    least_slack = math.inf
+    for request in requests:
+        if without and request.request_id == without:
+            continue
+        if request.phase is not Phase.ANSWERING:
+            reasoning += not request.demoted
+            continue
+        fresh += request.phase_tokens < quantum_tokens
+        slack = request.pacer_slack_tokens
+        if slack is not None and slack < least_slack:
+            least_slack = slack
+    return PhaseLoad(reasoning, fresh, least_slack)
