@@ -91,7 +91,8 @@ class MigrationSpec:
 class ReportSpec:
     """How stale the policy's view is. interval_s 0: every view is exact at the time of the decision."""
 
-    interval_s: float = 0.1
+    # 0.5: the workers' default.
+    interval_s: float = 0.5
     # From an instance to the policy: steady reports and phase events.
     delay_s: float = 0.002
 

@@ -30,7 +30,9 @@ def record_of(job: Job, tpot_target_s: float) -> RequestRecord:
             inner = times.counts > 1
             largest = np.where(inner, np.maximum(times.interval_s, within_last), 0.0)
             gap_max = float(max(largest.max(), between.max(initial=0.0)))
-            gap_p99 = _weighted_p99(times, between, request.answer_tokens - 1)
+            gaps = request.answer_tokens - 1
+            # Of fewer than a hundred the 99th percentile is the last.
+            gap_p99 = gap_max if gaps < 100 else _weighted_p99(times, between, gaps)
             if gap_max > tpot_target_s:
                 quality = qoe(_runs(times), tpot_target_s)
     return RequestRecord(

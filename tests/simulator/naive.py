@@ -1,0 +1,150 @@
+"""A reference that steps one instance through every iteration and keeps each token's time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from simulator.cluster import InstanceSpec
+from simulator.request import SimRequest
+from tailrace.cluster import Phase
+from tailrace.intra.allocate import Claim, Room, allocate
+from tailrace.intra.base import IntraPolicy, JobView, Rank
+
+
+@dataclass(eq=False)
+class NaiveJob:
+    request: SimRequest
+    order: int
+    where: str = "queued"
+    times: list[float] = field(default_factory=list)
+    prefilled: int = 0
+    to_prefill: int = 0
+    swaps: int = 0
+    recomputes: int = 0
+
+    @property
+    def context(self) -> int:
+        return self.request.prompt_tokens + len(self.times)
+
+    def rank(self, intra: IntraPolicy) -> Rank:
+        made, reasoning = len(self.times), self.request.reasoning_tokens
+        phase = Phase.ANSWERING if made >= reasoning else Phase.REASONING
+        in_phase = made - reasoning if phase is Phase.ANSWERING else made
+        if not made:
+            phase, in_phase = Phase.PREFILL, 0
+        return intra.rank(JobView(self.order, phase, self.request.prompt_tokens, made, in_phase))
+
+
+class Naive:
+    def __init__(self, spec: InstanceSpec, requests: Sequence[SimRequest], intra: IntraPolicy) -> None:
+        self.spec = spec
+        self.intra = intra
+        ordered = sorted(requests, key=lambda request: request.arrival_s)
+        self.coming = [NaiveJob(request, order) for order, request in enumerate(ordered)]
+        self.jobs = list(self.coming)
+        self.waiting: list[NaiveJob] = []
+        self.prefilling: list[NaiveJob] = []
+        self.decoding: list[NaiveJob] = []
+        self.host_blocks = 0
+        self.now = 0.0
+
+    def run(self) -> dict[str, NaiveJob]:
+        while any(len(job.times) < job.request.output_tokens for job in self.jobs):
+            self.step()
+        return {job.request.request_id: job for job in self.jobs}
+
+    def blocks(self, tokens: int) -> int:
+        return -(-tokens // self.spec.block_tokens)
+
+    def step(self) -> None:
+        busy = self.decoding or self.prefilling or self.waiting
+        if not busy:
+            self.now = max(self.now, self.coming[0].request.arrival_s)
+        while self.coming and self.coming[0].request.arrival_s <= self.now:
+            job = self.coming.pop(0)
+            job.to_prefill = job.request.prompt_tokens
+            self.waiting.append(job)
+        swapped, preempted = self.share_memory()
+        if preempted and not self.decoding and not self.prefilling:
+            again, _ = self.share_memory()
+            # The copy out of the first round is not waited for: no step began.
+            swapped = again
+        chunks: list[tuple[NaiveJob, int]] = []
+        budget = self.intra.prefill_budget(self.spec.chunk_budget_tokens, len(self.decoding))
+        for job in sorted(self.prefilling, key=lambda job: job.rank(self.intra)):
+            tokens = min(budget, job.to_prefill - job.prefilled)
+            if tokens:
+                chunks.append((job, tokens))
+                budget -= tokens
+        profile = self.spec.profile
+        prefill_ms = sum(profile.prefill.ms(job.prefilled, job.prefilled + n) for job, n in chunks)
+        kv_tokens = sum(job.context for job in self.decoding)
+        stall_s = swapped * self.spec.block_bytes / self.spec.swap_bytes_per_s
+        self.now += stall_s + profile.step_ms(prefill_ms, len(self.decoding), kv_tokens) / 1e3
+        for job in list(self.decoding):
+            self.emit(job)
+        for job, tokens in chunks:
+            job.prefilled += tokens
+            if job.prefilled == job.to_prefill:
+                self.prefilling.remove(job)
+                self.decoding.append(job)
+                self.emit(job)
+
+    def emit(self, job: NaiveJob) -> None:
+        job.times.append(self.now)
+        if len(job.times) == job.request.output_tokens:
+            self.decoding.remove(job)
+
+    def share_memory(self) -> tuple[int, bool]:
+        intra = self.intra
+        running = [Claim(j.rank(intra), j, self.blocks(j.context)) for j in self.decoding]
+        running += [Claim(j.rank(intra), j, self.blocks(j.to_prefill)) for j in self.prefilling]
+        free = self.spec.kv_blocks - sum(claim.blocks for claim in running)
+        waiting = []
+        budget = intra.prefill_budget(self.spec.chunk_budget_tokens, len(self.decoding))
+        ahead = 0
+        for job in sorted(self.waiting, key=lambda job: job.rank(intra)):
+            rank = job.rank(intra)
+            if job.where == "queued":
+                outstanding = sum(j.to_prefill - j.prefilled for j in self.prefilling if j.rank(intra) < rank)
+                if budget - ahead - outstanding <= 0:
+                    break
+                ahead += job.to_prefill
+                waiting.append(Claim(rank, job, self.blocks(job.to_prefill)))
+            else:
+                waiting.append(Claim(rank, job, self.blocks(job.context)))
+        room = Room(self.spec.kv_blocks, free, self.spec.max_num_seqs - len(running))
+        grants = allocate(intra, lambda: running, waiting, room)
+        swapped = 0
+        for job in grants.preempt:
+            swapped += self.preempt(job)
+        for job in grants.admit:
+            self.waiting.remove(job)
+            if job.where == "swapped":
+                swapped += self.blocks(job.context)
+                self.host_blocks -= self.blocks(job.context)
+                self.decoding.append(job)
+            else:
+                self.prefilling.append(job)
+        used = sum(self.blocks(j.context) for j in self.decoding)
+        used += sum(self.blocks(j.to_prefill) for j in self.prefilling)
+        assert used <= self.spec.kv_blocks
+        return swapped, bool(grants.preempt)
+
+    def preempt(self, job: NaiveJob) -> int:
+        self.waiting.append(job)
+        blocks = self.blocks(job.context)
+        if job in self.decoding:
+            self.decoding.remove(job)
+            if (self.host_blocks + blocks) * self.spec.block_bytes <= self.spec.host_kv_bytes:
+                self.host_blocks += blocks
+                job.where = "swapped"
+                job.swaps += 1
+                return blocks
+        else:
+            self.prefilling.remove(job)
+        job.where = "queued"
+        job.recomputes += 1
+        job.prefilled, job.to_prefill = 0, job.context
+        return 0

@@ -1,0 +1,54 @@
+"""Jumping over runs of steps yields the token times that stepping through each iteration does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulator.cluster import ClusterSpec
+from simulator.request import SimRequest
+from tailrace.policy.round_robin import RoundRobin
+from tests.simulator.naive import Naive
+from tests.simulator.worlds import INTRA, PROFILE, Watched, assert_empty, workloads
+
+
+@pytest.mark.parametrize("intra", INTRA)
+@settings(max_examples=20, deadline=None)
+@given(
+    requests=workloads(),
+    kv_tokens=st.sampled_from([330, 500, 2_000]),
+    host_tokens=st.sampled_from([0, 200, 10_000]),
+    seats=st.sampled_from([2, 5, 64]),
+    budget=st.sampled_from([7, 64, 512]),
+)
+def test_same_token_times(
+    intra: str, requests: list[SimRequest], kv_tokens: int, host_tokens: int, seats: int, budget: int
+) -> None:
+    spec = ClusterSpec.uniform(
+        1,
+        PROFILE,
+        kv_capacity_tokens=kv_tokens,
+        block_tokens=8,
+        host_kv_bytes=host_tokens * PROFILE.kv_bytes_per_token,
+        max_num_seqs=seats,
+        chunk_budget_tokens=budget,
+    )
+    simulation = Watched(spec, requests, RoundRobin(), INTRA[intra])
+    result = simulation.run(None)
+    expected = Naive(spec.instances[0], requests, INTRA[intra]).run()
+    assert [record.request_id for record in result.requests] == [r.request_id for r in requests]
+    for record in result.requests:
+        job = expected[record.request_id]
+        np.testing.assert_allclose(simulation.token_times[record.request_id], job.times, rtol=0, atol=1e-9)
+        assert record.preemptions_swapped == job.swaps
+        assert record.preemptions_recomputed == job.recomputes
+        assert record.first_token_s == pytest.approx(job.times[0], abs=1e-9)
+        assert record.first_answer_s == pytest.approx(job.times[record.reasoning_tokens], abs=1e-9)
+        assert record.finish_s == pytest.approx(job.times[-1], abs=1e-9)
+        if record.answer_tokens > 1:
+            gaps = np.diff(job.times[record.reasoning_tokens :])
+            assert record.gap_max_s == pytest.approx(gaps.max(), abs=1e-9)
+            assert record.tpot_s == pytest.approx(gaps.mean(), abs=1e-9)
+    assert_empty(simulation.instances[0])
