@@ -64,6 +64,10 @@ class Election:
     async def _campaign(self) -> None:
         while True:
             try:
+                if self._lease is not None:
+                    # After etcd was away our own old key may still stand in our way.
+                    await self._store.revoke_lease(self._lease)
+                    self._lease = None
                 asked_s = time.monotonic()
                 self._lease = await self._store.grant_lease(self._ttl_s)
                 if await self._store.create_leased(self._key, self._value, self._lease):

@@ -219,9 +219,13 @@ class Store:
         return int(reply.TTL) > 0
 
     async def revoke_lease(self, lease: int) -> None:
-        """End a lease and delete what hangs on it."""
+        """End a lease and delete what hangs on it; nothing happens when it has expired."""
         with _unavailable("revoke lease", str(lease)):
-            await self._leases.revoke(lease, timeout=_DEADLINE_S)
+            try:
+                await self._leases.revoke(lease, timeout=_DEADLINE_S)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.NOT_FOUND:
+                    raise
 
     async def put_leased(self, key: str, value: bytes, lease: int) -> None:
         """Set a value that goes with the lease, and take back the word that its owner withdrew it."""

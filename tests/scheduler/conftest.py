@@ -128,6 +128,13 @@ class Control:
 
 @pytest.fixture
 async def control(etcd: str, cluster: str) -> AsyncIterator[Control]:
+    """A cluster on the shared etcd."""
+    async with open_control(etcd, cluster) as opened:
+        yield opened
+
+
+@contextlib.asynccontextmanager
+async def open_control(etcd: str, cluster: str) -> AsyncIterator[Control]:
     """A monitor, a migration service, a scheduler s1 that leads, and workers a and b."""
     async with contextlib.AsyncExitStack() as stack:
         store = await Store.connect([etcd], cluster)

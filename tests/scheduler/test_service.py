@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import grpc
 import pytest
 from google.protobuf.message import Message
 
+from tailrace.service.etcd import local_etcd
 from tailrace.v1 import admin_pb2, migration_pb2, scheduler_pb2, types_pb2
 from tailrace.v1.admin_pb2_grpc import AdminStub
 from tests.migration.scripted_worker import ABORTED, COMMITTED, commit
-from tests.scheduler.conftest import WAIT_S, Control
+from tests.scheduler.conftest import WAIT_S, Control, open_control
 from tests.scheduler.facts import PREFILL, REASONING, event, request, steady
 
 ACTIVE = types_pb2.INSTANCE_STATE_ACTIVE
@@ -408,3 +410,28 @@ async def test_without_a_monitor_the_last_known_state_serves(control: Control) -
     assert "one" in await requests(admin)
     await control.start_monitor()
     await running(control, admin, "two")
+
+
+async def test_etcd_away(tmp_path: Path) -> None:
+    """Placing and listing go on; writes are refused; once it is back, all is as before."""
+    async with local_etcd(tmp_path / "etcd") as etcd, open_control(etcd.endpoint, "c") as control:
+        admin, scheduler = await control.admin(), await control.scheduler()
+        await running(control, admin, "one")
+        etcd.kill()
+
+        async def steps_down() -> bool:
+            pool = admin_pb2.SetPoolRequest(instance_id="a", pool=types_pb2.POOL_DECODE)
+            code, details = await refused(admin.SetPool(pool, timeout=10))
+            assert code is grpc.StatusCode.UNAVAILABLE
+            return "does not lead" in details
+
+        await until(steps_down)
+        for number in range(4):
+            asked = scheduler_pb2.PlaceRequest(request_id=f"r{number}", prompt_tokens=1, max_tokens=1)
+            assert (await scheduler.Place(asked, timeout=5)).instance_id
+        # Reports need no etcd either.
+        await running(control, admin, "two")
+        assert await states(admin) == {"a": ACTIVE, "b": ACTIVE}
+        await etcd.start()
+        await until(lambda: _policy_set(admin, "round_robin"))
+        assert await states(admin) == {"a": ACTIVE, "b": ACTIVE}
