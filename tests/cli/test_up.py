@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from tailrace.cli.main import main
 from tailrace.local.ports import free_ports
 from tailrace.local.state import RunFolder, RunState
 
@@ -100,6 +102,13 @@ def test_a_whole_cluster(here: Here) -> None:
     assert "already up" in again.stderr
     assert here.state() == state
 
+    worker = next(part for part in state.parts if part.name == "worker-0")
+    os.kill(worker.identity.pid, signal.SIGKILL)
+    _wait(lambda: not worker.identity.alive(), "worker-0 to end")
+    not_whole = here.up()
+    assert not_whole.returncode == 1
+    assert "not whole (worker-0 ended); tailrace down stops it" in not_whole.stderr
+
     down = here.tailrace("down")
     assert down.returncode == 0, down.stderr
     assert "worker-1" in down.stdout
@@ -126,11 +135,14 @@ def test_port_taken(here: Here) -> None:
         (("--port", "99999"), "--port"),
     ],
 )
-def test_wrong_usage(here: Here, arguments: tuple[str, ...], says: str) -> None:
-    done = here.up(*arguments)
-    assert done.returncode == 2
+def test_wrong_usage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], says: str
+) -> None:
+    monkeypatch.setenv("TAILRACE_RUN_DIR", str(tmp_path))
+    done = CliRunner().invoke(main, ["up", "--engine", "simulated", *arguments])
+    assert done.exit_code == 2
     assert says in done.stderr
-    assert here.folder.read() is None
+    assert RunFolder(tmp_path).read() is None
 
 
 def test_a_part_that_dies_while_starting(here: Here) -> None:
@@ -163,8 +175,7 @@ def test_a_worker_killed_while_starting(here: Here) -> None:
     _nothing_left(here, state)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted(here: Here, number: signal.Signals) -> None:
+def test_interrupted(here: Here) -> None:
     running = subprocess.Popen(
         here.command("up", "--engine", "simulated", "--front", _FRONT, "--port", str(here.port)),
         cwd=here.path,
@@ -174,23 +185,10 @@ def test_interrupted(here: Here, number: signal.Signals) -> None:
         text=True,
     )
     state = _when_worker_starts(here)
-    running.send_signal(number)
+    running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=60)
     assert running.returncode == 130
     assert "interrupted" in errors
-    _nothing_left(here, state)
-
-
-def test_what_is_half_there_is_said_to_be(here: Here) -> None:
-    assert here.up("--workers", "1").returncode == 0
-    state = here.state()
-    worker = next(part for part in state.parts if part.name == "worker-0")
-    os.kill(worker.identity.pid, signal.SIGKILL)
-    _wait(lambda: not worker.identity.alive(), "worker-0 to end")
-    again = here.up()
-    assert again.returncode == 1
-    assert "worker-0 ended" in again.stderr
-    assert here.tailrace("down").returncode == 0
     _nothing_left(here, state)
 
 
