@@ -1,0 +1,106 @@
+"""What must hold of every intra-instance policy, and what each is for."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.cluster import Phase
+from tailrace.intra.base import ImportView, IntraPolicy, JobView
+from tailrace.intra.decode_first import DecodeFirst
+from tailrace.intra.fcfs import Fcfs
+from tailrace.intra.pascal import PascalQueue
+from tailrace.intra.round_robin import QuantumRoundRobin
+
+POLICIES: dict[str, IntraPolicy] = {
+    "fcfs": Fcfs(),
+    "decode_first": DecodeFirst(),
+    "round_robin": QuantumRoundRobin(),
+    "pascal": PascalQueue(),
+    "pascal_never_demotes": PascalQueue(demotion_tokens=None),
+}
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> JobView:
+    prompt = draw(st.integers(1, 8_000))
+    reasoning = draw(st.sampled_from([0, 1, 300, 499, 500, 501, 4_990, 9_000]))
+    made = draw(st.integers(0, 10_000))
+    phase = Phase.PREFILL if not made else Phase.REASONING if made < reasoning else Phase.ANSWERING
+    in_phase = made - reasoning if phase is Phase.ANSWERING else made
+    return JobView(draw(st.integers(0, 1_000)), phase, prompt, made, in_phase)
+
+
+def grown(job: JobView, by: int) -> JobView:
+    return JobView(job.arrival, job.phase, job.prompt_tokens, job.output_tokens + by, job.phase_tokens + by)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(job=jobs())
+def test_rank_holds_exactly_as_long_as_said(name: str, job: JobView) -> None:
+    policy = POLICIES[name]
+    rank = policy.rank(job)
+    assert rank[-1] == job.arrival
+    if job.phase is Phase.PREFILL:
+        return
+    holds = policy.rank_holds(job)
+    if holds is None:
+        assert policy.rank(grown(job, 100_000)) == rank
+        return
+    assert holds >= 1
+    assert policy.rank(grown(job, holds - 1)) == rank
+    # A turn is never given back for growing.
+    assert policy.rank(grown(job, holds)) > rank
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(step=st.integers(1, 8_192), decoding=st.integers(0, 10_000))
+def test_decodes_come_out_of_the_step_first(name: str, step: int, decoding: int) -> None:
+    assert POLICIES[name].prefill_budget(step, decoding) == max(0, step - decoding)
+
+
+def test_round_robin_prefers_who_has_had_fewer_quanta_whatever_the_phase() -> None:
+    policy = QuantumRoundRobin(quantum_tokens=500)
+    early_answering = JobView(9, Phase.ANSWERING, 10, 499, 450)
+    long_reasoning = JobView(1, Phase.REASONING, 10, 1_000, 1_000)
+    assert policy.rank(early_answering) < policy.rank(long_reasoning)
+    assert policy.rank(early_answering) == (0, 9)
+
+
+def test_pascal_puts_reasoning_above_answering_until_it_is_demoted() -> None:
+    policy = PascalQueue()
+    fresh_answer = JobView(0, Phase.ANSWERING, 100, 3_000, 0)
+    reasoning = JobView(1, Phase.REASONING, 100, 4_900, 4_900)
+    assert policy.rank(reasoning) < policy.rank(fresh_answer)
+    assert not policy.demoted(reasoning)
+    beyond = JobView(1, Phase.REASONING, 100, 4_901, 4_901)
+    assert policy.demoted(beyond)
+    # Like an answering request in its first quantum.
+    assert policy.rank(beyond) == (1, 0, 1)
+    assert policy.rank(fresh_answer) < policy.rank(beyond)
+
+
+def test_pascal_does_not_demote_for_a_long_prompt_before_reasoning() -> None:
+    policy = PascalQueue()
+    assert policy.rank(JobView(0, Phase.PREFILL, 6_000, 0, 0)) == (0, 0, 0)
+
+
+def test_decode_first_ranks_prompts_last() -> None:
+    policy = DecodeFirst()
+    assert policy.rank(JobView(9, Phase.ANSWERING, 10, 1, 1)) < policy.rank(
+        JobView(1, Phase.PREFILL, 10, 0, 0)
+    )
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_migrations_get_room_in_order(name: str) -> None:
+    policy = POLICIES[name]
+    waiting = [ImportView(3, 10, 0), ImportView(1, 9_999, 50), ImportView(2, 1, 1)]
+    assert [view.asked for view in sorted(waiting, key=policy.import_rank)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("make", [QuantumRoundRobin, PascalQueue])
+def test_a_quantum_has_at_least_one_token(make: type[QuantumRoundRobin]) -> None:
+    with pytest.raises(ValueError, match="quantum"):
+        make(quantum_tokens=0)
