@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tailrace.actions import Migrate, Place, Refuse
@@ -29,28 +29,37 @@ POLICIES = [RoundRobin, LeastLoaded, StaticPools]
 IDS = [f"w{n}" for n in range(6)]
 
 
-@st.composite
-def instances(draw: st.DrawFn, name: str) -> InstanceView:
-    """One instance, in any state."""
-    capacity = draw(st.integers(0, 10_000))
-    return InstanceView(
-        instance_id=name,
-        state=draw(st.sampled_from(InstanceState)),
-        pool=draw(st.none() | st.sampled_from(Pool)),
-        kv_capacity_tokens=capacity,
-        kv_used_tokens=draw(st.integers(0, capacity)),
-        running=draw(st.integers(0, 100)),
-        waiting=draw(st.integers(0, 100)),
-        prefill_backlog_tokens=draw(st.integers(0, 10_000)),
-    )
+# Machines that run tests are slow and shared; what is searched is small.
+quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+_drawn = st.tuples(
+    st.sampled_from(InstanceState),
+    st.none() | st.sampled_from(Pool),
+    st.integers(0, 10_000),
+    st.integers(0, 100),
+    st.integers(0, 20),
+    st.integers(0, 10_000),
+)
 
 
-@st.composite
-def clusters(draw: st.DrawFn) -> ClusterView:
-    """Up to six instances, in id order."""
-    present = sorted(draw(st.sets(st.sampled_from(IDS))))
-    return ClusterView(MappingProxyType({name: draw(instances(name)) for name in present}))
+def _cluster(drawn: list[tuple[InstanceState, Pool | None, int, int, int, int]]) -> ClusterView:
+    """Instances in any state, in id order. Figures: capacity, percent of it used, load, backlog."""
+    views = [
+        InstanceView(
+            instance_id=name,
+            state=state,
+            pool=pool,
+            kv_capacity_tokens=capacity,
+            kv_used_tokens=capacity * percent // 100,
+            running=load,
+            prefill_backlog_tokens=backlog,
+        )
+        for name, (state, pool, capacity, percent, load, backlog) in zip(IDS, drawn, strict=False)
+    ]
+    return ClusterView(MappingProxyType({view.instance_id: view for view in views}))
 
+
+clusters = st.lists(_drawn, max_size=len(IDS)).map(_cluster)
 
 arrivals = st.builds(
     Arrival,
@@ -64,7 +73,8 @@ arrivals = st.builds(
 
 
 @pytest.mark.parametrize("kind", POLICIES)
-@given(view=clusters(), arrival=arrivals, now=st.floats(0, 1e9))
+@quick
+@given(view=clusters, arrival=arrivals, now=st.floats(0, 1e9))
 def test_placement(kind: type[Policy], view: ClusterView, arrival: Arrival, now: float) -> None:
     """Always a live instance that was not excluded; a refusal exactly when there is none; no memory."""
     placement = kind().place(view, arrival, now)
@@ -79,7 +89,8 @@ def test_placement(kind: type[Policy], view: ClusterView, arrival: Arrival, now:
     assert policy.place(view, arrival, now) == policy.place(view, arrival, now + 1) == placement
 
 
-@given(view=clusters(), arrival=arrivals)
+@quick
+@given(view=clusters, arrival=arrivals)
 def test_round_robin_turns(view: ClusterView, arrival: Arrival) -> None:
     """As many arrivals as there are usable instances go to all of them."""
     usable = {i.instance_id for i in view.placeable()} - arrival.excluded
@@ -90,7 +101,8 @@ def test_round_robin_turns(view: ClusterView, arrival: Arrival) -> None:
     assert {p.instance_id for p in placed if isinstance(p, Place)} == usable
 
 
-@given(view=clusters(), arrival=arrivals)
+@quick
+@given(view=clusters, arrival=arrivals)
 def test_least_loaded_takes_the_least(view: ClusterView, arrival: Arrival) -> None:
     placement = LeastLoaded().place(view, arrival, 0.0)
     if not isinstance(placement, Place):
@@ -106,7 +118,8 @@ def test_least_loaded_takes_the_least(view: ClusterView, arrival: Arrival) -> No
     assert all(chosen <= spoken_for(i) + 0.0011 for i in usable)
 
 
-@given(view=clusters(), where=st.sampled_from(IDS), prompt=st.integers(1, 10_000), migrating=st.booleans())
+@quick
+@given(view=clusters, where=st.sampled_from(IDS), prompt=st.integers(1, 10_000), migrating=st.booleans())
 def test_static_pools_hand_over_to_where_there_is_room(
     view: ClusterView, where: str, prompt: int, migrating: bool
 ) -> None:
