@@ -1,0 +1,329 @@
+"""ARES's loads, variance and Algorithm 1, against the paper written out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.actions import Migrate
+from tailrace.cluster import (
+    ClusterView,
+    InstanceState,
+    InstanceView,
+    Phase,
+    Pool,
+    RequestState,
+    RequestView,
+)
+from tailrace.policy.ares.future_load import FutureLoad
+from tailrace.policy.ares.horizon import HORIZON, NOW, Floats, Horizon
+from tailrace.policy.ares.loads import Loads, collect
+from tailrace.policy.ares.policy import Ares, AresNoPrediction, CurrentLoad
+from tailrace.policy.ares.rescheduling import Move, Rescheduling
+from tailrace.policy.ares.variance import change, time_weighted_variance
+from tailrace.policy.room import kv_needed_tokens
+from tests.policy.clusters import clusters
+
+HORIZONS = [HORIZON, NOW, Horizon(length=40, points=40)]
+EAGER = Rescheduling(theta=0.0, theta_under=1.0)
+
+
+def load_at(requests: list[tuple[int, float | None]], step: int) -> int:
+    """Token load after `step` steps, by stepping."""
+    total = 0
+    for tokens, remaining in requests:
+        left = math.inf if remaining is None else remaining
+        for _ in range(step):
+            if left <= 0:
+                break
+            tokens += 1
+            left -= 1
+        total += tokens if left > 0 or step == 0 else 0
+    return total
+
+
+@given(st.lists(st.tuples(st.integers(1, 300), st.none() | st.integers(0, 60)), max_size=8))
+def test_future_load_is_that_of_stepping(requests: list[tuple[int, float | None]]) -> None:
+    horizon = Horizon(length=50, points=10)
+    assert FutureLoad(horizon)(requests) == tuple(load_at(requests, int(t)) for t in horizon.steps)
+
+
+@pytest.mark.parametrize("horizon", HORIZONS)
+def test_weights_of_the_future_sum_to_one(horizon: Horizon) -> None:
+    assert horizon.weights[0] == 1.0
+    assert horizon.steps[0] == 0.0
+    if horizon.points:
+        assert horizon.betas.sum() == pytest.approx(1.0)
+        assert horizon.steps[-1] == horizon.length
+        assert horizon.betas[-1] / horizon.betas[0] == pytest.approx(0.1, rel=0.4)
+
+
+@pytest.mark.parametrize(
+    ("length", "points", "end"), [(10, 11, 0.1), (0, 0, 0.1), (10, 5, 0.0), (10, -1, 0.5)]
+)
+def test_no_such_horizon(length: int, points: int, end: float) -> None:
+    with pytest.raises(ValueError, match="no horizon"):
+        Horizon(length=length, points=points, end_weight=end)
+
+
+@given(
+    st.integers(2, 6).flatmap(
+        lambda n: st.tuples(
+            st.lists(st.lists(st.floats(0, 1e5), min_size=4, max_size=4), min_size=n, max_size=n),
+            st.permutations(range(n)),
+        )
+    ),
+    st.lists(st.floats(0, 1e4), min_size=4, max_size=4),
+)
+def test_fast_variance_is_the_naive_formula(
+    loads_and_order: tuple[list[list[float]], list[int]], load: list[float]
+) -> None:
+    rows, order = loads_and_order
+    tokens, moved = np.array(rows), np.array(load)
+    source, target = order[:2]
+    weights = np.array([1.0, 0.5, 0.3, 0.2])
+    after = tokens.copy()
+    after[source] -= moved
+    after[target] += moved
+    naive = time_weighted_variance(after, weights) - time_weighted_variance(tokens, weights)
+    fast = change(moved, tokens[source], tokens[target], weights, len(tokens))
+    assert fast == pytest.approx(naive, rel=1e-6, abs=1e-2)
+
+
+def brute_candidates(loads: Loads, over: set[int], under: set[int]) -> set[tuple[str, int, int]]:
+    """Lines 18-23 as they stand."""
+    found = set()
+    predicts = loads.horizon.points > 0
+    for s in over:
+        for t in under - {s}:
+            source, target = loads.instances[s], loads.instances[t]
+            for r in source.requests:
+                if r.state is not RequestState.RUNNING or r.phase is Phase.PREFILL or r.migrating:
+                    continue
+                remaining = r.predicted_remaining_tokens if predicts else None
+                interval_s = source.token_interval_s or 0.01823
+                migration_s = 0.01 + r.context_tokens / 50_000
+                if remaining is not None and not remaining > migration_s / interval_s:
+                    continue
+                limit = 0.9 * target.kv_capacity_tokens
+                if loads.tokens[t, 0] + r.context_tokens + (remaining or 0.0) > limit:
+                    continue
+                needed = kv_needed_tokens(r.context_tokens, target.block_tokens)
+                longest = target.max_model_len or math.inf
+                if source.migrations_out or needed > min(target.kv_free_tokens, longest):
+                    continue
+                found.add((r.request_id, s, t))
+    return found
+
+
+def loads_after(loads: Loads, request: RequestView, source: int, target: int) -> Floats:
+    """All loads with the request moved, step by step."""
+    tokens = loads.tokens.copy()
+    predicts = loads.horizon.points > 0
+    remaining = request.predicted_remaining_tokens if predicts else None
+    for k, step in enumerate(loads.horizon.steps):
+        if k == 0 or remaining is None or step < remaining:
+            tokens[source, k] -= request.context_tokens + step
+            tokens[target, k] += request.context_tokens + step
+    return tokens
+
+
+@pytest.mark.parametrize("horizon", HORIZONS)
+@pytest.mark.parametrize("rescheduling", [Rescheduling(), EAGER])
+@given(view=clusters(active=True, least=2))
+def test_algorithm_1_equals_brute_force(
+    horizon: Horizon, rescheduling: Rescheduling, view: ClusterView
+) -> None:
+    loads = collect(list(view.instances.values()), horizon)
+    over, under = rescheduling.classify(loads)
+
+    weighted = [float(row[1:] @ horizon.betas) if horizon.points else float(row[0]) for row in loads.tokens]
+    mean = sum(weighted) / len(weighted)
+    near = 1e-9 * (1.0 + mean)
+    for i, w in enumerate(weighted):
+        if abs(w - (1 + rescheduling.theta) * mean) > near:
+            assert (i in over) == (w > (1 + rescheduling.theta) * mean)
+        if abs(loads.tokens[i, 0] - (1 + rescheduling.theta_under) * mean) > near:
+            assert (i in under) == (loads.tokens[i, 0] < (1 + rescheduling.theta_under) * mean)
+
+    expected = brute_candidates(loads, set(over.tolist()), set(under.tolist()))
+    if len(over) and len(under):
+        assert set(rescheduling.enumerate(loads, over, under).triples()) == expected
+
+    before = time_weighted_variance(loads.tokens, horizon.weights)
+    gains = {}
+    for name, s, t in expected:
+        request = next(r for r in loads.instances[s].requests if r.request_id == name)
+        after = time_weighted_variance(loads_after(loads, request, s, t), horizon.weights)
+        gains[name, s, t] = before - after
+    best = max(gains.values(), default=0.0)
+    move = rescheduling.plan(loads)
+    tolerance = 1e-9 * before + 1e-6
+    if move is None:
+        assert best <= tolerance
+    else:
+        chosen = gains[move.request.request_id, move.source, move.target]
+        assert chosen == pytest.approx(best, abs=tolerance)
+        assert move.gain == pytest.approx(chosen, abs=tolerance)
+
+
+@pytest.mark.parametrize("horizon", HORIZONS)
+@given(view=clusters(active=True, least=2))
+def test_loads_after_a_move_are_those_of_the_variance(horizon: Horizon, view: ClusterView) -> None:
+    loads = collect(list(view.instances.values()), horizon)
+    move = EAGER.plan(loads)
+    if move is None:
+        return
+    after = EAGER.after(loads, move)
+    expected = loads_after(loads, move.request, move.source, move.target).clip(min=0.0)
+    np.testing.assert_allclose(after.tokens, expected, atol=1e-6)
+    source = after.instances[move.source]
+    again = EAGER.plan(after)
+    assert source.migrations_out == loads.instances[move.source].migrations_out + 1
+    assert again is None or again.request.request_id != move.request.request_id
+
+
+@given(
+    view=clusters(active=True, least=1), tokens=st.integers(1, 5_000), remaining=st.none() | st.floats(0, 5e3)
+)
+def test_dispatch_leaves_the_least_variance(view: ClusterView, tokens: int, remaining: float | None) -> None:
+    instances = list(view.instances.values())
+    loads = collect(instances, HORIZON)
+    added = HORIZON.contributions(np.array([float(tokens)]), np.array([remaining or math.inf]))[0]
+    if remaining == 0.0:
+        added = np.array([float(tokens)] + [0.0] * HORIZON.points)
+    variances = []
+    for i in range(len(instances)):
+        after = loads.tokens.copy()
+        after[i] += added
+        variances.append(time_weighted_variance(after, HORIZON.weights))
+    chosen = instances.index(Ares().choose(instances, tokens, remaining))
+    assert variances[chosen] == pytest.approx(min(variances), rel=1e-9, abs=1e-3)
+
+
+@given(view=clusters())
+def test_without_prediction_none_is_looked_at(view: ClusterView) -> None:
+    def blind(instance: InstanceView) -> InstanceView:
+        requests = tuple(dataclasses.replace(r, predicted_remaining_tokens=None) for r in instance.requests)
+        return dataclasses.replace(instance, requests=requests, future_load=())
+
+    other = ClusterView(MappingProxyType({name: blind(i) for name, i in view.instances.items()}))
+    policy = AresNoPrediction()
+    assert policy.on_tick(view, 0.0) == policy.on_tick(other, 0.0)
+
+
+def request(name: str, where: str, tokens: int, remaining: float | None) -> RequestView:
+    return RequestView(
+        request_id=name,
+        instance_id=where,
+        phase=Phase.ANSWERING,
+        state=RequestState.RUNNING,
+        prompt_tokens=tokens,
+        output_tokens=0,
+        max_tokens=32_768,
+        kv_tokens=tokens,
+        predicted_remaining_tokens=remaining,
+    )
+
+
+def instance(name: str, held: list[RequestView], pool: Pool | None = Pool.DECODE) -> InstanceView:
+    tokens = sum(r.context_tokens for r in held)
+    return InstanceView(
+        name,
+        pool=pool,
+        kv_capacity_tokens=200_000,
+        kv_used_tokens=tokens,
+        context_tokens=tokens,
+        token_interval_s=0.02,
+        future_load=FutureLoad()([(r.context_tokens, r.predicted_remaining_tokens) for r in held]),
+        requests=tuple(held),
+    )
+
+
+def cluster(*instances: InstanceView) -> ClusterView:
+    return ClusterView(MappingProxyType({i.instance_id: i for i in instances}))
+
+
+def test_what_is_about_to_finish_is_left_alone() -> None:
+    """Section 5.1: the load of w0 relieves itself, which only predictions tell."""
+    ending = [request(f"a{n}", "w0", 5_000, 5.0) for n in range(4)]
+    staying = [request(f"b{n}", "w1", 2_500, 9_000.0) for n in range(4)]
+    view = cluster(instance("w0", ending), instance("w1", staying))
+    assert AresNoPrediction().on_tick(view, 0.0)
+    assert not Ares().on_tick(view, 0.0)
+
+
+def test_the_long_one_goes_before_the_load_is_there() -> None:
+    """Equal loads now, but one instance will be empty soon."""
+    growing = [request(f"a{n}", "w0", 1_000, 20_000.0) for n in range(8)]
+    ending = [request(f"b{n}", "w1", 2_000, 300.0) for n in range(4)]
+    view = cluster(instance("w0", growing), instance("w1", ending))
+    assert not AresNoPrediction().on_tick(view, 0.0)
+    (action,) = Ares().on_tick(view, 0.0)
+    assert isinstance(action, Migrate)
+    assert (action.source_id, action.target_id) == ("w0", "w1")
+
+
+def test_prefill_hands_over_to_the_least_load_to_come() -> None:
+    ready = request("r", "p0", 500, 4_000.0)
+    growing = [request(f"a{n}", "d0", 1_000, 20_000.0) for n in range(8)]
+    ending = [request(f"b{n}", "d1", 1_050, 200.0) for n in range(8)]
+    view = cluster(instance("d0", growing), instance("d1", ending), instance("p0", [ready], Pool.PREFILL))
+    assert Ares().on_prefill_done(view, ready, 0.0) == (Migrate("r", "p0", "d1", "prefill done"),)
+    assert CurrentLoad().on_prefill_done(view, ready, 0.0) == (Migrate("r", "p0", "d0", "prefill done"),)
+
+
+def test_a_handover_without_room_is_made_later() -> None:
+    ready = request("r", "p0", 500, 4_000.0)
+    full = dataclasses.replace(instance("d0", []), kv_used_tokens=200_000)
+    prefill = instance("p0", [ready], Pool.PREFILL)
+    for policy in (CurrentLoad(), Ares()):
+        assert not policy.on_prefill_done(cluster(full, prefill), ready, 0.0)
+        assert not policy.on_tick(cluster(full, prefill), 0.0)
+        later = cluster(dataclasses.replace(full, kv_used_tokens=0), prefill)
+        assert policy.on_tick(later, 0.0) == [Migrate("r", "p0", "d0", "prefill done")]
+
+
+def test_late_handovers_share_the_room_there_is() -> None:
+    ready = [request(f"r{n}", "p0", 500, None) for n in range(5)]
+    tight = dataclasses.replace(instance("d0", []), kv_used_tokens=200_000 - 1_100)
+    view = cluster(tight, instance("p0", ready, Pool.PREFILL))
+    assert len(CurrentLoad().on_tick(view, 0.0)) == 2
+
+
+def test_targets_as_loaded_as_the_source_do_not_hide_others() -> None:
+    """Many equal instances: the one with less load now and later is found among those pruned."""
+    rng = np.random.default_rng(7)
+    held = [
+        [
+            request(f"{n}-{m}", f"w{n:02d}", int(t), float(r))
+            for m, (t, r) in enumerate(zip(ts, rs, strict=True))
+        ]
+        for n, (ts, rs) in enumerate(
+            zip(rng.integers(100, 9_000, (24, 12)), rng.integers(0, 9_000, (24, 12)), strict=True)
+        )
+    ]
+    loads = collect([instance(f"w{n:02d}", rows) for n, rows in enumerate(held)], HORIZON)
+    rescheduling = Rescheduling()
+    over, under = rescheduling.classify(loads)
+    before = time_weighted_variance(loads.tokens, HORIZON.weights)
+    gains = []
+    for name, s, t in brute_candidates(loads, set(over.tolist()), set(under.tolist())):
+        moved = next(r for r in loads.instances[s].requests if r.request_id == name)
+        gains.append(before - time_weighted_variance(loads_after(loads, moved, s, t), HORIZON.weights))
+    move = rescheduling.plan(loads)
+    assert isinstance(move, Move)
+    assert move.gain == pytest.approx(max(gains), rel=1e-9)
+
+
+def test_nothing_to_balance() -> None:
+    assert not Ares().on_tick(cluster(), 0.0)
+    assert not Ares().on_tick(cluster(instance("w0", [])), 0.0)
+    suspect = dataclasses.replace(instance("w0", []), state=InstanceState.SUSPECT)
+    assert not Ares().on_tick(cluster(suspect), 0.0)

@@ -1,0 +1,167 @@
+"""PASCAL's Algorithms 1 and 2 and adaptive migration, against the paper written out."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import MappingProxyType
+
+import pytest
+from hypothesis import given
+
+from tailrace.actions import Migrate, Place
+from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, RequestState, RequestView
+from tailrace.policy.min_kv import MinKv
+from tailrace.policy.pascal import Pascal, PascalNoMigration, PascalNonAdaptive
+from tests.policy.clusters import arrivals, clusters
+
+
+def meets_slo(instance: InstanceView) -> bool:
+    """t_i."""
+    answering = [r for r in instance.requests if r.phase is Phase.ANSWERING]
+    return all(r.pacer_slack_tokens is None or r.pacer_slack_tokens > -1.0 for r in answering)
+
+
+def footprint(instance: InstanceView) -> int:
+    """m_i."""
+    return instance.kv_used_tokens + instance.host_kv_tokens + instance.prefill_backlog_tokens
+
+
+def reasoning(instance: InstanceView) -> int:
+    """r_i."""
+    return sum(r.phase is not Phase.ANSWERING and not r.demoted for r in instance.requests)
+
+
+def fresh(instance: InstanceView) -> int:
+    """a_i."""
+    return sum(r.phase is Phase.ANSWERING and r.phase_tokens < 500 for r in instance.requests)
+
+
+def without(instance: InstanceView, request: RequestView) -> InstanceView:
+    """The instance as if the request were not there."""
+    rest = tuple(r for r in instance.requests if r.request_id != request.request_id)
+    return dataclasses.replace(instance, requests=rest, phase_load=None)
+
+
+@given(view=clusters(), arrival=arrivals)
+def test_algorithm_1_is_the_argmin(view: ClusterView, arrival: Arrival) -> None:
+    instances = [i for i in view.placeable() if i.instance_id not in arrival.excluded]
+    if not instances:
+        return
+    eligible = [i for i in instances if meets_slo(i)] or instances
+    placement = PascalNoMigration().place(view, arrival, 0.0)
+    assert isinstance(placement, Place)
+    chosen = view.instances[placement.instance_id]
+    assert chosen in eligible
+    assert footprint(chosen) == min(map(footprint, eligible))
+    assert Pascal().place(view, arrival, 0.0) == placement
+
+
+@given(view=clusters(), arrival=arrivals)
+def test_baselines_take_the_smallest_footprint(view: ClusterView, arrival: Arrival) -> None:
+    instances = [i for i in view.placeable() if i.instance_id not in arrival.excluded]
+    placement = MinKv().place(view, arrival, 0.0)
+    if isinstance(placement, Place):
+        assert footprint(view.instances[placement.instance_id]) == min(map(footprint, instances))
+
+
+@given(view=clusters(active=True, least=1))
+def test_algorithm_2_is_the_argmin(view: ClusterView) -> None:
+    for source in view.instances.values():
+        for request in source.requests:
+            instances = [without(i, request) for i in view.instances.values()]
+            eligible = [i for i in instances if meets_slo(i)]
+            rank = {i.instance_id: reasoning(i) for i in eligible}
+            if not eligible:
+                rank = {i.instance_id: reasoning(i) + fresh(i) for i in instances}
+            chosen = PascalNonAdaptive().select(view.placeable(), source, request)
+            assert chosen is not None
+            least = min(rank.values())
+            assert rank[chosen.instance_id] == least
+            if rank.get(source.instance_id) == least:
+                assert chosen is source
+
+
+def answering(request_id: str, instance_id: str, context: int, slack: float = 5.0) -> RequestView:
+    return RequestView(
+        request_id=request_id,
+        instance_id=instance_id,
+        phase=Phase.ANSWERING,
+        state=RequestState.RUNNING,
+        prompt_tokens=context,
+        output_tokens=0,
+        max_tokens=32_768,
+        kv_tokens=context,
+        pacer_slack_tokens=slack,
+        phase_tokens=600,
+    )
+
+
+def two_instances(free_here: int, free_there: int, host: int = 0) -> tuple[ClusterView, RequestView]:
+    """A request of 1,000 tokens on w0, beside one that reasons; w1 has none. Figure 7 in small."""
+    request = answering("r", "w0", 1_000)
+    other = dataclasses.replace(answering("s", "w0", 100), phase=Phase.REASONING)
+    here = InstanceView(
+        "w0", kv_capacity_tokens=10_000, kv_used_tokens=10_000 - free_here, requests=(request, other)
+    )
+    there = InstanceView(
+        "w1",
+        kv_capacity_tokens=10_000,
+        kv_used_tokens=10_000 - free_there,
+        host_kv_capacity_tokens=host,
+    )
+    return ClusterView(MappingProxyType({"w0": here, "w1": there})), request
+
+
+@pytest.mark.parametrize(
+    ("free_here", "free_there", "host", "non_adaptive", "adaptive"),
+    [
+        (5_000, 5_000, 0, True, True),
+        # Room for the request, not for its answer.
+        (5_000, 1_100, 0, True, False),
+        # Figure 7: the target's device is full.
+        (5_000, 0, 50_000, True, False),
+        # Nobody has memory: Algorithm 2's choice stands, and the request waits in host memory.
+        (0, 0, 50_000, True, True),
+        # Nobody has memory and the target has none at all.
+        (0, 0, 0, False, False),
+        (0, 1_100, 0, True, True),
+    ],
+)
+def test_adaptive_migration(
+    free_here: int, free_there: int, host: int, non_adaptive: bool, adaptive: bool
+) -> None:
+    view, request = two_instances(free_here, free_there, host)
+    migration = Migrate("r", "w0", "w1", "reasoning ended")
+    assert list(PascalNonAdaptive().on_reasoning_ended(view, request, 0.0)) == [migration] * non_adaptive
+    assert list(Pascal().on_reasoning_ended(view, request, 0.0)) == [migration] * adaptive
+    assert not PascalNoMigration().on_reasoning_ended(view, request, 0.0)
+
+
+def test_an_idle_cluster_moves_nothing() -> None:
+    request = answering("r", "w1", 1_000)
+    here = InstanceView("w1", kv_capacity_tokens=10_000, kv_used_tokens=1_008, requests=(request,))
+    view = ClusterView(MappingProxyType({"w0": InstanceView("w0", kv_capacity_tokens=10_000), "w1": here}))
+    assert not Pascal().on_reasoning_ended(view, request, 0.0)
+
+
+def test_the_request_itself_is_not_counted_against_its_instance() -> None:
+    # The last report still shows it reasoning.
+    reported = dataclasses.replace(answering("r", "w1", 1_000), phase=Phase.REASONING)
+    here = InstanceView("w1", kv_capacity_tokens=10_000, kv_used_tokens=1_008, requests=(reported,))
+    view = ClusterView(MappingProxyType({"w0": InstanceView("w0", kv_capacity_tokens=10_000), "w1": here}))
+    assert not Pascal().on_reasoning_ended(view, answering("r", "w1", 1_000), 0.0)
+
+
+def test_a_burst_between_two_reports_is_spread() -> None:
+    """Placements count at once, by the prompts still to be prefilled."""
+    views = {n: InstanceView(n, kv_capacity_tokens=10_000) for n in ("w0", "w1", "w2")}
+    placed = []
+    for seq in range(6):
+        placement = Pascal().place(ClusterView(views), Arrival(f"r{seq}", 100, 1_000, seq), 0.0)
+        assert isinstance(placement, Place)
+        placed.append(placement.instance_id)
+        chosen = views[placement.instance_id]
+        views[placement.instance_id] = dataclasses.replace(
+            chosen, prefill_backlog_tokens=chosen.prefill_backlog_tokens + 100
+        )
+    assert placed == ["w0", "w1", "w2"] * 2

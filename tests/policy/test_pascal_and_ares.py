@@ -1,0 +1,108 @@
+"""What must hold of every PASCAL and ARES policy and their baselines, whatever the cluster looks like."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from types import MappingProxyType
+
+import pytest
+from hypothesis import given
+
+from tailrace.actions import Action, Migrate, Place, Refuse
+from tailrace.cluster import Arrival, ClusterView, InstanceState, Pool
+from tailrace.policy.ares.policy import Ares, AresNoPrediction, AresOracle, CurrentLoad
+from tailrace.policy.base import Policy
+from tailrace.policy.min_kv import MinKv
+from tailrace.policy.pascal import Pascal, PascalNoMigration, PascalNonAdaptive
+from tailrace.policy.registry import load
+from tailrace.policy.room import kv_needed_tokens
+from tests.policy.clusters import arrivals, clusters
+
+NAMES: dict[str, type[Policy]] = {
+    "min_kv": MinKv,
+    "pascal": Pascal,
+    "pascal_no_migration": PascalNoMigration,
+    "pascal_non_adaptive": PascalNonAdaptive,
+    "current_load": CurrentLoad,
+    "ares": Ares,
+    "ares_no_prediction": AresNoPrediction,
+    "ares_oracle": AresOracle,
+}
+POLICIES: list[Callable[[], Policy]] = [*NAMES.values(), lambda: Ares(migrations_per_tick=4)]
+
+
+def decisions(policy: Policy, view: ClusterView) -> Iterator[Sequence[Action]]:
+    """What the policy says at every decision point but arrival."""
+    yield policy.on_tick(view, 0.0)
+    for instance in view.instances.values():
+        for request in instance.requests:
+            yield policy.on_prefill_done(view, request, 0.0)
+            yield policy.on_reasoning_ended(view, request, 0.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_installed_under_its_name(name: str) -> None:
+    policy = load(name)
+    assert type(policy) is NAMES[name]
+    assert policy.summary
+
+
+@pytest.mark.parametrize("make", POLICIES)
+@given(view=clusters(), arrival=arrivals)
+def test_places_on_a_live_instance(make: Callable[[], Policy], view: ClusterView, arrival: Arrival) -> None:
+    allowed = {i.instance_id for i in view.placeable()} - arrival.excluded
+    placement = make().place(view, arrival, 0.0)
+    if allowed:
+        assert isinstance(placement, Place) and placement.instance_id in allowed
+    else:
+        assert isinstance(placement, Refuse)
+
+
+@pytest.mark.parametrize("make", POLICIES)
+@given(view=clusters())
+def test_migrations_are_possible_by_the_view(make: Callable[[], Policy], view: ClusterView) -> None:
+    for actions in decisions(make(), view):
+        sent: dict[str, int] = defaultdict(int)
+        moved: set[str] = set()
+        for action in actions:
+            assert isinstance(action, Migrate)
+            source, target = view.instances[action.source_id], view.instances[action.target_id]
+            request = next(r for r in source.requests if r.request_id == action.request_id)
+            assert target is not source
+            assert target.state is InstanceState.ACTIVE
+            assert not request.migrating and request.request_id not in moved
+            moved.add(request.request_id)
+            assert target.max_model_len == 0 or request.context_tokens < target.max_model_len
+            sent[target.instance_id] += kv_needed_tokens(request.context_tokens, target.block_tokens)
+        for name, tokens in sent.items():
+            target = view.instances[name]
+            host_free = target.host_kv_capacity_tokens - target.host_kv_tokens
+            assert tokens <= max(target.kv_free_tokens, host_free)
+
+
+@pytest.mark.parametrize("make", [CurrentLoad, Ares, AresNoPrediction])
+@given(view=clusters())
+def test_ares_needs_room_on_the_device_and_a_decode_instance(
+    make: Callable[[], Policy], view: ClusterView
+) -> None:
+    for actions in decisions(make(), view):
+        for action in actions:
+            assert isinstance(action, Migrate)
+            target = view.instances[action.target_id]
+            assert target.pool not in (Pool.PREFILL, Pool.DECODE_TO_PREFILL)
+            request = next(
+                r for r in view.instances[action.source_id].requests if r.request_id == action.request_id
+            )
+            assert kv_needed_tokens(request.context_tokens, target.block_tokens) <= target.kv_free_tokens
+
+
+@pytest.mark.parametrize("make", POLICIES)
+@given(view=clusters(), arrival=arrivals)
+def test_decides_the_same_twice(make: Callable[[], Policy], view: ClusterView, arrival: Arrival) -> None:
+    again = ClusterView(
+        MappingProxyType({name: dataclasses.replace(i) for name, i in view.instances.items()})
+    )
+    assert make().place(view, arrival, 0.0) == make().place(again, arrival, 5.0)
+    assert list(decisions(make(), view)) == list(decisions(make(), again))
