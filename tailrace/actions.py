@@ -9,9 +9,14 @@ from tailrace.cluster import Pool, Stage
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Send an arriving request to an instance."""
+    """Send an arriving request to an instance.
+
+    `also`: what is carried out with the placement, such as the pool move that it needs (Arrow, Alg. 1).
+    The placement holds whether or not that succeeds.
+    """
 
     instance_id: str
+    also: tuple[Action, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

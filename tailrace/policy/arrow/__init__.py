@@ -1,0 +1,1 @@
+"""Arrow: adaptive scheduling over stateless instances in elastic pools (arXiv 2505.11916v1)."""

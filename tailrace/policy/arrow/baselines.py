@@ -1,0 +1,97 @@
+"""What Arrow is compared with in section 7.3: request scheduling alone, over pools that never change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from zlib import crc32
+
+from tailrace.actions import Action, Migrate, Place, Placement, Refuse
+from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, Pool, RequestView
+from tailrace.policy.arrow.pools import Pools, assign
+from tailrace.policy.ledger import Ledger
+from tailrace.policy.static_pools import StaticPools
+
+
+class MinimalLoad(StaticPools):
+    """ "Minimal Load": static k:n-k pools, the least loaded instance within each (section 7.3).
+
+    `prefill_share` divides instances that are in no pool, once; half, as the paper's 4P+4D. A request that
+    found no room on a decode instance is asked about again each tick, as in `Arrow`.
+    """
+
+    summary = "Arrow's baseline: static prefill and decode pools, minimal load within each"
+
+    def __init__(self, prefill_share: float = 0.5, tick_interval_s: float = 0.5) -> None:
+        self.prefill_share = prefill_share
+        self.tick_interval_s = tick_interval_s
+
+    def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
+        """Pools for instances in none; then requests that still decode on a prefill instance."""
+        pools = Pools.of(view)
+        moves = assign(pools, self.prefill_share)
+        for move in moves:
+            pools = pools.after(move)
+        return [*moves, *self._waiting_to_decode(view, pools)]
+
+    def _waiting_to_decode(self, view: ClusterView, pools: Pools) -> list[Migrate]:
+        ledger = Ledger(view.instances, transfers_in=None, transfers_out=None)
+        waiting = [
+            request
+            for instance in pools.prefill
+            if instance.running > 0
+            for request in instance.requests
+            if request.phase is not Phase.PREFILL and not request.migrating
+        ]
+        waiting.sort(key=lambda request: (request.arrival_s, request.request_id))
+        moved: list[Migrate] = []
+        for request in waiting:
+            target = self._decoder(
+                [i for i in pools.decode if ledger.may_receive(i, request)], request, ledger
+            )
+            if target is not None:
+                moved.append(ledger.book(request, target, "prefill done"))
+        return moved
+
+    def _decoder(
+        self, fitting: Sequence[InstanceView], request: RequestView, ledger: Ledger
+    ) -> InstanceView | None:
+        return min(
+            fitting,
+            key=lambda i: (i.context_tokens + ledger.booked_tokens(i), i.instance_id),
+            default=None,
+        )
+
+
+class RoundRobinPools(MinimalLoad):
+    """ "Round Robin": the same static pools, each request to the next instance in turn (section 7.3).
+
+    Prefill turns on the arrival's number. At prefill done there is none to turn on, and a policy keeps no
+    count: a hash of the request id stands for the turn, which is as blind to load as turning is.
+    """
+
+    summary = "Arrow's baseline: static prefill and decode pools, round robin within each"
+
+    def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
+        """The prefill instance whose turn it is."""
+        pools = Pools.of(view, arrival.excluded)
+        candidates = pools.prefill + pools.unpooled or tuple(pools.members())
+        if not candidates:
+            return Refuse("no active instance")
+        return Place(candidates[arrival.seq % len(candidates)].instance_id)
+
+    def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
+        """The decode instance whose turn it is, or the next with room."""
+        source = view.instances.get(request.instance_id)
+        ledger = Ledger(view.instances, transfers_in=None, transfers_out=None)
+        if source is None or source.pool is not Pool.PREFILL or not ledger.may_send(source, request):
+            return ()
+        decoders = [i for i in Pools.of(view).decode if ledger.may_receive(i, request)]
+        target = self._decoder(decoders, request, ledger)
+        return (ledger.book(request, target, "prefill done"),) if target is not None else ()
+
+    def _decoder(
+        self, fitting: Sequence[InstanceView], request: RequestView, ledger: Ledger
+    ) -> InstanceView | None:
+        if not fitting:
+            return None
+        return fitting[crc32(request.request_id.encode()) % len(fitting)]

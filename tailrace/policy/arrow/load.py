@@ -1,0 +1,69 @@
+"""How Arrow measures load (section 5.3, "Instance Load Evaluation")."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tailrace.cluster import InstanceView, Phase
+from tailrace.policy.arrow.ttft import TtftPredictor
+from tailrace.profiles import Profile
+
+
+def max_running_tokens(profile: Profile, tpot_slo_s: float, context_tokens: int) -> int:
+    """Most tokens in a batch that one decode step does within the TPOT SLO (section 5.3, third bullet).
+
+    As profiling would find it with requests of `context_tokens` each. KV capacity limits it too, and is the
+    instance's.
+    """
+    decode = profile.decode
+    per_token_ms = decode.ms_per_kv_token + decode.ms_per_request / max(1, context_tokens)
+    return max(0, int((tpot_slo_s * 1e3 - decode.base_ms) / per_token_ms))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadModel:
+    """Loads of an instance, from its view and what was profiled."""
+
+    ttft: TtftPredictor
+    max_running_tokens: int
+
+    def prefill_delay_s(self, instance: InstanceView) -> float:
+        """Seconds until a prefill that arrives now would start: as reported, else from the backlog."""
+        if instance.prefill_delay_s is not None:
+            return instance.prefill_delay_s
+        # A backlog of whole prompts waits; one of which a part is done is one more.
+        return self.ttft.backlog_s(instance.prefill_backlog_tokens, instance.waiting)
+
+    def most_tokens(self, instance: InstanceView) -> int:
+        """Max Running Tokens of Alg. 2: as reported, else as profiled; never more than its KV holds."""
+        most = instance.max_running_tokens
+        if most is None:
+            most = self.max_running_tokens
+        return min(most, instance.kv_capacity_tokens)
+
+
+def running_tokens(instance: InstanceView) -> int:
+    """The decode load: tokens of all requests on the instance."""
+    return instance.context_tokens
+
+
+def prefills_left(instance: InstanceView) -> bool:
+    """It has prefill work that is not done."""
+    return instance.prefill_backlog_tokens > 0
+
+
+def decodes_left(instance: InstanceView) -> bool:
+    """It has requests past prefill, other than those already leaving.
+
+    Asks the requests only where the counts do not settle it.
+    """
+    if instance.running == 0 and instance.waiting == 0:
+        return False
+    return any(r.phase is not Phase.PREFILL and not r.migrating for r in instance.requests)
+
+
+def mean_token_interval_s(instances: Sequence[InstanceView]) -> float:
+    """Mean recent token interval of those that run anything; 0: none does (section 5.5, case 2)."""
+    intervals = [i.token_interval_s for i in instances if i.running > 0]
+    return sum(intervals) / len(intervals) if intervals else 0.0

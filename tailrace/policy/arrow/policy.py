@@ -1,0 +1,247 @@
+"""Arrow's policy: SLO-aware request and instance scheduling (sections 5.3 and 5.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from tailrace.actions import Action, Place, Placement, Refuse, SetPool
+from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, Pool, RequestView
+from tailrace.policy.arrow.load import (
+    LoadModel,
+    max_running_tokens,
+    mean_token_interval_s,
+    running_tokens,
+)
+from tailrace.policy.arrow.pools import (
+    Pools,
+    assign,
+    repair,
+    settle,
+    try_move_decode_to_prefill,
+    try_move_prefill_to_decode,
+)
+from tailrace.policy.arrow.ttft import TtftPredictor
+from tailrace.policy.base import Policy
+from tailrace.policy.ledger import Ledger
+from tailrace.profiles import Profile, load_profile
+
+# The paper's model (section 7.1) on the GPU nearest to its H800 that there is a profile of.
+PROFILE: Final = "llama-3.1-8b-h100"
+
+
+class Arrow(Policy):
+    """Alg. 1 at arrival, Alg. 2 when prefill is done, the monitor's rules on tick.
+
+    What the paper leaves open is settled by the parameters:
+
+    - `ttft_slo_s`, `tpot_slo_s`: the thresholds of Alg. 1 and 2 are the SLOs themselves. Defaults: Azure
+      Conversation's (table 1), the largest of the four traces.
+    - `profile`: what TTFT prediction and Max Running Tokens are fitted to, where instances report neither.
+    - `profiled_context_tokens`: length of the requests that Max Running Tokens is profiled with. It only
+      weighs the cost of a request against that of its tokens; 1,024 is near the traces' mean context.
+    - `low_load_share`: "load of decode instances is low" (Alg. 1) if the remaining ones could carry all
+      running tokens within this share of Max Running Tokens each, and their mean token interval is within
+      the TPOT SLO. "Busy" (idle-prefill rule) is to be above that share without the flip, so that the two
+      rules cannot undo each other's flips. One half: a flip may double what the others carry.
+    - `prefill_share`: how instances in no pool are divided at first. The paper starts its static baselines
+      at 4P+4D; the same here.
+    - `tick_interval_s`: the monitor's period. Half a second: several token intervals, and yet
+      shorter than the shortest queue that breaks a TTFT SLO of seconds.
+    """
+
+    summary = "Arrow: SLO-aware dispatch over elastic prefill and decode pools"
+
+    def __init__(
+        self,
+        ttft_slo_s: float = 2.0,
+        tpot_slo_s: float = 0.15,
+        profile: Profile | None = None,
+        profiled_context_tokens: int = 1024,
+        low_load_share: float = 0.5,
+        prefill_share: float = 0.5,
+        tick_interval_s: float = 0.5,
+    ) -> None:
+        profile = profile if profile is not None else load_profile(PROFILE)
+        self.ttft_slo_s = ttft_slo_s
+        self.tpot_slo_s = tpot_slo_s
+        self.low_load_share = low_load_share
+        self.prefill_share = prefill_share
+        self.tick_interval_s = tick_interval_s
+        self.loads = LoadModel(
+            TtftPredictor.of_profile(profile),
+            max_running_tokens(profile, tpot_slo_s, profiled_context_tokens),
+        )
+
+    # ---- Alg. 1
+
+    def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
+        """SLO-aware prefill scheduling (Alg. 1).
+
+        An instance in no pool counts as a prefill instance. A request that comes back after a loss is
+        prefilled anew, output included.
+        """
+        pools = Pools.of(view, arrival.excluded)
+        prefill_s = self.loads.ttft.prefill_s(arrival.prompt_tokens + arrival.output_tokens)
+        delay_1, t_1 = self._least_delay(pools.prefill + pools.unpooled)
+        if t_1 is not None and delay_1 + prefill_s <= self.ttft_slo_s:
+            return Place(t_1.instance_id)
+        delay_2, t_2 = self._least_delay(pools.decode_to_prefill)
+        if t_2 is not None and delay_2 + prefill_s <= self.ttft_slo_s:
+            return Place(t_2.instance_id)
+        # With nobody able to prefill there is no choice: the overload guard does not apply.
+        if (t_1 is None and t_2 is None) or self._decode_load_is_low(pools):
+            move = try_move_decode_to_prefill(pools)
+            if move is not None:
+                return Place(move.instance_id, (move,))
+        # "return t_1", and what is left where pools are empty, which the paper excludes: any instance can
+        # do any work.
+        last = t_1 or t_2 or self._least_delay(tuple(pools.members()))[1]
+        return Place(last.instance_id) if last is not None else Refuse("no active instance")
+
+    # ---- Alg. 2
+
+    def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
+        """SLO-aware decode scheduling (Alg. 2); () leaves the request where it was prefilled."""
+        return self._schedule_decode(Pools.of(view), request, _ledger(view), may_flip=self._flip)
+
+    def _schedule_decode(
+        self,
+        pools: Pools,
+        request: RequestView,
+        ledger: Ledger,
+        may_flip: Callable[[Pools], SetPool | None],
+    ) -> list[Action]:
+        """Only targets with room for the KV count: to send more than fits would only make it wait there.
+
+        When nobody has room the request decodes where it is, and the tick asks again: the paper's
+        migration queue (section 5.4), kept at the source.
+        """
+        source_id = request.instance_id
+        source = next((i for i in pools.members() if i.instance_id == source_id), None)
+        if source is None or source.pool not in (Pool.PREFILL, Pool.DECODE_TO_PREFILL):
+            return []
+        if not ledger.may_send(source, request):
+            return []
+        t_1 = _least_tokens(pools.decode, request, ledger)
+        t_2 = _least_tokens(pools.prefill_to_decode, request, ledger)
+        for target in (t_1, t_2):
+            if target is not None and self._takes_more(target, ledger):
+                return [ledger.book(request, target, "prefill done")]
+        move = may_flip(pools)
+        if move is not None:
+            if move.instance_id == source_id:
+                return [move]
+            t_3 = next(i for i in pools.members() if i.instance_id == move.instance_id)
+            if ledger.may_receive(t_3, request):
+                return [move, ledger.book(request, t_3, "prefill done")]
+            # The flip helps those that come after; this one takes what there is.
+            return [move, *_to_lesser(t_1, t_2, request, ledger)]
+        return _to_lesser(t_1, t_2, request, ledger)
+
+    def _flip(self, pools: Pools) -> SetPool | None:
+        return try_move_prefill_to_decode(pools, self.loads)
+
+    def _takes_more(self, instance: InstanceView, ledger: Ledger) -> bool:
+        tokens = running_tokens(instance) + ledger.booked_tokens(instance)
+        return tokens <= self.loads.most_tokens(instance) and instance.token_interval_s <= self.tpot_slo_s
+
+    # ---- section 5.5
+
+    def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
+        """Pool upkeep, at most one flip, then requests that still wait for a decode instance."""
+        pools = Pools.of(view)
+        moves = [*assign(pools, self.prefill_share), *settle(pools)]
+        for move in moves:
+            pools = pools.after(move)
+        flip = repair(pools, self.loads) or self._monitored_flip(pools)
+        if flip is not None:
+            pools = pools.after(flip)
+            moves.append(flip)
+        return [*moves, *self._waiting_to_decode(view, pools)]
+
+    def _monitored_flip(self, pools: Pools) -> SetPool | None:
+        """Cases 2 and 3 of "from prefill to decode" in section 5.5."""
+        decoders = pools.decode + pools.prefill_to_decode
+        if not decoders:
+            return None
+        if mean_token_interval_s(decoders) > self.tpot_slo_s:
+            return try_move_prefill_to_decode(pools, self.loads)
+        idle = tuple(i for i in pools.prefill if i.load == 0 and not i.prefill_backlog_tokens)
+        if idle and self._share_carried(decoders, len(decoders)) > self.low_load_share:
+            return try_move_prefill_to_decode(pools, self.loads)
+        return None
+
+    def _waiting_to_decode(self, view: ClusterView, pools: Pools) -> list[Action]:
+        """Requests that decode on a prefill instance because nobody had room, oldest first (section 5.4).
+
+        D->P instances keep theirs: they were meant to end there.
+        """
+        waiting = [
+            request
+            for instance in pools.prefill
+            if instance.running > 0
+            for request in instance.requests
+            if request.phase is not Phase.PREFILL and not request.migrating
+        ]
+        if not waiting:
+            return []
+        ledger = _ledger(view)
+        waiting.sort(key=lambda request: (request.arrival_s, request.request_id))
+        actions: list[Action] = []
+        for request in waiting:
+            actions += self._schedule_decode(pools, request, ledger, may_flip=lambda _: None)
+        return actions
+
+    # ---- load
+
+    def _least_delay(self, instances: Sequence[InstanceView]) -> tuple[float, InstanceView | None]:
+        delay_s = self.loads.prefill_delay_s
+        least, found = float("inf"), None
+        # Instances come in id order, so that the first of equals is the one with the least id; among
+        # equals the one with fewer requests, which leaves idle prefill instances to share a burst.
+        for instance in instances:
+            delay = delay_s(instance)
+            if found is None or (delay, instance.load) < (least, found.load):
+                least, found = delay, instance
+        return least, found
+
+    def _decode_load_is_low(self, pools: Pools) -> bool:
+        """The overload guard: would the decode instances do with one less?"""
+        decoders = pools.decode + pools.prefill_to_decode
+        if len(decoders) < 2 or mean_token_interval_s(decoders) > self.tpot_slo_s:
+            return False
+        return self._share_carried(decoders, len(decoders) - 1) <= self.low_load_share
+
+    def _share_carried(self, decoders: Sequence[InstanceView], by: int) -> float:
+        """Running tokens of decode instances over what `by` of them may run."""
+        most = sum(self.loads.most_tokens(i) for i in decoders) * by / len(decoders)
+        return sum(running_tokens(i) for i in decoders) / most if most > 0 else float("inf")
+
+
+def _ledger(view: ClusterView) -> Ledger:
+    # The migration service queues what is over its limits: Arrow's FCFS migration queue (section 5.4).
+    return Ledger(view.instances, transfers_in=None, transfers_out=None)
+
+
+def _least_tokens(
+    instances: Sequence[InstanceView], request: RequestView, ledger: Ledger
+) -> InstanceView | None:
+    """The instance of Alg. 2 with the least running tokens, among those with room."""
+    return min(
+        (i for i in instances if ledger.may_receive(i, request)),
+        key=lambda i: (running_tokens(i) + ledger.booked_tokens(i), i.instance_id),
+        default=None,
+    )
+
+
+def _to_lesser(
+    t_1: InstanceView | None, t_2: InstanceView | None, request: RequestView, ledger: Ledger
+) -> list[Action]:
+    """The last lines of Alg. 2."""
+    if t_1 is None and t_2 is None:
+        return []
+    if t_2 is None or (t_1 is not None and running_tokens(t_1) <= running_tokens(t_2)):
+        assert t_1 is not None
+        return [ledger.book(request, t_1, "prefill done")]
+    return [ledger.book(request, t_2, "prefill done")]

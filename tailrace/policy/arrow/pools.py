@@ -1,0 +1,164 @@
+"""Four elastic pools and the moves between them (Arrow, sections 5.2 and 5.5, Figure 5, Alg. 3 and 4).
+
+    flip to decode:   Prefill ---------------> P->D   (Decode at once if no prefill is left)
+                      D->P ------------------> Decode
+    flip to prefill:  Decode ----------------> D->P   (Prefill at once if no decode is left)
+                      P->D ------------------> Prefill
+    work is done:     P->D -> Decode,  D->P -> Prefill
+
+A flip is nothing but a change of pool: what runs on the instance goes on. Figure 5 shows D->P to Decode
+and P->D to Prefill as direct edges; where a D->P instance has prefill work left it becomes P->D instead, and
+a P->D instance with decode work left D->P, as the pools' definitions ask for ("scheduled to ... but still
+processing unfinished ...").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from tailrace.actions import SetPool
+from tailrace.cluster import ClusterView, InstanceState, InstanceView, Pool
+from tailrace.policy.arrow.load import LoadModel, decodes_left, prefills_left, running_tokens
+
+_FIELDS: Final[Mapping[Pool, str]] = {
+    Pool.PREFILL: "prefill",
+    Pool.DECODE: "decode",
+    Pool.PREFILL_TO_DECODE: "prefill_to_decode",
+    Pool.DECODE_TO_PREFILL: "decode_to_prefill",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """Instances that may get work, by pool, each in id order. `unpooled` ones do both kinds."""
+
+    prefill: tuple[InstanceView, ...] = ()
+    decode: tuple[InstanceView, ...] = ()
+    prefill_to_decode: tuple[InstanceView, ...] = ()
+    decode_to_prefill: tuple[InstanceView, ...] = ()
+    unpooled: tuple[InstanceView, ...] = ()
+
+    @staticmethod
+    def of(view: ClusterView, excluded: frozenset[str] = frozenset()) -> Pools:
+        """The active instances of a view."""
+        groups: dict[Pool | None, list[InstanceView]] = {pool: [] for pool in (*Pool, None)}
+        active = InstanceState.ACTIVE
+        for instance in view.instances.values():
+            if instance.state is active and instance.instance_id not in excluded:
+                groups[instance.pool].append(instance)
+        return Pools(
+            tuple(groups[Pool.PREFILL]),
+            tuple(groups[Pool.DECODE]),
+            tuple(groups[Pool.PREFILL_TO_DECODE]),
+            tuple(groups[Pool.DECODE_TO_PREFILL]),
+            tuple(groups[None]),
+        )
+
+    @property
+    def able_to_prefill(self) -> int:
+        """|I_P| + |I_D->P|, and instances in no pool."""
+        return len(self.prefill) + len(self.decode_to_prefill) + len(self.unpooled)
+
+    @property
+    def able_to_decode(self) -> int:
+        """|I_D| + |I_P->D|, and instances in no pool."""
+        return len(self.decode) + len(self.prefill_to_decode) + len(self.unpooled)
+
+    def members(self) -> Iterable[InstanceView]:
+        """All of them, pool by pool."""
+        yield from self.prefill
+        yield from self.decode
+        yield from self.prefill_to_decode
+        yield from self.decode_to_prefill
+        yield from self.unpooled
+
+    def after(self, move: SetPool) -> Pools:
+        """These pools with the move made. Raises KeyError for an instance that is in none of them."""
+        moved = next((i for i in self.members() if i.instance_id == move.instance_id), None)
+        if moved is None:
+            raise KeyError(move.instance_id)
+        fields = {name: _without(getattr(self, name), moved) for name in (*_FIELDS.values(), "unpooled")}
+        to = "unpooled" if move.pool is None else _FIELDS[move.pool]
+        placed = (*fields[to], replace(moved, pool=move.pool))
+        fields[to] = tuple(sorted(placed, key=lambda i: i.instance_id))
+        return Pools(**fields)
+
+
+def to_decode(instance: InstanceView) -> SetPool:
+    """Flip an instance to decode work (Figure 5)."""
+    pool = Pool.PREFILL_TO_DECODE if prefills_left(instance) else Pool.DECODE
+    return SetPool(instance.instance_id, pool)
+
+
+def to_prefill(instance: InstanceView) -> SetPool:
+    """Flip an instance to prefill work (Figure 5)."""
+    pool = Pool.DECODE_TO_PREFILL if decodes_left(instance) else Pool.PREFILL
+    return SetPool(instance.instance_id, pool)
+
+
+def settle(pools: Pools) -> list[SetPool]:
+    """The black edges of Figure 5: an instance whose former work is done leaves the pool in between."""
+    done = [SetPool(i.instance_id, Pool.DECODE) for i in pools.prefill_to_decode if not prefills_left(i)]
+    done += [SetPool(i.instance_id, Pool.PREFILL) for i in pools.decode_to_prefill if not decodes_left(i)]
+    return done
+
+
+def try_move_decode_to_prefill(pools: Pools) -> SetPool | None:
+    """Alg. 3: a decode instance for prefill work, or None if it is the last.
+
+    P->D instances first (they are prefilling anyway), then the least running tokens.
+    """
+    if len(pools.decode) + len(pools.prefill_to_decode) + len(pools.unpooled) <= 1:
+        return None
+    chosen = _least(pools.prefill_to_decode or pools.decode, running_tokens)
+    return to_prefill(chosen) if chosen is not None else None
+
+
+def try_move_prefill_to_decode(pools: Pools, loads: LoadModel) -> SetPool | None:
+    """Alg. 4: a prefill instance for decode work, or None if it is the last.
+
+    D->P instances first (they are decoding anyway), then the least prefill delay.
+    """
+    if len(pools.prefill) + len(pools.decode_to_prefill) + len(pools.unpooled) <= 1:
+        return None
+    chosen = _least(pools.decode_to_prefill or pools.prefill, loads.prefill_delay_s)
+    return to_decode(chosen) if chosen is not None else None
+
+
+def assign(pools: Pools, prefill_share: float) -> list[SetPool]:
+    """Give instances in no pool one: prefill until `prefill_share` of all are able to, decode beyond.
+
+    At least one instance of each kind; a lone instance stays in no pool, for it must do both.
+    """
+    total = pools.able_to_prefill + pools.able_to_decode - len(pools.unpooled)
+    if total < 2:
+        return []
+    wanted = min(total - 1, max(1, round(total * prefill_share)))
+    prefill = len(pools.prefill) + len(pools.decode_to_prefill)
+    moves: list[SetPool] = []
+    for instance in pools.unpooled:
+        if prefill < wanted:
+            moves.append(to_prefill(instance))
+            prefill += 1
+        else:
+            moves.append(to_decode(instance))
+    return moves
+
+
+def repair(pools: Pools, loads: LoadModel) -> SetPool | None:
+    """Put right what a lost instance broke: nobody left to prefill, or nobody left to decode."""
+    if pools.able_to_prefill == 0:
+        return try_move_decode_to_prefill(pools)
+    if pools.able_to_decode == 0:
+        return try_move_prefill_to_decode(pools, loads)
+    return None
+
+
+def _least(instances: Sequence[InstanceView], load: Callable[[InstanceView], float]) -> InstanceView | None:
+    return min(instances, key=lambda i: (load(i), i.instance_id), default=None)
+
+
+def _without(instances: Sequence[InstanceView], left_out: InstanceView) -> tuple[InstanceView, ...]:
+    return tuple(i for i in instances if i.instance_id != left_out.instance_id)

@@ -1,0 +1,86 @@
+"""The TTFT predictor (Arrow, sections 4.2 and 5.3): a quadratic of the prompt's length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from tailrace.profiles import Profile
+
+# Lengths at which a profile is sampled: powers of two, as far as the paper's longest prompts go.
+_SAMPLED: Final = tuple(2**power for power in range(5, 18))
+
+
+@dataclass(frozen=True, slots=True)
+class TtftPredictor:
+    """Seconds to prefill L tokens alone: base_s + per_token_s * L + per_token_squared_s * L^2.
+
+    No coefficient is negative, so that a longer prompt never takes less time.
+    """
+
+    base_s: float
+    per_token_s: float
+    per_token_squared_s: float
+
+    @staticmethod
+    def fit(samples: Sequence[tuple[int, float]]) -> TtftPredictor:
+        """Least squares over (prompt tokens, seconds) samples (section 5.3, "TTFT predictor").
+
+        Errors are weighed by 1/seconds: they are relative, or the few longest prompts would decide alone
+        and short ones, which are most, be predicted badly. A coefficient that comes out negative is noise:
+        it is set to 0 and the others are fitted again. Raises ValueError without samples of positive length
+        and time.
+        """
+        rows = [(tokens, seconds) for tokens, seconds in samples if tokens > 0 and seconds > 0.0]
+        if not rows:
+            raise ValueError("a TTFT fit needs samples of positive length and time")
+        tokens = np.array([row[0] for row in rows], dtype=np.float64)
+        seconds = np.array([row[1] for row in rows], dtype=np.float64)
+        matrix = np.stack([np.ones_like(tokens), tokens, tokens**2], axis=1) / seconds[:, None]
+        # Columns differ by ten orders of magnitude; scaled to one, the normal equations stay solvable.
+        scale = np.linalg.norm(matrix, axis=0)
+        kept = [0, 1, 2]
+        found = np.zeros(3)
+        while kept:
+            solved = np.linalg.lstsq(matrix[:, kept] / scale[kept], np.ones_like(tokens), rcond=None)[0]
+            worst = int(np.argmin(solved))
+            if solved[worst] >= 0.0:
+                found[kept] = solved / scale[kept]
+                break
+            kept.pop(worst)
+        return TtftPredictor(float(found[0]), float(found[1]), float(found[2]))
+
+    @staticmethod
+    def of_profile(profile: Profile, chunk_tokens: int = 2048) -> TtftPredictor:
+        """The predictor that profiling an instance of that profile would give.
+
+        Prompts are prefilled in chunks of `chunk_tokens` (section 5.4; vLLM's default step budget), each a
+        step with its own base.
+        """
+        samples: list[tuple[int, float]] = []
+        for tokens in _SAMPLED:
+            steps = -(-tokens // chunk_tokens)
+            milliseconds = steps * profile.prefill.base_ms + profile.prefill.ms(0, tokens)
+            samples.append((tokens, milliseconds / 1e3))
+        return TtftPredictor.fit(samples)
+
+    def prefill_s(self, tokens: int) -> float:
+        """Seconds to prefill one prompt of this length (p_1 in section 4.1)."""
+        return self.base_s + (self.per_token_s + self.per_token_squared_s * tokens) * tokens
+
+    def queue_s(self, lengths: Iterable[int]) -> float:
+        """Queueing delay behind prompts that are prefilled one after the other (Eq. 1 and 2)."""
+        return sum(self.prefill_s(tokens) for tokens in lengths)
+
+    def backlog_s(self, tokens: int, prompts: int) -> float:
+        """Queueing delay behind a backlog known only in sum.
+
+        Its prompts are taken to be of equal length, which makes this the least that `queue_s` can be.
+        """
+        if tokens <= 0:
+            return 0.0
+        count = max(1, prompts)
+        return count * self.base_s + (self.per_token_s + self.per_token_squared_s * tokens / count) * tokens

@@ -1,0 +1,220 @@
+"""Length-aware stage partition (CascadeInfer, section 4.2): which lengths each instance serves.
+
+f(e, l), the least cost of serving all lengths below l with e instances, is
+
+    f(e, l) = min over e' < e and l' < l of  f(e', l') + (e - e') * Q(requests in [l', l) / (e - e')) + c(l')
+
+The paper's third index, the number of stages, bounds nothing and its minimum over all is taken in the end,
+so it is left out. A set of requests is divided into k equal parts by dividing its sums by k; the paper picks
+every k-th of the sorted set, which needs the set and is an approximation of the same.
+With Eq. (1), k * Q(S / k) = n * D_0 + n * (D_1 n + D_2 sum I + D_3 sum I^2 + D_4 sum L) / k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from tailrace.cluster import Stage
+from tailrace.policy.cascade.qoe import Floats, QoeModel
+from tailrace.policy.cascade.workload import Workload
+
+# Numbers of 8 bytes that one step of the dynamic program works on.
+_CACHED: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A pipeline: stage i serves lengths [cuts[i], cuts[i + 1]) with counts[i] instances.
+
+    `cost`: total Q, in seconds per output token summed over the requests in flight.
+    """
+
+    cuts: tuple[int, ...]
+    counts: tuple[int, ...]
+    cost: float
+
+    def stages(self, instance_ids: Sequence[str]) -> tuple[Stage, ...]:
+        """The stages, with instances given out in order. Raises ValueError if their number is another."""
+        if len(instance_ids) != sum(self.counts):
+            raise ValueError(f"{len(instance_ids)} instances for a plan of {sum(self.counts)}")
+        stages: list[Stage] = []
+        given = 0
+        for lo, hi, count in zip(self.cuts[:-1], self.cuts[1:], self.counts, strict=True):
+            stages.append(Stage(lo, hi, tuple(instance_ids[given : given + count])))
+            given += count
+        return tuple(stages)
+
+
+class Costs:
+    """What a stage and a cut cost, for one workload. In seconds per output token, over all requests."""
+
+    def __init__(self, workload: Workload, model: QoeModel, transfer_s_per_token: float) -> None:
+        """`transfer_s_per_token`: seconds to transfer the KV of one token between two instances.
+
+        A cut at l' costs the requests that pass it in an iteration the transfer of l' tokens each.
+        """
+        self.workload = workload
+        self.edges = workload.edges
+        d = np.array(model.d)
+        # [B + 1, B + 1] over (l', l): the part that does not, and the part that does, shrink with k.
+        spans = workload.prefix[None, :, :] - workload.prefix[:, None, :]
+        requests = spans[:, :, 0]
+        self.fixed: Floats = requests * d[0]
+        self.shared: Floats = requests * (spans @ d[1:])
+        self.cut: Floats = workload.density * workload.edges * transfer_s_per_token
+        # A pipeline begins and ends without a transfer.
+        self.cut[0] = self.cut[-1] = 0.0
+
+    @property
+    def buckets(self) -> int:
+        """Number of buckets."""
+        return len(self.edges) - 1
+
+    def stage(self, lo: int, hi: int, count: int) -> float:
+        """`count` instances that serve the buckets [lo, hi)."""
+        return float(self.fixed[lo, hi] + self.shared[lo, hi] / count)
+
+    def plan(self, cuts: Sequence[int], counts: Sequence[int]) -> Plan:
+        """A plan from cuts as edge numbers, the first 0 and the last the number of buckets."""
+        stages = zip(cuts[:-1], cuts[1:], counts, strict=True)
+        cost = sum(self.stage(lo, hi, count) for lo, hi, count in stages)
+        cost += sum(float(self.cut[cut]) for cut in cuts[1:-1])
+        return Plan(tuple(int(self.edges[cut]) for cut in cuts), tuple(counts), cost)
+
+
+def layout_cost(
+    workload: Workload,
+    model: QoeModel,
+    transfer_s_per_token: float,
+    cuts: Sequence[int],
+    counts: Sequence[int],
+) -> float:
+    """Cost of any layout, with cuts at any lengths: to tell whether another plan is worth the change."""
+    sums = workload.between(cuts)
+    d = np.array(model.d)
+    shares = np.array(counts, dtype=np.float64)
+    cost = float((sums[:, 0] * (d[0] + (sums @ d[1:]) / shares)).sum())
+    return cost + sum(workload.density_at(cut) * cut * transfer_s_per_token for cut in cuts[1:-1])
+
+
+def exact(costs: Costs, instances: int) -> Plan:
+    """The optimum over all numbers of stages, cuts and instances a stage; O(E^2 B^2), in numpy.
+
+    Of plans with equal cost, one with a longer last stage. Raises ValueError without instances.
+    """
+    if instances < 1:
+        raise ValueError("a pipeline needs an instance")
+    ends = costs.buckets + 1
+    # reach[l', E + e] = f(e, l') + c(l'), infinite for e < 0.
+    reach = np.full((ends, 2 * instances + 1), np.inf)
+    reach[0, instances] = 0.0
+    # before[l', e, j] = reach of e - k instances with k = E - j: a window that slides, not a copy.
+    before = np.lib.stride_tricks.sliding_window_view(reach, instances, axis=1)[:, :-1]
+    share = 1.0 / np.arange(instances, 0, -1)
+    # As many starts at once as stay in the cache.
+    batch = max(1, min(costs.buckets, _CACHED // (instances * (instances + 1))))
+    sums = np.empty((batch, instances + 1, instances))
+    for end in range(1, ends - 1):
+        shared = costs.shared[:end, end, None, None] * share
+        least = np.full(instances + 1, np.inf)
+        for start in range(0, end, batch):
+            some = slice(start, min(start + batch, end))
+            totals = np.add(before[some], shared[some], out=sums[: some.stop - start])
+            by_start = totals.min(axis=2) + costs.fixed[some, end, None]
+            np.minimum(least, by_start.min(axis=0), out=least)
+        reach[end, instances:] = least + costs.cut[end]
+    return _trace(costs, before, share)
+
+
+def _trace(costs: Costs, before: Floats, share: Floats) -> Plan:
+    """Walk back from f(E, L), finding which (l', k) was the least."""
+    end, left = costs.buckets, len(share)
+    cuts: list[int] = [end]
+    counts: list[int] = []
+    while end > 0:
+        totals = before[:end, left] + costs.shared[:end, end, None] * share + costs.fixed[:end, end, None]
+        start, column = np.unravel_index(int(np.argmin(totals)), totals.shape)
+        counts.append(len(share) - int(column))
+        left -= counts[-1]
+        end = int(start)
+        cuts.append(end)
+    return costs.plan(cuts[::-1], counts[::-1])
+
+
+def heuristic(costs: Costs, instances: int) -> Plan:
+    """The paper's two phases: one instance a stage, then merging by gain. Never better than `exact`."""
+    cuts, counts = _merged(costs, *_one_each(costs, instances))
+    return costs.plan(cuts, counts)
+
+
+def chain(costs: Costs, instances: int) -> Plan:
+    """One instance a stage (the baseline of section 6.5; phase one of the heuristic).
+
+    There are no more cuts than buckets: instances beyond that share a stage with their neighbours.
+    """
+    return costs.plan(*_one_each(costs, instances))
+
+
+def no_pipeline(costs: Costs, instances: int) -> Plan:
+    """All instances in one stage (the baseline of section 6.5)."""
+    if instances < 1:
+        raise ValueError("a pipeline needs an instance")
+    return costs.plan((0, costs.buckets), (instances,))
+
+
+def _one_each(costs: Costs, instances: int) -> tuple[list[int], list[int]]:
+    """Phase 1: the best pipeline of stages with one instance each, as cuts and counts; O(E B^2)."""
+    if instances < 1:
+        raise ValueError("a pipeline needs an instance")
+    ends = costs.buckets + 1
+    # [l', l]: a stage from l' to l and the cut at l'; nothing to serve costs nothing.
+    step = np.full((ends, ends), np.inf)
+    upper = np.triu_indices(ends, 1)
+    step[upper] = (costs.fixed + costs.shared + costs.cut[:, None])[upper]
+    single = min(instances, costs.buckets)
+    best = np.full(ends, np.inf)
+    best[0] = 0.0
+    choice = np.zeros((single, ends), dtype=np.int64)
+    for stage in range(single):
+        totals = best[:, None] + step
+        choice[stage] = np.argmin(totals, axis=0)
+        best = totals.min(axis=0)
+    cuts = [costs.buckets]
+    for stage in reversed(range(single)):
+        cuts.append(int(choice[stage, cuts[-1]]))
+    cuts.reverse()
+    counts = [1] * single
+    # More instances than buckets: each of the rest goes where one more helps most.
+    for _ in range(instances - single):
+        gains = [
+            costs.stage(lo, hi, count) - costs.stage(lo, hi, count + 1)
+            for lo, hi, count in zip(cuts[:-1], cuts[1:], counts, strict=True)
+        ]
+        counts[int(np.argmax(gains))] += 1
+    return cuts, counts
+
+
+def _merged(costs: Costs, cuts: list[int], counts: list[int]) -> tuple[list[int], list[int]]:
+    """Phase 2: merge the two neighbours with the greatest gain, until none gains.
+
+    There are at most as many stages as buckets, so the naive scan of the paper is fast enough.
+    """
+    cuts, counts = list(cuts), list(counts)
+    while len(counts) > 1:
+        gains = [
+            costs.stage(cuts[i], cuts[i + 1], counts[i])
+            + costs.stage(cuts[i + 1], cuts[i + 2], counts[i + 1])
+            + float(costs.cut[cuts[i + 1]])
+            - costs.stage(cuts[i], cuts[i + 2], counts[i] + counts[i + 1])
+            for i in range(len(counts) - 1)
+        ]
+        at = int(np.argmax(gains))
+        if gains[at] <= 0.0:
+            break
+        counts[at : at + 2] = [counts[at] + counts[at + 1]]
+        del cuts[at + 1]
+    return cuts, counts

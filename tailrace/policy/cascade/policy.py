@@ -1,0 +1,336 @@
+"""CascadeInfer's policy: a length-aware pipeline of instances (sections 3.2 and 4)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from tailrace.actions import Action, Migrate, Place, Placement, Refuse, SetStages
+from tailrace.cluster import (
+    Arrival,
+    ClusterView,
+    InstanceState,
+    InstanceView,
+    Phase,
+    RequestView,
+    Stage,
+)
+from tailrace.policy.base import Policy
+from tailrace.policy.cascade.layout import earliest_stage, nearest_first, repaired, stage_of
+from tailrace.policy.cascade.market import Choice, by_bids, demand_tokens, in_turn, open_ledger
+from tailrace.policy.cascade.planner import Costs, Plan, chain, exact, layout_cost, no_pipeline
+from tailrace.policy.cascade.qoe import QoeModel
+from tailrace.policy.cascade.refinement import (
+    Refinement,
+    Splitter,
+    memory_split,
+    optimal_split,
+    quantity_split,
+)
+from tailrace.policy.cascade.workload import Workload, bucket_edges
+from tailrace.policy.ledger import Ledger
+from tailrace.profiles import Profile, load_profile
+
+# Of the profiles that come with Tailrace, the one of a model that the paper uses (section 6.1).
+PROFILE: Final = "llama-3.1-8b-h100"
+
+
+class Cascade(Policy):
+    """Earliest stage at arrival, bid-ask at a boundary and between overloaded peers, stages by the planner.
+
+    What the paper leaves open is settled by the parameters:
+
+    - `profile`: what the QoE model and the KV size of a token come from, unless `model` is given.
+    - `history`: (input, output) lengths of requests to plan for at the start ("collects request
+      statistics"). Without any there are no stages until requests are in flight to plan for.
+    - `history_in_flight`: how many of the history's requests an instance has at a time. Eq. (1) is about
+      batches; 64 is a middling one, and the plan depends on it little.
+    - `plan_requests`: planning from requests in flight needs that many an instance, on average: fewer say
+      little of the distribution.
+    - `replan_s`, `least_plan_gain`: how often to replan from the requests in flight, and by what share a plan
+      must be better than the present layout. A minute: several lives of a request; a twentieth, because
+      each change makes requests move.
+    - `refine_s`, `smoothing`: section 4.3's interval and moving average.
+    - `outlier`: an instance is overloaded at that much of its stage's mean demand ("25% above").
+    - `bandwidth_bytes_per_s`: of a transfer, for the cost of cuts: the testbed's 400 Gbit/s (section 6.1).
+    - Prefill runs in the stage of the prompt's length ("performs prefill and decoding locally").
+    - Within the stage, an arrival goes where a request handed over would: the least demand.
+    """
+
+    summary = "CascadeInfer: length stages, bid-ask hand-over and rebalance, adaptive boundaries"
+
+    planner = staticmethod(exact)
+    split: Splitter = staticmethod(optimal_split)
+    choice: Choice = staticmethod(by_bids)
+    rebalances = True
+
+    def __init__(
+        self,
+        profile: Profile | None = None,
+        model: QoeModel | None = None,
+        history: Sequence[tuple[int, int]] = (),
+        history_in_flight: float = 64.0,
+        plan_requests: float = 8.0,
+        replan_s: float = 60.0,
+        least_plan_gain: float = 0.05,
+        refine_s: float = 5.0,
+        smoothing: float = 0.2,
+        outlier: float = 1.25,
+        bandwidth_bytes_per_s: float = 50e9,
+        max_length: int = 131_072,
+        tick_interval_s: float = 1.0,
+    ) -> None:
+        profile = profile if profile is not None else load_profile(PROFILE)
+        self.model = model if model is not None else QoeModel.of_profile(profile)
+        self.history = tuple(history)
+        self.history_in_flight = history_in_flight
+        self.plan_requests = plan_requests
+        self.replan_s = replan_s
+        self.least_plan_gain = least_plan_gain
+        self.refine_s = refine_s
+        self.outlier = outlier
+        self.transfer_s_per_token = profile.kv_bytes_per_token / bandwidth_bytes_per_s
+        self.max_length = max_length
+        self.edges = bucket_edges(max_length)
+        self.tick_interval_s = tick_interval_s
+        self.refinement = Refinement(self.model, self.split, smoothing)
+
+    # ---- section 3.2
+
+    def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
+        """The earliest stage that covers the length; the nearest, longer ones first, if it has nobody.
+
+        Without stages, and beside all stages for instances in none, the whole cluster is one stage.
+        """
+        stages = view.stages
+        if stages:
+            at = earliest_stage(stages, arrival.prompt_tokens + arrival.output_tokens)
+            for number in nearest_first(len(stages), at):
+                usable = [i for i in _active(view, stages[number]) if i.instance_id not in arrival.excluded]
+                if usable:
+                    return Place(self._dispatch(usable, arrival).instance_id)
+        usable = [i for i in view.placeable() if i.instance_id not in arrival.excluded]
+        return Place(self._dispatch(usable, arrival).instance_id) if usable else Refuse("no active instance")
+
+    def _dispatch(self, instances: Sequence[InstanceView], arrival: Arrival) -> InstanceView:
+        return min(instances, key=_dispatch_key)
+
+    # ---- section 4.4, inter-stage
+
+    def on_length_boundary(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
+        """Hand over to the stage that covers the length now, by bid-ask; () where nobody has room.
+
+        "Migration is skipped if no idle cache is available" (section 5); it is tried again at the next
+        refinement.
+        """
+        moved = self._hand_over(view, view.stages, request, open_ledger(view))
+        return (moved,) if moved is not None else ()
+
+    def _hand_over(
+        self, view: ClusterView, stages: Sequence[Stage], request: RequestView, ledger: Ledger
+    ) -> Migrate | None:
+        source = view.instances.get(request.instance_id)
+        at = stage_of(stages, request.instance_id)
+        if source is None or at is None or not _movable(request) or not ledger.may_send(source, request):
+            return None
+        to = earliest_stage(stages, request.context_tokens)
+        if to <= at:
+            return None
+        # Those who have no room do not bid.
+        receivers = [i for i in _active(view, stages[to]) if ledger.may_receive(i, request)]
+        if not receivers:
+            return None
+        return ledger.book(request, self.choice(receivers, request, ledger), "length boundary")
+
+    # ---- tick
+
+    def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
+        """Stages first (members, plan, boundaries), then hand-overs that are due, then outliers."""
+        stages = self._stages(view, now)
+        actions: list[Action] = [SetStages(stages)] if stages != view.stages else []
+        ledger = open_ledger(view)
+        if self._due(self.refine_s, now):
+            actions += self._overdue(view, stages, ledger)
+        if self.rebalances:
+            # Without stages the whole cluster is one.
+            for peers in [_active(view, stage) for stage in stages] or [view.placeable()]:
+                actions += self._rebalance(peers, ledger)
+        return actions
+
+    def _due(self, period_s: float, now: float) -> bool:
+        """Whether a multiple of the period lies in the last tick: a clock that needs no memory."""
+        tick_s = self.tick_interval_s or period_s
+        return math.floor(now / period_s) != math.floor((now - tick_s) / period_s)
+
+    def _stages(self, view: ClusterView, now: float) -> tuple[Stage, ...]:
+        members = _members(view)
+        demand = {i.instance_id: demand_tokens(i) for i in members}
+        if not view.stages:
+            plan = self._first_plan(members)
+            return plan.stages(sorted(demand)) if plan is not None else ()
+        stages = repaired(view.stages, demand.keys(), demand)
+        if self._due(self.replan_s, now):
+            workload = self._in_flight(members)
+            planned = self._replanned(workload, stages)
+            if planned is not None:
+                return planned
+        if self._due(self.refine_s, now) and len(stages) > 1:
+            return self.refinement.refine(stages, _rows(members))
+        return stages
+
+    def _first_plan(self, members: Sequence[InstanceView]) -> Plan | None:
+        """None: nothing to plan for yet."""
+        if not members:
+            return None
+        if self.history:
+            inputs, outputs = [h[0] for h in self.history], [h[1] for h in self.history]
+            in_flight = self.history_in_flight * len(members)
+            return self._plan(Workload.of_history(self.edges, inputs, outputs, in_flight), len(members))
+        if sum(i.running for i in members) < self.plan_requests * len(members):
+            return None
+        return self._plan(self._in_flight(members), len(members))
+
+    def _plan(self, workload: Workload, instances: int) -> Plan:
+        return self.planner(Costs(workload, self.model, self.transfer_s_per_token), instances)
+
+    def _in_flight(self, members: Sequence[InstanceView]) -> Workload:
+        rows = [row for part in _rows(members).values() for row in part]
+        return Workload.of_snapshot(self.edges, [r[0] for r in rows], [r[1] for r in rows])
+
+    def _replanned(self, workload: Workload, stages: Sequence[Stage]) -> tuple[Stage, ...] | None:
+        """A plan that is better by `least_plan_gain`, with instances kept in the order of their stages."""
+        names = [name for stage in stages for name in stage.instance_ids]
+        if not names or workload.requests < self.plan_requests * len(names):
+            return None
+        plan = self._plan(workload, len(names))
+        cuts = [stages[0].lo, *(stage.hi for stage in stages)]
+        counts = [len(stage.instance_ids) for stage in stages]
+        present = layout_cost(workload, self.model, self.transfer_s_per_token, cuts, counts)
+        if plan.cost > (1.0 - self.least_plan_gain) * present:
+            return None
+        return plan.stages(names)
+
+    def _overdue(self, view: ClusterView, stages: Sequence[Stage], ledger: Ledger) -> list[Action]:
+        """Requests beyond the boundary of their stage that nobody had room for, or that it moved below.
+
+        Longest first: they disturb their batch the most.
+        """
+        overdue: list[RequestView] = []
+        for stage in stages[:-1]:
+            for name in stage.instance_ids:
+                overdue += [
+                    r for r in view.instances[name].requests if r.context_tokens >= stage.hi and _movable(r)
+                ]
+        overdue.sort(key=lambda r: (-r.context_tokens, r.request_id))
+        moved = (self._hand_over(view, stages, request, ledger) for request in overdue)
+        return [action for action in moved if action is not None]
+
+    # ---- section 4.4, intra-stage
+
+    def _rebalance(self, peers: Sequence[InstanceView], ledger: Ledger) -> list[Action]:
+        """Overloaded outliers of one stage hand requests to their peers, worst first.
+
+        The paper does not say which requests, nor when to stop: the longest that do not take the sender
+        below the stage's mean (the fewest transfers), to peers that do not become outliers by it.
+        """
+        if len(peers) < 2:
+            return []
+        mean = sum(demand_tokens(i) for i in peers) / len(peers)
+        actions: list[Action] = []
+        outliers = [i for i in peers if demand_tokens(i) > self.outlier * mean]
+        outliers.sort(key=lambda i: (-demand_tokens(i), i.instance_id))
+        for sender in outliers:
+            excess = demand_tokens(sender) - mean
+            movable = [r for r in sender.requests if _movable(r) and r.context_tokens <= excess]
+            movable.sort(key=lambda r: (-r.context_tokens, r.request_id))
+            for request in movable:
+                if not ledger.may_send(sender, request):
+                    continue
+                length = request.context_tokens
+                if length > excess:
+                    continue
+                receivers = [
+                    i
+                    for i in peers
+                    if demand_tokens(i, ledger) + length <= self.outlier * mean
+                    and ledger.may_receive(i, request)
+                ]
+                if receivers:
+                    actions.append(
+                        ledger.book(request, self.choice(receivers, request, ledger), "overloaded")
+                    )
+                    excess -= length
+        return actions
+
+
+class CascadeInterStageOnly(Cascade):
+    """Bid-ask between stages alone (section 6.5, Figure 16)."""
+
+    summary = "CascadeInfer without rebalance inside a stage"
+    rebalances = False
+
+
+class CascadeRoundRobin(Cascade):
+    """Whoever's turn it is within the stage, at arrival and at hand-over (section 6.5, Figure 16)."""
+
+    summary = "CascadeInfer with round robin within a stage in place of bid-ask"
+    choice: Choice = staticmethod(in_turn)
+    rebalances = False
+
+    def _dispatch(self, instances: Sequence[InstanceView], arrival: Arrival) -> InstanceView:
+        return instances[arrival.seq % len(instances)]
+
+
+class CascadeChain(Cascade):
+    """One instance a stage (section 6.5, Figure 14)."""
+
+    summary = "CascadeInfer's baseline: a chain of stages with one instance each"
+    planner = staticmethod(chain)
+
+
+class CascadeNoPipeline(Cascade):
+    """All instances in one stage (section 6.5, Figure 14)."""
+
+    summary = "CascadeInfer's baseline: one stage, with rebalance"
+    planner = staticmethod(no_pipeline)
+
+
+class CascadeQuantity(Cascade):
+    """Boundaries that balance the number of requests (section 6.5, Figure 15)."""
+
+    summary = "CascadeInfer's baseline: boundaries refined by number of requests"
+    split: Splitter = staticmethod(quantity_split)
+
+
+class CascadeMemory(Cascade):
+    """Boundaries that balance KV memory (section 6.5, Figure 15)."""
+
+    summary = "CascadeInfer's baseline: boundaries refined by memory"
+    split: Splitter = staticmethod(memory_split)
+
+
+def _dispatch_key(instance: InstanceView) -> tuple[int, int, str]:
+    """Whole thousandths of capacity, so that a few tokens do not outweigh the number of requests."""
+    share = demand_tokens(instance) * 1_000 // (instance.kv_capacity_tokens or 1)
+    return share, instance.load, instance.instance_id
+
+
+def _members(view: ClusterView) -> list[InstanceView]:
+    """Instances that stages are made of: those that leave are not, a suspect may come back."""
+    return [i for i in view.instances.values() if i.state is not InstanceState.DRAINING]
+
+
+def _active(view: ClusterView, stage: Stage) -> list[InstanceView]:
+    active = InstanceState.ACTIVE
+    found = (view.instances.get(name) for name in stage.instance_ids)
+    return [i for i in found if i is not None and i.state is active]
+
+
+def _movable(request: RequestView) -> bool:
+    """A prefill cannot be taken away in its middle; it is soon over."""
+    return request.phase is not Phase.PREFILL and not request.migrating
+
+
+def _rows(members: Sequence[InstanceView]) -> Mapping[str, list[tuple[int, int]]]:
+    return {i.instance_id: [(r.prompt_tokens, r.context_tokens) for r in i.requests] for i in members}
