@@ -89,7 +89,8 @@ class VllmServe(Server):
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(MODEL_PATH)]
         command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
         command += ["--reasoning-parser", REASONING_PARSER, "--enforce-eager", "--block-size", "32"]
-        command += ["--kv-cache-memory-bytes", str(1 << 30), "--distributed-executor-backend", "uni"]
+        command += ["--num-gpu-blocks-override", "4096", "--dtype", "float32"]
+        command += ["--distributed-executor-backend", "uni"]
         command += ["--no-async-scheduling", "--uvicorn-log-level", "warning"]
         environment: Mapping[str, str] = {
             # Without this vLLM turns `uni` back to `mp`, which spins on shared memory on two cores.

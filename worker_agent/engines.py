@@ -52,15 +52,16 @@ def make_engine(options: EngineOptions) -> Engine:
 
 
 def _vllm(options: EngineOptions) -> Engine:
+    from tailrace.tiny import MODEL_PATH, REASONING_PARSER
     from worker_agent.engine.vllm.engine import VllmEngine
     from worker_agent.engine.vllm.settings import VllmSettings
 
-    model, parser = options.model, options.reasoning_parser
-    if model is None:
-        from tailrace.tiny import MODEL_PATH, REASONING_PARSER
-
-        model = str(MODEL_PATH)
+    model = options.model or str(MODEL_PATH)
+    parser, arguments = options.reasoning_parser, dict(options.arguments)
+    if model == str(MODEL_PATH):
         parser = REASONING_PARSER if parser is None else parser
+        # vLLM's `auto` makes bfloat16 of float32 weights; so small a model is not sure of its answers in it.
+        arguments = {"dtype": "float32", **arguments}
     return VllmEngine(
         VllmSettings(
             model=model,
@@ -69,7 +70,7 @@ def _vllm(options: EngineOptions) -> Engine:
             block_tokens=options.block_tokens,
             max_num_seqs=options.max_num_seqs,
             max_model_len=options.max_model_len,
-            engine_args=dict(options.arguments),
+            engine_args=arguments,
         )
     )
 

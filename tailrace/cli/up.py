@@ -32,7 +32,7 @@ from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 
 _INTERRUPTED: Final = 130
 _TINY_NAME: Final = "tiny"
-_TINY_ARGUMENTS: Final = ("--kv-blocks", "4096", "--engine-arg", "dtype=float32")
+_TINY_ARGUMENTS: Final = ("--kv-blocks", "4096")
 """A small cache that yet holds a dozen of its longest answers; and the precision that it was trained in, with
 which it is sure of every token, and which vLLM would lower."""
 

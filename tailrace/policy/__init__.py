@@ -1,1 +1,1 @@
-"""Scheduling policies: one class in one file each, found by name through the entry point `tailrace.policies`."""
+"""Scheduling policies: a class in a file each, found by name through the entry point `tailrace.policies`."""

@@ -61,6 +61,7 @@ def simulated_fleet(simulated_session: Fleet) -> Iterator[Fleet]:
 def _mended(fleet: Fleet, workers: tuple[str, ...]) -> Iterator[Fleet]:
     fleet.disarm()
     fleet.mend()
+    fleet.wait_leader()
     fleet.wait_instances(workers, 120)
     yield fleet
     fleet.disarm()

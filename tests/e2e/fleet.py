@@ -162,6 +162,20 @@ class Fleet:
                         return str(service.id)
         raise LookupError("no scheduler leads")
 
+    def wait_leader(self, timeout_s: float = 30) -> None:
+        """Until an admin write goes through: after the leader was killed that takes as long as its lease."""
+
+        def writes() -> bool:
+            try:
+                policies = self.admin().ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=5).policies
+                active = next(p.name for p in policies if p.active)
+                self.admin().SetPolicy(admin_pb2.SetPolicyRequest(name=active), timeout=5)
+            except (grpc.RpcError, StopIteration):
+                return False
+            return True
+
+        wait_until(writes, "a scheduler to lead", timeout_s)
+
     def instances(self) -> dict[str, admin_pb2.InstanceInfo]:
         """Instances by id, as the scheduler sees them."""
         reply = self.admin().ListInstances(admin_pb2.ListInstancesRequest(), timeout=5)

@@ -244,7 +244,9 @@ class Engine(Protocol):
     def staging(self, num_blocks: int) -> Staging:
         """A contiguous buffer of num_blocks * KvShape.block_bytes in the memory that holds the KV."""
 
-    async def read_blocks(self, request_id: str, first_block: int, num_blocks: int, out: Staging) -> list[int]:
+    async def read_blocks(
+        self, request_id: str, first_block: int, num_blocks: int, out: Staging
+    ) -> list[int]:
         """Copy pinned blocks into `out`, each block layer by layer; one 64-bit checksum a block."""
 
     # ---- target of a migration
