@@ -98,7 +98,7 @@ class Parts:
         self._watch = MonitorWatch(
             name, frame.members, frame.channels, self.state, self._decider.take, self.metrics
         )
-        placer = Placer(self.state, self.active, self.metrics)
+        placer = Placer(self.state, self.active, self.actuator, self.metrics)
         route = LeaderRoute(name, frame.members, frame.channels, leading)
         admin = AdminServicer(
             self.state, frame.members, frame.channels, self.active, settings, mover, migrations, route

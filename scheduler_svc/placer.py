@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 
 from scheduler_svc.active_policy import ActivePolicy
+from scheduler_svc.decider import Hands
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.state import ClusterState
 from tailrace.actions import Place, Placement, Refuse
@@ -29,9 +30,12 @@ class Decision:
 class Placer:
     """Asks the policy. One that fails, or names an instance that may not be used, is stood in for."""
 
-    def __init__(self, state: ClusterState, active: ActivePolicy, metrics: SchedulerMetrics) -> None:
+    def __init__(
+        self, state: ClusterState, active: ActivePolicy, hands: Hands, metrics: SchedulerMetrics
+    ) -> None:
         self._state = state
         self._active = active
+        self._hands = hands
         self._metrics = metrics
         self._stand_in = LeastLoaded()
         self._seconds = metrics.decision_seconds.labels("place")
@@ -46,7 +50,11 @@ class Placer:
         max_tokens: int,
         excluded: frozenset[str],
     ) -> Decision:
-        """Decide and count the placement in. Makes no I/O: works on the last known state."""
+        """Decide and count the placement in. Waits for no I/O: works on the last known state.
+
+        What the policy decided beside it, such as a pool move, is carried out after, by whichever scheduler
+        placed: pool moves are compare-and-swap, so that it need not lead.
+        """
         began_s = time.perf_counter()
         arrival = Arrival(request_id, prompt_tokens, max_tokens, self._seq, output_tokens, excluded)
         self._seq += 1
@@ -59,6 +67,8 @@ class Placer:
             return Decision("", policy, placement.reason or "refused", now_s - began_s)
         self._state.place(arrival, placement.instance_id, frontend_id, time.monotonic())
         self._metrics.placements.labels(policy, placement.instance_id).inc()
+        if placement.also:
+            self._hands.submit(placement.also, policy)
         return Decision(placement.instance_id, policy, "", now_s - began_s)
 
     def _ask(self, arrival: Arrival) -> Placement:

@@ -25,6 +25,8 @@ from tailrace.policy.base import Policy
 # Ticks of the policy that may pass with nothing else going on before the simulation counts as stuck.
 _IDLE_TICKS = 1_000
 
+_DECISION_POINTS = ("on_prefill_done", "on_reasoning_ended", "on_length_boundary")
+
 PhaseCall = Callable[[ClusterView, RequestView, float], Sequence[Action]]
 
 
@@ -68,6 +70,12 @@ class Simulation:
         self._idle_ticks = 0
         # The monitor's clock is not the workload's.
         self._report_offset_s = random.Random(seed).random() * max(0.0, spec.report.interval_s)
+        # Decision points that the policy leaves empty need neither an event nor a view.
+        self._idle_calls = [
+            getattr(policy, name)
+            for name in _DECISION_POINTS
+            if getattr(type(policy), name) is getattr(Policy, name)
+        ]
         self._set_stage_ends(0.0)
 
     def run(self, progress: Callable[[float], None] | None) -> SimResult:
@@ -162,6 +170,7 @@ class Simulation:
             self._refuse(job, f"{job.prompt + job.total} tokens: longer than {instance.instance_id} can hold")
             return
         job.placements.append(PlacementRecord(now, instance.instance_id))
+        self._carry_out(placement.also, now)
         self._views.placed(job, instance)
         instance.submit(job, now)
 
@@ -176,7 +185,7 @@ class Simulation:
         job.history = []
 
     def _tell(self, instance: Instance, job: Job, call: PhaseCall, now: float) -> None:
-        if getattr(call, "__func__", None) in _DO_NOTHING:
+        if call in self._idle_calls:
             return
         tokens = job.tokens_at(instance.boundary)
         request = self._views.request_view(job, instance, tokens, JobState.DECODING, -1, now)
@@ -255,10 +264,6 @@ class Simulation:
         if instance is None:
             raise SimulationError(f"the policy names instance {instance_id!r}, which does not exist")
         return instance
-
-
-# Decision points that the base class leaves empty need no view.
-_DO_NOTHING = (Policy.on_prefill_done, Policy.on_reasoning_ended, Policy.on_length_boundary)
 
 
 def _in_order(requests: Sequence[SimRequest]) -> list[SimRequest]:

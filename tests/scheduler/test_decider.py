@@ -27,9 +27,10 @@ class Recorder(Policy):
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
         self.choice = "a"
+        self.also: tuple[Action, ...] = ()
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
-        return Place(self.choice) if self.choice else Refuse("full")
+        return Place(self.choice, self.also) if self.choice else Refuse("full")
 
     def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
         self.asked.append(("prefill_done", request.request_id))
@@ -70,7 +71,7 @@ class Scheduler:
         self.leading.set()
         self.metrics = SchedulerMetrics(CollectorRegistry())
         self.decider = Decider(self.state, self.active, self.hands, self.leading, self.metrics)
-        self.placer = Placer(self.state, self.active, self.metrics)
+        self.placer = Placer(self.state, self.active, self.hands, self.metrics)
 
     def place(self, request_id: str = "r", excluded: frozenset[str] = frozenset()) -> tuple[str, str]:
         """Instance and refusal."""
@@ -128,6 +129,15 @@ def test_a_policy_that_fails_is_counted(scheduler: Scheduler) -> None:
 def test_a_placement_that_must_not_be_is_stood_in_for(scheduler: Scheduler, choice: str) -> None:
     scheduler.policy.choice = choice
     assert scheduler.place(excluded=frozenset("b")) == ("a", "")
+
+
+def test_what_comes_with_a_placement_is_carried_out(scheduler: Scheduler) -> None:
+    scheduler.policy.also = (SetPool("a", Pool.DECODE_TO_PREFILL),)
+    assert scheduler.place() == ("a", "")
+    assert scheduler.hands.actions == [SetPool("a", Pool.DECODE_TO_PREFILL)]
+    # The stand-in's placement does not need what the policy's did.
+    assert scheduler.place(excluded=frozenset("a")) == ("b", "")
+    assert len(scheduler.hands.actions) == 1
 
 
 def test_refusals(scheduler: Scheduler) -> None:
