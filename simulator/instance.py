@@ -369,6 +369,7 @@ class Instance:
         self._start_s = now + stall_s
         self._first_s = first_s
         self._increment_s = increment_s + growth_s
+        self.step_s = first_s
         self.log.open(self.boundary, self._start_s, first_s, self._increment_s)
         for job, _ in self._chunks:
             if job.queue_s is None:

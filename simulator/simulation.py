@@ -70,7 +70,6 @@ class Simulation:
         self._idle_ticks = 0
         # The monitor's clock is not the workload's.
         self._report_offset_s = random.Random(seed).random() * max(0.0, spec.report.interval_s)
-        # Decision points that the policy leaves empty need neither an event nor a view.
         self._idle_calls = [
             getattr(policy, name)
             for name in _DECISION_POINTS
@@ -185,13 +184,18 @@ class Simulation:
         job.history = []
 
     def _tell(self, instance: Instance, job: Job, call: PhaseCall, now: float) -> None:
-        if call in self._idle_calls:
-            return
         tokens = job.tokens_at(instance.boundary)
-        request = self._views.request_view(job, instance, tokens, JobState.DECODING, -1, now)
+        # A decision point that the policy leaves empty needs no view.
+        decides = call not in self._idle_calls
+        request = (
+            self._views.request_view(job, instance, tokens, JobState.DECODING, -1, now) if decides else None
+        )
 
         def told(then: float) -> None:
-            if job.state is not JobState.DONE:
+            if job.state is JobState.DONE:
+                return
+            self._views.entered(job, instance, tokens)
+            if request is not None:
                 self._carry_out(call(self._view(then), request, then), then)
 
         self._events.at(now + self._spec.report.delay_s, told)

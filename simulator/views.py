@@ -44,13 +44,15 @@ class Report:
     """One instance at one moment."""
 
     __slots__ = (
+        "_boundary",
+        "_instance",
+        "_rows",
         "at_s",
         "backlog",
         "context",
         "host_tokens",
         "kv_used",
         "placed_before",
-        "rows",
         "running",
         "step_s",
         "waiting",
@@ -69,31 +71,53 @@ class Report:
         self.backlog = instance.backlog_at(boundary)
         self.host_tokens = instance.host_blocks * size
         self.step_s = instance.step_s
-        decoding = JobState.DECODING
-        rows: list[Row] = [
-            (job, job.tokens + boundary - job.joined, decoding, -1) for job in instance.decoding
-        ]
-        rows.extend((job, job.tokens, job.state, job.blocks) for job in instance.paused)
-        rows.extend((job, job.tokens, job.state, job.blocks) for _, job in instance.prefilling)
-        rows.extend((job, job.tokens, job.state, job.blocks) for _, job in instance.waiting)
-        self.rows = rows
+        self._instance = instance
+        self._boundary = boundary
+        self._rows: list[Row] | None = None
+
+    @property
+    def rows(self) -> list[Row]:
+        """Its requests. Taken down at the first look, which must come before anything changes there."""
+        if self._rows is None:
+            instance, boundary, decoding = self._instance, self._boundary, JobState.DECODING
+            rows: list[Row] = [
+                (job, job.tokens + boundary - job.joined, decoding, -1) for job in instance.decoding
+            ]
+            rows += [(job, job.tokens, job.state, job.blocks) for job in instance.paused]
+            rows += [(job, job.tokens, job.state, job.blocks) for _, job in instance.prefilling]
+            rows += [(job, job.tokens, job.state, job.blocks) for _, job in instance.waiting]
+            self._rows = rows
+        return self._rows
+
+    def take_down(self) -> Report:
+        """The same report, good for later."""
+        assert self.rows is not None
+        return self
 
 
 class ReportedRequests(Sequence[RequestView]):
     """An instance's requests, made only if somebody looks."""
 
-    __slots__ = ("_instance", "_made", "_now", "_placed", "_report", "_views")
+    __slots__ = ("_instance", "_made", "_pending", "_report", "_told", "_views")
 
-    def __init__(self, views: Views, instance: Instance, report: Report, placed: Sequence[Job]) -> None:
+    def __init__(
+        self,
+        views: Views,
+        instance: Instance,
+        report: Report,
+        told: Mapping[Job, int],
+        pending: Sequence[Job],
+    ) -> None:
         self._views = views
         self._instance = instance
         self._report = report
-        self._placed = placed
+        self._told = told
+        self._pending = pending
         self._made: tuple[RequestView, ...] | None = None
 
     def _all(self) -> tuple[RequestView, ...]:
         if self._made is None:
-            self._made = self._views.make(self._instance, self._report, self._placed)
+            self._made = self._views.make(self._instance, self._report, self._told, self._pending)
         return self._made
 
     def __len__(self) -> int:
@@ -113,11 +137,11 @@ class ReportedRequests(Sequence[RequestView]):
 class _Known:
     """What the scheduler knows of one instance."""
 
-    __slots__ = ("arrived", "context_change", "instance", "kv_change", "pending", "report", "running_change")
+    __slots__ = ("context_change", "instance", "kv_change", "pending", "report", "running_change", "told")
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
-        self.report = Report(instance, 0.0, 0)
+        self.report = Report(instance, 0.0, 0).take_down()
         # Placements that no report shows yet: job -> running number.
         self.pending: dict[Job, int] = {}
         self.forget_changes()
@@ -127,7 +151,8 @@ class _Known:
         self.running_change = 0
         self.context_change = 0
         self.kv_change = 0
-        self.arrived: dict[Job, None] = {}
+        # Requests that came to be decoding here, or entered a phase: job -> output tokens then.
+        self.told: dict[Job, int] = {}
 
 
 class Views:
@@ -148,7 +173,7 @@ class Views:
 
     def capture(self, now: float) -> list[Report]:
         """Reports of all instances, in order."""
-        return [Report(known.instance, now, self._placed) for known in self._known.values()]
+        return [Report(known.instance, now, self._placed).take_down() for known in self._known.values()]
 
     def publish(self, reports: Sequence[Report]) -> None:
         """The reports have arrived."""
@@ -171,6 +196,17 @@ class Views:
         known.context_change += job.prompt
         self._dirty.add(instance.instance_id)
 
+    def entered(self, job: Job, instance: Instance, tokens: int) -> None:
+        """A phase event has arrived: the request was decoding there with so many output tokens."""
+        if self._exact or job.instance is not instance:
+            return
+        known = self._known[instance.instance_id]
+        if known.pending.pop(job, None) is not None:
+            known.running_change += 1
+            known.kv_change += job.prompt + tokens
+        known.told[job] = tokens
+        self._dirty.add(instance.instance_id)
+
     def left(self, job: Job, instance: Instance, tokens: int) -> None:
         """A request ended on an instance, or has moved away from it."""
         if self._exact:
@@ -181,7 +217,7 @@ class Views:
         if known.pending.pop(job, None) is None:
             known.running_change -= 1
             known.kv_change -= context
-        known.arrived.pop(job, None)
+        known.told.pop(job, None)
         self._dirty.add(instance.instance_id)
 
     def coming(self, migration: Migration) -> None:
@@ -207,7 +243,7 @@ class Views:
         known = self._known[migration.target.instance_id]
         known.running_change += 1
         known.context_change += job.prompt + job.tokens
-        known.arrived[job] = None
+        known.told[job] = job.tokens
         self.touch(migration.source, migration.target)
 
     def touch(self, *instances: Instance) -> None:
@@ -232,7 +268,6 @@ class Views:
         instance, report = known.instance, known.report
         spec = instance.spec
         pending = known.pending
-        extra = [*known.arrived, *pending]
         future: tuple[float, ...] = ()
         if self._spec.future_load is not None:
             future = self._spec.future_load(
@@ -255,23 +290,25 @@ class Views:
             future_load=future,
             migrations_in=instance.migrations_in,
             migrations_out=instance.migrations_out,
-            requests=ReportedRequests(self, instance, report, extra),
+            requests=ReportedRequests(self, instance, report, dict(known.told), tuple(pending)),
         )
 
-    def make(self, instance: Instance, report: Report, extra: Sequence[Job]) -> tuple[RequestView, ...]:
-        """The requests of a report that are still there, and those that have come since."""
-        rows = [row for row in report.rows if row[0].instance is instance and row[2] is not JobState.DONE]
-        known = {row[0] for row in rows}
-        views = [
+    def make(
+        self, instance: Instance, report: Report, told: Mapping[Job, int], pending: Sequence[Job]
+    ) -> tuple[RequestView, ...]:
+        """The requests of a report that are still there, moved on by events, and those come since."""
+        rows: dict[Job, Row] = {row[0]: row for row in report.rows}
+        for job, tokens in told.items():
+            if job not in rows or rows[job][1] < tokens:
+                rows[job] = (job, tokens, JobState.DECODING, -1)
+        for job in pending:
+            rows.setdefault(job, (job, 0, JobState.QUEUED, 0))
+        done = JobState.DONE
+        return tuple(
             self.request_view(job, instance, tokens, state, blocks, report.at_s)
-            for job, tokens, state, blocks in rows
-            if job.state is not JobState.DONE
-        ]
-        for job in extra:
-            if job not in known and job.instance is instance and job.state is not JobState.DONE:
-                state = JobState.DECODING if job.tokens else JobState.QUEUED
-                views.append(self.request_view(job, instance, job.tokens, state, -1, report.at_s))
-        return tuple(views)
+            for job, tokens, state, blocks in rows.values()
+            if job.instance is instance and job.state is not done
+        )
 
     def request_view(
         self, job: Job, instance: Instance, tokens: int, state: JobState, blocks: int, now: float

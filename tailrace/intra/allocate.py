@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from tailrace.intra.base import IntraPolicy, Rank
 
@@ -21,8 +21,7 @@ class Room:
     free_seats: int
 
 
-@dataclass(frozen=True, slots=True)
-class Claim(Generic[Name]):
+class Claim(NamedTuple, Generic[Name]):
     """One request's demand: blocks held (running), or needed to start (waiting)."""
 
     rank: Rank
