@@ -204,7 +204,7 @@ async def test_settings_errors(control: Control) -> None:
         (
             admin.SetPolicy(admin_pb2.SetPolicyRequest(name="best"), timeout=5),
             grpc.StatusCode.INVALID_ARGUMENT,
-            "name: unknown policy 'best'; installed: least_loaded",
+            "name: unknown policy 'best'; installed: ",
         ),
         (
             admin.SetPool(admin_pb2.SetPoolRequest(instance_id="x", pool=types_pb2.POOL_DECODE), timeout=5),
