@@ -304,7 +304,7 @@ async def test_phases(engine: VllmEngine, front: Front) -> None:
     assert turning.flags[0] == OutputFlag.PREFILL_DONE | OutputFlag.REASONING_ENDED
     assert all(OutputFlag.REASONING_ENDED not in flags for flags in turning.flags[1:])
     answering = await front.run(engine, ANSWERING, params(max_tokens=8))
-    assert OutputFlag.REASONING_ENDED not in answering.all_flags
+    assert answering.flags[0] == OutputFlag.PREFILL_DONE | OutputFlag.REASONING_ENDED
     stream = front.stream(REASONING, params(logit_bias=NO_THINK_END))
     front.submit(engine, stream)
     await front.until_tokens(stream, 3)

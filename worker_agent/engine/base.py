@@ -25,7 +25,10 @@ class EnginePhase(enum.Enum):
 
 
 class OutputFlag(enum.IntFlag):
-    """Flags of one request's outputs in one step; the values of the proto enum."""
+    """Flags of one request's outputs in one step; the values of the proto enum.
+
+    A request that does not reason has PREFILL_DONE and REASONING_ENDED together: its first token answers.
+    """
 
     NONE = 0
     FINISHED = 1

@@ -378,6 +378,8 @@ class SimulatedEngine:
         if request.phase is EnginePhase.PREFILL:
             flags = _PREFILL_DONE
             request.phase = request.decode_phase
+            if request.phase is EnginePhase.ANSWERING:
+                flags |= _REASONING_ENDED
         if request.closes_at is None and request.reasons and token == self._vocabulary.end_think:
             flags |= _REASONING_ENDED
             request.closes_at = index

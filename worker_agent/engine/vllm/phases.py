@@ -80,6 +80,8 @@ class PhaseTracker:
         if self.phase is EnginePhase.PREFILL:
             flags |= OutputFlag.PREFILL_DONE
             self.phase = EnginePhase.REASONING if self._reasons else EnginePhase.ANSWERING
+            if not self._reasons:
+                flags |= OutputFlag.REASONING_ENDED
         if self.phase is EnginePhase.REASONING:
             flags |= self._reason(token_ids)
         return flags
