@@ -1,0 +1,72 @@
+"""The TTFT predictor finds what it was sampled from, and never what cannot be."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.policy.arrow.load import max_running_tokens
+from tailrace.policy.arrow.ttft import TtftPredictor
+from tailrace.profiles import load_profile
+
+LENGTHS = (16, 128, 512, 1_024, 4_096, 16_384, 65_536)
+
+
+@given(base=st.floats(1e-4, 1.0), linear=st.floats(1e-6, 1e-3), squared=st.floats(1e-11, 1e-8))
+def test_fit_recovers_a_quadratic(base: float, linear: float, squared: float) -> None:
+    truth = TtftPredictor(base, linear, squared)
+    found = TtftPredictor.fit([(tokens, truth.prefill_s(tokens)) for tokens in LENGTHS])
+    for tokens in (100, 3_000, 50_000):
+        assert found.prefill_s(tokens) == pytest.approx(truth.prefill_s(tokens), rel=1e-6)
+
+
+@given(st.lists(st.tuples(st.integers(1, 100_000), st.floats(1e-4, 1e2)), min_size=1, max_size=20))
+def test_whatever_the_samples_longer_is_not_faster(samples: list[tuple[int, float]]) -> None:
+    found = TtftPredictor.fit(samples)
+    predicted = [found.prefill_s(tokens) for tokens in range(0, 100_000, 5_000)]
+    assert predicted == sorted(predicted)
+    assert predicted[0] >= 0.0
+
+
+@pytest.mark.parametrize("samples", [[], [(0, 1.0)], [(10, 0.0)]])
+def test_no_samples(samples: list[tuple[int, float]]) -> None:
+    with pytest.raises(ValueError, match="samples"):
+        TtftPredictor.fit(samples)
+
+
+@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=50))
+def test_a_backlog_known_in_sum_is_the_least_it_can_be(lengths: list[int]) -> None:
+    ttft = TtftPredictor(0.01, 1e-5, 1e-9)
+    known = ttft.backlog_s(sum(lengths), len(lengths))
+    assert known <= ttft.queue_s(lengths) * (1 + 1e-9)
+    equal = [lengths[0]] * len(lengths)
+    assert ttft.backlog_s(sum(equal), len(equal)) == pytest.approx(ttft.queue_s(equal))
+
+
+def test_an_empty_queue_does_not_delay() -> None:
+    assert TtftPredictor(0.01, 1e-5, 1e-9).backlog_s(0, 0) == 0.0
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b-h100", "r1-distill-qwen-32b-h100"])
+def test_profiles(name: str) -> None:
+    """The quadratic is within a seventh of the chunked prefill that it stands for, at any length."""
+    profile = load_profile(name)
+    ttft = TtftPredictor.of_profile(profile)
+    for tokens in (50, 700, 5_000, 40_000, 120_000):
+        chunks = -(-tokens // 2_048)
+        exact_s = (chunks * profile.prefill.base_ms + profile.prefill.ms(0, tokens)) / 1e3
+        assert ttft.prefill_s(tokens) == pytest.approx(exact_s, rel=0.15)
+
+
+def test_max_running_tokens_is_the_most_that_keeps_the_slo() -> None:
+    profile = load_profile("llama-3.1-8b-h100")
+    most = max_running_tokens(profile, 0.05, 1_000)
+
+    def step_s(tokens: float) -> float:
+        return (profile.decode.base_ms + profile.decode.ms(0, 0)) / 1e3 + (
+            profile.decode.ms_per_request * tokens / 1_000 + profile.decode.ms_per_kv_token * tokens
+        ) / 1e3
+
+    assert step_s(most) <= 0.05 < step_s(most + 2)
+    assert max_running_tokens(profile, 0.001, 1_000) == 0

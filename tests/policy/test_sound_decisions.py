@@ -1,0 +1,109 @@
+"""What must hold of every decision of Arrow, CascadeInfer and their baselines, whatever the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tailrace.actions import Action, Migrate, Place, Refuse, SetPool, SetStages
+from tailrace.cluster import Arrival, ClusterView, InstanceState, Phase, Pool
+from tailrace.policy.arrow.baselines import MinimalLoad, RoundRobinPools
+from tailrace.policy.arrow.policy import Arrow
+from tailrace.policy.base import Policy
+from tailrace.policy.cascade.layout import tiles
+from tailrace.policy.cascade.llumnix import Llumnix
+from tailrace.policy.cascade.policy import (
+    Cascade,
+    CascadeChain,
+    CascadeInterStageOnly,
+    CascadeMemory,
+    CascadeNoPipeline,
+    CascadeQuantity,
+    CascadeRoundRobin,
+)
+from tests.policy.fleets import MAX_LENGTH, arrivals, fleets
+
+POOLED = [Arrow, MinimalLoad, RoundRobinPools]
+STAGED = [
+    Cascade,
+    CascadeInterStageOnly,
+    CascadeRoundRobin,
+    CascadeChain,
+    CascadeNoPipeline,
+    CascadeQuantity,
+    CascadeMemory,
+]
+# Built once: a policy keeps no state, which is what the tests show.
+POLICIES: list[Policy] = [kind() for kind in (*POOLED, *STAGED, Llumnix)]
+views = fleets(pools=(None, *Pool)) | fleets(staged=True)
+# Also the moments at which refining and replanning are due.
+moments = st.sampled_from([0.0, 1.0, 5.0, 60.0, 61.5])
+
+
+def check(view: ClusterView, actions: Sequence[Action]) -> None:
+    """Migrations are possible, each and together; pools and stages name what exists."""
+    taken: dict[str, int] = {}
+    moved: set[str] = set()
+    for action in actions:
+        match action:
+            case Migrate():
+                source, target = view.instances[action.source_id], view.instances[action.target_id]
+                request = next(r for r in source.requests if r.request_id == action.request_id)
+                assert action.source_id != action.target_id
+                assert target.state is InstanceState.ACTIVE
+                assert not request.migrating
+                assert action.request_id not in moved
+                moved.add(action.request_id)
+                taken[action.target_id] = taken.get(action.target_id, 0) + request.context_tokens
+                assert taken[action.target_id] <= target.kv_free_tokens
+            case SetPool():
+                assert view.instances[action.instance_id].state is InstanceState.ACTIVE
+            case SetStages():
+                names = {name for stage in action.stages for name in stage.instance_ids}
+                assert names <= view.instances.keys()
+                assert not action.stages or tiles(action.stages, MAX_LENGTH)
+
+
+@settings(max_examples=150)
+@given(view=views, arrival=arrivals, now=moments)
+def test_placement(view: ClusterView, arrival: Arrival, now: float) -> None:
+    """On a live instance that was not excluded; refused exactly when there is none."""
+    usable = {i.instance_id for i in view.placeable()} - arrival.excluded
+    for policy in POLICIES:
+        placement = policy.place(view, arrival, now)
+        if usable:
+            assert isinstance(placement, Place), policy
+            assert placement.instance_id in usable, policy
+            check(view, placement.also)
+        else:
+            assert isinstance(placement, Refuse), policy
+        assert policy.place(view, arrival, now) == placement
+
+
+@settings(max_examples=150)
+@given(view=views, now=moments)
+def test_tick(view: ClusterView, now: float) -> None:
+    for policy in POLICIES:
+        actions = policy.on_tick(view, now)
+        check(view, actions)
+        assert list(policy.on_tick(view, now)) == list(actions)
+
+
+@settings(max_examples=150)
+@given(view=views, pick=st.integers(0, 1_000))
+def test_one_request(view: ClusterView, pick: int) -> None:
+    """Prefill done, and a boundary crossed."""
+    held = [r for i in view.instances.values() for r in i.requests if r.phase is not Phase.PREFILL]
+    if not held:
+        return
+    request = held[pick % len(held)]
+    for policy in POLICIES:
+        for call in (policy.on_prefill_done, policy.on_length_boundary, policy.on_reasoning_ended):
+            actions = call(view, request, 0.0)
+            check(view, actions)
+            assert list(call(view, request, 1.0)) == list(actions)
+            migrations = [a for a in actions if isinstance(a, Migrate)]
+            assert len(migrations) <= 1
+            assert all(m.request_id == request.request_id for m in migrations)
