@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 _HELLO_S: Final = 5.0
 # How a stream that the other end has left says so.
-_GONE: Final = (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError)
+_GONE: Final = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
 
 Write = Callable[[worker_pb2.AttachDown], Awaitable[None]]
 

@@ -87,6 +87,11 @@ class FrontEnds:
         for callback in self._gone:
             callback(front_end.client)
 
+    def cut_all(self, reason: str) -> None:
+        """End every stream from this side."""
+        for front_end in self:
+            front_end.cut(reason)
+
     def by_client(self, client: int) -> FrontEnd | None:
         """The one in this slot, while it is attached."""
         return self._by_client.get(client)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from contextlib import AsyncExitStack
 
 import click
@@ -15,12 +16,11 @@ from tailrace.store.membership import Membership
 from tailrace.store.store import Store
 from tailrace.telemetry.metrics import new_registry, serve_metrics
 from tailrace.telemetry.tracing import configure
-from worker_agent.engine.base import Engine
 from worker_agent.engines import EngineOptionError, EngineOptions, make_engine, read_argument
 from worker_agent.kv.transport import start_ucx, stop_ucx
 from worker_agent.metrics import WorkerCollector, WorkerMetrics, pause_histogram
 from worker_agent.settings import WorkerSettings
-from worker_agent.worker import Surroundings, running_worker
+from worker_agent.worker import EngineStartError, Surroundings, running_worker
 
 log = logging.getLogger(__name__)
 
@@ -92,12 +92,24 @@ def command(
     except EngineOptionError as error:
         raise click.UsageError(str(error)) from error
     settings = WorkerSettings(report_s=report_interval)
-    run_service(lambda: serve(common, options, count, settings))
+    run_service(lambda: _serve_or_say(common, options, count, settings))
+
+
+async def _serve_or_say(
+    common: CommonOptions, options: EngineOptions, count: int, settings: WorkerSettings
+) -> None:
+    """What an operator can mend is one line, not a traceback."""
+    try:
+        await serve(common, options, count, settings)
+    except (EngineOptionError, EngineStartError, EngineDied) as error:
+        log.error("%s", error)
+        sys.exit(1)
 
 
 async def serve(common: CommonOptions, options: EngineOptions, count: int, settings: WorkerSettings) -> None:
     """Run `count` workers until cancelled. Raises EngineDied when an engine failed for good."""
     names = [common.member_id] if count == 1 else [f"{common.member_id}-{n}" for n in range(count)]
+    engines = [make_engine(options) for _ in names]
     start_ucx()
     try:
         async with AsyncExitStack() as stack:
@@ -120,8 +132,7 @@ async def serve(common: CommonOptions, options: EngineOptions, count: int, setti
                 host=common.advertised(common.listen).rpartition(":")[0],
             )
             died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-            for name in names:
-                engine: Engine = make_engine(options)
+            for name, engine in zip(names, engines, strict=True):
                 metrics = WorkerMetrics(pauses)
                 await stack.enter_async_context(
                     running_worker(name, engine, common.listen, around, metrics, settings, died)

@@ -44,6 +44,10 @@ from worker_agent.sink import FrontEndSink
 log = logging.getLogger(__name__)
 
 
+class EngineStartError(Exception):
+    """The engine does not start; the message says what to do."""
+
+
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """What the workers of one process share."""
@@ -84,7 +88,7 @@ async def running_worker(
     """Start the engine, serve and join the fleet; leave and stop at the end. UCX must be started.
 
     `died` gets the reason when the engine fails for good; the caller then ends the process. Raises
-    RuntimeError when the engine does not start, ListenError, StoreUnavailable.
+    EngineStartError, ListenError, StoreUnavailable.
     """
     incarnation = fresh_incarnation()
     faults = Faults.from_environment(instance_id)
@@ -95,7 +99,11 @@ async def running_worker(
             died.set_result(f"{instance_id}: {reason}")
 
     async with AsyncExitStack() as stack:
-        info = await engine.start(FrontEndSink(front_ends, carried, news, metrics, on_dead))
+        sink = FrontEndSink(front_ends, carried, news, metrics, on_dead)
+        try:
+            info = await engine.start(sink)
+        except RuntimeError as error:
+            raise EngineStartError(f"{instance_id}: {error}") from error
         stack.push_async_callback(engine.stop)
         shape = info.kv_shape
         pool = StagingPool(engine, shape.block_bytes)
@@ -148,6 +156,8 @@ async def running_worker(
         server = await stack.enter_async_context(
             serve_grpc(listen, [Servicer(add_WorkerServicer_to_server, servicer, "tailrace.v1.Worker")])
         )
+        # Streams end by themselves before the server stops; it need not wait for them.
+        stack.callback(front_ends.cut_all, "the worker is stopping")
         address = f"{around.host}:{server.address.rpartition(':')[2]}"
         reports = Reports(
             instance_id,

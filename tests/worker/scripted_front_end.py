@@ -55,6 +55,8 @@ class Attachment:
         self.call = call
         self.hello = hello
         self.reader = reader
+        # gRPC takes one write at a time.
+        self.writing = asyncio.Lock()
 
 
 class ScriptedFrontEnd:
@@ -78,7 +80,14 @@ class ScriptedFrontEnd:
             await asyncio.sleep(0.5)
             for instance, attachment in list(self.attached.items()):
                 if not attachment.call.done():
-                    await self.send(instance, heartbeat=worker_pb2.Heartbeat())
+                    await self._try_beat(instance)
+
+    async def _try_beat(self, instance: str) -> None:
+        try:
+            await self.send(instance, heartbeat=worker_pb2.Heartbeat())
+        except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
+            # The worker was killed; its reader knows.
+            return
 
     async def attach(self, address: str) -> str:
         """The worker's id."""
@@ -112,7 +121,9 @@ class ScriptedFrontEnd:
             await channel.close()
 
     async def send(self, instance: str, **body: object) -> None:
-        await self.attached[instance].call.write(worker_pb2.AttachUp(**body))  # type: ignore[arg-type]
+        attachment = self.attached[instance]
+        async with attachment.writing:
+            await attachment.call.write(worker_pb2.AttachUp(**body))  # type: ignore[arg-type]
 
     async def submit(self, instance: str, prompt: list[int], **sampling: object) -> Stream:
         """A new request."""
