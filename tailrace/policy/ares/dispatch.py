@@ -22,13 +22,14 @@ _NO_PREFILL = (Pool.DECODE, Pool.PREFILL_TO_DECODE)
 
 def decoders(instances: Sequence[InstanceView]) -> list[InstanceView]:
     """Those that decode: the paper's set I."""
-    return [i for i in instances if i.pool not in _NO_DECODE]
+    return [i for i in instances if i.pool is None or i.pool not in _NO_DECODE]
 
 
 def prefillers(instances: Sequence[InstanceView]) -> list[InstanceView]:
     """Those that prefill, if some of them do nothing else. Empty: a request decodes where it is prefilled."""
-    able = [i for i in instances if i.pool not in _NO_PREFILL] or list(instances)
-    return able if any(i.pool in _NO_DECODE for i in able) else []
+    able = [i for i in instances if i.pool is None or i.pool not in _NO_PREFILL] or list(instances)
+    pools = [i.pool for i in able if i.pool is not None]
+    return able if any(pool in _NO_DECODE for pool in pools) else []
 
 
 def least_backlog(instances: Sequence[InstanceView]) -> InstanceView:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -35,23 +36,26 @@ def collect(instances: Sequence[InstanceView], horizon: Horizon) -> Loads:
     A report is older than the view: what was placed there since, or has left, is in `context_tokens` but not
     in `future_load`, and is taken to stay for the horizon.
     """
-    rows = [_reported(instance, horizon) for instance in instances]
-    tokens: Floats = np.array(rows, dtype=np.float64).reshape(len(instances), horizon.points + 1)
+    width = horizon.points + 1
+    rows = [instance.future_load for instance in instances]
+    if any(len(row) != width for row in rows):
+        rows = [_simulated(instance, horizon) for instance in instances]
+    values = np.fromiter(chain.from_iterable(rows), np.float64, count=width * len(rows))
+    tokens: Floats = values.reshape(len(rows), width)
     held = floats([instance.context_tokens for instance in instances])
     tokens += (held - tokens[:, 0])[:, None]
     # Where more has left than the report's future still holds.
     return Loads(instances, horizon, tokens.clip(min=0.0))
 
 
-def _reported(instance: InstanceView, horizon: Horizon) -> Sequence[float]:
+def _simulated(instance: InstanceView, horizon: Horizon) -> tuple[float, ...]:
+    """What is reported; where a worker reports nothing, or for another horizon, its part is done here."""
     reported = instance.future_load
     if len(reported) == horizon.points + 1:
         return reported
     if not horizon.points:
         return (float(instance.context_tokens),)
-    # A worker that reports none, or for another horizon: simulate here.
-    requests = instance.requests
     return FutureLoad(horizon).simulate(
-        [request.context_tokens for request in requests],
-        [request.predicted_remaining_tokens for request in requests],
+        [request.context_tokens for request in instance.requests],
+        [request.predicted_remaining_tokens for request in instance.requests],
     )

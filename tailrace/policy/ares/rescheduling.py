@@ -37,8 +37,8 @@ from tailrace.policy.room import with_request
 Indices = NDArray[np.intp]
 Mask = NDArray[np.bool_]
 
-# Requests whose pairs with all targets are looked at together; bounds the memory, not the result.
-_ROWS = 4_096
+# Sources whose requests are looked at together.
+_SOURCES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,35 +53,44 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
+class Targets:
+    """Instances that requests may go to, one entry each."""
+
+    positions: Indices
+    # Tokens that the load may rise by (line 21).
+    headroom: Floats
+    # KV free by its own view, for a request that it can run.
+    free: Floats
+    # The largest KV block of all.
+    block_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Candidates:
-    """The set C of line 23: `requests` that pass line 20, and targets; `allowed` says which pairs."""
+    """The set C of line 23: requests that pass line 20, and targets; `allowed` says which pairs."""
 
     requests: Sequence[RequestView]
     # One entry a request: position of its source, N(r), N^(r) (infinite: no prediction).
     sources: Indices
     tokens: Floats
     remaining: Floats
-    # Tokens that N_t may rise by (line 21), and KV blocks' capacity needed.
+    # N(r) + N^(r), and the KV capacity that it takes at once.
     demand: Floats
     needed: Floats
-    # One entry a target: position, room by line 21, KV free by its own view (for a request it can run).
-    targets: Indices
-    headroom: Floats
-    free: Floats
+    targets: Targets
 
-    def allowed(self, rows: slice, columns: Indices) -> Mask:
+    def allowed(self) -> Mask:
         """[requests, targets]: whether the pair is in C (lines 19 and 21)."""
-        targets = self.targets[columns]
-        mask: Mask = self.demand[rows, None] <= self.headroom[columns]
-        mask &= self.needed[rows, None] <= self.free[columns]
-        mask &= self.sources[rows, None] != targets
+        mask: Mask = self.demand[:, None] <= self.targets.headroom
+        mask &= self.needed[:, None] <= self.targets.free
+        mask &= self.sources[:, None] != self.targets.positions
         return mask
 
     def triples(self) -> Iterator[tuple[str, int, int]]:
         """C written out: (request id, source, target)."""
-        mask = self.allowed(slice(None), np.arange(len(self.targets)))
-        for row, column in np.argwhere(mask):
-            yield self.requests[row].request_id, int(self.sources[row]), int(self.targets[column])
+        for row, column in np.argwhere(self.allowed()):
+            target = int(self.targets.positions[column])
+            yield self.requests[row].request_id, int(self.sources[row]), target
 
 
 class Rescheduling:
@@ -108,14 +117,31 @@ class Rescheduling:
         self.least_gain = least_gain
 
     def plan(self, loads: Loads) -> Move | None:
-        """Lines 4-10: the migration to make, if any is worth it."""
+        """Lines 4-10: the migration to make, if any is worth it.
+
+        The best of all candidates, though not all are looked at: not targets that another beats whatever the
+        request, nor sources none of whose requests could gain as much as one that is found already.
+        """
         if not len(loads.instances):
             return None
         over, under = self.classify(loads)
         if not len(over) or not len(under):
             return None
-        candidates = self.enumerate(loads, over, under)
-        return self.select(loads, candidates) if candidates.requests else None
+        targets = _unbeaten(loads, self.targets(loads, under))
+        bounds = _bounds(loads, over, under)
+        order = np.argsort(-bounds, kind="stable")
+        best: Move | None = None
+        for first in range(0, len(order), _SOURCES):
+            some = order[first : first + _SOURCES]
+            if best is not None and bounds[some[0]] <= best.gain:
+                break
+            move = self.select(loads, self.enumerate(loads, over[some], targets))
+            if move is not None and (best is None or move.gain > best.gain):
+                best = move
+        if best is None or not self.least_gain:
+            return best
+        variance = time_weighted_variance(loads.tokens, loads.horizon.weights)
+        return best if best.gain >= self.least_gain * variance else None
 
     def after(self, loads: Loads, move: Move) -> Loads:
         """Loads as they will be, for the next choice of the same interval."""
@@ -144,41 +170,58 @@ class Rescheduling:
 
     # ---- phase 2
 
-    def enumerate(self, loads: Loads, over: Indices, under: Indices) -> Candidates:
+    def targets(self, loads: Loads, under: Indices) -> Targets:
+        """U with what line 21 asks of it."""
+        views = [loads.instances[position] for position in under.tolist()]
+        capacity = floats([view.kv_capacity_tokens for view in views])
+        longest = floats([view.max_model_len or np.inf for view in views])
+        return Targets(
+            positions=under,
+            headroom=self.memory_share * capacity - loads.tokens[under, 0],
+            free=np.minimum(floats([view.kv_free_tokens for view in views]), longest),
+            block_tokens=max((view.block_tokens for view in views), default=1),
+        )
+
+    def enumerate(self, loads: Loads, over: Indices, targets: Targets) -> Candidates:
         """Lines 17-23."""
         requests: list[RequestView] = []
-        sources: list[int] = []
-        least: list[float] = []
+        held: list[int] = []
+        predicted: list[float | None] = []
+        origins: list[tuple[int, float, int]] = []
         for position in over.tolist():
             source = loads.instances[position]
             if source.migrations_out:
                 continue
-            movable = [r for r in source.requests if _movable(r)]
-            requests += movable
-            sources += [position] * len(movable)
-            least += [1.0 / (source.token_interval_s or self.token_interval_s)] * len(movable)
-        tokens = floats([r.context_tokens for r in requests])
+            before = len(requests)
+            for r in source.requests:
+                if r.state is RequestState.RUNNING and r.phase is not Phase.PREFILL and not r.migrating:
+                    requests.append(r)
+                    held.append(r.prompt_tokens + r.output_tokens)
+                    predicted.append(r.predicted_remaining_tokens)
+            origins.append(
+                (position, source.token_interval_s or self.token_interval_s, len(requests) - before)
+            )
+        counts = [count for _, _, count in origins]
+        sources = np.repeat(np.array([at for at, _, _ in origins], dtype=np.intp), counts)
+        interval_s = np.repeat(floats([interval for _, interval, _ in origins]), counts)
+        tokens = floats(held)
+        remaining = np.full(len(requests), np.inf)
         if loads.horizon.points:
-            remaining = floats([prediction(r.predicted_remaining_tokens) for r in requests])
-        else:
-            remaining = np.full(len(requests), np.inf)
+            # None becomes NaN.
+            known = np.array(predicted, dtype=np.float64)
+            np.copyto(remaining, known, where=~np.isnan(known))
         migration_s = self.open_s + tokens / self.copy_tokens_per_s
-        kept = np.flatnonzero(remaining > migration_s * floats(least))  # line 20
+        kept = np.flatnonzero(remaining > migration_s / interval_s)  # line 20
         tokens, remaining = tokens[kept], remaining[kept]
-        targets = [loads.instances[position] for position in under.tolist()]
-        longest = floats([t.max_model_len or np.inf for t in targets])
-        capacity = floats([t.kv_capacity_tokens for t in targets])
-        block_tokens = max((t.block_tokens for t in targets), default=1)
+        block_tokens = targets.block_tokens
         return Candidates(
             requests=[requests[n] for n in kept.tolist()],
-            sources=np.array(sources, dtype=np.intp)[kept],
+            sources=sources[kept],
             tokens=tokens,
             remaining=remaining,
             demand=tokens + np.where(np.isfinite(remaining), remaining, 0.0),
             needed=(np.ceil(tokens / block_tokens) + 1.0) * block_tokens,
-            targets=under,
-            headroom=self.memory_share * capacity - loads.tokens[under, 0],
-            free=np.minimum(floats([t.kv_free_tokens for t in targets]), longest),
+            targets=targets,
         )
 
     # ---- phase 3
@@ -189,52 +232,53 @@ class Rescheduling:
         Moving load x from s to t changes it by 2/n sum_k weights[k] x (x + t - s): without its last term the
         same for all targets, and that term is a product of matrices.
         """
-        weights = loads.horizon.weights
-        columns = _frontier(loads.tokens[candidates.targets], candidates.headroom, candidates.free)
-        there = loads.tokens[candidates.targets[columns]].T
-        best, best_at = 0.0, (-1, -1)
-        for first in range(0, len(candidates.requests), _ROWS):
-            rows = slice(first, first + _ROWS)
-            moved = loads.horizon.contributions(candidates.tokens[rows], candidates.remaining[rows])
-            here = loads.tokens[candidates.sources[rows]]
-            weighted = moved * weights
-            own = np.einsum("rk,rk->r", weighted, moved - here)
-            changes = weighted @ there
-            changes += own[:, None]
-            changes[~candidates.allowed(rows, columns)] = np.inf
-            row, column = divmod(int(changes.argmin()), len(columns))
-            if changes[row, column] < best:
-                best = float(changes[row, column])
-                best_at = (first + row, int(columns[column]))
-        gain = -2.0 / len(loads.instances) * best
-        if gain <= 0.0 or gain < self.least_gain * time_weighted_variance(loads.tokens, weights):
+        if not candidates.requests:
             return None
-        row, column = best_at
-        return Move(
-            candidates.requests[row], int(candidates.sources[row]), int(candidates.targets[column]), gain
-        )
+        weights = loads.horizon.weights
+        there = loads.tokens[candidates.targets.positions].T
+        moved = loads.horizon.contributions(candidates.tokens, candidates.remaining)
+        weighted = moved * weights
+        changes = weighted @ there
+        changes += np.einsum("rk,rk->r", weighted, moved - loads.tokens[candidates.sources])[:, None]
+        changes[~candidates.allowed()] = np.inf
+        row, column = divmod(int(changes.argmin()), changes.shape[1])
+        gain = -2.0 / len(loads.instances) * float(changes[row, column])
+        if not gain > 0.0:
+            return None
+        target = int(candidates.targets.positions[column])
+        return Move(candidates.requests[row], int(candidates.sources[row]), target, gain)
 
 
-def _movable(request: RequestView) -> bool:
-    return (
-        request.state is RequestState.RUNNING and request.phase is not Phase.PREFILL and not request.migrating
-    )
+def _bounds(loads: Loads, over: Indices, under: Indices) -> Floats:
+    """[over]: more than any request of that instance can take off equation 4.
+
+    2/n sum_k weights[k] x (s - t - x) is most with x = (s - t) / 2 at each step, and with the least t.
+    """
+    least = loads.tokens[under].min(axis=0)
+    gap = (loads.tokens[over] - least).clip(min=0.0)
+    bounds: Floats = (gap * gap) @ loads.horizon.weights * (0.5 / len(loads.instances))
+    # So that rounding hides no candidate.
+    return bounds * (1.0 + 1e-9)
 
 
-def _frontier(tokens: Floats, headroom: Floats, free: Floats) -> Indices:
-    """Positions of targets that are not beaten by one with no more load at any step and no less room.
+def _unbeaten(loads: Loads, targets: Targets) -> Targets:
+    """Targets to which no other has at most the load at every step and at least the room.
 
     Exact: x and the weights are not negative, so the beaten target is never the better choice; and where the
     one that beats it is the source itself, no target as loaded as the source lowers the variance.
     """
-    count = len(tokens)
-    traits = np.column_stack((tokens, -headroom, -free))
-    order = np.argsort(tokens.sum(axis=1), kind="stable")
+    tokens = loads.tokens[targets.positions]
+    traits = np.column_stack((tokens, -targets.headroom, -targets.free))
+    left = np.argsort(tokens.sum(axis=1), kind="stable")
     kept: list[int] = []
-    best = np.empty((count, traits.shape[1]))
-    for position in order.tolist():
-        found = len(kept)
-        if not (best[:found] <= traits[position]).all(axis=1).any():
-            best[found] = traits[position]
-            kept.append(position)
-    return np.sort(np.array(kept, dtype=np.intp))
+    while len(left):
+        first, left = left[0], left[1:]
+        kept.append(int(first))
+        left = left[(traits[left] < traits[first]).any(axis=1)]
+    index = np.array(sorted(kept), dtype=np.intp)
+    return dataclasses.replace(
+        targets,
+        positions=targets.positions[index],
+        headroom=targets.headroom[index],
+        free=targets.free[index],
+    )
