@@ -157,7 +157,7 @@ def repair(pools: Pools, loads: LoadModel) -> SetPool | None:
 
 
 def _least(instances: Sequence[InstanceView], load: Callable[[InstanceView], float]) -> InstanceView | None:
-    return min(instances, key=lambda i: (load(i), i.instance_id), default=None)
+    return min(instances, key=lambda i: (load(i), i.load, i.instance_id), default=None)
 
 
 def _without(instances: Sequence[InstanceView], left_out: InstanceView) -> tuple[InstanceView, ...]:

@@ -1,0 +1,310 @@
+"""Elastic pools: they partition the instances, keep one of each kind able, and flips wait for nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.actions import Action, Migrate, Place, SetPool
+from tailrace.cluster import Arrival, ClusterView, InstanceState, InstanceView, Phase, Pool
+from tailrace.policy.arrow.load import decodes_left, prefills_left, running_tokens
+from tailrace.policy.arrow.policy import Arrow
+from tailrace.policy.arrow.pools import (
+    Pools,
+    assign,
+    repair,
+    settle,
+    try_move_decode_to_prefill,
+    try_move_prefill_to_decode,
+)
+from tests.policy.fleets import arrivals, cluster, fleets, instance, request
+
+ARROW = Arrow()
+P, D = Pool.PREFILL, Pool.DECODE
+P2D, D2P = Pool.PREFILL_TO_DECODE, Pool.DECODE_TO_PREFILL
+ANY = (None, *Pool)
+
+
+def moved(view: ClusterView, actions: tuple[Action, ...] | list[Action]) -> ClusterView:
+    """The view with the pool moves made."""
+    members = dict(view.instances)
+    for action in actions:
+        if isinstance(action, SetPool):
+            members[action.instance_id] = replace(members[action.instance_id], pool=action.pool)
+    return ClusterView(MappingProxyType(members), view.stages)
+
+
+def both_able(pools: Pools) -> bool:
+    return pools.able_to_prefill > 0 and pools.able_to_decode > 0
+
+
+@given(fleets(pools=ANY))
+def test_pools_partition_the_active_instances(view: ClusterView) -> None:
+    pools = Pools.of(view)
+    names = [i.instance_id for i in pools.members()]
+    assert sorted(names) == [i.instance_id for i in view.placeable()]
+    assert len(set(names)) == len(names)
+    for member in pools.members():
+        for pool in ANY:
+            after = Pools.of(moved(view, [SetPool(member.instance_id, pool)]))
+            assert pools.after(SetPool(member.instance_id, pool)) == after
+
+
+@given(fleets(pools=ANY))
+def test_flips_take_the_least_loaded_and_never_the_last(view: ClusterView) -> None:
+    """Alg. 3 and 4."""
+    pools = Pools.of(view)
+    to_prefill = try_move_decode_to_prefill(pools)
+    if to_prefill is not None:
+        assert both_able(pools.after(to_prefill))
+        chosen = view.instances[to_prefill.instance_id]
+        assert chosen.pool is (P2D if pools.prefill_to_decode else D)
+        peers = pools.prefill_to_decode or pools.decode
+        assert running_tokens(chosen) == min(map(running_tokens, peers))
+        assert to_prefill.pool is (D2P if decodes_left(chosen) else P)
+    else:
+        assert pools.able_to_decode <= 1 or not (pools.decode or pools.prefill_to_decode)
+    to_decode = try_move_prefill_to_decode(pools, ARROW.loads)
+    if to_decode is not None:
+        assert both_able(pools.after(to_decode))
+        chosen = view.instances[to_decode.instance_id]
+        assert chosen.pool is (D2P if pools.decode_to_prefill else P)
+        peers = pools.decode_to_prefill or pools.prefill
+        delay_s = ARROW.loads.prefill_delay_s
+        assert delay_s(chosen) == min(map(delay_s, peers))
+        assert to_decode.pool is (P2D if prefills_left(chosen) else D)
+    else:
+        assert pools.able_to_prefill <= 1 or not (pools.prefill or pools.decode_to_prefill)
+
+
+@given(fleets(pools=ANY))
+def test_upkeep_keeps_both_kinds(view: ClusterView) -> None:
+    pools = Pools.of(view)
+    before = both_able(pools)
+    for move in (*assign(pools, 0.5), *settle(pools)):
+        pools = pools.after(move)
+    assert both_able(pools) or not before
+    if len(list(pools.members())) > 1:
+        mend = repair(pools, ARROW.loads)
+        assert both_able(pools.after(mend) if mend is not None else pools)
+        assert not pools.unpooled
+
+
+@given(
+    view=fleets(least=2, pools=(None,), all_active=True),
+    share=st.floats(0.01, 0.99),
+)
+def test_assigned_pools_have_their_share(view: ClusterView, share: float) -> None:
+    total = len(view.instances)
+    after = Pools.of(moved(view, [*assign(Pools.of(view), share)]))
+    assert not after.unpooled
+    assert after.able_to_prefill == min(total - 1, max(1, round(total * share)))
+
+
+@given(
+    view=fleets(least=2, pools=tuple(Pool), all_active=True),
+    arrivals=st.lists(arrivals, max_size=5),
+    turns=st.lists(st.booleans(), max_size=8),
+)
+def test_however_it_goes_on_both_kinds_stay(
+    view: ClusterView, arrivals: list[Arrival], turns: list[bool]
+) -> None:
+    """Arrivals and ticks in any order, on a cluster that once is in order."""
+    view = moved(view, [*ARROW.on_tick(view, 0.0)])
+    pending = list(arrivals)
+    for tick in turns:
+        actions: list[Action] = []
+        if tick or not pending:
+            actions = [*ARROW.on_tick(view, 0.0)]
+        else:
+            placement = ARROW.place(view, replace(pending.pop(), excluded=frozenset()), 0.0)
+            if isinstance(placement, Place):
+                actions = [*placement.also]
+        view = moved(view, actions)
+        assert both_able(Pools.of(view))
+
+
+# ---- the transition diagram (Figure 5), edge by edge
+
+
+def busy(name: str, pool: Pool, *phases: Phase) -> InstanceView:
+    held = tuple(request(f"{name}{n}", name, phase=phase) for n, phase in enumerate(phases))
+    return instance(name, held, pool=pool)
+
+
+@pytest.mark.parametrize(
+    ("start", "phases", "end"),
+    [
+        (D, (), P),
+        (D, (Phase.ANSWERING,), D2P),
+        (P2D, (Phase.PREFILL,), P),
+        (P2D, (Phase.PREFILL, Phase.ANSWERING), D2P),
+    ],
+)
+def test_flip_to_prefill(start: Pool, phases: tuple[Phase, ...], end: Pool) -> None:
+    view = cluster(busy("a", start, *phases), instance("b", (request("x", "b", 9_000),), pool=start))
+    assert try_move_decode_to_prefill(Pools.of(view)) == SetPool("a", end)
+
+
+@pytest.mark.parametrize(
+    ("start", "phases", "end"),
+    [
+        (P, (), D),
+        (P, (Phase.PREFILL,), P2D),
+        (D2P, (Phase.ANSWERING,), D),
+        (D2P, (Phase.PREFILL, Phase.ANSWERING), P2D),
+    ],
+)
+def test_flip_to_decode(start: Pool, phases: tuple[Phase, ...], end: Pool) -> None:
+    queue = (request("x", "b", 9_000, phase=Phase.PREFILL), request("y", "b", phase=Phase.PREFILL))
+    view = cluster(busy("a", start, *phases), instance("b", queue, pool=start))
+    assert try_move_prefill_to_decode(Pools.of(view), ARROW.loads) == SetPool("a", end)
+
+
+def test_work_done_leaves_the_pool_in_between() -> None:
+    view = cluster(
+        busy("a", P2D, Phase.PREFILL),
+        busy("b", P2D, Phase.ANSWERING),
+        busy("c", D2P, Phase.ANSWERING),
+        busy("d", D2P, Phase.PREFILL),
+    )
+    assert settle(Pools.of(view)) == [SetPool("b", D), SetPool("d", P)]
+
+
+# ---- Alg. 1
+
+LONG = Arrival("new", prompt_tokens=60_000, max_tokens=100, seq=0)
+SHORT = Arrival("new", prompt_tokens=100, max_tokens=100, seq=0)
+
+
+def queue(name: str, prompts: int, tokens: int = 30_000) -> tuple:  # type: ignore[type-arg]
+    return tuple(request(f"{name}q{n}", name, tokens, phase=Phase.PREFILL) for n in range(prompts))
+
+
+def test_the_prefill_instance_with_the_least_delay() -> None:
+    view = cluster(
+        instance("a", queue("a", 2), pool=P), instance("b", queue("b", 1), pool=P), instance("c", pool=D)
+    )
+    assert ARROW.place(view, SHORT, 0.0) == Place("b")
+
+
+def test_then_one_that_still_decodes_then_a_flip() -> None:
+    late, idle = queue("a", 9), request("x", "c", 5_000)
+    view = cluster(
+        instance("a", late, pool=P),
+        instance("b", pool=D2P),
+        instance("c", (idle,), pool=D),
+        instance("d", pool=D),
+    )
+    assert ARROW.place(view, SHORT, 0.0) == Place("b")
+    view = cluster(instance("a", late, pool=P), instance("c", (idle,), pool=D), instance("d", pool=D))
+    # The flip waits for nothing: the request goes there at once.
+    assert ARROW.place(view, SHORT, 0.0) == Place("d", (SetPool("d", P),))
+
+
+def test_the_overload_guard() -> None:
+    """Decode instances that are busy are not flipped: the request waits at the prefill instance."""
+    busy_ones = tuple(
+        instance(name, (request(name, name, 300_000),), pool=D, capacity=400_000) for name in "cd"
+    )
+    view = cluster(instance("a", queue("a", 9), pool=P), *busy_ones)
+    assert ARROW.place(view, SHORT, 0.0) == Place("a")
+    slow = tuple(instance(name, (request(name, name),), pool=D, token_interval_s=0.2) for name in "cd")
+    assert ARROW.place(cluster(instance("a", queue("a", 9), pool=P), *slow), SHORT, 0.0) == Place("a")
+
+
+def test_a_lost_prefill_pool_is_mended_at_once() -> None:
+    view = cluster(instance("c", pool=D), instance("d", (request("x", "d"),), pool=D))
+    assert ARROW.place(view, LONG, 0.0) == Place("c", (SetPool("c", P),))
+    alone = cluster(instance("c", pool=D), instance("a", pool=P, state=InstanceState.SUSPECT))
+    assert ARROW.place(alone, LONG, 0.0) == Place("c")
+
+
+# ---- Alg. 2
+
+
+def decode(*members: InstanceView) -> list[Action]:
+    return [*ARROW.on_prefill_done(cluster(*members), request("r", "a"), 0.0)]
+
+
+def test_decodes_where_it_was_prefilled_if_that_now_decodes() -> None:
+    for pool in (D, P2D, None):
+        assert decode(instance("a", (request("r", "a"),), pool=pool), instance("b", pool=D)) == []
+
+
+def test_the_decode_instance_with_the_least_tokens() -> None:
+    source = instance("a", (request("r", "a"),), pool=P)
+    light, heavy = (
+        instance("c", (request("x", "c"),), pool=D),
+        instance("b", (request("y", "b", 9_000),), pool=D),
+    )
+    assert decode(source, heavy, light) == [Migrate("r", "a", "c", "prefill done")]
+    # One beyond its TPOT is passed over for one in between, and that for a flip.
+    slow = replace(light, token_interval_s=0.2)
+    between = instance("d", (request("z", "d", 90_000),), pool=P2D)
+    assert decode(source, slow, between) == [Migrate("r", "a", "d", "prefill done")]
+    spare = instance("e", pool=P)
+    flip = SetPool("e", D)
+    assert decode(source, slow, spare) == [flip, Migrate("r", "a", "e", "prefill done")]
+
+
+def test_a_flip_of_the_source_keeps_the_request() -> None:
+    source = instance("a", (request("r", "a"),), pool=P)
+    slow = instance("c", (request("x", "c"),), pool=D, token_interval_s=0.2)
+    assert decode(source, slow, instance("e", queue("e", 1), pool=P)) == [SetPool("a", D)]
+
+
+def test_all_over_their_limits_the_lesser_takes_it() -> None:
+    source = instance("a", (request("r", "a"),), pool=P)
+    slow = [
+        instance("c", (request("x", "c", 9_000),), pool=D, token_interval_s=0.2),
+        instance("d", (request("y", "d"),), pool=P2D, token_interval_s=0.2),
+    ]
+    assert decode(source, *slow) == [Migrate("r", "a", "d", "prefill done")]
+
+
+def test_without_room_it_stays_and_is_asked_about_again() -> None:
+    held = request("x", "c", 5_000)
+    source = instance("a", (request("r", "a"),), pool=P)
+    full = instance("c", (held,), pool=D, capacity=held.kv_tokens)
+    assert decode(source, full) == []
+    roomy = replace(full, kv_capacity_tokens=100_000)
+    moves = ARROW.on_tick(cluster(source, roomy), 0.0)
+    assert list(moves) == [Migrate("r", "a", "c", "prefill done")]
+
+
+# ---- section 5.5
+
+
+def test_slow_tokens_flip_a_prefill_instance() -> None:
+    slow = instance("c", (request("x", "c"),), pool=D, token_interval_s=0.2)
+    view = cluster(instance("a", queue("a", 3), pool=P), instance("b", queue("b", 1), pool=P), slow)
+    assert list(ARROW.on_tick(view, 0.0)) == [SetPool("b", P2D)]
+    assert list(ARROW.on_tick(cluster(instance("b", pool=P), slow), 0.0)) == []
+
+
+def test_idle_prefill_instances_help_busy_decode_instances() -> None:
+    busy_one = instance("c", (request("x", "c", 300_000),), pool=D, capacity=400_000)
+    view = cluster(instance("a", pool=P), instance("b", pool=P), busy_one)
+    assert list(ARROW.on_tick(view, 0.0)) == [SetPool("a", D)]
+    calm = replace(busy_one, context_tokens=1_000)
+    assert list(ARROW.on_tick(cluster(instance("a", pool=P), instance("b", pool=P), calm), 0.0)) == []
+
+
+@given(view=fleets(pools=tuple(Pool), all_active=True), arrival=arrivals)
+def test_a_flip_and_its_undoing_do_not_alternate(view: ClusterView, arrival: Arrival) -> None:
+    """What the idle-prefill rule gives to decode, Alg. 1 does not take back on the same loads."""
+    moves = [a for a in ARROW.on_tick(view, 0.0) if isinstance(a, SetPool)]
+    after = moved(view, [*moves])
+    given_to_decode = {m.instance_id for m in moves if view.instances[m.instance_id].pool is P}
+    decoders = Pools.of(view)
+    if not given_to_decode or not (decoders.prefill or decoders.decode_to_prefill):
+        return
+    placement = ARROW.place(after, replace(arrival, excluded=frozenset()), 0.0)
+    pools = Pools.of(after)
+    if isinstance(placement, Place) and (pools.prefill or pools.decode_to_prefill):
+        assert not {m.instance_id for m in placement.also if isinstance(m, SetPool)} & given_to_decode

@@ -1,0 +1,191 @@
+"""The QoE model and the refinement of boundaries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.cluster import Stage
+from tailrace.policy.cascade.layout import earliest_stage, repaired, stage_of, tiles
+from tailrace.policy.cascade.qoe import QoeModel, features, mean_relative_error
+from tailrace.policy.cascade.refinement import (
+    Refinement,
+    Splitter,
+    by_length,
+    divided,
+    memory_split,
+    optimal_split,
+    quantity_split,
+)
+from tailrace.profiles import load_profile
+from tests.policy.fleets import MAX_LENGTH, fleets
+
+MODEL = QoeModel.of_profile(load_profile("llama-3.1-8b-h100"))
+rows = st.lists(
+    st.tuples(st.integers(1, 5_000), st.integers(0, 5_000)).map(lambda r: (r[0], r[0] + r[1])),
+    min_size=1,
+    max_size=40,
+)
+staged = fleets(staged=True)
+
+
+# ---- QoE
+
+
+@given(
+    d=st.tuples(*(st.floats(0.1, 1.0) for _ in range(5))),
+    seed=st.integers(0, 1_000),
+)
+def test_the_fit_finds_what_was_there(d: tuple[float, float, float, float, float], seed: int) -> None:
+    truth = QoeModel((d[0] * 1e-2, d[1] * 1e-4, d[2] * 1e-7, d[3] * 1e-11, d[4] * 1e-7))
+    batches = samples(seed)
+    found = QoeModel.fit(batches, truth.requests(batches))
+    other = samples(seed + 1)
+    assert found.requests(other) == pytest.approx(truth.requests(other), rel=1e-5)
+
+
+def test_the_fit_beats_the_mean_on_noisy_samples() -> None:
+    """Figure 13's comparison on samples of our own: 10% noise is what is left of the error."""
+    rng = np.random.default_rng(3)
+    fitted, held_out = samples(1, 400), samples(2, 400)
+    measured = MODEL.requests(fitted) * rng.normal(1.0, 0.1, 400)
+    truth = MODEL.requests(held_out)
+    found = QoeModel.fit(fitted, measured)
+    mean = np.full(400, measured.mean())
+    assert mean_relative_error(found.requests(held_out), truth) < 0.1
+    assert mean_relative_error(found.requests(held_out), truth) < 0.5 * mean_relative_error(mean, truth)
+
+
+def samples(seed: int, count: int = 60) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    made = []
+    for _ in range(count):
+        n = int(rng.integers(1, 200))
+        inputs = rng.integers(10, 4_000, n)
+        made.append(features(inputs, inputs + rng.integers(1, 4_000, n)))
+    return np.array(made)
+
+
+def test_a_batch_costs_each_of_its_requests_the_same() -> None:
+    batch = features([10, 20], [15, 40])
+    assert batch.tolist() == [1.0, 2.0, 30.0, 500.0, 55.0]
+    assert MODEL.batch(batch) == 2 * MODEL.request(batch)
+    assert MODEL.batch(features([], [])) == 0.0
+
+
+def test_fit_says_what_is_wrong() -> None:
+    for batches, latencies in ((np.zeros((2, 4)), np.zeros(2)), (np.zeros((2, 5)), np.zeros(3))):
+        with pytest.raises(ValueError, match="shape"):
+            QoeModel.fit(batches, latencies)
+    with pytest.raises(ValueError, match="samples"):
+        QoeModel.fit(np.zeros((0, 5)), np.zeros(0))
+
+
+# ---- splits
+
+
+@given(rows)
+def test_the_optimal_split_is_the_best_of_all(held: list[tuple[int, int]]) -> None:
+    """Prefix sums against Eq. (1) for every split."""
+    ordered = by_length(held)
+
+    def cost(at: int) -> float:
+        low, high = ordered[:at], ordered[at:]
+        return MODEL.batch(features(low[:, 0], low[:, 1])) + MODEL.batch(features(high[:, 0], high[:, 1]))
+
+    found = optimal_split(ordered, MODEL)
+    assert cost(found) == pytest.approx(min(cost(at) for at in range(len(ordered))), rel=1e-9)
+
+
+@given(rows)
+def test_the_simple_splits_balance(held: list[tuple[int, int]]) -> None:
+    ordered = by_length(held)
+    assert quantity_split(ordered, MODEL) == len(held) // 2
+    found = memory_split(ordered, MODEL)
+    lengths = ordered[:, 1]
+
+    def uneven(at: int) -> int:
+        return abs(int(lengths[:at].sum()) - int(lengths[at:].sum()))
+
+    assert uneven(found) == min(uneven(at) for at in range(len(lengths)))
+
+
+@given(rows, st.integers(1, 8))
+def test_a_part_is_one_of_equal_parts(held: list[tuple[int, int]], parts: int) -> None:
+    part = divided(by_length(held), parts)
+    assert abs(len(part) - len(held) / parts) < 1
+    assert [tuple(row) for row in part.tolist()] == sorted(
+        (tuple(row) for row in part.tolist()), key=lambda row: row[1]
+    )
+
+
+# ---- boundaries
+
+
+def held_by(view) -> Mapping[str, list[tuple[int, int]]]:  # type: ignore[no-untyped-def]
+    return {
+        name: [(r.prompt_tokens, r.context_tokens) for r in i.requests] for name, i in view.instances.items()
+    }
+
+
+@pytest.mark.parametrize("split", [optimal_split, quantity_split, memory_split])
+@given(view=staged, smoothing=st.floats(0.0, 1.0))
+def test_refined_stages_tile_what_they_tiled(split: Splitter, view, smoothing: float) -> None:  # type: ignore[no-untyped-def]
+    refined = Refinement(MODEL, split, smoothing).refine(view.stages, held_by(view))
+    assert tiles(refined, MAX_LENGTH)
+    assert [s.instance_ids for s in refined] == [s.instance_ids for s in view.stages]
+
+
+def test_moves_towards_the_split_by_the_moving_average() -> None:
+    stages = (Stage(0, 1_000, ("a",)), Stage(1_000, MAX_LENGTH, ("b",)))
+    requests = {"a": [(10, 100)] * 20, "b": [(10, 3_000)] * 20}
+    whole = Refinement(MODEL, smoothing=1.0).refine(stages, requests)
+    assert whole[0].hi == whole[1].lo == 3_000
+    tenth = Refinement(MODEL, smoothing=0.1).refine(stages, requests)
+    assert tenth[0].hi == 1_200
+    assert Refinement(MODEL, smoothing=0.0).refine(stages, requests) == stages
+
+
+def test_converges_without_overshoot() -> None:
+    stages = (Stage(0, 100, ("a",)), Stage(100, MAX_LENGTH, ("b",)))
+    requests = {"a": [(10, 90)] * 20, "b": [(10, 5_000)] * 10 + [(10, 9_000)] * 10}
+    seen = []
+    for _ in range(60):
+        stages = Refinement(MODEL).refine(stages, requests)
+        seen.append(stages[0].hi)
+    assert seen == sorted(seen)
+    assert seen[-1] == seen[-2]
+    assert seen[-1] in range(4_900, 5_001)
+
+
+@pytest.mark.parametrize(("count", "frozen"), [(4, True), (5, False)])
+def test_freezes_under_low_traffic(count: int, frozen: bool) -> None:
+    stages = (Stage(0, 1_000, ("a",)), Stage(1_000, MAX_LENGTH, ("b",)))
+    requests = {"a": [(10, 100)] * (count - 2), "b": [(10, 3_000)] * 2}
+    assert (Refinement(MODEL).refine(stages, requests) == stages) is frozen
+
+
+# ---- members
+
+
+@given(view=staged, other=st.sets(st.sampled_from([f"w{n}" for n in range(9)]), min_size=1))
+def test_repaired_stages_have_exactly_the_instances(view, other: set[str]) -> None:  # type: ignore[no-untyped-def]
+    demand = {name: i.kv_used_tokens for name, i in view.instances.items()}
+    stages = repaired(view.stages, other, demand)
+    assert tiles(stages, MAX_LENGTH)
+    assert {name for stage in stages for name in stage.instance_ids} == other
+    assert repaired(stages, other, demand) == stages
+    for name in other & view.instances.keys():
+        assert stage_of(stages, name) is not None
+    assert repaired(view.stages, (), demand) == ()
+
+
+@given(view=staged, length=st.integers(0, 2 * MAX_LENGTH))
+def test_one_stage_covers_a_length(view, length: int) -> None:  # type: ignore[no-untyped-def]
+    stage = view.stages[earliest_stage(view.stages, length)]
+    assert stage.lo <= length
+    assert length < stage.hi or stage is view.stages[-1]
