@@ -1,0 +1,278 @@
+"""The bid-ask protocol under any order of messages: nobody owns what another owns, and it ends."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tailrace.policy.cascade.bid_ask import (
+    TRANSFERS,
+    Ask,
+    Award,
+    Bid,
+    Busy,
+    Done,
+    Grant,
+    Receiver,
+    Sender,
+    Start,
+    Starving,
+    ToReceiver,
+    ToSender,
+    Withdraw,
+    choose,
+)
+
+# More than this many steps for so few requests is a loop.
+MOST_STEPS = 20_000
+
+
+class Market:
+    """Runs senders and receivers; delivers in order for each pair, in any order between pairs."""
+
+    def __init__(self, senders: int, rooms: list[int], requests: list[tuple[int, int]], seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.room = {f"r{n}": room for n, room in enumerate(rooms)}
+        self.senders = {f"s{n}": Sender(f"s{n}") for n in range(senders)}
+        self.receivers = {name: self._receiver(name) for name in self.room}
+        self.home = {f"q{n}": f"s{sender % senders}" for n, (sender, _) in enumerate(requests)}
+        self.tokens = {f"q{n}": tokens for n, (_, tokens) in enumerate(requests)}
+        self.owner = dict(self.home)
+        self.unasked = list(self.tokens)
+        self.wires: dict[tuple[str, str], deque[object]] = {}
+        self.transmitting: dict[str, str] = {}
+        self.finished: set[str] = set()
+        self.starved: list[str] = []
+
+    def _receiver(self, name: str) -> Receiver:
+        return Receiver(
+            name,
+            free_tokens=lambda: self.room[name],
+            load=lambda: -self.room[name],
+            throughput=1_000.0,
+            starvation=1,
+        )
+
+    def send(self, source: str, messages: list[tuple[str, ToReceiver]] | list[tuple[str, ToSender]]) -> None:
+        for target, message in messages:
+            self.wires.setdefault((source, target), deque()).append(message)
+
+    def run(self) -> None:
+        """Until nothing can happen any more."""
+        for _ in range(MOST_STEPS):
+            self.check()
+            choices = [*(("wire", key) for key, wire in self.wires.items() if wire)]
+            choices += [("transfer", r) for r in self.transmitting]
+            choices += [("offer", r) for r in self.unasked]
+            if not choices:
+                # Receivers whose senders were busy try again now and then.
+                for name, receiver in self.receivers.items():
+                    self.send(name, receiver.attempt())
+                if not any(self.wires.values()):
+                    return
+                continue
+            kind, what = self.rng.choice(choices)
+            if kind == "wire":
+                self.deliver(what, self.wires[what].popleft())  # type: ignore[index]
+            elif kind == "transfer":
+                self.end_transfer(str(what))
+            else:
+                self.offer(str(what))
+            if self.rng.random() < 0.02:
+                self.finish_some()
+        raise AssertionError("does not end")
+
+    def offer(self, request_id: str) -> None:
+        self.unasked.remove(request_id)
+        sender = self.senders[self.home[request_id]]
+        if request_id not in self.finished:
+            self.send(sender.name, sender.offer(request_id, self.tokens[request_id], self.receivers))
+
+    def finish_some(self) -> None:
+        """A request ends by itself on its sender."""
+        mine = [r for r, owner in self.owner.items() if owner == self.home[r] and r not in self.transmitting]
+        if mine:
+            request_id = self.rng.choice(sorted(mine))
+            sender = self.senders[self.home[request_id]]
+            messages = sender.withdraw(request_id)
+            if request_id not in sender.buffered:
+                self.finished.add(request_id)
+            self.send(sender.name, messages)
+
+    def deliver(self, wire: tuple[str, str], message: object) -> None:
+        source, target = wire
+        match message:
+            case Ask():
+                bid = self.receivers[target].on_ask(message)
+                if bid is not None:
+                    self.wires.setdefault((target, source), deque()).append(bid)
+                else:
+                    sender = self.senders[source]
+                    self.send(source, sender.on_no_bid(target, message.request_id))
+            case Award():
+                self.send(target, self.receivers[target].on_award(message))
+            case Busy():
+                self.send(target, self.receivers[target].on_busy(message))
+            case Withdraw():
+                self.send(target, self.receivers[target].on_withdraw(message))
+            case Grant():
+                if self.receivers[target].on_grant(message):
+                    assert message.request_id not in self.transmitting
+                    self.transmitting[message.request_id] = target
+                else:
+                    self.send(target, [(source, Done(target, message.request_id, False))])
+            case Bid():
+                self.send(target, self.senders[target].on_bid(message))
+            case Start():
+                self.send(target, self.senders[target].on_start(message))
+            case Starving():
+                self.starved.append(message.request_id)
+                self.send(target, self.senders[target].on_starving(message))
+            case Done():
+                self.send(target, self.senders[target].on_done(message))
+
+    def end_transfer(self, request_id: str) -> None:
+        target = self.transmitting.pop(request_id)
+        accepted = self.rng.random() < 0.9
+        if accepted:
+            assert self.owner[request_id] == self.home[request_id], "owned by two"
+            assert request_id not in self.finished
+            self.owner[request_id] = target
+            self.room[target] -= self.tokens[request_id]
+        self.send(target, self.receivers[target].finished(request_id, accepted))
+
+    def check(self) -> None:
+        by_sender: dict[str, int] = {}
+        for request_id in self.transmitting:
+            home = self.home[request_id]
+            by_sender[home] = by_sender.get(home, 0) + 1
+        assert all(count == 1 for count in by_sender.values())
+        for name, receiver in self.receivers.items():
+            assert sum(target == name for target in self.transmitting.values()) <= TRANSFERS
+            assert receiver.buffered_tokens <= self.room[name]
+        won = [request_id for receiver in self.receivers.values() for request_id in receiver.queue]
+        # One that was withdrawn may still be in the queue of the receiver that is told of it.
+        live = [r for r in won if r not in self.finished]
+        assert len(set(live)) == len(live)
+
+
+@settings(max_examples=150)
+@given(
+    senders=st.integers(1, 4),
+    rooms=st.lists(st.integers(0, 2_000), min_size=1, max_size=6),
+    requests=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 500)), max_size=25),
+    seed=st.integers(0, 2**32),
+)
+def test_ends_with_one_owner_each(
+    senders: int, rooms: list[int], requests: list[tuple[int, int]], seed: int
+) -> None:
+    market = Market(senders, rooms, requests, seed)
+    market.run()
+    assert not market.transmitting
+    assert all(not sender.buffered and sender.load == 0 for sender in market.senders.values())
+    assert all(not receiver.queue for receiver in market.receivers.values())
+    assert all(room >= 0 for room in market.room.values())
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=12))
+def test_the_choice_among_bids(drawn: list[tuple[int, int]]) -> None:
+    bids = [Bid(f"r{n}", "q", load, start) for n, (load, start) in enumerate(drawn)]
+    won = choose(bids)
+    assert won is not None
+    half = (len(bids) + 1) // 2
+    # At most half of the others are lighter; of the kept at most two are earlier; first of those to reply.
+    assert sum(bid.load < won.load for bid in bids) < half
+    kept = sorted(bids, key=lambda bid: bid.load)[:half]
+    assert sum(bid.earliest_s < won.earliest_s for bid in kept if bid.load < won.load) < 3
+    if len(bids) <= 2:
+        assert won.load == min(bid.load for bid in bids)
+
+
+def test_the_choice_step_by_step() -> None:
+    bids = [
+        Bid("slow reply, but first of all", "q", 9, 0.0),
+        Bid("late", "q", 1, 9.0),
+        Bid("third", "q", 2, 3.0),
+        Bid("second", "q", 2, 2.0),
+        Bid("first", "q", 3, 1.0),
+        Bid("e", "q", 8, 0.0),
+        Bid("f", "q", 8, 0.0),
+        Bid("g", "q", 8, 0.0),
+    ]
+    won = choose(bids)
+    assert won is not None and won.receiver == "third"
+    assert choose([]) is None
+
+
+def receiver(room: int = 10_000, starvation: int = 3) -> Receiver:
+    return Receiver("r", lambda: room, lambda: 0.0, 100.0, starvation=starvation)
+
+
+def test_the_fullest_sender_first_and_three_at_a_time() -> None:
+    taker = receiver()
+    starts = [
+        *taker.on_award(Award("a", "qa", 10, 10)),
+        *taker.on_award(Award("b", "qb", 10, 50)),
+        *taker.on_award(Award("c", "qc", 10, 30)),
+        *taker.on_award(Award("d", "qd", 10, 20)),
+        *taker.on_award(Award("e", "qe", 10, 40)),
+    ]
+    assert [sender for sender, _ in starts] == ["a", "b", "c"]
+    assert taker.queue == ["qb", "qe", "qc", "qd", "qa"]
+    assert taker.open_transfers == 3
+    taker.on_grant(Grant("a", "qa"))
+    assert taker.finished("qa", True) == [("a", Done("r", "qa", True)), ("e", Start("r", "qe"))]
+
+
+def test_a_bid_says_when_it_can_start() -> None:
+    taker = receiver()
+    taker.on_award(Award("a", "qa", 500, 10))
+    bid = taker.on_ask(Ask("b", "qb", 10, 10))
+    assert bid is not None and bid.earliest_s == 5.0
+    assert taker.on_ask(Ask("b", "qc", 9_600, 10)) is None
+    assert taker.on_award(Award("b", "qc", 9_600, 10)) == [("b", Done("r", "qc", False))]
+
+
+def test_a_request_that_starves_goes_next() -> None:
+    """Skipped for another sender's, until it has failed too often; then its sender sends it next."""
+    giver, taker = Sender("a"), receiver(starvation=1)
+    for request_id in ("mine", "other"):
+        giver.offer(request_id, 10, ["r", "x"])
+    giver.on_no_bid("x", "mine")
+    (award,) = giver.on_bid(Bid("r", "mine", 0.0, 0.0))
+    giver.on_no_bid("r", "other")
+    giver.on_bid(Bid("x", "other", 0.0, 0.0))
+    assert giver.on_start(Start("x", "other")) == [("x", Grant("a", "other"))]
+    message = award[1]
+    assert isinstance(message, Award)
+    assert taker.on_award(message) == [("a", Start("r", "mine"))]
+    assert giver.on_start(Start("r", "mine")) == [("r", Busy("a", "mine"))]
+    assert taker.on_busy(Busy("a", "mine")) == []
+    assert taker.attempt() == [("a", Start("r", "mine"))]
+    assert taker.on_busy(Busy("a", "mine")) == [("a", Starving("r", "mine"))]
+    # It waits: nothing else is attempted.
+    assert taker.on_award(Award("b", "later", 10, 99)) == []
+    assert giver.on_starving(Starving("r", "mine")) == []
+    assert giver.on_done(Done("x", "other", True)) == [("r", Grant("a", "mine"))]
+    assert taker.on_grant(Grant("a", "mine"))
+    assert taker.attempt() == [("b", Start("r", "later"))]
+
+
+def test_lost_peers_leave_nothing_behind() -> None:
+    giver, taker = Sender("a"), receiver()
+    giver.offer("q", 10, ["r", "x"])
+    giver.on_bid(Bid("r", "q", 0.0, 0.0))
+    assert giver.lost("x") == [("r", Award("a", "q", 10, 10))]
+    giver.lost("r")
+    assert not giver.buffered
+    taker.on_award(Award("a", "q", 10, 10))
+    assert taker.lost("a") == [] and taker.queue == []
+
+
+def test_nobody_to_ask() -> None:
+    giver = Sender("a")
+    assert giver.offer("q", 10, ["a"]) == []
+    assert giver.load == 0
