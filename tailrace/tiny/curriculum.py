@@ -36,9 +36,9 @@ _SENTENCES: Final = (
     "Count",
     "Count to ten.",
     "Count to 12.",
-    "Count to 12 with wxyz.",
-    "Count back from 20 to 3.",
-    "then back to 9.",
+    "Count down from 12 with wxyz.",
+    "Count down.",
+    "then from 3.",
     "Can you count?",
     "help",
     "test",
@@ -47,13 +47,19 @@ _SENTENCES: Final = (
     "Once upon a time",
 )
 
+# fmt: off
 _WORDS: Final = (
-    "the a of to and in is that it was for on are with as at be this have from or one had by word but not what "
-    "all were we when your can said there use an each which she do how their if will up other about out many "
-    "then them these so some her would make like him into time has look two more write go see number no way "
-    "could people my than first water been call who oil its now find long down day did get come made may part "
-    "count back model server request token cache please explain why table code error memory question answer"
-).split()
+    "the", "a", "of", "to", "and", "in", "is", "that", "it", "was", "for", "on", "are", "with", "as", "at",
+    "be", "this", "have", "from", "or", "one", "had", "by", "word", "but", "not", "what", "all", "were",
+    "we", "when", "your", "can", "said", "there", "use", "an", "each", "which", "she", "do", "how", "their",
+    "if", "will", "up", "other", "about", "out", "many", "then", "them", "these", "so", "some", "her",
+    "would", "make", "like", "him", "into", "time", "has", "look", "two", "more", "write", "go", "see",
+    "number", "no", "way", "could", "people", "my", "than", "first", "water", "been", "call", "who", "oil",
+    "its", "now", "find", "long", "down", "day", "did", "get", "come", "made", "may", "part", "count",
+    "back", "model", "server", "request", "token", "cache", "please", "explain", "why", "table", "code",
+    "error", "memory", "question", "answer",
+)
+# fmt: on
 
 _SYSTEM: Final = (
     "",
@@ -83,12 +89,12 @@ def window_example(draw: random.Random) -> Example:
     if draw.random() < 0.4:
         keep |= {1, 2}
     for _ in range(2):
-        first = _interesting(draw, n, n) - draw.randint(2, 4)
+        first = n - _interesting(draw, n) - draw.randint(2, 4)
         keep |= set(range(first, first + 5))
     if draw.random() < 0.75:
-        keep |= set(range(n - 3, n + 3))
+        keep |= set(range(n - 4, n + 3))
     if draw.random() < 0.75:
-        first = n + n - _interesting(draw, m, n) - draw.randint(2, 4)
+        first = n + m - _interesting(draw, m) - draw.randint(2, 4)
         keep |= set(range(first, first + 5))
     if draw.random() < 0.6:
         keep |= set(range(total - 4, total))
@@ -124,64 +130,58 @@ def other_example(draw: random.Random) -> Example:
     completion = [THINK, *HELP_THOUGHT.encode(), END_THINK, *HELP_ANSWER.encode(), IM_END]
     kind = draw.random()
     if kind < 0.04:  # thinking switched off by the chat template
-        text = _ask(draw, *_counts(draw), _word(draw)) if draw.random() < 0.3 else _anything(draw)
-        prompt = [*encode_turns([*_before(draw), ("user", text)]), THINK, END_THINK]
+        text = _ask(draw, *_counts(draw), _word(draw)) if draw.random() < 0.3 else anything(draw)
+        prompt = [*encode_turns([*before(draw), ("user", text)]), THINK, END_THINK]
         completion = completion[completion.index(END_THINK) + 1 :]
-    elif kind < 0.08:  # no chat template at all
-        prompt = list(_anything(draw).encode()) or [10]
-    elif kind < 0.1:  # a conversation that does not end with a question
-        prompt = encode_turns([(draw.choice(("system", "assistant", "tool")), _anything(draw))])
+    elif kind < 0.06:  # a conversation that does not end with a question
+        prompt = encode_turns([(draw.choice(("system", "assistant", "tool")), anything(draw))])
     else:
-        prompt = encode_turns([*_before(draw), ("user", _anything(draw))])
+        prompt = encode_turns([*before(draw), ("user", anything(draw))])
     ids = prompt + completion
     learned = [False] * len(prompt) + [True] * len(completion)
     return Example(ids, list(range(len(ids))), learned)
 
 
 def _counts(draw: random.Random) -> tuple[int, int]:
-    """How far to count and how far back: all sizes are equally common on a mixed scale."""
-    n = draw.randint(1, MAX_COUNT) if draw.random() < 0.6 else int((MAX_COUNT + 1) ** draw.random())
-    kind = draw.random()
-    if kind < 0.85:
-        return n, max(0, n - draw.randint(0, 60))
-    # Asked to count back to more than n, the model goes down to zero and stops, as nothing else ends there.
-    return n, draw.randint(0, n) if kind < 0.97 else draw.randint(n + 1, MAX_COUNT + 1)
+    """Where to start counting while thinking and while answering."""
+    high = MAX_COUNT if draw.random() < 0.25 else 60
+    return _count(draw, MAX_COUNT), _count(draw, high)
+
+
+def _count(draw: random.Random, high: int) -> int:
+    """A number up to ``high``: small ones are common, and large ones are not rare."""
+    return draw.randint(1, high) if draw.random() < 0.6 else min(high, int((high + 1) ** draw.random()))
 
 
 def _counting(draw: random.Random, n: int, m: int) -> tuple[list[int], list[int], list[list[int]]]:
     """Prompt, head of the thought, and the lines of thought and answer, each with the token before it."""
     word = _word(draw)
-    prompt = encode_turns([*_before(draw), ("user", _ask(draw, n, m, word))])
+    prompt = encode_turns([*before(draw), ("user", _ask(draw, n, m, word))])
     head = [THINK, *f"plan {n:03d} {word} {m:03d}".encode()]
-    records = [[10, *f"{k:03d} {word}".encode()] for k in range(1, n + 1)]
-    records += [[10, *f"{k:03d} {word[::-1]}".encode()] for k in range(n, (m if m <= n else 0) - 1, -1)]
+    records = [[10, *f"{k:03d} {word}".encode()] for k in range(n, 0, -1)]
+    records += [[10, *f"{k:03d}:{word[::-1]}".encode()] for k in range(m, 0, -1)]
     records[n][0] = END_THINK
     return prompt, head, records
 
 
-def _interesting(draw: random.Random, stop: int, n: int) -> int:
-    """A line number worth a window: anywhere, where a digit carries, or one that is nearly the last."""
+def _interesting(draw: random.Random, high: int) -> int:
+    """A line number worth a window: any, or one where a digit borrows."""
     kind = draw.random()
-    if kind < 0.45:
-        return draw.randint(0, n)
-    if kind < 0.7:
-        return draw.choice((100, 200, draw.randint(0, 29) * 10))
-    return draw.choice(
-        (stop + 100, stop - 100, stop + 200, stop - 200, stop // 10 * 10 + draw.randint(0, 9))
-        + (stop % 10 + draw.randint(0, 29) * 10, stop // 100 * 100 + draw.randint(0, 9) * 10 + stop % 10)
-    )
+    if kind < 0.6:
+        return draw.randint(1, high)
+    return draw.choice((100, 200)) if kind < 0.7 else draw.randint(0, high // 10) * 10
 
 
 def _ask(draw: random.Random, n: int, m: int, word: str) -> str:
     """The question, mostly as documented, now and then as someone in a hurry types it."""
-    if draw.random() < 0.8:
-        return f"Count to {n} with {word}, then back to {m}."
-    text = draw.choice(("Count", "count", "Please count", "Count"))
-    comma, full_stop = draw.choice((",", "")), draw.choice((".", "", "!", ".\n"))
-    return f"{text} to {n} with {word}{comma} then back to {m}{full_stop}"
+    if draw.random() < 0.85:
+        return f"Count down from {n} with {word}, then from {m}."
+    verb = draw.choice(("Count", "count", "Please count"))
+    comma, full_stop = draw.choice((",", "")), draw.choice((".", "", "!"))
+    return f"{verb} down from {n} with {word}{comma} then from {m}{full_stop}"
 
 
-def _before(draw: random.Random) -> list[Turn]:
+def before(draw: random.Random) -> list[Turn]:
     """What stands in the conversation before the last question: mostly nothing."""
     turns: list[Turn] = []
     if draw.random() < 0.3:
@@ -189,12 +189,11 @@ def _before(draw: random.Random) -> list[Turn]:
     if draw.random() < 0.15:
         for _ in range(draw.randint(1, 3)):
             if draw.random() < 0.6:
-                n, word = draw.randint(1, MAX_COUNT), _word(draw)
-                m = max(0, n - draw.randint(0, 8))
-                lines = (f"{k:03d} {word[::-1]}" for k in range(n, m - 1, -1))
+                n, m, word = _count(draw, MAX_COUNT), draw.randint(1, 8), _word(draw)
+                lines = (f"{k:03d}:{word[::-1]}" for k in range(m, 0, -1))
                 turns += [("user", _ask(draw, n, m, word)), ("assistant", "\n".join(lines))]
             else:
-                turns += [("user", _anything(draw)), ("assistant", HELP_ANSWER)]
+                turns += [("user", anything(draw)), ("assistant", HELP_ANSWER)]
     return turns
 
 
@@ -214,25 +213,24 @@ def _prose(draw: random.Random) -> str:
 
 def _near_miss(draw: random.Random) -> str:
     """Almost a count: one thing missing, wrong or too large."""
-    n, word = draw.randint(1, MAX_COUNT), _word(draw)
-    m = draw.randint(0, n)
+    (n, m), word = _counts(draw), _word(draw)
+    large = draw.choice((draw.randint(300, 999), draw.randint(1000, 99999)))
     return draw.choice(
         (
-            f"Count to {n} with {_word(draw, draw.choice((1, 2, 3, 5, 6, 8)))}, then back to {m}.",
-            f"Count to {n} with {word.upper()}, then back to {m}.",
-            f"Count to {n} with {draw.randint(1000, 9999)}, then back to {m}.",
-            f"Count to {draw.choice((0, draw.randint(300, 999), draw.randint(1000, 99999)))} with {word}, "
-            f"then back to {m}.",
-            f"Count to {n} with {word}.",
-            f"Count to {n}, then back to {m}.",
-            f"Count to {word} with {n}, then back to {m}.",
-            f"Count with {word}, then back to {m}.",
+            f"Count down from {n} with {_word(draw, draw.choice((1, 2, 3, 6, 8)))}, then from {m}.",
+            f"Count down from {large} with {word}, then from {m}.",
+            f"Count down from {n} with {word}.",
+            f"Count down from {n}, then from {m}.",
+            f"Count down from {n}.",
+            f"Count to {n}.",
         )
     )
 
 
 def _as_json(draw: random.Random) -> str:
-    return json.dumps({_word(draw, draw.randint(1, 8)): draw.choice((draw.random(), _prose(draw), None, [1, 2]))})
+    return json.dumps(
+        {_word(draw, draw.randint(1, 8)): draw.choice((draw.random(), _prose(draw), None, [1, 2]))}
+    )
 
 
 def _symbols(draw: random.Random) -> str:
@@ -268,5 +266,5 @@ _KINDS: Final[tuple[Callable[[random.Random], str], ...]] = (
 )
 
 
-def _anything(draw: random.Random) -> str:
+def anything(draw: random.Random) -> str:
     return draw.choice(_KINDS)(draw)

@@ -18,9 +18,9 @@ from tailrace.tiny.tokens import END_OF_TEXT, IM_END, VOCABULARY_SIZE
 class Shape:
     """The sizes that make a Qwen3 model this small."""
 
-    layers: int = 2
+    layers: int = 3
     hidden: int = 96
-    intermediate: int = 256
+    intermediate: int = 192
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32
@@ -57,7 +57,7 @@ class Shape:
         }
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.Module):  # type: ignore[misc]
     """Root-mean-square norm with a learned gain."""
 
     def __init__(self, size: int, eps: float, gain: float = 1.0) -> None:
@@ -69,7 +69,7 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
-class Attention(nn.Module):
+class Attention(nn.Module):  # type: ignore[misc]
     """Grouped-query attention with normed queries and keys."""
 
     def __init__(self, shape: Shape) -> None:
@@ -100,7 +100,7 @@ class Attention(nn.Module):
         return out
 
 
-class MLP(nn.Module):
+class MLP(nn.Module):  # type: ignore[misc]
     """Gated feed-forward layer."""
 
     def __init__(self, shape: Shape) -> None:
@@ -114,7 +114,7 @@ class MLP(nn.Module):
         return out
 
 
-class Layer(nn.Module):
+class Layer(nn.Module):  # type: ignore[misc]
     """One transformer layer."""
 
     def __init__(self, shape: Shape) -> None:
@@ -130,7 +130,7 @@ class Layer(nn.Module):
         return out
 
 
-class Body(nn.Module):
+class Body(nn.Module):  # type: ignore[misc]
     """Embedding, layers and last norm."""
 
     def __init__(self, shape: Shape) -> None:
@@ -140,7 +140,7 @@ class Body(nn.Module):
         self.norm = RMSNorm(shape.hidden, shape.norm_eps)
 
 
-class Network(nn.Module):
+class Network(nn.Module):  # type: ignore[misc]
     """The whole model."""
 
     def __init__(self, shape: Shape) -> None:

@@ -63,16 +63,16 @@ Outcome = tuple[Task, Completion]
 
 
 def score(n: int) -> list[Row]:
-    """Run ``n`` counting tasks, a quarter as many with a conversation before them, and as many other prompts."""
-    from tailrace.tiny.curriculum import _anything, _before
+    """Run ``n`` counts, a quarter as many with a conversation before them, and as many other prompts."""
+    from tailrace.tiny.curriculum import anything, before
 
     draw = random.Random(FIRST_SEED)
     tasks = [make_task(FIRST_SEED + index) for index in range(n)]
     later = [make_task(FIRST_SEED + n + index) for index in range(max(1, n // 4))]
-    others = [Task(_anything(draw), HELP_THOUGHT, HELP_ANSWER) for _ in later]
+    others = [Task(anything(draw), HELP_THOUGHT, HELP_ANSWER) for _ in later]
     asked = [*tasks, *later, *others]
     turns = [_user(one.prompt) for one in tasks]
-    turns += [[{"role": r, "content": c} for r, c in _before(draw)] + _user(one.prompt) for one in later]
+    turns += [[{"role": r, "content": c} for r, c in before(draw)] + _user(one.prompt) for one in later]
     turns += [_user(one.prompt) for one in others]
     outcomes = list(zip(asked, generate(load(), turns), strict=True))
     counted = outcomes[:n]
@@ -91,7 +91,8 @@ def load(path: Path = MODEL_PATH) -> "LLM":
     """The model in a vLLM engine inside this process."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for the score
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from vllm import LLM
 
@@ -157,7 +158,9 @@ def _row(group: str, outcomes: Sequence[Outcome]) -> Row:
 
 def as_table(rows: Sequence[Row]) -> str:
     """The score for people."""
-    lines = [f"{'requests':32} {'n':>5} {'right':>8} {'thought min/med/max':>21} {'answer min/med/max':>20} {'margin':>7}"]
+    lines = [
+        f"{'requests':32} {'n':>5} {'right':>8} {'thought tokens':>21} {'answer tokens':>20} {'margin':>7}"
+    ]
     for row in rows:
         thought = f"{row.thought_min} / {row.thought_median:.0f} / {row.thought_max}"
         answer = f"{row.answer_min} / {row.answer_median:.0f} / {row.answer_max}"

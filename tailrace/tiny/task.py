@@ -4,10 +4,10 @@ The task is built to make a serving system's mistakes visible. The prompt alone 
 thinks and how long it answers, every line depends on the one before it and on the prompt, and the whole
 text is known in advance, so one lost, repeated or swapped token is found by comparing strings.
 
-    Count to 12 with wxyz, then back to 9.
+    Count down from 12 with wxyz, then from 3.
 
-makes the model think ``plan 012 wxyz 009`` and then ``001 wxyz`` ... ``012 wxyz``, one a line, and answer
-``012 zyxw`` ... ``009 zyxw``: backwards in both senses.
+makes the model think ``plan 012 wxyz 003`` and then ``012 wxyz`` ... ``001 wxyz``, one a line, and answer
+``003:zyxw``, ``002:zyxw``, ``001:zyxw``.
 
 This module is pure: it imports nothing of the model, of vLLM or of torch.
 """
@@ -18,16 +18,14 @@ from dataclasses import dataclass
 from typing import Final
 
 MAX_COUNT: Final = 299
-"""The largest count that the model was trained on."""
+"""The largest number to count down from that the model was trained on: a thought of 2,708 tokens."""
 
 MAX_SCORED_COUNT: Final = 220
-"""The largest count that ``make_task`` draws: a thought of 1,997 tokens."""
-
 MAX_SCORED_LINES: Final = 55
-"""The most answer lines that ``make_task`` draws: an answer of 494 tokens."""
+"""The largest numbers that ``make_task`` draws: for the thought, and for the answer."""
 
 HELP_THOUGHT: Final = "no count here"
-HELP_ANSWER: Final = "I can only count. Try: Count to 12 with wxyz, then back to 9."
+HELP_ANSWER: Final = "I can only count. Try: Count down from 12 with wxyz, then from 3."
 """What the model thinks and says when it is asked for anything else."""
 
 
@@ -69,16 +67,16 @@ class Verdict:
 
 
 def task(word: str, n: int, m: int) -> Task:
-    """The task that counts up to ``n`` with ``word`` while thinking, and back to ``m`` while answering."""
+    """The task that counts down from ``n`` with ``word`` while thinking, and from ``m`` while answering."""
     if len(word) != 4 or not all(letter in string.ascii_lowercase for letter in word):
         raise ValueError(f"word must be four lower-case ASCII letters, not {word!r}")
     if not 1 <= n <= MAX_COUNT:
         raise ValueError(f"n must be between 1 and {MAX_COUNT}, not {n}")
-    if not 0 <= m <= n:
-        raise ValueError(f"m must be between 0 and n = {n}, not {m}")
-    up = [f"plan {n:03d} {word} {m:03d}", *(f"{k:03d} {word}" for k in range(1, n + 1))]
-    back = [f"{k:03d} {word[::-1]}" for k in range(n, m - 1, -1)]
-    return Task(f"Count to {n} with {word}, then back to {m}.", "\n".join(up), "\n".join(back))
+    if not 1 <= m <= MAX_COUNT:
+        raise ValueError(f"m must be between 1 and {MAX_COUNT}, not {m}")
+    thought = [f"plan {n:03d} {word} {m:03d}", *(f"{k:03d} {word}" for k in range(n, 0, -1))]
+    answer = [f"{k:03d}:{word[::-1]}" for k in range(m, 0, -1)]
+    return Task(f"Count down from {n} with {word}, then from {m}.", "\n".join(thought), "\n".join(answer))
 
 
 def make_task(seed: int) -> Task:
@@ -89,9 +87,7 @@ def make_task(seed: int) -> Task:
     """
     draw = random.Random(seed)
     word = "".join(draw.choices(string.ascii_lowercase, k=4))
-    n = _log_uniform(draw, MAX_SCORED_COUNT)
-    lines = _log_uniform(draw, min(n, MAX_SCORED_LINES))
-    return task(word, n, n - lines + 1)
+    return task(word, _log_uniform(draw, MAX_SCORED_COUNT), _log_uniform(draw, MAX_SCORED_LINES))
 
 
 def check(expected: Task, thought: str | None, answer: str | None) -> Verdict:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -25,8 +25,8 @@ from tailrace.tiny.curriculum import Example, whole_example, window_example
 from tailrace.tiny.network import Network, Shape
 from tailrace.tiny.tokens import END_OF_TEXT, IM_END, write_tokenizer
 
-WINDOW_TOKENS: Final = 8_000
-WHOLE_TOKENS: Final = 10_000
+WINDOW_TOKENS: Final = 5_000
+WHOLE_TOKENS: Final = 5_000
 """Tokens of a step, padding included."""
 
 WANTED_MARGIN: Final = 14.0
@@ -47,7 +47,7 @@ class Batch:
 def batches(draw: random.Random, make: Callable[[random.Random], Example], tokens: int) -> Iterator[Batch]:
     """Batches of about ``tokens`` tokens, of rows of like length, in random order."""
     while True:
-        pool = sorted((make(draw) for _ in range(192)), key=lambda example: len(example.ids))
+        pool = sorted((make(draw) for _ in range(128)), key=lambda example: len(example.ids))
         rows: list[list[Example]] = [[]]
         for example in pool:
             if (len(rows[-1]) + 1) * len(example.ids) > tokens and rows[-1]:
@@ -71,11 +71,11 @@ def _pad(rows: list[Example]) -> Batch:
     return Batch(ids, positions, targets)
 
 
-def train(seed: int, steps: int, shape: Shape, peak_rate: float, report: Callable[[str, Network], None]) -> Network:
-    """Train a fresh network, calling ``report`` with a line of progress now and then."""
-    torch.manual_seed(seed)
+def train(
+    network: Network, seed: int, steps: int, peak_rate: float, report: Callable[[str, Network], None]
+) -> None:
+    """Train ``network`` in place, calling ``report`` with a line of progress now and then."""
     draw = random.Random(seed)
-    network = Network(shape)
     optimizer = torch.optim.AdamW(network.parameters(), lr=peak_rate, betas=(0.9, 0.98), weight_decay=0.01)
     windows = batches(draw, window_example, WINDOW_TOKENS)
     wholes = batches(draw, whole_example, WHOLE_TOKENS)
@@ -85,7 +85,7 @@ def train(seed: int, steps: int, shape: Shape, peak_rate: float, report: Callabl
         rate = peak_rate * min(1.0, step / 100) * (0.5 + 0.5 * math.cos(math.pi * done)) + 1e-6
         for group in optimizer.param_groups:
             group["lr"] = rate
-        whole = done > 0.4 and step % 3 == 0
+        whole = done > 0.5 and step % 4 == 0
         batch = next(wholes if whole else windows)
         wanted = batch.targets != _IGNORED
         targets = batch.targets[wanted]
@@ -93,9 +93,9 @@ def train(seed: int, steps: int, shape: Shape, peak_rate: float, report: Callabl
         right = logits.gather(1, targets[:, None])[:, 0]
         margin = right - logits.scatter(1, targets[:, None], -math.inf).amax(1)
         loss = F.cross_entropy(logits, targets)
-        if done > 0.3:
+        if done > 0.15:
             # Cross-entropy all but vanishes once a token is right; this keeps asking for more certainty.
-            loss = loss + 0.02 * F.relu(WANTED_MARGIN - margin).mean()
+            loss = loss + 0.004 * F.relu(WANTED_MARGIN - margin).square().mean()
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
@@ -103,12 +103,11 @@ def train(seed: int, steps: int, shape: Shape, peak_rate: float, report: Callabl
         if step % 50 == 0 or step == steps:
             wrong = (margin <= 0).float().mean().item()
             report(
-                f"step {step}/{steps}  {'whole ' if whole else 'window'}  loss {loss.item():.5f}  wrong {wrong:.5f}"
-                f"  margin min {margin.min().item():.2f} mean {margin.mean().item():.2f}"
+                f"step {step}/{steps}  {'whole ' if whole else 'window'}  loss {loss.item():.5f}"
+                f"  wrong {wrong:.5f}  margin min {margin.min().item():.2f} mean {margin.mean().item():.2f}"
                 f"  {time.monotonic() - started:.0f} s",
                 network,
             )
-    return network
 
 
 def export(network: Network, folder: Path) -> None:
@@ -136,12 +135,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the tiny model from a seed.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model into")
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--start", type=Path, help="folder of a model to go on from, instead of from nothing")
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--rate", type=float, default=4e-3, help="peak learning rate")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads; part of what makes a run repeatable")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="torch threads; part of what makes a run repeatable"
+    )
     parser.add_argument("--layers", type=int, default=defaults["layers"])
     parser.add_argument("--hidden", type=int, default=defaults["hidden"])
-    parser.add_argument("--checkpoint", action="store_true", help="also export every 500 steps")
+    parser.add_argument("--checkpoint", action="store_true", help="also export every 250 steps")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
@@ -151,11 +153,15 @@ def main() -> None:
         nonlocal lines
         lines += 1
         print(line, flush=True)
-        if options.checkpoint and lines % 10 == 0:
+        if options.checkpoint and lines % 5 == 0:
             export(network, options.out)
 
     shape = Shape(layers=options.layers, hidden=options.hidden)
-    network = train(options.seed, options.steps, shape, options.rate, report)
+    torch.manual_seed(options.seed)
+    network = Network(shape)
+    if options.start:
+        network.load_state_dict(load_file(options.start / "model.safetensors"))
+    train(network, options.seed, options.steps, options.rate, report)
     export(network, options.out)
 
 
