@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from types import MappingProxyType
 
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from tailrace.cluster import (
@@ -21,6 +22,8 @@ from tailrace.cluster import (
 )
 
 MAX_LENGTH = 131_072
+# Machines that run other things too are slow now and then.
+quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def instance(

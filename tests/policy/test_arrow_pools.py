@@ -21,7 +21,7 @@ from tailrace.policy.arrow.pools import (
     try_move_decode_to_prefill,
     try_move_prefill_to_decode,
 )
-from tests.policy.fleets import arrivals, cluster, fleets, instance, request
+from tests.policy.fleets import arrivals, cluster, fleets, instance, quick, request
 
 ARROW = Arrow()
 P, D = Pool.PREFILL, Pool.DECODE
@@ -42,6 +42,7 @@ def both_able(pools: Pools) -> bool:
     return pools.able_to_prefill > 0 and pools.able_to_decode > 0
 
 
+@quick
 @given(fleets(pools=ANY))
 def test_pools_partition_the_active_instances(view: ClusterView) -> None:
     pools = Pools.of(view)
@@ -54,6 +55,7 @@ def test_pools_partition_the_active_instances(view: ClusterView) -> None:
             assert pools.after(SetPool(member.instance_id, pool)) == after
 
 
+@quick
 @given(fleets(pools=ANY))
 def test_flips_take_the_least_loaded_and_never_the_last(view: ClusterView) -> None:
     """Alg. 3 and 4."""
@@ -81,6 +83,7 @@ def test_flips_take_the_least_loaded_and_never_the_last(view: ClusterView) -> No
         assert pools.able_to_prefill <= 1 or not (pools.prefill or pools.decode_to_prefill)
 
 
+@quick
 @given(fleets(pools=ANY))
 def test_upkeep_keeps_both_kinds(view: ClusterView) -> None:
     pools = Pools.of(view)
@@ -94,6 +97,7 @@ def test_upkeep_keeps_both_kinds(view: ClusterView) -> None:
         assert not pools.unpooled
 
 
+@quick
 @given(
     view=fleets(least=2, pools=(None,), all_active=True),
     share=st.floats(0.01, 0.99),
@@ -105,6 +109,7 @@ def test_assigned_pools_have_their_share(view: ClusterView, share: float) -> Non
     assert after.able_to_prefill == min(total - 1, max(1, round(total * share)))
 
 
+@quick
 @given(
     view=fleets(least=2, pools=tuple(Pool), all_active=True),
     arrivals=st.lists(arrivals, max_size=5),
@@ -295,6 +300,7 @@ def test_idle_prefill_instances_help_busy_decode_instances() -> None:
     assert list(ARROW.on_tick(cluster(instance("a", pool=P), instance("b", pool=P), calm), 0.0)) == []
 
 
+@quick
 @given(view=fleets(pools=tuple(Pool), all_active=True), arrival=arrivals)
 def test_a_flip_and_its_undoing_do_not_alternate(view: ClusterView, arrival: Arrival) -> None:
     """What the idle-prefill rule gives to decode, Alg. 1 does not take back on the same loads."""

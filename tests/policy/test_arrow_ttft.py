@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from tailrace.policy.arrow.load import max_running_tokens
 from tailrace.policy.arrow.ttft import TtftPredictor
 from tailrace.profiles import load_profile
+from tests.policy.fleets import quick
 
 LENGTHS = (16, 128, 512, 1_024, 4_096, 16_384, 65_536)
 
 
+@quick
 @given(base=st.floats(1e-4, 1.0), linear=st.floats(1e-6, 1e-3), squared=st.floats(1e-11, 1e-8))
 def test_fit_recovers_a_quadratic(base: float, linear: float, squared: float) -> None:
     truth = TtftPredictor(base, linear, squared)
@@ -21,6 +23,7 @@ def test_fit_recovers_a_quadratic(base: float, linear: float, squared: float) ->
         assert found.prefill_s(tokens) == pytest.approx(truth.prefill_s(tokens), rel=1e-6)
 
 
+@quick
 @given(st.lists(st.tuples(st.integers(1, 100_000), st.floats(1e-4, 1e2)), min_size=1, max_size=20))
 def test_whatever_the_samples_longer_is_not_faster(samples: list[tuple[int, float]]) -> None:
     found = TtftPredictor.fit(samples)
@@ -35,6 +38,7 @@ def test_no_samples(samples: list[tuple[int, float]]) -> None:
         TtftPredictor.fit(samples)
 
 
+@quick
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=50))
 def test_a_backlog_known_in_sum_is_the_least_it_can_be(lengths: list[int]) -> None:
     ttft = TtftPredictor(0.01, 1e-5, 1e-9)

@@ -25,6 +25,7 @@ from tailrace.policy.cascade.bid_ask import (
     Withdraw,
     choose,
 )
+from tests.policy.fleets import quick
 
 # More than this many steps for so few requests is a loop.
 MOST_STEPS = 20_000
@@ -159,7 +160,7 @@ class Market:
         assert len(set(live)) == len(live)
 
 
-@settings(max_examples=150)
+@settings(quick, max_examples=150)
 @given(
     senders=st.integers(1, 4),
     rooms=st.lists(st.integers(0, 2_000), min_size=1, max_size=6),
@@ -177,6 +178,7 @@ def test_ends_with_one_owner_each(
     assert all(room >= 0 for room in market.room.values())
 
 
+@quick
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=12))
 def test_the_choice_among_bids(drawn: list[tuple[int, int]]) -> None:
     bids = [Bid(f"r{n}", "q", load, start) for n, (load, start) in enumerate(drawn)]

@@ -16,6 +16,7 @@ from tailrace.policy.cascade.planner import Costs, Plan, chain, exact, heuristic
 from tailrace.policy.cascade.qoe import QoeModel, features
 from tailrace.policy.cascade.workload import Workload, bucket_edges
 from tailrace.profiles import load_profile
+from tests.policy.fleets import quick
 
 PROFILE = load_profile("llama-3.1-8b-h100")
 MODEL = QoeModel.of_profile(PROFILE)
@@ -34,7 +35,7 @@ def layouts(buckets: int, instances: int) -> Iterator[tuple[tuple[int, ...], tup
                 yield (0, *cuts, buckets), tuple(b - a for a, b in itertools.pairwise(parts))
 
 
-@settings(max_examples=60)
+@settings(quick, max_examples=60)
 @given(
     rows=lengths,
     model=models,
@@ -75,6 +76,7 @@ def assert_whole(plan: Plan, instances: int) -> None:
     assert [name for stage in stages for name in stage.instance_ids] == names
 
 
+@quick
 @given(instances=st.integers(1, 40))
 def test_layouts_of_the_baselines(instances: int) -> None:
     costs = some_costs(instances)
@@ -82,6 +84,7 @@ def test_layouts_of_the_baselines(instances: int) -> None:
     assert len(chain(costs, instances).counts) == min(instances, costs.buckets)
 
 
+@quick
 @given(rows=lengths)
 def test_a_stage_of_one_costs_what_the_model_says(rows: list[tuple[int, int]]) -> None:
     """Prefix sums against Eq. (1)."""
@@ -94,6 +97,7 @@ def test_a_stage_of_one_costs_what_the_model_says(rows: list[tuple[int, int]]) -
         assert costs.stage(lo, hi, 1) == pytest.approx(MODEL.batch(batch), abs=1e-9)
 
 
+@quick
 @given(rows=lengths, in_flight=st.floats(1, 1_000))
 def test_history_is_in_flight_where_its_tokens_are_made(
     rows: list[tuple[int, int]], in_flight: float

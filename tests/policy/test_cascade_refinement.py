@@ -22,7 +22,7 @@ from tailrace.policy.cascade.refinement import (
     quantity_split,
 )
 from tailrace.profiles import load_profile
-from tests.policy.fleets import MAX_LENGTH, fleets
+from tests.policy.fleets import MAX_LENGTH, fleets, quick
 
 MODEL = QoeModel.of_profile(load_profile("llama-3.1-8b-h100"))
 rows = st.lists(
@@ -36,6 +36,7 @@ staged = fleets(staged=True)
 # ---- QoE
 
 
+@quick
 @given(
     d=st.tuples(*(st.floats(0.1, 1.0) for _ in range(5))),
     seed=st.integers(0, 1_000),
@@ -88,6 +89,7 @@ def test_fit_says_what_is_wrong() -> None:
 # ---- splits
 
 
+@quick
 @given(rows)
 def test_the_optimal_split_is_the_best_of_all(held: list[tuple[int, int]]) -> None:
     """Prefix sums against Eq. (1) for every split."""
@@ -101,6 +103,7 @@ def test_the_optimal_split_is_the_best_of_all(held: list[tuple[int, int]]) -> No
     assert cost(found) == pytest.approx(min(cost(at) for at in range(len(ordered))), rel=1e-9)
 
 
+@quick
 @given(rows)
 def test_the_simple_splits_balance(held: list[tuple[int, int]]) -> None:
     ordered = by_length(held)
@@ -114,6 +117,7 @@ def test_the_simple_splits_balance(held: list[tuple[int, int]]) -> None:
     assert uneven(found) == min(uneven(at) for at in range(len(lengths)))
 
 
+@quick
 @given(rows, st.integers(1, 8))
 def test_a_part_is_one_of_equal_parts(held: list[tuple[int, int]], parts: int) -> None:
     part = divided(by_length(held), parts)
@@ -133,6 +137,7 @@ def held_by(view) -> Mapping[str, list[tuple[int, int]]]:  # type: ignore[no-unt
 
 
 @pytest.mark.parametrize("split", [optimal_split, quantity_split, memory_split])
+@quick
 @given(view=staged, smoothing=st.floats(0.0, 1.0))
 def test_refined_stages_tile_what_they_tiled(split: Splitter, view, smoothing: float) -> None:  # type: ignore[no-untyped-def]
     refined = Refinement(MODEL, split, smoothing).refine(view.stages, held_by(view))
@@ -172,6 +177,7 @@ def test_freezes_under_low_traffic(count: int, frozen: bool) -> None:
 # ---- members
 
 
+@quick
 @given(view=staged, other=st.sets(st.sampled_from([f"w{n}" for n in range(9)]), min_size=1))
 def test_repaired_stages_have_exactly_the_instances(view, other: set[str]) -> None:  # type: ignore[no-untyped-def]
     demand = {name: i.kv_used_tokens for name, i in view.instances.items()}
@@ -184,6 +190,7 @@ def test_repaired_stages_have_exactly_the_instances(view, other: set[str]) -> No
     assert repaired(view.stages, (), demand) == ()
 
 
+@quick
 @given(view=staged, length=st.integers(0, 2 * MAX_LENGTH))
 def test_one_stage_covers_a_length(view, length: int) -> None:  # type: ignore[no-untyped-def]
     stage = view.stages[earliest_stage(view.stages, length)]

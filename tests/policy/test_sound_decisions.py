@@ -23,7 +23,7 @@ from tailrace.policy.cascade.policy import (
     CascadeQuantity,
     CascadeRoundRobin,
 )
-from tests.policy.fleets import MAX_LENGTH, arrivals, fleets
+from tests.policy.fleets import MAX_LENGTH, arrivals, fleets, quick
 
 POOLED = [Arrow, MinimalLoad, RoundRobinPools]
 STAGED = [
@@ -66,7 +66,7 @@ def check(view: ClusterView, actions: Sequence[Action]) -> None:
                 assert not action.stages or tiles(action.stages, MAX_LENGTH)
 
 
-@settings(max_examples=150)
+@settings(quick, max_examples=150)
 @given(view=views, arrival=arrivals, now=moments)
 def test_placement(view: ClusterView, arrival: Arrival, now: float) -> None:
     """On a live instance that was not excluded; refused exactly when there is none."""
@@ -82,7 +82,7 @@ def test_placement(view: ClusterView, arrival: Arrival, now: float) -> None:
         assert policy.place(view, arrival, now) == placement
 
 
-@settings(max_examples=150)
+@settings(quick, max_examples=150)
 @given(view=views, now=moments)
 def test_tick(view: ClusterView, now: float) -> None:
     for policy in POLICIES:
@@ -91,7 +91,7 @@ def test_tick(view: ClusterView, now: float) -> None:
         assert list(policy.on_tick(view, now)) == list(actions)
 
 
-@settings(max_examples=150)
+@settings(quick, max_examples=150)
 @given(view=views, pick=st.integers(0, 1_000))
 def test_one_request(view: ClusterView, pick: int) -> None:
     """Prefill done, and a boundary crossed."""
