@@ -114,7 +114,7 @@ class InstanceView:
     token_interval_s: float = 0.0
     # KV swapped out to host memory, in tokens.
     host_kv_tokens: int = 0
-    # Host memory that can take KV, of migrated requests too, in tokens. 0: a migration needs room on the device.
+    # Host memory that can take KV, of migrated requests too, in tokens. 0: only the device can.
     host_kv_capacity_tokens: int = 0
     # Seconds until a prefill that arrives now would start (Arrow, section 5.3). None: derive from backlog.
     prefill_delay_s: float | None = None
