@@ -9,7 +9,7 @@ PYTHON := .venv/bin/python
 TAILRACE := .venv/bin/tailrace
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test lint format protos soak bench-stream bench-transfer bench-scale
+.PHONY: help install up down test lint format protos soak bench-stream bench-transfer bench-scale bench-decisions
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,3 +55,6 @@ bench-transfer: install ## KV transfer and the pause of a migration
 bench-scale: ## 100 simulated workers, 1,000 streams
 	@scripts/install.sh --rust
 	$(PYTHON) -m benchmarks.scale
+
+bench-decisions: install ## Cost of each policy's decisions at 16 to 1,024 instances
+	$(PYTHON) -m benchmarks.decisions

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import MappingProxyType
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from tailrace.actions import Action, Migrate, Place, Refuse
 from tailrace.cluster import Arrival, ClusterView, InstanceState, Pool
@@ -50,6 +50,7 @@ def test_installed_under_its_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("make", POLICIES)
+@settings(max_examples=40)
 @given(view=clusters(), arrival=arrivals)
 def test_places_on_a_live_instance(make: Callable[[], Policy], view: ClusterView, arrival: Arrival) -> None:
     allowed = {i.instance_id for i in view.placeable()} - arrival.excluded
@@ -61,6 +62,7 @@ def test_places_on_a_live_instance(make: Callable[[], Policy], view: ClusterView
 
 
 @pytest.mark.parametrize("make", POLICIES)
+@settings(max_examples=40)
 @given(view=clusters())
 def test_migrations_are_possible_by_the_view(make: Callable[[], Policy], view: ClusterView) -> None:
     for actions in decisions(make(), view):
@@ -83,6 +85,7 @@ def test_migrations_are_possible_by_the_view(make: Callable[[], Policy], view: C
 
 
 @pytest.mark.parametrize("make", [CurrentLoad, Ares, AresNoPrediction])
+@settings(max_examples=40)
 @given(view=clusters())
 def test_ares_needs_room_on_the_device_and_a_decode_instance(
     make: Callable[[], Policy], view: ClusterView
@@ -99,6 +102,7 @@ def test_ares_needs_room_on_the_device_and_a_decode_instance(
 
 
 @pytest.mark.parametrize("make", POLICIES)
+@settings(max_examples=40)
 @given(view=clusters(), arrival=arrivals)
 def test_decides_the_same_twice(make: Callable[[], Policy], view: ClusterView, arrival: Arrival) -> None:
     again = ClusterView(

@@ -38,7 +38,7 @@ def collect(instances: Sequence[InstanceView], horizon: Horizon) -> Loads:
     """
     width = horizon.points + 1
     rows = [instance.future_load for instance in instances]
-    if any(len(row) != width for row in rows):
+    if set(map(len, rows)) != {width}:
         rows = [_simulated(instance, horizon) for instance in instances]
     values = np.fromiter(chain.from_iterable(rows), np.float64, count=width * len(rows))
     tokens: Floats = values.reshape(len(rows), width)

@@ -1,0 +1,192 @@
+"""`make bench-decisions`: what a decision costs the scheduler, and how that grows with the cluster.
+
+Every installed policy places requests, and the decision points that cost more than that are timed with the
+policies that they belong to, on clusters of 16 to 1,024 instances with 100 requests each. Growth is the
+exponent p of the fit cost ~ instances^p: 0 is constant, 1 linear.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks.clusters import REQUESTS_PER_INSTANCE, arrivals, cluster
+from benchmarks.loadgen import percentile
+from benchmarks.report import machine, save
+from tailrace.cluster import Phase
+from tailrace.policy.base import Policy
+from tailrace.policy.registry import load, names
+
+SIZES = (16, 64, 256, 1_024)
+
+# The n-th call of a decision.
+Call = Callable[[int], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A decision to time: `prepare` makes it ready for one number of instances."""
+
+    name: str
+    prepare: Callable[[int], Call]
+    sizes: tuple[int, ...] = SIZES
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Microseconds of one decision on one cluster: of the thread's own time, and by the wall clock.
+
+    On a machine that others use too the wall clock also shows how long the thread waited for a core.
+    """
+
+    decision: str
+    instances: int
+    calls: int
+    p50_us: float
+    p99_us: float
+    wall_p50_us: float
+    wall_p99_us: float
+
+
+def placement(policy: Policy) -> Callable[[int], Call]:
+    """Arrival."""
+
+    def prepare(instances: int) -> Call:
+        view, new = cluster(instances), arrivals(1_000)
+        return lambda n: policy.place(view, new[n % len(new)], 0.0)
+
+    return prepare
+
+
+def reasoning_ended(policy: Policy) -> Callable[[int], Call]:
+    """PASCAL's Algorithm 2: each answering request in turn."""
+
+    def prepare(instances: int) -> Call:
+        view = cluster(instances)
+        ended = [r for i in view.instances.values() for r in i.requests if r.phase is Phase.ANSWERING]
+        return lambda n: policy.on_reasoning_ended(view, ended[n % len(ended)], 0.0)
+
+    return prepare
+
+
+def tick(policy: Policy) -> Callable[[int], Call]:
+    """ARES's Algorithm 1."""
+
+    def prepare(instances: int) -> Call:
+        view = cluster(instances)
+        return lambda n: policy.on_tick(view, float(n))
+
+    return prepare
+
+
+def cases() -> list[Case]:
+    """All of them, cheap ones first."""
+    return [
+        *(Case(f"place: {name}", placement(load(name))) for name in names()),
+        Case("reasoning ended: pascal", reasoning_ended(load("pascal"))),
+        Case("tick: ares_no_prediction", tick(load("ares_no_prediction"))),
+        Case("tick: ares", tick(load("ares"))),
+    ]
+
+
+def measure(case: Case, instances: int, seconds: float) -> Cost:
+    """Call it for so long, at least 20 times, after a few calls that do not count."""
+    call = case.prepare(instances)
+    for n in range(5):
+        call(n)
+    used: list[float] = []
+    passed: list[float] = []
+    until_s = time.perf_counter() + seconds
+    while len(used) < 20 or time.perf_counter() < until_s:
+        began_s, began_cpu_s = time.perf_counter(), time.thread_time()
+        call(len(used))
+        used.append((time.thread_time() - began_cpu_s) * 1e6)
+        passed.append((time.perf_counter() - began_s) * 1e6)
+    return Cost(
+        decision=case.name,
+        instances=instances,
+        calls=len(used),
+        p50_us=percentile(used, 0.5),
+        p99_us=percentile(used, 0.99),
+        wall_p50_us=percentile(passed, 0.5),
+        wall_p99_us=percentile(passed, 0.99),
+    )
+
+
+def growth(costs: Sequence[Cost]) -> float | None:
+    """Exponent of the least-squares line through (log instances, log P50); None: one size alone."""
+    if len({cost.instances for cost in costs}) < 2:
+        return None
+    x = [math.log(cost.instances) for cost in costs]
+    y = [math.log(cost.p50_us) for cost in costs]
+    return statistics.linear_regression(x, y).slope
+
+
+def table(rows: dict[str, list[Cost]]) -> Table:
+    """P50 and P99 by size, and the growth."""
+    result = Table(
+        title="Microseconds of the scheduler's thread for a decision, P50 / P99",
+        caption=f"{REQUESTS_PER_INSTANCE} requests an instance",
+    )
+    result.add_column("decision", no_wrap=True)
+    for size in SIZES:
+        result.add_column(f"{size:,}", justify="right")
+    result.add_column("growth", justify="right")
+    for name, costs in rows.items():
+        at = {cost.instances: f"{cost.p50_us:,.0f} / {cost.p99_us:,.0f}" for cost in costs}
+        exponent = growth(costs)
+        shown = "" if exponent is None else f"n^{exponent:.2f}"
+        result.add_row(name, *(at.get(size, "") for size in SIZES), shown)
+    return result
+
+
+def run(chosen: Sequence[Case], seconds: float, console: Console) -> dict[str, list[Cost]]:
+    """Time all of them."""
+    rows: dict[str, list[Cost]] = {}
+    with Progress(console=console) as progress:
+        task = progress.add_task("deciding", total=sum(len(case.sizes) for case in chosen))
+        for case in chosen:
+            for size in case.sizes:
+                rows.setdefault(case.name, []).append(measure(case, size, seconds))
+                progress.advance(task)
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> Path:
+    """Run the benchmark; returns where the figures are."""
+    parser = argparse.ArgumentParser(prog="make bench-decisions", description=__doc__)
+    parser.add_argument("--only", default="", help="decisions whose name contains this")
+    parser.add_argument("--seconds", type=float, default=0.5, help="time for one decision on one cluster")
+    parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
+    given = parser.parse_args(arguments)
+    console = Console(stderr=True)
+    rows = run([case for case in cases() if given.only in case.name], given.seconds, console)
+    figures: dict[str, object] = {
+        "requests_per_instance": REQUESTS_PER_INSTANCE,
+        "costs": [asdict(cost) for costs in rows.values() for cost in costs],
+        "growth": {name: growth(costs) for name, costs in rows.items()},
+    }
+    path = save("decisions", figures)
+    if given.output == "json":
+        json.dump({"benchmark": "decisions", "machine": machine(), **figures}, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        # A file or a pipe has no width of its own.
+        Console(width=None if sys.stdout.isatty() else 120).print(table(rows))
+    console.print(f"saved to {path}")
+    return path
+
+
+if __name__ == "__main__":
+    main()
