@@ -29,6 +29,8 @@ class InstanceSpec:
     max_num_seqs: int = 256
     chunk_budget_tokens: int = 2048
     max_model_len: int = 131_072
+    # Most tokens in the batch that keep the TPOT SLO, as profiled (Arrow, section 5.4); None: not profiled.
+    max_running_tokens: int | None = None
     pool: Pool | None = None
     penalty: LengthPenalty | None = None
 

@@ -287,6 +287,7 @@ class Views:
             context_tokens=max(0, report.context + known.context_change),
             token_interval_s=report.step_s,
             host_kv_tokens=report.host_tokens,
+            max_running_tokens=spec.max_running_tokens,
             future_load=future,
             migrations_in=instance.migrations_in,
             migrations_out=instance.migrations_out,
