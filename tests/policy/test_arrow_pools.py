@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tailrace.actions import Action, Migrate, Place, SetPool
 from tailrace.cluster import Arrival, ClusterView, InstanceState, InstanceView, Phase, Pool
+from tailrace.policy.arrow.baselines import MinimalLoad, RoundRobinPools
 from tailrace.policy.arrow.load import decodes_left, prefills_left, running_tokens
 from tailrace.policy.arrow.policy import Arrow
 from tailrace.policy.arrow.pools import (
@@ -314,3 +315,13 @@ def test_a_flip_and_its_undoing_do_not_alternate(view: ClusterView, arrival: Arr
     pools = Pools.of(after)
     if isinstance(placement, Place) and (pools.prefill or pools.decode_to_prefill):
         assert not {m.instance_id for m in placement.also if isinstance(m, SetPool)} & given_to_decode
+
+
+@pytest.mark.parametrize("policy", [MinimalLoad(), RoundRobinPools()])
+@quick
+@given(view=fleets(least=2, pools=(None,), all_active=True))
+def test_static_pools_are_assigned_once(policy: MinimalLoad, view: ClusterView) -> None:
+    """Half and half, in no pool in between, and never changed again."""
+    after = moved(view, [*policy.on_tick(view, 0.0)])
+    assert {i.pool for i in after.instances.values()} == {P, D}
+    assert not any(isinstance(action, SetPool) for action in policy.on_tick(after, 0.5))

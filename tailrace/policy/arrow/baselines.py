@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Final
 from zlib import crc32
 
-from tailrace.actions import Action, Migrate, Place, Placement, Refuse
+from tailrace.actions import Action, Migrate, Place, Placement, Refuse, SetPool
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, Pool, RequestView
 from tailrace.policy.arrow.pools import Pools, assign
 from tailrace.policy.ledger import Ledger
 from tailrace.policy.static_pools import StaticPools
+
+_SETTLED: Final[Mapping[Pool | None, Pool]] = {
+    Pool.PREFILL_TO_DECODE: Pool.DECODE,
+    Pool.DECODE_TO_PREFILL: Pool.PREFILL,
+}
 
 
 class MinimalLoad(StaticPools):
@@ -28,7 +34,11 @@ class MinimalLoad(StaticPools):
     def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
         """Pools for instances in none; then requests that still decode on a prefill instance."""
         pools = Pools.of(view)
-        moves = assign(pools, self.prefill_share)
+        # No instance is on its way between pools that never change, whatever it still has to finish.
+        moves = [
+            SetPool(move.instance_id, _SETTLED.get(move.pool, move.pool))
+            for move in assign(pools, self.prefill_share)
+        ]
         for move in moves:
             pools = pools.after(move)
         return [*moves, *self._waiting_to_decode(view, pools)]
