@@ -220,8 +220,9 @@ class Instance:
     # ---- at a boundary only
 
     def pause(self, job: Job) -> None:
-        """Hold a decoding job back; it keeps its blocks."""
-        job.blocks = self._leave_batch(job)
+        """Hold a decoding job back; it keeps the blocks of the KV that it has, all but its latest token's."""
+        self._leave_batch(job)
+        job.blocks = blocks_for(job.prompt + job.tokens - 1, self.block_tokens)
         job.state = JobState.PAUSED
         self.paused[job] = None
         self._other_blocks += job.blocks

@@ -246,11 +246,11 @@ class Migrations:
         job, source = migration.job, migration.source
         source.pause(job)
         migration.paused_s = now
-        blocks = blocks_for(job.prompt + job.tokens, source.block_tokens)
-        if not self._make_room(migration, blocks, now):
+        needed = blocks_for(job.prompt + job.tokens, source.block_tokens)
+        if not self._make_room(migration, needed, now):
             return
         migration.rounds += 1
-        self._send(migration, blocks - migration.copied, now, self._sent)
+        self._send(migration, job.blocks - migration.copied, now, self._sent)
 
     def _send(
         self, migration: Migration, blocks: int, now: float, then: Callable[[Migration, float], None]
