@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ import grpc
 import msgspec
 
 from tailrace.records import InstanceRecord
-from tailrace.store.store import Store
+from tailrace.store.store import Store, StoreUnavailable
 from tailrace.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 
 WAIT_S = 30.0
@@ -105,8 +106,12 @@ async def worker_process(
 
 async def _registered(store: Store, name: str, worker: WorkerProcess) -> InstanceRecord:
     async with asyncio.timeout(WAIT_S):
-        while (value := await store.get(f"instances/{name}")) is None:
+        value = None
+        while value is None:
             assert worker.process.returncode is None, worker.log.read_text()
+            # On a busy machine etcd may be too slow for the store's deadline.
+            with contextlib.suppress(StoreUnavailable):
+                value = await store.get(f"instances/{name}")
             await asyncio.sleep(0.05)
     return msgspec.json.decode(value, type=InstanceRecord)
 
