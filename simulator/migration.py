@@ -36,6 +36,7 @@ class Migration:
         "blocks",
         "copied",
         "has_place",
+        "in_line",
         "job",
         "on_host",
         "over",
@@ -61,6 +62,8 @@ class Migration:
         self.sent = 0
         self.rounds = 0
         self.has_place = False
+        # Its entry in the target's `imports`, while it waits for room.
+        self.in_line: tuple[Rank, Callable[[float], bool]] | None = None
         self.started_s: float | None = None
         self.paused_s: float | None = None
         self.over = False
@@ -154,8 +157,8 @@ class Migrations:
             used = source.used_blocks_at(source.boundary) * source.block_tokens
             view = ImportView(self._asked, migration.asked_tokens, used)
             rank = self._intra.import_rank(view)
-            insort(target.imports, (rank, self._taker(migration)), key=_rank_of)
-            target.wake(now)
+            migration.in_line = (rank, self._taker(migration))
+            insort(target.imports, migration.in_line, key=_rank_of)
             self._expect(migration, lambda: not migration.blocks, MigrationOutcome.NO_ROOM, now)
         elif self._spec.when_full is WhenFull.HOST:
             blocks = self._needed(migration, now)
@@ -170,7 +173,10 @@ class Migrations:
 
     def _taker(self, migration: Migration) -> Callable[[float], bool]:
         def take(now: float) -> bool:
-            return migration.over or self._take_room(migration, now)
+            taken = self._take_room(migration, now)
+            if taken:
+                migration.in_line = None
+            return taken
 
         return take
 
@@ -312,6 +318,10 @@ class Migrations:
             target.unreserve(migration.blocks, now)
         if migration in self._queue:
             self._queue.remove(migration)
+        if migration.in_line is not None:
+            target.imports.remove(migration.in_line)
+            # The next in line may need less.
+            target.wake(now)
         if job.state is JobState.PAUSED:
             assert migration.paused_s is not None
             job.pause_s += now - migration.paused_s

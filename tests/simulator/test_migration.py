@@ -45,7 +45,7 @@ def _run(spec: ClusterSpec, requests: list[SimRequest], intra: str, most: int) -
     return simulation, simulation.run(None)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     requests=workloads(most=10, span_s=1.0),
     intra=st.sampled_from(sorted(INTRA)),
