@@ -27,7 +27,8 @@ down: ## Stop the local cluster
 
 test: ## Run the tests (under 10 minutes on 2 cores)
 	@scripts/install.sh --rust
-	$(PYTHON) -m pytest
+	@# Two at a time: much of it is waiting for processes to start. A file's tests share its fleet.
+	$(PYTHON) -m pytest -n 2 --dist loadfile --durations 12
 
 lint: install ## Check style, types and the direction of imports
 	$(PYTHON) -m ruff check .

@@ -129,7 +129,7 @@ def test_port_taken(here: Here) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--policy", "magic"), "installed: least_loaded, round_robin"),
+        (("--policy", "magic"), "no policy 'magic'; installed: "),
         (("--model", "/no/such/model"), "no folder /no/such/model"),
         (("--workers", "0"), "--workers"),
         (("--port", "99999"), "--port"),

@@ -199,7 +199,8 @@ def test_killed_in_mid_migration_the_stream_ends_right(
     assert_right(result(), LONG)
 
 
-def test_etcd_away_for_half_a_minute(vllm_fleet: Fleet, vllm_chats: Chats) -> None:
+@pytest.mark.parametrize("seconds", [10, pytest.param(30, marks=pytest.mark.slow)])
+def test_etcd_away(vllm_fleet: Fleet, vllm_chats: Chats, seconds: int) -> None:
     before = vllm_fleet.instances()
     progress = Progress()
     running = vllm_chats.start(LONG.prompt, progress)
@@ -208,7 +209,7 @@ def test_etcd_away_for_half_a_minute(vllm_fleet: Fleet, vllm_chats: Chats) -> No
     gone_s = time.monotonic()
     assert_right(running.result(timeout=60), LONG)
     answered = 0
-    while time.monotonic() < gone_s + 30:
+    while time.monotonic() < gone_s + seconds:
         expected = task("noet", 20, 5)
         try:
             assert_right(vllm_chats.run(expected.prompt), expected)
