@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from heapq import nsmallest
 from typing import Final
 from zlib import crc32
 
@@ -12,6 +13,8 @@ from tailrace.policy.arrow.pools import Pools, assign
 from tailrace.policy.ledger import Ledger
 from tailrace.policy.static_pools import StaticPools
 
+# As in `Arrow`.
+_HANDOVERS: Final = 64
 _SETTLED: Final[Mapping[Pool | None, Pool]] = {
     Pool.PREFILL_TO_DECODE: Pool.DECODE,
     Pool.DECODE_TO_PREFILL: Pool.PREFILL,
@@ -52,9 +55,9 @@ class MinimalLoad(StaticPools):
             for request in instance.requests
             if request.phase is not Phase.PREFILL and not request.migrating
         ]
-        waiting.sort(key=lambda request: (request.arrival_s, request.request_id))
+        oldest = nsmallest(_HANDOVERS, waiting, key=lambda request: (request.arrival_s, request.request_id))
         moved: list[Migrate] = []
-        for request in waiting:
+        for request in oldest:
             target = self._decoder(
                 [i for i in pools.decode if ledger.may_receive(i, request)], request, ledger
             )

@@ -46,8 +46,9 @@ class Cascade(Policy):
       statistics"). Without any there are no stages until requests are in flight to plan for.
     - `history_in_flight`: how many of the history's requests an instance has at a time. Eq. (1) is about
       batches; 64 is a middling one, and the plan depends on it little.
-    - `plan_requests`: planning from requests in flight needs that many an instance, on average: fewer say
-      little of the distribution.
+    - `plan_requests`: planning from requests in flight needs that many an instance, on average. Fewer say
+      little of the distribution's tail, and under light load the paper's system too is ordinary
+      multi-instance scheduling (section 6.2).
     - `replan_s`, `least_plan_gain`: how often to replan from the requests in flight, and by what share a plan
       must be better than the present layout. A minute: several lives of a request; a twentieth, because
       each change makes requests move.
@@ -71,7 +72,7 @@ class Cascade(Policy):
         model: QoeModel | None = None,
         history: Sequence[tuple[int, int]] = (),
         history_in_flight: float = 64.0,
-        plan_requests: float = 8.0,
+        plan_requests: float = 32.0,
         replan_s: float = 60.0,
         least_plan_gain: float = 0.05,
         refine_s: float = 5.0,
