@@ -151,6 +151,10 @@ class Link:
                 group.create_task(self._break_on_overflow())
         except* (grpc.aio.AioRpcError, _Protocol, asyncio.InvalidStateError) as errors:
             reason = "; ".join(_describe(error) for error in errors.exceptions)
+        # A task group of Python 3.11 forgets that it was cancelled when a task of its failed as well.
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise asyncio.CancelledError
         return reason
 
     def _attach(self, hello: worker_pb2.WorkerHello) -> None:
