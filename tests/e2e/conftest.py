@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from tests.e2e.chats import Chats
 from tests.e2e.fleet import Fleet
 
+RUST_FRONT = Path(sys.executable).parent / "vllm-rs"
 VLLM_WORKERS = ("w0", "w1", "w2")
 SIMULATED_WORKERS = ("w0", "w1", "w2")
 
@@ -39,13 +41,13 @@ def vllm_fleet(vllm_session: Fleet) -> Iterator[Fleet]:
 
 @pytest.fixture(scope="session")
 def simulated_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Three simulated workers behind vLLM's Python front half."""
+    """Three simulated workers, behind vLLM's Rust front half (it starts at once) if it is installed."""
     fleet = Fleet(tmp_path_factory.mktemp("simulated"), "simulated")
     try:
         fleet.start_control(schedulers=2)
         for name in SIMULATED_WORKERS:
             fleet.start_worker(name)
-        fleet.start_frontend()
+        fleet.start_frontend("rust" if RUST_FRONT.exists() else "python")
         fleet.wait_instances(SIMULATED_WORKERS)
         yield fleet
     finally:

@@ -67,9 +67,9 @@ async def test_a_hung_worker_is_lost_by_silence_and_told_to_abort_when_it_wakes(
     again = await second.submitted()
     assert (again.epoch, list(again.output_token_ids)) == (1, [10])
     assert rig.engine.workers.attached() == ["b"]
-    # It wakes and goes on as if nothing had happened: its token is stale.
-    first.silent = False
+    # It wakes and goes on as if nothing had happened: the first that is heard of it is a stale token.
     first.say(outputs(mine, [99], 1))
+    first.silent = False
     assert list((await first.expect("abort")).abort.handles) == [mine.handle]
     second.say(outputs(again, [11], 1, FINISHED))
     await rig.front.end_of("r0")
