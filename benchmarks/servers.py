@@ -91,12 +91,15 @@ class VllmServe(Server):
         command += ["--reasoning-parser", REASONING_PARSER, "--enforce-eager", "--block-size", "32"]
         command += ["--num-gpu-blocks-override", "4096", "--dtype", "float32"]
         command += ["--distributed-executor-backend", "uni"]
-        command += ["--no-async-scheduling", "--uvicorn-log-level", "warning"]
+        command += ["--no-async-scheduling"]
+        if rust_front is None:
+            command += ["--uvicorn-log-level", "warning"]  # vllm-rs refuses what it does not know
         environment: Mapping[str, str] = {
             # Without this vLLM turns `uni` back to `mp`, which spins on shared memory on two cores.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
             # As `tailrace up` gives one worker: all cores but one, which is the front half's.
             "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1)),
         }
@@ -118,7 +121,7 @@ class VllmServe(Server):
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 log = Path(self._log.name).read_text(errors="replace")
-                raise RuntimeError(f"{self.name} ended while starting:\n{log[-3000:]}")
+                raise RuntimeError(f"{self.name} ended while starting:\n{log[-6000:]}")
             try:
                 with urllib.request.urlopen(f"{self.url}/v1/models", timeout=2):
                     return
