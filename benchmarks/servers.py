@@ -60,6 +60,11 @@ class TailraceCluster(Server):
         """Address of the admin API."""
         return str(self._state["admin"])
 
+    @property
+    def etcd(self) -> str:
+        """Address of etcd, for further workers."""
+        return str(self._state["etcd"])
+
     def pids(self) -> dict[str, list[int]]:
         """By part; numbered parts of one kind together, the front half apart from its front end."""
         found: dict[str, list[int]] = {}
