@@ -25,7 +25,7 @@ up: install ## Start a local cluster; prints a curl line that works
 down: ## Stop the local cluster
 	@if [ -x $(TAILRACE) ]; then $(TAILRACE) down; else echo "no local cluster runs here"; fi
 
-test: ## Run the tests (under 10 minutes on 2 cores)
+test: ## Run the tests
 	@scripts/install.sh --rust
 	@# Two at a time: much of it is waiting for processes to start. A file's tests share its fleet.
 	$(PYTHON) -m pytest -n 2 --dist loadfile --durations 12

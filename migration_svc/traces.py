@@ -15,7 +15,6 @@ from tailrace.v1 import migration_pb2, types_pb2
 class MigrationTrace:
     """One migration's span; `span` is None when its request is not traced."""
 
-    traces: MigrationTraces
     span: Span | None
 
     @property
@@ -29,14 +28,14 @@ class MigrationTraces:
 
     def __init__(self, tracing: Tracing) -> None:
         self._tracing = tracing
-        self.tracer = tracing.tracer("migration")
+        self._tracer = tracing.tracer("migration")
 
     def start(self, traceparent: str, record: migration_pb2.MigrationRecord) -> MigrationTrace:
         """Begin, under the request's root span; nothing when that is not traced."""
         if not self._tracing.continues(traceparent):
-            return MigrationTrace(self, None)
+            return MigrationTrace(None)
         span = start_span(
-            self.tracer,
+            self._tracer,
             "migration",
             traceparent,
             attributes={
@@ -49,7 +48,7 @@ class MigrationTraces:
                 names.POLICY: record.policy,
             },
         )
-        return MigrationTrace(self, span)
+        return MigrationTrace(span)
 
     def end(self, trace: MigrationTrace, record: migration_pb2.MigrationRecord) -> None:
         """End with what came of it."""
