@@ -8,14 +8,15 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from tailrace.service.etcd import LocalEtcd, free_port
+from tailrace.local.ports import free_ports
+from tailrace.service.etcd import LocalEtcd
 from tailrace.store.store import Store
 
 
 @pytest.fixture(scope="session")
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """HOST:PORT of one etcd for the whole run; a test that kills etcd starts its own with local_etcd."""
-    server = LocalEtcd(tmp_path_factory.mktemp("etcd") / "data", free_port())
+    server = LocalEtcd(tmp_path_factory.mktemp("etcd") / "data", free_ports(1)[0])
     server.launch()
     try:
         deadline_s = time.monotonic() + 20

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import errno
+import random
 import socket
 from collections.abc import Sequence
 from typing import Final
 
 LOOPBACK: Final = "127.0.0.1"
+
+_FIRST_PORT: Final = 20_000
+_BEYOND_PORTS: Final = 32_768
+"""Where Linux's ports for outgoing connections begin: any of those may be taken at any moment."""
 
 
 class PortUnavailable(RuntimeError):
@@ -34,16 +39,31 @@ def require_free(host: str, port: int) -> None:
 def free_ports(count: int) -> Sequence[int]:
     """So many different ports of the loopback interface that nothing listens on.
 
-    Between this and a part's own bind another process may take one; the part then ends and says so.
+    They lie below those that the system gives to outgoing connections, so only another that looks for a
+    port to listen on could take one before its part binds it; they are drawn at random, so that two who look
+    at once hardly meet. Raises PortUnavailable when there are not so many.
     """
-    sockets = [socket.socket(socket.AF_INET, socket.SOCK_STREAM) for _ in range(count)]
-    try:
-        for held in sockets:
-            held.bind((LOOPBACK, 0))
-        return [held.getsockname()[1] for held in sockets]
-    finally:
-        for held in sockets:
-            held.close()
+    ports: list[int] = []
+    candidates = random.SystemRandom().sample(range(_FIRST_PORT, _BEYOND_PORTS), _BEYOND_PORTS - _FIRST_PORT)
+    for port in candidates:
+        if len(ports) == count:
+            break
+        if _is_free(port):
+            ports.append(port)
+    if len(ports) < count:
+        raise PortUnavailable(f"of {count} ports on {LOOPBACK} only {len(ports)} are free")
+    return ports
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # As the parts will: a port whose last connections are still timing out can be listened on.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            return False
+    return True
 
 
 def _neighbour(port: int) -> int:

@@ -7,7 +7,6 @@ import contextlib
 import importlib.util
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -15,6 +14,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
+
+from tailrace.local.ports import free_ports
 
 _START_S: Final = 20.0
 _STOP_S: Final = 5.0
@@ -69,13 +70,6 @@ def etcd_command(data_dir: Path, port: int) -> list[str]:
         "log-level": "warn",
     }
     return [str(find_etcd()), *(f"--{name}={value}" for name, value in arguments.items())]
-
-
-def free_port() -> int:
-    """A TCP port on loopback that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class LocalEtcd:
@@ -150,7 +144,7 @@ class LocalEtcd:
 @asynccontextmanager
 async def local_etcd(data_dir: Path, port: int = 0) -> AsyncIterator[LocalEtcd]:
     """A running etcd (port 0: any free one) for as long as the block lasts; its data stays."""
-    etcd = LocalEtcd(data_dir, port or free_port())
+    etcd = LocalEtcd(data_dir, port or free_ports(1)[0])
     try:
         await etcd.start()
         yield etcd

@@ -1,0 +1,36 @@
+"""Ports for the parts of a local cluster."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from tailrace.local.ports import LOOPBACK, PortUnavailable, free_ports, require_free
+
+
+def test_free_ports_differ_and_can_be_listened_on() -> None:
+    ports = free_ports(50)
+    assert len(set(ports)) == 50
+    for port in ports:
+        with socket.create_server((LOOPBACK, port)):
+            pass
+
+
+def test_free_ports_lie_below_those_of_outgoing_connections() -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert max(free_ports(50)) < first
+
+
+def test_more_ports_than_there_are() -> None:
+    with pytest.raises(PortUnavailable, match="of 20000 ports"):
+        free_ports(20_000)
+
+
+def test_a_taken_port_is_named_with_what_to_do() -> None:
+    with (
+        socket.create_server((LOOPBACK, 0)) as taken,
+        pytest.raises(PortUnavailable, match=f"port {taken.getsockname()[1]} .* is taken; .*--port"),
+    ):
+        require_free(LOOPBACK, taken.getsockname()[1])
