@@ -1,0 +1,1 @@
+"""The papers' numbers, run again in the simulator."""

@@ -1,0 +1,1 @@
+"""Workloads: real traces and generators from published statistics."""
