@@ -27,12 +27,12 @@ from worker_agent.engine.base import (
     Staging,
     Submission,
 )
+from worker_agent.engine.intervals import RecentIntervals
 from worker_agent.engine.simulated.blocks import BlockPool
 from worker_agent.engine.simulated.clock import Clock, Timer
 from worker_agent.engine.simulated.emitter import Emitter
 from worker_agent.engine.simulated.exports import Exports
 from worker_agent.engine.simulated.imports import Imports
-from worker_agent.engine.simulated.intervals import TokenIntervals
 from worker_agent.engine.simulated.kv import HostStaging, KvCodec
 from worker_agent.engine.simulated.reader import RequestReader, UnrunnableError
 from worker_agent.engine.simulated.request import Request, State
@@ -81,7 +81,7 @@ class SimulatedEngine:
         self._reader = RequestReader(settings, self._vocabulary, self._shape, self._max_model_len)
         self._exports = Exports(self._table, self._scheduler, codec, self._shape, self.faults)
         self._imports = Imports(self._table, self._scheduler, self._reader, codec, self._shape, self.faults)
-        self._intervals = TokenIntervals()
+        self._intervals = RecentIntervals()
         self._clock = clock
         self._timer: Timer | None = None
         self._step: Step | None = None
@@ -201,7 +201,7 @@ class SimulatedEngine:
 
     def stats(self) -> EngineStats:
         """Engine.stats."""
-        mean_ms, p99_ms = self._intervals.mean_and_p99()
+        mean_ms, p99_ms = self._intervals.mean_and_p99_ms(self._live_clock().time())
         requests = [
             RequestStats(
                 request_id=request.request_id,
@@ -251,7 +251,8 @@ class SimulatedEngine:
 
     async def export_pause(self, request_id: str, have_blocks: int) -> ExportedPause:
         """Engine.export_pause."""
-        return self._exports.pause(request_id, have_blocks, self._intervals.mean_and_p99()[0])
+        interval_ms, _ = self._intervals.mean_and_p99_ms(self._live_clock().time())
+        return self._exports.pause(request_id, have_blocks, interval_ms)
 
     async def export_resume(self, request_id: str) -> None:
         """Engine.export_resume."""
@@ -354,8 +355,9 @@ class SimulatedEngine:
                 if request.computed == request.total:
                     self._sample(request)
         now_s = self._live_clock().time()
-        if step.decodes and self._ended_s:
-            self._intervals.add((now_s - self._ended_s) * 1000)
+        # A virtual clock may stand still during a step.
+        if step.decodes and 0.0 < self._ended_s < now_s:
+            self._intervals.add(now_s, (now_s - self._ended_s) * 1000, len(step.decodes))
         self._ended_s = now_s
         self._live_emitter().flush()
         # The sink may have stopped the engine.

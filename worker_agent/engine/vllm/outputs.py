@@ -9,7 +9,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from worker_agent.engine.base import OutputFlag, RequestKey, StepColumns
-from worker_agent.engine.vllm.pace import RecentIntervals
+from worker_agent.engine.intervals import RecentIntervals
 from worker_agent.engine.vllm.requests import RequestTable
 
 

@@ -1,14 +1,8 @@
-"""Time between a request's tokens, and between all requests' tokens lately."""
+"""Time between a request's tokens."""
 
 from __future__ import annotations
 
-from collections import deque
-
-import numpy as np
-
 _SMOOTHING = 0.1
-_WINDOW_S = 2.0
-_WINDOW_SAMPLES = 16384
 
 
 class Pace:
@@ -32,22 +26,3 @@ class Pace:
         else:
             self.interval_ms += _SMOOTHING * (interval_ms - self.interval_ms)
         return interval_ms
-
-
-class RecentIntervals:
-    """Token intervals of the last two seconds, at most 16,384 of them. Written by one thread."""
-
-    def __init__(self) -> None:
-        self._samples: deque[tuple[float, float]] = deque(maxlen=_WINDOW_SAMPLES)
-
-    def add(self, now_s: float, interval_ms: float) -> None:
-        """One more interval, ended now."""
-        self._samples.append((now_s, interval_ms))
-
-    def mean_and_p99_ms(self, now_s: float) -> tuple[float, float]:
-        """Over the window; zeros when it is empty."""
-        recent = [interval for at, interval in list(self._samples) if at >= now_s - _WINDOW_S]
-        if not recent:
-            return 0.0, 0.0
-        values = np.asarray(recent)
-        return float(values.mean()), float(np.percentile(values, 99))
