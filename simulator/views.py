@@ -9,7 +9,8 @@ A view is valid during the call that it is handed to: the mapping of instances i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import overload
 
@@ -21,6 +22,7 @@ from tailrace.cluster import (
     ClusterView,
     InstanceView,
     Phase,
+    PhaseLoad,
     RequestState,
     RequestView,
     Stage,
@@ -119,6 +121,11 @@ class ReportedRequests(Sequence[RequestView]):
         if self._made is None:
             self._made = self._views.make(self._instance, self._report, self._told, self._pending)
         return self._made
+
+    def phase_load(self, quantum_tokens: int, without: str) -> PhaseLoad:
+        """As tailrace.policy.phase_load counts them, without making a view of each."""
+        rows = self._views.rows(self._instance, self._report, self._told, self._pending)
+        return self._views.phase_load(rows, self._report.at_s, quantum_tokens, without)
 
     def __len__(self) -> int:
         return len(self._all())
@@ -298,18 +305,44 @@ class Views:
         self, instance: Instance, report: Report, told: Mapping[Job, int], pending: Sequence[Job]
     ) -> tuple[RequestView, ...]:
         """The requests of a report that are still there, moved on by events, and those come since."""
-        rows: dict[Job, Row] = {row[0]: row for row in report.rows}
-        for job, tokens in told.items():
-            if job not in rows or rows[job][1] < tokens:
-                rows[job] = (job, tokens, JobState.DECODING, -1)
-        for job in pending:
-            rows.setdefault(job, (job, 0, JobState.QUEUED, 0))
-        done = JobState.DONE
         return tuple(
             self.request_view(job, instance, tokens, state, blocks, report.at_s)
-            for job, tokens, state, blocks in rows.values()
-            if job.instance is instance and job.state is not done
+            for job, tokens, state, blocks in self.rows(instance, report, told, pending)
         )
+
+    def rows(
+        self, instance: Instance, report: Report, told: Mapping[Job, int], pending: Sequence[Job]
+    ) -> Iterator[Row]:
+        """The same, before views are made of them."""
+        rows: Iterable[Row] = report.rows
+        if told or pending:
+            by_job: dict[Job, Row] = {row[0]: row for row in rows}
+            for job, tokens in told.items():
+                if job not in by_job or by_job[job][1] < tokens:
+                    by_job[job] = (job, tokens, JobState.DECODING, -1)
+            for job in pending:
+                by_job.setdefault(job, (job, 0, JobState.QUEUED, 0))
+            rows = by_job.values()
+        done = JobState.DONE
+        return (row for row in rows if row[0].instance is instance and row[0].state is not done)
+
+    def phase_load(self, rows: Iterable[Row], at_s: float, quantum_tokens: int, without: str) -> PhaseLoad:
+        """Rows counted as tailrace.policy.phase_load does with views of them."""
+        reasoning = fresh = 0
+        least = math.inf
+        pace_s = self._spec.tpot_target_s
+        demoted = self._intra.demoted
+        for job, tokens, _, _ in rows:
+            if without and job.request.request_id == without:
+                continue
+            answered = tokens - job.reasoning
+            if answered < 0 or not tokens:
+                reasoning += not (tokens and demoted(job.view(tokens)))
+                continue
+            fresh += answered < quantum_tokens
+            if answered > 0 and job.first_answer_s is not None:
+                least = min(least, slack_tokens(answered, at_s - job.first_answer_s, pace_s))
+        return PhaseLoad(reasoning, fresh, least)
 
     def request_view(
         self, job: Job, instance: Instance, tokens: int, state: JobState, blocks: int, now: float

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
 
 from tailrace.cluster import Phase, PhaseLoad, RequestView
 from tailrace.intra.base import QUANTUM_TOKENS
+
+
+@runtime_checkable
+class CountsPhases(Protocol):
+    """Requests that can be counted without making a view of each."""
+
+    def phase_load(self, quantum_tokens: int, without: str) -> PhaseLoad:
+        """What the function `phase_load` returns for them."""
+        ...
 
 
 def phase_load(
@@ -17,6 +27,8 @@ def phase_load(
     Prefill counts as reasoning (footnote 2). A demoted request is in neither count: it is out of the
     high-priority queue, and it is not new in the low-priority one.
     """
+    if isinstance(requests, CountsPhases):
+        return requests.phase_load(quantum_tokens, without)
     reasoning = fresh = 0
     least_slack = math.inf
     for request in requests:
