@@ -23,7 +23,7 @@ from simulator.job import Job, JobState
 from simulator.steplog import StepLog, elapsed, steps_within
 from simulator.steptime import StepTime
 from tailrace.cluster import Pool
-from tailrace.intra.allocate import Claim, Room, allocate
+from tailrace.intra.allocate import Claim, Room, Wanting, allocate, within_budget
 from tailrace.intra.base import IntraPolicy, Rank
 
 # Steps for which the length-heterogeneity penalty of a batch is taken as constant.
@@ -457,19 +457,14 @@ class Instance:
     def _waiting_claims(self) -> Iterator[Claim[Job]]:
         """Those that wait, in order, until the step has no prefill budget left for the next."""
         budget = self._intra.prefill_budget(self.spec.chunk_budget_tokens, len(self.decoding))
-        ahead = iter([(rank, job.prefill_total - job.prefill_done) for rank, job in self.prefilling])
-        following = next(ahead, None)
-        for rank, job in self.waiting:
-            while following is not None and following[0] < rank:
-                budget -= following[1]
-                following = next(ahead, None)
-            if job.state is JobState.SWAPPED:
-                yield Claim(rank, job, job.blocks)
-                continue
-            if budget <= 0:
-                return
-            budget -= job.prefill_total
-            yield Claim(rank, job, blocks_for(job.prefill_total, self.block_tokens))
+        ahead = ((rank, job.prefill_total - job.prefill_done) for rank, job in self.prefilling)
+        return within_budget((self._wanting(rank, job) for rank, job in self.waiting), ahead, budget)
+
+    def _wanting(self, rank: Rank, job: Job) -> Wanting[Job]:
+        if job.state is JobState.SWAPPED:
+            return Wanting(Claim(rank, job, job.blocks), 0)
+        blocks = blocks_for(job.prefill_total, self.block_tokens)
+        return Wanting(Claim(rank, job, blocks), job.prefill_total)
 
     def _admit(self, job: Job) -> int:
         """Give a waiting job its place; blocks that are swapped in for it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
@@ -89,6 +89,34 @@ def allocate(
         free -= claim.blocks
         seats -= 1
     return grants
+
+
+class Wanting(NamedTuple, Generic[Name]):
+    """One request that waits. `prefill_tokens`: to compute first; 0: none, its KV is swapped out."""
+
+    claim: Claim[Name]
+    prefill_tokens: int
+
+
+def within_budget(
+    waiting: Iterable[Wanting[Name]], prefilling: Iterable[tuple[Rank, int]], budget: int
+) -> Iterator[Claim[Name]]:
+    """Claims of those that wait, in order, until the step has no prefill budget left for the next.
+
+    `waiting`: in order of rank. `prefilling`: (rank, tokens left) of the prompts on the device, in order of
+    rank; those before a waiting prompt have the budget first. A swapped request needs none of it.
+    """
+    ahead = iter(prefilling)
+    following = next(ahead, None)
+    for claim, prefill_tokens in waiting:
+        while following is not None and following[0] < claim.rank:
+            budget -= following[1]
+            following = next(ahead, None)
+        if prefill_tokens:
+            if budget <= 0:
+                return
+            budget -= prefill_tokens
+        yield claim
 
 
 def _last_first(claims: Sequence[Claim[Name]]) -> list[Claim[Name]]:

@@ -57,6 +57,8 @@ class IntraPolicy(ABC):
     summary: str = ""
     # A waiting request takes the place of the last-ranked running ones whose level is below its own.
     preemptive: bool = False
+    # A migrated request that finds the device full may wait in host memory; otherwise it is refused.
+    receives_on_host: bool = False
     # Share of the KV blocks that an admission leaves free, so that the batch can grow; 0.01: vLLM 0.6's.
     watermark: float = 0.01
 

@@ -22,6 +22,8 @@ class PascalQueue(IntraPolicy):
 
     summary = "reasoning before answering, quanta in each, long reasoning demoted"
     preemptive = True
+    # Without room on the device an answering request spills "its KV cache to CPU memory" (on Algorithm 2).
+    receives_on_host = True
 
     def __init__(
         self,

@@ -1,0 +1,67 @@
+"""Intra-instance policies by name, and which one goes with a policy of the fleet.
+
+Used by the worker (`--intra`, and when the fleet's policy is switched) and by whoever sets up a simulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from tailrace.intra.base import IntraPolicy
+from tailrace.intra.decode_first import DecodeFirst
+from tailrace.intra.fcfs import Fcfs
+from tailrace.intra.pascal import PascalQueue
+from tailrace.intra.round_robin import QuantumRoundRobin
+
+# The engine's own order: no policy of ours. A simulation takes Fcfs for it, which is what vLLM's order is.
+ENGINE_ORDER: Final = "vllm"
+
+INTRA_POLICIES: Final[Mapping[str, type[IntraPolicy]]] = MappingProxyType(
+    {
+        "fcfs": Fcfs,
+        "round_robin": QuantumRoundRobin,
+        "pascal": PascalQueue,
+        "decode_first": DecodeFirst,
+    }
+)
+
+# Policies of the fleet that are published together with an order inside the instance. A paper's baselines
+# have the order of the system that they are compared with, so that the dispatch alone differs.
+_GOES_WITH: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "pascal": "pascal",
+        "pascal_no_migration": "pascal",
+        "pascal_non_adaptive": "pascal",
+        "arrow": "decode_first",
+        "minimal_load": "decode_first",
+        "round_robin_pools": "decode_first",
+        "static_pools": "decode_first",
+        "tailrace": "pascal",
+    }
+)
+
+
+class UnknownIntraError(ValueError):
+    """No intra-instance policy of that name."""
+
+
+def intra_names() -> list[str]:
+    """Every name that `make_intra` takes, sorted."""
+    return sorted([ENGINE_ORDER, *INTRA_POLICIES])
+
+
+def make_intra(name: str) -> IntraPolicy | None:
+    """A policy with its default parameters; None for the engine's own order. Raises UnknownIntraError."""
+    if name == ENGINE_ORDER:
+        return None
+    found = INTRA_POLICIES.get(name)
+    if found is None:
+        raise UnknownIntraError(f"unknown order {name!r}; known: {', '.join(intra_names())}")
+    return found()
+
+
+def intra_for_policy(policy: str) -> str:
+    """Name of the order that goes with a fleet's policy; the engine's own for one that says nothing of it."""
+    return _GOES_WITH.get(policy, ENGINE_ORDER)
