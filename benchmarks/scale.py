@@ -10,15 +10,10 @@ import argparse
 import asyncio
 import json
 import os
-import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import grpc
 from rich.console import Console
 from rich.table import Table
 
@@ -26,9 +21,6 @@ from benchmarks.loadgen import completion_request, percentile, run_streams
 from benchmarks.processes import cpu_seconds
 from benchmarks.report import machine, save
 from benchmarks.servers import MODEL, TailraceCluster
-from examples.fleet import Fleet
-from tailrace.tiny import MODEL_PATH
-from tailrace.v1 import admin_pb2_grpc
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +43,13 @@ class Run:
 def run(front: str, workers: int, streams: int, tokens: int, console: Console) -> Run:
     """Bring a cluster up, load it, and take it down."""
     console.print(f"{front} front half: starting {workers} simulated workers", style="dim")
-    arguments = ["--workers", "1", "--engine", "simulated", "--no-traces"]
-    with (
-        TailraceCluster(f"tailrace, {front}", arguments, front) as cluster,
-        _more_workers(cluster, workers - 1) as extra,
-    ):
+    arguments = ["--workers", str(workers), "--engine", "simulated", "--no-traces"]
+    with TailraceCluster(f"tailrace, {front}", arguments, front) as cluster:
         requests = [
             completion_request(cluster.url, MODEL, f"stream {n} of many", tokens) for n in range(streams)
         ]
         asyncio.run(run_streams(cluster.url, requests[:50]))  # warm up
         parts = cluster.pids()
-        parts["worker"].append(extra.pid)
         before = {part: cpu_seconds(pids) for part, pids in parts.items()}
         own = cpu_seconds([os.getpid()])
         console.print(f"  {streams} streams of {tokens} tokens", style="dim")
@@ -86,25 +74,6 @@ def run(front: str, workers: int, streams: int, tokens: int, console: Console) -
         cpu_s_per_1000_by_part={part: s / total * 1000 for part, s in used.items()},
         load_cpu_s_per_1000=own / total * 1000,
     )
-
-
-@contextmanager
-def _more_workers(cluster: TailraceCluster, count: int) -> Iterator[subprocess.Popen[bytes]]:
-    """So many simulated workers more, in one process: not 100 interpreters are to be measured."""
-    command = [sys.executable, "-m", "tailrace", "serve", "worker", "--engine", "simulated", "--id", "many"]
-    command += ["--count", str(count), "--model", str(MODEL_PATH), "--etcd", cluster.etcd]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        fleet = Fleet(admin_pb2_grpc.AdminStub(grpc.insecure_channel(cluster.admin)))
-        deadline = time.monotonic() + 120
-        while len(fleet.instances()) < count + 1:
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"{count} more workers did not come up: {len(fleet.instances())} there")
-            time.sleep(0.2)
-        yield process
-    finally:
-        process.terminate()
-        process.wait(timeout=30)
 
 
 def main() -> int:

@@ -47,7 +47,7 @@ class EngineDied(RuntimeError):
     type=click.IntRange(1, 1000),
     default=1,
     show_default=True,
-    help="Workers in this process, called ID-0, ID-1, ... (simulated only).",
+    help="Workers in this process (simulated only); --id worker-5 begins worker-5, worker-6, ...",
 )
 @click.option("--kv-blocks", type=click.IntRange(2), help="KV cache size in blocks.")
 @click.option("--block-size", type=click.IntRange(1), help="Tokens in a KV block.")
@@ -77,8 +77,6 @@ def command(
     """Run an engine as a member of the fleet."""
     if count > 1 and kind != "simulated":
         raise click.UsageError("--count is for the simulated engine: give a vLLM worker a process of its own")
-    if count > 1 and not common.listen.endswith(":0"):
-        raise click.UsageError("--count needs a port of its own for each worker: --listen HOST:0")
     try:
         options = EngineOptions(
             kind=kind,
@@ -114,7 +112,7 @@ async def _serve_or_say(
 
 async def serve(common: CommonOptions, options: EngineOptions, count: int, settings: WorkerSettings) -> None:
     """Run `count` workers until cancelled. Raises EngineDied when an engine failed for good."""
-    names = [common.member_id] if count == 1 else [f"{common.member_id}-{n}" for n in range(count)]
+    names = _numbered(common.member_id, count)
     engines = [make_engine(options) for _ in names]
     start_ucx()
     try:
@@ -138,12 +136,23 @@ async def serve(common: CommonOptions, options: EngineOptions, count: int, setti
                 host=common.advertised(common.listen).rpartition(":")[0],
             )
             died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            listen = common.listen
             for name, engine in zip(names, engines, strict=True):
                 metrics = WorkerMetrics(pauses)
                 await stack.enter_async_context(
-                    running_worker(name, engine, common.listen, around, metrics, settings, died)
+                    running_worker(name, engine, listen, around, metrics, settings, died)
                 )
+                # The first has the port that was asked for; the others take any.
+                listen = f"{listen.rpartition(':')[0]}:0"
                 collector.add(metrics, engine.stats)
             raise EngineDied(await died)
     finally:
         stop_ucx()
+
+
+def _numbered(first: str, count: int) -> list[str]:
+    """`count` ids from `first` on: worker-5, worker-6, ...; worker, worker-1, ..."""
+    stem, dash, number = first.rpartition("-")
+    if not dash or not number.isdecimal():
+        return [first, *(f"{first}-{n}" for n in range(1, count))]
+    return [f"{stem}-{int(number) + n}" for n in range(count)]

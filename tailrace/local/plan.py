@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tailrace.local.options import MONITOR_TRACES, ClusterOptions, Engine, Front
 from tailrace.local.ports import LOOPBACK
@@ -31,6 +31,8 @@ class PartSpec:
     address: str
     # For it alone.
     environment: Mapping[str, str] = field(default_factory=dict)
+    # What the cluster will know it by; for workers: every instance in it.
+    members: Sequence[str] = ()
     # HTTP address, for front ends alone.
     http: str = ""
     # Takes seconds of CPU to start: not all of them at once.
@@ -56,6 +58,11 @@ class Plan:
 _GPU_MEMORY = 0.9
 """Share of a GPU's memory that its workers may take together."""
 
+_PROCESSES_MAX = 8
+"""Simulated workers that get a process each; more of them share processes."""
+
+_WORKERS_A_PROCESS = 25
+
 _VLLM_TIMEOUT_S = 600.0
 """For a worker or front half to load vLLM and a model; that it died is noticed at once."""
 
@@ -72,7 +79,8 @@ def make_plan(
     `free_ports` gives so many ports; `etcd_command` the command of an etcd for clients on a port; `tailrace`
     is the command that runs `tailrace`; `data` is the folder for what parts keep.
     """
-    services = 2 + options.schedulers + options.workers + options.frontends
+    groups = _groups(options)
+    services = 2 + options.schedulers + len(groups) + options.frontends
     etcd_port, *ports = free_ports(1 + 2 * services)
     etcd = f"{LOOPBACK}:{etcd_port}"
     addresses = iter([f"{LOOPBACK}:{port}" for port in ports])
@@ -92,7 +100,7 @@ def make_plan(
         for number in range(options.schedulers)
     ]
     parts += schedulers
-    parts += [_worker(options, service, number) for number in range(options.workers)]
+    parts += [_worker(options, service, group) for group in groups]
     http = f"{options.host}:{options.port}"
     parts += [_frontend(options, service, number, http) for number in range(options.frontends)]
     return Plan(
@@ -104,28 +112,31 @@ def make_plan(
     )
 
 
-def _worker(options: ClusterOptions, service: Callable[..., PartSpec], number: int) -> PartSpec:
+def _groups(options: ClusterOptions) -> list[range]:
+    """The numbers of the workers that share a process; an engine of vLLM's wants one for itself."""
+    apart = options.engine is Engine.VLLM or options.workers <= _PROCESSES_MAX
+    size = 1 if apart else _WORKERS_A_PROCESS
+    return [range(first, min(first + size, options.workers)) for first in range(0, options.workers, size)]
+
+
+def _worker(options: ClusterOptions, service: Callable[..., PartSpec], group: range) -> PartSpec:
     arguments = ["--engine", options.engine.value, "--model", options.model]
     if options.reasoning_parser:
         arguments += ["--reasoning-parser", options.reasoning_parser]
+    number = group[0]
+    members = [f"worker-{n}" for n in group]
     if options.engine is Engine.SIMULATED:
-        return service("worker", f"worker-{number}", Tier.WORKER, *arguments, *options.worker_arguments)
+        arguments += ["--count", str(len(group))] if len(group) > 1 else []
+        part = service("worker", members[0], Tier.WORKER, *arguments, *options.worker_arguments)
+        return replace(part, members=members)
     # Engines that each start a thread a core slow one another down; the front half wants a core, too.
     environment = {"OMP_NUM_THREADS": str(max(1, (options.cores - 1) // options.workers))}
     if options.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = options.gpus[number % len(options.gpus)]
         share = _GPU_MEMORY / math.ceil(options.workers / len(options.gpus))
         arguments += ["--engine-arg", f"gpu_memory_utilization={share:.3f}"]
-    part = service("worker", f"worker-{number}", Tier.WORKER, *arguments, *options.worker_arguments)
-    return PartSpec(
-        part.name,
-        part.tier,
-        part.command,
-        part.address,
-        environment=environment,
-        heavy=True,
-        timeout_s=_VLLM_TIMEOUT_S,
-    )
+    part = service("worker", members[0], Tier.WORKER, *arguments, *options.worker_arguments)
+    return replace(part, members=members, environment=environment, heavy=True, timeout_s=_VLLM_TIMEOUT_S)
 
 
 def _frontend(options: ClusterOptions, service: Callable[..., PartSpec], number: int, http: str) -> PartSpec:
@@ -134,14 +145,8 @@ def _frontend(options: ClusterOptions, service: Callable[..., PartSpec], number:
     if options.reasoning_parser:
         arguments += ["--reasoning-parser", options.reasoning_parser]
     part = service("frontend", _numbered("frontend", number, options.frontends), Tier.FRONTEND, *arguments)
-    return PartSpec(
-        part.name,
-        part.tier,
-        part.command,
-        part.address,
-        http=f"http://{http}",
-        heavy=options.front is Front.PYTHON,
-        timeout_s=_VLLM_TIMEOUT_S,
+    return replace(
+        part, http=f"http://{http}", heavy=options.front is Front.PYTHON, timeout_s=_VLLM_TIMEOUT_S
     )
 
 

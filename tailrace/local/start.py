@@ -147,7 +147,7 @@ class Starter:
 
     async def _see_workers(self) -> None:
         """Until the scheduler knows every worker: from then on a request can go to any of them."""
-        expected = {spec.name for spec in self._plan.tier(Tier.WORKER)}
+        expected = {member for spec in self._plan.tier(Tier.WORKER) for member in spec.members}
         seen: set[str] = set()
         try:
             async with asyncio.timeout(_SETTLE_TIMEOUT_S):

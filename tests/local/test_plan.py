@@ -95,6 +95,20 @@ def test_a_model_without_reasoning_gets_no_parser() -> None:
     assert not any("--reasoning-parser" in part.command for part in plan.parts)
 
 
+def test_many_simulated_workers_share_processes() -> None:
+    groups = _plan(engine=Engine.SIMULATED, workers=60).tier(Tier.WORKER)
+    assert [len(part.members) for part in groups] == [25, 25, 10]
+    assert [_option(part, "--count") for part in groups] == ["25", "25", "10"]
+    assert [part.name for part in groups] == ["worker-0", "worker-25", "worker-50"]
+    assert [member for part in groups for member in part.members] == [f"worker-{n}" for n in range(60)]
+
+
+def test_few_simulated_workers_have_a_process_each() -> None:
+    groups = _plan(engine=Engine.SIMULATED, workers=8).tier(Tier.WORKER)
+    assert [list(part.members) for part in groups] == [[f"worker-{n}"] for n in range(8)]
+    assert not any("--count" in part.command for part in groups)
+
+
 def test_simulated_workers_are_light() -> None:
     assert not any(part.heavy for part in _plan(engine=Engine.SIMULATED).tier(Tier.WORKER))
     assert all(part.heavy for part in _plan().tier(Tier.WORKER))

@@ -88,7 +88,8 @@ async def worker_process(
             *command, stdout=output, stderr=output, env=environment
         )
     worker = WorkerProcess(process, log, [])
-    names = [name] if count == 1 else [f"{name}-{n}" for n in range(count)]
+    stem, _, first = name.rpartition("-")
+    names = [name] if count == 1 else [f"{stem}-{int(first) + n}" for n in range(count)]
     try:
         worker.records = [await _registered(store, each, worker) for each in names]
         yield worker
