@@ -98,6 +98,9 @@ class Dispatch:
             output_token_ids=stream.token_ids,
             traceparent=stream.traceparent,
         )
+        if stream.first_answer_s is not None:
+            submit.answer_tokens = stream.accepted - stream.first_answer_index
+            submit.answering_s = time.monotonic() - stream.first_answer_s
         if not self._outbox.send(instance_id, worker_pb2.AttachUp(submit=submit)):
             return False
         self._table.assign(stream, instance_id)

@@ -91,6 +91,7 @@ class StreamObserver:
             if stream.phase is Phase.ANSWERING:
                 # It never reasoned: this very token is the answer's first.
                 self._metrics.ttft_seconds.observe(now_s - stream.arrived_s)
+                stream.first_answer_s = now_s
         elif flags & REASONING_ENDED:
             self._awaited[stream.handle] = _AwaitedAnswer(stream, stream.accepted, now_s)
         if self._traces is not None and flags & (PREFILL_DONE | REASONING_ENDED):
@@ -103,6 +104,8 @@ class StreamObserver:
         for handle, awaited in list(self._awaited.items()):
             if awaited.stream.accepted > awaited.from_index:
                 del self._awaited[handle]
+                awaited.stream.first_answer_s = now_s
+                awaited.stream.first_answer_index = awaited.from_index
                 self._metrics.ttft_seconds.observe(now_s - awaited.stream.arrived_s)
                 self._metrics.ttfat_seconds.observe(now_s - awaited.ended_s)
 

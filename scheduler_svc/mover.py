@@ -34,7 +34,7 @@ class Mover:
     ) -> AsyncGenerator[migration_pb2.MigrationRecord]:
         """Records until it is over. Raises Refused."""
         self.check(request, target_id)
-        if not self._state.migration_opened(request.request_id):
+        if not self._state.migration_opened(request, target_id):
             raise Refused(_PRECONDITION, f"request {request.request_id}: a migration of it is open")
         records = self._migrations.migrate(
             migration_pb2.MigrateRequest(
@@ -45,7 +45,8 @@ class Mover:
                 reason=reason,
                 policy=policy,
                 mode=mode,
-                traceparent=self._traceparents.get(request.request_id),
+                traceparent=self._traceparents.get(request.request_id)
+                or self._state.traceparent(request.request_id),
             )
         )
         try:

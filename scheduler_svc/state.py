@@ -64,7 +64,8 @@ class ClusterState:
     def __init__(self) -> None:
         self._tracked: dict[str, Tracked] = {}
         self._where: dict[str, _Where] = {}
-        self._migrating: set[str] = set()
+        # Open migrations by request: from where, and to where if that is known.
+        self._migrating: dict[str, tuple[str, str | None]] = {}
         self._silent: frozenset[str] = frozenset()
         self._suspects: frozenset[str] = frozenset()
         self._draining: frozenset[str] = frozenset()
@@ -153,17 +154,29 @@ class ClusterState:
         self._where[arrival.request_id] = _Where(instance_id, epoch, Phase.PREFILL)
         self._touch(instance_id)
 
-    def migration_opened(self, request_id: str) -> bool:
-        """Note an open migration of the request. False: there is one already."""
+    def migration_opened(self, request: RequestView, target_id: str | None) -> bool:
+        """Note an open migration of the request, and the room that it will take; `target_id` None: not known
+        yet. False: there is one already."""
+        request_id = request.request_id
         if request_id in self._migrating:
             return False
-        self._migrating.add(request_id)
+        self._migrating[request_id] = (request.instance_id, target_id)
         self._mark(request_id, True)
+        source, target = self._tracked.get(request.instance_id), self._tracked.get(target_id or "")
+        if source is not None:
+            source.leaving(request_id)
+        if target is not None:
+            target.coming(request_id, request.context_tokens)
+            self._touch(target.record.instance_id)
         return True
 
     def migration_closed(self, request_id: str) -> None:
         """The open migration of the request is over."""
-        self._migrating.discard(request_id)
+        for name in self._migrating.pop(request_id, ()):
+            tracked = self._tracked.get(name or "")
+            if tracked is not None:
+                tracked.migrated(request_id)
+                self._touch(tracked.record.instance_id)
         self._mark(request_id, False)
 
     # ---- what is known
@@ -180,6 +193,12 @@ class ClusterState:
     def tracked(self, instance_id: str) -> Tracked | None:
         """An instance, or None."""
         return self._tracked.get(instance_id)
+
+    def traceparent(self, request_id: str) -> str:
+        """The trace context of a request, as its instance reports it; "" when it is not traced."""
+        where = self._where.get(request_id)
+        tracked = self._tracked.get(where.instance_id) if where is not None else None
+        return tracked.traceparents.get(request_id, "") if tracked is not None else ""
 
     def request(self, request_id: str) -> RequestView | None:
         """A request where it is now, or None."""

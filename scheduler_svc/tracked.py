@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Final
 
+from scheduler_svc.phase_counts import PhaseCounts
 from scheduler_svc.wire import PHASES, request_view
 from tailrace.cluster import InstanceState, InstanceView, Phase, Pool, RequestState, RequestView
+from tailrace.policy.room import kv_needed_tokens
 from tailrace.records import InstanceRecord
 from tailrace.v1 import monitor_pb2
 
@@ -15,6 +17,8 @@ from tailrace.v1 import monitor_pb2
 _PENDING_S: Final = 2.0
 # Placements remembered while no report comes.
 _PENDING_MAX: Final = 1_024
+
+_NO_LOAD: Final = monitor_pb2.InstanceLoad()
 
 _RUNNING: Final = frozenset({RequestState.RUNNING, RequestState.PAUSED})
 
@@ -37,11 +41,19 @@ class Tracked:
         self.heard_s = now_s
         self.requests: dict[str, RequestView] = {}
         self.pending: dict[str, Pending] = {}
+        # Trace contexts of requests that are traced.
+        self.traceparents: dict[str, str] = {}
+        # Open migrations to here and from here; to here, with the tokens that no report counts yet and that
+        # they will take.
+        self._coming: dict[str, int] = {}
+        self._leaving: set[str] = set()
+        self._phases = PhaseCounts()
         self._running = 0
         self._waiting = 0
         self._context_tokens = 0
         self._kv_used_tokens = 0
         self._pending_tokens = 0
+        self._future_load: tuple[float, ...] = ()
 
     @property
     def block_tokens(self) -> int:
@@ -60,13 +72,19 @@ class Tracked:
             r.request_id: request_view(self.record.instance_id, block_tokens, r, r.request_id in migrating)
             for r in report.requests
         }
+        self.traceparents = {r.request_id: r.traceparent for r in report.requests if r.traceparent}
         for request_id, pending in list(self.pending.items()):
             if request_id in self.requests or now_s - pending.placed_s > _PENDING_S:
                 self._take_pending(request_id)
+        self._phases.reset(self._held())
+        # What an import has reserved is in kv_blocks_used from when it began.
+        for request_id in list(self._coming)[: load.migrations_in]:
+            self._coming[request_id] = 0
         self._running = load.running + load.paused
         self._waiting = load.waiting
         self._context_tokens = load.context_tokens
         self._kv_used_tokens = load.kv_blocks_used * block_tokens
+        self._future_load = tuple(load.future_load)
         return before - self.requests.keys() - self.pending.keys()
 
     def place(self, request: RequestView, now_s: float) -> None:
@@ -76,6 +94,7 @@ class Tracked:
             self._take_pending(next(iter(self.pending)))
         self.pending[request.request_id] = Pending(request, now_s)
         self._pending_tokens += request.context_tokens
+        self._phases.add(request)
 
     def unplace(self, request_id: str) -> None:
         """The request was placed elsewhere after all."""
@@ -86,29 +105,52 @@ class Tracked:
         phase = PHASES.get(event.phase)
         if phase is None:
             return None
+        if event.traceparent:
+            self.traceparents[event.request_id] = event.traceparent
         known = self.requests.get(event.request_id)
         if known is None:
             return self._arrived(event, phase)
         grown = max(0, event.output_tokens - known.output_tokens)
         self._context_tokens += grown
         moved = dataclasses.replace(
-            known, phase=phase, epoch=event.epoch, output_tokens=known.output_tokens + grown
+            known,
+            phase=phase,
+            epoch=event.epoch,
+            output_tokens=known.output_tokens + grown,
+            phase_tokens=event.phase_tokens,
         )
+        self._phases.remove(known)
+        self._phases.add(moved)
         self.requests[event.request_id] = moved
         return moved
 
     def gone(self, request_id: str) -> None:
         """The request finished here or left."""
         self._take_pending(request_id)
+        self.traceparents.pop(request_id, None)
         request = self.requests.pop(request_id, None)
         if request is None:
             return
+        self._phases.remove(request)
         if request.state in _RUNNING:
             self._running = max(0, self._running - 1)
         else:
             self._waiting = max(0, self._waiting - 1)
         self._context_tokens = max(0, self._context_tokens - request.context_tokens)
         self._kv_used_tokens = max(0, self._kv_used_tokens - request.kv_tokens)
+
+    def coming(self, request_id: str, tokens: int) -> None:
+        """A migration of the request to here was opened: it will need the room."""
+        self._coming[request_id] = kv_needed_tokens(tokens, self.block_tokens)
+
+    def leaving(self, request_id: str) -> None:
+        """A migration of the request from here was opened."""
+        self._leaving.add(request_id)
+
+    def migrated(self, request_id: str) -> None:
+        """The migration of the request, to here or from here, is over."""
+        self._coming.pop(request_id, None)
+        self._leaving.discard(request_id)
 
     def mark(self, request_id: str, migrating: bool) -> None:
         """A migration of the request was opened or is over."""
@@ -128,48 +170,70 @@ class Tracked:
             state=RequestState.RUNNING,
             prompt_tokens=event.prompt_tokens,
             output_tokens=event.output_tokens,
-            max_tokens=pending.request.max_tokens if pending is not None else 0,
+            max_tokens=event.max_tokens or (pending.request.max_tokens if pending is not None else 0),
             epoch=event.epoch,
             kv_tokens=blocks * self.block_tokens,
             arrival_s=event.time_s,
             frontend_id=event.frontend_id,
+            phase_tokens=event.phase_tokens,
         )
+        self._phases.add(request)
         self.requests[event.request_id] = request
         self._running += 1
         self._context_tokens += context
-        self._kv_used_tokens += request.kv_tokens
+        # Of a migration that a report has shown, the room is counted in already.
+        if self._coming.get(event.request_id) != 0:
+            self._kv_used_tokens += request.kv_tokens
+        if event.request_id in self._coming:
+            self._coming[event.request_id] = 0
         return request
 
     def _take_pending(self, request_id: str) -> Pending | None:
         pending = self.pending.pop(request_id, None)
         if pending is not None:
             self._pending_tokens -= pending.request.context_tokens
+            self._phases.remove(pending.request)
         return pending
+
+    def _held(self) -> Iterator[RequestView]:
+        yield from self.requests.values()
+        for pending in self.pending.values():
+            yield pending.request
 
     # ---- what a policy sees
 
     def view(self, state: InstanceState, pool: Pool | None) -> InstanceView:
         """The instance now."""
-        load = self.load
-        blocks = self.record.kv_blocks_total
-        backlog = 0
-        if load is not None:
-            blocks = load.kv_blocks_total or blocks
-            backlog = load.prefill_backlog_tokens
+        load = self.load if self.load is not None else _NO_LOAD
+        blocks = load.kv_blocks_total or self.record.kv_blocks_total
+        kv_bytes = max(1, self.record.kv_bytes_per_token)
+        requests = tuple(self._held())
         return InstanceView(
             instance_id=self.record.instance_id,
             state=state,
             pool=pool,
             kv_capacity_tokens=blocks * self.block_tokens,
-            kv_used_tokens=self._kv_used_tokens,
+            kv_used_tokens=self._kv_used_tokens + sum(self._coming.values()),
             block_tokens=self.block_tokens,
             max_model_len=self.record.max_model_len,
             running=self._running,
             waiting=self._waiting + len(self.pending),
-            prefill_backlog_tokens=backlog + self._pending_tokens,
+            prefill_backlog_tokens=load.prefill_backlog_tokens + self._pending_tokens,
             context_tokens=self._context_tokens + self._pending_tokens,
-            token_interval_s=load.token_interval_ms_mean / 1e3 if load is not None else 0.0,
-            migrations_in=load.migrations_in if load is not None else 0,
-            migrations_out=load.migrations_out if load is not None else 0,
-            requests=(*self.requests.values(), *(p.request for p in self.pending.values())),
+            token_interval_s=load.token_interval_ms_mean / 1e3,
+            host_kv_tokens=load.host_kv_bytes_used // kv_bytes,
+            host_kv_capacity_tokens=load.host_kv_bytes_total // kv_bytes,
+            prefill_delay_s=self._prefill_delay_s(load),
+            max_running_tokens=load.max_running_tokens if load.HasField("max_running_tokens") else None,
+            future_load=self._future_load,
+            phase_load=self._phases.load(requests),
+            migrations_in=max(load.migrations_in, len(self._coming)),
+            migrations_out=max(load.migrations_out, len(self._leaving)),
+            requests=requests,
         )
+
+    def _prefill_delay_s(self, load: monitor_pb2.InstanceLoad) -> float | None:
+        """As reported, and for what was placed since. None: the worker has no profile."""
+        if not load.HasField("prefill_delay_s"):
+            return None
+        return load.prefill_delay_s + self._pending_tokens * load.prefill_s_per_token

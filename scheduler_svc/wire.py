@@ -62,4 +62,11 @@ def request_view(
         token_interval_s=report.token_interval_ms / 1e3,
         frontend_id=report.frontend_id,
         migrating=migrating or state is RequestState.PAUSED,
+        pacer_slack_tokens=report.pacer_slack_tokens if report.HasField("pacer_slack_tokens") else None,
+        predicted_remaining_tokens=report.predicted_remaining_tokens
+        if report.HasField("predicted_remaining_tokens")
+        else None,
+        phase_tokens=report.phase_tokens,
+        demoted=report.demoted,
+        qoe=report.qoe if report.HasField("qoe") else None,
     )

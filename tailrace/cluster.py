@@ -75,6 +75,8 @@ class RequestView:
     phase_tokens: int = 0
     # A reasoning request that the intra-instance scheduler treats as answering (PASCAL, section IV-C).
     demoted: bool = False
+    # QoE of the answer so far (tailrace/qoe.py). None: not known, or there is no answer yet.
+    qoe: float | None = None
 
     @property
     def context_tokens(self) -> int:

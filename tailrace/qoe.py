@@ -24,6 +24,17 @@ class TokenRun:
     count: int
 
 
+@dataclass(frozen=True, slots=True)
+class PacerState:
+    """What a pacer knows, to go on with elsewhere. Times in seconds; `digested_*` count from `first_s`."""
+
+    ready: int
+    first_s: float
+    # When the last token is digested, and the sum over all tokens of when they are.
+    digested_s: float
+    digested_sum_s: float
+
+
 class TokenPacer:
     """The pacer of one stream. Runs must be given in order of time."""
 
@@ -41,6 +52,15 @@ class TokenPacer:
         self.digested_until_s = -math.inf
         # Sum of the times, from first_s on, at which they are digested.
         self._sum_s = 0.0
+
+    def state(self) -> PacerState:
+        """To go on with elsewhere; only once a token is ready."""
+        return PacerState(self.ready, self.first_s, self.digested_until_s - self.first_s, self._sum_s)
+
+    def resume(self, state: PacerState) -> None:
+        """Go on from there; `first_s` on the clock of the runs to come."""
+        self.ready, self.first_s, self._sum_s = state.ready, state.first_s, state.digested_sum_s
+        self.digested_until_s = state.first_s + state.digested_s
 
     def add(self, run: TokenRun) -> None:
         """Tokens have become ready."""

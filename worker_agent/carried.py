@@ -2,42 +2,84 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final
 
+from worker_agent.answer_pace import AnswerPace
 from worker_agent.engine.base import RequestKey
+
+# PASCAL's target (section V-A).
+TPOT_S: Final = 0.1
+
+
+def _pace() -> AnswerPace:
+    return AnswerPace(TPOT_S)
 
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What outlives the engine's own memory of a request: who it was."""
+    """What outlives the engine's own memory of a request: who it was, and how its answer could be read."""
 
     request_id: str
     frontend_id: str
     epoch: int
+    traceparent: str = ""
+    pace: AnswerPace = field(default_factory=_pace, compare=False)
 
 
 class CarriedRequests:
-    """From submission or adoption until its end here. Touched once or twice in a request's life."""
+    """From submission or adoption until its end here. Touched a few times in a request's life."""
 
-    def __init__(self) -> None:
+    def __init__(self, tpot_s: float = TPOT_S) -> None:
+        """`tpot_s`: the pace at which users read, in seconds a token."""
+        self._tpot_s = tpot_s
         self._by_key: dict[RequestKey, Carried] = {}
+        self._by_id: dict[str, Carried] = {}
+        # Reasoning is over, the first answering token has not come.
+        self._awaited: dict[RequestKey, Carried] = {}
 
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def add(self, key: RequestKey, carried: Carried) -> None:
+    @property
+    def awaited(self) -> dict[RequestKey, Carried]:
+        """Requests whose next token is the first of the answer. Nearly always empty."""
+        return self._awaited
+
+    def add(
+        self, key: RequestKey, request_id: str, frontend_id: str, epoch: int, traceparent: str = ""
+    ) -> Carried:
         """It is here now."""
-        self._by_key[key] = carried
+        carried = Carried(request_id, frontend_id, epoch, traceparent, AnswerPace(self._tpot_s))
+        self.remove(key)
+        self._by_key[key] = self._by_id[request_id] = carried
+        return carried
+
+    def await_answer(self, key: RequestKey) -> None:
+        """Its next token is the first of the answer."""
+        carried = self._by_key.get(key)
+        if carried is not None and not carried.pace.begun:
+            self._awaited[key] = carried
 
     def get(self, key: RequestKey) -> Carried | None:
         """Who that is."""
         return self._by_key.get(key)
 
+    def by_id(self, request_id: str) -> Carried | None:
+        """The request that vLLM's front half calls so."""
+        return self._by_id.get(request_id)
+
     def remove(self, key: RequestKey) -> Carried | None:
         """It is here no more; who it was."""
-        return self._by_key.pop(key, None)
+        carried = self._by_key.pop(key, None)
+        if carried is None:
+            return None
+        self._awaited.pop(key, None)
+        if self._by_id.get(carried.request_id) is carried:
+            del self._by_id[carried.request_id]
+        return carried
 
     def remove_client(self, client: int) -> list[Carried]:
         """All of a front end whose stream ended."""
         keys = [key for key in self._by_key if key.client == client]
-        return [self._by_key.pop(key) for key in keys]
+        return [carried for key in keys if (carried := self.remove(key)) is not None]

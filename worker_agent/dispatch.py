@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
 from tailrace.v1 import worker_pb2
-from worker_agent.carried import Carried, CarriedRequests
+from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import Engine, RequestKey, Submission
 from worker_agent.frontends import FrontEnd, FrontEnds
 from worker_agent.metrics import WorkerMetrics
@@ -28,8 +30,19 @@ class Admission:
         if self._front_ends.by_client(submission.key.client) is None:
             return
         self._metrics.submitted += 1
-        carried = Carried(submission.request_id, submission.frontend_id, submission.epoch)
-        self._carried.add(submission.key, carried)
+        carried = self._carried.add(
+            submission.key,
+            submission.request_id,
+            submission.frontend_id,
+            submission.epoch,
+            submission.traceparent,
+        )
+        carried.pace.recover(
+            submission.answer_tokens,
+            submission.answering_s,
+            len(submission.output_token_ids),
+            time.monotonic(),
+        )
         self._engine.submit(submission)
 
 
@@ -93,6 +106,8 @@ class Dispatch:
             output_token_ids=list(submit.output_token_ids),
             traceparent=submit.traceparent,
             frontend_id=front_end.frontend_id,
+            answer_tokens=submit.answer_tokens,
+            answering_s=submit.answering_s,
         )
         if not self._imports.succeeded(submission):
             self._admission.submit(submission)

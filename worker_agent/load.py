@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
+from tailrace.policy.ares.future_load import FutureLoad
 from tailrace.v1 import monitor_pb2, types_pb2
+from worker_agent.carried import Carried
 from worker_agent.engine.base import EnginePhase, EngineStats, RequestStats
 from worker_agent.phase_news import PHASES
+from worker_agent.speeds import Speeds
 
 _STATES: Final = {
     "waiting": types_pb2.REQUEST_STATE_WAITING,
@@ -17,7 +20,12 @@ _STATES: Final = {
 }
 
 
-def load_of(stats: EngineStats, block_tokens: int, migrations: tuple[int, int]) -> monitor_pb2.InstanceLoad:
+_future_load: Final = FutureLoad()
+
+
+def load_of(
+    stats: EngineStats, block_tokens: int, migrations: tuple[int, int], speeds: Speeds | None
+) -> monitor_pb2.InstanceLoad:
     """The instance as a whole; `migrations`: open ones (in, out). Preempted requests count as waiting."""
     states = Counter(request.state for request in stats.requests)
     phases = Counter(request.phase for request in stats.requests)
@@ -42,12 +50,20 @@ def load_of(stats: EngineStats, block_tokens: int, migrations: tuple[int, int]) 
         preemptions=stats.preemptions,
         migrations_in=migrations[0],
         migrations_out=migrations[1],
+        prefill_delay_s=speeds.prefill_delay_s(stats.prefill_backlog_tokens, phases[EnginePhase.PREFILL])
+        if speeds is not None
+        else None,
+        prefill_s_per_token=speeds.prefill_s_per_token if speeds is not None else 0.0,
+        max_running_tokens=speeds.max_running_tokens if speeds is not None else None,
+        future_load=_future_load(
+            [(r.prompt_tokens + r.output_tokens, r.predicted_remaining_tokens) for r in stats.requests]
+        ),
     )
 
 
-def request_report(request: RequestStats) -> monitor_pb2.RequestReport:
-    """One request."""
-    return monitor_pb2.RequestReport(
+def request_report(request: RequestStats, carried: Carried | None, now_s: float) -> monitor_pb2.RequestReport:
+    """One request; `now_s`: of the monotonic clock. `carried` is None for one that is just leaving."""
+    report = monitor_pb2.RequestReport(
         request_id=request.request_id,
         frontend_id=request.frontend_id,
         epoch=request.epoch,
@@ -60,4 +76,15 @@ def request_report(request: RequestStats) -> monitor_pb2.RequestReport:
         kv_blocks=request.kv_blocks,
         arrival_s=request.arrival_s,
         token_interval_ms=request.token_interval_ms,
+        phase_tokens=request.phase_tokens,
+        demoted=request.demoted,
+        predicted_remaining_tokens=request.predicted_remaining_tokens,
     )
+    if carried is not None:
+        report.traceparent = carried.traceparent
+        pace = carried.pace
+        if pace.begun:
+            pace.count(request.output_tokens, now_s)
+            report.pacer_slack_tokens = pace.slack_tokens(now_s)
+            report.qoe = pace.qoe
+    return report

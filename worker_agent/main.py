@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 
 import click
 
+from tailrace.profiles import Profile, ProfileError, load_profile
 from tailrace.service.channels import Channels
 from tailrace.service.options import CommonOptions, common_options
 from tailrace.service.run import run_service
@@ -17,9 +18,10 @@ from tailrace.store.membership import Membership
 from tailrace.store.store import Store
 from tailrace.telemetry.metrics import new_registry, serve_metrics
 from tailrace.telemetry.tracing import configure
+from worker_agent.carried import TPOT_S
 from worker_agent.engines import EngineOptionError, EngineOptions, make_engine, read_argument
 from worker_agent.kv.transport import start_ucx, stop_ucx
-from worker_agent.metrics import WorkerCollector, WorkerMetrics, pause_histogram
+from worker_agent.metrics import WorkerCollector, WorkerHistograms, WorkerMetrics
 from worker_agent.settings import WorkerSettings
 from worker_agent.worker import EngineStartError, Surroundings, running_worker
 
@@ -61,6 +63,18 @@ class EngineDied(RuntimeError):
     help="Any other engine argument; repeat.",
 )
 @click.option("--report-interval", default=0.5, show_default=True, help="Seconds between two steady reports.")
+@click.option(
+    "--tpot",
+    type=click.FloatRange(min=0, min_open=True),
+    default=TPOT_S,
+    show_default=True,
+    help="Seconds a token at which users read; pacer slack and QoE are told by it.",
+)
+@click.option(
+    "--profile",
+    metavar="NAME|PATH",
+    help="Step times of the model on this machine, for what the worker predicts of its load.",
+)
 def command(
     common: CommonOptions,
     kind: str,
@@ -73,6 +87,8 @@ def command(
     max_model_len: int | None,
     arguments: tuple[str, ...],
     report_interval: float,
+    tpot: float,
+    profile: str | None,
 ) -> None:
     """Run an engine as a member of the fleet."""
     if count > 1 and kind != "simulated":
@@ -90,8 +106,15 @@ def command(
         )
     except EngineOptionError as error:
         raise click.UsageError(str(error)) from error
-    settings = WorkerSettings(report_s=report_interval)
+    settings = WorkerSettings(report_s=report_interval, tpot_s=tpot, profile=_profile(profile))
     run_service(lambda: _serve_or_say(common, options, count, settings))
+
+
+def _profile(name: str | None) -> Profile | None:
+    try:
+        return None if name is None else load_profile(name)
+    except ProfileError as error:
+        raise click.BadParameter(str(error), param_hint="--profile") from error
 
 
 async def _serve_or_say(
@@ -125,7 +148,7 @@ async def serve(common: CommonOptions, options: EngineOptions, count: int, setti
             stack.push_async_callback(channels.close)
             tracing = await stack.enter_async_context(configure("worker", common.member_id))
             registry = new_registry("worker", common.member_id)
-            collector, pauses = WorkerCollector(registry), pause_histogram(registry)
+            collector, histograms = WorkerCollector(registry), WorkerHistograms(registry)
             metrics_server = await stack.enter_async_context(serve_metrics(common.metrics, registry))
             around = Surroundings(
                 store=store,
@@ -138,7 +161,7 @@ async def serve(common: CommonOptions, options: EngineOptions, count: int, setti
             died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
             listen = common.listen
             for name, engine in zip(names, engines, strict=True):
-                metrics = WorkerMetrics(pauses)
+                metrics = WorkerMetrics(histograms)
                 await stack.enter_async_context(
                     running_worker(name, engine, listen, around, metrics, settings, died)
                 )

@@ -13,12 +13,32 @@ from prometheus_client.registry import Collector
 from worker_agent.engine.base import EnginePhase, EngineStats
 
 _PAUSE_BUCKETS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+# PASCAL's SLO is a QoE of 0.95 (section III).
+_QOE_BUCKETS: Final = (0.5, 0.8, 0.9, 0.95, 0.99, 0.999)
+
+
+class WorkerHistograms:
+    """Shared by all workers of a process."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.pause_seconds = Histogram(
+            "tailrace_worker_migration_pause_seconds",
+            "From asking the source to pause until the target may emit.",
+            registry=registry,
+            buckets=_PAUSE_BUCKETS_S,
+        )
+        self.qoe = Histogram(
+            "tailrace_worker_qoe",
+            "QoE of answers that ended here, at the target pace; 1 is perfect.",
+            registry=registry,
+            buckets=_QOE_BUCKETS,
+        )
 
 
 class WorkerMetrics:
     """One worker's counters."""
 
-    def __init__(self, pause_seconds: Histogram) -> None:
+    def __init__(self, histograms: WorkerHistograms) -> None:
         self.tokens = 0
         self.submitted = 0
         # finished, failed, aborted, moved.
@@ -33,17 +53,8 @@ class WorkerMetrics:
         self.kv_checksum_failures = 0
         self.kv_identity_failures = 0
         self.kv_transfer_failures = 0
-        self.pause_seconds = pause_seconds
-
-
-def pause_histogram(registry: CollectorRegistry) -> Histogram:
-    """The one histogram, shared by all workers of a process."""
-    return Histogram(
-        "tailrace_worker_migration_pause_seconds",
-        "From asking the source to pause until the target may emit.",
-        registry=registry,
-        buckets=_PAUSE_BUCKETS_S,
-    )
+        self.pause_seconds = histograms.pause_seconds
+        self.qoe = histograms.qoe
 
 
 class WorkerCollector(Collector):

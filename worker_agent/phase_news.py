@@ -8,7 +8,7 @@ from collections import deque
 from typing import Final
 
 from tailrace.v1 import monitor_pb2, types_pb2
-from worker_agent.carried import Carried
+from worker_agent.carried import Carried, CarriedRequests
 from worker_agent.engine.base import EnginePhase, RequestStats
 
 # News beyond this are dropped, oldest first: the next steady report tells the monitor all there is to know.
@@ -61,7 +61,7 @@ class PhaseNews:
         )
         self.wakeup.set()
 
-    def take(self, requests: list[RequestStats]) -> list[monitor_pb2.PhaseEvent]:
+    def take(self, requests: list[RequestStats], carried: CarriedRequests) -> list[monitor_pb2.PhaseEvent]:
         """Everything there is to tell, given the engine's requests now; empties the collection."""
         self.wakeup.clear()
         events = list(self._gone)
@@ -78,8 +78,15 @@ class PhaseNews:
                     prompt_tokens=request.prompt_tokens,
                     output_tokens=request.output_tokens,
                     time_s=now_s,
+                    max_tokens=request.max_tokens,
+                    phase_tokens=request.phase_tokens,
+                    traceparent=_traceparent(carried.by_id(request.request_id)),
                 )
                 for request in requests
                 if request.request_id in changed
             ]
         return events
+
+
+def _traceparent(carried: Carried | None) -> str:
+    return "" if carried is None else carried.traceparent

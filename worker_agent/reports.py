@@ -12,9 +12,11 @@ import grpc
 
 from tailrace.service.channels import Channels
 from tailrace.v1 import monitor_pb2, monitor_pb2_grpc
+from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import EngineStats
 from worker_agent.load import load_of, request_report
 from worker_agent.phase_news import PhaseNews
+from worker_agent.speeds import Speeds
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +45,9 @@ class Reports:
         block_tokens: int,
         stats: Callable[[], EngineStats],
         migrations: Callable[[], tuple[int, int]],
+        carried: CarriedRequests,
         news: PhaseNews,
+        speeds: Speeds | None,
         monitor: Callable[[], str | None],
         channels: Channels,
         interval_s: float,
@@ -54,7 +58,9 @@ class Reports:
         self._block_tokens = block_tokens
         self._stats = stats
         self._migrations = migrations
+        self._carried = carried
         self._news = news
+        self._speeds = speeds
         self._monitor = monitor
         self._channels = channels
         self._interval_s = interval_s
@@ -125,10 +131,16 @@ class Reports:
             time_s=time.time(),
         )
         stats = self._stats() if steady or self._news.needs_stats else None
-        report.phase_events.extend(self._news.take(stats.requests if stats is not None else []))
+        report.phase_events.extend(
+            self._news.take(stats.requests if stats is not None else [], self._carried)
+        )
         if steady and stats is not None:
-            report.load.CopyFrom(load_of(stats, self._block_tokens, self._migrations()))
-            report.requests.extend(request_report(request) for request in stats.requests)
+            report.load.CopyFrom(load_of(stats, self._block_tokens, self._migrations(), self._speeds))
+            now_s = time.monotonic()
+            report.requests.extend(
+                request_report(request, self._carried.by_id(request.request_id), now_s)
+                for request in stats.requests
+            )
         return report
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tailrace.profiles import Profile
+from worker_agent.carried import TPOT_S
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
@@ -21,5 +24,9 @@ class WorkerSettings:
     pause_limit_s: float = 10.0
     # An export whose target says nothing for so long, before the pause, is ended.
     export_idle_s: float = 30.0
+    # The pace at which users read, in seconds a token: what slack, QoE and Max Running Tokens are told by.
+    tpot_s: float = TPOT_S
+    # Step times of this model on this machine; None: the engine's own, if it knows them.
+    profile: Profile | None = None
     # Waiting for the front end's word on an adoption, which itself may take 2 s.
     adopt_timeout_s: float = 10.0

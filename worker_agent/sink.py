@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Final
 
 from tailrace.v1 import worker_pb2
-from worker_agent.carried import CarriedRequests
+from worker_agent.carried import Carried, CarriedRequests
 from worker_agent.engine.base import Frames, OutputFlag, RequestKey, StepColumns
 from worker_agent.frontends import FrontEnds
 from worker_agent.metrics import WorkerMetrics
@@ -14,6 +15,8 @@ from worker_agent.phase_news import PhaseNews
 
 # Plain ints: this is looked at for every entry that has a flag.
 _ENDED: Final = int(OutputFlag.FINISHED | OutputFlag.FAILED)
+_PREFILL_DONE: Final = int(OutputFlag.PREFILL_DONE)
+_REASONING_ENDED: Final = int(OutputFlag.REASONING_ENDED)
 
 
 class FrontEndSink:
@@ -50,6 +53,8 @@ class FrontEndSink:
             flags=columns.flags,
         )
         front_end.send(worker_pb2.AttachDown(outputs=outputs), sum(map(len, columns.frames)))
+        if self._carried.awaited:
+            self._answers(columns)
         if any(columns.flags):
             self._tell(columns)
 
@@ -73,9 +78,37 @@ class FrontEndSink:
             carried = self._carried.get(key)
             if carried is None or carried.epoch != columns.epochs[entry]:
                 continue
+            if flags & _REASONING_ENDED:
+                self._reasoning_ended(key, carried, flags, columns.first_indices[entry])
             if flags & _ENDED:
-                self._carried.remove(key)
-                self._news.gone(carried, columns.first_indices[entry] + columns.counts[entry])
-                self._metrics.finished["failed" if flags & OutputFlag.FAILED else "finished"] += 1
+                self._ended(key, carried, flags, columns.first_indices[entry] + columns.counts[entry])
             else:
                 self._news.changed(carried.request_id)
+
+    def _reasoning_ended(self, key: RequestKey, carried: Carried, flags: int, index: int) -> None:
+        """Its first token answers, if it is its first; else the next one does."""
+        if flags & _PREFILL_DONE:
+            carried.pace.begin(index, time.monotonic())
+        else:
+            self._carried.await_answer(key)
+
+    def _ended(self, key: RequestKey, carried: Carried, flags: int, output_tokens: int) -> None:
+        self._carried.remove(key)
+        self._news.gone(carried, output_tokens)
+        if flags & OutputFlag.FAILED:
+            self._metrics.finished["failed"] += 1
+            return
+        self._metrics.finished["finished"] += 1
+        if carried.pace.begun:
+            carried.pace.count(output_tokens, time.monotonic())
+            self._metrics.qoe.observe(carried.pace.qoe)
+
+    def _answers(self, columns: StepColumns) -> None:
+        """The first answering tokens in this step."""
+        for key, carried in list(self._carried.awaited.items()):
+            if key.client != columns.client or key.handle not in columns.handles:
+                continue
+            entry = columns.handles.index(key.handle)
+            if columns.counts[entry] and columns.epochs[entry] == carried.epoch:
+                del self._carried.awaited[key]
+                carried.pace.begin(columns.first_indices[entry], time.monotonic())

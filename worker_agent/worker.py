@@ -40,6 +40,7 @@ from worker_agent.reports import Reports
 from worker_agent.servicer import WorkerServicer
 from worker_agent.settings import WorkerSettings
 from worker_agent.sink import FrontEndSink
+from worker_agent.speeds import Speeds
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,8 @@ async def running_worker(
     """
     incarnation = fresh_incarnation()
     faults = Faults.from_environment(instance_id)
-    front_ends, carried, news, sessions = FrontEnds(), CarriedRequests(), PhaseNews(), Sessions()
+    front_ends, carried = FrontEnds(), CarriedRequests(settings.tpot_s)
+    news, sessions = PhaseNews(), Sessions()
 
     def on_dead(reason: str) -> None:
         if not died.done():
@@ -165,7 +167,9 @@ async def running_worker(
             shape.block_tokens,
             engine.stats,
             lambda: (len(imports), len(exports)),
+            carried,
             news,
+            _speeds(info, settings),
             lambda: monitor_address(around.membership),
             around.channels,
             settings.report_s,
@@ -188,6 +192,11 @@ def monitor_address(membership: Membership) -> str | None:
     return next(
         (r.address for (kind, _), r in sorted(membership.services.items()) if kind == "monitor"), None
     )
+
+
+def _speeds(info: EngineInfo, settings: WorkerSettings) -> Speeds | None:
+    profile = settings.profile or info.profile
+    return None if profile is None else Speeds.of(profile, settings.tpot_s)
 
 
 async def _trim(kv_client: KvClient) -> None:

@@ -73,6 +73,10 @@ def request_info(state: ClusterState, request: RequestView, wall_s: float) -> ad
         age_s=max(0.0, wall_s - request.arrival_s) if request.arrival_s else 0.0,
         token_interval_ms=request.token_interval_s * 1e3,
         migrating=request.migrating,
+        pacer_slack_tokens=request.pacer_slack_tokens,
+        qoe=request.qoe,
+        predicted_remaining_tokens=request.predicted_remaining_tokens,
+        demoted=request.demoted,
     )
 
 

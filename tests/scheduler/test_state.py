@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import pytest
+
 from scheduler_svc.state import ClusterState
 from tailrace.actions import Place
-from tailrace.cluster import Arrival, InstanceState, Phase, Pool
+from tailrace.cluster import Arrival, InstanceState, Phase, PhaseLoad, Pool
 from tailrace.policy.least_loaded import LeastLoaded
+from tailrace.policy.phase_load import phase_load
 from tests.scheduler.facts import (
     ANSWERING,
     GONE,
@@ -207,8 +210,10 @@ def test_when_all_are_silent_it_is_the_monitor() -> None:
 def test_one_open_migration_a_request() -> None:
     state = cluster("a")
     state.apply(steady("a", [request("r")]), 1.0)
-    assert state.migration_opened("r")
-    assert not state.migration_opened("r")
+    moving = state.request("r")
+    assert moving is not None
+    assert state.migration_opened(moving, None)
+    assert not state.migration_opened(moving, None)
     assert state.view().instances["a"].requests[0].migrating
     state.apply(steady("a", [request("r")]), 1.5)
     assert state.view().instances["a"].requests[0].migrating
@@ -222,3 +227,59 @@ def test_requests_of_an_instance_that_left_are_forgotten() -> None:
     state.set_members(members("b"), 2.0)
     assert state.request("r") is None
     assert list(state.view().instances) == ["b"]
+
+
+def test_a_coming_migration_takes_room_until_a_report_shows_it() -> None:
+    state = cluster("a", "b")
+    state.apply(steady("a", [request("r", output_tokens=20)]), 1.0)
+    moving = state.request("r")
+    assert moving is not None
+    assert state.migration_opened(moving, "b")
+    source, target = (state.view().instances[name] for name in "ab")
+    # 120 tokens and a block to grow into.
+    assert (target.kv_used_tokens, target.migrations_in, source.migrations_out) == (144, 1, 1)
+    report = steady("b")
+    report.load.migrations_in, report.load.kv_blocks_used = 1, 9
+    state.apply(report, 1.5)
+    assert state.view().instances["b"].kv_used_tokens == 144
+    state.apply(event("b", "r", ANSWERING, epoch=1, output_tokens=30), 1.6)
+    state.migration_closed("r")
+    assert state.view().instances["b"].kv_used_tokens == 144
+    state.apply(steady("b", [request("r", ANSWERING, epoch=1, output_tokens=30)]), 2.0)
+    target = state.view().instances["b"]
+    assert (target.kv_used_tokens, target.migrations_in) == (144, 0)
+
+
+def test_a_migration_given_up_gives_the_room_back() -> None:
+    state = cluster("a", "b")
+    state.apply(steady("a", [request("r")]), 1.0)
+    moving = state.request("r")
+    assert moving is not None and state.migration_opened(moving, "b")
+    state.migration_closed("r")
+    source, target = (state.view().instances[name] for name in "ab")
+    assert (target.kv_used_tokens, target.migrations_in, source.migrations_out) == (0, 0, 0)
+
+
+def test_what_policies_want_comes_from_reports() -> None:
+    state = cluster("a")
+    told = request("r", ANSWERING, output_tokens=50)
+    told.phase_tokens, told.pacer_slack_tokens, told.predicted_remaining_tokens = 40, -3.5, 200.0
+    told.traceparent = "00-1-2-01"
+    report = steady("a", [told, request("q", REASONING)])
+    load = report.load
+    load.host_kv_bytes_used, load.host_kv_bytes_total = 800, 8_000
+    load.prefill_delay_s, load.prefill_s_per_token, load.max_running_tokens = 0.5, 0.001, 9_000
+    load.future_load.extend([260.0, 100.0])
+    state.apply(report, 1.0)
+    state.place(arrival("p"), "a", "f", 1.1)
+    seen = state.view().instances["a"]
+    assert seen.phase_load == PhaseLoad(reasoning=2, fresh_answering=1, least_pacer_slack_tokens=-3.5)
+    assert seen.phase_load == phase_load(seen.requests)
+    assert (seen.host_kv_tokens, seen.host_kv_capacity_tokens) == (100, 1_000)
+    placed = arrival("p").prompt_tokens
+    assert seen.prefill_delay_s == pytest.approx(0.5 + placed * 0.001)
+    assert (seen.max_running_tokens, seen.future_load) == (9_000, (260.0, 100.0))
+    assert state.traceparent("r") == "00-1-2-01" and state.traceparent("q") == ""
+    answering = state.request("r")
+    assert answering is not None and answering.predicted_remaining_tokens == 200.0
+    assert answering.phase_tokens == 40

@@ -22,7 +22,7 @@ from worker_agent.kv.server import KvServer
 from worker_agent.kv.sessions import Sessions
 from worker_agent.kv.staging import StagingPool
 from worker_agent.kv.transport import start_ucx, stop_ucx
-from worker_agent.metrics import WorkerMetrics, pause_histogram
+from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 
 MIGRATION = "migration-1"
 
@@ -87,7 +87,7 @@ async def serve(blocks: int, block_bytes: int, faults: Sequence[FaultSpec]) -> N
     sessions = Sessions()
     session = sessions.open("request", MIGRATION)
     session.announce(0, [block_hash(number) for number in range(blocks)])
-    metrics = WorkerMetrics(pause_histogram(CollectorRegistry()))
+    metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
     pool = StagingPool(engine, block_bytes)
     server = KvServer(engine, shape(block_bytes), sessions, pool, Faults(faults), metrics)
     print(server.port, session.number, flush=True)

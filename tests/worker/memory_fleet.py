@@ -26,7 +26,7 @@ from worker_agent.kv.client import Deliver, Peer
 from worker_agent.kv.errors import KvTransferError
 from worker_agent.kv.sessions import Sessions
 from worker_agent.kv.wire import migration_digest
-from worker_agent.metrics import WorkerMetrics, pause_histogram
+from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 from worker_agent.migration.exports import Exports
 from worker_agent.migration.imports import ImportRefused, Imports
 from worker_agent.migration.lease import Lease
@@ -155,7 +155,7 @@ class Node:
         self.dead = False
         self.front_ends, self.sessions = FrontEnds(), Sessions()
         self.carried = CarriedRequests()
-        self.metrics = WorkerMetrics(pause_histogram(CollectorRegistry()))
+        self.metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
         self.engine = SimulatedEngine(ENGINE, clock=asyncio.get_running_loop())
         self.leases: list[MemorySourceLink] = []
         self._news = PhaseNews()

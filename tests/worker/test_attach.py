@@ -15,7 +15,7 @@ from worker_agent.dispatch import Dispatch
 from worker_agent.engine.base import StepColumns
 from worker_agent.frontends import FrontEnd, FrontEnds
 from worker_agent.heartbeats import HEARTBEAT_S, beat
-from worker_agent.metrics import WorkerMetrics, pause_histogram
+from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 from worker_agent.phase_news import PhaseNews
 from worker_agent.sink import FrontEndSink
 
@@ -63,7 +63,7 @@ class Worker:
         self.front_ends.on_gone(self.gone.append)
         self.dispatch = Recorder()
         self.streams = AttachStreams(self.front_ends, self.dispatch, HELLO)
-        self.metrics = WorkerMetrics(pause_histogram(CollectorRegistry()))
+        self.metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
         self.sink = FrontEndSink(
             self.front_ends, CarriedRequests(), PhaseNews(), self.metrics, lambda reason: None
         )

@@ -19,7 +19,7 @@ from worker_agent.kv.client import KvClient, Peer
 from worker_agent.kv.errors import KvIdentityError, KvTransferError
 from worker_agent.kv.staging import StagingPool
 from worker_agent.kv.transport import start_ucx, stop_ucx
-from worker_agent.metrics import WorkerMetrics, pause_histogram
+from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 
 # UCX is bound to one event loop.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -81,7 +81,7 @@ class Receiver:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client() -> AsyncIterator[KvClient]:
     start_ucx()
-    metrics = WorkerMetrics(pause_histogram(CollectorRegistry()))
+    metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
     engine = BlockEngine(1, SIZE)
     client = KvClient(shape(SIZE), StagingPool(engine, SIZE), metrics)  # type: ignore[arg-type]
     yield client

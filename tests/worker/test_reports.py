@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import grpc
 
+from tailrace.profiles import load_profile
 from tailrace.service.channels import Channels
 from tailrace.v1 import monitor_pb2, monitor_pb2_grpc, types_pb2
-from worker_agent.carried import Carried
-from worker_agent.engine.base import EnginePhase, EngineStats, RequestStats
+from worker_agent.carried import Carried, CarriedRequests
+from worker_agent.engine.base import EnginePhase, EngineStats, RequestKey, RequestStats
 from worker_agent.phase_news import PhaseNews
 from worker_agent.reports import Reports
+from worker_agent.speeds import Speeds
 
 WAIT_S = 10.0
+TRACEPARENT = f"00-{1:032x}-{2:016x}-01"
 
 
 class ScriptedMonitor(monitor_pb2_grpc.MonitorServicer):
@@ -58,6 +62,15 @@ def request(number: int, phase: EnginePhase, state: str = "running") -> RequestS
     return RequestStats(f"r{number}", "fe", 2, phase, state, 100, 20, 5, 400, 8, 1.0, 12.5)
 
 
+def carried() -> CarriedRequests:
+    """r2's answer began two seconds ago, at its sixth token; r1 is traced."""
+    requests = CarriedRequests()
+    requests.add(RequestKey(0, 1), "r1", "fe", 2, TRACEPARENT)
+    answering = requests.add(RequestKey(0, 2), "r2", "fe", 2)
+    answering.pace.begin(5, time.monotonic() - 2.0)
+    return requests
+
+
 STATS = EngineStats(
     requests=[
         request(1, EnginePhase.REASONING),
@@ -81,7 +94,17 @@ STATS = EngineStats(
 async def reporting(address: str, news: PhaseNews, interval_s: float) -> AsyncIterator[None]:
     channels = Channels()
     reports = Reports(
-        "w", "i", 16, lambda: STATS, lambda: (1, 2), news, lambda: address, channels, interval_s
+        "w",
+        "i",
+        16,
+        lambda: STATS,
+        lambda: (1, 2),
+        carried(),
+        news,
+        Speeds.of(load_profile("llama-3.1-8b-h100"), 0.1),
+        lambda: address,
+        channels,
+        interval_s,
     )
     task = asyncio.create_task(reports.run())
     try:
@@ -105,6 +128,22 @@ async def test_steady_reports_say_all_there_is() -> None:
     assert load.context_tokens == 360 and load.kv_blocks_used == 24
     assert [each.request_id for each in second.requests] == ["r1", "r2", "r3"]
     assert second.requests[1].state == types_pb2.REQUEST_STATE_PAUSED
+
+
+async def test_steady_reports_say_what_policies_want() -> None:
+    monitor = ScriptedMonitor()
+    async with serving(monitor) as port, reporting(f"127.0.0.1:{port}", PhaseNews(), 3600):
+        report = await monitor.steady()
+    reasoning, answering, prefilling = report.requests
+    assert reasoning.traceparent == TRACEPARENT and reasoning.phase_tokens == 20
+    assert not reasoning.HasField("pacer_slack_tokens") and not reasoning.HasField("qoe")
+    # 15 answering tokens in 2 s, of which a user reads 21.
+    assert answering.phase_tokens == 15
+    assert -8 < answering.pacer_slack_tokens < -6 and 0.5 < answering.qoe < 0.95
+    assert not prefilling.HasField("predicted_remaining_tokens")
+    load = report.load
+    assert load.future_load[0] == load.context_tokens
+    assert load.prefill_delay_s > 0 and load.max_running_tokens > 0
 
 
 async def test_phase_changes_are_told_at_once() -> None:

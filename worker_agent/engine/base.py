@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from tailrace.profiles import Profile
+
 Frames = Sequence[bytes]
 
 
@@ -89,6 +91,10 @@ class Submission:
     output_token_ids: Sequence[int] = ()
     traceparent: str = ""
     frontend_id: str = ""
+    # Answering tokens among the outputs, and the seconds since the first of them; for the worker, not the
+    # engine.
+    answer_tokens: int = 0
+    answering_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +124,8 @@ class EngineInfo:
     max_num_seqs: int
     # vLLM's EngineCoreReadyResponse, msgpack.
     ready_response: bytes
+    # Step times, where the engine knows its own.
+    profile: Profile | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +145,16 @@ class RequestStats:
     kv_blocks: int
     arrival_s: float
     token_interval_ms: float
+    # It reasons, and the engine's order of requests treats it as answering (PASCAL, section IV-C).
+    demoted: bool = False
+    # Predicted output tokens still to come (ARES, section 4). None: nobody predicts.
+    predicted_remaining_tokens: float | None = None
+
+    @property
+    def phase_tokens(self) -> int:
+        """Tokens made in the present phase."""
+        answering = self.phase is EnginePhase.ANSWERING
+        return self.output_tokens - self.reasoning_tokens if answering else self.output_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +172,12 @@ class EngineStats:
     preemptions: int
     token_interval_ms_mean: float
     token_interval_ms_p99: float
+    # Requests whose KV went to host memory, came back from it, and found no room there; blocks of host memory
+    # that were not what they ought to be.
+    swaps_out: int = 0
+    swaps_in: int = 0
+    swaps_refused: int = 0
+    host_kv_corrupt_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +246,10 @@ class Engine(Protocol):
 
     def utility(self, client: int, call_id: int, frames: Frames) -> None:
         """vLLM's utility call, verbatim; answered through EngineSink.on_utility."""
+
+    def set_intra(self, name: str) -> None:
+        """Order the requests by this intra-instance policy (a name of tailrace.intra.registry) from the next
+        step on. Raises UnknownIntraError."""
 
     def stats(self) -> EngineStats:
         """The engine as it is now; cheap enough for every report."""

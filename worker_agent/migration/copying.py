@@ -60,6 +60,9 @@ class Paused:
     pause: ExportedPause
     # When the source was asked to pause, on this machine's monotonic clock.
     asked_s: float
+    # As of now, on arrival; None before the request's answer.
+    answer_pace: worker_pb2.AnswerPace | None
+    arrived_s: float
 
 
 class Copying:
@@ -118,11 +121,12 @@ class Copying:
         event = await self._source.ask(worker_pb2.ExportCommand(pause=command))
         if event.WhichOneof("body") != "paused" or event.paused.first_block != self._have:
             raise SourceLost("the source did not answer with the blocks that were asked for")
-        pause = pause_of(event.paused)
+        pause, arrived_s = pause_of(event.paused), time.monotonic()
+        pace = event.paused.answer_pace if event.paused.HasField("answer_pace") else None
         await self._faults.hold("import:paused")
         await self._round(types_pb2.MIGRATION_STATE_STOP_AND_COPY, pause.block_hashes)
         await unbroken(self._engine.import_prepare(self._request_id, pause))
-        return Paused(pause, asked_s)
+        return Paused(pause, asked_s, pace, arrived_s)
 
     async def _round(self, state: types_pb2.MigrationState.ValueType, hashes: list[bytes]) -> None:
         began_s = time.monotonic()

@@ -16,10 +16,11 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import time
 from typing import Final
 
 from tailrace.v1 import worker_pb2
-from worker_agent.engine.base import EngineRefusal, Exported, RequestKey
+from worker_agent.engine.base import EngineRefusal, Exported, ExportedPause, RequestKey
 from worker_agent.kv.sessions import Session
 from worker_agent.migration.inbox import Broken, Ended, Item, Owned, Released
 from worker_agent.migration.lease import Lease
@@ -53,6 +54,8 @@ class Export:
         self._request_id = ""
         self._paused_s: float | None = None
         self._reason = ""
+        # Output tokens when the export was opened.
+        self._opened_tokens = 0
         # Set once the engine has opened it.
         self.key: RequestKey | None = None
         self.epoch = 0
@@ -89,6 +92,7 @@ class Export:
             self._fail(str(error))
             return
         self.key, self.epoch = exported.key, exported.epoch
+        self._opened_tokens = len(exported.output_token_ids)
         session = self._parts.sessions.open(self._request_id, opening.migration_id)
         outcome = Outcome.RESUME
         try:
@@ -192,9 +196,19 @@ class Export:
             blocks=block_identities(pause.block_hashes),
             sampling_state=pause.sampling_state,
             token_interval_ms=pause.token_interval_ms,
+            answer_pace=self._answer_pace(pause),
         )
         self._lease.send(worker_pb2.ExportEvent(paused=paused))
         return None
+
+    def _answer_pace(self, pause: ExportedPause) -> worker_pb2.AnswerPace | None:
+        """How the user could read the answer until now; None before the answer."""
+        carried = None if self.key is None else self._parts.carried.get(self.key)
+        if carried is None:
+            return None
+        now_s = time.monotonic()
+        carried.pace.count(self._opened_tokens + len(pause.new_output_token_ids), now_s)
+        return carried.pace.leave(now_s)
 
     def _released(self) -> Outcome:
         """The front end's word. Were the request not paused here, it would have to stop at once."""

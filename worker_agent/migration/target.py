@@ -16,7 +16,6 @@ from typing import Final
 
 from tailrace import wire
 from tailrace.v1 import types_pb2, worker_pb2
-from worker_agent.carried import Carried
 from worker_agent.engine.base import (
     EngineRefusal,
     Exported,
@@ -254,8 +253,11 @@ class Import:
     async def _activate(
         self, key: RequestKey, opened: worker_pb2.ExportOpened, paused: Paused, next_index: int
     ) -> None:
-        carried = Carried(self.request_id, opened.frontend_id, self._request.epoch)
-        self._parts.carried.add(key, carried)
+        carried = self._parts.carried.add(
+            key, self.request_id, opened.frontend_id, self._request.epoch, opened.traceparent
+        )
+        if paused.answer_pace is not None:
+            carried.pace.go_on(paused.answer_pace, next_index, paused.arrived_s)
         try:
             await self._parts.engine.import_activate(self.request_id)
         except EngineRefusal as error:
@@ -264,6 +266,9 @@ class Import:
             await self._parts.engine.import_drop(self.request_id)
             self._parts.carried.remove(key)
             self._fail(key, next_index)
+        phase = self._phase(opened)
+        if phase == types_pb2.PHASE_ANSWERING:
+            self._parts.carried.await_answer(key)
         pause_s = time.monotonic() - paused.asked_s
         interval_ms = paused.pause.token_interval_ms
         self.committed = True
@@ -276,7 +281,7 @@ class Import:
                 state=types_pb2.MIGRATION_STATE_COMMITTED,
                 pause_ms=pause_s * 1000,
                 pause_steps=pause_s * 1000 / interval_ms if interval_ms > 0 else 0.0,
-                phase=self._phase(opened),
+                phase=phase,
                 tokens=next_index,
             )
         )

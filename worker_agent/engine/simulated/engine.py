@@ -34,10 +34,12 @@ from worker_agent.engine.simulated.emitter import Emitter
 from worker_agent.engine.simulated.exports import Exports
 from worker_agent.engine.simulated.imports import Imports
 from worker_agent.engine.simulated.kv import HostStaging, KvCodec
+from worker_agent.engine.simulated.prediction import predicted_remaining
 from worker_agent.engine.simulated.reader import RequestReader, UnrunnableError
 from worker_agent.engine.simulated.request import Request, State
 from worker_agent.engine.simulated.scheduler import Scheduler, Step
 from worker_agent.engine.simulated.settings import Faults, SimulatedSettings
+from worker_agent.engine.simulated.speed import at_speed
 from worker_agent.engine.simulated.table import RequestTable
 from worker_agent.engine.simulated.utilities import answer_utility
 from worker_agent.engine.simulated.vocabulary import read_vocabulary
@@ -68,6 +70,7 @@ class SimulatedEngine:
             profile = load_profile(settings.profile)
         except ProfileError as error:
             raise RuntimeError(str(error)) from error
+        self._profile = profile
         self._shape = _kv_shape(settings)
         self._vocabulary = read_vocabulary(settings.tokenizer, settings.think, settings.end_think)
         blocks = settings.kv_blocks or profile.kv_capacity_tokens // settings.block_tokens
@@ -132,6 +135,7 @@ class SimulatedEngine:
                     effective_attention_block_size=settings.block_tokens,
                 )
             ),
+            profile=at_speed(self._profile, settings.speed),
         )
 
     async def stop(self) -> None:
@@ -216,6 +220,7 @@ class SimulatedEngine:
                 kv_blocks=len(request.blocks),
                 arrival_s=request.arrival_s,
                 token_interval_ms=mean_ms,
+                predicted_remaining_tokens=predicted_remaining(request, self._settings.prediction_error),
             )
             for request in self._table
             if request.state is not State.IMPORTING

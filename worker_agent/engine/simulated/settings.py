@@ -37,6 +37,9 @@ class SimulatedSettings(msgspec.Struct, frozen=True, kw_only=True):
     # a model that does not reason.
     reasoning_mean_tokens: int = 64
     answer_mean_tokens: int = 64
+    # Relative error of predicted lengths: each prediction is off by up to this share of the true one. None:
+    # nothing is predicted.
+    prediction_error: float | None = None
     # Stands for the weights: another seed, another model.
     weights_seed: int = 0
 

@@ -1,0 +1,37 @@
+"""Counts kept incrementally are those that counting anew would give."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler_svc.phase_counts import PhaseCounts
+from tailrace.cluster import Phase, RequestState, RequestView
+from tailrace.policy.phase_load import phase_load
+
+requests = st.builds(
+    RequestView,
+    request_id=st.just("r"),
+    instance_id=st.just("a"),
+    phase=st.sampled_from(Phase),
+    state=st.just(RequestState.RUNNING),
+    prompt_tokens=st.just(1),
+    output_tokens=st.just(1),
+    max_tokens=st.just(1),
+    pacer_slack_tokens=st.none() | st.sampled_from([-2.0, 0.0, 3.0]),
+    phase_tokens=st.sampled_from([0, 499, 500]),
+    demoted=st.booleans(),
+)
+
+
+@given(st.lists(requests, max_size=6), st.lists(st.tuples(st.booleans(), requests), max_size=20))
+def test_as_counted_anew(first: list[RequestView], changes: list[tuple[bool, RequestView]]) -> None:
+    counts, held = PhaseCounts(), list(first)
+    counts.reset(held)
+    for goes, request in changes:
+        if goes and held:
+            counts.remove(held.pop(0))
+        else:
+            counts.add(request)
+            held.append(request)
+        assert counts.load(held) == phase_load(held)

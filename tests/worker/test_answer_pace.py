@@ -1,0 +1,57 @@
+"""What a worker knows of how a user can read an answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from tailrace.qoe import TokenRun, qoe
+from worker_agent.answer_pace import AnswerPace
+
+TPOT_S = 0.1
+
+
+def test_counted_at_reports_as_if_each_token_had_been_timed() -> None:
+    pace = AnswerPace(TPOT_S)
+    pace.begin(7, 100.0)
+    for report in range(1, 9):
+        pace.count(8 + 2 * report, 100.0 + 0.5 * report)
+    assert pace.qoe == pytest.approx(qoe([TokenRun(0.0, 0.0, 1), TokenRun(0.25, 0.25, 16)], TPOT_S))
+    assert pace.slack_tokens(104.0) == pytest.approx(17 - 41)
+
+
+def test_nothing_before_the_answer() -> None:
+    pace = AnswerPace(TPOT_S)
+    pace.count(10, 1.0)
+    assert not pace.begun and pace.leave(1.0) is None and pace.qoe == 1.0
+
+
+def test_the_first_token_is_the_first() -> None:
+    pace = AnswerPace(TPOT_S)
+    pace.begin(3, 1.0)
+    pace.begin(9, 5.0)
+    assert pace.slack_tokens(1.0) == 0.0
+
+
+def test_goes_on_elsewhere() -> None:
+    here, there = AnswerPace(TPOT_S), AnswerPace(TPOT_S)
+    here.begin(3, 50.0)
+    here.count(9, 51.0)
+    left = here.leave(51.0)
+    assert left is not None
+    # On another machine, whose clock says something else.
+    there.go_on(left, 9, 951.0)
+    assert there.qoe == pytest.approx(here.qoe)
+    assert there.slack_tokens(951.0) == pytest.approx(here.slack_tokens(51.0))
+    for pace, now_s in ((here, 52.0), (there, 952.0)):
+        pace.count(12, now_s)
+    assert there.qoe == pytest.approx(here.qoe)
+
+
+def test_after_a_loss_the_front_end_says() -> None:
+    pace = AnswerPace(TPOT_S)
+    pace.recover(21, 2.0, 30, 100.0)
+    assert pace.slack_tokens(100.0) == pytest.approx(0.0)
+    assert pace.qoe == pytest.approx(1.0)
+    never = AnswerPace(TPOT_S)
+    never.recover(0, 0.0, 30, 100.0)
+    assert not never.begun

@@ -1,0 +1,82 @@
+"""How a user can read one request's answer: pacer slack and QoE (tailrace/qoe.py), kept by the worker.
+
+The worker knows when each token was made, and its report is what the policies see; the front end knows more
+only when an instance is lost, and then says so in its Submit. Nothing is done per token: the first answering
+token is timed exactly, the others are counted when a report is due and taken as evenly spaced since the one
+before. Slack is exact; QoE is off by what a stall shorter than a report's interval can hide.
+"""
+
+from __future__ import annotations
+
+from tailrace.qoe import PacerState, TokenPacer, TokenRun
+from tailrace.v1 import worker_pb2
+
+
+class AnswerPace:
+    """One request's answer. Times in seconds of the monotonic clock; indices count output tokens."""
+
+    __slots__ = ("_counted", "_pacer", "_sampled_s")
+
+    def __init__(self, tpot_s: float) -> None:
+        """`tpot_s`: the pace at which the user reads, in seconds a token."""
+        self._pacer = TokenPacer(tpot_s)
+        # Output tokens counted so far, and when.
+        self._counted = 0
+        self._sampled_s = 0.0
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is an answering token."""
+        return self._pacer.ready > 0
+
+    @property
+    def qoe(self) -> float:
+        """QoE of what was counted, in (0, 1]."""
+        return self._pacer.qoe()
+
+    def begin(self, first_index: int, now_s: float) -> None:
+        """The first answering token has come; does nothing the second time."""
+        if not self.begun:
+            self._pacer.add(TokenRun(now_s, 0.0, 1))
+            self._counted, self._sampled_s = first_index + 1, now_s
+
+    def count(self, output_tokens: int, now_s: float) -> None:
+        """The request has so many output tokens now. Nothing happens before `begin`."""
+        new = output_tokens - self._counted
+        if not self.begun or new <= 0:
+            return
+        interval_s = max(0.0, now_s - self._sampled_s) / new
+        self._pacer.add(TokenRun(self._sampled_s + interval_s, interval_s, new))
+        self._counted, self._sampled_s = output_tokens, now_s
+
+    def slack_tokens(self, now_s: float) -> float:
+        """Tokens ready beyond those that the user should have read by now; negative: behind."""
+        return self._pacer.slack_tokens(now_s)
+
+    # ---- on to another worker
+
+    def leave(self, now_s: float) -> worker_pb2.AnswerPace | None:
+        """For the next worker; None before the first answering token."""
+        if not self.begun:
+            return None
+        state = self._pacer.state()
+        return worker_pb2.AnswerPace(
+            since_first_s=max(0.0, now_s - state.first_s),
+            ready=state.ready,
+            digested_s=state.digested_s,
+            digested_sum_s=state.digested_sum_s,
+        )
+
+    def go_on(self, left: worker_pb2.AnswerPace, output_tokens: int, now_s: float) -> None:
+        """As the worker before left it, when there were so many output tokens."""
+        self._pacer.resume(
+            PacerState(left.ready, now_s - left.since_first_s, left.digested_s, left.digested_sum_s)
+        )
+        self._counted, self._sampled_s = output_tokens, now_s
+
+    def recover(self, answer_tokens: int, answering_s: float, output_tokens: int, now_s: float) -> None:
+        """Its instance was lost: the front end says how many answering tokens came in how many seconds."""
+        if answer_tokens <= 0:
+            return
+        self.begin(output_tokens - answer_tokens, now_s - answering_s)
+        self.count(output_tokens, now_s)
