@@ -16,12 +16,22 @@ from frontend_svc.adopt import Adoptions
 from frontend_svc.dispatch import Dispatch
 from frontend_svc.observer import StreamObserver
 from frontend_svc.outbox import abort
+from frontend_svc.pacing import Pacer
 from frontend_svc.placement import Placed, Placement
 from frontend_svc.recovery import Recovery
 from frontend_svc.refusal import NO_INSTANCE
-from frontend_svc.streams import Accepted, MalformedStep, Reject, Stream, StreamTable
+from frontend_svc.streams import (
+    FINISHED,
+    PREFILL_DONE,
+    Accepted,
+    MalformedStep,
+    Reject,
+    Stream,
+    StreamTable,
+)
 from frontend_svc.utilities import Utilities
 from frontend_svc.workers import Workers
+from tailrace.cluster import Phase
 from tailrace.v1 import worker_pb2
 from tailrace.wire import (
     EngineCoreOutput,
@@ -30,6 +40,7 @@ from tailrace.wire import (
     encode_outputs,
     filter_outputs,
     read_request,
+    split_outputs,
 )
 
 log = logging.getLogger(__name__)
@@ -52,11 +63,16 @@ class Carrier:
         placement: Placement,
         output: Output,
         observer: StreamObserver,
+        pacer: Pacer,
         place_wait_s: float,
+        pace_s: float = 0.0,
     ) -> None:
+        """`pace_s`: seconds a token at which answers are shown whose requests do not say; 0: at once."""
         self._table = table
         self._workers = workers
         self._output = output
+        self._pacer = pacer
+        self._pace_s = pace_s
         self._observer = observer
         self._dispatch = Dispatch(table, placement, workers, self, place_wait_s)
         self._recovery = Recovery(table, self._dispatch, workers, self._give_up)
@@ -66,6 +82,7 @@ class Carrier:
     async def close(self) -> None:
         """Cancel all that is under way."""
         self._adoptions.close()
+        self._pacer.close()
         self._utilities.close()
         await self._dispatch.close()
 
@@ -82,12 +99,17 @@ class Carrier:
         except ValueError:
             log.exception("refused a request")
             return
+        if head.pace_tpot_ms is not None:
+            stream.pace_s = head.pace_tpot_ms / 1e3
+        else:
+            stream.pace_s = self._pace_s
         self._observer.arrived(stream, headers.get("traceparent", ""))
         self._dispatch.start(stream)
 
     def on_abort(self, request_ids: Sequence[str]) -> None:
         """Free these requests wherever they are."""
         for request_id in request_ids:
+            self._pacer.drop(request_id)
             stream = self._table.find(request_id)
             if stream is None:
                 continue
@@ -143,15 +165,44 @@ class Carrier:
             log.error("malformed outputs from %s: %s", instance_id, error)
             self.on_lost(instance_id, "malformed outputs")
             return
-        if verdict.keep is None:
+        if self._pacer:
+            self._send_paced(instance_id, step, verdict)
+        elif verdict.keep is None:
             self._output.send(list(step.frames))
         elif any(verdict.keep):
             self._send_kept(instance_id, step, verdict, verdict.keep)
+        if verdict.flagged:
+            self._begin_pacing(verdict)
         self._observer.accepted(verdict)
         if verdict.rejected:
             self._on_rejected(instance_id, verdict)
         if self._adoptions.waiting:
             self._adoptions.progress()
+
+    def _begin_pacing(self, verdict: Accepted) -> None:
+        """Answers that begin with this step, or after it."""
+        for stream, flags in verdict.flagged:
+            if stream.pace_s and stream.phase is Phase.ANSWERING and not flags & FINISHED:
+                # Without reasoning the first token is the answer's, and was shown just now.
+                self._pacer.begin(stream, 1 if flags & PREFILL_DONE else 0)
+
+    def _send_paced(self, instance_id: str, step: worker_pb2.StepOutputs, verdict: Accepted) -> None:
+        """What is paced goes by the pacer, the rest at once."""
+        keep = verdict.keep
+        handles, counts, flags = list(step.handles), list(step.counts), list(step.flags)
+        accepted = [entry for entry in range(len(handles)) if keep is None or keep[entry]]
+        apart = [at for at, entry in enumerate(accepted) if self._pacer.paces(handles[entry])]
+        try:
+            frames = list(step.frames) if keep is None else filter_outputs(list(step.frames), keep)
+            rest, messages = split_outputs(frames, apart) if apart else (frames, [])
+        except (msgspec.DecodeError, ValueError, IndexError) as error:
+            self._unreadable(instance_id, step, verdict, error)
+            return
+        if len(apart) < len(accepted):
+            self._output.send(rest)
+        for at, message in zip(apart, messages, strict=True):
+            entry = accepted[at]
+            self._pacer.put(handles[entry], message, counts[entry], bool(flags[entry] & FINISHED))
 
     def _send_kept(
         self, instance_id: str, step: worker_pb2.StepOutputs, verdict: Accepted, keep: list[bool]
@@ -159,14 +210,20 @@ class Carrier:
         try:
             self._output.send(filter_outputs(list(step.frames), keep))
         except (msgspec.DecodeError, ValueError) as error:
-            # Accepted by its columns, but the outputs themselves cannot be had: an honest error, not a gap.
-            log.error("unreadable outputs from %s: %s", instance_id, error)
-            finished = {stream.handle: stream for stream, _ in verdict.flagged}
-            for handle, kept in zip(step.handles, keep, strict=True):
-                stream = self._table.get(handle) or finished.get(handle)
-                if kept and stream is not None:
-                    self._workers.send(instance_id, abort([handle]))
-                    self._give_up(stream, "unreadable outputs")
+            self._unreadable(instance_id, step, verdict, error)
+
+    def _unreadable(
+        self, instance_id: str, step: worker_pb2.StepOutputs, verdict: Accepted, error: Exception
+    ) -> None:
+        """Accepted by its columns, but the outputs themselves cannot be had: an honest error, not a gap."""
+        log.error("unreadable outputs from %s: %s", instance_id, error)
+        finished = {stream.handle: stream for stream, _ in verdict.flagged}
+        keep = verdict.keep or [True] * len(step.handles)
+        for handle, kept in zip(step.handles, keep, strict=True):
+            stream = self._table.get(handle) or finished.get(handle)
+            if kept and stream is not None:
+                self._workers.send(instance_id, abort([handle]))
+                self._give_up(stream, "unreadable outputs")
 
     def _on_rejected(self, instance_id: str, verdict: Accepted) -> None:
         stale = [
@@ -204,4 +261,8 @@ class Carrier:
         error = EngineCoreOutput(
             stream.request_id, [], finish_reason=FinishReason.ERROR, stop_reason=stop_reason
         )
-        self._output.send(encode_outputs([error], [stream.request_id]))
+        frames = encode_outputs([error], [stream.request_id])
+        if self._pacer.paces(stream.handle):
+            self._pacer.put(stream.handle, frames, 0, True)
+        else:
+            self._output.send(frames)

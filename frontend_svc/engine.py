@@ -17,6 +17,7 @@ from frontend_svc.engine_core import EngineCoreSocket
 from frontend_svc.fleet import Members, usable
 from frontend_svc.metrics import FrontendMetrics
 from frontend_svc.observer import StreamObserver
+from frontend_svc.pacing import Pacer
 from frontend_svc.placement import Placement
 from frontend_svc.push_socket import HandshakeFailed
 from frontend_svc.streams import StreamTable
@@ -51,8 +52,9 @@ class FleetEngine:
         traces: RequestTraces | None,
         place_wait_s: float = DEFAULT_PLACE_WAIT_S,
         after_prefill: Phase = Phase.REASONING,
+        pace_s: float = 0.0,
     ) -> None:
-        """`ipc_folder` holds the front half's ROUTER (`in`) and PULL (`out`)."""
+        """`pace_s`: see Carrier. `ipc_folder` holds the front half's ROUTER (`in`) and PULL (`out`)."""
         self._members = members
         self._gate = AdmissionGate(admission, place_wait_s)
         self._stuck = asyncio.Event()
@@ -64,7 +66,17 @@ class FleetEngine:
         placement = Placement(frontend_id, members, self.workers, self.table, channels)
         self.metrics = FrontendMetrics(registry, self.table, self.workers.attached)
         observer = StreamObserver(self.metrics, traces)
-        self.carrier = Carrier(self.table, self.workers, placement, self._socket, observer, place_wait_s)
+        self.pacer = Pacer(self._socket.send)
+        self.carrier = Carrier(
+            self.table,
+            self.workers,
+            placement,
+            self._socket,
+            observer,
+            self.pacer,
+            place_wait_s,
+            pace_s,
+        )
         members.add_listener(self._on_membership)
 
     async def run(self) -> None:

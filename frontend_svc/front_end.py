@@ -69,6 +69,7 @@ async def run_front_end(
             traces,
             settings.place_wait_s,
             Phase.REASONING if settings.reasoning_parser else Phase.ANSWERING,
+            settings.pace_s,
         )
         try:
             async with asyncio.TaskGroup() as group:

@@ -67,6 +67,15 @@ KIND: Final = "frontend"
     show_default=True,
     help="Seconds that a request may wait for an instance when there is none.",
 )
+@click.option(
+    "--pace-tpot",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    metavar="MS",
+    help="Show each answer at this many milliseconds a token at least; 0: as it is made. A request says "
+    "otherwise by tailrace_pace_tpot_ms in vllm_xargs.",
+)
 @click.argument("vllm_arguments", nargs=-1, type=click.UNPROCESSED)
 def command(
     common: CommonOptions,
@@ -78,6 +87,7 @@ def command(
     vllm_rs: Path | None,
     ipc: Path | None,
     place_wait: float,
+    pace_tpot: float,
     vllm_arguments: tuple[str, ...],
 ) -> None:
     """Serve the fleet to users through vLLM's own API server.
@@ -101,6 +111,7 @@ def command(
         vllm_rs=_vllm_rs(vllm_rs) if front == Front.RUST.value else Path(),
         ipc_folder=ipc,
         place_wait_s=place_wait,
+        pace_s=pace_tpot / 1e3,
     )
     run_service(lambda: serve(common, settings))
 

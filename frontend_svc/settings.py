@@ -33,3 +33,5 @@ class Settings:
     ipc_folder: Path | None
     # Seconds that a request may wait for an instance.
     place_wait_s: float
+    # Seconds a token at which answers are shown to users; 0: as they are made.
+    pace_s: float = 0.0

@@ -79,6 +79,8 @@ class Stream:
     # When the first answering token was accepted, and its index; None: there is none yet.
     first_answer_s: float | None = None
     first_answer_index: int = 0
+    # Seconds a token at which its answer is shown; 0: as soon as it is made.
+    pace_s: float = 0.0
 
     @property
     def accepted(self) -> int:

@@ -63,7 +63,12 @@ def load_of(
 
 def request_report(request: RequestStats, carried: Carried | None, now_s: float) -> monitor_pb2.RequestReport:
     """One request; `now_s`: of the monotonic clock. `carried` is None for one that is just leaving."""
-    report = monitor_pb2.RequestReport(
+    slack: float | None = None
+    qoe: float | None = None
+    if carried is not None and carried.pace.begun:
+        carried.pace.count(request.output_tokens, now_s)
+        slack, qoe = carried.pace.slack_tokens(now_s), carried.pace.qoe
+    return monitor_pb2.RequestReport(
         request_id=request.request_id,
         frontend_id=request.frontend_id,
         epoch=request.epoch,
@@ -79,12 +84,7 @@ def request_report(request: RequestStats, carried: Carried | None, now_s: float)
         phase_tokens=request.phase_tokens,
         demoted=request.demoted,
         predicted_remaining_tokens=request.predicted_remaining_tokens,
+        pacer_slack_tokens=slack,
+        qoe=qoe,
+        traceparent="" if carried is None else carried.traceparent,
     )
-    if carried is not None:
-        report.traceparent = carried.traceparent
-        pace = carried.pace
-        if pace.begun:
-            pace.count(request.output_tokens, now_s)
-            report.pacer_slack_tokens = pace.slack_tokens(now_s)
-            report.qoe = pace.qoe
-    return report

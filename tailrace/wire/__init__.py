@@ -17,6 +17,7 @@ from tailrace.wire.outputs import (
     error_outputs,
     filter_outputs,
     read_outputs,
+    split_outputs,
 )
 from tailrace.wire.ready import (
     ENGINE_CORE_DEAD,
@@ -62,6 +63,7 @@ __all__ = [
     "read_ready",
     "read_request",
     "read_utility",
+    "split_outputs",
     "utility_failure",
     "utility_result",
     "write_ready",

@@ -113,6 +113,32 @@ def filter_outputs(frames: Frames, keep: Sequence[bool]) -> list[bytes]:
     return [_encoder.encode(rebuilt), *frames[1:]]
 
 
+def split_outputs(frames: Frames, apart: Sequence[int]) -> tuple[list[bytes], list[list[bytes]]]:
+    """Take the outputs at these positions into messages of their own: the rest, and those in the same order.
+
+    Every output stays byte for byte, and every message keeps all auxiliary buffers. Raises IndexError when
+    there is no such position, msgspec.DecodeError when this is no such message.
+    """
+    fields = _raw_list.decode(frames[0])
+    outputs = _raw_list.decode(fields[1])
+    finished = _names.decode(fields[_FINISHED_REQUESTS]) if len(fields) > _FINISHED_REQUESTS else None
+    ended = set(finished or ())
+    aux = list(frames[1:])
+    messages: list[list[bytes]] = []
+    for position in apart:
+        output = outputs[position]
+        name = _head.decode(output).request_id
+        names = [name] if name in ended else None
+        ended.discard(name)
+        messages.append([_encoder.encode([fields[0], [output], NIL, *fields[3:4], NIL, names]), *aux])
+    left_out = set(apart)
+    rest: list[msgspec.Raw | list[msgspec.Raw] | list[str] | None] = [*fields]
+    rest[1] = [output for position, output in enumerate(outputs) if position not in left_out]
+    if finished is not None:
+        rest[_FINISHED_REQUESTS] = [name for name in finished if name in ended] or None
+    return [_encoder.encode(rest), *aux], messages
+
+
 def error_outputs(request_ids: Iterable[str]) -> list[bytes]:
     """A message that ends these requests with an internal error (500 to the user)."""
     return _finish(request_ids, FinishReason.ERROR)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import enum
+from typing import Final
 
 import msgspec
 
 from tailrace.wire.frames import Frames
+
+# Slower than anybody reads.
+_PACE_MAX_MS: Final = 60_000.0
 
 
 class RequestType(bytes, enum.Enum):
@@ -69,6 +73,11 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, gc=False):
 class _Lengths(msgspec.Struct, gc=False):
     max_tokens: int | None = 16
     min_tokens: int = 0
+    extra_args: msgspec.Raw = msgspec.Raw(b"\xc0")
+
+
+class _Extra(msgspec.Struct, gc=False):
+    tailrace_pace_tpot_ms: float | None = None
 
 
 class _Head(msgspec.Struct, array_like=True, gc=False):
@@ -112,8 +121,12 @@ class RequestHead(msgspec.Struct, frozen=True, gc=False):
     external_req_id: str | None
     # Whether the prompt already closes the reasoning; None when nobody has said.
     reasoning_ended: bool | None
+    # Milliseconds a token at which the user wants to be shown the answer (`tailrace_pace_tpot_ms` among the
+    # sampling parameters' extra_args, which are `vllm_xargs` over HTTP); 0: at once; None: not said.
+    pace_tpot_ms: float | None
 
 
+_extras = msgspec.msgpack.Decoder(_Extra | None)
 _heads = msgspec.msgpack.Decoder(_Head)
 _requests = msgspec.msgpack.Decoder(EngineCoreRequest)
 _aborts = msgspec.msgpack.Decoder(list[str])
@@ -138,6 +151,7 @@ def read_request(frames: Frames) -> RequestHead:
         trace_headers=head.trace_headers,
         external_req_id=head.external_req_id,
         reasoning_ended=head.reasoning_ended,
+        pace_tpot_ms=_pace(sampling.extra_args) if sampling is not None else None,
     )
 
 
@@ -149,6 +163,18 @@ def read_full_request(frames: Frames) -> EngineCoreRequest:
 def read_abort(frames: Frames) -> list[str]:
     """The request ids of an ABORT's data frames. Raises msgspec.DecodeError."""
     return _aborts.decode(frames[0])
+
+
+def _pace(extra_args: msgspec.Raw) -> float | None:
+    """Other extra arguments are other people's; one of ours that cannot be followed is as if not given."""
+    if len(memoryview(extra_args)) < 2:
+        return None
+    try:
+        extra = _extras.decode(extra_args)
+    except msgspec.ValidationError:
+        return None
+    pace = extra.tailrace_pace_tpot_ms if extra is not None else None
+    return pace if pace is not None and 0.0 <= pace <= _PACE_MAX_MS else None
 
 
 def _array_length(head: bytes) -> int:

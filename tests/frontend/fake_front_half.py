@@ -66,9 +66,20 @@ class FakeFrontHalf:
         assert identity == engine_identity(0)
         return read_ready(payload)
 
-    async def add(self, request_id: str, prompt: list[int] | None = None, max_tokens: int = 100) -> None:
+    async def add(
+        self,
+        request_id: str,
+        prompt: list[int] | None = None,
+        max_tokens: int = 100,
+        **extra_args: object,
+    ) -> None:
         """A new request."""
-        sampling = SamplingParams(max_tokens=max_tokens)
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            extra_args=msgspec.Raw(
+                msgspec.msgpack.encode({f"tailrace_{k}": v for k, v in extra_args.items()} or None)
+            ),
+        )
         request = EngineCoreRequest(
             request_id, prompt or [1, 2, 3], NIL, sampling, NIL, 0.0, NIL, None, None, client_index=0
         )

@@ -94,7 +94,25 @@ def test_request_head(vllm_engine: Any, serial: Any, length: int) -> None:
         trace_headers={"traceparent": "00-ab-cd-01"},
         external_req_id="mine",
         reasoning_ended=True,
+        pace_tpot_ms=None,
     )
+
+
+@pytest.mark.parametrize(
+    ("extra", "wanted"),
+    [
+        ({"tailrace_pace_tpot_ms": 50}, 50.0),
+        ({"other": [1, {"deep": 2}], "tailrace_pace_tpot_ms": 0.0}, 0.0),
+        ({"other": 1}, None),
+        ({"tailrace_pace_tpot_ms": "fast"}, None),
+        ({"tailrace_pace_tpot_ms": -1.0}, None),
+    ],
+)
+def test_pace_among_the_extra_arguments(
+    vllm_engine: Any, serial: Any, extra: dict[str, Any], wanted: float | None
+) -> None:
+    head = wire.read_request(_encode(serial, _request(vllm_engine, [1], extra_args=extra)))
+    assert head.pace_tpot_ms == wanted
 
 
 def test_request_with_defaults_and_without_prompt_ids(vllm_engine: Any, serial: Any) -> None:

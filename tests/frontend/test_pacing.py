@@ -1,0 +1,157 @@
+"""Answers are shown at the user's pace: in order, each token once, and none later than the pace asks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from frontend_svc.pacing import Pacer
+from frontend_svc.streams import Stream
+from tailrace.v1 import worker_pb2
+from tailrace.wire import EngineCoreOutput, EngineCoreOutputs, encode_outputs, read_outputs, split_outputs
+from tests.frontend.conftest import Rig
+from tests.frontend.scripted_worker import FINISHED, PREFILL_DONE, REASONING_ENDED, merge, outputs
+from tests.worker.simulated import VirtualClock
+
+PACE_S = 0.1
+
+
+class Screen:
+    """What the user sees, and when."""
+
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        self.shown: list[tuple[float, bytes]] = []
+        self.pacer = Pacer(self._show, LoopClock(self.clock))
+
+    def _show(self, frames: object) -> None:
+        assert isinstance(frames, list)
+        self.shown.append((self.clock.time() - 100.0, frames[0]))
+
+    def at(self, when_s: float) -> None:
+        """Let time pass."""
+        reached: list[bool] = []
+        self.clock.call_at(100.0 + when_s, lambda: reached.append(True))
+        while not reached:
+            self.clock.advance()
+
+
+def together(*messages: worker_pb2.AttachDown) -> worker_pb2.AttachDown:
+    """Several requests' outputs in one step."""
+    rows = [row for m in messages for row in read_outputs(list(m.outputs.frames)).outputs]
+    ended = [row.request_id for row in rows if row.finish_reason is not None]
+    return merge(*messages, frames=encode_outputs(rows, ended))
+
+
+class LoopClock:
+    """A virtual clock that calls back with an argument, as an event loop does."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self.clock = clock
+
+    def time(self) -> float:
+        return self.clock.time()
+
+    def call_at(self, when: float, callback: object, handle: int) -> object:
+        assert callable(callback)
+        return self.clock.call_at(when, lambda: callback(handle))
+
+
+@given(st.lists(st.floats(0.0, 0.4), min_size=1, max_size=30))
+def test_shown_as_the_pacers_formula_says(gaps_s: list[float]) -> None:
+    screen = Screen()
+    screen.pacer.begin(Stream(1, "r", pace_s=PACE_S), 0)
+    ready_s, wanted, last_s = 0.0, [], -1.0
+    for number, gap_s in enumerate(gaps_s):
+        ready_s += gap_s
+        screen.at(ready_s)
+        screen.pacer.put(1, [b"%d" % number], 1, number == len(gaps_s) - 1)
+        last_s = max(ready_s, last_s + PACE_S) if number else ready_s
+        wanted.append(last_s)
+    screen.clock.drain()
+    assert [message for _, message in screen.shown] == [b"%d" % n for n in range(len(gaps_s))]
+    assert [when for when, _ in screen.shown] == pytest.approx(wanted, abs=1e-6)
+    assert not screen.pacer and screen.pacer.stored == 0
+
+
+def test_an_error_comes_right_after_what_was_before_it() -> None:
+    screen = Screen()
+    screen.pacer.begin(Stream(1, "r", pace_s=PACE_S), 1)
+    screen.pacer.put(1, [b"a"], 1, False)
+    screen.pacer.put(1, [b"error"], 0, True)
+    assert screen.shown == []
+    screen.clock.drain()
+    assert [(round(when, 6), what) for when, what in screen.shown] == [(0.1, b"a"), (0.1, b"error")]
+
+
+def test_nothing_is_shown_to_who_has_gone() -> None:
+    screen = Screen()
+    screen.pacer.begin(Stream(1, "r", pace_s=PACE_S), 1)
+    screen.pacer.put(1, [b"a"], 1, True)
+    screen.pacer.drop("r")
+    screen.clock.drain()
+    assert screen.shown == [] and not screen.pacer and screen.pacer.stored == 0
+
+
+def test_a_full_store_shows_its_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frontend_svc.pacing._STREAM_MAX", 3)
+    screen = Screen()
+    screen.pacer.begin(Stream(1, "r", pace_s=PACE_S), 1)
+    for number in range(5):
+        screen.pacer.put(1, [b"%d" % number], 1, number == 4)
+    assert [what for _, what in screen.shown] == [b"0", b"1"]
+    screen.clock.drain()
+    assert [what for _, what in screen.shown] == [b"0", b"1", b"2", b"3", b"4"]
+
+
+def test_split_outputs_are_those_that_were_there() -> None:
+    rows = [EngineCoreOutput(f"r{n}", [n, n + 1], stop_reason=n) for n in range(3)]
+    rest, apart = split_outputs([*encode_outputs(rows, ["r0", "r2"]), b"aux"], [2, 1])
+    read = [read_outputs(frames) for frames in (rest, *apart)]
+    assert [[o.request_id for o in m.outputs] for m in read] == [["r0"], ["r2"], ["r1"]]
+    assert [m.finished_requests for m in read] == [["r0"], ["r2"], None]
+    assert [o for m in (read[0], read[2], read[1]) for o in m.outputs] == rows
+    assert all(frames[1:] == [b"aux"] for frames in (rest, *apart))
+    assert all(isinstance(m, EngineCoreOutputs) for m in read)
+
+
+async def test_only_the_answer_of_who_asked_is_paced(rig: Rig) -> None:
+    worker = await rig.worker("a")
+    await rig.front.ready()
+    await rig.front.add("slow", pace_tpot_ms=60_000.0)
+    slow = await worker.submitted()
+    await rig.front.add("fast")
+    fast = await worker.submitted()
+    worker.say(together(outputs(slow, [1], 0, PREFILL_DONE), outputs(fast, [1], 0, PREFILL_DONE)))
+    worker.say(together(outputs(slow, [2], 1, REASONING_ENDED), outputs(fast, [2], 1, REASONING_ENDED)))
+    # The first answering token is shown at once, the next a minute later.
+    for index in range(2, 6):
+        worker.say(together(outputs(slow, [index + 1], index), outputs(fast, [index + 1], index)))
+    worker.say(together(outputs(slow, [7], 6, FINISHED), outputs(fast, [7], 6, FINISHED)))
+    await rig.front.end_of("fast")
+    assert rig.front.tokens["fast"] == [1, 2, 3, 4, 5, 6, 7]
+    assert rig.front.tokens["slow"] == [1, 2, 3]
+    # It has ended as far as instances are concerned; what is in store is dropped with its user.
+    assert len(rig.engine.table) == 0 and rig.engine.pacer.stored == 4
+    await rig.front.abort("slow")
+    await rig.front.add("next")
+    await worker.submitted()
+    assert rig.engine.pacer.stored == 0
+
+
+async def test_a_paced_answer_goes_on_through_a_crash(rig: Rig) -> None:
+    first, second = await rig.worker("a"), await rig.worker("b")
+    await rig.front.ready()
+    await rig.front.add("r", pace_tpot_ms=1.0)
+    submit = await first.submitted()
+    first.say(outputs(submit, [1], 0, PREFILL_DONE | REASONING_ENDED))
+    for index in range(1, 9):
+        first.say(outputs(submit, [index + 1], index))
+    await rig.front.tokens_of("r", 9)
+    await rig.crash(first)
+    again = await second.submitted()
+    assert again.answer_tokens == 9 and again.answering_s > 0.0
+    second.say(outputs(again, [10], 9, FINISHED))
+    await rig.front.end_of("r")
+    assert rig.front.tokens["r"] == list(range(1, 11))
