@@ -49,6 +49,13 @@ class Listener(Protocol):
         """A request lost its place on the device."""
 
 
+class Watcher(Protocol):
+    """Who wants to have looked at an instance before it changes."""
+
+    def take_down(self) -> None:
+        """It is about to change."""
+
+
 class Instance:
     """State between boundaries is that of the last boundary; `*_at` methods look into the run."""
 
@@ -99,6 +106,8 @@ class Instance:
         # Context of all jobs here that are not decoding; prompt tokens still to compute.
         self._idle_context = 0
         self._backlog = 0
+        # Seconds that those prompt tokens take, without the steps' bases.
+        self._backlog_s = 0.0
         # (boundary, order, version, job): next milestone of each decoding job.
         self._milestones: list[tuple[int, int, int, Job]] = []
         # Called at the next boundary, in order.
@@ -113,6 +122,8 @@ class Instance:
         self._increment_s = 0.0
         self._chunks: list[tuple[Job, int]] = []
         self._starting = False
+        # Told before anything that they could see changes, once.
+        self.watchers: list[Watcher] = []
 
     # ---- what others may ask, at any time
 
@@ -137,7 +148,46 @@ class Instance:
 
     def backlog_at(self, boundary: int) -> int:
         """Prompt tokens not computed yet at a boundary of the current run."""
+        if not self._chunks:
+            return self._backlog
         return self._backlog - (boundary - self.boundary) * sum(tokens for _, tokens in self._chunks)
+
+    def backlog_s_at(self, boundary: int) -> float:
+        """Seconds to compute those prompt tokens, without what each step takes besides."""
+        done_s, steps = 0.0, boundary - self.boundary
+        if steps:
+            for job, tokens in self._chunks:
+                done_s += self._time.chunk_s(job.prefill_done, job.prefill_done + tokens * steps)
+        return max(0.0, self._backlog_s - done_s)
+
+    def prefill_s(self, tokens: int) -> float:
+        """Seconds to compute one whole prompt, without what each step takes besides."""
+        return self._time.chunk_s(0, tokens)
+
+    def beside_prefill(self, boundary: int) -> tuple[float, int]:
+        """(seconds of a prefill step besides its chunks, prompt tokens that it can carry)."""
+        decoding = len(self.decoding)
+        kv_tokens = self._kv_tokens + (boundary - self.boundary) * decoding
+        budget = self._intra.prefill_budget(self.spec.chunk_budget_tokens, decoding)
+        return self._time.beside_chunks_s(decoding, kv_tokens), max(1, budget)
+
+    @property
+    def host_capacity_blocks(self) -> int:
+        """Blocks that fit in host memory."""
+        return self._host_capacity
+
+    @property
+    def is_empty(self) -> bool:
+        """It holds no request, and room for none."""
+        return not (
+            self._steps
+            or self.decoding
+            or self.waiting
+            or self.prefilling
+            or self.paused
+            or self._other_blocks
+            or self.host_blocks
+        )
 
     @property
     def seats_taken(self) -> int:
@@ -148,12 +198,13 @@ class Instance:
 
     def submit(self, job: Job, now: float) -> None:
         """A request arrives; it waits for its turn."""
+        self._changing()
         job.instance = self
         job.state = JobState.QUEUED
         job.prefill_done = 0
         job.prefill_total = job.prompt + job.tokens
         job.blocks = 0
-        self._backlog += job.prefill_total
+        self._owe(job)
         self._idle_context += job.prompt + job.tokens
         self._set_stage(job)
         if self._wait(job):
@@ -192,6 +243,7 @@ class Instance:
 
     def unreserve(self, blocks: int, now: float) -> None:
         """Give an import's blocks and seat back."""
+        self._changing()
         self._other_blocks -= blocks
         self._reserved_seats -= 1
         self.wake(now)
@@ -202,6 +254,7 @@ class Instance:
             inflight = min(self.begun_boundary(now) + 1, self.boundary + self._steps)
         if blocks + watermark > self.total_blocks - self.used_blocks_at(inflight):
             return False
+        self._changing()
         self._other_blocks += blocks
         self.wake(now)
         return True
@@ -210,11 +263,13 @@ class Instance:
         """Set host memory aside, if there is."""
         if self.host_blocks + blocks > self._host_capacity:
             return False
+        self._changing()
         self.host_blocks += blocks
         return True
 
     def unreserve_host(self, blocks: int) -> None:
         """Give host memory back."""
+        self._changing()
         self.host_blocks -= blocks
 
     # ---- at a boundary only
@@ -235,6 +290,7 @@ class Instance:
 
     def release(self, job: Job, now: float) -> None:
         """A paused job has gone elsewhere: free what it held."""
+        self._changing()
         self._unpause(job)
         self.wake(now)
 
@@ -309,7 +365,15 @@ class Instance:
         end_s = self._start_s + elapsed(self._first_s, self._increment_s, self._steps)
         self._events.at(end_s, end)
 
+    def _changing(self) -> None:
+        """Whoever has put off looking must look now."""
+        if self.watchers:
+            for watcher in self.watchers:
+                watcher.take_down()
+            self.watchers.clear()
+
     def _end(self, now: float) -> None:
+        self._changing()
         steps = self._steps
         before = self.boundary
         self._steps = 0
@@ -331,6 +395,7 @@ class Instance:
         self._begin(now)
 
     def _begin(self, now: float) -> None:
+        self._changing()
         while self._at_boundary:
             actions = self._at_boundary
             self._at_boundary = []
@@ -497,7 +562,7 @@ class Instance:
         else:
             self.prefilling.remove((job.rank, job))
             self._other_blocks -= job.blocks
-            self._backlog -= job.prefill_total - job.prefill_done
+            self._pay(job, job.prefill_total - job.prefill_done)
             self._forget_kv(job)
         self._wait(job)
         self._listener.preempted(self, job, now)
@@ -509,7 +574,20 @@ class Instance:
         job.blocks = 0
         job.prefill_done = 0
         job.prefill_total = job.prompt + job.tokens
+        self._owe(job)
+
+    def _owe(self, job: Job) -> None:
+        """A prompt is to be computed."""
         self._backlog += job.prefill_total
+        self._backlog_s += self._time.chunk_s(0, job.prefill_total)
+
+    def _pay(self, job: Job, tokens: int) -> None:
+        """The next tokens of a prompt need not be computed any more."""
+        self._backlog -= tokens
+        done = job.prefill_done
+        # What rounding leaves must not pile up.
+        left_s = self._backlog_s - self._time.chunk_s(done, done + tokens)
+        self._backlog_s = left_s if self._backlog else 0.0
 
     def _wait(self, job: Job) -> bool:
         """Queue a job by its rank; whether it is the first."""
@@ -576,8 +654,8 @@ class Instance:
 
     def _computed(self, job: Job, tokens: int, now: float) -> None:
         """Prompt tokens were computed; with the last of them comes a token."""
+        self._pay(job, tokens)
         job.prefill_done += tokens
-        self._backlog -= tokens
         if job.prefill_done < job.prefill_total:
             return
         self.prefilling.remove((job.rank, job))

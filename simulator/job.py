@@ -38,6 +38,9 @@ class Job:
         "blocking_s",
         "blocks",
         "boundary_tokens",
+        "demoted",
+        "demotion_since",
+        "demotion_until",
         "finish_s",
         "first_answer_s",
         "first_token_s",
@@ -91,6 +94,10 @@ class Job:
         self.rank: Rank = ()
         # Output tokens up to which `rank` holds.
         self.rank_until = 0
+        # Whether it is demoted, from so many output tokens on and up to (not including) so many.
+        self.demoted = False
+        self.demotion_since = 0
+        self.demotion_until = 0
         # Output tokens at which it outgrows its instance's stage.
         self.boundary_tokens = NEVER
         # (log, start, end): it decoded between these boundaries.

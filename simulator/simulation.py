@@ -14,9 +14,10 @@ from simulator.metrics import record_of
 from simulator.migration import Migration, Migrations
 from simulator.network import Network
 from simulator.records import MigrationOutcome, PlacementRecord, RequestRecord, SimResult
+from simulator.reports import Report
 from simulator.request import SimRequest
 from simulator.sampling import Sampler
-from simulator.views import Report, Views
+from simulator.views import Views
 from tailrace.actions import Action, Migrate, Refuse, SetPool, SetStages
 from tailrace.cluster import Arrival, ClusterView, RequestView, Stage
 from tailrace.intra.base import IntraPolicy

@@ -45,6 +45,12 @@ class StepTime:
         """How much longer each chunk of `tokens` of one prompt takes than the one before."""
         return 2 * self._per_token_squared * tokens * tokens
 
+    def beside_chunks_s(self, decoding: int, kv_tokens: int) -> float:
+        """What a step with prefill takes besides its chunks; without the penalty."""
+        if not decoding:
+            return self._prefill_base
+        return self._mixed_base + self._per_request * decoding + self._per_kv_token * kv_tokens
+
     def run(self, chunk_s: float, decoding: int, kv_tokens: int, lengths: Lengths) -> tuple[float, float]:
         """(duration of the first step, growth by step from decoding) with `chunk_s` of prefill in each.
 

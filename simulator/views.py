@@ -14,10 +14,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import overload
 
-from simulator.cluster import ClusterSpec
+from simulator.cluster import ClusterSpec, WhenFull
+from simulator.events import NEVER
 from simulator.instance import Instance
 from simulator.job import Job, JobState
 from simulator.migration import Migration
+from simulator.reports import Report, Row
 from tailrace.cluster import (
     ClusterView,
     InstanceView,
@@ -28,10 +30,8 @@ from tailrace.cluster import (
     Stage,
 )
 from tailrace.intra.base import IntraPolicy
+from tailrace.policy.phase_load import CountsPhases
 from tailrace.qoe import slack_tokens
-
-# A job, its output tokens and its KV blocks at the time of a report.
-Row = tuple[Job, int, JobState, int]
 
 _STATES: Mapping[JobState, RequestState] = {
     JobState.QUEUED: RequestState.WAITING,
@@ -42,65 +42,13 @@ _STATES: Mapping[JobState, RequestState] = {
 }
 
 
-class Report:
-    """One instance at one moment."""
-
-    __slots__ = (
-        "_boundary",
-        "_instance",
-        "_rows",
-        "at_s",
-        "backlog",
-        "context",
-        "host_tokens",
-        "kv_used",
-        "placed_before",
-        "running",
-        "step_s",
-        "waiting",
-    )
-
-    def __init__(self, instance: Instance, now: float, placed_before: int) -> None:
-        boundary = instance.begun_boundary(now)
-        size = instance.block_tokens
-        self.at_s = now
-        # Placements counted so far: those are in the report.
-        self.placed_before = placed_before
-        self.running = len(instance.decoding) + len(instance.prefilling) + len(instance.paused)
-        self.waiting = len(instance.waiting)
-        self.kv_used = instance.used_blocks_at(boundary) * size
-        self.context = instance.context_at(boundary)
-        self.backlog = instance.backlog_at(boundary)
-        self.host_tokens = instance.host_blocks * size
-        self.step_s = instance.step_s
-        self._instance = instance
-        self._boundary = boundary
-        self._rows: list[Row] | None = None
-
-    @property
-    def rows(self) -> list[Row]:
-        """Its requests. Taken down at the first look, which must come before anything changes there."""
-        if self._rows is None:
-            instance, boundary, decoding = self._instance, self._boundary, JobState.DECODING
-            rows: list[Row] = [
-                (job, job.tokens + boundary - job.joined, decoding, -1) for job in instance.decoding
-            ]
-            rows += [(job, job.tokens, job.state, job.blocks) for job in instance.paused]
-            rows += [(job, job.tokens, job.state, job.blocks) for _, job in instance.prefilling]
-            rows += [(job, job.tokens, job.state, job.blocks) for _, job in instance.waiting]
-            self._rows = rows
-        return self._rows
-
-    def take_down(self) -> Report:
-        """The same report, good for later."""
-        assert self.rows is not None
-        return self
+_NOTHING_TOLD: Mapping[Job, int] = MappingProxyType({})
 
 
-class ReportedRequests(Sequence[RequestView]):
-    """An instance's requests, made only if somebody looks."""
+class ReportedRequests(CountsPhases, Sequence[RequestView]):
+    """An instance's requests, made and counted only if somebody looks."""
 
-    __slots__ = ("_instance", "_made", "_pending", "_report", "_told", "_views")
+    __slots__ = ("_counted", "_instance", "_made", "_pending", "_report", "_told", "_views")
 
     def __init__(
         self,
@@ -116,6 +64,7 @@ class ReportedRequests(Sequence[RequestView]):
         self._told = told
         self._pending = pending
         self._made: tuple[RequestView, ...] | None = None
+        self._counted: tuple[int, PhaseLoad] | None = None
 
     def _all(self) -> tuple[RequestView, ...]:
         if self._made is None:
@@ -123,9 +72,14 @@ class ReportedRequests(Sequence[RequestView]):
         return self._made
 
     def phase_load(self, quantum_tokens: int, without: str) -> PhaseLoad:
-        """As tailrace.policy.phase_load counts them, without making a view of each."""
+        """As tailrace.policy.phase_load counts them, without making a view of each; all of them only once."""
+        if not without and self._counted is not None and self._counted[0] == quantum_tokens:
+            return self._counted[1]
         rows = self._views.rows(self._instance, self._report, self._told, self._pending)
-        return self._views.phase_load(rows, self._report.at_s, quantum_tokens, without)
+        load = self._views.phase_load(rows, self._report.at_s, quantum_tokens, without)
+        if not without:
+            self._counted = (quantum_tokens, load)
+        return load
 
     def __len__(self) -> int:
         return len(self._all())
@@ -144,14 +98,40 @@ class ReportedRequests(Sequence[RequestView]):
 class _Known:
     """What the scheduler knows of one instance."""
 
-    __slots__ = ("context_change", "instance", "kv_change", "pending", "report", "running_change", "told")
+    __slots__ = (
+        "context_change",
+        "instance",
+        "kv_change",
+        "pending",
+        "pending_s",
+        "pending_tokens",
+        "report",
+        "running_change",
+        "told",
+    )
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
-        self.report = Report(instance, 0.0, 0).take_down()
-        # Placements that no report shows yet: job -> running number.
+        self.report = Report(instance, 0.0, 0)
+        # Placements that no report shows yet: job -> running number; their prompts' tokens and seconds.
         self.pending: dict[Job, int] = {}
+        self.pending_tokens = 0
+        self.pending_s = 0.0
         self.forget_changes()
+
+    def expect(self, job: Job, number: int) -> None:
+        """A placement that no report shows yet."""
+        self.pending[job] = number
+        self.pending_tokens += job.prompt
+        self.pending_s += self.instance.prefill_s(job.prompt)
+
+    def expects_no_more(self, job: Job) -> bool:
+        """It has begun, or gone; whether it was a placement that no report shows."""
+        if self.pending.pop(job, None) is None:
+            return False
+        self.pending_tokens -= job.prompt
+        self.pending_s = self.pending_s - self.instance.prefill_s(job.prompt) if self.pending else 0.0
+        return True
 
     def forget_changes(self) -> None:
         """A new report has them."""
@@ -161,6 +141,16 @@ class _Known:
         # Requests that came to be decoding here, or entered a phase: job -> output tokens then.
         self.told: dict[Job, int] = {}
 
+    @property
+    def quiet(self) -> bool:
+        """Nothing is there and nothing has been heard of."""
+        return (
+            self.report.empty
+            and not self.pending
+            and not self.told
+            and not (self.running_change or self.context_change or self.kv_change)
+        )
+
 
 class Views:
     """Builds ClusterViews, only what has changed anew."""
@@ -169,6 +159,10 @@ class Views:
         self._spec = spec
         self._intra = intra
         self._exact = spec.report.interval_s <= 0.0
+        # Whether the rank of a request may go down while it reasons.
+        self._demotes = type(intra).demoted is not IntraPolicy.demoted
+        # Host memory counts as room for migrated requests only where they are let in there.
+        self._host_imports = spec.migration.when_full is WhenFull.HOST
         ordered = sorted(instances, key=lambda instance: instance.instance_id)
         self._known = {instance.instance_id: _Known(instance) for instance in ordered}
         self._placed = 0
@@ -180,18 +174,33 @@ class Views:
 
     def capture(self, now: float) -> list[Report]:
         """Reports of all instances, in order."""
-        return [Report(known.instance, now, self._placed).take_down() for known in self._known.values()]
+        reports = []
+        placed = self._placed
+        for known in self._known.values():
+            report = Report(known.instance, now, placed)
+            known.instance.watchers.append(report)
+            reports.append(report)
+        return reports
 
     def publish(self, reports: Sequence[Report]) -> None:
         """The reports have arrived."""
+        dirty = self._dirty
         for (name, known), report in zip(self._known.items(), reports, strict=True):
+            watchers = known.instance.watchers
+            quiet = report.empty and known.quiet
+            # Nobody will look at it any more.
+            superseded = report if quiet else known.report
+            if superseded in watchers:
+                watchers.remove(superseded)
+            if quiet:
+                continue
             known.report = report
             known.forget_changes()
             if known.pending:
-                known.pending = {job: n for job, n in known.pending.items() if n > report.placed_before}
-            for job in known.pending:
-                known.context_change += job.prompt
-            self._dirty.add(name)
+                for job in [job for job, n in known.pending.items() if n <= report.placed_before]:
+                    known.expects_no_more(job)
+                known.context_change = known.pending_tokens
+            dirty.add(name)
 
     def placed(self, job: Job, instance: Instance) -> None:
         """The scheduler sent a request there."""
@@ -199,7 +208,7 @@ class Views:
             return
         self._placed += 1
         known = self._known[instance.instance_id]
-        known.pending[job] = self._placed
+        known.expect(job, self._placed)
         known.context_change += job.prompt
         self._dirty.add(instance.instance_id)
 
@@ -208,7 +217,7 @@ class Views:
         if self._exact or job.instance is not instance:
             return
         known = self._known[instance.instance_id]
-        if known.pending.pop(job, None) is not None:
+        if known.expects_no_more(job):
             known.running_change += 1
             known.kv_change += job.prompt + tokens
         known.told[job] = tokens
@@ -221,7 +230,7 @@ class Views:
         known = self._known[instance.instance_id]
         context = job.prompt + tokens
         known.context_change -= context
-        if known.pending.pop(job, None) is None:
+        if not known.expects_no_more(job):
             known.running_change -= 1
             known.kv_change -= context
         known.told.pop(job, None)
@@ -273,32 +282,42 @@ class Views:
 
     def _instance_view(self, known: _Known) -> InstanceView:
         instance, report = known.instance, known.report
+        report.look()
         spec = instance.spec
-        pending = known.pending
-        future: tuple[float, ...] = ()
-        if self._spec.future_load is not None:
-            future = self._spec.future_load(
-                [(job.prompt + tokens, self._remaining(job, tokens)) for job, tokens, _, _ in report.rows]
-            )
-        capacity = instance.total_blocks * instance.block_tokens
+        block_tokens = instance.block_tokens
+        capacity = instance.total_blocks * block_tokens
+        used = report.kv_used + known.kv_change
+        running = report.running + known.running_change
+        context = report.context + known.context_change
+        backlog = report.backlog + known.pending_tokens
+        delay_s = 0.0
+        if backlog:
+            steps = -(-backlog // report.budget)
+            delay_s = report.prefill_s + known.pending_s + steps * report.prefill_step_s
+        future_load = self._spec.future_load
+        told, pending = known.told, known.pending
         return InstanceView(
             instance_id=instance.instance_id,
             pool=instance.pool,
             kv_capacity_tokens=capacity,
-            kv_used_tokens=min(capacity, max(0, report.kv_used + known.kv_change)),
-            block_tokens=instance.block_tokens,
+            kv_used_tokens=0 if used < 0 else used if used < capacity else capacity,
+            block_tokens=block_tokens,
             max_model_len=spec.max_model_len,
-            running=max(0, report.running + known.running_change),
+            running=running if running > 0 else 0,
             waiting=report.waiting + len(pending),
-            prefill_backlog_tokens=report.backlog + sum(job.prompt for job in pending),
-            context_tokens=max(0, report.context + known.context_change),
+            prefill_backlog_tokens=backlog,
+            context_tokens=context if context > 0 else 0,
             token_interval_s=report.step_s,
-            host_kv_tokens=report.host_tokens,
+            host_kv_tokens=report.host,
+            host_kv_capacity_tokens=instance.host_capacity_blocks * block_tokens if self._host_imports else 0,
+            prefill_delay_s=delay_s,
             max_running_tokens=spec.max_running_tokens,
-            future_load=future,
+            future_load=() if future_load is None else report.future(future_load, self._spec.predictor),
             migrations_in=instance.migrations_in,
             migrations_out=instance.migrations_out,
-            requests=ReportedRequests(self, instance, report, dict(known.told), tuple(pending)),
+            requests=ReportedRequests(
+                self, instance, report, dict(told) if told else _NOTHING_TOLD, tuple(pending)
+            ),
         )
 
     def make(
@@ -329,20 +348,37 @@ class Views:
     def phase_load(self, rows: Iterable[Row], at_s: float, quantum_tokens: int, without: str) -> PhaseLoad:
         """Rows counted as tailrace.policy.phase_load does with views of them."""
         reasoning = fresh = 0
+        # Of what a user has been given beyond what the time since the start of the simulation asks for.
         least = math.inf
         pace_s = self._spec.tpot_target_s
-        demoted = self._intra.demoted
+        demotes = self._demotes
         for job, tokens, _, _ in rows:
             if without and job.request.request_id == without:
                 continue
             answered = tokens - job.reasoning
             if answered < 0 or not tokens:
-                reasoning += not (tokens and demoted(job.view(tokens)))
+                if not (demotes and tokens and self._demoted(job, tokens)):
+                    reasoning += 1
                 continue
-            fresh += answered < quantum_tokens
-            if answered > 0 and job.first_answer_s is not None:
-                least = min(least, slack_tokens(answered, at_s - job.first_answer_s, pace_s))
-        return PhaseLoad(reasoning, fresh, least)
+            if answered < quantum_tokens:
+                fresh += 1
+            if answered > 0:
+                first_s = job.first_answer_s
+                if first_s is not None:
+                    ahead = answered + first_s / pace_s
+                    if ahead < least:
+                        least = ahead
+        return PhaseLoad(reasoning, fresh, least - (at_s / pace_s + 1.0))
+
+    def _demoted(self, job: Job, tokens: int) -> bool:
+        """Asked anew only when the job's rank may have changed, which demotion changes."""
+        if not job.demotion_since <= tokens < job.demotion_until:
+            view = job.view(tokens)
+            holds = self._intra.rank_holds(view)
+            job.demoted = self._intra.demoted(view)
+            job.demotion_since = tokens
+            job.demotion_until = NEVER if holds is None else tokens + holds
+        return job.demoted
 
     def request_view(
         self, job: Job, instance: Instance, tokens: int, state: JobState, blocks: int, now: float
@@ -377,7 +413,7 @@ class Views:
             pacer_slack_tokens=slack,
             predicted_remaining_tokens=self._remaining(job, tokens),
             phase_tokens=tokens - job.reasoning if answering else tokens,
-            demoted=phase is Phase.REASONING and self._intra.demoted(job.view(tokens)),
+            demoted=self._demotes and phase is Phase.REASONING and self._demoted(job, tokens),
         )
 
     def _remaining(self, job: Job, tokens: int) -> float | None:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Protocol, runtime_checkable
 
 from tailrace.cluster import Phase, PhaseLoad, RequestView
 from tailrace.intra.base import QUANTUM_TOKENS
 
 
-@runtime_checkable
-class CountsPhases(Protocol):
+class CountsPhases(ABC):
     """Requests that can be counted without making a view of each."""
 
+    @abstractmethod
     def phase_load(self, quantum_tokens: int, without: str) -> PhaseLoad:
         """What the function `phase_load` returns for them."""
-        ...
 
 
 def phase_load(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -34,7 +35,11 @@ def _spec(kv_tokens: int, when_full: WhenFull, bytes_per_s: float, interval_s: f
     return replace(
         spec,
         link=LinkSpec(bytes_per_s=bytes_per_s, latency_s=0.00037),
-        migration=MigrationSpec(when_full=when_full, limit=2, patience_s=0.5),
+        # Irrational: two instances that hand each other requests do not come to step in time, where rounding
+        # would decide what is first.
+        migration=MigrationSpec(
+            when_full=when_full, limit=2, patience_s=0.5, open_s=math.pi / 1e3, commit_s=math.sqrt(2) / 1e3
+        ),
         report=ReportSpec(interval_s=interval_s, delay_s=0.0021),
         stages=(Stage(0, 60, ("i000",)), Stage(60, 140, ("i001",)), Stage(140, 1 << 20, ("i002",))),
     )
@@ -45,7 +50,7 @@ def _run(spec: ClusterSpec, requests: list[SimRequest], intra: str, most: int) -
     return simulation, simulation.run(None)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     requests=workloads(most=10, span_s=1.0),
     intra=st.sampled_from(sorted(INTRA)),

@@ -1,0 +1,191 @@
+"""What policies see: counted as if from the requests, stale as the reports are, lazily or not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulator.cluster import ClusterSpec, MigrationSpec, ReportSpec, WhenFull
+from simulator.instance import Instance
+from simulator.reports import Report
+from simulator.request import SimRequest
+from simulator.run import simulate
+from tailrace.actions import Action, Place, Placement
+from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestView, Stage
+from tailrace.intra.fcfs import Fcfs
+from tailrace.policy.ares.future_load import FutureLoad
+from tailrace.policy.base import Policy
+from tailrace.policy.phase_load import phase_load
+from tests.simulator.moving import Stirring
+from tests.simulator.worlds import INTRA, PROFILE, workloads
+
+
+class Oracle:
+    def remaining(self, request: SimRequest, output_tokens: int) -> float:
+        return float(request.output_tokens - output_tokens)
+
+
+class Looking(Stirring):
+    """Notes all that it sees; `every`: only each so many-th view is looked at."""
+
+    def __init__(self, every: int = 1) -> None:
+        self.every = every
+        self.calls = 0
+        self.seen: list[object] = []
+
+    def look(self, view: ClusterView, now: float) -> None:
+        self.calls += 1
+        if self.calls % self.every:
+            return
+        for instance in view.instances.values():
+            columns = [getattr(instance, field.name) for field in fields(InstanceView)]
+            self.seen.append((self.calls, now, *columns[:-1], tuple(instance.requests)))
+
+    def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
+        self.look(view, now)
+        return super().place(view, arrival, now)
+
+    def on_reasoning_ended(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
+        self.look(view, now)
+        return super().on_reasoning_ended(view, request, now)
+
+    def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
+        self.look(view, now)
+        return super().on_tick(view, now)
+
+
+def cluster(interval_s: float = 0.0517, when_full: WhenFull = WhenFull.HOST) -> ClusterSpec:
+    spec = ClusterSpec.uniform(
+        3,
+        PROFILE,
+        kv_capacity_tokens=330,
+        block_tokens=8,
+        host_kv_bytes=400 * PROFILE.kv_bytes_per_token,
+        max_num_seqs=6,
+        chunk_budget_tokens=64,
+    )
+    return replace(
+        spec,
+        migration=MigrationSpec(when_full=when_full, limit=2, patience_s=0.5),
+        report=ReportSpec(interval_s=interval_s, delay_s=0.0021),
+        stages=(Stage(0, 60, ("i000",)), Stage(60, 140, ("i001",)), Stage(140, 1 << 20, ("i002",))),
+        predictor=Oracle(),
+        future_load=FutureLoad(),
+    )
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(requests=workloads(most=10, span_s=1.0), intra=st.sampled_from(sorted(INTRA)))
+def test_a_report_looked_at_late_says_what_it_said_at_once(intra: str, requests: list[SimRequest]) -> None:
+    late = Looking(every=3)
+    simulate(cluster(), requests, late, INTRA[intra])
+    at_once = Looking(every=3)
+    with pytest.MonkeyPatch.context() as patch:
+        begin = Report.__init__
+
+        def looking(report: Report, instance: Instance, now: float, placed_before: int) -> None:
+            begin(report, instance, now, placed_before)
+            report.take_down()
+
+        patch.setattr(Report, "__init__", looking)
+        simulate(cluster(), requests, at_once, INTRA[intra])
+    assert late.seen == at_once.seen
+    assert late.seen or late.calls < 3
+
+
+class Counting(Stirring):
+    """Compares the counts that the view offers with those of its requests one by one."""
+
+    def __init__(self) -> None:
+        self.compared = 0
+
+    def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
+        for instance in view.instances.values():
+            requests = tuple(instance.requests)
+            # Twice: the second answer is kept from the first.
+            for _ in range(2):
+                offered = phase_load(instance.requests, quantum_tokens=13)
+                counted = phase_load(requests, quantum_tokens=13)
+                assert offered.reasoning == counted.reasoning
+                assert offered.fresh_answering == counted.fresh_answering
+                assert offered.least_pacer_slack_tokens == pytest.approx(counted.least_pacer_slack_tokens)
+            for request in requests:
+                without = request.request_id
+                offered = phase_load(instance.requests, quantum_tokens=13, without=without)
+                counted = phase_load(requests, quantum_tokens=13, without=without)
+                assert offered.reasoning == counted.reasoning
+                assert offered.fresh_answering == counted.fresh_answering
+                self.compared += 1
+        return super().on_tick(view, now)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    requests=workloads(most=10, span_s=1.0),
+    intra=st.sampled_from(sorted(INTRA)),
+    interval_s=st.sampled_from([0.0, 0.0517]),
+)
+def test_phases_are_counted_as_one_by_one(intra: str, requests: list[SimRequest], interval_s: float) -> None:
+    simulate(cluster(interval_s), requests, Counting(), INTRA[intra])
+
+
+class OnePlace(Policy):
+    """Everything to the first instance; keeps each view of it."""
+
+    def __init__(self) -> None:
+        self.views: list[InstanceView] = []
+
+    def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
+        self.views.append(next(iter(view.instances.values())))
+        return Place("i000")
+
+
+def prompts(*tokens: int, gap_s: float = 1e-4) -> list[SimRequest]:
+    return [SimRequest(f"r{n}", gap_s * n, length, 0, 5) for n, length in enumerate(tokens)]
+
+
+@pytest.mark.parametrize("interval_s", [0.0, 0.5])
+def test_prefill_delay_is_the_profiles_time_for_the_backlog(interval_s: float) -> None:
+    spec = ClusterSpec.uniform(1, PROFILE, chunk_budget_tokens=100, kv_capacity_tokens=4_000)
+    spec = replace(spec, report=ReportSpec(interval_s=interval_s))
+    policy = OnePlace()
+    simulate(spec, prompts(250, 70, 30), policy, Fcfs())
+    base, prefill = PROFILE.prefill.base_ms, PROFILE.prefill
+    delays_ms = [(view.prefill_delay_s or 0.0) * 1e3 for view in policy.views]
+    assert delays_ms[0] == 0.0
+    # The step in flight has made nothing yet: 250 tokens in three steps, then 320 in four.
+    assert delays_ms[1] == pytest.approx(3 * base + prefill.ms(0, 250))
+    assert delays_ms[2] == pytest.approx(4 * base + prefill.ms(0, 250) + prefill.ms(0, 70))
+
+
+def test_prefill_delay_counts_only_what_is_left() -> None:
+    spec = ClusterSpec.uniform(1, PROFILE, chunk_budget_tokens=100, kv_capacity_tokens=4_000)
+    spec = replace(spec, report=ReportSpec(interval_s=0.0))
+    policy = OnePlace()
+    # The second comes while the second of three chunks is computed.
+    first_s = PROFILE.step_ms(PROFILE.prefill.ms(0, 100), 0, 0) / 1e3
+    simulate(spec, prompts(250, 70, gap_s=first_s * 1.3), policy, Fcfs())
+    left_ms = 2 * PROFILE.prefill.base_ms + PROFILE.prefill.ms(100, 250)
+    assert (policy.views[1].prefill_delay_s or 0.0) * 1e3 == pytest.approx(left_ms)
+
+
+@pytest.mark.parametrize(("when_full", "tokens"), [(WhenFull.HOST, 400), (WhenFull.WAIT, 0)])
+def test_host_memory_counts_where_migrated_requests_are_let_in(when_full: WhenFull, tokens: int) -> None:
+    policy = OnePlace()
+    simulate(cluster(when_full=when_full), prompts(30), policy, Fcfs())
+    assert policy.views[0].host_kv_capacity_tokens == tokens
+
+
+def test_future_load_is_as_old_as_the_report() -> None:
+    spec = replace(cluster(interval_s=10.0), stages=())
+    policy = OnePlace()
+    simulate(spec, prompts(30, 30, 30), policy, Fcfs())
+    # No report since the start: the placements are known, what they will do is not.
+    assert [view.waiting for view in policy.views] == [0, 1, 2]
+    assert all(load == 0.0 for view in policy.views for load in view.future_load)
+    assert math.isclose(policy.views[2].context_tokens, 60)
