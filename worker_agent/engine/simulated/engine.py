@@ -10,6 +10,7 @@ from typing import Final
 import msgspec
 
 from tailrace import wire
+from tailrace.intra.registry import make_intra
 from tailrace.profiles import ProfileError, load_profile
 from worker_agent.engine.base import (
     EngineInfo,
@@ -202,6 +203,10 @@ class SimulatedEngine:
         if self._sink is None:
             raise RuntimeError("the engine is not started")
         self._sink.on_utility(client, call_id, answer_utility(call_id, frames))
+
+    def set_intra(self, name: str) -> None:
+        """Engine.set_intra."""
+        make_intra(name)
 
     def stats(self) -> EngineStats:
         """Engine.stats."""

@@ -95,6 +95,7 @@ class Admission:
             phases=phases,
             pace=Pace(),
             emitted=len(outputs),
+            turn=self._table.new_turn(request),
         )
         self._core.start_grammar(request)
         self._table.add(entry)

@@ -1,10 +1,15 @@
-"""The KV connector: gives this process the engine's KV tensors, and nothing to vLLM's scheduler.
+"""The KV connector: gives this process the engine's KV tensors, and swaps preempted requests to host memory.
 
-Requests come in and out through the engine's imports and exports, which write to blocks that are reserved and
-read blocks that are pinned; so no step ever waits for a transfer, and vLLM is never told of external hits.
+Migrations come in and out through the engine's imports and exports, which write to blocks that are reserved
+and read blocks that are pinned; no step waits for those, and vLLM is never told of them. Swaps are vLLM's to
+time: a preempted request's blocks are copied out at the start of the very step that may overwrite them
+(`handle_preemptions`), and when the request is admitted again its tokens count as external hits that are
+loaded before the forward pass (`start_load_kv`).
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 import torch
 from vllm.config import VllmConfig
@@ -18,20 +23,53 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from vllm.v1.request import Request
 
+from worker_agent.engine.host_ledger import HostLedger
+from worker_agent.engine.vllm.host_pool import HostPool
 from worker_agent.engine.vllm.kv_blocks import KvBlocks
+from worker_agent.engine.vllm.kv_names import kv_names
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """Copy blocks of the device to slots of host memory, or back: entry i of each list belongs together."""
+
+    block_ids: list[int]
+    slots: list[int]
+    # What the blocks hold, by the request's tokens as the scheduler has them now.
+    names: list[bytes]
+
+
+@dataclass(slots=True)
+class SwapMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """One step's swaps: all of `out` before any of `back`."""
+
+    out: list[Swap] = field(default_factory=list)
+    back: list[Swap] = field(default_factory=list)
 
 
 class TailraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """Worker side: `blocks` reads and writes KV by block. Scheduler side: nothing to do."""
+    """Worker side: `blocks` reads and writes KV by block, `pool` holds what is swapped out.
+
+    Scheduler side: `ledger` says which request has which slot of the pool. Both are attached once the engine
+    is loaded; before, and with no host memory, nothing is swapped.
+    """
 
     blocks: KvBlocks | None
+    pool: HostPool | None
+    ledger: HostLedger
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._metadata = KVConnectorMetadata()
         self.blocks = None
+        self.pool = None
+        self.ledger = HostLedger(0, 0)
+        self._block_tokens: int = vllm_config.cache_config.block_size
+        self._swaps = SwapMetadata()
+        # Slots that the step in progress reads.
+        self._read_slots: list[int] = []
+        self._bad_blocks: set[int] = set()
         groups = kv_cache_config.kv_cache_groups
         if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
             raise RuntimeError(
@@ -51,8 +89,22 @@ class TailraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.blocks = KvBlocks(list(kv_caches.values()), self._kv_cache_config.num_blocks)
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, SwapMetadata)
+        for swap in kv_connector_metadata.out:
+            assert self.pool is not None
+            self.pool.save(swap.block_ids, swap.slots, swap.names)
+
     def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
-        return
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, SwapMetadata)
+        for swap in metadata.back:
+            assert self.pool is not None
+            self._bad_blocks.update(self.pool.load(swap.slots, swap.block_ids, swap.names))
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
@@ -67,13 +119,46 @@ class TailraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     # ---- scheduler side
 
+    def step_begins(self) -> None:
+        """The step before is complete: what it read may be written."""
+        self.ledger.give_back(self._read_slots)
+        self._read_slots = []
+
+    def swap_out(self, request: Request, block_ids: list[int]) -> None:
+        """A decoding request loses its place: keep its KV if there is room. Only inside a step's schedule."""
+        # vLLM recomputes a request that is to read no cache (one that wants logprobs of its prompt).
+        if not self.ledger.total or request.skip_reading_prefix_cache:
+            return
+        tokens = request.num_computed_tokens
+        names = kv_names(request, tokens, self._block_tokens)
+        swapped = self.ledger.swap_out(request.request_id, tokens, names)
+        if swapped is not None:
+            self._swaps.out.append(Swap(block_ids[: len(names)], swapped.slots, names))
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        return 0, False
+        swapped = self.ledger.get(request.request_id)
+        if swapped is None:
+            return 0, False
+        return max(0, swapped.tokens - num_computed_tokens), False
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        return
+        swapped = self.ledger.swap_in(request.request_id)
+        if swapped is None:
+            return
+        self._read_slots += swapped.slots
+        if not num_external_tokens:
+            return
+        first = (swapped.tokens - num_external_tokens) // self._block_tokens
+        names = kv_names(request, swapped.tokens, self._block_tokens)
+        block_ids = blocks.get_block_ids()[0]
+        self._swaps.back.append(Swap(block_ids[first : len(names)], swapped.slots[first:], names[first:]))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._metadata
+        swaps, self._swaps = self._swaps, SwapMetadata()
+        return swaps
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
+        self.ledger.drop(request.request_id)
+        return False, None

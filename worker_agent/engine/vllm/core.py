@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from worker_agent.engine.base import StepColumns
 from worker_agent.engine.vllm.admission import Admission
 from worker_agent.engine.vllm.exports import Exports
+from worker_agent.engine.vllm.host_pool import default_host_bytes
 from worker_agent.engine.vllm.imports import Imports
 from worker_agent.engine.vllm.load import LoadedCore
+from worker_agent.engine.vllm.orders import use_intra
 from worker_agent.engine.vllm.outputs import OutputWriter
 from worker_agent.engine.vllm.requests import RequestTable
 from worker_agent.engine.vllm.settings import VllmSettings, vllm_config
@@ -100,9 +102,11 @@ class EngineThread:
             self._died(f"{type(error).__name__}: {error}")
 
     def _load(self) -> EngineParts:
-        core = LoadedCore(vllm_config(self._settings))
+        wanted = self._settings.host_kv_bytes
+        core = LoadedCore(vllm_config(self._settings), default_host_bytes() if wanted is None else wanted)
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         table = RequestTable()
+        use_intra(self._settings.intra, core, table)
         writer = OutputWriter(table)
         imports = Imports(core, table, self.post)
         parts = EngineParts(
@@ -133,6 +137,7 @@ class EngineThread:
         core = parts.core.core
         outputs, executed = core.step_fn()
         core.post_step(executed)
+        parts.core.after_step()
         columns = parts.writer.step(outputs)
         if columns:
             self._deliver(columns)

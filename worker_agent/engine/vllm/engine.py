@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from tailrace.intra.registry import make_intra
 from worker_agent.engine.base import (
     EngineInfo,
     EngineRefusal,
@@ -25,6 +26,7 @@ from worker_agent.engine.base import (
 from worker_agent.engine.vllm.core import EngineParts, EngineThread
 from worker_agent.engine.vllm.fingerprint import kv_shape, ready_response
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging
+from worker_agent.engine.vllm.orders import use_intra
 from worker_agent.engine.vllm.settings import VllmSettings
 from worker_agent.engine.vllm.stats import engine_stats
 
@@ -99,6 +101,11 @@ class VllmEngine:
 
         self._thread.post(run)
 
+    def set_intra(self, name: str) -> None:
+        """Order the requests by this intra-instance policy from the next step on."""
+        make_intra(name)
+        self._thread.post(lambda: use_intra(name, self._parts.core, self._parts.table))
+
     def stats(self) -> EngineStats:
         """The engine as it is now."""
         return engine_stats(self._parts.core, self._parts.table, self._parts.writer)
@@ -138,7 +145,7 @@ class VllmEngine:
 
         def copy() -> list[int]:
             with export.reading:
-                return self._parts.core.kv.gather(export.block_ids(first_block, num_blocks), staging)
+                return export.read(self._parts.core, first_block, num_blocks, staging)
 
         return await asyncio.to_thread(copy)
 
@@ -163,10 +170,7 @@ class VllmEngine:
 
         def copy() -> None:
             with found.writing:
-                places = found.place(first_block, num_blocks)
-                self._parts.core.kv.verify(staging, checksums, first_block)
-                self._parts.core.kv.scatter(staging, places)
-                found.written.update(range(first_block, first_block + num_blocks))
+                found.write(self._parts.core, first_block, num_blocks, staging, checksums)
 
         await asyncio.to_thread(copy)
 

@@ -1,9 +1,14 @@
-"""Source of a migration: pins blocks, pauses, hands over. Engine thread, but for `Export.block_ids`."""
+"""Source of a migration: pins blocks, pauses, hands over. Engine thread, but for `Export.read`.
+
+A request that is swapped out is handed over from host memory; one that is swapped out, or comes back, while
+its export is open has some blocks pinned here and some there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -11,8 +16,16 @@ from vllm.v1.request import RequestStatus
 
 from worker_agent.engine.base import EngineRefusal, Exported, ExportedPause
 from worker_agent.engine.vllm.in_use import InUse
+from worker_agent.engine.vllm.kv_blocks import DeviceStaging
 from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.requests import Entry, RequestTable
+
+
+@dataclass(frozen=True, slots=True)
+class HostSlot:
+    """A pinned block in host memory."""
+
+    slot: int
 
 
 @dataclass(slots=True)
@@ -26,15 +39,21 @@ class Export:
     entry: Entry
     reported_tokens: int
     reading: InUse
-    pinned: list[KVCacheBlock] = field(default_factory=list)
+    pinned: list[KVCacheBlock | HostSlot] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
 
-    def block_ids(self, first_block: int, num_blocks: int) -> list[int]:
-        """Places of pinned blocks. Any thread: the list only grows while the export is open."""
+    def read(self, core: LoadedCore, first_block: int, num_blocks: int, out: DeviceStaging) -> list[int]:
+        """Copy pinned blocks to the front of `out`; their checksums. Any thread, inside `reading`: the list
+        only grows while the export is open."""
         blocks = self.pinned[first_block : first_block + num_blocks]
         if len(blocks) != num_blocks:
             raise EngineRefusal(f"blocks {first_block}..{first_block + num_blocks - 1} are not all pinned")
-        return [block.block_id for block in blocks]
+        sums: list[int] = []
+        for on_host, group in groupby(blocks, lambda block: isinstance(block, HostSlot)):
+            places = [block.slot if isinstance(block, HostSlot) else block.block_id for block in group]
+            part = out.part(len(sums), len(places))
+            sums += core.host_pool.read(places, part) if on_host else core.kv.gather(places, part)
+        return sums
 
 
 class Exports:
@@ -64,11 +83,12 @@ class Exports:
         if entry is None:
             raise EngineRefusal(f"request {request_id} is not running here")
         status = entry.request.status
-        if status != RequestStatus.RUNNING:
+        if status != RequestStatus.RUNNING and self._core.host.get(request_id) is None:
             raise EngineRefusal(f"request {request_id} is {_state(status)}")
         outputs = list(entry.request.output_token_ids)
         export = Export(entry, len(outputs), InUse(f"the export of {request_id}"))
         self._exports[request_id] = export
+        self._core.scheduler.exporting.add(request_id)
         self._pin_full(export)
         return Exported(
             key=entry.key,
@@ -84,8 +104,7 @@ class Exports:
     def more(self, request_id: str, have_blocks: int) -> list[bytes]:
         """Pin what has become full; hashes of all from number have_blocks on."""
         export = self._live(request_id)
-        if export.entry.request.status == RequestStatus.RUNNING:
-            self._pin_full(export)
+        self._pin_full(export)
         return export.hashes[have_blocks:]
 
     def pause(self, request_id: str, have_blocks: int) -> ExportedPause:
@@ -94,17 +113,17 @@ class Exports:
         entry, request, scheduler = export.entry, export.entry.request, self._core.scheduler
         if request_id in scheduler.paused:
             raise EngineRefusal(f"request {request_id} is already paused")
-        if request.status != RequestStatus.RUNNING:
+        swapped = self._core.host.get(request_id)
+        if request.status != RequestStatus.RUNNING and swapped is None:
             raise EngineRefusal(f"request {request_id} is {_state(request.status)}")
-        computed = request.num_computed_tokens
+        computed = request.num_computed_tokens if swapped is None else swapped.tokens
         if computed != request.num_tokens - 1 or not request.num_output_tokens:
             raise EngineRefusal(f"request {request_id} is computing its prompt")
         state = self._core.generator_state(request_id)
         scheduler.pause(request)
         self._pin_full(export)
-        blocks = self._core.blocks_of(request_id)
         if cdiv(computed, self._core.block_tokens) > len(export.pinned):
-            self._pin(export, blocks[len(export.pinned)], b"")
+            self._pin(export, len(export.pinned), b"")
         new_tokens = list(request.output_token_ids)[export.reported_tokens :]
         return ExportedPause(
             new_output_token_ids=new_tokens,
@@ -116,7 +135,7 @@ class Exports:
 
     def resume(self, request_id: str) -> None:
         """Go on as if nothing had happened; ignored when there is no export."""
-        export = self._exports.pop(request_id, None)
+        export = self._close(request_id)
         if export is None:
             return
         if self._table.get(request_id) is export.entry:
@@ -125,13 +144,17 @@ class Exports:
 
     def release(self, request_id: str) -> None:
         """Free the request, which lives elsewhere now; ignored when there is no export."""
-        export = self._exports.pop(request_id, None)
+        export = self._close(request_id)
         if export is None:
             return
         if self._table.get(request_id) is export.entry:
             self._table.remove(export.entry)
             self._core.finish([request_id])
         self._unpin(export)
+
+    def _close(self, request_id: str) -> Export | None:
+        self._core.scheduler.exporting.discard(request_id)
+        return self._exports.pop(request_id, None)
 
     def _live(self, request_id: str) -> Export:
         export = self.get(request_id)
@@ -140,22 +163,31 @@ class Exports:
         return export
 
     def _pin_full(self, export: Export) -> None:
+        """Pin the full blocks that it has now: none while its KV is being computed anew."""
         request = export.entry.request
-        full = request.num_computed_tokens // self._core.block_tokens
-        if full > len(export.pinned):
-            blocks = self._core.blocks_of(request.request_id)
-            for number in range(len(export.pinned), full):
-                self._pin(export, blocks[number], bytes(request.block_hashes[number]))
+        swapped = self._core.host.get(request.request_id)
+        computed = request.num_computed_tokens if swapped is None else swapped.tokens
+        for number in range(len(export.pinned), computed // self._core.block_tokens):
+            self._pin(export, number, bytes(request.block_hashes[number]))
 
-    def _pin(self, export: Export, block: KVCacheBlock, block_hash: bytes) -> None:
-        self._core.block_pool.touch([block])
+    def _pin(self, export: Export, number: int, block_hash: bytes) -> None:
+        request_id = export.entry.request_id
+        swapped = self._core.host.get(request_id)
+        if swapped is None:
+            block = self._core.blocks_of(request_id)[number]
+            self._core.block_pool.touch([block])
+            export.pinned.append(block)
+        else:
+            self._core.host.pin(swapped.slots[number])
+            export.pinned.append(HostSlot(swapped.slots[number]))
         export.hashes.append(block_hash)
-        export.pinned.append(block)
 
     def _unpin(self, export: Export) -> None:
         def free() -> None:
+            blocks = [block for block in export.pinned if not isinstance(block, HostSlot)]
             # Last block first, so that it is evicted from the prefix cache before those it builds on.
-            self._core.block_pool.free_blocks(reversed(export.pinned))
+            self._core.block_pool.free_blocks(reversed(blocks))
+            self._core.host.give_back([block.slot for block in export.pinned if isinstance(block, HostSlot)])
 
         export.reading.close(lambda: self._post(free))
 

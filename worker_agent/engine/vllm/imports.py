@@ -1,4 +1,8 @@
-"""Target of a migration: room, then KV, then state, then it runs. Engine thread, but where said otherwise."""
+"""Target of a migration: room, then KV, then state, then it runs. Engine thread, but where said otherwise.
+
+Room is on the device, or, when that is full and the order in use has answering requests wait for it, in host
+memory: the request then enters as one that was swapped out.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,10 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.request import Request, RequestStatus
 
 from worker_agent.engine.base import EngineRefusal, Exported, ExportedPause, KvCorrupt, RequestKey
+from worker_agent.engine.host_ledger import Swapped
 from worker_agent.engine.vllm.in_use import InUse
+from worker_agent.engine.vllm.kv_blocks import DeviceStaging
+from worker_agent.engine.vllm.kv_names import kv_names
 from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.pace import Pace
 from worker_agent.engine.vllm.phases import PhaseTracker
@@ -21,27 +28,45 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Import:
-    """One request on its way in. `block_ids`: its reservation; replaced, never changed, as it grows."""
+    """One request on its way in. `places`: its reservation, blocks of the device or slots of host memory;
+    replaced, never changed, as it grows."""
 
     exported: Exported
     key: RequestKey
     epoch: int
     request: Request
-    block_ids: list[int]
+    places: list[int]
+    on_host: bool
     writing: InUse
     written: set[int]
     prepared: Entry | None = None
 
-    def place(self, first_block: int, num_blocks: int) -> list[int]:
-        """Places of these reserved blocks. Any thread."""
-        places = self.block_ids[first_block : first_block + num_blocks]
+    def write(
+        self,
+        core: LoadedCore,
+        first_block: int,
+        num_blocks: int,
+        received: DeviceStaging,
+        checksums: Sequence[int],
+    ) -> None:
+        """Check received blocks and keep them. Any thread, inside `writing`.
+
+        Raises EngineRefusal, and KvCorrupt having written nothing.
+        """
+        places = self.places[first_block : first_block + num_blocks]
         if len(places) != num_blocks:
             raise EngineRefusal(f"blocks {first_block}..{first_block + num_blocks - 1} are not all reserved")
-        return places
+        core.kv.verify(received, checksums, first_block)
+        if self.on_host:
+            # Named when the tokens are known.
+            core.host_pool.put(places, received, checksums, [b""] * num_blocks)
+        else:
+            core.kv.scatter(received, places)
+        self.written.update(range(first_block, first_block + num_blocks))
 
 
 class Imports:
-    """All imports of this engine, by request id. One holds KV blocks and a place in the batch."""
+    """All imports of this engine, by request id. One holds KV blocks and a batch's place, or host memory."""
 
     def __init__(
         self, core: LoadedCore, table: RequestTable, post: Callable[[Callable[[], None]], None]
@@ -68,20 +93,16 @@ class Imports:
         tokens = request.num_tokens + len(exported.output_token_ids)
         if tokens >= self._core.max_model_len:
             raise EngineRefusal(f"request {request_id} is longer than this engine's max_model_len")
-        if self._core.scheduler.free_slots() <= 0:
-            raise EngineRefusal("no room: every place in the batch is taken")
-        blocks = min(cdiv(tokens, self._core.block_tokens) + 1, self._core.max_blocks)
-        if not self._core.reserve(request, blocks):
-            raise EngineRefusal(f"no room: {blocks} KV blocks are not free")
-        self._core.scheduler.hold_slots(1)
+        places, on_host = self._room(request, tokens)
         self._imports[request_id] = Import(
-            exported,
-            key,
-            epoch,
-            request,
-            self._places(request_id),
-            InUse(f"the import of {request_id}"),
-            set(),
+            exported=exported,
+            key=key,
+            epoch=epoch,
+            request=request,
+            places=places,
+            on_host=on_host,
+            writing=InUse(f"the import of {request_id}"),
+            written=set(),
         )
         try:
             # Compiles while the KV comes.
@@ -127,7 +148,10 @@ class Imports:
             raise EngineRefusal(f"the import of {request_id} is not prepared")
         del self._imports[request_id]
         found.writing.close(_nothing)
-        self._core.scheduler.hold_slots(-1)
+        if found.on_host:
+            self._wait_on_host(found)
+        else:
+            self._core.scheduler.hold_slots(-1)
         self._table.add(found.prepared)
         self._core.scheduler.add_request(found.request)
 
@@ -136,9 +160,12 @@ class Imports:
         found = self._imports.pop(request_id, None)
         if found is None:
             return
-        self._core.scheduler.hold_slots(-1)
         if found.prepared is not None:
             self._core.forget(request_id)
+        if found.on_host:
+            found.writing.close(lambda: self._post(lambda: self._leave_host(found)))
+            return
+        self._core.scheduler.hold_slots(-1)
         blocks = self._core.kv_manager.pop_blocks_for_free(found.request)
 
         def free() -> None:
@@ -158,12 +185,37 @@ class Imports:
 
     # ---- inner
 
+    def _room(self, request: Request, tokens: int) -> tuple[list[int], bool]:
+        """Reserved places for the request's tokens and one block more; whether they are in host memory."""
+        blocks = min(cdiv(tokens, self._core.block_tokens) + 1, self._core.max_blocks)
+        scheduler = self._core.scheduler
+        if scheduler.free_slots() > 0 and self._core.reserve(request, blocks):
+            scheduler.hold_slots(1)
+            return self._places(request.request_id), False
+        # vLLM takes no swapped KV for a request that is to read no cache.
+        if self._core.receives_on_host and not request.skip_reading_prefix_cache:
+            slots = self._core.host.take(blocks)
+            if slots is not None:
+                return slots, True
+        raise EngineRefusal(f"no room: {blocks} KV blocks or a place in the batch are not free")
+
+    def _leave_host(self, found: Import) -> None:
+        self._core.host.give_back(found.places)
+
     def _grow(self, found: Import, num_blocks: int) -> None:
-        if num_blocks <= len(found.block_ids):
+        missing = num_blocks - len(found.places)
+        if missing <= 0:
             return
-        if num_blocks > self._core.max_blocks or not self._core.reserve(found.request, num_blocks):
-            raise EngineRefusal(f"no room: {num_blocks - len(found.block_ids)} more KV blocks are not free")
-        found.block_ids = self._places(found.request.request_id)
+        if num_blocks <= self._core.max_blocks:
+            if found.on_host:
+                slots = self._core.host.take(missing)
+                if slots is not None:
+                    found.places = [*found.places, *slots]
+                    return
+            elif self._core.reserve(found.request, num_blocks):
+                found.places = self._places(found.request.request_id)
+                return
+        raise EngineRefusal(f"no room: {missing} more KV blocks are not free")
 
     def _places(self, request_id: str) -> list[int]:
         return [block.block_id for block in self._core.blocks_of(request_id)]
@@ -185,9 +237,13 @@ class Imports:
         self._check_hashes(request, 0, found.exported.block_hashes)
         self._check_hashes(request, used - len(pause.block_hashes), pause.block_hashes)
         request.status = RequestStatus.PREEMPTED
-        request.num_computed_tokens = computed
+        if found.on_host:
+            self._name(found, computed)
+        else:
+            request.num_computed_tokens = computed
         self._core.adopt(request, pause.sampling_state)
-        self._core.kv_manager.cache_blocks(request, computed)
+        if not found.on_host:
+            self._core.kv_manager.cache_blocks(request, computed)
         phases = PhaseTracker(self._core.marks, request.prompt_token_ids or ())
         phases.replay(outputs)
         found.prepared = Entry(
@@ -201,7 +257,22 @@ class Imports:
             phases=phases,
             pace=Pace(pause.token_interval_ms),
             emitted=len(outputs),
+            turn=self._table.new_turn(request),
         )
+
+    def _name(self, found: Import, computed: int) -> None:
+        for slot, name in zip(
+            found.places, kv_names(found.request, computed, self._core.block_tokens), strict=False
+        ):
+            self._core.host_pool.name(slot, name)
+
+    def _wait_on_host(self, found: Import) -> None:
+        """From here on it is a request that was swapped out."""
+        computed = found.request.num_tokens - 1
+        names = kv_names(found.request, computed, self._core.block_tokens)
+        used = found.places[: len(names)]
+        self._core.host.give_back(found.places[len(names) :])
+        self._core.host.arrive(found.request.request_id, Swapped(computed, used, names))
 
     def _check_hashes(self, request: Request, first_block: int, hashes: Sequence[bytes]) -> None:
         """The source's name for each full block must be what its tokens give here."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import xxhash
@@ -19,6 +20,12 @@ class DeviceStaging:
         self.bytes = torch.empty(
             (num_blocks, num_layers, layer_block_bytes), dtype=torch.uint8, device=device
         )
+
+    def part(self, first: int, num_blocks: int) -> DeviceStaging:
+        """Some of its blocks, in the same memory."""
+        view = object.__new__(DeviceStaging)
+        view.bytes = self.bytes[first : first + num_blocks]
+        return view
 
     @property
     def buffer(self) -> object:
@@ -53,6 +60,14 @@ class KvBlocks:
         """A buffer for num_blocks blocks, in the KV's own memory."""
         return DeviceStaging(num_blocks, self.num_layers, self.layer_block_bytes, self.device)
 
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """Copies inside go on the stream that all of KvBlocks' do; they are complete at the end."""
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            yield
+            if self._stream is not None:
+                self._stream.synchronize()
+
     def gather(self, block_ids: Sequence[int], out: DeviceStaging) -> list[int]:
         """Copy these blocks to the front of `out`; their checksums."""
         with torch.inference_mode(), torch.cuda.stream(self._stream):
@@ -65,8 +80,7 @@ class KvBlocks:
 
     def verify(self, received: DeviceStaging, checksums: Sequence[int], first_block: int) -> None:
         """Raise KvCorrupt, naming the block, unless the first blocks of `received` have these checksums."""
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
-            actual = self._checksums(received, len(checksums))
+        actual = self.checksums(received, len(checksums))
         for offset, (found, expected) in enumerate(zip(actual, checksums, strict=True)):
             if found != expected:
                 raise KvCorrupt(
@@ -75,13 +89,16 @@ class KvBlocks:
 
     def scatter(self, received: DeviceStaging, block_ids: Sequence[int]) -> None:
         """Copy the first blocks of `received` into these blocks of the KV cache."""
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
+        with self.stream():
             ids = torch.tensor(block_ids, dtype=torch.long, device=self.device)
             for number, layer in enumerate(self._layers):
                 blocks = received.bytes[: len(block_ids), number].contiguous().view(layer.dtype)
                 layer.index_copy_(0, ids, blocks.view(len(block_ids), *layer.shape[1:]))
-            if self._stream is not None:
-                self._stream.synchronize()
+
+    def checksums(self, staging: DeviceStaging, num_blocks: int) -> list[int]:
+        """Checksums of its first blocks."""
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            return self._checksums(staging, num_blocks)
 
     def _checksums(self, staging: DeviceStaging, num_blocks: int) -> list[int]:
         blocks = staging.bytes[:num_blocks].view(num_blocks, -1)

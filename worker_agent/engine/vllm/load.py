@@ -17,11 +17,13 @@ from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from worker_agent.engine.base import EngineRefusal, Frames
+from worker_agent.engine.host_ledger import HostLedger
 from worker_agent.engine.vllm.connector import TailraceConnector
 from worker_agent.engine.vllm.grammars import Grammars
+from worker_agent.engine.vllm.host_pool import HostPool
 from worker_agent.engine.vllm.kv_blocks import KvBlocks
 from worker_agent.engine.vllm.phases import ReasoningMarks, load_marks
-from worker_agent.engine.vllm.runner_extension import Adoption
+from worker_agent.engine.vllm.runner_extension import Adoption, Rewind
 from worker_agent.engine.vllm.scheduler import PausingScheduler
 
 
@@ -41,8 +43,8 @@ class LoadedCore:
     kv: KvBlocks
     marks: ReasoningMarks | None
 
-    def __init__(self, config: VllmConfig) -> None:
-        """Load the model; takes seconds to minutes."""
+    def __init__(self, config: VllmConfig, host_kv_bytes: int) -> None:
+        """Load the model; takes seconds to minutes. `host_kv_bytes`: host memory for swapped KV."""
         # Block hashes name KV between workers, so all must start their chains alike.
         os.environ.setdefault("PYTHONHASHSEED", "0")
         self.config = config
@@ -54,6 +56,13 @@ class LoadedCore:
         assert isinstance(connector, TailraceConnector)
         assert connector.blocks is not None
         self.kv = connector.blocks
+        self.host_pool = HostPool(self.kv, host_kv_bytes)
+        self.host = HostLedger(self.host_pool.slots, self.host_pool.block_bytes)
+        connector.pool = self.host_pool
+        assert isinstance(self.scheduler.connector, TailraceConnector)
+        self.scheduler.connector.ledger = self.host
+        # Whether an import that finds the device full may wait in host memory.
+        self.receives_on_host = False
         self.marks = load_marks(config)
         self.grammars = Grammars()
         self.block_tokens: int = config.cache_config.block_size
@@ -125,6 +134,13 @@ class LoadedCore:
         state = self._rpc("tailrace_generator_state", request_id)
         assert isinstance(state, bytes)
         return state
+
+    def after_step(self) -> None:
+        """What vLLM leaves undone when KV that was swapped out did not come back whole."""
+        failed, self.scheduler.failed_loads = self.scheduler.failed_loads, set()
+        for request_id in failed:
+            request = self.scheduler.requests[request_id]
+            self._rpc("tailrace_rewind", Rewind(request_id, request.num_output_tokens))
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """End requests and free their blocks, without an output; unknown ones are ignored."""

@@ -65,6 +65,11 @@ class PhaseTracker:
         self._marks = marks
         self._reasons = marks is not None and marks.opens_reasoning(prompt_token_ids)
 
+    @property
+    def reasons(self) -> bool:
+        """The next output token belongs to the reasoning."""
+        return self._reasons
+
     def replay(self, token_ids: Sequence[int]) -> None:
         """Take tokens that were emitted elsewhere: the request will not report them again."""
         if token_ids:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vllm.v1.request import Request
 
 from worker_agent.engine.base import Frames, RequestKey
+from worker_agent.engine.turns import Turn, arrival_order
 from worker_agent.engine.vllm.pace import Pace
 from worker_agent.engine.vllm.phases import PhaseTracker
 
@@ -26,6 +28,7 @@ class Entry:
     phases: PhaseTracker
     pace: Pace
     emitted: int
+    turn: Turn
 
 
 class RequestTable:
@@ -34,6 +37,7 @@ class RequestTable:
     def __init__(self) -> None:
         self._by_id: dict[str, Entry] = {}
         self._by_key: dict[RequestKey, Entry] = {}
+        self._numbers = itertools.count()
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -41,6 +45,10 @@ class RequestTable:
     def __iter__(self) -> Iterator[Entry]:
         # One step under the GIL, so that the event loop can take a look while the engine thread works.
         return iter(list(self._by_id.values()))
+
+    def new_turn(self, request: Request) -> Turn:
+        """A place in the order of this instance."""
+        return Turn(arrival_order(request.arrival_time, next(self._numbers)))
 
     def add(self, entry: Entry) -> None:
         """Take a request whose id and key are not in the table."""

@@ -28,6 +28,14 @@ class Adoption:
     generator_state: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Rewind:
+    """A request whose last step does not count: it has so many output tokens."""
+
+    request_id: str
+    output_tokens: int
+
+
 class RunnerExtension:
     """Methods for `collective_rpc`. Names start with tailrace_, as they join vLLM's worker class."""
 
@@ -79,6 +87,16 @@ class RunnerExtension:
         for request_id in request_ids:
             self.model_runner.requests.pop(request_id, None)
             self.model_runner.num_prompt_logprobs.pop(request_id, None)
+
+    def tailrace_rewind(self, rewind: Rewind) -> None:
+        """Take back what a step that made its token on bad KV drew. vLLM itself takes back the token."""
+        runner, state = self.model_runner, self.model_runner.requests[rewind.request_id]
+        if state.generator is None:
+            return
+        kept = state.output_token_ids[: rewind.output_tokens]
+        seed, vocab_size = state.sampling_params.seed, runner.input_batch.vocab_size
+        fresh = make_generator(runner.device, seed, kept, vocab_size, b"")
+        state.generator.set_state(fresh.get_state())
 
     def tailrace_generator_state(self, request_id: str) -> bytes:
         """State of a request's own generator, before its next draw; empty when it has none."""

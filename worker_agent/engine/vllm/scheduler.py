@@ -1,10 +1,19 @@
-"""vLLM's scheduler, with requests that are held back for a while and requests that come from elsewhere."""
+"""vLLM's scheduler: requests held back, requests from elsewhere, the order of an intra-instance policy."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import RequestQueue, create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
+
+from tailrace.intra.base import Rank
+from worker_agent.engine.step_order import Device, StepOrder
+from worker_agent.engine.vllm.connector import TailraceConnector
+from worker_agent.engine.vllm.ranked_queue import RankedQueue
 
 
 class PausingScheduler(Scheduler):  # type: ignore[misc]
@@ -15,11 +24,23 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
     - `hold_slots`: places reserved for requests that are being imported.
     - adopted requests: the model runner knows them before their first step, so they enter as if they had
       been preempted.
+    - `use_order`: whom to preempt and whom to admit is decided before vLLM's own `schedule`, which then finds
+      its running list in order and its waiting queue open for those who were admitted.
+    - preempted requests that decode go to host memory, if the connector has room.
     """
 
+    running: list[Request]
+    waiting: RequestQueue
+    max_num_scheduled_tokens: int
     paused: dict[str, Request]
     adopted: set[str]
+    # Requests with an open export: preempting them frees nothing, as their blocks are pinned.
+    exporting: set[str]
+    # Requests whose KV did not come back whole in the last step; vLLM computes it anew.
+    failed_loads: set[str]
     preemptions: int
+    _order: StepOrder[Request] | None
+    _scheduling: bool
     _reserved_slots: int
     _active_limit: int
 
@@ -27,30 +48,41 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.paused = {}
         self.adopted = set()
+        self.exporting = set()
+        self.failed_loads = set()
         self.preemptions = 0
+        self._order = None
+        self._scheduling = False
         self._reserved_slots = 0
         self._active_limit = self.max_num_active_reqs
 
     # ---- pause
 
     def pause(self, request: Request) -> None:
-        """Stop stepping a running request. Call between two steps."""
-        self.running.remove(request)
+        """Hold back a request that runs or is swapped out. Call between two steps."""
+        if request.status == RequestStatus.RUNNING:
+            self.running.remove(request)
+        else:
+            self.waiting.remove_request(request)
         self.paused[request.request_id] = request
         self._update_limit()
 
     def unpause(self, request_id: str) -> None:
-        """Step it again from the next step on; ignored when it is not paused (finished meanwhile)."""
+        """Schedule it again from the next step on; ignored when it is not paused (finished meanwhile)."""
         request = self.paused.pop(request_id, None)
-        if request is not None:
+        if request is None:
+            return
+        if request.status == RequestStatus.RUNNING:
             self.running.append(request)
-            self._update_limit()
+        else:
+            self.waiting.prepend_request(request)
+        self._update_limit()
 
     # ---- places in the batch
 
     def free_slots(self) -> int:
         """Places in the batch that nobody has or waits for."""
-        taken = len(self.running) + len(self.waiting) + len(self.kv_holding_waiting) + len(self.paused)
+        taken = len(self.running) + len(self.waiting) + len(self.kv_holding_waiting) + self._paused_slots()
         return self._active_limit - taken - self._reserved_slots
 
     def hold_slots(self, change: int) -> None:
@@ -59,12 +91,90 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
         self._update_limit()
 
     def _update_limit(self) -> None:
-        self.max_num_active_reqs = self._active_limit - len(self.paused) - self._reserved_slots
+        self.max_num_active_reqs = self._active_limit - self._paused_slots() - self._reserved_slots
+
+    def _paused_slots(self) -> int:
+        return sum(request.status == RequestStatus.RUNNING for request in self.paused.values())
+
+    # ---- order
+
+    def use_order(self, order: StepOrder[Request] | None) -> None:
+        """From the next step on; None: vLLM's own. Call between two steps."""
+        requests = list(self.waiting)
+        self._order = order
+        if order is not None:
+            self.waiting = RankedQueue(order.rank, requests)
+            return
+        self.waiting = create_request_queue(self.policy)
+        for request in requests:
+            self.waiting.add_request(request)
+
+    def _schedule_in_order(self, order: StepOrder[Request], throttle_prefills: bool) -> SchedulerOutput:
+        queue = self.waiting
+        assert isinstance(queue, RankedQueue)
+        free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        if not queue and not self._inflight_prefills and free_blocks >= len(self.running):
+            # Nobody to choose among.
+            return super().schedule(throttle_prefills)
+        limit = self.max_num_scheduled_tokens
+        entering = len(self.kv_holding_waiting)
+        plan = order.plan(
+            self.running,
+            self._startable(queue),
+            Device(
+                total_blocks=self.kv_cache_manager.block_pool.num_gpu_blocks - 1,
+                free_blocks=free_blocks,
+                promised_blocks=self._inflight_prefill_reserved_blocks(),
+                free_seats=self.max_num_active_reqs - len(self.running) - entering,
+                entering=entering,
+                step_tokens=limit,
+            ),
+        )
+        self.running = plan.running
+        now_s = time.monotonic()
+        for request in plan.preempt:
+            self._preempt_request(request, now_s)
+        queue.open([*self._broken(), *plan.admit])
+        self.max_num_scheduled_tokens = plan.step_tokens
+        try:
+            return super().schedule(throttle_prefills)
+        finally:
+            self.max_num_scheduled_tokens = limit
+            queue.close()
+            self.running.extend(plan.withheld)
+
+    def _startable(self, queue: RankedQueue) -> Iterator[tuple[Rank, Request]]:
+        """Those that wait for nothing but their turn."""
+        for rank, request in queue.ranked():
+            if request.status != RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+                yield rank, request
+                continue
+            grammar = request.structured_output_request.grammar
+            if grammar is not None and not isinstance(grammar, Exception):
+                yield rank, request
+
+    def _broken(self) -> list[Request]:
+        """Those whose grammar does not compile: vLLM's scan ends them."""
+        return [
+            request
+            for request in self.deferred_waiting
+            if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+            and isinstance(request.structured_output_request.grammar, Exception)
+        ]
 
     # ---- vLLM's own methods
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        output = super().schedule(throttle_prefills)
+        assert isinstance(self.connector, TailraceConnector)
+        self.connector.step_begins()
+        self._scheduling = True
+        try:
+            if self._order is None:
+                output = super().schedule(throttle_prefills)
+            else:
+                output = self._schedule_in_order(self._order, throttle_prefills)
+        finally:
+            self._scheduling = False
         if self.adopted:
             self.adopted.difference_update(output.num_scheduled_tokens)
         return output
@@ -78,7 +188,20 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
 
     def _preempt_request(self, request: Request, *args: object, **kwargs: object) -> None:
         self.preemptions += 1
+        # Outside of a step (vLLM's reset_prefix_cache) the blocks might be overwritten before the copy.
+        decodes = request.num_output_tokens and request.num_computed_tokens == request.num_tokens - 1
+        if self._scheduling and decodes:
+            assert isinstance(self.connector, TailraceConnector)
+            block_ids = self.kv_cache_manager.get_block_ids(request.request_id)[0]
+            self.connector.swap_out(request, block_ids)
         super()._preempt_request(request, *args, **kwargs)
+
+    def _handle_invalid_blocks(
+        self, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]
+    ) -> set[str]:
+        affected: set[str] = super()._handle_invalid_blocks(invalid_block_ids, num_scheduled_tokens)
+        self.failed_loads |= affected
+        return affected
 
     def finish_requests(self, request_ids: object, finished_status: RequestStatus) -> list[Request]:
         finished: list[Request] = super().finish_requests(request_ids, finished_status)

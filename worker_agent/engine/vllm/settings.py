@@ -11,6 +11,8 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
+from tailrace.intra.registry import ENGINE_ORDER
+
 Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 
 _CPU_BLOCK_TOKENS = 32
@@ -35,6 +37,11 @@ class VllmSettings:
     # KV cache size, in blocks (wins) or bytes. CPU: 1 GiB.
     kv_blocks: int | None = None
     kv_bytes: int | None = None
+    # Host memory for the KV of preempted requests, in bytes; 0: they are recomputed. None: 4 GiB, or an
+    # eighth of the machine's memory if that is less.
+    host_kv_bytes: int | None = None
+    # How the engine orders its requests: a name of tailrace.intra.registry.
+    intra: str = ENGINE_ORDER
     # CPU: threads of a step. Threads of one step wait for each other, so when workers share cores more than
     # one each makes a step many times slower.
     cpu_threads: int | None = None
@@ -83,6 +90,8 @@ def vllm_config(settings: VllmSettings) -> VllmConfig:
                 kv_connector="TailraceConnector",
                 kv_connector_module_path="worker_agent.engine.vllm.connector",
                 kv_role="kv_both",
+                # KV that does not come back from host memory as it went there is computed anew.
+                kv_load_failure_policy="recompute",
             ),
         ).create_engine_config()
     except (TypeError, ValueError) as error:

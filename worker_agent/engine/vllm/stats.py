@@ -20,9 +20,13 @@ def engine_stats(core: LoadedCore, table: RequestTable, writer: OutputWriter) ->
         requests=[_request_stats(core, entry) for entry in entries],
         kv_blocks_used=core.kv_blocks_used,
         kv_blocks_total=core.kv_blocks_total,
-        host_kv_bytes_used=0,
-        host_kv_bytes_total=0,
-        prefill_backlog_tokens=sum(_backlog(entry) for entry in entries),
+        host_kv_bytes_used=core.host.used * core.host.block_bytes,
+        host_kv_bytes_total=core.host.total * core.host.block_bytes,
+        swaps_out=core.host.swapped_out,
+        swaps_in=core.host.swapped_in,
+        swaps_refused=core.host.refused,
+        host_kv_corrupt_blocks=core.host_pool.corrupt_blocks,
+        prefill_backlog_tokens=sum(_backlog(core, entry) for entry in entries),
         steps=writer.steps,
         generated_tokens=writer.generated_tokens,
         preemptions=core.scheduler.preemptions,
@@ -51,14 +55,20 @@ def _request_stats(core: LoadedCore, entry: Entry) -> RequestStats:
 
 def _state(core: LoadedCore, entry: Entry) -> str:
     status = entry.request.status
+    if entry.request_id in core.scheduler.paused:
+        return "paused"
     if status == RequestStatus.RUNNING:
-        return "paused" if entry.request_id in core.scheduler.paused else "running"
+        return "running"
+    if core.host.get(entry.request_id) is not None:
+        return "preempted"
     if status == RequestStatus.PREEMPTED and entry.request_id not in core.scheduler.adopted:
         return "preempted"
     return "waiting"
 
 
-def _backlog(entry: Entry) -> int:
+def _backlog(core: LoadedCore, entry: Entry) -> int:
     """Tokens to compute before the request's next output token, when they are more than that one's."""
+    if core.host.get(entry.request_id) is not None:
+        return 0
     left: int = entry.request.num_tokens - entry.request.num_computed_tokens
     return left if left > 1 else 0

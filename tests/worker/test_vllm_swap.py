@@ -1,0 +1,297 @@
+"""Preempted requests wait in host memory: whatever is swapped yields what it would have yielded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from tailrace.tiny import MODEL_PATH, REASONING_PARSER
+
+pytest.importorskip("vllm", reason="the vLLM engine is not installed")
+
+from vllm.sampling_params import SamplingParams
+
+from tests.worker.test_vllm_engine import (
+    ANSWERING,
+    BLOCK,
+    NO_THINK_END,
+    QUESTION,
+    REASONING,
+    SEEDED,
+    Bundle,
+    idle,
+    params,
+    same,
+    schema,
+)
+from tests.worker.vllm_front import Front, Stream
+from worker_agent.engine.base import EngineRefusal
+from worker_agent.engine.vllm.engine import VllmEngine
+from worker_agent.engine.vllm.settings import VllmSettings
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+
+# 11 blocks for the requests, 20 in host memory.
+KV_BLOCKS = 12
+HOST_BLOCKS = 20
+MODEL_LEN = 320
+# Of the tiny model: keys and values of 3 layers with 2 heads of 32 dimensions each, in float32.
+BLOCK_BYTES = 2 * 3 * 2 * 32 * 4 * BLOCK
+LENGTH = 110
+
+# (prompt, parameters): all that makes a request's next token depend on more than its KV.
+KINDS: dict[str, tuple[list[int], dict[str, object]]] = {
+    "greedy": (REASONING, {"logit_bias": NO_THINK_END}),
+    "seeded, penalties, logprobs": (ANSWERING, {**SEEDED}),
+    "reasoning ends by itself": (QUESTION, {"temperature": 1.0, "seed": 5}),
+    "stop token": (
+        ANSWERING,
+        {"temperature": 1.0, "seed": 4, "stop_token_ids": [*range(0, 250, 97)], "min_tokens": 80},
+    ),
+    "json schema": (ANSWERING, {"temperature": 1.0, "seed": 8, "ignore_eos": False}),
+}
+
+
+def kinds() -> list[tuple[list[int], SamplingParams]]:
+    """Each time anew, as vLLM writes into the parameters."""
+    made = []
+    for name, (prompt, changes) in KINDS.items():
+        more = {"structured_outputs": schema()} if name == "json schema" else {}
+        sampling = params(**({"max_tokens": LENGTH} | changes | more))
+        sampling.update_from_generation_config({}, 258)
+        made.append((prompt, sampling))
+    return made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def started() -> AsyncIterator[tuple[VllmEngine, Front]]:
+    engine = VllmEngine(
+        VllmSettings(
+            model=str(MODEL_PATH),
+            dtype="float32",
+            max_num_seqs=8,
+            max_model_len=MODEL_LEN,
+            kv_blocks=KV_BLOCKS,
+            host_kv_bytes=HOST_BLOCKS * BLOCK_BYTES,
+            cpu_threads=1,
+            reasoning_parser=REASONING_PARSER,
+            # A returning request finds none of its blocks in the prefix cache: all come from host memory.
+            engine_args={"max_num_batched_tokens": 256, "enable_prefix_caching": False},
+        )
+    )
+    front = Front()
+    info = await engine.start(front)
+    assert info.kv_shape.block_bytes == BLOCK_BYTES
+    yield engine, front
+    await engine.stop()
+
+
+@pytest.fixture
+def engine(started: tuple[VllmEngine, Front]) -> VllmEngine:
+    return started[0]
+
+
+@pytest.fixture
+def front(started: tuple[VllmEngine, Front]) -> Front:
+    return started[1]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def alone(started: tuple[VllmEngine, Front]) -> list[Stream]:
+    """What each kind yields when it has the engine to itself."""
+    engine, front = started
+    return [await front.run(engine, *kind) for kind in kinds()]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def reference(started: tuple[VllmEngine, Front]) -> Stream:
+    """What one of a crowd yields when it has the engine to itself."""
+    engine, front = started
+    return await front.run(engine, ANSWERING, params(max_tokens=LENGTH, **SEEDED))
+
+
+@pytest_asyncio.fixture(loop_scope="module", autouse=True)
+async def nothing_left(engine: VllmEngine, front: Front) -> AsyncIterator[None]:
+    """Every test ends with no request, no block and no host memory in use."""
+    engine.set_intra("vllm")
+    yield
+    await idle(engine)
+    stats = engine.stats()
+    engine.abort_client(0)
+    assert (stats.kv_blocks_used, stats.host_kv_bytes_used, stats.requests) == (0, 0, [])
+    assert stats.host_kv_bytes_total == HOST_BLOCKS * BLOCK_BYTES
+    assert not front.dead
+
+
+async def run_together(engine: VllmEngine, front: Front) -> list[Stream]:
+    streams = [front.stream(*kind) for kind in kinds()]
+    for stream in streams:
+        front.submit(engine, stream)
+    await front.until(lambda: all(stream.finished for stream in streams))
+    return streams
+
+
+@pytest.mark.parametrize("intra", ["vllm", "fcfs", "round_robin", "pascal", "decode_first"])
+async def test_swapping_changes_nothing(
+    engine: VllmEngine, front: Front, alone: list[Stream], intra: str
+) -> None:
+    """More than the device holds, in every order: answers as if each had been alone."""
+    engine.set_intra(intra)
+    before = engine.stats()
+    together = await run_together(engine, front)
+    after = engine.stats()
+    for stream, undisturbed in zip(together, alone, strict=True):
+        same(stream, undisturbed)
+    assert after.swaps_out > before.swaps_out
+    assert after.swaps_in - before.swaps_in == after.swaps_out - before.swaps_out
+    assert after.host_kv_corrupt_blocks == before.host_kv_corrupt_blocks
+
+
+async def crowd(engine: VllmEngine, front: Front, number: int = 5) -> list[Stream]:
+    """Seeded requests that fill the device until one of them waits in host memory."""
+    streams = [front.stream(ANSWERING, params(max_tokens=LENGTH, **SEEDED)) for _ in range(number)]
+    swapped = engine.stats().swaps_out
+    for stream in streams:
+        front.submit(engine, stream)
+    await front.until(lambda: engine.stats().swaps_out > swapped)
+    return streams
+
+
+async def finish(front: Front, streams: list[Stream], reference: Stream) -> None:
+    """All answers are those of the request alone."""
+    await front.until(lambda: all(stream.finished for stream in streams))
+    for stream in streams:
+        same(stream, reference)
+
+
+def states(engine: VllmEngine) -> dict[str, str]:
+    return {entry.request_id: entry.state for entry in engine.stats().requests}
+
+
+async def swapped_stream(engine: VllmEngine, streams: list[Stream]) -> tuple[Stream, Bundle]:
+    """One that is swapped out, and its export, paused there."""
+    while True:
+        for stream in streams:
+            if states(engine).get(stream.request_id) != "preempted":
+                continue
+            bundle = Bundle(engine, stream.request_id)
+            try:
+                await bundle.open()
+                await bundle.stop_and_copy()
+            except EngineRefusal:
+                # It computes its prompt anew, or ended.
+                await engine.export_resume(stream.request_id)
+                continue
+            return stream, bundle
+        await asyncio.sleep(0)
+
+
+async def test_a_swapped_request_is_exported_and_goes_on_where_it_came_from(
+    engine: VllmEngine, front: Front, reference: Stream
+) -> None:
+    streams = await crowd(engine, front)
+    stream, bundle = await swapped_stream(engine, streams)
+    assert states(engine)[stream.request_id] == "paused"
+    assert stream.tokens == [*bundle.exported.output_token_ids, *bundle.pause.new_output_token_ids]
+    await engine.export_resume(stream.request_id)
+    await finish(front, streams, reference)
+
+
+async def test_a_swapped_request_moves(engine: VllmEngine, front: Front, reference: Stream) -> None:
+    """Its KV is read from host memory; it comes back to an engine that has room again."""
+    streams = await crowd(engine, front)
+    stream, bundle = await swapped_stream(engine, streams)
+    await engine.export_release(stream.request_id)
+    others = [other for other in streams if other is not stream]
+    await front.until(lambda: all(other.finished for other in others))
+    await bundle.bring_in(stream)
+    await finish(front, streams, reference)
+
+
+async def test_an_import_waits_in_host_memory_when_the_device_is_full(
+    engine: VllmEngine, front: Front, reference: Stream
+) -> None:
+    moved = front.stream(ANSWERING, params(max_tokens=LENGTH, **SEEDED))
+    front.submit(engine, moved)
+    await front.until_tokens(moved, 40)
+    bundle = Bundle(engine, moved.request_id)
+    await bundle.open()
+    await bundle.stop_and_copy()
+    await engine.export_release(moved.request_id)
+    streams = await crowd(engine, front)
+    with pytest.raises(EngineRefusal, match="no room"):
+        await bundle.reserve(moved)
+    # PASCAL has answering requests wait in host memory.
+    engine.set_intra("pascal")
+    used = engine.stats().swaps_in
+    await bundle.bring_in(moved)
+    await finish(front, [*streams, moved], reference)
+    assert engine.stats().swaps_in > used
+
+
+async def test_an_import_into_host_memory_is_dropped(
+    engine: VllmEngine, front: Front, reference: Stream
+) -> None:
+    moved = front.stream(ANSWERING, params(max_tokens=LENGTH, **SEEDED))
+    front.submit(engine, moved)
+    await front.until_tokens(moved, 40)
+    bundle = Bundle(engine, moved.request_id)
+    await bundle.open()
+    await bundle.stop_and_copy()
+    await engine.export_release(moved.request_id)
+    engine.set_intra("pascal")
+    streams = await crowd(engine, front)
+    for dropped_after in ("open", "write", "prepare"):
+        await bundle.reserve(moved)
+        if dropped_after != "open":
+            await bundle.write()
+        if dropped_after == "prepare":
+            await engine.import_prepare(bundle.request_id, bundle.pause)
+        await engine.import_drop(bundle.request_id)
+    engine.abort([moved.key])
+    await finish(front, streams, reference)
+
+
+async def test_a_block_that_changed_in_host_memory_is_computed_anew(
+    engine: VllmEngine, front: Front, reference: Stream
+) -> None:
+    pool = engine._parts.core.host_pool
+    load = pool.load
+
+    def spoil(slots: list[int], block_ids: list[int], names: list[bytes]) -> list[int]:
+        pool._bytes[slots[0], 0, 0] ^= 1
+        return load(slots, block_ids, names)
+
+    before = engine.stats().host_kv_corrupt_blocks
+    pool.load = spoil  # type: ignore[method-assign]
+    try:
+        streams = await crowd(engine, front)
+        await finish(front, streams, reference)
+    finally:
+        pool.load = load  # type: ignore[method-assign]
+    assert engine.stats().host_kv_corrupt_blocks > before
+
+
+async def test_without_room_in_host_memory_the_prompt_is_computed_anew(
+    engine: VllmEngine, front: Front, reference: Stream
+) -> None:
+    before = engine.stats()
+    taken = engine._parts.core.host.take(HOST_BLOCKS - 2)
+    assert taken is not None
+    streams = [front.stream(ANSWERING, params(max_tokens=LENGTH, **SEEDED)) for _ in range(5)]
+    for stream in streams:
+        front.submit(engine, stream)
+    await finish(front, streams, reference)
+    engine._parts.core.host.give_back(taken)
+    after = engine.stats()
+    assert after.swaps_refused > before.swaps_refused
+
+
+async def test_an_abandoned_request_frees_its_host_memory(engine: VllmEngine, front: Front) -> None:
+    streams = await crowd(engine, front)
+    engine.abort([stream.key for stream in streams])
+    await idle(engine)
+    assert engine.stats().host_kv_bytes_used == 0

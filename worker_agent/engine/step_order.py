@@ -1,0 +1,171 @@
+"""From an intra-instance policy's decisions to one step of a continuous batch.
+
+The decisions are `tailrace.intra.allocate`'s, as in the simulator; here is what an engine's scheduler must
+know to make them, and what it has to do about them. Nothing here depends on an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from tailrace.intra.allocate import Claim, Room, Wanting, allocate, within_budget
+from tailrace.intra.base import IntraPolicy, Rank
+
+
+class Member(Hashable, Protocol):
+    """One request of the engine. Names and meaning are those of vLLM's Request."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output."""
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Those whose KV is on the device."""
+
+
+M = TypeVar("M", bound=Member)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What the device has at a step boundary."""
+
+    total_blocks: int
+    free_blocks: int
+    # Of the free ones, what prompts that have begun will still need.
+    promised_blocks: int
+    free_seats: int
+    # Requests that hold KV and a place already and decode from this step on.
+    entering: int
+    # Tokens that a step may compute.
+    step_tokens: int
+
+
+@dataclass(slots=True)
+class StepPlan(Generic[M]):
+    """What to do, in this order."""
+
+    preempt: list[M]
+    # Those that stay, in the order in which the step's tokens go to them: the last gives way first.
+    running: list[M]
+    # Of those that stay: prompts that sit out this step.
+    withheld: list[M]
+    # In the order in which the step's tokens go to them.
+    admit: list[M]
+    step_tokens: int
+
+
+class StepOrder(Generic[M]):
+    """One policy on one engine. Keeps nothing between steps."""
+
+    def __init__(
+        self,
+        policy: IntraPolicy,
+        block_tokens: int,
+        rank: Callable[[M], Rank],
+        held_blocks: Callable[[M], int],
+        swapped: Callable[[M], bool],
+        exempt: Callable[[M], bool],
+    ) -> None:
+        """`held_blocks`: blocks that a running request has. `swapped`: its KV is in host memory. `exempt`: it
+        runs and is not to be preempted."""
+        self.policy = policy
+        self._block_tokens = block_tokens
+        self.rank = rank
+        self._held_blocks = held_blocks
+        self._swapped = swapped
+        self._exempt = exempt
+
+    def plan(self, running: Sequence[M], waiting: Iterable[tuple[Rank, M]], device: Device) -> StepPlan[M]:
+        """Decide for one step. `waiting`: in order of rank, without those that cannot start; read only as far
+        as there is hope. O(running) when memory and places abound, else O(running log running)."""
+        decoding = [member for member in running if _decodes(member)]
+        prompts = [(self.rank(member), member) for member in running if not _decodes(member)]
+        prompts.sort(key=_first)
+        growth = sum(map(self._growth, decoding))
+        room = Room(
+            device.total_blocks,
+            device.free_blocks - device.promised_blocks - growth,
+            device.free_seats,
+        )
+        budget = self.policy.prefill_budget(device.step_tokens, len(decoding) + device.entering)
+        grants = allocate(
+            self.policy,
+            lambda: [self._claim(member) for member in running if not self._exempt(member)],
+            within_budget(
+                (self._wanting(rank, member) for rank, member in waiting),
+                ((rank, _left(member)) for rank, member in prompts),
+                budget,
+            ),
+            room,
+        )
+        if grants.preempt:
+            victims = set(grants.preempt)
+            decoding = [member for member in decoding if member not in victims]
+            prompts = [(rank, member) for rank, member in prompts if member not in victims]
+        if room.free_blocks < 0:
+            decoding.sort(key=self.rank)
+        returning = [member for member in grants.admit if self._swapped(member)]
+        decodes = len(decoding) + len(returning) + device.entering
+        step_tokens = min(
+            device.step_tokens, decodes + self.policy.prefill_budget(device.step_tokens, decodes)
+        )
+        stay = self._served(prompts, step_tokens - len(decoding), len(returning) + device.entering)
+        return StepPlan(
+            preempt=grants.preempt,
+            running=[*decoding, *(member for _, member in prompts[:stay])],
+            withheld=[member for _, member in prompts[stay:]],
+            # Those that decode take a token each; the prompts share what is left.
+            admit=[*returning, *(member for member in grants.admit if not self._swapped(member))],
+            step_tokens=max(1, step_tokens),
+        )
+
+    def _served(self, prompts: Sequence[tuple[Rank, M]], tokens: int, returning: int) -> int:
+        """How many of the prompts on the device compute in this step.
+
+        The engine serves them before whoever returns to it, so a prompt that would leave no token for those
+        sits out one step.
+        """
+        if not returning:
+            return len(prompts)
+        for number, (_, member) in enumerate(prompts):
+            tokens -= min(tokens, _left(member))
+            if tokens < returning:
+                return number
+        return len(prompts)
+
+    def _growth(self, member: M) -> int:
+        """1 if its next token begins a block that it does not have yet."""
+        computed = member.num_computed_tokens
+        if computed % self._block_tokens:
+            return 0
+        return int(self._held_blocks(member) * self._block_tokens <= computed)
+
+    def _blocks(self, member: M) -> int:
+        return -(-member.num_tokens // self._block_tokens)
+
+    def _claim(self, member: M) -> Claim[M]:
+        return Claim(self.rank(member), member, self._blocks(member))
+
+    def _wanting(self, rank: Rank, member: M) -> Wanting[M]:
+        left = 0 if self._swapped(member) else member.num_tokens
+        return Wanting(Claim(rank, member, self._blocks(member)), left)
+
+
+def _decodes(member: Member) -> bool:
+    return member.num_output_tokens > 0 and _left(member) == 1
+
+
+def _left(member: Member) -> int:
+    return member.num_tokens - member.num_computed_tokens
+
+
+def _first(entry: tuple[Rank, object]) -> Rank:
+    return entry[0]

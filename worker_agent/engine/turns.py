@@ -1,0 +1,55 @@
+"""A request's rank on its instance, asked of the intra-instance policy only when it may have changed."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tailrace.cluster import Phase
+from tailrace.intra.base import IntraPolicy, JobView, Rank
+
+_NEVER: Final = 1 << 62
+_NUMBERS: Final = 1 << 20
+
+
+def arrival_order(arrival_s: float, number: int) -> int:
+    """JobView.arrival: by the time at which the front half took the request, so that it survives a migration;
+    `number` tells apart those of one microsecond."""
+    return int(arrival_s * 1e6) * _NUMBERS + number % _NUMBERS
+
+
+def serving_phase(output_tokens: int, reasons: bool) -> Phase:
+    """The phase that an order goes by. `reasons`: the next token belongs to the reasoning.
+
+    A request whose KV is to be computed anew is in the phase that it was in: it is served as what it is.
+    """
+    if not output_tokens:
+        return Phase.PREFILL
+    return Phase.REASONING if reasons else Phase.ANSWERING
+
+
+class Turn:
+    """One request's place in the order."""
+
+    __slots__ = ("_phase", "_policy", "_until", "arrival", "rank")
+
+    def __init__(self, arrival: int) -> None:
+        self.arrival = arrival
+        self.rank: Rank = ()
+        self._until = 0
+        self._phase: Phase | None = None
+        self._policy: IntraPolicy | None = None
+
+    def rank_at(
+        self, policy: IntraPolicy, phase: Phase, prompt_tokens: int, output_tokens: int, reasoning_tokens: int
+    ) -> Rank:
+        """The rank now; `rank` keeps it."""
+        if output_tokens < self._until and phase is self._phase and policy is self._policy:
+            return self.rank
+        in_phase = output_tokens - reasoning_tokens if phase is Phase.ANSWERING else output_tokens
+        view = JobView(self.arrival, phase, prompt_tokens, output_tokens, in_phase)
+        self.rank = policy.rank(view)
+        holds = policy.rank_holds(view)
+        self._until = _NEVER if holds is None else output_tokens + holds
+        self._phase = phase
+        self._policy = policy
+        return self.rank

@@ -1,0 +1,101 @@
+"""Host memory for KV: bytes, and for each block the checksum and the name that it was put under."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from worker_agent.engine.base import KvCorrupt
+from worker_agent.engine.vllm.kv_blocks import DeviceStaging, KvBlocks
+
+# vLLM's own swap space was 4 GiB until version 0.7.
+_DEFAULT_BYTES: Final = 4 << 30
+# Of a machine's memory, unless told otherwise.
+_DEFAULT_SHARE: Final = 1 / 8
+_CHUNK_BYTES: Final = 32 << 20
+
+
+def default_host_bytes() -> int:
+    """4 GiB, or an eighth of the machine's memory if that is less."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(_DEFAULT_BYTES, int(memory * _DEFAULT_SHARE))
+
+
+class HostPool:
+    """Slots of one block each. The memory is the system's until it is first used; pinned when there is a GPU.
+
+    Safe to use from any thread for slots that no one else writes.
+    """
+
+    def __init__(self, kv: KvBlocks, host_bytes: int) -> None:
+        """Room for as many whole blocks as go into `host_bytes`."""
+        self._kv = kv
+        self.block_bytes = kv.num_layers * kv.layer_block_bytes
+        self.slots = host_bytes // self.block_bytes
+        self.corrupt_blocks = 0
+        self._bytes = torch.empty(
+            (self.slots, kv.num_layers, kv.layer_block_bytes),
+            dtype=torch.uint8,
+            pin_memory=kv.device.type == "cuda",
+        )
+        # By slot: (checksum, name).
+        self._seals: dict[int, tuple[int, bytes]] = {}
+        self._chunk = max(1, _CHUNK_BYTES // self.block_bytes)
+
+    def save(self, block_ids: Sequence[int], slots: Sequence[int], names: Sequence[bytes]) -> None:
+        """Copy blocks of the device here."""
+        staging = self._kv.staging(min(self._chunk, len(slots)))
+        for first in range(0, len(slots), self._chunk):
+            part = slice(first, first + self._chunk)
+            sums = self._kv.gather(block_ids[part], staging)
+            self.put(slots[part], staging, sums, names[part])
+
+    def load(self, slots: Sequence[int], block_ids: Sequence[int], names: Sequence[bytes]) -> list[int]:
+        """Copy blocks to the device; the device's blocks whose content is not what it ought to be.
+
+        Checked where it has arrived: name and checksum, before it is written to the KV cache.
+        """
+        bad: list[int] = []
+        staging = self._kv.staging(min(self._chunk, len(slots)))
+        for first in range(0, len(slots), self._chunk):
+            part = slice(first, first + self._chunk)
+            sums = self.read(slots[part], staging)
+            found = self._kv.checksums(staging, len(sums))
+            wrong = [
+                block_id
+                for slot, block_id, name, expected, actual in zip(
+                    slots[part], block_ids[part], names[part], sums, found, strict=True
+                )
+                if expected != actual or self._seals[slot][1] != name
+            ]
+            self.corrupt_blocks += len(wrong)
+            bad += wrong
+            self._kv.scatter(staging, block_ids[part])
+        return bad
+
+    def put(
+        self, slots: Sequence[int], staging: DeviceStaging, checksums: Sequence[int], names: Sequence[bytes]
+    ) -> None:
+        """Keep the first blocks of `staging`, which have these checksums."""
+        with self._kv.stream():
+            for row, slot in enumerate(slots):
+                self._bytes[slot].copy_(staging.bytes[row], non_blocking=True)
+        for slot, checksum, name in zip(slots, checksums, names, strict=True):
+            self._seals[slot] = (checksum, name)
+
+    def read(self, slots: Sequence[int], staging: DeviceStaging) -> list[int]:
+        """Copy slots to the front of `staging`; the checksums that they were put under."""
+        with self._kv.stream():
+            for row, slot in enumerate(slots):
+                staging.bytes[row].copy_(self._bytes[slot], non_blocking=True)
+        return [self._seals[slot][0] for slot in slots]
+
+    def name(self, slot: int, name: bytes) -> None:
+        """Name a block that came before its tokens were known. Raises KvCorrupt when it never came."""
+        seal = self._seals.get(slot)
+        if seal is None:
+            raise KvCorrupt(f"nothing was put into slot {slot}")
+        self._seals[slot] = (seal[0], name)
