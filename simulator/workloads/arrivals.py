@@ -1,0 +1,100 @@
+"""When requests arrive: Poisson arrivals, and workloads scaled, cut and merged.
+
+Every function returns a new workload and leaves the given one as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from simulator.request import SimRequest
+from simulator.workloads.base import Workload, WorkloadError
+from simulator.workloads.lengths import DrawLengths, Times
+
+
+def poisson_times(count: int, rate_per_s: float, rng: np.random.Generator) -> Times:
+    """The first `count` arrivals of a Poisson process, in seconds. Raises WorkloadError for no rate."""
+    if not rate_per_s > 0.0 or not np.isfinite(rate_per_s):
+        raise WorkloadError(f"the rate must be a number above zero, not {rate_per_s}")
+    if count < 1:
+        raise WorkloadError(f"a workload needs at least one request, not {count}")
+    times: Times = rng.standard_exponential(count).cumsum() / rate_per_s
+    return times
+
+
+def poisson_requests(
+    name: str, draw: DrawLengths, count: int, rate_per_s: float, seed: int
+) -> list[SimRequest]:
+    """`count` requests with lengths from `draw`, arriving at `rate_per_s`, called `name`-0, `name`-1, ...
+
+    Lengths and times come from two streams of `seed`: at another rate the same requests arrive in the same
+    order, only closer together, which is what a comparison of rates wants.
+    """
+    lengths_seed, times_seed = np.random.SeedSequence(seed).spawn(2)
+    times = poisson_times(count, rate_per_s, np.random.default_rng(times_seed))
+    return draw(count, np.random.default_rng(lengths_seed)).requests(times, name)
+
+
+def mean_rate_per_s(requests: Sequence[SimRequest]) -> float:
+    """Mean rate from the first to the last arrival. Raises WorkloadError if that is one moment."""
+    span_s = requests[-1].arrival_s - requests[0].arrival_s if requests else 0.0
+    if span_s <= 0.0:
+        raise WorkloadError(f"{len(requests)} request(s) at one moment have no rate that could be scaled")
+    return (len(requests) - 1) / span_s
+
+
+def scaled(workload: Workload, speed: float) -> Workload:
+    """Time runs `speed` times as fast: arrivals at `speed` times the rate, with the same pattern."""
+    if not speed > 0.0 or not np.isfinite(speed):
+        raise WorkloadError(f"the speed must be a number above zero, not {speed}")
+    return _moved(workload, lambda at_s: at_s / speed, f"{workload.source}; time x{speed:.6g} faster")
+
+
+def at_rate(workload: Workload, rate_per_s: float) -> Workload:
+    """Scaled so that the mean rate is `rate_per_s`; the pattern of arrivals stays."""
+    return scaled(workload, rate_per_s / mean_rate_per_s(workload.requests))
+
+
+def window(workload: Workload, start_s: float, duration_s: float | None) -> Workload:
+    """What arrives in [start_s, start_s + duration_s), with time counted from start_s; None: to the end."""
+    end_s = np.inf if duration_s is None else start_s + duration_s
+    if not start_s >= 0.0 or not end_s > start_s:
+        raise WorkloadError(f"no window begins at {start_s} s and lasts {duration_s} s")
+    inside = [request for request in workload.requests if start_s <= request.arrival_s < end_s]
+    if not inside:
+        raise WorkloadError(f"{workload.name}: no request arrives from {start_s:g} s to {end_s:g} s")
+    source = f"{workload.source}; from {start_s:g} s to {end_s:g} s"
+    return _moved(replace(workload, requests=inside), lambda at_s: at_s - start_s, source)
+
+
+def first(workload: Workload, count: int) -> Workload:
+    """The first `count` requests. Raises WorkloadError when there are fewer."""
+    if not 1 <= count <= len(workload.requests):
+        raise WorkloadError(f"{workload.name} has {len(workload.requests)} requests; {count} are asked for")
+    source = f"{workload.source}; the first {count} requests"
+    return replace(workload, requests=workload.requests[:count], source=source)
+
+
+def merged(name: str, workloads: Sequence[Workload]) -> Workload:
+    """All requests of `workloads` in one stream, in the order of arrival.
+
+    Ids become `<position>/<id>`, so that they are distinct whatever they were: position 0 is the first of
+    `workloads`. Of two that arrive at one moment, that of the earlier workload comes first.
+    """
+    if not workloads:
+        raise WorkloadError("nothing to merge")
+    together = [
+        replace(request, request_id=f"{position}/{request.request_id}")
+        for position, workload in enumerate(workloads)
+        for request in workload.requests
+    ]
+    together.sort(key=lambda request: request.arrival_s)
+    return Workload(name, together, " + ".join(workload.source for workload in workloads))
+
+
+def _moved(workload: Workload, when: Callable[[float], float], source: str) -> Workload:
+    requests = [replace(request, arrival_s=when(request.arrival_s)) for request in workload.requests]
+    return replace(workload, requests=requests, source=source)

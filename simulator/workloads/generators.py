@@ -1,0 +1,51 @@
+"""The generators by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from simulator.workloads import (
+    alpaca_ares,
+    alpaca_eval,
+    answering_phase,
+    arena_hard,
+    arena_hard_mixed,
+    code,
+    math_gpqa_lcb,
+    mix,
+    r1,
+    reasoning_phase,
+    sharegpt,
+    sharegpt_ares,
+    sharegpt_turns,
+)
+from simulator.workloads.lengths import DrawLengths
+
+
+@dataclass(frozen=True, slots=True)
+class Generator:
+    """How lengths are drawn, and in a line what they are."""
+
+    name: str
+    lengths: DrawLengths
+    summary: str
+
+
+_ALL = (
+    Generator(r1.NAME, r1.lengths, "a DeepSeek-R1 service, after ServeGen"),
+    Generator(alpaca_eval.NAME, alpaca_eval.lengths, "AlpacaEval 2.0 to a reasoning model, after PASCAL"),
+    Generator(arena_hard.NAME, arena_hard.lengths, "Arena-Hard to a reasoning model, after PASCAL"),
+    Generator(math_gpqa_lcb.NAME, math_gpqa_lcb.lengths, "long reasoning, short answers, after PASCAL"),
+    Generator(arena_hard_mixed.NAME, arena_hard_mixed.lengths, "half arena_hard, half math_gpqa_lcb"),
+    Generator(reasoning_phase.NAME, reasoning_phase.lengths, "PASCAL's figure 4: reasoning alone"),
+    Generator(answering_phase.NAME, answering_phase.lengths, "PASCAL's figure 5: answering alone"),
+    Generator(sharegpt_ares.NAME, sharegpt_ares.lengths, "ShareGPT to R1-Distill-Qwen-7B, ARES's table 2"),
+    Generator(alpaca_ares.NAME, alpaca_ares.lengths, "Alpaca to R1-Distill-Qwen-7B, ARES's table 2"),
+    Generator(sharegpt.NAME, sharegpt.lengths, "ShareGPT, first turns"),
+    Generator(sharegpt_turns.NAME, sharegpt_turns.lengths, "ShareGPT, any turn with its history"),
+    Generator(code.NAME, code.lengths, "code completion, after the Azure trace of 2023"),
+    Generator(mix.NAME, mix.lengths, "a third each of sharegpt_turns, code and r1"),
+)
+
+GENERATORS: Mapping[str, Generator] = {generator.name: generator for generator in _ALL}

@@ -1,0 +1,55 @@
+"""Lengths of many requests, and requests from lengths and arrival times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from simulator.request import SimRequest
+
+Tokens = NDArray[np.int64]
+Times = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of prompt, reasoning and answer; arrays of one entry a request."""
+
+    prompt: Tokens
+    reasoning: Tokens
+    answer: Tokens
+
+    def __len__(self) -> int:
+        """Requests."""
+        return len(self.prompt)
+
+    def requests(self, times: Times, prefix: str) -> list[SimRequest]:
+        """One request for each of `times` (seconds), called `prefix`-0, `prefix`-1, ..."""
+        columns = (times, self.prompt, self.reasoning, self.answer)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return [SimRequest(f"{prefix}-{n}", *row) for n, row in enumerate(rows)]
+
+
+# Lengths of `count` requests, drawn from `rng`.
+DrawLengths = Callable[[int, np.random.Generator], Lengths]
+
+
+def tokens(values: ArrayLike, least: int = 1) -> Tokens:
+    """Rounded to whole tokens, and to at least `least`."""
+    rounded: Tokens = np.maximum(np.rint(np.asarray(values, dtype=np.float64)), least).astype(np.int64)
+    return rounded
+
+
+def lognormal(median: float, p99: float, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
+    """`count` draws from the lognormal distribution with that median and that 99th percentile."""
+    # 2.3263: the 99th percentile of the standard normal distribution.
+    return rng.lognormal(math.log(median), math.log(p99 / median) / 2.3263, count)
+
+
+def lognormal_of_mean(mean: float, sigma: float, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
+    """`count` draws from the lognormal distribution with that mean; `sigma`: deviation of the logarithm."""
+    return rng.lognormal(math.log(mean) - sigma**2 / 2, sigma, count)

@@ -1,0 +1,77 @@
+"""Requests to a DeepSeek-R1 service, after the distributions that ServeGen publishes.
+
+Source: Y. Xiang et al., "ServeGen: Workload Characterization and Generation of Large Language Model Serving
+in Production", arXiv:2505.09999; data `data/reason/deepseek-r1` of https://github.com/alibaba/ServeGen,
+Apache-2.0. What is here are quantiles, derived by `scripts/derive_servegen.py`: one set for each of the
+largest clients in each quarter of the day, and a few for all others. Within a client prompt, output and the
+share of reasoning are drawn independently, as ServeGen does; between clients they go together. Arrivals are
+Poisson, not ServeGen's bursty clients. Prompts come with the service's own tokenizer and up to 60K tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+import numpy as np
+
+from simulator.request import SimRequest
+from simulator.workloads.arrivals import poisson_requests
+from simulator.workloads.lengths import Lengths, Tokens, tokens
+from simulator.workloads.quantiles import QuantileTable
+
+NAME = "r1"
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Some of the service's requests: how many of all, and how they are distributed."""
+
+    weight: float
+    prompt_tokens: QuantileTable
+    output_tokens: QuantileTable
+    reasoning_share: QuantileTable
+
+
+@cache
+def clients() -> tuple[Client, ...]:
+    """The carried quantiles."""
+    data = json.loads((files("simulator.workloads") / "data" / "servegen_r1.json").read_text())
+    shares = tuple(float(share) for share in data["shares"])
+
+    def table(values: list[float]) -> QuantileTable:
+        return QuantileTable(shares, tuple(float(value) for value in values))
+
+    return tuple(
+        Client(
+            weight=float(entry["weight"]),
+            prompt_tokens=table(entry["prompt_tokens"]),
+            output_tokens=table(entry["output_tokens"]),
+            reasoning_share=table(entry["reasoning_share"]),
+        )
+        for entry in data["components"]
+    )
+
+
+def lengths(count: int, rng: np.random.Generator) -> Lengths:
+    """Lengths of `count` requests. Every request reasons and answers with at least one token each."""
+    population = clients()
+    weights = np.array([client.weight for client in population])
+    which = rng.choice(len(population), size=count, p=weights / weights.sum())
+    shares = rng.random((3, count))
+    prompt, output, reasoning = (np.empty(count) for _ in range(3))
+    for index, client in enumerate(population):
+        mine = which == index
+        prompt[mine] = client.prompt_tokens.at(shares[0, mine])
+        output[mine] = client.output_tokens.at(shares[1, mine])
+        reasoning[mine] = client.reasoning_share.at(shares[2, mine])
+    total: Tokens = tokens(output, least=2)
+    thought = np.clip(tokens(total * reasoning), 1, total - 1)
+    return Lengths(tokens(prompt), thought, total - thought)
+
+
+def generate(count: int, rate_per_s: float, seed: int) -> list[SimRequest]:
+    """`count` requests at `rate_per_s`."""
+    return poisson_requests(NAME, lengths, count, rate_per_s, seed)
