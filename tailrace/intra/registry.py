@@ -14,6 +14,7 @@ from tailrace.intra.decode_first import DecodeFirst
 from tailrace.intra.fcfs import Fcfs
 from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.round_robin import QuantumRoundRobin
+from tailrace.intra.tailrace import AnswersFirst
 
 # The engine's own order: no policy of ours. A simulation takes Fcfs for it, which is what vLLM's order is.
 ENGINE_ORDER: Final = "vllm"
@@ -24,6 +25,7 @@ INTRA_POLICIES: Final[Mapping[str, type[IntraPolicy]]] = MappingProxyType(
         "round_robin": QuantumRoundRobin,
         "pascal": PascalQueue,
         "decode_first": DecodeFirst,
+        "answers_first": AnswersFirst,
     }
 )
 
@@ -38,7 +40,7 @@ _GOES_WITH: Final[Mapping[str, str]] = MappingProxyType(
         "minimal_load": "decode_first",
         "round_robin_pools": "decode_first",
         "static_pools": "decode_first",
-        "tailrace": "pascal",
+        "tailrace": "answers_first",
     }
 )
 

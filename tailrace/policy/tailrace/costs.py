@@ -1,0 +1,139 @@
+"""What a request costs everybody, in predicted seconds: the one currency of all decisions.
+
+While an instance decodes B requests, each second counts B times: so many wait for their next token. A step
+costs B * step(B, K), K being the tokens of KV, and a request that joins for R steps costs what R such steps
+get dearer by: its own steps, and what it adds to those of the others. To that come the wait for its first
+token and, where KV gets short, the wait until enough of it is free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tailrace.cluster import InstanceView
+from tailrace.perf.length_penalty import FittedLengthPenalty
+from tailrace.policy.tailrace.steps import StepModel
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds, summed over all requests concerned.
+
+    - `penalty`: what unequal lengths cost where these instances run; None: nothing.
+    - `expected_tokens`: what an arrival is expected to put out, of which nothing is known. 256: near the mean
+      of ShareGPT's answers, as in CascadeInfer's QoE model here.
+    - `patience_s`, `patience_prefills`: a wait for the first token counts double when it is as long as
+      `patience_s` and that many times the prompt's own prefill. The SLOs of Arrow's table 1 are 80 to 105
+      times the prefill of their traces' mean prompt: 45 is half of that, so that the wait becomes dear well
+      before an SLO of that kind is lost. Half a second is half of what a person notices as an interruption
+      (Nielsen's one second), for prompts of next to no length.
+    - `open_s`, `link_bytes_per_s`: opening and committing a migration, and its copy: 100 Gbit/s.
+    """
+
+    steps: StepModel
+    penalty: FittedLengthPenalty | None = None
+    expected_tokens: float = 256.0
+    patience_s: float = 0.5
+    patience_prefills: float = 45.0
+    open_s: float = 0.01
+    link_bytes_per_s: float = 12.5e9
+
+    # ---- the first token
+
+    def first_token_s(self, instance: InstanceView, prompt_tokens: int) -> float:
+        """TTFT of an arrival here: the queue's prefill and its own, in steps shared with decodes.
+
+        One more step for the one that is under way.
+        """
+        steps = self.steps
+        queued = instance.prefill_backlog_tokens
+        count = (queued + prompt_tokens) / steps.chunk_tokens + 1.0
+        decode_s = steps.decode_s(instance.running, instance.kv_used_tokens)
+        return count * decode_s + steps.backlog_s(queued, instance.waiting) + steps.compute_s(prompt_tokens)
+
+    def arrival_s(self, instance: InstanceView, prompt_tokens: int) -> float:
+        """Placing an arrival here."""
+        wait_s = self.first_token_s(instance, prompt_tokens)
+        patience_s = self.patience_s + self.patience_prefills * self.steps.compute_s(prompt_tokens)
+        impatient_s = wait_s * (1.0 + wait_s / patience_s)
+        return impatient_s + self.joining_s(instance, prompt_tokens, self.expected_tokens)
+
+    # ---- decoding
+
+    def joining_s(self, instance: InstanceView, tokens: int, remaining: float) -> float:
+        """A request with `tokens` of context coming here for `remaining` more."""
+        requests = instance.load
+        held = instance.kv_used_tokens + instance.prefill_backlog_tokens
+        if self.penalty is None:
+            dearer_s = self._dearer_s(requests, held, tokens)
+        else:
+            longest = longest_tokens(instance)
+            dearer_s = self._batch_s(requests + 1, held + tokens, max(longest, tokens)) - self._batch_s(
+                requests, held, longest
+            )
+        short_s = self.shortage_s(instance, tokens + min(remaining, self.expected_tokens))
+        return remaining * dearer_s + short_s
+
+    def staying_s(self, instance: InstanceView, request_id: str, tokens: int, remaining: float) -> float:
+        """The same for a request that is here: what would be saved if it left."""
+        requests = max(0, instance.load - 1)
+        held = max(0, instance.kv_used_tokens + instance.prefill_backlog_tokens - tokens)
+        if self.penalty is None:
+            dearer_s = self._dearer_s(requests, held, tokens)
+        else:
+            others = longest_tokens(instance, without=request_id)
+            dearer_s = self._batch_s(requests + 1, held + tokens, max(others, tokens)) - self._batch_s(
+                requests, held, others
+            )
+        short_s = self.shortage_s(instance, min(remaining, self.expected_tokens))
+        return remaining * dearer_s + short_s
+
+    def shortage_s(self, instance: InstanceView, more_tokens: float) -> float:
+        """Wait for KV: tokens that are too many, at the rate at which requests free theirs.
+
+        Those too many count with what is on the host, or predicted to come (ARES, section 5.2). Each request
+        is taken to free its context once in `expected_tokens` steps.
+        """
+        tokens = instance.kv_used_tokens + instance.prefill_backlog_tokens + instance.host_kv_tokens
+        if instance.future_load:
+            tokens = max(tokens, int(max(instance.future_load)))
+        over = tokens + more_tokens - instance.kv_capacity_tokens
+        if over <= 0.0:
+            return 0.0
+        life_s = self.expected_tokens * self.steps.decode_s(instance.running, instance.kv_used_tokens)
+        return over * life_s / max(1, instance.kv_used_tokens)
+
+    # ---- moving
+
+    def transfer_s(self, tokens: int) -> float:
+        """A migration of so many tokens of KV."""
+        return self.open_s + tokens * self.steps.kv_bytes_per_token / self.link_bytes_per_s
+
+    # ---- a step of all
+
+    def _dearer_s(self, requests: int, held: int, tokens: int) -> float:
+        """B * step(B, K) from B = `requests`, K = `held` to one request of `tokens` more."""
+        steps = self.steps
+        each = steps.per_request_s + steps.per_kv_token_s * tokens
+        return steps.decode_s(requests, held) + (requests + 1) * each
+
+    def _batch_s(self, requests: int, held: int, longest: int) -> float:
+        """B * step(B, K), lengthened by the penalty."""
+        if not requests:
+            return 0.0
+        steps, penalty = self.steps, self.penalty
+        assert penalty is not None
+        attention_s = steps.per_kv_token_s * held
+        rest_s = steps.decode_base_s + steps.per_request_s * requests
+        factor = 1.0
+        if requests > 1 and longest > 0:
+            mean = max(1.0, held / requests)
+            factor = penalty.shape.factor(requests, mean, max(mean, longest))
+        if penalty.applies_to == "attention":
+            return requests * (rest_s + factor * attention_s)
+        return requests * factor * (rest_s + attention_s)
+
+
+def longest_tokens(instance: InstanceView, without: str = "") -> int:
+    """Context of the longest request here; reads all of them."""
+    return max((r.context_tokens for r in instance.requests if r.request_id != without), default=0)

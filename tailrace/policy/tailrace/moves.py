@@ -1,0 +1,94 @@
+"""Migrations that pay for themselves, and the rules that keep them from undoing each other.
+
+Rules, in order; each is read off the view, since a policy remembers nothing:
+
+1. One migration of a request at a time.
+2. No A->B with B->A. Views count open migrations by instance and direction, not by pair: A->B is out of the
+   question where something is on its way to A and something is leaving B, whatever it is.
+3. Room: the target's view has memory for the request, what was decided before included.
+4. It pays: what is saved is more than `margin` times what the transfer takes; and as much again for each
+   time the request has moved before, so that no request goes back and forth for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from tailrace.actions import Migrate
+from tailrace.cluster import InstanceView, RequestView
+from tailrace.policy.ledger import Ledger
+from tailrace.policy.room import with_request
+from tailrace.policy.tailrace.costs import Costs
+from tailrace.policy.tailrace.expect import remaining_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A migration and what it saves, in seconds, beyond what it must."""
+
+    request: RequestView
+    target: InstanceView
+    gain_s: float
+
+
+class Mover:
+    """Finds and books moves for the length of one decision."""
+
+    def __init__(self, costs: Costs, ledger: Ledger, margin: float) -> None:
+        self._costs = costs
+        self._ledger = ledger
+        self._margin = margin
+        # (source, target) of moves booked here, and targets as they will be.
+        self._booked: set[tuple[str, str]] = set()
+        self._after: dict[str, InstanceView] = {}
+
+    def may_send(self, source: InstanceView, request: RequestView) -> bool:
+        """Rule 1, and the limit on transfers."""
+        return self._ledger.may_send(source, request)
+
+    def cheapest(
+        self, request: RequestView, source: InstanceView, targets: Iterable[InstanceView]
+    ) -> tuple[InstanceView, float] | None:
+        """The target at which the request costs least, and how much, by rules 1 to 3 alone."""
+        if not self.may_send(source, request):
+            return None
+        costs, ledger, tokens = self._costs, self._ledger, request.context_tokens
+        remaining = remaining_tokens(request, costs.expected_tokens)
+        least: tuple[InstanceView, float] | None = None
+        for target in targets:
+            if self._opposed(source, target) or not ledger.may_receive(target, request):
+                continue
+            there = self._after.get(target.instance_id, target)
+            cost_s = costs.joining_s(there, tokens, remaining)
+            if least is None or cost_s < least[1]:
+                least = target, cost_s
+        return least
+
+    def best(
+        self, request: RequestView, source: InstanceView, targets: Iterable[InstanceView]
+    ) -> Move | None:
+        """The same, if moving there pays."""
+        found = self.cheapest(request, source, targets)
+        if found is None:
+            return None
+        target, there_s = found
+        costs, tokens = self._costs, request.context_tokens
+        remaining = remaining_tokens(request, costs.expected_tokens)
+        saved_s = costs.staying_s(source, request.request_id, tokens, remaining) - there_s
+        price_s = self._margin * (1 + request.epoch) * costs.transfer_s(tokens)
+        return Move(request, target, saved_s - price_s) if saved_s > price_s else None
+
+    def book(self, request: RequestView, target: InstanceView, reason: str) -> Migrate:
+        """It is decided: what comes after goes by it."""
+        name = target.instance_id
+        self._booked.add((request.instance_id, name))
+        there = with_request(self._after.get(name, target), request)
+        self._after[name] = replace(there, running=there.running + 1)
+        return self._ledger.book(request, target, reason)
+
+    def _opposed(self, source: InstanceView, target: InstanceView) -> bool:
+        """Rule 2."""
+        if source.migrations_in > 0 and target.migrations_out > 0:
+            return True
+        return (target.instance_id, source.instance_id) in self._booked

@@ -1,0 +1,128 @@
+"""The policy `tailrace`: what is decided at each of the five points (docs/policy-tailrace.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from tailrace.actions import Action, Place, Placement, SetPool
+from tailrace.cluster import Arrival, ClusterView, RequestView
+from tailrace.perf.length_penalty import FittedLengthPenalty
+from tailrace.policy.arrow.policy import Arrow
+from tailrace.policy.base import Policy
+from tailrace.policy.candidates import NO_INSTANCE, candidates
+from tailrace.policy.ledger import Ledger
+from tailrace.policy.tailrace.costs import Costs
+from tailrace.policy.tailrace.moves import Mover
+from tailrace.policy.tailrace.pooled import decoders, late_handovers, pooled, prefillers
+from tailrace.policy.tailrace.rebalance import movable, rebalance
+from tailrace.policy.tailrace.staged import groups, next_stage, within_stage
+from tailrace.policy.tailrace.steps import NOMINAL, StepModel
+from tailrace.profiles import Profile, load_profile
+
+# Open at a time, an instance and direction: what the migration service admits.
+_TRANSFERS: Final = 3
+
+
+class Tailrace(Policy):
+    """PASCAL, ARES, Arrow and CascadeInfer under one cost, in predicted seconds.
+
+    - `profile`: of the instances. None: a nominal one (`steps`).
+    - `penalty`: what unequal lengths in a batch cost there, if that is known.
+    - `margin`: how many times its transfer a migration must save. Two: once for what it takes, once more
+      because what is saved is a prediction and what it takes is certain.
+    - `ttft_slo_s`, `tpot_slo_s`: what pools flip by, where there are pools; as in `Arrow`.
+    - `tick_interval_s`: one second, as ARES (Algorithm 1, line 3).
+    """
+
+    summary = "ours: the four papers' mechanisms under one cost, in predicted seconds"
+
+    def __init__(
+        self,
+        profile: Profile | None = None,
+        penalty: FittedLengthPenalty | None = None,
+        *,
+        margin: float = 2.0,
+        ttft_slo_s: float = 2.0,
+        tpot_slo_s: float = 0.15,
+        tick_interval_s: float = 1.0,
+    ) -> None:
+        profile = profile if profile is not None else load_profile(NOMINAL)
+        self.costs = Costs(StepModel.of_profile(profile), penalty)
+        self.margin = margin
+        self.ttft_slo_s = ttft_slo_s
+        self.tick_interval_s = tick_interval_s
+        self.arrow = Arrow(ttft_slo_s, tpot_slo_s, profile, tick_interval_s=tick_interval_s)
+
+    def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
+        """Where it costs least, among those meant to prefill and of the stage for its length."""
+        usable = candidates(view, arrival)
+        if not usable:
+            return NO_INSTANCE
+        costs, tokens = self.costs, arrival.prompt_tokens + arrival.output_tokens
+        if view.stages:
+            usable = list(within_stage(view, usable, tokens))
+        if not pooled(view):
+            return Place(min(usable, key=lambda i: costs.arrival_s(i, tokens)).instance_id)
+        chosen = min(prefillers(usable), key=lambda i: costs.arrival_s(i, tokens))
+        if costs.first_token_s(chosen, tokens) > self.ttft_slo_s:
+            flipped = self.arrow.place(view, arrival, now)
+            if isinstance(flipped, Place) and flipped.also:
+                return flipped
+        return Place(chosen.instance_id)
+
+    def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
+        """With pools: to the decode instance where it costs least. Without: it decodes where it is."""
+        source = view.instances.get(request.instance_id)
+        if source is None or source.pool is None:
+            return ()
+        arrow = self.arrow.on_prefill_done(view, request, now)
+        if not arrow or any(isinstance(action, SetPool) for action in arrow):
+            return arrow
+        mover = self._mover(view)
+        found = mover.cheapest(request, source, decoders(view.placeable()))
+        return () if found is None else (mover.book(request, found[0], "prefill done"),)
+
+    def on_reasoning_ended(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
+        """Where the answer costs least, if moving there pays."""
+        source = view.instances.get(request.instance_id)
+        if source is None:
+            return ()
+        within = within_stage(view, decoders(view.placeable()), request.context_tokens)
+        mover = self._mover(view)
+        move = mover.best(request, source, within)
+        return () if move is None else (mover.book(request, move.target, "reasoning ended"),)
+
+    def on_length_boundary(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
+        """To the next stage, if that pays.
+
+        Where nothing is known of what unequal lengths cost, the stage is all there is to go by.
+        """
+        source = view.instances.get(request.instance_id)
+        if source is None or not movable(request):
+            return ()
+        allowed = {i.instance_id for i in decoders(view.placeable())}
+        later = next_stage(view, request.instance_id, request.context_tokens)
+        targets = [i for i in later if i.instance_id in allowed]
+        mover = self._mover(view)
+        if self.costs.penalty is None:
+            found = mover.cheapest(request, source, targets)
+            target = None if found is None else found[0]
+        else:
+            move = mover.best(request, source, targets)
+            target = None if move is None else move.target
+        return () if target is None else (mover.book(request, target, "length boundary"),)
+
+    def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
+        """Pools, handovers that found no room before, then what pays."""
+        actions: list[Action] = []
+        mover = self._mover(view)
+        if pooled(view):
+            actions += [a for a in self.arrow.on_tick(view, now) if isinstance(a, SetPool)]
+            actions += late_handovers(mover, view)
+        for group in groups(view, decoders(view.placeable())):
+            actions += rebalance(mover, self.costs, group)
+        return actions
+
+    def _mover(self, view: ClusterView) -> Mover:
+        return Mover(self.costs, Ledger(view.instances, _TRANSFERS, _TRANSFERS), self.margin)

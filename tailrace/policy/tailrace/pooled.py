@@ -1,0 +1,53 @@
+"""Where pools are set: who may prefill, who may decode (Arrow, sections 5.2 to 5.4).
+
+Pools are somebody's decision to keep the two kinds of work apart, and hold: a request leaves a prefill
+instance to decode whether or not that pays. Which instances are in them is up to Arrow's own rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import nsmallest
+from typing import Final
+
+from tailrace.actions import Migrate
+from tailrace.cluster import ClusterView, InstanceView, Phase, Pool, RequestView
+from tailrace.policy.tailrace.moves import Mover
+
+PREFILL_SIDE: Final = (Pool.PREFILL, Pool.DECODE_TO_PREFILL)
+DECODE_SIDE: Final = (Pool.DECODE, Pool.PREFILL_TO_DECODE)
+# Requests that a tick finds a place for at most, as in Arrow.
+_HANDOVERS: Final = 64
+
+
+def pooled(view: ClusterView) -> bool:
+    """Whether any instance is in a pool."""
+    return any(i.pool is not None for i in view.instances.values())
+
+
+def prefillers(instances: Sequence[InstanceView]) -> list[InstanceView]:
+    """Those meant to prefill; if there are none, all: any instance can do any work."""
+    return [i for i in instances if i.pool not in DECODE_SIDE] or list(instances)
+
+
+def decoders(instances: Sequence[InstanceView]) -> list[InstanceView]:
+    """Those meant to decode."""
+    return [i for i in instances if i.pool not in PREFILL_SIDE]
+
+
+def late_handovers(mover: Mover, view: ClusterView) -> list[Migrate]:
+    """Requests that decode on a prefill instance since nobody had room when they were ready, oldest first."""
+    waiting: list[RequestView] = [
+        request
+        for instance in view.placeable()
+        if instance.pool is Pool.PREFILL and instance.running > 0
+        for request in instance.requests
+        if request.phase is not Phase.PREFILL and not request.migrating
+    ]
+    targets = decoders(view.placeable())
+    moves: list[Migrate] = []
+    for request in nsmallest(_HANDOVERS, waiting, key=lambda r: (r.arrival_s, r.request_id)):
+        found = mover.cheapest(request, view.instances[request.instance_id], targets)
+        if found is not None:
+            moves.append(mover.book(request, found[0], "prefill done"))
+    return moves

@@ -1,0 +1,57 @@
+"""On each tick: from the instances where requests cost most to those where they cost least.
+
+ARES's rescheduling and CascadeInfer's rebalancing in the terms of `costs`: memory pressure, long steps and
+unequal lengths are all seconds there, and so is what a migration takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import nlargest, nsmallest
+from typing import Final
+
+from tailrace.actions import Migrate
+from tailrace.cluster import InstanceView, Phase, RequestState, RequestView
+from tailrace.policy.tailrace.costs import Costs
+from tailrace.policy.tailrace.moves import Move, Mover
+
+# Sources and targets looked at in one tick: what is left is looked at in the next one, a second later.
+SOURCES: Final = 8
+TARGETS: Final = 8
+
+
+def rebalance(mover: Mover, costs: Costs, instances: Sequence[InstanceView]) -> list[Migrate]:
+    """At most one request from each source, the one that saves most, dearest source first."""
+    if len(instances) < 2:
+        return []
+    price = {i.instance_id: _price_s(costs, i) for i in instances}
+    sources = nlargest(SOURCES, instances, key=lambda i: (price[i.instance_id], i.instance_id))
+    targets = nsmallest(TARGETS, instances, key=lambda i: (price[i.instance_id], i.instance_id))
+    moves: list[Migrate] = []
+    for source in sources:
+        cheaper = [t for t in targets if price[t.instance_id] < price[source.instance_id]]
+        if not cheaper or source.migrations_out:
+            continue
+        best: Move | None = None
+        for request in source.requests:
+            if not movable(request):
+                continue
+            move = mover.best(request, source, cheaper)
+            if move is not None and (best is None or move.gain_s > best.gain_s):
+                best = move
+        if best is not None:
+            moves.append(mover.book(best.request, best.target, "rebalance"))
+    return moves
+
+
+def movable(request: RequestView) -> bool:
+    """A prefill cannot be taken away in its middle; what waits on the host cannot either."""
+    return (
+        request.phase is not Phase.PREFILL and request.state is RequestState.RUNNING and not request.migrating
+    )
+
+
+def _price_s(costs: Costs, instance: InstanceView) -> float:
+    """What one more request of mean length costs here: how dear the place is."""
+    mean = instance.context_tokens // max(1, instance.load)
+    return costs.joining_s(instance, mean, costs.expected_tokens)

@@ -1,0 +1,56 @@
+"""Step and prefill times in seconds, from a profile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from tailrace.profiles import Profile, load_profile
+
+# Where no profile is given. What decides is how coefficients stand to each other, and that differs little
+# between dense models and GPUs: of those that are built in, a decode step's base is worth the prefill of 323
+# or 365 tokens, and reading the KV of 287 or 490 tokens takes as long as one more request in the batch.
+NOMINAL: Final = "llama-3.1-8b-h100"
+
+
+@dataclass(frozen=True, slots=True)
+class StepModel:
+    """Seconds; see `tailrace.profiles` for the two formulas."""
+
+    prefill_base_s: float
+    per_token_s: float
+    per_token_squared_s: float
+    decode_base_s: float
+    per_request_s: float
+    per_kv_token_s: float
+    kv_bytes_per_token: int
+    # Prompt tokens of one step; vLLM's default.
+    chunk_tokens: int
+
+    @staticmethod
+    def of_profile(profile: Profile | None, chunk_tokens: int = 2048) -> StepModel:
+        """From a profile; None: the nominal one."""
+        profile = profile if profile is not None else load_profile(NOMINAL)
+        prefill, decode = profile.prefill, profile.decode
+        return StepModel(
+            prefill.base_ms / 1e3,
+            prefill.ms_per_token / 1e3,
+            prefill.ms_per_token_squared / 1e3,
+            decode.base_ms / 1e3,
+            decode.ms_per_request / 1e3,
+            decode.ms_per_kv_token / 1e3,
+            profile.kv_bytes_per_token,
+            chunk_tokens,
+        )
+
+    def decode_s(self, requests: int, kv_tokens: int) -> float:
+        """One decode step."""
+        return self.decode_base_s + self.per_request_s * requests + self.per_kv_token_s * kv_tokens
+
+    def compute_s(self, tokens: int) -> float:
+        """Prefill of one prompt without the bases of its steps."""
+        return (self.per_token_s + self.per_token_squared_s * tokens) * tokens
+
+    def backlog_s(self, tokens: int, prompts: int) -> float:
+        """The same for a backlog known only in sum: prompts of equal length, the least it can take."""
+        return (self.per_token_s + self.per_token_squared_s * tokens / max(1, prompts)) * tokens
