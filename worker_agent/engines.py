@@ -26,6 +26,7 @@ class EngineOptions:
     block_tokens: int | None = None
     max_num_seqs: int | None = None
     max_model_len: int | None = None
+    host_kv_bytes: int | None = None
     # Anything else that the engine takes: fields of vLLM's EngineArgs or of SimulatedSettings.
     arguments: Mapping[str, Json] = field(default_factory=dict)
 
@@ -70,6 +71,7 @@ def _vllm(options: EngineOptions) -> Engine:
             block_tokens=options.block_tokens,
             max_num_seqs=options.max_num_seqs,
             max_model_len=options.max_model_len,
+            host_kv_bytes=options.host_kv_bytes,
             engine_args=arguments,
         )
     )
@@ -86,6 +88,7 @@ def _simulated(options: EngineOptions) -> Engine:
         "block_tokens": options.block_tokens,
         "max_num_seqs": options.max_num_seqs,
         "max_model_len": options.max_model_len,
+        "host_kv_bytes": options.host_kv_bytes,
     }
     settings = {name: value for name, value in named.items() if value is not None} | dict(options.arguments)
     unknown = settings.keys() - set(SimulatedSettings.__struct_fields__)

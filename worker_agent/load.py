@@ -48,6 +48,9 @@ def load_of(
         steps=stats.steps,
         generated_tokens=stats.generated_tokens,
         preemptions=stats.preemptions,
+        swaps_out=stats.swaps_out,
+        swaps_in=stats.swaps_in,
+        swaps_refused=stats.swaps_refused,
         migrations_in=migrations[0],
         migrations_out=migrations[1],
         prefill_delay_s=speeds.prefill_delay_s(stats.prefill_backlog_tokens, phases[EnginePhase.PREFILL])

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 
 import click
 
+from tailrace.intra.registry import ENGINE_ORDER, intra_names
 from tailrace.profiles import Profile, ProfileError, load_profile
 from tailrace.service.channels import Channels
 from tailrace.service.options import CommonOptions, common_options
@@ -20,6 +21,7 @@ from tailrace.telemetry.metrics import new_registry, serve_metrics
 from tailrace.telemetry.tracing import configure
 from worker_agent.carried import TPOT_S
 from worker_agent.engines import EngineOptionError, EngineOptions, make_engine, read_argument
+from worker_agent.intra_switch import BY_POLICY
 from worker_agent.kv.transport import start_ucx, stop_ucx
 from worker_agent.metrics import WorkerCollector, WorkerHistograms, WorkerMetrics
 from worker_agent.settings import WorkerSettings
@@ -62,6 +64,18 @@ class EngineDied(RuntimeError):
     metavar="NAME=VALUE",
     help="Any other engine argument; repeat.",
 )
+@click.option(
+    "--intra",
+    type=click.Choice([BY_POLICY, *intra_names()]),
+    default=ENGINE_ORDER,
+    show_default=True,
+    help="Order in which the engine serves requests; `policy`: the one that goes with the fleet's policy.",
+)
+@click.option(
+    "--host-kv-bytes",
+    type=click.IntRange(0),
+    help="Host memory for the KV of preempted requests; 0: they are recomputed.",
+)
 @click.option("--report-interval", default=0.5, show_default=True, help="Seconds between two steady reports.")
 @click.option(
     "--tpot",
@@ -86,6 +100,8 @@ def command(
     max_num_seqs: int | None,
     max_model_len: int | None,
     arguments: tuple[str, ...],
+    intra: str,
+    host_kv_bytes: int | None,
     report_interval: float,
     tpot: float,
     profile: str | None,
@@ -102,11 +118,12 @@ def command(
             block_tokens=block_size,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
+            host_kv_bytes=host_kv_bytes,
             arguments=dict(map(read_argument, arguments)),
         )
     except EngineOptionError as error:
         raise click.UsageError(str(error)) from error
-    settings = WorkerSettings(report_s=report_interval, tpot_s=tpot, profile=_profile(profile))
+    settings = WorkerSettings(report_s=report_interval, intra=intra, tpot_s=tpot, profile=_profile(profile))
     run_service(lambda: _serve_or_say(common, options, count, settings))
 
 

@@ -97,7 +97,19 @@ class WorkerCollector(Collector):
         yield _count("generated_tokens", "Tokens made.", sum(s.generated_tokens for s in stats))
         yield _count("steps", "Engine steps.", sum(s.steps for s in stats))
         yield _count("preemptions", "Requests preempted.", sum(s.preemptions for s in stats))
+        used, total = sum(s.host_kv_bytes_used for s in stats), sum(s.host_kv_bytes_total for s in stats)
+        yield GaugeMetricFamily("tailrace_worker_host_kv_bytes_used", "Host memory with KV.", value=used)
+        yield GaugeMetricFamily("tailrace_worker_host_kv_bytes", "Host memory for KV.", value=total)
+        for name, text in _SWAPS:
+            yield _count(name, text, sum(getattr(s, name) for s in stats))
 
+
+_SWAPS: Final = (
+    ("swaps_out", "Preempted requests whose KV went to host memory."),
+    ("swaps_in", "Requests whose KV came back from host memory."),
+    ("swaps_refused", "Preempted requests for whose KV host memory had no room."),
+    ("host_kv_corrupt_blocks", "Blocks of host memory that were not what they ought to be."),
+)
 
 _TRANSFER: Final = (
     ("kv_sent_bytes", "KV bytes sent to other workers."),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tailrace.intra.registry import ENGINE_ORDER
 from tailrace.profiles import Profile
 from worker_agent.carried import TPOT_S
 
@@ -24,6 +25,8 @@ class WorkerSettings:
     pause_limit_s: float = 10.0
     # An export whose target says nothing for so long, before the pause, is ended.
     export_idle_s: float = 30.0
+    # The engine's order of its requests: a name of tailrace.intra.registry, or intra_switch.BY_POLICY.
+    intra: str = ENGINE_ORDER
     # The pace at which users read, in seconds a token: what slack, QoE and Max Running Tokens are told by.
     tpot_s: float = TPOT_S
     # Step times of this model on this machine; None: the engine's own, if it knows them.

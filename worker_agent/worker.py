@@ -24,6 +24,7 @@ from worker_agent.engine.base import Engine, EngineInfo
 from worker_agent.faults import Faults
 from worker_agent.frontends import FrontEnds
 from worker_agent.heartbeats import beat
+from worker_agent.intra_switch import order_by
 from worker_agent.kv.client import KvClient
 from worker_agent.kv.server import KvServer
 from worker_agent.kv.sessions import Sessions
@@ -107,6 +108,7 @@ async def running_worker(
         except RuntimeError as error:
             raise EngineStartError(f"{instance_id}: {error}") from error
         stack.push_async_callback(engine.stop)
+        order_by(settings.intra, engine.set_intra, around.membership)
         shape = info.kv_shape
         pool = StagingPool(engine, shape.block_bytes)
         kv_server = KvServer(engine, shape, sessions, pool, faults, metrics)

@@ -120,7 +120,7 @@ def _groups(options: ClusterOptions) -> list[range]:
 
 
 def _worker(options: ClusterOptions, service: Callable[..., PartSpec], group: range) -> PartSpec:
-    arguments = ["--engine", options.engine.value, "--model", options.model]
+    arguments = ["--engine", options.engine.value, "--model", options.model, "--intra", "policy"]
     if options.reasoning_parser:
         arguments += ["--reasoning-parser", options.reasoning_parser]
     number = group[0]

@@ -27,8 +27,17 @@ def serving_phase(output_tokens: int, reasons: bool) -> Phase:
     return Phase.REASONING if reasons else Phase.ANSWERING
 
 
+def view_of(
+    arrival: int, reasons: bool, prompt_tokens: int, output_tokens: int, reasoning_tokens: int
+) -> JobView:
+    """A request as an intra-instance policy sees it."""
+    phase = serving_phase(output_tokens, reasons)
+    in_phase = output_tokens - reasoning_tokens if phase is Phase.ANSWERING else output_tokens
+    return JobView(arrival, phase, prompt_tokens, output_tokens, in_phase)
+
+
 class Turn:
-    """One request's place in the order."""
+    """One request's place in the order: `rank`, once it was asked for."""
 
     __slots__ = ("_phase", "_policy", "_until", "arrival", "rank")
 
@@ -39,17 +48,14 @@ class Turn:
         self._phase: Phase | None = None
         self._policy: IntraPolicy | None = None
 
-    def rank_at(
-        self, policy: IntraPolicy, phase: Phase, prompt_tokens: int, output_tokens: int, reasoning_tokens: int
-    ) -> Rank:
-        """The rank now; `rank` keeps it."""
-        if output_tokens < self._until and phase is self._phase and policy is self._policy:
-            return self.rank
-        in_phase = output_tokens - reasoning_tokens if phase is Phase.ANSWERING else output_tokens
-        view = JobView(self.arrival, phase, prompt_tokens, output_tokens, in_phase)
-        self.rank = policy.rank(view)
-        holds = policy.rank_holds(view)
-        self._until = _NEVER if holds is None else output_tokens + holds
-        self._phase = phase
+    def holds(self, policy: IntraPolicy, phase: Phase, output_tokens: int) -> bool:
+        """Whether `rank` is still what `policy` would say."""
+        return output_tokens < self._until and phase is self._phase and policy is self._policy
+
+    def ask(self, policy: IntraPolicy, job: JobView) -> None:
+        """Rank the request as it is now."""
+        self.rank = policy.rank(job)
+        holds = policy.rank_holds(job)
+        self._until = _NEVER if holds is None else job.output_tokens + holds
+        self._phase = job.phase
         self._policy = policy
-        return self.rank

@@ -16,7 +16,6 @@ from worker_agent.engine.vllm.exports import Exports
 from worker_agent.engine.vllm.host_pool import default_host_bytes
 from worker_agent.engine.vllm.imports import Imports
 from worker_agent.engine.vllm.load import LoadedCore
-from worker_agent.engine.vllm.orders import use_intra
 from worker_agent.engine.vllm.outputs import OutputWriter
 from worker_agent.engine.vllm.requests import RequestTable
 from worker_agent.engine.vllm.settings import VllmSettings, vllm_config
@@ -106,7 +105,6 @@ class EngineThread:
         core = LoadedCore(vllm_config(self._settings), default_host_bytes() if wanted is None else wanted)
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         table = RequestTable()
-        use_intra(self._settings.intra, core, table)
         writer = OutputWriter(table)
         imports = Imports(core, table, self.post)
         parts = EngineParts(

@@ -193,7 +193,8 @@ class Imports:
             scheduler.hold_slots(1)
             return self._places(request.request_id), False
         # vLLM takes no swapped KV for a request that is to read no cache.
-        if self._core.receives_on_host and not request.skip_reading_prefix_cache:
+        waits = self._core.intra is not None and self._core.intra.receives_on_host
+        if waits and not request.skip_reading_prefix_cache:
             slots = self._core.host.take(blocks)
             if slots is not None:
                 return slots, True

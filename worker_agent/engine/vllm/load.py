@@ -16,6 +16,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder
 
+from tailrace.intra.base import IntraPolicy
 from worker_agent.engine.base import EngineRefusal, Frames
 from worker_agent.engine.host_ledger import HostLedger
 from worker_agent.engine.vllm.connector import TailraceConnector
@@ -61,8 +62,8 @@ class LoadedCore:
         connector.pool = self.host_pool
         assert isinstance(self.scheduler.connector, TailraceConnector)
         self.scheduler.connector.ledger = self.host
-        # Whether an import that finds the device full may wait in host memory.
-        self.receives_on_host = False
+        # The policy that orders the requests; None: vLLM's own order.
+        self.intra: IntraPolicy | None = None
         self.marks = load_marks(config)
         self.grammars = Grammars()
         self.block_tokens: int = config.cache_config.block_size

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from vllm.v1.request import Request
 
-from tailrace.intra.base import IntraPolicy, Rank
+from tailrace.intra.base import IntraPolicy, JobView, Rank
 from tailrace.intra.registry import make_intra
 from worker_agent.engine.step_order import StepOrder
-from worker_agent.engine.turns import serving_phase
+from worker_agent.engine.turns import serving_phase, view_of
 from worker_agent.engine.vllm.load import LoadedCore
-from worker_agent.engine.vllm.requests import RequestTable
+from worker_agent.engine.vllm.requests import Entry, RequestTable
 
 
 def use_intra(name: str, core: LoadedCore, table: RequestTable) -> None:
@@ -17,26 +17,36 @@ def use_intra(name: str, core: LoadedCore, table: RequestTable) -> None:
 
     Raises UnknownIntraError.
     """
-    policy = make_intra(name)
-    core.receives_on_host = policy is not None and policy.receives_on_host
-    core.scheduler.use_order(None if policy is None else step_order(policy, core, table))
+    use_policy(make_intra(name), core, table)
 
 
-def step_order(policy: IntraPolicy, core: LoadedCore, table: RequestTable) -> StepOrder[Request]:
-    """The policy's order of this engine's requests; phases are those of the table's trackers."""
+def use_policy(policy: IntraPolicy | None, core: LoadedCore, table: RequestTable) -> None:
+    """Order requests by this policy, None: as vLLM does. Engine thread, between two steps."""
+    core.intra = policy
+    core.scheduler.use_order(None if policy is None else _step_order(policy, core, table))
 
+
+def job_view(entry: Entry) -> JobView:
+    """The request as an intra-instance policy sees it."""
+    request, phases = entry.request, entry.phases
+    return view_of(
+        entry.turn.arrival,
+        phases.reasons,
+        request.num_prompt_tokens,
+        request.num_output_tokens,
+        phases.reasoning_tokens,
+    )
+
+
+def _step_order(policy: IntraPolicy, core: LoadedCore, table: RequestTable) -> StepOrder[Request]:
     def rank(request: Request) -> Rank:
         entry = table.get(request.request_id)
         # Every request is in the table before the scheduler has it, and until it has left it.
         assert entry is not None
-        phases, outputs = entry.phases, request.num_output_tokens
-        return entry.turn.rank_at(
-            policy,
-            serving_phase(outputs, phases.reasons),
-            request.num_prompt_tokens,
-            outputs,
-            phases.reasoning_tokens,
-        )
+        turn, outputs = entry.turn, request.num_output_tokens
+        if not turn.holds(policy, serving_phase(outputs, entry.phases.reasons), outputs):
+            turn.ask(policy, job_view(entry))
+        return turn.rank
 
     def held_blocks(request: Request) -> int:
         return len(core.blocks_of(request.request_id))

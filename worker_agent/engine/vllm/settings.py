@@ -11,8 +11,6 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
-from tailrace.intra.registry import ENGINE_ORDER
-
 Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 
 _CPU_BLOCK_TOKENS = 32
@@ -40,8 +38,6 @@ class VllmSettings:
     # Host memory for the KV of preempted requests, in bytes; 0: they are recomputed. None: 4 GiB, or an
     # eighth of the machine's memory if that is less.
     host_kv_bytes: int | None = None
-    # How the engine orders its requests: a name of tailrace.intra.registry.
-    intra: str = ENGINE_ORDER
     # CPU: threads of a step. Threads of one step wait for each other, so when workers share cores more than
     # one each makes a step many times slower.
     cpu_threads: int | None = None

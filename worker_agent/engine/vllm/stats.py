@@ -8,6 +8,7 @@ from vllm.v1.request import RequestStatus
 
 from worker_agent.engine.base import EngineStats, RequestStats
 from worker_agent.engine.vllm.load import LoadedCore
+from worker_agent.engine.vllm.orders import job_view
 from worker_agent.engine.vllm.outputs import OutputWriter
 from worker_agent.engine.vllm.requests import Entry, RequestTable
 
@@ -50,6 +51,7 @@ def _request_stats(core: LoadedCore, entry: Entry) -> RequestStats:
         kv_blocks=-(-request.num_computed_tokens // core.block_tokens),
         arrival_s=request.arrival_time,
         token_interval_ms=entry.pace.interval_ms,
+        demoted=core.intra is not None and core.intra.demoted(job_view(entry)),
     )
 
 
