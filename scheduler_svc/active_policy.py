@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 from tailrace.policy.base import Policy
-from tailrace.policy.registry import UnknownPolicyError, load
+from tailrace.policy.registry import UnknownPolicyError, load, names
 
 log = logging.getLogger(__name__)
 
@@ -34,3 +35,13 @@ class ActivePolicy:
             return
         log.info("policy %s -> %s", self.name, wanted)
         self.name, self._refused = wanted, ""
+
+
+async def warm_up() -> None:
+    """Import all policies in a thread, so that the first switch to one holds no placement up for as long as
+    its modules take."""
+    for name in await asyncio.to_thread(names):
+        try:
+            await asyncio.to_thread(load, name)
+        except (ImportError, TypeError) as error:
+            log.warning("policy %s cannot be used: %s", name, error)

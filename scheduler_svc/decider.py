@@ -13,6 +13,7 @@ from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.state import ClusterState, PhaseChange
 from tailrace.actions import Action
 from tailrace.cluster import ClusterView, Phase, RequestView, Stage
+from tailrace.policy.base import Policy
 from tailrace.v1 import monitor_pb2
 
 log = logging.getLogger(__name__)
@@ -43,8 +44,9 @@ class Decider:
         self._hands = hands
         self._leading = leading
         self._metrics = metrics
-        # Requests that have outgrown the stage of their instance: the policy is asked once about each.
+        # Requests that have outgrown the stage of their instance: a policy is asked once about each.
         self._outgrown: dict[str, str] = {}
+        self._asked: Policy = active.policy
 
     def take(self, report: monitor_pb2.WorkerReport, now_s: float) -> None:
         """Apply a report and decide on what it tells."""
@@ -88,6 +90,10 @@ class Decider:
             self._decide("reasoning_ended", lambda now_s: policy.on_reasoning_ended(view, request, now_s))
 
     def _check_lengths(self, view: ClusterView, instance_id: str) -> None:
+        if self._asked is not self._active.policy:
+            # Another policy decides now, and has not been asked about any.
+            self._asked = self._active.policy
+            self._outgrown.clear()
         instance = view.instances.get(instance_id)
         stage = _stage_of(view.stages, instance_id)
         if instance is None or stage is None:

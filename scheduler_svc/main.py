@@ -9,7 +9,7 @@ from typing import Final
 
 import click
 
-from scheduler_svc.active_policy import ActivePolicy
+from scheduler_svc.active_policy import ActivePolicy, warm_up
 from scheduler_svc.actuator import Actuator
 from scheduler_svc.admin.forward import LeaderRoute
 from scheduler_svc.admin.servicer import AdminServicer
@@ -115,6 +115,7 @@ class Parts:
     async def run(self) -> None:
         """Until cancelled."""
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(warm_up(), name="policies")
             tasks.create_task(self._watch.run(), name="monitor")
             tasks.create_task(self._decider.run_ticks(), name="ticks")
             tasks.create_task(self._drainer.run(), name="drains")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
 
 from tailrace.policy.base import Policy
 
@@ -15,7 +16,7 @@ class UnknownPolicyError(ValueError):
 
 def names() -> list[str]:
     """Names of all installed policies, sorted."""
-    return sorted({point.name for point in entry_points(group=GROUP)})
+    return sorted(_points())
 
 
 def load(name: str) -> Policy:
@@ -23,10 +24,19 @@ def load(name: str) -> Policy:
 
     Raises UnknownPolicyError with the known names, or TypeError when the entry point is not a Policy.
     """
-    for point in entry_points(group=GROUP):
-        if point.name == name:
-            policy = point.load()()
-            if not isinstance(policy, Policy):
-                raise TypeError(f"policy {name!r} ({point.value}) is not a tailrace.policy.base.Policy")
-            return policy
-    raise UnknownPolicyError(f"unknown policy {name!r}; installed: {', '.join(names())}")
+    if name not in _points():
+        # Perhaps it has been installed since.
+        _points.cache_clear()
+    point = _points().get(name)
+    if point is None:
+        raise UnknownPolicyError(f"unknown policy {name!r}; installed: {', '.join(names())}")
+    policy = point.load()()
+    if not isinstance(policy, Policy):
+        raise TypeError(f"policy {name!r} ({point.value}) is not a tailrace.policy.base.Policy")
+    return policy
+
+
+@lru_cache(maxsize=1)
+def _points() -> dict[str, EntryPoint]:
+    """Looking for them takes tens of milliseconds: longer than a scheduler may stand still."""
+    return {point.name: point for point in entry_points(group=GROUP)}

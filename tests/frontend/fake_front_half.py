@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -71,19 +71,20 @@ class FakeFrontHalf:
         request_id: str,
         prompt: list[int] | None = None,
         max_tokens: int = 100,
-        **extra_args: object,
+        extra_args: Mapping[str, object] | None = None,
     ) -> None:
         """A new request."""
-        sampling = SamplingParams(
-            max_tokens=max_tokens,
-            extra_args=msgspec.Raw(
-                msgspec.msgpack.encode({f"tailrace_{k}": v for k, v in extra_args.items()} or None)
-            ),
-        )
+        sampling = self.sampling(max_tokens, extra_args)
         request = EngineCoreRequest(
             request_id, prompt or [1, 2, 3], NIL, sampling, NIL, 0.0, NIL, None, None, client_index=0
         )
         await self._send(RequestType.ADD, request)
+
+    @staticmethod
+    def sampling(max_tokens: int, extra_args: Mapping[str, object] | None) -> SamplingParams:
+        """A request's parameters."""
+        raw = msgspec.Raw(msgspec.msgpack.encode(extra_args))
+        return SamplingParams(max_tokens=max_tokens, extra_args=raw)
 
     async def abort(self, *request_ids: str) -> None:
         """The clients are gone."""

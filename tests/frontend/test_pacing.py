@@ -119,7 +119,7 @@ def test_split_outputs_are_those_that_were_there() -> None:
 async def test_only_the_answer_of_who_asked_is_paced(rig: Rig) -> None:
     worker = await rig.worker("a")
     await rig.front.ready()
-    await rig.front.add("slow", pace_tpot_ms=60_000.0)
+    await rig.front.add("slow", extra_args={"tailrace_pace_tpot_ms": 60_000.0})
     slow = await worker.submitted()
     await rig.front.add("fast")
     fast = await worker.submitted()
@@ -143,7 +143,7 @@ async def test_only_the_answer_of_who_asked_is_paced(rig: Rig) -> None:
 async def test_a_paced_answer_goes_on_through_a_crash(rig: Rig) -> None:
     first, second = await rig.worker("a"), await rig.worker("b")
     await rig.front.ready()
-    await rig.front.add("r", pace_tpot_ms=1.0)
+    await rig.front.add("r", extra_args={"tailrace_pace_tpot_ms": 1.0})
     submit = await first.submitted()
     first.say(outputs(submit, [1], 0, PREFILL_DONE | REASONING_ENDED))
     for index in range(1, 9):

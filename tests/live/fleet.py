@@ -1,0 +1,207 @@
+"""A whole fleet around one process of simulated workers: real control services, a real front end.
+
+The services and the front end run in the test's own event loop; only the front half is a stand-in, which
+checks that no output follows a request's last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from frontend_svc.admission import AdmissionFlag
+from frontend_svc.engine import FleetEngine
+from migration_svc import main as migration_main
+from migration_svc.admission import Admission
+from migration_svc.migration import CopyRules
+from monitor_svc import main as monitor_main
+from monitor_svc.gauges import Limits
+from scheduler_svc import main as scheduler_main
+from tailrace.service.channels import Channels
+from tailrace.service.options import CommonOptions
+from tailrace.store.membership import Membership
+from tailrace.store.store import Store
+from tailrace.v1 import admin_pb2, migration_pb2, types_pb2
+from tailrace.v1.admin_pb2_grpc import AdminStub
+from tailrace.wire import SamplingParams
+from tests.frontend.fake_front_half import FakeFrontHalf
+from tests.worker.worker_processes import WorkerProcess, worker_process
+from worker_agent.engine.simulated import SimulatedSettings
+from worker_agent.engine.simulated.script import Script
+from worker_agent.engine.simulated.vocabulary import read_vocabulary
+
+WAIT_S = 60.0
+COMMITTED = types_pb2.MIGRATION_STATE_COMMITTED
+
+
+@dataclass
+class Fleet:
+    """`names` are the workers'. Requests are checked against what the simulated model says undisturbed."""
+
+    store: Store
+    members: Membership
+    channels: Channels
+    front: FakeFrontHalf
+    engine: FleetEngine
+    process: WorkerProcess
+    settings: SimulatedSettings
+    names: list[str]
+    _prompts: dict[str, tuple[list[int], SamplingParams]] = field(default_factory=dict)
+    _sent: int = 0
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def admin(self) -> AdminStub:
+        """The leading scheduler's admin API."""
+        return AdminStub(self.channels.get(self.members.leaders["scheduler"].address))
+
+    # ---- requests
+
+    async def send(self, prompt_tokens: int, reasoning: int, answer: int) -> str:
+        """A request of exactly these lengths (the thought's tags come on top); its id."""
+        self._sent += 1
+        request_id = f"q{self._sent}"
+        prompt = [ord(letter) for letter in f"{request_id} "] + [32 + self._sent % 64] * prompt_tokens
+        prompt = prompt[:prompt_tokens]
+        total = reasoning + answer + 2
+        extra = {"reasoning_tokens": reasoning, "answer_tokens": answer}
+        await self.front.add(request_id, prompt, total, extra_args=extra)
+        self._prompts[request_id] = prompt, self.front.sampling(total, extra)
+        return request_id
+
+    async def finish(self, *request_ids: str) -> None:
+        """Each must end whole: every token once, in order, as if it had been alone."""
+        for request_id in request_ids:
+            await self.front.end_of(request_id)
+            prompt, sampling = self._prompts.pop(request_id)
+            vocabulary = read_vocabulary(self.settings.tokenizer, "<think>", "</think>")
+            script = Script(prompt, sampling, self.settings, vocabulary)
+            wanted = [script.token(index) for index in range(sampling.max_tokens or 0)]
+            assert self.front.tokens[request_id] == wanted, f"{request_id} is not what it would have been"
+
+    async def running(self, request_id: str, tokens: int = 1) -> None:
+        """Until it has so many tokens."""
+        await self.front.tokens_of(request_id, tokens)
+
+    # ---- the cluster
+
+    async def set_policy(self, name: str) -> None:
+        """As `tailrace set policy`; it is in force when this returns."""
+        await self.admin.SetPolicy(admin_pb2.SetPolicyRequest(name=name), timeout=WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            while await self._active_policy() != name:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    async def _active_policy(self) -> str:
+        reply = await self.admin.ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=WAIT_S)
+        return next(policy.name for policy in reply.policies if policy.active)
+
+    async def set_stages(self, *stages: types_pb2.Stage) -> None:
+        """As `tailrace set stages`."""
+        await self.admin.SetStages(admin_pb2.SetStagesRequest(stages=stages), timeout=WAIT_S)
+
+    async def set_pool(self, name: str, pool: types_pb2.Pool.ValueType) -> None:
+        """As `tailrace set pool`."""
+        await self.admin.SetPool(admin_pb2.SetPoolRequest(instance_id=name, pool=pool), timeout=WAIT_S)
+
+    async def without_pools_and_stages(self) -> None:
+        """As at the start."""
+        await self.set_stages()
+        for name in self.names:
+            await self.set_pool(name, types_pb2.POOL_UNSPECIFIED)
+
+    async def members_show(self, wanted: Callable[[Membership], bool]) -> None:
+        """Until etcd says so."""
+        async with asyncio.timeout(WAIT_S):
+            while not wanted(self.members):
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def instances(self) -> dict[str, admin_pb2.InstanceInfo]:
+        """As `tailrace get instances`."""
+        reply = await self.admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=WAIT_S)
+        return {info.instance_id: info for info in reply.instances}
+
+    async def owners(self) -> dict[str, str]:
+        """Who has which request, as the front end knows."""
+        return {s.request_id: s.owner or "" for s in self.engine.table}
+
+    async def migrations(self, reason: str = "") -> list[migration_pb2.MigrationRecord]:
+        """Committed ones (of this reason), the last first."""
+        request = migration_pb2.ListMigrationsRequest(limit=1_000)
+        reply = await self.admin.ListMigrations(request, timeout=WAIT_S)
+        return [m for m in reply.migrations if m.state == COMMITTED and (not reason or m.reason == reason)]
+
+    async def migrated(self, reason: str, count: int = 1) -> list[migration_pb2.MigrationRecord]:
+        """Until so many migrations of this reason were committed since the fleet started."""
+        async with asyncio.timeout(WAIT_S):
+            # The service tells nobody of its history.
+            while len(found := await self.migrations(reason)) < count:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        return found
+
+
+@contextlib.asynccontextmanager
+async def open_fleet(
+    etcd: str, cluster: str, folder: Path, count: int, engine: Mapping[str, object]
+) -> AsyncIterator[Fleet]:
+    """`count` workers w-0, w-1, ... with these engine settings, and all that belongs to them."""
+    async with contextlib.AsyncExitStack() as stack:
+        store = await Store.connect([etcd], cluster)
+        stack.push_async_callback(store.close)
+        members = await Membership.start(store)
+        stack.push_async_callback(members.close)
+        channels = Channels()
+        stack.push_async_callback(channels.close)
+
+        def options(kind: str) -> CommonOptions:
+            return CommonOptions((etcd,), cluster, "127.0.0.1:0", "127.0.0.1:0", kind, "")
+
+        for kind, serving in (
+            ("monitor", monitor_main.serve(options("monitor"), 2.0, Limits(10.0, 0.1), 100_000)),
+            ("migration", migration_main.serve(options("migration"), None, Admission(), CopyRules())),
+            ("scheduler", scheduler_main.serve(options("scheduler"), "round_robin")),
+        ):
+            stack.push_async_callback(_stop, asyncio.create_task(serving, name=kind))
+        process = await stack.enter_async_context(
+            worker_process(store, etcd, cluster, folder, "w-0", count=count, engine=engine)
+        )
+        sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-")))
+        front = await stack.enter_async_context(FakeFrontHalf(sockets))
+        core = FleetEngine(
+            "f0",
+            members,
+            channels,
+            AdmissionFlag(sockets / "admission"),
+            sockets,
+            CollectorRegistry(),
+            None,
+        )
+        stack.push_async_callback(_stop, asyncio.create_task(core.run(), name="front end"))
+        await front.ready()
+        names = [record.instance_id for record in process.records]
+        arguments = {k: v for k, v in engine.items() if k in SimulatedSettings.__struct_fields__}
+        fleet = Fleet(store, members, channels, front, core, process, SimulatedSettings(**arguments), names)
+        members.add_listener(fleet._changed.set)
+        await fleet.members_show(
+            lambda m: (
+                {"scheduler", "monitor", "migration"} <= m.leaders.keys() and set(names) <= m.instances.keys()
+            )
+        )
+        async with asyncio.timeout(WAIT_S):
+            while set(core.workers.attached()) != set(names) or not all(  # noqa: ASYNC110
+                info.report_age_s < 2.0 for info in (await fleet.instances()).values()
+            ):
+                await asyncio.sleep(0.02)
+        yield fleet
+
+
+async def _stop(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])

@@ -1,0 +1,79 @@
+"""Each paper's mechanism, live: real services and front end, simulated engines."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from scheduler_svc import active_policy
+from tailrace.cluster import Pool
+from tailrace.policy.cascade.layout import tiles
+from tailrace.policy.cascade.policy import Cascade
+from tailrace.v1 import types_pb2
+from tests.live.fleet import Fleet
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_pascal_moves_requests_when_their_reasoning_ends(fleet: Fleet) -> None:
+    # Round robin: four that reason on one instance, none elsewhere. The first to end its reasoning leaves.
+    lengths = [(60, 150 if n == 0 else 600, 150) if n % 4 == 0 else (60, 0, 700) for n in range(16)]
+    requests = [await fleet.send(*each) for each in lengths]
+    await fleet.set_policy("pascal")
+    moved = await fleet.migrated("reasoning ended")
+    assert moved[-1].request_id == requests[0] and moved[-1].source_instance_id == "w-0"
+    await fleet.finish(*requests)
+    assert moved and all(m.policy == "pascal" and m.phase == types_pb2.PHASE_ANSWERING for m in moved)
+
+
+async def test_ares_rebalances_at_its_tick(fleet: Fleet) -> None:
+    # Round robin puts all the long ones on one instance.
+    requests = [await fleet.send(200 if n % 4 == 0 else 16, 0, 900 if n % 4 == 0 else 60) for n in range(16)]
+    await asyncio.gather(*(fleet.running(r, 5) for r in requests))
+    await fleet.set_policy("ares")
+    moved = await fleet.migrated("rescheduling")
+    assert moved[0].source_instance_id == "w-0" and moved[0].policy == "ares"
+    await fleet.finish(*requests)
+
+
+async def test_arrow_flips_pools_in_etcd_without_a_drain(fleet: Fleet) -> None:
+    await fleet.set_policy("arrow")
+    await fleet.members_show(lambda m: len(m.pools) == 4)
+    first = dict(fleet.members.pools)
+    assert sorted(first.values(), key=lambda p: p.value) == [Pool.DECODE] * 2 + [Pool.PREFILL] * 2
+    # Decoding work for more than half of what two instances hold, and none to prefill: an idle prefill
+    # instance flips.
+    requests = [await fleet.send(300, 0, 500) for _ in range(10)]
+    await fleet.members_show(lambda m: sum(p is Pool.PREFILL for p in m.pools.values()) < 2)
+    assert (await fleet.migrations("prefill done"))[0].policy == "arrow"
+    states = {info.state for info in (await fleet.instances()).values()}
+    assert states == {types_pb2.INSTANCE_STATE_ACTIVE}
+    await fleet.finish(*requests)
+
+
+async def test_cascade_hands_over_a_request_that_outgrows_its_stage(fleet: Fleet) -> None:
+    await fleet.set_stages(
+        types_pb2.Stage(lo=0, hi=256, instance_ids=["w-0", "w-1"]),
+        types_pb2.Stage(lo=256, hi=131_072, instance_ids=["w-2", "w-3"]),
+    )
+    await fleet.members_show(lambda m: len(m.stages) == 2)
+    await fleet.set_policy("cascade_inter_stage_only")
+    requests = [await fleet.send(100, 0, 400) for _ in range(4)]
+    await asyncio.gather(*(fleet.running(r, 2) for r in requests))
+    assert set((await fleet.owners()).values()) <= {"w-0", "w-1"}
+    moved = await fleet.migrated("length boundary", 4)
+    assert {m.target_instance_id for m in moved} <= {"w-2", "w-3"}
+    await fleet.finish(*requests)
+
+
+async def test_cascade_plans_stages_into_etcd(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Two requests an instance are enough to plan for, so that a small fleet can show it.
+    monkeypatch.setattr(active_policy, "load", lambda name: Cascade(plan_requests=2.0))
+    requests = [await fleet.send(16 if n % 4 else 400, 0, 600) for n in range(16)]
+    await asyncio.gather(*(fleet.running(r, 5) for r in requests))
+    await fleet.set_policy("cascade")
+    await fleet.members_show(lambda m: len(m.stages) > 0)
+    stages = fleet.members.stages
+    assert tiles(stages, 131_072) and {n for s in stages for n in s.instance_ids} == set(fleet.names)
+    await fleet.finish(*requests)

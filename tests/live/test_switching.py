@@ -1,0 +1,35 @@
+"""`tailrace set policy` under load: any to any, and no request notices."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+
+import pytest
+
+from tailrace.policy.registry import names
+from tests.live.fleet import Fleet
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_one_policy_after_another_under_load(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+    order = names()
+    random.Random(7).shuffle(order)
+    lengths = itertools.cycle([(40, 0, 120), (200, 100, 60), (16, 30, 200), (400, 0, 40)])
+    live: list[str] = []
+    with caplog.at_level(logging.ERROR):
+        for name in [*order, *reversed(order)]:
+            await fleet.set_policy(name)
+            live += [await fleet.send(*next(lengths)) for _ in range(3)]
+            await fleet.running(live[-1])
+        await asyncio.gather(*(fleet.finish(request) for request in live))
+    # A policy that raises, or places where it must not, is logged as an error.
+    assert not [
+        r.getMessage() for r in caplog.records if r.name.startswith(("scheduler_svc", "frontend_svc"))
+    ]
+    assert len(live) == 6 * len(order)
+    outcome = {m.policy for m in await fleet.migrations()}
+    assert len(outcome) >= 2
