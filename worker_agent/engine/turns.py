@@ -14,7 +14,7 @@ _NUMBERS: Final = 1 << 20
 def arrival_order(arrival_s: float, number: int) -> int:
     """JobView.arrival: by the time at which the front half took the request, so that it survives a migration;
     `number` tells apart those of one microsecond."""
-    return int(arrival_s * 1e6) * _NUMBERS + number % _NUMBERS
+    return round(arrival_s * 1e6) * _NUMBERS + number % _NUMBERS
 
 
 def serving_phase(output_tokens: int, reasons: bool) -> Phase:

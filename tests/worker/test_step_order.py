@@ -1,0 +1,325 @@
+"""A worker orders its batch as the simulator does: same state, same decisions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import simulator.instance
+from simulator.cluster import InstanceSpec
+from simulator.events import EventQueue
+from simulator.instance import Instance
+from simulator.job import Job, JobState
+from simulator.request import SimRequest
+from tailrace.cluster import Phase
+from tailrace.intra.allocate import Claim, Grants, allocate
+from tailrace.intra.base import IntraPolicy, Rank
+from tailrace.intra.pascal import PascalQueue
+from tailrace.intra.registry import INTRA_POLICIES, UnknownIntraError, intra_for_policy, make_intra
+from tailrace.intra.round_robin import QuantumRoundRobin
+from tailrace.policy.registry import names as policy_names
+from tests.simulator.worlds import INTRA, PROFILE
+from worker_agent.engine.host_ledger import HostLedger
+from worker_agent.engine.step_order import Device, StepOrder, StepPlan
+from worker_agent.engine.turns import Turn, arrival_order, view_of
+from worker_agent.intra_switch import IntraSwitch
+
+BLOCK = 4
+STEP_TOKENS = 40
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One request, whoever looks at it."""
+
+    arrival: int
+    prompt: int
+    reasoning: int
+    tokens: int
+    # decoding, prefilling, swapped, queued.
+    place: str
+    # Of prompt and output, what is computed (prefilling only).
+    computed: int
+
+    @property
+    def total(self) -> int:
+        return self.prompt + self.tokens
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.total // BLOCK)
+
+
+@st.composite
+def facts(draw: st.DrawFn) -> list[Facts]:
+    """Up to ten requests, in any order of arrival."""
+    count = draw(st.integers(1, 10))
+    made = []
+    for arrival in draw(st.permutations(range(count))):
+        place = draw(st.sampled_from(["decoding", "decoding", "prefilling", "swapped", "queued"]))
+        prompt = draw(st.integers(2, 60))
+        least = 1 if place in ("decoding", "swapped") else 0
+        tokens = draw(st.integers(least, 80)) if draw(st.booleans()) else least
+        computed = draw(st.integers(0, prompt + tokens - 2)) if place == "prefilling" else 0
+        made.append(Facts(arrival, prompt, draw(st.sampled_from([0, 3, 40, 200])), tokens, place, computed))
+    return made
+
+
+class Member:
+    """A request as vLLM has it."""
+
+    def __init__(self, given: Facts) -> None:
+        self.facts = given
+        self.num_tokens = given.total
+        self.num_output_tokens = given.tokens
+        waits = given.place in ("swapped", "queued")
+        computed = given.total - 1 if given.place == "decoding" else given.computed
+        self.num_computed_tokens = 0 if waits else computed
+
+
+def rank_of(policy: IntraPolicy, member: Member) -> Rank:
+    it = member.facts
+    turn = Turn(it.arrival)
+    turn.ask(
+        policy,
+        view_of(it.arrival, it.tokens < it.reasoning, it.prompt, it.tokens, min(it.tokens, it.reasoning)),
+    )
+    return turn.rank
+
+
+def order_for(policy: IntraPolicy, exempt: frozenset[int] = frozenset()) -> StepOrder[Member]:
+    return StepOrder(
+        policy,
+        BLOCK,
+        lambda member: rank_of(policy, member),
+        lambda member: -(-member.num_computed_tokens // BLOCK),
+        lambda member: member.facts.place == "swapped",
+        lambda member: member.facts.arrival in exempt,
+    )
+
+
+def planned(
+    policy: IntraPolicy, state: list[Facts], total: int, seats: int, exempt: frozenset[int] = frozenset()
+) -> StepPlan[Member]:
+    """The worker's decisions."""
+    members = [Member(each) for each in state]
+    running = [m for m in members if m.facts.place in ("decoding", "prefilling")]
+    waiting = sorted(
+        ((rank_of(policy, m), m) for m in members if m not in running), key=lambda entry: entry[0]
+    )
+    held = sum(-(-m.num_computed_tokens // BLOCK) for m in running)
+    prompts = [m for m in running if m.facts.place == "prefilling"]
+    promised = sum(m.facts.blocks - -(-m.num_computed_tokens // BLOCK) for m in prompts)
+    device = Device(total, total - held, promised, seats - len(running), 0, STEP_TOKENS)
+    return order_for(policy, exempt).plan(running, waiting, device)
+
+
+def simulated(
+    policy: IntraPolicy, state: list[Facts], total: int, seats: int, monkeypatch: pytest.MonkeyPatch
+) -> Grants[Job]:
+    """The simulator's, as its instance makes them at a boundary."""
+    spec = InstanceSpec(
+        "i", PROFILE, total * BLOCK, BLOCK, max_num_seqs=seats, chunk_budget_tokens=STEP_TOKENS
+    )
+    instance = Instance(spec, policy, EventQueue(), Deaf())
+    for each in state:
+        request = SimRequest(str(each.arrival), 0.0, each.prompt, each.reasoning, each.tokens + 500)
+        job = Job(request, each.arrival)
+        job.tokens = each.tokens
+        job.instance = instance
+        job.prefill_total = each.total
+        if each.place == "decoding":
+            instance._join_batch(job)
+        elif each.place == "prefilling":
+            job.state, job.blocks, job.prefill_done = JobState.PREFILLING, each.blocks, each.computed
+            instance._other_blocks += job.blocks
+            instance.prefilling.append((job.rank_at(job.tokens, policy), job))
+            instance.prefilling.sort(key=lambda entry: entry[0])
+        else:
+            swapped = each.place == "swapped"
+            job.state = JobState.SWAPPED if swapped else JobState.QUEUED
+            job.blocks = each.blocks if swapped else 0
+            instance._wait(job)
+    made: list[Grants[Job]] = []
+
+    def record(*arguments: object) -> Grants[Job]:
+        made.append(allocate(*arguments))  # type: ignore[arg-type]
+        return made[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(simulator.instance, "allocate", record)
+        instance._allocate(0.0)
+    return made[0]
+
+
+class Deaf:
+    """A listener that does not care."""
+
+    def __getattr__(self, name: str) -> object:
+        return lambda *_: None
+
+
+ORDERS = {**{name: make() for name, make in INTRA_POLICIES.items()}, **INTRA}
+
+
+@pytest.mark.parametrize("name", sorted(ORDERS))
+def test_the_worker_decides_as_the_simulator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = ORDERS[name]
+
+    @settings(max_examples=150, deadline=None)
+    @given(facts(), st.integers(-6, 40), st.integers(-1, 3))
+    def check(state: list[Facts], spare: int, seats: int) -> None:
+        running = [each for each in state if each.place in ("decoding", "prefilling")]
+        total = max(1, sum(each.blocks for each in running) + spare)
+        places = max(1, len(running) + seats)
+        plan = planned(policy, state, total, places)
+        grants = simulated(policy, state, total, places, monkeypatch)
+        assert [m.facts.arrival for m in plan.preempt] == [job.order for job in grants.preempt]
+        # Swapped ones first, each kind in the order in which it was admitted.
+        admitted = [job.order for job in grants.admit]
+        swapped = {each.arrival for each in state if each.place == "swapped"}
+        expected = [n for n in admitted if n in swapped] + [n for n in admitted if n not in swapped]
+        assert [m.facts.arrival for m in plan.admit] == expected
+        served = plan.running + plan.withheld
+        assert {m.facts.arrival for m in served} == {each.arrival for each in running} - {
+            m.facts.arrival for m in plan.preempt
+        }
+        # Whoever returns finds a token left for it.
+        left = plan.step_tokens
+        for member in plan.running:
+            left -= min(left, member.num_tokens - member.num_computed_tokens)
+        assert left >= len([n for n in admitted if n in swapped]) or not plan.running
+
+    check()
+
+
+def test_reasoning_goes_before_answering_and_demoted_reasoning_does_not() -> None:
+    policy = PascalQueue(quantum_tokens=10, demotion_tokens=50)
+    waiting = [
+        Facts(0, 10, 0, 5, "swapped", 0),  # answers
+        Facts(1, 10, 100, 60, "swapped", 0),  # demoted
+        Facts(2, 10, 100, 25, "swapped", 0),  # reasons, third quantum
+        Facts(3, 10, 100, 5, "swapped", 0),  # reasons, first quantum
+        Facts(4, 10, 100, 0, "queued", 0),  # a prompt
+    ]
+    order = sorted(waiting, key=lambda each: rank_of(policy, Member(each)))
+    assert [each.arrival for each in order] == [3, 4, 2, 0, 1]
+
+
+def test_a_used_quantum_gives_way_and_an_unused_one_does_not() -> None:
+    state = [Facts(0, 8, 0, 12, "decoding", 0), Facts(1, 8, 0, 0, "queued", 0)]
+    full = state[0].blocks + 1
+    fresh = planned(QuantumRoundRobin(quantum_tokens=20), state, full, 8)
+    assert (fresh.preempt, fresh.admit) == ([], [])
+    used = planned(QuantumRoundRobin(quantum_tokens=10), state, full, 8)
+    assert [m.facts.arrival for m in used.preempt] == [0]
+    assert [m.facts.arrival for m in used.admit] == [1]
+    exported = planned(QuantumRoundRobin(quantum_tokens=10), state, full, 8, frozenset([0]))
+    assert (exported.preempt, exported.admit) == ([], [])
+
+
+def test_a_prompt_sits_out_the_step_in_which_somebody_returns() -> None:
+    state = [Facts(0, 60, 0, 0, "prefilling", 8), Facts(1, 8, 0, 9, "swapped", 0)]
+    plan = planned(make("fcfs"), state, 100, 8)
+    assert [m.facts.arrival for m in plan.withheld] == [0]
+    assert [m.facts.arrival for m in plan.admit] == [1]
+
+
+def make(name: str) -> IntraPolicy:
+    policy = make_intra(name)
+    assert policy is not None
+    return policy
+
+
+def test_a_rank_is_asked_again_when_it_may_have_changed() -> None:
+    policy = PascalQueue(quantum_tokens=10)
+    turn = Turn(7)
+    turn.ask(policy, view_of(7, True, 20, 3, 3))
+    assert turn.rank == (0, 0, 7)
+    assert turn.holds(policy, Phase.REASONING, 9)
+    assert not turn.holds(policy, Phase.REASONING, 10)
+    assert not turn.holds(policy, Phase.ANSWERING, 9)
+    assert not turn.holds(PascalQueue(quantum_tokens=10), Phase.REASONING, 9)
+
+
+def test_arrivals_are_ordered_by_time_and_distinct() -> None:
+    assert arrival_order(1.0, 5) < arrival_order(1.000001, 0)
+    assert arrival_order(1.0, 0) < arrival_order(1.0, 1)
+
+
+# ---- names
+
+
+def test_every_policy_has_an_order() -> None:
+    assert intra_for_policy("pascal") == "pascal"
+    assert intra_for_policy("arrow") == "decode_first"
+    assert intra_for_policy("ares") == "vllm"
+    for name in [*policy_names(), "a_users_own"]:
+        make_intra(intra_for_policy(name))
+    with pytest.raises(UnknownIntraError, match="known: "):
+        make_intra("nonsense")
+
+
+def test_the_order_follows_the_policy() -> None:
+    told: list[str] = []
+    policy: str | None = None
+    switch = IntraSwitch(lambda: policy, told.append)
+    switch.look()
+    policy = "pascal"
+    switch.look()
+    switch.look()
+    policy = "pascal_no_migration"
+    switch.look()
+    policy = "arrow"
+    switch.look()
+    assert told == ["vllm", "pascal", "decode_first"]
+
+
+# ---- host memory
+
+
+@given(st.lists(st.tuples(st.sampled_from(["out", "in", "drop", "pin"]), st.integers(0, 5)), max_size=60))
+def test_host_memory_is_shared_out_and_comes_back(steps: list[tuple[str, int]]) -> None:
+    ledger = HostLedger(10, 1)
+    pinned: list[int] = []
+    read: list[int] = []
+    for action, number in steps:
+        name = f"r{number}"
+        here = ledger.get(name)
+        if action == "out" and here is None:
+            before = ledger.used
+            swapped = ledger.swap_out(name, 4 * number + 1, [b"x"] * (number + 1))
+            assert (swapped is None) == (before + number + 1 > 10)
+        elif action == "in" and here is not None:
+            taken = ledger.swap_in(name)
+            assert taken is here
+            read += here.slots
+        elif action == "pin" and here is not None:
+            ledger.pin(here.slots[0])
+            pinned.append(here.slots[0])
+        elif action == "drop":
+            ledger.drop(name)
+        owned = [slot for n in range(6) if (s := ledger.get(f"r{n}")) is not None for slot in s.slots]
+        assert len(set(owned)) == len(owned)
+        assert not set(owned) & set(read)
+        assert ledger.used == len({*owned, *read, *pinned})
+    for number in range(6):
+        ledger.drop(f"r{number}")
+    ledger.give_back([*read, *pinned])
+    assert ledger.used == 0
+
+
+def test_a_claim_is_not_needed_to_admit_with_room() -> None:
+    """The common step lists nobody: the running are asked for only when somebody must give way."""
+    state = [Facts(0, 8, 0, 9, "decoding", 0), Facts(1, 8, 0, 0, "queued", 0)]
+    asked: list[Claim[object]] = []
+    order = order_for(make("fcfs"))
+    order._claim = lambda member: asked.append(member)  # type: ignore[assignment,method-assign,func-returns-value]
+    members = [Member(each) for each in state]
+    device = Device(100, 90, 0, 4, 0, STEP_TOKENS)
+    waiting = [(rank_of(order.policy, members[1]), members[1])]
+    assert order.plan(members[:1], waiting, device).admit == [members[1]]
+    assert asked == []
