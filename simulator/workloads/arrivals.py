@@ -5,13 +5,14 @@ Every function returns a new workload and leaves the given one as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from simulator.request import SimRequest
 from simulator.workloads.base import Workload, WorkloadError
+from simulator.workloads.clip import Clip
 from simulator.workloads.lengths import DrawLengths, Times
 
 
@@ -50,7 +51,8 @@ def scaled(workload: Workload, speed: float) -> Workload:
     """Time runs `speed` times as fast: arrivals at `speed` times the rate, with the same pattern."""
     if not speed > 0.0 or not np.isfinite(speed):
         raise WorkloadError(f"the speed must be a number above zero, not {speed}")
-    return _moved(workload, lambda at_s: at_s / speed, f"{workload.source}; time x{speed:.6g} faster")
+    requests = [replace(request, arrival_s=request.arrival_s / speed) for request in workload.requests]
+    return Workload(workload.name, requests, f"{workload.source}; time {speed:.6g} times as fast")
 
 
 def at_rate(workload: Workload, rate_per_s: float) -> Workload:
@@ -58,24 +60,12 @@ def at_rate(workload: Workload, rate_per_s: float) -> Workload:
     return scaled(workload, rate_per_s / mean_rate_per_s(workload.requests))
 
 
-def window(workload: Workload, start_s: float, duration_s: float | None) -> Workload:
-    """What arrives in [start_s, start_s + duration_s), with time counted from start_s; None: to the end."""
-    end_s = np.inf if duration_s is None else start_s + duration_s
-    if not start_s >= 0.0 or not end_s > start_s:
-        raise WorkloadError(f"no window begins at {start_s} s and lasts {duration_s} s")
-    inside = [request for request in workload.requests if start_s <= request.arrival_s < end_s]
-    if not inside:
-        raise WorkloadError(f"{workload.name}: no request arrives from {start_s:g} s to {end_s:g} s")
-    source = f"{workload.source}; from {start_s:g} s to {end_s:g} s"
-    return _moved(replace(workload, requests=inside), lambda at_s: at_s - start_s, source)
-
-
-def first(workload: Workload, count: int) -> Workload:
-    """The first `count` requests. Raises WorkloadError when there are fewer."""
-    if not 1 <= count <= len(workload.requests):
-        raise WorkloadError(f"{workload.name} has {len(workload.requests)} requests; {count} are asked for")
-    source = f"{workload.source}; the first {count} requests"
-    return replace(workload, requests=workload.requests[:count], source=source)
+def clipped(workload: Workload, clip: Clip) -> Workload:
+    """The part of it that `clip` asks for. Raises WorkloadError when nothing is in it."""
+    requests = clip.cut(workload.requests)
+    if not requests:
+        raise WorkloadError(f"{workload.name}: no requests{clip.words()}")
+    return Workload(workload.name, requests, workload.source + clip.words())
 
 
 def merged(name: str, workloads: Sequence[Workload]) -> Workload:
@@ -93,8 +83,3 @@ def merged(name: str, workloads: Sequence[Workload]) -> Workload:
     ]
     together.sort(key=lambda request: request.arrival_s)
     return Workload(name, together, " + ".join(workload.source for workload in workloads))
-
-
-def _moved(workload: Workload, when: Callable[[float], float], source: str) -> Workload:
-    requests = [replace(request, arrival_s=when(request.arrival_s)) for request in workload.requests]
-    return replace(workload, requests=requests, source=source)

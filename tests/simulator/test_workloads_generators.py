@@ -6,7 +6,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator.workloads import alpaca_ares, alpaca_eval, arena_hard, math_gpqa_lcb, r1, sharegpt_ares
@@ -17,6 +17,7 @@ from simulator.workloads.lengths import DrawLengths, Lengths, Tokens
 from simulator.workloads.quantiles import QuantileTable
 
 DRAWS = 100_000
+some = settings(max_examples=30, deadline=None, derandomize=True)
 
 
 def drawn(draw: DrawLengths) -> Lengths:
@@ -106,6 +107,7 @@ def test_pascal_says_reasoning_is_up_to_8_48_times_the_answer() -> None:
     assert lengths.reasoning.mean() / lengths.answer.mean() == pytest.approx(8.48, rel=0.02)
 
 
+@some
 @given(
     values=st.lists(st.floats(0.5, 1e6), min_size=2, max_size=8).map(sorted),
     at=st.floats(0.0, 1.0),
@@ -117,7 +119,7 @@ def test_quantiles_rise_and_stay_between_the_known_ones(values: list[float], at:
     below, here = table.at(np.array([at * 0.9, at]))
     assert below <= here * (1 + 1e-9)
     # The mean in closed form against a sum over many slices.
-    middles = (np.arange(200_000) + 0.5) / 200_000
+    middles = (np.arange(5_000) + 0.5) / 5_000
     assert table.mean() == pytest.approx(float(table.at(middles).mean()), rel=1e-3)
 
 

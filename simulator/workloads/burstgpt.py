@@ -1,0 +1,36 @@
+"""BurstGPT traces: CSV with Timestamp (seconds), Model, Request tokens, Response tokens, Total tokens, Log
+Type.
+
+https://github.com/HPMLL/BurstGPT. Requests that failed have no response tokens and are left out. The files
+span months: cut them with `Clip(start_s=..., duration_s=...)`, and only that part is kept in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from simulator.workloads.base import Workload
+from simulator.workloads.clip import EVERYTHING, Clip
+from simulator.workloads.csv_rows import cells
+from simulator.workloads.rows import Format, Row, seconds, whole, workload_of
+
+FORMAT = Format("BurstGPT trace", "Timestamp")
+_COLUMNS = (FORMAT.time_field, "Request tokens", "Response tokens")
+
+
+def load(path: Path, clip: Clip = EVERYTHING) -> Workload:
+    """The trace in `path`; time is that of the file. Raises WorkloadError."""
+    return workload_of(path, _rows(path), FORMAT, clip)
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    for line, (moment, prompt, output) in cells(path, _COLUMNS):
+        yield Row(
+            line=line,
+            request_id=f"burstgpt-{line}",
+            arrival_s=seconds(moment, path, line, FORMAT.time_field),
+            prompt_tokens=whole(prompt, path, line, "Request tokens"),
+            reasoning_tokens=0,
+            answer_tokens=whole(output, path, line, "Response tokens"),
+        )

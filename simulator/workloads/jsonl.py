@@ -1,0 +1,80 @@
+"""Tailrace's own format: one JSON object a line, in the order of arrival.
+
+| field | type | |
+|---|---|---|
+| `arrival_s` | number, not negative | seconds from the start |
+| `prompt_tokens` | whole number, at least 1 | |
+| `answer_tokens` | whole number, at least 1 | tokens that the user sees |
+| `reasoning_tokens` | whole number; optional, 0 | tokens before the answer |
+| `request_id` | text; optional, `row-<line>` | distinct in the file |
+
+Another field is an error, so that a misspelt one does not go unnoticed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from simulator.workloads.base import Workload, WorkloadError
+from simulator.workloads.clip import EVERYTHING, Clip
+from simulator.workloads.json_rows import field, objects
+from simulator.workloads.rows import Format, Row, seconds, whole, workload_of, wrong
+
+FORMAT = Format("requests of", "arrival_s")
+_FIELDS = frozenset({"arrival_s", "prompt_tokens", "reasoning_tokens", "answer_tokens", "request_id"})
+
+
+def load(path: Path, clip: Clip = EVERYTHING) -> Workload:
+    """The requests in `path`. Raises WorkloadError."""
+    return workload_of(path, _rows(path), FORMAT, clip)
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    seen: set[str] = set()
+    for line, entry in objects(path):
+        unknown = sorted(entry.keys() - _FIELDS)
+        if unknown:
+            raise wrong(path, line, unknown[0], f"unknown; known are {', '.join(sorted(_FIELDS))}")
+        request_id = entry.get("request_id", f"row-{line}")
+        if not isinstance(request_id, str) or not request_id:
+            raise wrong(path, line, "request_id", f"not a text: {request_id!r}")
+        if request_id in seen:
+            raise wrong(path, line, "request_id", f"{request_id!r} was there before")
+        seen.add(request_id)
+        prompt, answer = (
+            _at_least_one(entry, name, path, line) for name in ("prompt_tokens", "answer_tokens")
+        )
+        yield Row(
+            line=line,
+            request_id=request_id,
+            arrival_s=seconds(field(entry, "arrival_s", path, line), path, line, "arrival_s"),
+            prompt_tokens=prompt,
+            reasoning_tokens=whole(entry.get("reasoning_tokens", 0), path, line, "reasoning_tokens"),
+            answer_tokens=answer,
+        )
+
+
+def _at_least_one(entry: dict[str, object], name: str, path: Path, line: int) -> int:
+    number = whole(field(entry, name, path, line), path, line, name)
+    if number == 0:
+        raise wrong(path, line, name, "must be at least 1")
+    return number
+
+
+def write(workload: Workload, path: Path) -> None:
+    """Write `workload` so that `load` gives the same requests. Raises WorkloadError if it cannot."""
+    try:
+        with path.open("w", encoding="utf-8") as lines:
+            for request in workload.requests:
+                entry = {
+                    "request_id": request.request_id,
+                    "arrival_s": request.arrival_s,
+                    "prompt_tokens": request.prompt_tokens,
+                    "reasoning_tokens": request.reasoning_tokens,
+                    "answer_tokens": request.answer_tokens,
+                }
+                lines.write(json.dumps(entry, separators=(",", ":")) + "\n")
+    except OSError as error:
+        raise WorkloadError(f"{path}: {error.strerror or error}") from error

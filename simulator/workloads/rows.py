@@ -1,0 +1,123 @@
+"""What all trace formats share: reading a file, naming what is wrong in it, and rows that become requests.
+
+Behaviour common to all formats:
+
+- A file that cannot be read, is not text, or has no requests: WorkloadError.
+- A malformed value (not a number, negative, missing): WorkloadError naming file, line and field.
+- A row that arrives before the row above it: the same. A trace is in the order of arrival, or it is broken.
+- Blank lines are skipped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+from simulator.request import SimRequest
+from simulator.workloads.base import Workload, WorkloadError
+from simulator.workloads.clip import Clip
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A trace format as messages name it."""
+
+    name: str
+    # The field that holds the time of arrival.
+    time_field: str
+
+
+class Row(NamedTuple):
+    """One row: lengths in tokens, time in seconds; `prompt_tokens` or `answer_tokens` may still be 0."""
+
+    line: int
+    request_id: str
+    arrival_s: float
+    prompt_tokens: int
+    reasoning_tokens: int
+    answer_tokens: int
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[TextIO]:
+    """The file as text. Raises WorkloadError for one that cannot be read."""
+    try:
+        with path.open(encoding="utf-8", newline="") as lines:
+            yield lines
+    except UnicodeDecodeError as error:
+        raise WorkloadError(f"{path}: not a text file ({error.reason})") from error
+    except OSError as error:
+        raise WorkloadError(f"{path}: {error.strerror or error}") from error
+
+
+def wrong(path: Path, line: int, field: str, problem: str) -> WorkloadError:
+    """The error for a field of a row."""
+    return WorkloadError(f"{path}, line {line}, field {field!r}: {problem}")
+
+
+def whole(value: object, path: Path, line: int, field: str) -> int:
+    """A number of tokens, from text or from JSON. Raises WorkloadError."""
+    number: int | None = None
+    if isinstance(value, str):
+        # int() itself also takes underscores and spaces.
+        number = int(value) if value.lstrip("-").isdecimal() and value.isascii() else None
+    elif isinstance(value, int) and not isinstance(value, bool):
+        number = value
+    if number is None:
+        raise wrong(path, line, field, f"not a whole number: {value!r}")
+    if number < 0:
+        raise wrong(path, line, field, f"negative: {number}")
+    return number
+
+
+def seconds(value: object, path: Path, line: int, field: str) -> float:
+    """A time that is not negative, from text or from JSON, in the unit given. Raises WorkloadError."""
+    number = math.nan
+    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except (ValueError, OverflowError):
+            number = math.nan
+    if not math.isfinite(number):
+        raise wrong(path, line, field, f"not a number: {value!r}")
+    if number < 0.0:
+        raise wrong(path, line, field, f"negative: {value}")
+    return number
+
+
+def workload_of(path: Path, rows: Iterable[Row], form: Format, clip: Clip) -> Workload:
+    """The workload of a trace's rows, cut by `clip`; no more rows are read than that takes.
+
+    Rows without a prompt or an output are requests that failed: they are left out, and counted in the source.
+    """
+    failed = 0
+
+    def requests() -> Iterator[SimRequest]:
+        nonlocal failed
+        before = 0.0
+        for row in rows:
+            if row.arrival_s < before:
+                problem = f"{row.arrival_s:.6f} s is before the row above it ({before:.6f} s)"
+                raise wrong(path, row.line, form.time_field, problem)
+            before = row.arrival_s
+            if row.prompt_tokens and row.answer_tokens:
+                yield SimRequest(
+                    row.request_id,
+                    row.arrival_s,
+                    row.prompt_tokens,
+                    row.reasoning_tokens,
+                    row.answer_tokens,
+                )
+            else:
+                failed += 1
+
+    kept = clip.cut(requests())
+    if not kept:
+        raise WorkloadError(f"{path}: no requests{clip.words()}")
+    left_out = f", {failed} failed ones left out" if failed else ""
+    source = f"{form.name} {path.name}: {len(kept)} requests{clip.words()}{left_out}"
+    return Workload(path.stem, kept, source)
