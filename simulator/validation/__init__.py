@@ -1,0 +1,1 @@
+"""How far the simulator is from runs of a real engine."""
