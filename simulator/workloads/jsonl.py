@@ -63,7 +63,7 @@ def _at_least_one(entry: dict[str, object], name: str, path: Path, line: int) ->
     return number
 
 
-def write(workload: Workload, path: Path) -> None:
+def write_jsonl(workload: Workload, path: Path) -> None:
     """Write `workload` so that `load` gives the same requests. Raises WorkloadError if it cannot."""
     try:
         with path.open("w", encoding="utf-8") as lines:

@@ -45,13 +45,13 @@ def arrivals(workload: Workload) -> list[float]:
 @given(workload=some_workload())
 def test_what_is_written_is_read_again(workload: Workload, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("workload") / "requests.jsonl"
-    jsonl.write(workload, path)
+    jsonl.write_jsonl(workload, path)
     assert list(jsonl.load(path).requests) == list(workload.requests)
 
 
 def test_where_nothing_can_be_written(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match="no-such-folder"):
-        jsonl.write(plain(0.0), tmp_path / "no-such-folder" / "requests.jsonl")
+        jsonl.write_jsonl(plain(0.0), tmp_path / "no-such-folder" / "requests.jsonl")
 
 
 @some
@@ -172,7 +172,7 @@ def test_a_generator_for_a_time() -> None:
 
 def test_a_file_by_its_format(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
-    jsonl.write(plain(0.0, 10.0, 20.0, prompt=100), path)
+    jsonl.write_jsonl(plain(0.0, 10.0, 20.0, prompt=100), path)
     spec = f"jsonl:{path}"
     assert arrivals(resolve_workload(spec, WorkloadOptions())) == [0.0, 10.0, 20.0]
     assert arrivals(resolve_workload(spec, WorkloadOptions(speed=2.0))) == [0.0, 5.0, 10.0]
@@ -187,7 +187,7 @@ def test_a_file_by_its_format(tmp_path: Path) -> None:
 
 def test_several_side_by_side_share_rate_and_count(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
-    jsonl.write(plain(*(float(n) for n in range(100))), path)
+    jsonl.write_jsonl(plain(*(float(n) for n in range(100))), path)
     spec = f"jsonl:{path}, r1, r1"
     workload = resolve_workload(spec, WorkloadOptions(rate_per_s=6.0, count=20))
     kinds = [r.request_id.split("/")[0] for r in workload.requests]
@@ -224,7 +224,7 @@ def test_what_cannot_be_resolved(spec: str, options: WorkloadOptions, message: s
 
 def test_a_trace_has_one_scale(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
-    jsonl.write(plain(0.0, 1.0), path)
+    jsonl.write_jsonl(plain(0.0, 1.0), path)
     with pytest.raises(WorkloadError, match="not both"):
         resolve_workload(f"jsonl:{path}", WorkloadOptions(speed=2.0, rate_per_s=2.0))
 
