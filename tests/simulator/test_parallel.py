@@ -1,0 +1,83 @@
+"""Tasks on several processes: results, order, failures and interrupts."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+
+import pytest
+
+from simulator.parallel import Progress, Task, TaskError, run_tasks
+
+
+def _square(number: int) -> int:
+    return number * number
+
+
+def _refuse(number: int) -> int:
+    raise ValueError(f"{number} is not for me")
+
+
+def _die(code: int) -> int:
+    os._exit(code)
+
+
+def _unsendable(number: int) -> object:
+    return lambda: number
+
+
+def _squares(costs: list[float]) -> list[Task[int]]:
+    return [Task(f"t{n}", _square, (n,), cost) for n, cost in enumerate(costs)]
+
+
+def test_results_in_the_order_of_the_tasks() -> None:
+    assert list(run_tasks(_squares([1.0, 3.0, 2.0]), processes=2).items()) == [
+        ("t0", 0),
+        ("t1", 1),
+        ("t2", 4),
+    ]
+
+
+def test_longest_first_and_progress_by_cost() -> None:
+    told: list[Progress] = []
+    run_tasks(_squares([1.0, 5.0, 2.0, 2.0]), processes=1, progress=told.append)
+    assert [progress.name for progress in told] == ["t1", "t2", "t3", "t0"]
+    assert [progress.share for progress in told] == pytest.approx([0.5, 0.7, 0.9, 1.0])
+    assert [(progress.done, progress.total) for progress in told] == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_nothing_to_do() -> None:
+    assert run_tasks([]) == {}
+
+
+def test_names_are_distinct() -> None:
+    with pytest.raises(ValueError, match="distinct"):
+        run_tasks([Task("a", _square, (1,)), Task("a", _square, (2,))])
+
+
+def test_a_failure_names_its_task_and_ends_the_workers() -> None:
+    tasks = [Task("good", _square, (1,), 2.0), Task("bad", _refuse, (7,), 1.0)]
+    with pytest.raises(TaskError, match=r"^bad: ValueError: 7 is not for me$") as raised:
+        run_tasks(tasks, processes=1)
+    assert raised.value.name == "bad"
+    assert "_refuse" in raised.value.details
+    assert multiprocessing.active_children() == []
+
+
+def test_a_process_that_dies_names_its_task() -> None:
+    with pytest.raises(TaskError, match=r"^fatal: its process ended with code 3$"):
+        run_tasks([Task("fatal", _die, (3,))])
+
+
+def test_what_cannot_be_sent_names_its_task() -> None:
+    with pytest.raises(TaskError, match=r"^odd: what it returned cannot be sent"):
+        run_tasks([Task("odd", _unsendable, (3,))])
+
+
+def test_an_interrupt_ends_the_workers() -> None:
+    def interrupt(_: Progress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_tasks(_squares([1.0] * 8), processes=1, progress=interrupt)
+    assert multiprocessing.active_children() == []

@@ -1,0 +1,122 @@
+"""Setups: what goes with a policy's name."""
+
+from __future__ import annotations
+
+import pytest
+
+from simulator.cluster import ClusterSpec, WhenFull
+from simulator.predictors import NoisyPredictor, OraclePredictor
+from simulator.request import SimRequest
+from simulator.run import simulate
+from simulator.setups import Known, UnknownSetupError, predictor_for, setup_for, setup_names
+from tailrace.cluster import Pool
+from tailrace.intra.decode_first import DecodeFirst
+from tailrace.intra.fcfs import Fcfs
+from tailrace.intra.pascal import PascalQueue
+from tailrace.intra.round_robin import QuantumRoundRobin
+from tailrace.policy import registry
+from tailrace.policy.arrow.policy import Arrow
+from tailrace.policy.min_kv import MinKv
+from tests.simulator.worlds import PROFILE
+
+SPEC = ClusterSpec.uniform(4, PROFILE)
+REQUESTS = [SimRequest(f"r{n}", n * 0.02, 30 + n, (n % 2) * 40, 20 + n) for n in range(24)]
+
+
+def test_every_policy_has_one() -> None:
+    assert set(registry.names()) < set(setup_names())
+
+
+@pytest.mark.parametrize("name", setup_names())
+def test_every_one_serves_every_request(name: str) -> None:
+    setup = setup_for(name)
+    result = simulate(setup.apply(SPEC, 60.0), REQUESTS, setup.policy(Known(PROFILE)), setup.intra())
+    assert all(record.finish_s is not None for record in result.requests)
+
+
+@pytest.mark.parametrize(
+    ("name", "intra", "when_full", "prefill"),
+    [
+        ("fcfs", Fcfs, WhenFull.HOST, None),
+        ("rr", QuantumRoundRobin, WhenFull.HOST, None),
+        ("pascal", PascalQueue, WhenFull.HOST, None),
+        ("arrow", DecodeFirst, WhenFull.WAIT, 2),
+        ("ares", Fcfs, WhenFull.WAIT, 1),
+        ("cascade", Fcfs, WhenFull.REFUSE, None),
+        ("cascade_chain", Fcfs, WhenFull.REFUSE, None),
+        ("llumnix", Fcfs, WhenFull.WAIT, None),
+    ],
+)
+def test_as_the_papers_have_it(name: str, intra: type, when_full: WhenFull, prefill: int | None) -> None:
+    setup = setup_for(name)
+    spec = setup.apply(SPEC)
+    assert type(setup.intra()) is intra
+    assert spec.migration.when_full is when_full
+    pools = [instance.pool for instance in spec.instances]
+    if prefill is None:
+        assert pools == [None] * 4
+    else:
+        assert pools == [Pool.PREFILL] * prefill + [Pool.DECODE] * (4 - prefill)
+
+
+def test_baselines_of_pascal_are_placed_by_least_kv() -> None:
+    for name in ("fcfs", "rr"):
+        assert isinstance(setup_for(name).policy(Known(PROFILE)), MinKv)
+
+
+def test_policies_are_told_what_they_take() -> None:
+    arrow = setup_for("arrow").policy(Known(PROFILE, ttft_slo_s=0.5, tpot_slo_s=0.03))
+    assert isinstance(arrow, Arrow)
+    assert (arrow.ttft_slo_s, arrow.tpot_slo_s) == (0.5, 0.03)
+
+
+def test_one_instance_has_no_pools() -> None:
+    assert setup_for("arrow").apply(ClusterSpec.uniform(1, PROFILE)).instances[0].pool is None
+
+
+def test_pools_of_another_size_only_where_there_are_pools() -> None:
+    pools = [i.pool for i in setup_for("arrow").with_pools(3, 4).apply(SPEC).instances]
+    assert pools.count(Pool.PREFILL) == 3
+    assert setup_for("pascal").with_pools(3, 4) == setup_for("pascal")
+
+
+def test_predictions_are_what_the_variant_says() -> None:
+    assert setup_for("ares_no_prediction").apply(SPEC).predictor is None
+    assert isinstance(setup_for("ares_oracle").apply(SPEC).predictor, OraclePredictor)
+    ares = setup_for("ares").apply(SPEC)
+    assert ares.predictor == NoisyPredictor()
+    assert ares.future_load is not None
+
+
+def test_the_error_of_the_predictor_scales_with_the_workload() -> None:
+    small, paper = predictor_for("noisy", 754.2), NoisyPredictor()
+    assert isinstance(small, NoisyPredictor)
+    assert small.mean_output == 754.2
+    for name in ("fade", "spread", "hold"):
+        assert getattr(small, name) == pytest.approx(getattr(paper, name) / 10)
+
+
+def test_own_class() -> None:
+    setup = setup_for("tailrace.policy.arrow.policy:Arrow")
+    assert isinstance(setup.policy(Known(PROFILE)), Arrow)
+    # Nothing is assumed of a class that is not known by name.
+    assert isinstance(setup.intra(), Fcfs)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("magic", "unknown policy 'magic'; known: ares, "),
+        ("no_such_module:Mine", "no_such_module"),
+        ("tailrace.policy.min_kv:Mine", "has no Mine"),
+        ("tailrace.policy.min_kv:NO_INSTANCE", "not a class derived from"),
+    ],
+)
+def test_unknown_names(name: str, says: str) -> None:
+    with pytest.raises(UnknownSetupError, match=says):
+        setup_for(name)
+
+
+def test_unknown_predictions() -> None:
+    with pytest.raises(UnknownSetupError, match="none, noisy, oracle"):
+        predictor_for("psychic")
