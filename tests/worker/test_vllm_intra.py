@@ -1,0 +1,272 @@
+"""vLLM's engine serves its requests in the order that an intra-instance policy says."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from tailrace.tiny import MODEL_PATH, REASONING_PARSER
+
+pytest.importorskip("vllm", reason="the vLLM engine is not installed")
+
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.engine import FinishReason
+from vllm.v1.request import Request
+
+from tailrace.cluster import Phase
+from tailrace.intra.base import IntraPolicy, JobView, Rank
+from tailrace.intra.decode_first import DecodeFirst
+from tailrace.intra.fcfs import Fcfs
+from tailrace.intra.pascal import PascalQueue
+from tailrace.intra.registry import UnknownIntraError
+from tailrace.intra.round_robin import QuantumRoundRobin
+from tests.worker.test_vllm_engine import ANSWERING, NO_THINK_END, QUESTION, REASONING, idle, params
+from tests.worker.vllm_front import Front, Stream
+from worker_agent.engine.vllm.engine import VllmEngine
+from worker_agent.engine.vllm.orders import use_policy
+from worker_agent.engine.vllm.ranked_queue import RankedQueue
+from worker_agent.engine.vllm.settings import VllmSettings
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+
+SEATS = 2
+STEP_TOKENS = 64
+# Nothing of it is in the prefix cache.
+UNSEEN = [*reversed(QUESTION)]
+THINKING = {"logit_bias": NO_THINK_END}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def started() -> AsyncIterator[tuple[VllmEngine, Front]]:
+    """Memory for all; two places in the batch, so that an order shows."""
+    engine = VllmEngine(
+        VllmSettings(
+            model=str(MODEL_PATH),
+            dtype="float32",
+            max_num_seqs=SEATS,
+            max_model_len=1024,
+            kv_blocks=97,
+            cpu_threads=1,
+            reasoning_parser=REASONING_PARSER,
+            engine_args={"max_num_batched_tokens": STEP_TOKENS},
+        )
+    )
+    front = Front()
+    await engine.start(front)
+    yield engine, front
+    await engine.stop()
+
+
+@pytest.fixture
+def engine(started: tuple[VllmEngine, Front]) -> VllmEngine:
+    return started[0]
+
+
+@pytest.fixture
+def front(started: tuple[VllmEngine, Front]) -> Front:
+    return started[1]
+
+
+@pytest_asyncio.fixture(loop_scope="module", autouse=True)
+async def nothing_left(engine: VllmEngine, front: Front) -> AsyncIterator[None]:
+    yield
+    await idle(engine)
+    stats = engine.stats()
+    engine.abort_client(0)
+    engine.set_intra("vllm")
+    assert (stats.kv_blocks_used, stats.host_kv_bytes_used, stats.requests) == (0, 0, [])
+    assert not front.dead
+
+
+async def serve_by(engine: VllmEngine, policy: IntraPolicy | None) -> None:
+    """Use this policy, with its own parameters."""
+    await engine._ask(lambda parts: use_policy(policy, parts.core, parts.table))
+
+
+def submit_together(engine: VllmEngine, front: Front, streams: list[Stream]) -> None:
+    """In one command between two steps, so that the engine's choice is not the arrivals'."""
+    for stream in streams:
+        front.submit(engine, stream)
+
+
+async def ends(front: Front, streams: list[Stream]) -> list[int]:
+    """Wait for all; their numbers in the order in which they ended."""
+    order: list[int] = []
+
+    def all_finished() -> bool:
+        for number, stream in enumerate(streams):
+            if stream.finished and number not in order:
+                order.append(number)
+        return len(order) == len(streams)
+
+    await front.until(all_finished)
+    return order
+
+
+async def test_first_come_first_served(engine: VllmEngine, front: Front) -> None:
+    await serve_by(engine, Fcfs())
+    lengths = [40, 60, 5, 5]
+    streams = [front.stream(ANSWERING, params(max_tokens=length)) for length in lengths]
+    submit_together(engine, front, streams)
+    assert await ends(front, streams) == [0, 2, 3, 1]
+    assert engine.stats().swaps_out == 0
+
+
+async def test_reasoning_takes_the_place_of_answering(engine: VllmEngine, front: Front) -> None:
+    """PASCAL: two that answer fill the batch; two that reason come, and end first."""
+    await serve_by(engine, PascalQueue())
+    answers = [front.stream(ANSWERING, params(max_tokens=80)) for _ in range(2)]
+    submit_together(engine, front, answers)
+    for answer in answers:
+        await front.until_tokens(answer, 2)
+    thoughts = [front.stream(REASONING, params(max_tokens=30, **THINKING)) for _ in range(2)]
+    submit_together(engine, front, thoughts)
+    for thought in thoughts:
+        await front.until_tokens(thought, 1)
+    states = {entry.request_id: entry.state for entry in engine.stats().requests}
+    assert [states[answer.request_id] for answer in answers] == ["preempted", "preempted"]
+    assert sorted((await ends(front, [*answers, *thoughts]))[:2]) == [2, 3]
+
+
+async def test_a_long_thought_is_demoted(engine: VllmEngine, front: Front) -> None:
+    """Beyond the threshold it is as an answer, and a new thought takes its place."""
+    await serve_by(engine, PascalQueue(demotion_tokens=len(REASONING) + 20))
+    old = [front.stream(REASONING, params(max_tokens=120, **THINKING)) for _ in range(SEATS)]
+    submit_together(engine, front, old)
+    for stream in old:
+        await front.until_tokens(stream, 30)
+    assert [entry.demoted for entry in engine.stats().requests] == [True, True]
+    new = front.stream(REASONING, params(max_tokens=10, **THINKING))
+    front.submit(engine, new)
+    assert (await ends(front, [*old, new]))[0] == 2
+
+
+async def test_quanta_are_taken_in_turns(engine: VllmEngine, front: Front) -> None:
+    """Round robin: nobody is more than a quantum and a step ahead of who waits with fewer."""
+    quantum = 10
+    await serve_by(engine, QuantumRoundRobin(quantum_tokens=quantum))
+    streams = [front.stream(ANSWERING, params(max_tokens=60)) for _ in range(4)]
+    submit_together(engine, front, streams)
+    await front.until(lambda: all(stream.tokens for stream in streams))
+    spread = 0
+
+    def seen() -> bool:
+        nonlocal spread
+        if all(stream.finished for stream in streams):
+            return True
+        made = [len(stream.tokens) for stream in streams]
+        spread = max(spread, max(made) - min(made))
+        return False
+
+    await front.until(seen)
+    assert quantum <= spread <= 2 * quantum
+    assert engine.stats().swaps_in > 0
+
+
+async def test_decodes_go_before_prompts(engine: VllmEngine, front: Front) -> None:
+    """A prompt of many steps holds up no decode: a token for each chunk beside it."""
+    await serve_by(engine, DecodeFirst())
+    decode = front.stream(ANSWERING, params(max_tokens=200))
+    front.submit(engine, decode)
+    await front.until_tokens(decode, 3)
+    long = UNSEEN * 9
+    prompt = front.stream(long, params(max_tokens=3))
+    front.submit(engine, prompt)
+    before = len(decode.tokens)
+    await front.until_tokens(prompt, 1)
+    assert len(decode.tokens) - before >= len(long) // STEP_TOKENS
+    await front.until(lambda: prompt.finished and decode.finished)
+
+
+class Stingy(Fcfs):
+    """Eight prompt tokens a step."""
+
+    def prefill_budget(self, step_tokens: int, decoding: int) -> int:
+        return 8
+
+
+async def test_a_step_carries_no_more_prompt_than_the_policy_allows(engine: VllmEngine, front: Front) -> None:
+    await serve_by(engine, Stingy())
+    steps = engine.stats().steps
+    stream = await front.run(engine, UNSEEN, params(max_tokens=1))
+    assert len(stream.tokens) == 1
+    assert engine.stats().steps - steps >= -(-len(UNSEEN) // 8)
+
+
+async def test_the_order_changes_under_load(engine: VllmEngine, front: Front) -> None:
+    """Every order after every other, with requests in all states: all answers are those of a quiet engine."""
+    sampling = params(max_tokens=60, temperature=1.0, seed=3)
+    reference = await front.run(engine, ANSWERING, sampling)
+    streams = [front.stream(ANSWERING, sampling) for _ in range(6)]
+    submit_together(engine, front, streams)
+    orders = ["pascal", "vllm", "round_robin", "decode_first", "fcfs", "vllm", "pascal", "fcfs"]
+    for number, name in enumerate(orders):
+        engine.set_intra(name)
+        await front.until(lambda: sum(map(len, (s.tokens for s in streams))) >= 15 * (number + 1))  # noqa: B023
+    await front.until(lambda: all(stream.finished for stream in streams))
+    assert all(stream.tokens == reference.tokens for stream in streams)
+    with pytest.raises(UnknownIntraError):
+        engine.set_intra("nonsense")
+
+
+async def test_a_grammar_that_does_not_compile_ends_its_request_alone(
+    engine: VllmEngine, front: Front
+) -> None:
+    await serve_by(engine, PascalQueue())
+    outputs = StructuredOutputsParams(grammar="root ::= nothing_of_that_name")
+    outputs._backend = "xgrammar"
+    broken = front.stream(ANSWERING, params(structured_outputs=outputs))
+    good = front.stream(ANSWERING, params(max_tokens=20))
+    submit_together(engine, front, [broken, good])
+    await front.until(lambda: broken.finished and good.finished)
+    assert broken.finish_reason == FinishReason.ERROR
+    assert len(good.tokens) == 20
+
+
+# ---- the queue
+
+
+class ByLength(IntraPolicy):
+    """Shortest prompt first."""
+
+    def rank(self, job: JobView) -> Rank:
+        return (job.prompt_tokens, job.arrival)
+
+
+def queued(lengths: list[int]) -> tuple[RankedQueue, list[Request]]:
+    requests = [
+        Request(f"r{n}", [1] * length, SamplingParams(max_tokens=1), None) for n, length in enumerate(lengths)
+    ]
+    policy = ByLength()
+    arrivals = {request: number for number, request in enumerate(requests)}
+
+    def rank(request: Request) -> Rank:
+        return policy.rank(JobView(arrivals[request], Phase.PREFILL, request.num_prompt_tokens, 0, 0))
+
+    return RankedQueue(rank, requests[:2]), requests
+
+
+async def test_the_queue_is_in_order_of_rank_and_open_for_the_admitted_alone() -> None:
+    queue, (a, b, c, d) = queued([5, 3, 4, 3])
+    queue.add_request(c)
+    queue.prepend_request(d)
+    assert list(queue) == [b, d, c, a]
+    assert (len(queue), queue.peek_request()) == (4, b)
+    queue.open([c, a])
+    assert queue and len(queue) == 4
+    assert queue.pop_request() is c
+    assert queue.peek_request() is a
+    # Skipped by the scan, and put back.
+    queue.pop_request()
+    assert not queue
+    queue.prepend_requests([a])
+    assert not queue
+    queue.close()
+    assert list(queue) == [b, d, a]
+    queue.remove_requests([d, c])
+    assert list(queue) == [b, a]
+    queue.remove_request(b)
+    queue.remove_request(a)
+    assert not queue and not len(queue)
