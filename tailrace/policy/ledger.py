@@ -47,14 +47,18 @@ class Ledger:
             source.migrations_out + self._out.get(source.instance_id, 0) < self._most_out
         )
 
+    def takes_transfers(self, target: InstanceView) -> bool:
+        """The target gets new work and may open another transfer, whatever room it has."""
+        if target.state is not InstanceState.ACTIVE:
+            return False
+        return self._most_in is None or self.transfers_in(target) < self._most_in
+
     def may_receive(self, target: InstanceView, request: RequestView) -> bool:
         """The target gets new work, may open another transfer, and has room for the request.
 
         Room: its whole context and one block to grow into.
         """
-        if target.state is not InstanceState.ACTIVE or target.instance_id == request.instance_id:
-            return False
-        if self._most_in is not None and self.transfers_in(target) >= self._most_in:
+        if target.instance_id == request.instance_id or not self.takes_transfers(target):
             return False
         if not fits_model(target, request.context_tokens):
             return False

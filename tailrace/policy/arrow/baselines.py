@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from heapq import nsmallest
 from typing import Final
@@ -9,9 +10,13 @@ from zlib import crc32
 
 from tailrace.actions import Action, Migrate, Place, Placement, Refuse, SetPool
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, Pool, RequestView
+from tailrace.policy.arrow.load import LoadModel, running_tokens
+from tailrace.policy.arrow.policy import PROFILE
 from tailrace.policy.arrow.pools import Pools, assign
+from tailrace.policy.arrow.ttft import TtftPredictor
+from tailrace.policy.base import Policy
 from tailrace.policy.ledger import Ledger
-from tailrace.policy.static_pools import StaticPools
+from tailrace.profiles import Profile, load_profile
 
 # As in `Arrow`.
 _HANDOVERS: Final = 64
@@ -21,18 +26,47 @@ _SETTLED: Final[Mapping[Pool | None, Pool]] = {
 }
 
 
-class MinimalLoad(StaticPools):
+class MinimalLoad(Policy):
     """ "Minimal Load": static k:n-k pools, the least loaded instance within each (section 7.3).
 
-    `prefill_share` divides instances that are in no pool, once; half, as the paper's 4P+4D. A request that
-    found no room on a decode instance is asked about again each tick, as in `Arrow`.
+    Load is what it is for Arrow ("only includes the minimum-load request scheduling strategy"): predicted
+    prefill delay, and tokens of running requests. `profile`: what the prediction is fitted to where
+    instances report none. `prefill_share` divides instances that are in no pool, once; half, as the paper's
+    4P+4D. A request that found no room on a decode instance is asked about again each tick, as in `Arrow`.
     """
 
     summary = "Arrow's baseline: static prefill and decode pools, minimal load within each"
 
-    def __init__(self, prefill_share: float = 0.5, tick_interval_s: float = 0.5) -> None:
+    def __init__(
+        self,
+        profile: Profile | None = None,
+        prefill_share: float = 0.5,
+        tick_interval_s: float = 0.5,
+    ) -> None:
         self.prefill_share = prefill_share
         self.tick_interval_s = tick_interval_s
+        predictor = TtftPredictor.of_profile(profile if profile is not None else load_profile(PROFILE))
+        # No SLO plays a part: what bounds a batch is its KV.
+        self.loads = LoadModel(predictor, max_running_tokens=sys.maxsize)
+
+    def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
+        """The prefill instance with the least prefill delay; any, where the pools are empty."""
+        pools = Pools.of(view, arrival.excluded)
+        candidates = pools.prefill + pools.unpooled or tuple(pools.members())
+        if not candidates:
+            return Refuse("no active instance")
+        delay_s = self.loads.prefill_delay_s
+        return Place(min(candidates, key=lambda i: (delay_s(i), i.load, i.instance_id)).instance_id)
+
+    def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
+        """To the decode instance with the fewest running tokens, among those with room."""
+        source = view.instances.get(request.instance_id)
+        ledger = Ledger(view.instances, transfers_in=None, transfers_out=None)
+        if source is None or source.pool is not Pool.PREFILL or not ledger.may_send(source, request):
+            return ()
+        decoders = [i for i in Pools.of(view).decode if ledger.may_receive(i, request)]
+        target = self._decoder(decoders, request, ledger)
+        return (ledger.book(request, target, "prefill done"),) if target is not None else ()
 
     def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
         """Pools for instances in none; then requests that still decode on a prefill instance."""
@@ -70,7 +104,7 @@ class MinimalLoad(StaticPools):
     ) -> InstanceView | None:
         return min(
             fitting,
-            key=lambda i: (i.context_tokens + ledger.booked_tokens(i), i.instance_id),
+            key=lambda i: (running_tokens(i) + ledger.booked_tokens(i), i.instance_id),
             default=None,
         )
 
@@ -91,16 +125,6 @@ class RoundRobinPools(MinimalLoad):
         if not candidates:
             return Refuse("no active instance")
         return Place(candidates[arrival.seq % len(candidates)].instance_id)
-
-    def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
-        """The decode instance whose turn it is, or the next with room."""
-        source = view.instances.get(request.instance_id)
-        ledger = Ledger(view.instances, transfers_in=None, transfers_out=None)
-        if source is None or source.pool is not Pool.PREFILL or not ledger.may_send(source, request):
-            return ()
-        decoders = [i for i in Pools.of(view).decode if ledger.may_receive(i, request)]
-        target = self._decoder(decoders, request, ledger)
-        return (ledger.book(request, target, "prefill done"),) if target is not None else ()
 
     def _decoder(
         self, fitting: Sequence[InstanceView], request: RequestView, ledger: Ledger

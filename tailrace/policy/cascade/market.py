@@ -6,19 +6,16 @@ meaning without a network; in its place stands the lightest of the three.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Final
 from zlib import crc32
 
 from tailrace.cluster import ClusterView, InstanceView, RequestView
-from tailrace.policy.cascade.bid_ask import TRANSFERS, Bid, choose
+from tailrace.policy.cascade.bid_ask import EARLIEST, TRANSFERS
 from tailrace.policy.ledger import Ledger
 
 # How one of the receivers that may take a request is chosen; there is at least one.
 Choice = Callable[[Sequence[InstanceView], RequestView, Ledger], InstanceView]
-
-# Any number will do: all receivers are given the same throughput.
-_TOKENS_PER_S: Final = 1e5
 
 
 def open_ledger(view: ClusterView) -> Ledger:
@@ -32,24 +29,50 @@ def demand_tokens(instance: InstanceView, ledger: Ledger | None = None) -> int:
     return instance.kv_used_tokens + instance.prefill_backlog_tokens + booked
 
 
-def by_bids(receivers: Sequence[InstanceView], request: RequestView, ledger: Ledger) -> InstanceView:
-    """Who would win the bidding for a request.
+class Receivers:
+    """Those of some instances that may still take a transfer in one decision, for many requests in turn.
 
-    A receiver's buffer is estimated from the number of its open transfers, each as long as this request.
+    A decision asks of hundreds of requests, and only gives away: who is full stays full.
     """
-    length = request.context_tokens
-    bids = [
-        Bid(
-            receiver=instance.instance_id,
-            request_id=request.request_id,
-            load=demand_tokens(instance, ledger),
-            earliest_s=ledger.transfers_in(instance) * length / _TOKENS_PER_S,
-        )
-        for instance in sorted(receivers, key=lambda i: (demand_tokens(i, ledger), i.instance_id))
-    ]
-    won = choose(bids)
-    assert won is not None
-    return next(i for i in receivers if i.instance_id == won.receiver)
+
+    def __init__(self, instances: Sequence[InstanceView], ledger: Ledger, limit: float = math.inf) -> None:
+        """`limit`: demand that a receiver must not exceed with the request."""
+        self._open = list(instances)
+        self._ledger = ledger
+        self._limit = limit
+        # No request of more tokens than this finds anybody.
+        self._most: float = math.inf
+
+    def of(self, request: RequestView) -> list[InstanceView]:
+        """Who has room for the request, in the order given."""
+        length = request.context_tokens
+        if length > self._most:
+            return []
+        ledger, limit = self._ledger, self._limit
+        found = [i for i in self._open if ledger.may_receive(i, request)]
+        if limit < math.inf:
+            found = [i for i in found if demand_tokens(i, ledger) + length <= limit]
+        if not found:
+            self._open = [i for i in self._open if ledger.takes_transfers(i)]
+            self._most = max(map(self._headroom, self._open), default=-1.0)
+        return found
+
+    def _headroom(self, instance: InstanceView) -> float:
+        ledger = self._ledger
+        return min(ledger.free_tokens(instance), self._limit - demand_tokens(instance, ledger))
+
+
+def by_bids(receivers: Sequence[InstanceView], request: RequestView, ledger: Ledger) -> InstanceView:
+    """Who would win the bidding for a request: `bid_ask.choose` with replies in order of load.
+
+    A receiver's buffer, and with it its earliest start, is told from the number of its open transfers, each
+    as long as this request.
+    """
+    by_load = sorted(receivers, key=lambda i: (demand_tokens(i, ledger), i.instance_id))
+    lighter = by_load[: (len(by_load) + 1) // 2]
+    # Sorting is stable: among equal starts the lighter come first.
+    earliest = sorted(enumerate(lighter), key=lambda at: ledger.transfers_in(at[1]))[:EARLIEST]
+    return min(earliest, key=lambda at: at[0])[1]
 
 
 def in_turn(receivers: Sequence[InstanceView], request: RequestView, ledger: Ledger) -> InstanceView:

@@ -18,7 +18,7 @@ from tailrace.cluster import (
 )
 from tailrace.policy.base import Policy
 from tailrace.policy.cascade.layout import earliest_stage, nearest_first, repaired, stage_of
-from tailrace.policy.cascade.market import Choice, by_bids, demand_tokens, in_turn, open_ledger
+from tailrace.policy.cascade.market import Choice, Receivers, by_bids, demand_tokens, in_turn, open_ledger
 from tailrace.policy.cascade.planner import Costs, Plan, chain, exact, layout_cost, no_pipeline
 from tailrace.policy.cascade.qoe import QoeModel
 from tailrace.policy.cascade.refinement import (
@@ -46,12 +46,13 @@ class Cascade(Policy):
       statistics"). Without any there are no stages until requests are in flight to plan for.
     - `history_in_flight`: how many of the history's requests an instance has at a time. Eq. (1) is about
       batches; 64 is a middling one, and the plan depends on it little.
-    - `plan_requests`: planning from requests in flight needs that many an instance, on average. Fewer say
-      little of the distribution's tail, and under light load the paper's system too is ordinary
-      multi-instance scheduling (section 6.2).
+    - `plan_requests`: planning from requests in flight needs that many an instance, on average: the five of
+      section 4.3, for its reason. Of fewer, each one that comes or goes shifts the distribution.
     - `replan_s`, `least_plan_gain`: how often to replan from the requests in flight, and by what share a plan
-      must be better than the present layout. A minute: several lives of a request; a twentieth, because
-      each change makes requests move.
+      must be better, by Eq. (1), than the present layout, or than one stage where there is none. A minute:
+      several lives of a request; a twentieth, because each change makes requests move. Under light load
+      D_0, which no layout changes, outweighs the rest: nothing gains a twentieth, and the system is
+      ordinary multi-instance scheduling, as the paper's (section 6.2).
     - `refine_s`, `smoothing`: section 4.3's interval and moving average.
     - `outlier`: an instance is overloaded at that much of its stage's mean demand ("25% above").
     - `bandwidth_bytes_per_s`: of a transfer, for the cost of cuts: the testbed's 400 Gbit/s (section 6.1).
@@ -65,6 +66,8 @@ class Cascade(Policy):
     split: Splitter = staticmethod(optimal_split)
     choice: Choice = staticmethod(by_bids)
     rebalances = True
+    # The planner's layout holds whatever it costs: for baselines that are a layout.
+    insists = False
 
     def __init__(
         self,
@@ -72,7 +75,7 @@ class Cascade(Policy):
         model: QoeModel | None = None,
         history: Sequence[tuple[int, int]] = (),
         history_in_flight: float = 64.0,
-        plan_requests: float = 32.0,
+        plan_requests: float = 5.0,
         replan_s: float = 60.0,
         least_plan_gain: float = 0.05,
         refine_s: float = 5.0,
@@ -190,10 +193,20 @@ class Cascade(Policy):
             return self._plan(Workload.of_history(self.edges, inputs, outputs, in_flight), len(members))
         if sum(i.running for i in members) < self.plan_requests * len(members):
             return None
-        return self._plan(self._in_flight(members), len(members))
+        costs = self._costs(self._in_flight(members))
+        plan = self.planner(costs, len(members))
+        if not self.insists and not self._gains(plan, no_pipeline(costs, len(members)).cost):
+            return None
+        return plan
+
+    def _gains(self, plan: Plan, present_cost: float) -> bool:
+        return plan.cost <= (1.0 - self.least_plan_gain) * present_cost
+
+    def _costs(self, workload: Workload) -> Costs:
+        return Costs(workload, self.model, self.transfer_s_per_token)
 
     def _plan(self, workload: Workload, instances: int) -> Plan:
-        return self.planner(Costs(workload, self.model, self.transfer_s_per_token), instances)
+        return self.planner(self._costs(workload), instances)
 
     def _in_flight(self, members: Sequence[InstanceView]) -> Workload:
         rows = [row for part in _rows(members).values() for row in part]
@@ -208,9 +221,7 @@ class Cascade(Policy):
         cuts = [stages[0].lo, *(stage.hi for stage in stages)]
         counts = [len(stage.instance_ids) for stage in stages]
         present = layout_cost(workload, self.model, self.transfer_s_per_token, cuts, counts)
-        if plan.cost > (1.0 - self.least_plan_gain) * present:
-            return None
-        return plan.stages(names)
+        return plan.stages(names) if self._gains(plan, present) else None
 
     def _overdue(self, view: ClusterView, stages: Sequence[Stage], ledger: Ledger) -> list[Action]:
         """Requests beyond the boundary of their stage that nobody had room for, or that it moved below.
@@ -224,8 +235,19 @@ class Cascade(Policy):
                     r for r in view.instances[name].requests if r.context_tokens >= stage.hi and _movable(r)
                 ]
         overdue.sort(key=lambda r: (-r.context_tokens, r.request_id))
-        moved = (self._hand_over(view, stages, request, ledger) for request in overdue)
-        return [action for action in moved if action is not None]
+        receivers: dict[int, Receivers] = {}
+        actions: list[Action] = []
+        for request in overdue:
+            source = view.instances[request.instance_id]
+            if not ledger.may_send(source, request):
+                continue
+            to = earliest_stage(stages, request.context_tokens)
+            if to not in receivers:
+                receivers[to] = Receivers(_active(view, stages[to]), ledger)
+            bidding = receivers[to].of(request)
+            if bidding:
+                actions.append(ledger.book(request, self.choice(bidding, request, ledger), "length boundary"))
+        return actions
 
     # ---- section 4.4, intra-stage
 
@@ -241,26 +263,18 @@ class Cascade(Policy):
         actions: list[Action] = []
         outliers = [i for i in peers if demand_tokens(i) > self.outlier * mean]
         outliers.sort(key=lambda i: (-demand_tokens(i), i.instance_id))
+        receivers = Receivers(peers, ledger, limit=self.outlier * mean)
         for sender in outliers:
             excess = demand_tokens(sender) - mean
             movable = [r for r in sender.requests if _movable(r) and r.context_tokens <= excess]
             movable.sort(key=lambda r: (-r.context_tokens, r.request_id))
             for request in movable:
-                if not ledger.may_send(sender, request):
-                    continue
                 length = request.context_tokens
-                if length > excess:
+                if length > excess or not ledger.may_send(sender, request):
                     continue
-                receivers = [
-                    i
-                    for i in peers
-                    if demand_tokens(i, ledger) + length <= self.outlier * mean
-                    and ledger.may_receive(i, request)
-                ]
-                if receivers:
-                    actions.append(
-                        ledger.book(request, self.choice(receivers, request, ledger), "overloaded")
-                    )
+                bidding = receivers.of(request)
+                if bidding:
+                    actions.append(ledger.book(request, self.choice(bidding, request, ledger), "overloaded"))
                     excess -= length
         return actions
 
@@ -287,6 +301,7 @@ class CascadeChain(Cascade):
     """One instance a stage (section 6.5, Figure 14)."""
 
     summary = "CascadeInfer's baseline: a chain of stages with one instance each"
+    insists = True
     planner = staticmethod(chain)
 
 
@@ -294,6 +309,7 @@ class CascadeNoPipeline(Cascade):
     """All instances in one stage (section 6.5, Figure 14)."""
 
     summary = "CascadeInfer's baseline: one stage, with rebalance"
+    insists = True
     planner = staticmethod(no_pipeline)
 
 
