@@ -7,6 +7,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from tailrace.reasons import label
 from tailrace.v1 import migration_pb2, types_pb2
 
 _PAUSE_BUCKETS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -45,7 +46,7 @@ class MigrationMetrics:
     def ended(self, record: migration_pb2.MigrationRecord) -> None:
         """Count one."""
         committed = record.state == types_pb2.MIGRATION_STATE_COMMITTED
-        self._ended.labels("committed" if committed else "aborted", record.reason).inc()
+        self._ended.labels("committed" if committed else "aborted", label(record.reason)).inc()
         self._bytes.inc(record.bytes)
         if committed:
             self._pause.observe(record.pause_ms / 1000)

@@ -116,6 +116,7 @@ class MigrationRun:
                 max_rounds=rules.max_rounds,
                 timeout_s=rules.timeout_s,
                 traceparent=trace.traceparent,
+                reason=record.reason,
             ),
             timeout=rules.timeout_s + _GRACE_S,
         )

@@ -24,6 +24,7 @@ from worker_agent.engines import EngineOptionError, EngineOptions, make_engine, 
 from worker_agent.intra_switch import BY_POLICY
 from worker_agent.kv.transport import start_ucx, stop_ucx
 from worker_agent.metrics import WorkerCollector, WorkerHistograms, WorkerMetrics
+from worker_agent.migration.link_budget import SHARE
 from worker_agent.settings import WorkerSettings
 from worker_agent.worker import EngineStartError, Surroundings, running_worker
 
@@ -85,6 +86,13 @@ class EngineDied(RuntimeError):
     help="Seconds a token at which users read; pacer slack and QoE are told by it.",
 )
 @click.option(
+    "--migration-bandwidth-share",
+    type=click.FloatRange(min=0, min_open=True, max=1),
+    default=SHARE,
+    show_default=True,
+    help="Share of the link's time for incoming KV that nobody waits for (rescheduling); 1: no limit.",
+)
+@click.option(
     "--profile",
     metavar="NAME|PATH",
     help="Step times of the model on this machine, for what the worker predicts of its load.",
@@ -104,6 +112,7 @@ def command(
     host_kv_bytes: int | None,
     report_interval: float,
     tpot: float,
+    migration_bandwidth_share: float,
     profile: str | None,
 ) -> None:
     """Run an engine as a member of the fleet."""
@@ -123,7 +132,13 @@ def command(
         )
     except EngineOptionError as error:
         raise click.UsageError(str(error)) from error
-    settings = WorkerSettings(report_s=report_interval, intra=intra, tpot_s=tpot, profile=_profile(profile))
+    settings = WorkerSettings(
+        report_s=report_interval,
+        intra=intra,
+        tpot_s=tpot,
+        profile=_profile(profile),
+        migration_bandwidth_share=migration_bandwidth_share,
+    )
     run_service(lambda: _serve_or_say(common, options, count, settings))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tailrace.intra.registry import ENGINE_ORDER
 from tailrace.profiles import Profile
 from worker_agent.carried import TPOT_S
+from worker_agent.migration.link_budget import SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,5 +32,7 @@ class WorkerSettings:
     tpot_s: float = TPOT_S
     # Step times of this model on this machine; None: the engine's own, if it knows them.
     profile: Profile | None = None
+    # Share of the link's time for incoming transfers that nobody waits for; 1: all of it.
+    migration_bandwidth_share: float = SHARE
     # Waiting for the front end's word on an adoption, which itself may take 2 s.
     adopt_timeout_s: float = 10.0

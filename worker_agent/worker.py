@@ -32,6 +32,7 @@ from worker_agent.kv.staging import StagingPool
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.migration.exports import Exports
 from worker_agent.migration.imports import Imports
+from worker_agent.migration.link_budget import LinkBudget
 from worker_agent.migration.parts import SourceParts, TargetParts
 from worker_agent.migration.source_link import GrpcSourceLink
 from worker_agent.migration.spans import TransferSpans
@@ -147,6 +148,7 @@ async def running_worker(
                 spans=TransferSpans(around.tracing, instance_id),
                 settings=settings,
                 resubmit=admission.submit,
+                link=LinkBudget(settings.migration_bandwidth_share),
             ),
             lambda address, seconds: GrpcSourceLink(around.channels.get(address), seconds),
         )

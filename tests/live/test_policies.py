@@ -9,7 +9,7 @@ import pytest
 from scheduler_svc import active_policy
 from tailrace.cluster import Pool
 from tailrace.policy.cascade.layout import tiles
-from tailrace.policy.cascade.policy import Cascade
+from tailrace.policy.cascade.policy import CascadeChain
 from tailrace.v1 import types_pb2
 from tests.live.fleet import Fleet
 
@@ -68,8 +68,9 @@ async def test_cascade_hands_over_a_request_that_outgrows_its_stage(fleet: Fleet
 
 
 async def test_cascade_plans_stages_into_etcd(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Two requests an instance are enough to plan for, so that a small fleet can show it.
-    monkeypatch.setattr(active_policy, "load", lambda name: Cascade(plan_requests=2.0))
+    # From requests in flight, two an instance, so that a small fleet can show it; one instance a stage, which is
+    # planned whatever is gained.
+    monkeypatch.setattr(active_policy, "load", lambda name: CascadeChain(plan_requests=2.0))
     requests = [await fleet.send(16 if n % 4 else 400, 0, 600) for n in range(16)]
     await asyncio.gather(*(fleet.running(r, 5) for r in requests))
     await fleet.set_policy("cascade")

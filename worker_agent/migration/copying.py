@@ -15,6 +15,7 @@ from tailrace.v1 import types_pb2, worker_pb2
 from worker_agent.engine.base import Engine, ExportedPause, Staging
 from worker_agent.faults import Faults
 from worker_agent.kv.client import Deliver, Peer
+from worker_agent.migration.link_budget import LinkBudget
 from worker_agent.migration.messages import block_hashes, pause_of
 from worker_agent.migration.plan import ImportPlan
 from worker_agent.migration.source_link import SourceLink, SourceLost
@@ -23,6 +24,8 @@ from worker_agent.unbroken import unbroken
 log = logging.getLogger(__name__)
 
 _MS: Final = 1000.0
+# Blocks that are pulled in one go where the link is shared: tens of milliseconds of a fast link.
+_SLICE_BLOCKS: Final = 256
 
 
 class BlockPuller(Protocol):
@@ -77,7 +80,9 @@ class Copying:
         request_id: str,
         migration_id: str,
         on_round: Callable[[Round], None],
+        link: LinkBudget | None,
     ) -> None:
+        """`link`: what the copy must leave room on while the source decodes; None: nothing."""
         self._engine = engine
         self._puller = puller
         self._source = source
@@ -85,6 +90,7 @@ class Copying:
         self._request_id = request_id
         self._migration_id = migration_id
         self._on_round = on_round
+        self._link = link
         self._peer = Peer("", 0)
         self._session = 0
         self._have = 0
@@ -131,16 +137,29 @@ class Copying:
     async def _round(self, state: types_pb2.MigrationState.ValueType, hashes: list[bytes]) -> None:
         began_s = time.monotonic()
         await unbroken(self._engine.import_reserve(self._request_id, self._have + len(hashes)))
-        size = await self._puller.pull(
-            self._peer, self._session, self._migration_id, self._have, hashes, self._deliver
-        )
-        self._have += len(hashes)
+        # Nothing is held up while the request stands still.
+        pre_copy = state == types_pb2.MIGRATION_STATE_PRE_COPY
+        if self._link is not None and pre_copy:
+            size = 0
+            for start in range(0, len(hashes), _SLICE_BLOCKS):
+                await self._link.turn()
+                with self._link.transfer():
+                    size += await self._pull(hashes[start : start + _SLICE_BLOCKS])
+        else:
+            size = await self._pull(hashes)
         self._rounds += 1
         ended_s = time.monotonic()
         message = worker_pb2.CopyRound(
             number=self._rounds, blocks=len(hashes), bytes=size, ms=(ended_s - began_s) * _MS
         )
         self._on_round(Round(state, message, began_s, ended_s))
+
+    async def _pull(self, hashes: Sequence[bytes]) -> int:
+        size = await self._puller.pull(
+            self._peer, self._session, self._migration_id, self._have, hashes, self._deliver
+        )
+        self._have += len(hashes)
+        return size
 
     async def _deliver(
         self, first: int, num_blocks: int, received: Staging, checksums: Sequence[int]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import Engine, KvShape, Submission
@@ -12,6 +12,7 @@ from worker_agent.frontends import FrontEnds
 from worker_agent.kv.sessions import Sessions
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.migration.copying import BlockPuller
+from worker_agent.migration.link_budget import LinkBudget
 from worker_agent.migration.spans import TransferSpans
 from worker_agent.phase_news import PhaseNews
 from worker_agent.settings import WorkerSettings
@@ -34,6 +35,8 @@ class TargetParts:
     settings: WorkerSettings
     # Takes a submission that had to wait for an import's end.
     resubmit: Callable[[Submission], None]
+    # For transfers that nobody waits for.
+    link: LinkBudget = field(default_factory=LinkBudget)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 from tailrace import wire
+from tailrace.reasons import BACKGROUND
 from tailrace.v1 import types_pb2, worker_pb2
 from worker_agent.engine.base import (
     EngineRefusal,
@@ -191,6 +192,7 @@ class Import:
             self.request_id,
             self.migration_id,
             self._round_done,
+            self._parts.link if self._request.reason in BACKGROUND else None,
         )
         return await copying.run(opened, self._plan)
 
