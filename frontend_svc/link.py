@@ -1,4 +1,4 @@
-"""One Attach stream: everything between this front end and one worker."""
+"""One stream to a worker: everything between this front end and it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import time
 from collections import deque
 from typing import Final, Protocol
 
-import grpc
-
 from tailrace.records import InstanceRecord
-from tailrace.v1 import worker_pb2, worker_pb2_grpc
+from tailrace.service.message_stream import MessageStream, StreamBroken, connect_stream
+from tailrace.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
 
-AttachCall = grpc.aio.StreamStreamCall[worker_pb2.AttachUp, worker_pb2.AttachDown]
+AttachStream = MessageStream[worker_pb2.AttachDown]
 
 HEARTBEAT_S: Final = 0.5
 SILENCE_S: Final = 3.0
@@ -55,12 +54,10 @@ class Link:
     def __init__(
         self,
         record: InstanceRecord,
-        channel: grpc.aio.Channel,
         hello: worker_pb2.FrontendHello,
         sink: LinkSink,
     ) -> None:
         self.record = record
-        self._channel = channel
         self._hello = hello
         self._sink = sink
         self._queue: deque[worker_pb2.AttachUp] = deque()
@@ -119,37 +116,41 @@ class Link:
         """One stream from hello to its end; why it ended."""
         self._queue.clear()
         self._overflown.clear()
-        call = worker_pb2_grpc.WorkerStub(self._channel).Attach()
         try:
             async with asyncio.timeout(_HELLO_S):
-                await call.write(worker_pb2.AttachUp(hello=self._hello))
-                first = await call.read()
-            if not isinstance(first, worker_pb2.AttachDown):
+                stream = await connect_stream(self.record.stream_address, worker_pb2.AttachDown)
+        except TimeoutError:
+            return f"no connection within {_HELLO_S:g} s"
+        except OSError as error:
+            return _describe(error)
+        try:
+            async with asyncio.timeout(_HELLO_S):
+                await stream.write(worker_pb2.AttachUp(hello=self._hello))
+                first = await stream.read()
+            if first is None:
                 return "closed by the worker"
             if first.WhichOneof("body") != "hello":
                 return "the first message was no hello"
             if first.hello.instance_id != self.instance_id:
                 return f"the worker calls itself {first.hello.instance_id}"
             self._attach(first.hello)
-            return await self._converse(call)
+            return await self._converse(stream)
         except TimeoutError:
             return f"no hello within {_HELLO_S:g} s"
-        except grpc.aio.AioRpcError as error:
+        except StreamBroken as error:
             return _describe(error)
-        except asyncio.InvalidStateError:
-            return "the stream was closed"
         finally:
-            call.cancel()
+            stream.close()
 
-    async def _converse(self, call: AttachCall) -> str:
+    async def _converse(self, stream: AttachStream) -> str:
         """Read and write until the stream ends; why it ended."""
         reason = ""
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._read(call))
-                group.create_task(self._write(call))
+                group.create_task(self._read(stream))
+                group.create_task(self._write(stream))
                 group.create_task(self._break_on_overflow())
-        except* (grpc.aio.AioRpcError, _Protocol, asyncio.InvalidStateError) as errors:
+        except* (StreamBroken, _Protocol) as errors:
             reason = "; ".join(_describe(error) for error in errors.exceptions)
         # A task group of Python 3.11 forgets that it was cancelled when a task of its failed as well.
         task = asyncio.current_task()
@@ -161,7 +162,7 @@ class Link:
         self._worker_hello = hello
         self._heard_s = time.monotonic()
         self._attached = True
-        log.info("attached to %s at %s", self.instance_id, self.record.address)
+        log.info("attached to %s at %s", self.instance_id, self.record.stream_address)
         self._sink.on_attached(self.instance_id, hello)
 
     def _lose(self, reason: str) -> None:
@@ -170,10 +171,10 @@ class Link:
             log.warning("lost %s: %s", self.instance_id, reason)
             self._sink.on_lost(self.instance_id, reason)
 
-    async def _read(self, call: AttachCall) -> None:
+    async def _read(self, stream: AttachStream) -> None:
         while True:
-            message = await call.read()
-            if not isinstance(message, worker_pb2.AttachDown):
+            message = await stream.read()
+            if message is None:
                 raise _Protocol("closed by the worker")
             self._heard_s = time.monotonic()
             if not self._attached:
@@ -184,12 +185,12 @@ class Link:
             if not message.HasField("heartbeat"):
                 self._sink.on_message(self.instance_id, message)
 
-    async def _write(self, call: AttachCall) -> None:
+    async def _write(self, stream: AttachStream) -> None:
         while True:
             await self._queued.wait()
             self._queued.clear()
             while self._queue:
-                await call.write(self._queue.popleft())
+                await stream.write(self._queue.popleft())
 
     async def _break_on_overflow(self) -> None:
         await self._overflown.wait()
@@ -206,6 +207,4 @@ class Link:
 
 
 def _describe(error: BaseException) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name}: {error.details()}"
     return str(error) or type(error).__name__

@@ -7,26 +7,12 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
-
-import grpc
 
 from frontend_svc.link import HEARTBEAT_S, Link, LinkSink
 from tailrace.records import InstanceRecord
 from tailrace.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
-
-_CHANNEL_OPTIONS: Final = (
-    # A step's message may carry the logprobs of a whole batch.
-    ("grpc.max_receive_message_length", 256 * 1024 * 1024),
-    ("grpc.max_send_message_length", 256 * 1024 * 1024),
-    # A link has its own heartbeats and its own backoff.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    # One connection a link: workers that share an address never share its fate.
-    ("grpc.use_local_subchannel_pool", 1),
-)
 
 
 @dataclass(slots=True)
@@ -104,9 +90,8 @@ class Workers:
 
     def _keep(self, record: InstanceRecord) -> None:
         assert self._group is not None
-        channel = grpc.aio.insecure_channel(record.address, options=_CHANNEL_OPTIONS)
-        link = Link(record, channel, self._hello, self._sink)
-        task = self._group.create_task(self._run(link, channel), name=f"link to {record.instance_id}")
+        link = Link(record, self._hello, self._sink)
+        task = self._group.create_task(link.run(), name=f"link to {record.instance_id}")
         self._kept[record.instance_id] = _Kept(link, task)
 
     def _drop(self, instance_id: str) -> None:
@@ -115,13 +100,6 @@ class Workers:
         if kept.link.attached:
             log.warning("lost %s: it was restarted", instance_id)
             self._sink.on_lost(instance_id, "restarted")
-
-    @staticmethod
-    async def _run(link: Link, channel: grpc.aio.Channel) -> None:
-        try:
-            await link.run()
-        finally:
-            await channel.close()
 
     async def _tick(self) -> None:
         due_s = time.monotonic() + HEARTBEAT_S

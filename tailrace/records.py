@@ -13,6 +13,8 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: str
     # gRPC address, host:port.
     address: str
+    # Where front ends attach (tailrace/service/message_stream.py), host:port.
+    stream_address: str
     metrics_address: str = ""
     engine: str
     model: str

@@ -8,8 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final
 
-import grpc
-
+from tailrace.service.message_stream import MessageStream, StreamBroken
 from tailrace.v1 import worker_pb2
 from worker_agent.dispatch import Dispatch
 from worker_agent.frontends import FrontEnd, FrontEnds
@@ -17,9 +16,6 @@ from worker_agent.frontends import FrontEnd, FrontEnds
 log = logging.getLogger(__name__)
 
 _HELLO_S: Final = 5.0
-# How a stream that the other end has left says so.
-_GONE: Final = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
-
 Write = Callable[[worker_pb2.AttachDown], Awaitable[None]]
 
 
@@ -28,12 +24,19 @@ class AttachRefused(Exception):
 
 
 class AttachStreams:
-    """Serves one Attach call after the other, or many at once."""
+    """Serves one front end's stream after the other, or many at once."""
 
     def __init__(self, front_ends: FrontEnds, dispatch: Dispatch, hello: worker_pb2.WorkerHello) -> None:
         self._front_ends = front_ends
         self._dispatch = dispatch
         self._hello = hello
+
+    async def serve_stream(self, stream: MessageStream[worker_pb2.AttachUp]) -> None:
+        """One connection, until either end stops."""
+        try:
+            await self.serve(_incoming(stream), stream.write)
+        except (AttachRefused, StreamBroken) as error:
+            log.warning("a stream was refused: %s", error)
 
     async def serve(self, messages: AsyncIterator[worker_pb2.AttachUp], write: Write) -> None:
         """From hello until either end stops. Raises AttachRefused."""
@@ -53,7 +56,7 @@ class AttachStreams:
             for task in tasks:
                 task.cancel()
             for result in await asyncio.gather(*tasks, return_exceptions=True):
-                if isinstance(result, Exception) and not isinstance(result, _GONE):
+                if isinstance(result, Exception) and not isinstance(result, StreamBroken):
                     log.error("attach stream of %s", front_end.frontend_id, exc_info=result)
 
     async def _greeting(self, messages: AsyncIterator[worker_pb2.AttachUp]) -> worker_pb2.FrontendHello:
@@ -72,6 +75,11 @@ class AttachStreams:
                 return
             front_end.heard_s = time.monotonic()
             self._dispatch.handle(front_end, message)
+
+
+async def _incoming(stream: MessageStream[worker_pb2.AttachUp]) -> AsyncIterator[worker_pb2.AttachUp]:
+    while (message := await stream.read()) is not None:
+        yield message
 
 
 async def _write(front_end: FrontEnd, write: Write) -> None:

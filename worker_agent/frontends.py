@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class FrontEnd:
-    """One Attach stream's front end, from its hello to the stream's end."""
+    """One stream's front end, from its hello to the stream's end."""
 
     def __init__(self, client: int, frontend_id: str, incarnation: str) -> None:
         # Its slot: a number of its own in the engine, never used again.

@@ -77,6 +77,13 @@ class EngineDied(RuntimeError):
     type=click.IntRange(0),
     help="Host memory for the KV of preempted requests; 0: they are recomputed.",
 )
+@click.option(
+    "--stream-port",
+    type=click.IntRange(0, 65535),
+    default=0,
+    show_default=True,
+    help="Port that front ends attach to; 0: any free one.",
+)
 @click.option("--report-interval", default=0.5, show_default=True, help="Seconds between two steady reports.")
 @click.option(
     "--tpot",
@@ -110,6 +117,7 @@ def command(
     arguments: tuple[str, ...],
     intra: str,
     host_kv_bytes: int | None,
+    stream_port: int,
     report_interval: float,
     tpot: float,
     migration_bandwidth_share: float,
@@ -118,6 +126,8 @@ def command(
     """Run an engine as a member of the fleet."""
     if count > 1 and kind != "simulated":
         raise click.UsageError("--count is for the simulated engine: give a vLLM worker a process of its own")
+    if count > 1 and stream_port:
+        raise click.UsageError("--stream-port is for one worker: leave it out with --count")
     try:
         options = EngineOptions(
             kind=kind,
@@ -133,6 +143,7 @@ def command(
     except EngineOptionError as error:
         raise click.UsageError(str(error)) from error
     settings = WorkerSettings(
+        stream_port=stream_port,
         report_s=report_interval,
         intra=intra,
         tpot_s=tpot,

@@ -13,7 +13,12 @@ from worker_agent.engine.base import EngineInfo
 
 
 def instance_record(
-    instance_id: str, incarnation: str, address: str, metrics_address: str, info: EngineInfo
+    instance_id: str,
+    incarnation: str,
+    address: str,
+    stream_address: str,
+    metrics_address: str,
+    info: EngineInfo,
 ) -> InstanceRecord:
     """What the fleet must know of it."""
     shape = info.kv_shape
@@ -21,6 +26,7 @@ def instance_record(
         instance_id=instance_id,
         incarnation=incarnation,
         address=address,
+        stream_address=stream_address,
         metrics_address=metrics_address,
         engine=info.engine,
         model=info.model,

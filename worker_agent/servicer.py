@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 import grpc
 
 from tailrace.v1 import worker_pb2, worker_pb2_grpc
-from worker_agent.attach import AttachRefused, AttachStreams
 from worker_agent.migration.exports import Exports
 from worker_agent.migration.imports import ImportRefused, Imports
 from worker_agent.migration.lease import Lease
@@ -18,21 +17,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     """One worker's. The streaming methods write through their context: a coroutine each, where the generated
     base class speaks of iterators."""
 
-    def __init__(self, streams: AttachStreams, exports: Exports, imports: Imports) -> None:
-        self._streams = streams
+    def __init__(self, exports: Exports, imports: Imports) -> None:
         self._exports = exports
         self._imports = imports
-
-    async def Attach(  # type: ignore[override]
-        self,
-        request_iterator: AsyncIterator[worker_pb2.AttachUp],
-        context: grpc.aio.ServicerContext[worker_pb2.AttachUp, worker_pb2.AttachDown],
-    ) -> None:
-        """The data path; until either end stops."""
-        try:
-            await self._streams.serve(aiter(request_iterator), context.write)
-        except AttachRefused as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
     async def Export(  # type: ignore[override]
         self,

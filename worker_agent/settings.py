@@ -14,6 +14,8 @@ from worker_agent.migration.link_budget import SHARE
 class WorkerSettings:
     """Times in seconds, sizes in bytes."""
 
+    # Where front ends attach; 0: any free port.
+    stream_port: int = 0
     # Between two steady reports to the monitor.
     report_s: float = 0.5
     # How long the etcd lease outlives a worker that died.

@@ -9,7 +9,9 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+from tailrace.records import InstanceRecord
 from tailrace.service.channels import Channels
+from tailrace.service.message_stream import serve_streams
 from tailrace.service.options import fresh_incarnation
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.store.membership import Membership
@@ -70,7 +72,7 @@ class Running:
     """A worker that serves."""
 
     instance_id: str
-    address: str
+    record: InstanceRecord
     info: EngineInfo
     front_ends: FrontEnds
     exports: Exports
@@ -158,11 +160,19 @@ async def running_worker(
         hello = worker_pb2.WorkerHello(
             instance_id=instance_id, incarnation=incarnation, ready_response=info.ready_response
         )
-        servicer = WorkerServicer(AttachStreams(front_ends, dispatch, hello), exports, imports)
+        servicer = WorkerServicer(exports, imports)
         server = await stack.enter_async_context(
             serve_grpc(listen, [Servicer(add_WorkerServicer_to_server, servicer, "tailrace.v1.Worker")])
         )
-        # Streams end by themselves before the server stops; it need not wait for them.
+        streams = AttachStreams(front_ends, dispatch, hello)
+        stream_address = await stack.enter_async_context(
+            serve_streams(
+                f"{listen.rpartition(':')[0]}:{settings.stream_port}",
+                worker_pb2.AttachUp,
+                streams.serve_stream,
+            )
+        )
+        # So that each stream's end has a reason in the log.
         stack.callback(front_ends.cut_all, "the worker is stopping")
         address = f"{around.host}:{server.address.rpartition(':')[2]}"
         reports = Reports(
@@ -181,11 +191,18 @@ async def running_worker(
         await stack.enter_async_context(_background(beat(front_ends, settings.frontend_silence_s)))
         await stack.enter_async_context(_background(reports.run()))
         await stack.enter_async_context(_background(_trim(kv_client)))
-        record = instance_record(instance_id, incarnation, address, around.metrics_address, info)
+        record = instance_record(
+            instance_id,
+            incarnation,
+            address,
+            f"{around.host}:{stream_address.rpartition(':')[2]}",
+            around.metrics_address,
+            info,
+        )
         registration = await register(around.store, record, settings.lease_ttl_s)
         stack.push_async_callback(registration.withdraw)
         log.info("%s serves %s at %s, KV at port %d", instance_id, info.model, address, kv_server.port)
-        yield Running(instance_id, address, info, front_ends, exports, imports, sessions)
+        yield Running(instance_id, record, info, front_ends, exports, imports, sessions)
 
 
 def monitor_address(membership: Membership) -> str | None:

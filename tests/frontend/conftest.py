@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -39,12 +38,12 @@ class Rig:
     admission: AdmissionReader
     registry: CollectorRegistry
     stack: AsyncExitStack
-    servers: dict[str, grpc.aio.Server] = field(default_factory=dict)
+    crashes: dict[str, Callable[[], None]] = field(default_factory=dict)
 
     async def worker(self, instance_id: str) -> ScriptedWorker:
         """A new member, attached."""
         worker = ScriptedWorker(instance_id)
-        self.servers[instance_id] = await self.stack.enter_async_context(serving(worker))
+        self.crashes[instance_id] = await self.stack.enter_async_context(serving(worker))
         self.members.instances[instance_id] = record(instance_id, worker.address)
         self.members.changed()
         await eventually(lambda: instance_id in self.engine.workers.attached())
@@ -52,7 +51,7 @@ class Rig:
 
     async def crash(self, worker: ScriptedWorker) -> None:
         """Its connections break at once."""
-        await self.servers[worker.instance_id].stop(None)
+        self.crashes[worker.instance_id]()
 
     def count(self, name: str, **labels: str) -> float:
         """A metric's value; 0 when it has never been counted."""

@@ -15,6 +15,7 @@ def record(instance_id: str, address: str) -> InstanceRecord:
         instance_id=instance_id,
         incarnation=uuid.uuid4().hex,
         address=address,
+        stream_address=address,
         engine="scripted",
         model="tiny",
         model_fingerprint="none",

@@ -1,14 +1,13 @@
-"""A worker over real gRPC that says what a test tells it to say."""
+"""A worker over a real connection that says what a test tells it to say."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 
-import grpc
-
-from tailrace.v1 import worker_pb2, worker_pb2_grpc
+from tailrace.service.message_stream import MessageStream, StreamBroken, serve_streams
+from tailrace.v1 import worker_pb2
 from tailrace.wire import (
     EngineCoreOutput,
     FinishReason,
@@ -81,7 +80,7 @@ def merge(*messages: worker_pb2.AttachDown, frames: list[bytes]) -> worker_pb2.A
     return worker_pb2.AttachDown(outputs=step)
 
 
-class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
+class ScriptedWorker:
     """Hands what it receives to the test, answers utilities, beats until told to be silent."""
 
     def __init__(self, instance_id: str) -> None:
@@ -90,18 +89,21 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.received: asyncio.Queue[worker_pb2.AttachUp] = asyncio.Queue()
         self.silent = False
         self._down: asyncio.Queue[worker_pb2.AttachDown] | None = None
+        self._streams: list[MessageStream[worker_pb2.AttachUp]] = []
+        self._crashed = False
 
-    async def Attach(
-        self, requests: AsyncIterator[worker_pb2.AttachUp], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[worker_pb2.AttachDown]:
+    async def serve(self, stream: MessageStream[worker_pb2.AttachUp]) -> None:
         """The data path."""
+        if self._crashed:
+            return
         down: asyncio.Queue[worker_pb2.AttachDown] = asyncio.Queue()
         self._down = down
+        self._streams.append(stream)
         hello = worker_pb2.WorkerHello(instance_id=self.instance_id, incarnation="1", ready_response=READY)
-        yield worker_pb2.AttachDown(hello=hello)
-        reader = asyncio.create_task(self._read(requests, down))
+        await stream.write(worker_pb2.AttachDown(hello=hello))
+        reader = asyncio.create_task(self._read(stream, down))
         try:
-            while True:
+            while not reader.done():
                 try:
                     async with asyncio.timeout(0.5):
                         message = await down.get()
@@ -109,9 +111,17 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                     if self.silent:
                         continue
                     message = worker_pb2.AttachDown(heartbeat=worker_pb2.Heartbeat())
-                yield message
+                await stream.write(message)
+        except StreamBroken:
+            return
         finally:
             reader.cancel()
+
+    def crash(self) -> None:
+        """Its connections break, and it takes no new ones."""
+        self._crashed = True
+        for stream in self._streams:
+            stream.close()
 
     def say(self, message: worker_pb2.AttachDown) -> None:
         """Send on the open stream."""
@@ -134,9 +144,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         """For subclasses that answer by themselves."""
 
     async def _read(
-        self, requests: AsyncIterator[worker_pb2.AttachUp], down: asyncio.Queue[worker_pb2.AttachDown]
+        self, stream: MessageStream[worker_pb2.AttachUp], down: asyncio.Queue[worker_pb2.AttachDown]
     ) -> None:
-        async for message in requests:
+        while (message := await stream.read()) is not None:
             match message.WhichOneof("body"):
                 case "hello" | "heartbeat":
                     pass
@@ -152,13 +162,10 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
 
 
 @asynccontextmanager
-async def serving(worker: ScriptedWorker) -> AsyncIterator[grpc.aio.Server]:
-    """The worker on a free port; `stop(None)` of the server is its crash."""
-    server = grpc.aio.server()
-    worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)
-    worker.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    try:
-        yield server
-    finally:
-        await server.stop(None)
+async def serving(worker: ScriptedWorker) -> AsyncIterator[Callable[[], None]]:
+    """The worker on a free port; what is yielded is its crash."""
+    async with AsyncExitStack() as stack:
+        worker.address = await stack.enter_async_context(
+            serve_streams("127.0.0.1:0", worker_pb2.AttachUp, worker.serve)
+        )
+        yield worker.crash

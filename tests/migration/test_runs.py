@@ -31,6 +31,7 @@ def instance(name: str, address: str) -> InstanceRecord:
         instance_id=name,
         incarnation="1",
         address=address,
+        stream_address=address,
         engine="simulated",
         model="m",
         model_fingerprint="f",

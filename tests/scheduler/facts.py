@@ -32,6 +32,7 @@ def instance(name: str, address: str = "127.0.0.1:1", incarnation: str = "1") ->
         instance_id=name,
         incarnation=incarnation,
         address=address,
+        stream_address=address,
         engine="simulated",
         model="tiny",
         model_fingerprint="f",

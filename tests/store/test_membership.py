@@ -20,6 +20,7 @@ def instance(name: str, incarnation: str = "1") -> InstanceRecord:
         instance_id=name,
         incarnation=incarnation,
         address="127.0.0.1:1",
+        stream_address="127.0.0.1:1",
         engine="simulated",
         model="tiny",
         model_fingerprint="f",

@@ -23,6 +23,7 @@ def _instance(name: str) -> InstanceRecord:
         instance_id=name,
         incarnation="1",
         address="h:1",
+        stream_address="h:1",
         engine="simulated",
         model="m",
         model_fingerprint="f",

@@ -1,4 +1,4 @@
-"""A front end over real gRPC that keeps the rules of exactly once, and can be told to break them."""
+"""A front end over real connections that keeps the rules of exactly once, and can be told to break them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import asyncio
 import uuid
 from dataclasses import dataclass, field
 
-import grpc
-
-from tailrace.v1 import worker_pb2, worker_pb2_grpc
+from tailrace.service.message_stream import MessageStream, StreamBroken, connect_stream
+from tailrace.v1 import worker_pb2
 from tests.worker.simulated import request_frames
 
 WAIT_S = 20.0
 FINISHED, FAILED = 1, 8
-AttachCall = grpc.aio.StreamStreamCall[worker_pb2.AttachUp, worker_pb2.AttachDown]
+AttachStream = MessageStream[worker_pb2.AttachDown]
 
 
 @dataclass
@@ -49,14 +48,14 @@ class Stream:
 
 
 class Attachment:
-    """One Attach stream."""
+    """One stream to a worker."""
 
-    def __init__(self, call: AttachCall, hello: worker_pb2.WorkerHello, reader: asyncio.Task[None]) -> None:
-        self.call = call
+    def __init__(
+        self, stream: AttachStream, hello: worker_pb2.WorkerHello, reader: asyncio.Task[None]
+    ) -> None:
+        self.stream = stream
         self.hello = hello
         self.reader = reader
-        # gRPC takes one write at a time.
-        self.writing = asyncio.Lock()
 
 
 class ScriptedFrontEnd:
@@ -72,20 +71,19 @@ class ScriptedFrontEnd:
         # Adopt is answered with this refusal, when set.
         self.refuse = ""
         self.silent = False
-        self._channels: list[grpc.aio.Channel] = []
         self._beating: asyncio.Task[None] | None = None
 
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(0.5)
             for instance, attachment in list(self.attached.items()):
-                if not attachment.call.done():
+                if not attachment.stream.closed:
                     await self._try_beat(instance)
 
     async def _try_beat(self, instance: str) -> None:
         try:
             await self.send(instance, heartbeat=worker_pb2.Heartbeat())
-        except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
+        except StreamBroken:
             # The worker was killed; its reader knows.
             return
 
@@ -93,22 +91,20 @@ class ScriptedFrontEnd:
         """The worker's id."""
         if self._beating is None:
             self._beating = asyncio.create_task(self._beat())
-        channel = grpc.aio.insecure_channel(address)
-        self._channels.append(channel)
-        call = worker_pb2_grpc.WorkerStub(channel).Attach()
+        stream = await connect_stream(address, worker_pb2.AttachDown)
         hello = worker_pb2.FrontendHello(frontend_id=self.frontend_id, incarnation=uuid.uuid4().hex)
-        await call.write(worker_pb2.AttachUp(hello=hello))
-        first = await call.read()
-        assert isinstance(first, worker_pb2.AttachDown) and first.HasField("hello")
+        await stream.write(worker_pb2.AttachUp(hello=hello))
+        first = await stream.read()
+        assert first is not None and first.HasField("hello")
         instance = first.hello.instance_id
-        reader = asyncio.create_task(self._read(instance, call))
-        self.attached[instance] = Attachment(call, first.hello, reader)
+        reader = asyncio.create_task(self._read(instance, stream))
+        self.attached[instance] = Attachment(stream, first.hello, reader)
         return instance
 
     async def detach(self, instance: str) -> None:
         """Break the stream."""
         attachment = self.attached.pop(instance)
-        attachment.call.cancel()
+        attachment.stream.close()
         await asyncio.gather(attachment.reader, return_exceptions=True)
 
     async def close(self) -> None:
@@ -117,13 +113,10 @@ class ScriptedFrontEnd:
             await asyncio.gather(self._beating, return_exceptions=True)
         for instance in list(self.attached):
             await self.detach(instance)
-        for channel in self._channels:
-            await channel.close()
 
     async def send(self, instance: str, **body: object) -> None:
         attachment = self.attached[instance]
-        async with attachment.writing:
-            await attachment.call.write(worker_pb2.AttachUp(**body))  # type: ignore[arg-type]
+        await attachment.stream.write(worker_pb2.AttachUp(**body))  # type: ignore[arg-type]
 
     async def submit(self, instance: str, prompt: list[int], **sampling: object) -> Stream:
         """A new request."""
@@ -145,11 +138,8 @@ class ScriptedFrontEnd:
         )
         await self.send(stream.owner, submit=submit)
 
-    async def _read(self, instance: str, call: AttachCall) -> None:
-        while True:
-            message = await call.read()
-            if not isinstance(message, worker_pb2.AttachDown):
-                return
+    async def _read(self, instance: str, stream: AttachStream) -> None:
+        while (message := await stream.read()) is not None:
             if not self.silent:
                 await self._handle(instance, message)
 

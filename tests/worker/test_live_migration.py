@@ -96,7 +96,7 @@ async def pair(etcd: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIter
     ):
         pair = Pair(store, etcd, cluster, [left, right], front_end)
         for worker in (left, right):
-            await front_end.attach(worker.address)
+            await front_end.attach(worker.stream_address)
         yield pair
         for number in (0, 1):
             await pair.drained(number)
@@ -111,7 +111,7 @@ async def faulty_worker(pair: Pair, folder: Path, **faults: object) -> AsyncIter
     """One more worker, which fails on purpose; its number."""
     name = f"faulty-{uuid.uuid4().hex[:4]}"
     async with worker_process(pair.store, pair.etcd, pair.cluster, folder, name, faults=faults) as worker:
-        await pair.front_end.attach(worker.address)
+        await pair.front_end.attach(worker.stream_address)
         pair.add(worker)
         yield len(pair.workers) - 1
     await pair.front_end.detach(name)
@@ -196,7 +196,7 @@ async def test_what_cannot_be_imported_is_said(pair: Pair) -> None:
 async def test_a_broken_attach_stream_frees_everything(pair: Pair) -> None:
     other = ScriptedFrontEnd("other")
     for worker in pair.workers:
-        await other.attach(worker.address)
+        await other.attach(worker.stream_address)
     streams = [await other.submit(pair.id(0), PROMPT, **ENDLESS) for _ in range(5)]
     await asyncio.gather(*(stream.until(3) for stream in streams))
     assert await pair.metric(0, "kv_blocks_used") > 0

@@ -46,6 +46,10 @@ class WorkerProcess:
         return self.records[0].address
 
     @property
+    def stream_address(self) -> str:
+        return self.records[0].stream_address
+
+    @property
     def instance_id(self) -> str:
         return self.records[0].instance_id
 

@@ -1,0 +1,217 @@
+"""Protobuf messages over one TCP connection, each behind its length.
+
+The data path's transport: one message an engine step and front end is a few hundred small messages a second,
+and gRPC's Python binding takes several times the CPU of this for each (docs/decisions/0007).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Final, Generic, Protocol, Self, TypeVar, cast
+
+from google.protobuf.message import DecodeError
+
+from tailrace.service.channels import MESSAGE_BYTES_MAX
+from tailrace.service.server import ListenError
+
+log = logging.getLogger(__name__)
+
+_LENGTH_BYTES: Final = 4
+# What is read ahead of its reader; beyond it the sender has to wait.
+_READ_AHEAD_BYTES: Final = 16 << 20
+# A peer whose machine is gone answers nothing; the kernel finds out.
+_PROBE_AFTER_S: Final = 10
+_PROBE_EVERY_S: Final = 5
+_PROBES: Final = 3
+_UNACKNOWLEDGED_MS: Final = 60_000
+
+
+class StreamBroken(ConnectionError):
+    """The stream ended, or what came over it is no message; the text says which."""
+
+
+class Message(Protocol):
+    """What protobuf's generated classes have."""
+
+    def SerializeToString(self) -> bytes: ...
+
+    @classmethod
+    def FromString(cls, data: bytes, /) -> Self: ...
+
+
+Received = TypeVar("Received", bound=Message)
+
+
+class MessageStream(asyncio.Protocol, Generic[Received]):
+    """One end. One task reads and one writes; either may be cancelled."""
+
+    def __init__(self, received: type[Received]) -> None:
+        """`received`: the class of the messages that come in."""
+        self._parse = received.FromString
+        self._transport: asyncio.Transport | None = None
+        self._buffer = bytearray()
+        self._messages: deque[tuple[Received, int]] = deque()
+        self._unread_bytes = 0
+        self._arrived = asyncio.Event()
+        self._writable = asyncio.Event()
+        self._reading = True
+        # Set once the stream is over: why.
+        self._end: str | None = None
+
+    async def read(self) -> Received | None:
+        """The next message; None: the other end closed. Raises StreamBroken."""
+        while not self._messages:
+            if self._end == "":
+                return None
+            if self._end is not None:
+                raise StreamBroken(self._end)
+            self._arrived.clear()
+            await self._arrived.wait()
+        message, size = self._messages.popleft()
+        self._unread_bytes -= size
+        if not self._reading and self._unread_bytes <= _READ_AHEAD_BYTES // 2 and self._transport is not None:
+            self._reading = True
+            self._transport.resume_reading()
+        return message
+
+    async def write(self, message: Message) -> None:
+        """Send; waits while the other end does not keep up. Raises StreamBroken."""
+        await self._writable.wait()
+        if self._end is not None or self._transport is None:
+            raise StreamBroken(self._end or "closed")
+        data = message.SerializeToString()
+        self._transport.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+
+    def close(self) -> None:
+        """End it from this side, now; what is not sent yet is lost."""
+        self._finish("closed")
+        if self._transport is not None:
+            self._transport.abort()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is over."""
+        return self._end is not None
+
+    # ---- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports are of no class of asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
+        made = self._transport.get_extra_info("socket")
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_AFTER_S)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
+        self._writable.set()
+
+    def data_received(self, data: bytes) -> None:
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        while len(buffer) - start >= _LENGTH_BYTES:
+            begin = start + _LENGTH_BYTES
+            size = int.from_bytes(buffer[start:begin], "little")
+            if size > MESSAGE_BYTES_MAX:
+                self._reject(f"a message of {size} bytes was announced: the peer speaks something else")
+                return
+            if len(buffer) - begin < size:
+                break
+            try:
+                message = self._parse(bytes(buffer[begin : begin + size]))
+            except DecodeError as error:
+                self._reject(f"not a message: {error}")
+                return
+            self._messages.append((message, size))
+            self._unread_bytes += size
+            start = begin + size
+        del buffer[:start]
+        if self._messages:
+            self._arrived.set()
+        if self._unread_bytes > _READ_AHEAD_BYTES and self._reading and self._transport is not None:
+            self._reading = False
+            self._transport.pause_reading()
+
+    def eof_received(self) -> bool:
+        self._finish("the other end stopped in the middle of a message" if self._buffer else "")
+        return False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._finish("closed" if error is None else str(error) or type(error).__name__)
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    def _reject(self, reason: str) -> None:
+        self._finish(reason)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _finish(self, reason: str) -> None:
+        """Wake reader and writer. The first reason stands."""
+        if self._end is None:
+            self._end = reason
+        self._arrived.set()
+        self._writable.set()
+
+
+async def connect_stream(address: str, received: type[Received]) -> MessageStream[Received]:
+    """Connect to HOST:PORT. Raises OSError."""
+    host, _, port = address.rpartition(":")
+    loop = asyncio.get_running_loop()
+    _, stream = await loop.create_connection(lambda: MessageStream(received), host.strip("[]"), int(port))
+    return stream
+
+
+@asynccontextmanager
+async def serve_streams(
+    listen: str, received: type[Received], serve: Callable[[MessageStream[Received]], Awaitable[None]]
+) -> AsyncIterator[str]:
+    """Serve each connection to HOST:PORT (port 0: any free one) until `serve` returns or the block ends.
+
+    Yields HOST:PORT as listened on. At the end streams that are still served are closed. What `serve` raises
+    is logged and ends its stream alone. Raises ListenError.
+    """
+    loop = asyncio.get_running_loop()
+    host, _, port = listen.rpartition(":")
+    serving: set[asyncio.Task[None]] = set()
+
+    async def run(stream: MessageStream[Received]) -> None:
+        try:
+            await serve(stream)
+        finally:
+            stream.close()
+
+    def done(task: asyncio.Task[None]) -> None:
+        serving.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a stream's server failed", exc_info=error)
+
+    class Accepted(MessageStream[Received]):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)
+            task = loop.create_task(run(self), name="stream")
+            serving.add(task)
+            task.add_done_callback(done)
+
+    try:
+        server = await loop.create_server(lambda: Accepted(received), host.strip("[]"), int(port))
+    except OSError as error:
+        raise ListenError(f"cannot listen on {listen}: {error.strerror or error}") from error
+    try:
+        yield f"{host}:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        for task in serving:
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)

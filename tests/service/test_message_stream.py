@@ -1,0 +1,148 @@
+"""Messages over one connection: whole, in order, bounded, and the end has a reason."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+import uvloop
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tailrace.service.message_stream import MessageStream, StreamBroken, connect_stream, serve_streams
+from tailrace.service.server import ListenError
+from tailrace.v1 import worker_pb2
+
+Down = MessageStream[worker_pb2.AttachDown]
+Up = MessageStream[worker_pb2.AttachUp]
+
+
+def message(content: bytes) -> worker_pb2.AttachUp:
+    return worker_pb2.AttachUp(submit=worker_pb2.Submit(frames=[content]))
+
+
+@asynccontextmanager
+async def ends() -> AsyncIterator[tuple[Down, Up, str]]:
+    """Both ends of a connection, and where it is served."""
+    served: asyncio.Queue[Up] = asyncio.Queue()
+    over = asyncio.Event()
+
+    async def serve(stream: Up) -> None:
+        served.put_nowait(stream)
+        await over.wait()
+
+    async with asyncio.timeout(20), serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address:
+        client = await connect_stream(address, worker_pb2.AttachDown)
+        try:
+            yield client, await served.get(), address
+        finally:
+            client.close()
+            over.set()
+
+
+async def echo(contents: list[bytes]) -> list[bytes]:
+    async with ends() as (client, server, _):
+        for content in contents:
+            await client.write(message(content))
+        received = [await server.read() for _ in contents]
+        return [each.submit.frames[0] for each in received if each is not None]
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.one_of(st.binary(max_size=40), st.just(b"long" * 50_000)), max_size=12))
+def test_messages_arrive_whole_and_in_order(contents: list[bytes]) -> None:
+    # The services run on uvloop, whose transports differ from asyncio's in what they do at once.
+    assert uvloop.run(echo(contents)) == contents
+    assert asyncio.run(echo(contents)) == contents
+
+
+async def test_an_empty_message_is_a_message() -> None:
+    async with ends() as (client, server, _):
+        await client.write(worker_pb2.AttachUp())
+        assert await server.read() == worker_pb2.AttachUp()
+
+
+async def test_a_reader_that_waits_learns_of_the_end() -> None:
+    async with ends() as (client, server, _):
+        waiting = asyncio.create_task(client.read())
+        await asyncio.sleep(0)
+        server.close()
+        # An abort is a reset or an orderly end, as the kernel has it.
+        try:
+            assert await waiting is None
+        except StreamBroken as broken:
+            assert str(broken)
+        with pytest.raises(StreamBroken):
+            while True:
+                await client.write(message(b"x"))
+                await asyncio.sleep(0)
+
+
+async def test_what_was_sent_before_the_end_is_still_read() -> None:
+    async with ends() as (client, server, _):
+        await client.write(message(b"last"))
+        assert await server.read() == message(b"last")
+        client.close()
+        with suppress(StreamBroken):
+            assert await server.read() is None
+        assert server.closed
+
+
+async def test_a_peer_that_speaks_something_else_is_cut() -> None:
+    async with ends() as (_, _, address):
+        host, _, port = address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await reader.readexactly(1)
+        writer.close()
+
+
+async def test_a_broken_message_says_so() -> None:
+    served: asyncio.Queue[Up] = asyncio.Queue()
+
+    async def serve(stream: Up) -> None:
+        served.put_nowait(stream)
+        await asyncio.Event().wait()
+
+    async with asyncio.timeout(20), serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address:
+        host, _, port = address.rpartition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write((3).to_bytes(4, "little") + b"\xff\xff\xff")
+        with pytest.raises(StreamBroken, match="not a message"):
+            await (await served.get()).read()
+        writer.close()
+
+
+async def test_a_writer_waits_for_a_reader_that_does_not_read() -> None:
+    async with ends() as (client, server, _):
+        big = message(b"x" * (1 << 20))
+        sent = 0
+
+        async def flood() -> None:
+            nonlocal sent
+            while sent < 200:
+                await client.write(big)
+                sent += 1
+
+        task = asyncio.create_task(flood())
+        before = -1
+        while before != sent:
+            before = sent
+            await asyncio.wait([task], timeout=0.3)
+        assert 0 < sent < 200, "nobody reads: what is under way is bounded"
+        for _ in range(200):
+            assert await server.read() == big
+        await task
+
+
+async def test_a_taken_port_is_told() -> None:
+    async def serve(stream: Up) -> None:
+        raise AssertionError("nobody connects")
+
+    async with serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address:
+        with pytest.raises(ListenError, match=f"cannot listen on {address}"):
+            async with serve_streams(address, worker_pb2.AttachUp, serve):
+                pass
