@@ -1,0 +1,47 @@
+"""Headroom: begin where most KV is free, and answer elsewhere when the own instance is nearly full."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tailrace.actions import Action, Migrate, Place, Placement, Refuse
+from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestView
+from tailrace.policy.base import Policy
+
+
+class Headroom(Policy):
+    """Two decisions of the five: where to prefill, and where to answer."""
+
+    summary = "most free KV; answers leave an instance that is nearly full"
+
+    def __init__(self, *, full: float = 0.9, roomy: float = 0.7) -> None:
+        """Answers leave an instance with more than `full` of its KV in use for one with less than `roomy`."""
+        self.full = full
+        self.roomy = roomy
+
+    def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
+        """The instance with most KV left once its queue is prefilled; of equals the first by id."""
+        instances = [i for i in view.placeable() if i.instance_id not in arrival.excluded]
+        if not instances:
+            return Refuse("no active instance")
+        return Place(max(instances, key=_free_after_queue).instance_id)
+
+    def on_reasoning_ended(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
+        """The answer begins: stay, unless it is tight here and there is room somewhere else."""
+        home = view.instances[request.instance_id]
+        if request.migrating or _share_in_use(home) <= self.full:
+            return ()
+        others = [i for i in view.placeable() if i is not home and _share_in_use(i) < self.roomy]
+        if not others:
+            return ()
+        target = max(others, key=_free_after_queue)
+        return [Migrate(request.request_id, home.instance_id, target.instance_id, "room to answer")]
+
+
+def _free_after_queue(instance: InstanceView) -> int:
+    return instance.kv_free_tokens - instance.prefill_backlog_tokens
+
+
+def _share_in_use(instance: InstanceView) -> float:
+    # An instance that has not reported yet has no capacity: it counts as full.
+    return instance.kv_used_tokens / instance.kv_capacity_tokens if instance.kv_capacity_tokens else 1.0

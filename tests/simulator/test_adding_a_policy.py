@@ -1,0 +1,58 @@
+"""The package of docs/adding-a-policy.md: installed, tested and tried as the page says."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "examples" / "my_policy"
+PAGE = (ROOT / "docs" / "adding-a-policy.md").read_text()
+
+
+def run(*command: str, folder: Path, installed: Path | None = None) -> str:
+    path = {"PYTHONPATH": str(installed)} if installed else {}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env=os.environ | path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package, with the package installed in `site` beside it."""
+    folder = tmp_path_factory.mktemp("my_policy") / "copy"
+    shutil.copytree(PACKAGE, folder, ignore=shutil.ignore_patterns("*.egg-info", "build", "__pycache__"))
+    pip = ("-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index")
+    run(*pip, "--disable-pip-version-check", "--target", str(folder / "site"), ".", folder=folder)
+    return folder
+
+
+def test_the_page_shows_the_files_as_they_are() -> None:
+    shown = dict(re.findall(r"^`examples/my_policy/(\S+)`:\n\n```\w+\n(.*?)```$", PAGE, flags=re.S | re.M))
+    assert shown.keys() == {"my_policy/headroom.py", "test_headroom.py", "pyproject.toml", "try_it.py"}
+    for name, text in shown.items():
+        assert text == (PACKAGE / name).read_text(), name
+
+
+def test_its_own_tests_pass(folder: Path) -> None:
+    out = run("-m", "pytest", "-q", "test_headroom.py", folder=folder, installed=folder / "site")
+    assert "4 passed" in out
+
+
+def test_it_is_known_by_name_and_can_be_tried(folder: Path) -> None:
+    header, *lines = run("try_it.py", folder=folder, installed=folder / "site").splitlines()
+    assert header in PAGE
+    assert [line.split()[0] for line in lines] == ["round_robin", "least_loaded", "headroom"]
