@@ -9,7 +9,8 @@ PYTHON := .venv/bin/python
 TAILRACE := .venv/bin/tailrace
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test lint format protos soak bench-stream bench-transfer bench-scale bench-decisions
+.PHONY: help install up down test lint format protos soak bench-stream bench-transfer bench-scale bench-decisions \
+	bench-simulation
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,3 +60,6 @@ bench-scale: ## 100 simulated workers, 1,000 streams
 
 bench-decisions: install ## Cost of each policy's decisions at 16 to 1,024 instances
 	$(PYTHON) -m benchmarks.decisions
+
+bench-simulation: install ## Seconds that simulations take (TAILRACE_DATA=folder of the public data)
+	$(PYTHON) -m benchmarks.simulation $(if $(TRACE),--trace $(TRACE))

@@ -45,7 +45,7 @@ class StepLog:
     def __init__(self) -> None:
         self._boundaries: Ints = np.zeros(256, np.int64)
         self._counts: Ints = np.zeros(256, np.int64)
-        # Start time, duration of the first step, increment; one column a run.
+        # End of the first step, interval to the end of the second, growth of the interval; one column a run.
         self._columns: Floats = np.zeros((3, 256), np.float64)
         self._size = 0
 
@@ -56,11 +56,8 @@ class StepLog:
             self._boundaries = np.concatenate([self._boundaries, np.zeros_like(self._boundaries)])
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
             self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
-        columns = self._columns
         self._boundaries[size] = boundary
-        columns[0, size] = start_s
-        columns[1, size] = first_s
-        columns[2, size] = increment_s
+        self._columns[:, size] = (start_s + first_s, first_s + increment_s, increment_s)
         self._size = size + 1
 
     def close(self, steps: int) -> None:
@@ -72,13 +69,18 @@ class StepLog:
         boundaries = self._boundaries[: self._size]
         low = int(boundaries.searchsorted(start, "right")) - 1
         high = int(boundaries.searchsorted(end, "left"))
-        begins = boundaries[low:high]
-        first = np.maximum(begins, start)
-        counts = np.minimum(begins + self._counts[low:high], end) - first
-        made = first - begins
-        start_s, step_s, increment_s = self._columns[:, low:high]
-        first_token_s = start_s + step_s * (made + 1) + increment_s * (made * (made + 1) // 2)
-        return TokenTimes(first_token_s, step_s + increment_s * (made + 1), increment_s, counts)
+        # Only the first run and the last are cut.
+        counts = self._counts[low:high].copy()
+        counts[-1] = min(int(counts[-1]), end - int(boundaries[high - 1]))
+        first_s, interval_s, increment_s = self._columns[:, low:high]
+        made = start - int(boundaries[low])
+        if made:
+            first_s, interval_s = first_s.copy(), interval_s.copy()
+            counts[0] -= made
+            increment = float(increment_s[0])
+            first_s[0] += float(interval_s[0]) * made + increment * (made * (made - 1) // 2)
+            interval_s[0] += increment * made
+        return TokenTimes(first_s, interval_s, increment_s, counts)
 
 
 class TokenTimes:

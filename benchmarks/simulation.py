@@ -1,0 +1,206 @@
+"""`make bench-simulation`: how long the simulator takes, policy by policy.
+
+On a real hour: the Azure LLM inference trace of 2023, conversations (19,366 requests), on 8 instances. And on
+a large cluster: ARES's figure 12 at its largest, 256 instances, 0.3 requests a second for every 8. One core,
+one after the other. On a machine that others use too, CPU seconds are the ones to look at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks.report import machine, save
+from simulator.cluster import ClusterSpec, LinkSpec
+from simulator.request import SimRequest
+from simulator.run import simulate
+from simulator.setups import Known, setup_for, setup_names
+from simulator.workloads import azure
+from simulator.workloads.arrivals import poisson_requests
+from simulator.workloads.clip import Clip
+from simulator.workloads.generators import GENERATORS
+from tailrace.profiles import load_profile
+
+# Where `traces/` of the public data is.
+DATA_VARIABLE: Final = "TAILRACE_DATA"
+TRACE: Final = Path("traces/azure_llm_2023/AzureLLMInferenceTrace_conv.csv")
+
+POLICIES: Final = (
+    "round_robin",
+    "least_loaded",
+    "min_kv",
+    "fcfs",
+    "rr",
+    "pascal",
+    "current_load",
+    "ares",
+    "ares_oracle",
+    "minimal_load",
+    "arrow",
+    "llumnix",
+    "cascade",
+    "tailrace",
+)
+# Of figure 12.
+LARGE_POLICIES: Final = ("current_load", "ares_no_prediction", "ares_oracle")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One simulation to time."""
+
+    name: str
+    policy: str
+    cluster: ClusterSpec
+    requests: Sequence[SimRequest]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one simulation took."""
+
+    case: str
+    policy: str
+    instances: int
+    requests: int
+    output_tokens: int
+    migrations: int
+    simulated_s: float
+    events: int
+    wall_s: float
+    cpu_s: float
+    events_per_cpu_s: float
+
+
+def hour(trace: Path, policies: Sequence[str], instances: int, limit: int | None) -> list[Case]:
+    """The trace on that many instances, for each policy."""
+    workload = azure.load(trace, Clip(count=limit))
+    cluster = ClusterSpec.uniform(instances, load_profile("llama-3.1-8b-h800"))
+    return [Case("azure conversation hour", policy, cluster, workload.requests) for policy in policies]
+
+
+def figure_12(instances: int, seconds: float) -> list[Case]:
+    """ARES's figure 12: requests with its table 2's ShareGPT lengths, over so many seconds, at 25 Gbit/s."""
+    rate = 0.3 * instances / 8
+    count = max(1, round(rate * seconds))
+    requests = poisson_requests("ares", GENERATORS["sharegpt_ares"].lengths, count, rate, 0)
+    cluster = ClusterSpec.uniform(instances, load_profile("r1-distill-qwen-7b-w8a8-rtx4090d"))
+    cluster = replace(cluster, link=LinkSpec(bytes_per_s=25e9 / 8))
+    return [Case("ARES figure 12", policy, cluster, requests) for policy in LARGE_POLICIES]
+
+
+def measure(case: Case) -> Cost:
+    """Run it once."""
+    setup = setup_for(case.policy)
+    profile = case.cluster.instances[0].profile
+    policy, intra, cluster = setup.policy(Known(profile)), setup.intra(), setup.apply(case.cluster)
+    gc.collect()
+    began_s, began_cpu_s = time.perf_counter(), time.process_time()
+    result = simulate(cluster, case.requests, policy, intra)
+    cpu_s = time.process_time() - began_cpu_s
+    return Cost(
+        case=case.name,
+        policy=case.policy,
+        instances=len(cluster.instances),
+        requests=len(case.requests),
+        output_tokens=sum(record.output_tokens for record in result.requests if record.finish_s is not None),
+        migrations=sum(record.migrations for record in result.requests),
+        simulated_s=result.end_s,
+        events=result.events_processed,
+        wall_s=time.perf_counter() - began_s,
+        cpu_s=cpu_s,
+        events_per_cpu_s=result.events_processed / cpu_s,
+    )
+
+
+def table(costs: Sequence[Cost]) -> Table:
+    """One row a simulation."""
+    result = Table(title="What simulating takes on one core")
+    for heading in ("case", "policy"):
+        result.add_column(heading, no_wrap=True)
+    for heading in (
+        "instances",
+        "requests",
+        "migrations",
+        "CPU s",
+        "wall s",
+        "events/CPU s",
+        "x real time",
+    ):
+        result.add_column(heading, justify="right")
+    for cost in costs:
+        result.add_row(
+            cost.case,
+            cost.policy,
+            f"{cost.instances:,}",
+            f"{cost.requests:,}",
+            f"{cost.migrations:,}",
+            f"{cost.cpu_s:.1f}",
+            f"{cost.wall_s:.1f}",
+            f"{cost.events_per_cpu_s:,.0f}",
+            f"{cost.simulated_s / cost.cpu_s:,.0f}",
+        )
+    return result
+
+
+def _cases(given: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Case]:
+    cases: list[Case] = []
+    trace: Path | None = given.trace
+    if trace is None and DATA_VARIABLE in os.environ:
+        trace = Path(os.environ[DATA_VARIABLE]) / TRACE
+    policies = given.policies.split(",") if given.policies else [p for p in POLICIES if p in setup_names()]
+    if policies != ["none"]:
+        if trace is None or not trace.is_file():
+            parser.error(f"the trace is not there: give --trace, or set {DATA_VARIABLE} (then {TRACE} in it)")
+        cases += hour(trace, policies, given.instances, given.limit)
+    if given.large_instances:
+        cases += figure_12(given.large_instances, given.large_seconds)
+    return cases
+
+
+def main(arguments: Sequence[str] | None = None) -> Path:
+    """Run the benchmark; returns where the figures are."""
+    parser = argparse.ArgumentParser(prog="make bench-simulation", description=__doc__)
+    parser.add_argument("--trace", type=Path, help=f"CSV; default: {TRACE} in ${DATA_VARIABLE}")
+    parser.add_argument("--policies", default="", help="with commas between; none: only the large cluster")
+    parser.add_argument("--instances", type=int, default=8)
+    parser.add_argument("--limit", type=int, help="requests of the trace")
+    parser.add_argument("--large-instances", type=int, default=256, help="0: without the large cluster")
+    parser.add_argument("--large-seconds", type=float, default=2_000.0, help="of arrivals on it")
+    parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
+    given = parser.parse_args(arguments)
+    console = Console(stderr=True)
+    cases = _cases(given, parser)
+    costs: list[Cost] = []
+    with Progress(console=console) as progress:
+        task = progress.add_task("simulating", total=len(cases))
+        for case in cases:
+            progress.update(task, description=f"{case.policy} on {len(case.cluster.instances)}")
+            costs.append(measure(case))
+            progress.advance(task)
+    figures: dict[str, object] = {"costs": [asdict(cost) for cost in costs]}
+    path = save("simulation", figures)
+    if given.output == "json":
+        json.dump({"benchmark": "simulation", "machine": machine(), **figures}, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        # A file or a pipe has no width of its own.
+        Console(width=None if sys.stdout.isatty() else 140).print(table(costs))
+    console.print(f"saved to {path}")
+    return path
+
+
+if __name__ == "__main__":
+    main()
