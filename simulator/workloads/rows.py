@@ -11,6 +11,7 @@ Behaviour common to all formats:
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ from typing import NamedTuple, TextIO
 from simulator.request import SimRequest
 from simulator.workloads.base import Workload, WorkloadError
 from simulator.workloads.clip import Clip
+
+# No request is longer, and sums over a trace stay exact.
+MOST_TOKENS = 10**9
+_WHOLE = re.compile(r"-?[0-9]{1,18}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +69,15 @@ def whole(value: object, path: Path, line: int, field: str) -> int:
     number: int | None = None
     if isinstance(value, str):
         # int() itself also takes underscores and spaces.
-        number = int(value) if value.lstrip("-").isdecimal() and value.isascii() else None
+        number = int(value) if _WHOLE.fullmatch(value) else None
     elif isinstance(value, int) and not isinstance(value, bool):
         number = value
     if number is None:
         raise wrong(path, line, field, f"not a whole number: {value!r}")
     if number < 0:
         raise wrong(path, line, field, f"negative: {number}")
+    if number > MOST_TOKENS:
+        raise wrong(path, line, field, f"more than {MOST_TOKENS} tokens: {number}")
     return number
 
 

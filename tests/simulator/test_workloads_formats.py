@@ -108,6 +108,8 @@ def with_field(name: str, value: str) -> str:
         ),
         (azure.load, AZURE.replace("3180", "-3"), "line 3, field 'ContextTokens': negative: -3"),
         (azure.load, AZURE.replace("3180", "1_000"), "line 3, field 'ContextTokens': not a whole number"),
+        (azure.load, AZURE.replace("3180", "1" * 18), "line 3, field 'ContextTokens': more than 1000000000"),
+        (azure.load, AZURE.replace("3180", "1" * 9000), "line 3, field 'ContextTokens': not a whole number"),
         (azure.load, AZURE.replace("3180", ""), "line 3, field 'ContextTokens': not a whole number: ''"),
         (azure.load, AZURE.replace(",3180", ""), "line 3: 2 cells for 3 columns"),
         (azure.load, AZURE.replace("18:17:04", "25:17:04"), "line 3, field 'TIMESTAMP': not a date and time"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import ModuleType
 
 import numpy as np
@@ -30,7 +31,7 @@ def percentiles(values: Tokens, *shares: float) -> list[float]:
 
 @pytest.mark.parametrize("name", GENERATORS)
 def test_every_generator_gives_requests_in_order_and_is_a_function_of_its_seed(name: str) -> None:
-    requests = poisson_requests(name, GENERATORS[name].lengths, 500, 2.0, seed=3)
+    requests = import_module(f"simulator.workloads.{name}").generate(500, 2.0, 3)
     assert requests == poisson_requests(name, GENERATORS[name].lengths, 500, 2.0, seed=3)
     assert requests != poisson_requests(name, GENERATORS[name].lengths, 500, 2.0, seed=4)
     assert [r.arrival_s for r in requests] == sorted(r.arrival_s for r in requests)
