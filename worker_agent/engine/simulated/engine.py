@@ -11,7 +11,7 @@ import msgspec
 
 from tailrace import wire
 from tailrace.intra.registry import make_intra
-from tailrace.profiles import ProfileError, load_profile
+from tailrace.profiles import Profile, ProfileError, load_profile
 from worker_agent.engine.base import (
     EngineInfo,
     EnginePhase,
@@ -28,6 +28,7 @@ from worker_agent.engine.base import (
     Staging,
     Submission,
 )
+from worker_agent.engine.host_ledger import HostLedger
 from worker_agent.engine.intervals import RecentIntervals
 from worker_agent.engine.simulated.blocks import BlockPool
 from worker_agent.engine.simulated.clock import Clock, Timer
@@ -38,7 +39,7 @@ from worker_agent.engine.simulated.kv import HostStaging, KvCodec
 from worker_agent.engine.simulated.prediction import predicted_remaining
 from worker_agent.engine.simulated.reader import RequestReader, UnrunnableError
 from worker_agent.engine.simulated.request import Request, State
-from worker_agent.engine.simulated.scheduler import Scheduler, Step
+from worker_agent.engine.simulated.scheduler import HostMemory, Scheduler, Step
 from worker_agent.engine.simulated.settings import Faults, SimulatedSettings
 from worker_agent.engine.simulated.speed import at_speed
 from worker_agent.engine.simulated.table import RequestTable
@@ -78,7 +79,11 @@ class SimulatedEngine:
         self._max_model_len = min(settings.max_model_len, blocks * settings.block_tokens)
         self._pool = BlockPool(blocks, settings.block_tokens)
         self._scheduler = Scheduler(
-            self._pool, profile, settings.max_num_seqs, settings.max_num_batched_tokens
+            self._pool,
+            profile,
+            settings.max_num_seqs,
+            settings.max_num_batched_tokens,
+            _host_memory(settings, profile),
         )
         self._table = RequestTable()
         codec = KvCodec(self._shape)
@@ -206,11 +211,12 @@ class SimulatedEngine:
 
     def set_intra(self, name: str) -> None:
         """Engine.set_intra."""
-        make_intra(name)
+        self._scheduler.use(make_intra(name))
 
     def stats(self) -> EngineStats:
         """Engine.stats."""
         mean_ms, p99_ms = self._intervals.mean_and_p99_ms(self._live_clock().time())
+        intra = self._scheduler.intra
         requests = [
             RequestStats(
                 request_id=request.request_id,
@@ -225,6 +231,7 @@ class SimulatedEngine:
                 kv_blocks=len(request.blocks),
                 arrival_s=request.arrival_s,
                 token_interval_ms=mean_ms,
+                demoted=intra is not None and intra.demoted(request.view),
                 predicted_remaining_tokens=predicted_remaining(request, self._settings.prediction_error),
             )
             for request in self._table
@@ -235,12 +242,16 @@ class SimulatedEngine:
             for request in self._table
             if request.state is not State.IMPORTING
         )
+        host = self._scheduler.host
         return EngineStats(
             requests=requests,
             kv_blocks_used=self._pool.used,
             kv_blocks_total=self._pool.total,
-            host_kv_bytes_used=0,
-            host_kv_bytes_total=0,
+            host_kv_bytes_used=host.used * host.block_bytes,
+            host_kv_bytes_total=host.total * host.block_bytes,
+            swaps_out=host.swapped_out,
+            swaps_in=host.swapped_in,
+            swaps_refused=host.refused,
             prefill_backlog_tokens=backlog,
             steps=self._emitter.steps if self._emitter is not None else 0,
             generated_tokens=self._generated_tokens,
@@ -430,6 +441,12 @@ class SimulatedEngine:
         if self._emitter is None:
             raise RuntimeError("the engine is not started")
         return self._emitter
+
+
+def _host_memory(settings: SimulatedSettings, profile: Profile) -> HostMemory:
+    block_bytes = settings.block_tokens * profile.kv_bytes_per_token
+    ledger = HostLedger(settings.host_kv_bytes // block_bytes, block_bytes)
+    return HostMemory(ledger, block_bytes / settings.swap_bytes_per_s * 1000)
 
 
 def _kv_shape(settings: SimulatedSettings) -> KvShape:

@@ -40,7 +40,7 @@ class Exports:
     def open(self, request_id: str) -> Exported:
         """Engine.export_open."""
         request = self._table.known(request_id)
-        if request.state is not State.RUNNING:
+        if request.state is not State.RUNNING and not self._scheduler.on_host(request):
             raise EngineRefusal(f"request {request_id} is {request.state.value}, not running")
         if request.exporting:
             raise EngineRefusal(f"request {request_id} is being exported already")

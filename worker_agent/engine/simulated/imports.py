@@ -18,6 +18,7 @@ from worker_agent.engine.base import (
     RequestKey,
     Staging,
 )
+from worker_agent.engine.host_ledger import Swapped
 from worker_agent.engine.simulated.exports import BYTES_AT_A_TIME, SamplingState
 from worker_agent.engine.simulated.kv import KvCodec, staged_bytes
 from worker_agent.engine.simulated.reader import RequestReader, UnrunnableError
@@ -32,9 +33,16 @@ _state = msgspec.msgpack.Decoder(SamplingState)
 @dataclass(slots=True)
 class _Import:
     request: Request
+    # Its room, if that is in host memory.
+    slots: list[int] | None
     # Seed that each received block carried; a block's bytes are its seed's, so this is all to keep.
     seeds: dict[int, int] = field(default_factory=dict)
     prepared: bool = False
+
+    @property
+    def reserved(self) -> int:
+        """Blocks there is room for."""
+        return len(self.request.blocks if self.slots is None else self.slots)
 
 
 class Imports:
@@ -61,8 +69,6 @@ class Imports:
         """Engine.import_open."""
         if self._faults.refuse_import is not None:
             raise EngineRefusal(self._faults.refuse_import)
-        if self._scheduler.free_slots < 1:
-            raise EngineRefusal("as many requests run here as may")
         try:
             request = self._reader.read(
                 key,
@@ -77,19 +83,22 @@ class Imports:
         request_id = request.request_id
         if self._table.by_id(request_id) is not None or self._table.by_key(key) is not None:
             raise EngineRefusal(f"request {request_id} is on this engine already")
-        pool = self._scheduler.pool
-        blocks = min(pool.blocks_for(request.total) + 1, pool.total)
-        if not pool.grow(request.blocks, blocks):
-            raise EngineRefusal(f"{blocks} KV blocks are needed and {pool.free} free")
+        incoming = _Import(request, self._room(request))
         request.phase = exported.phase
         self._scheduler.hold(request, State.IMPORTING)
         self._table.add(request)
-        self._imports[request_id] = _Import(request)
+        self._imports[request_id] = incoming
 
     def reserve(self, request_id: str, num_blocks: int) -> None:
         """Engine.import_reserve."""
-        request = self._importing(request_id).request
-        pool = self._scheduler.pool
+        incoming = self._importing(request_id)
+        request, pool = incoming.request, self._scheduler.pool
+        if incoming.slots is not None:
+            slots = self._scheduler.host.take(max(0, num_blocks - len(incoming.slots)))
+            if slots is None:
+                raise EngineRefusal(f"{num_blocks} blocks of host memory are needed")
+            incoming.slots += slots
+            return
         if not pool.grow(request.blocks, num_blocks):
             raise EngineRefusal(f"{num_blocks} KV blocks are needed and {pool.free} more free")
 
@@ -98,8 +107,8 @@ class Imports:
     ) -> None:
         """Engine.write_blocks."""
         incoming = self._importing(request_id)
-        if first_block < 0 or first_block + num_blocks > len(incoming.request.blocks):
-            raise EngineRefusal(f"{len(incoming.request.blocks)} blocks are reserved for {request_id}")
+        if first_block < 0 or first_block + num_blocks > incoming.reserved:
+            raise EngineRefusal(f"{incoming.reserved} blocks are reserved for {request_id}")
         if len(checksums) != num_blocks:
             raise KvCorrupt(f"{len(checksums)} checksums for {num_blocks} blocks")
         size = self._codec.block_bytes
@@ -150,16 +159,41 @@ class Imports:
         if not incoming.prepared:
             raise EngineRefusal(f"the import of {request_id} is not prepared")
         del self._imports[request_id]
+        if incoming.slots is not None:
+            self._wait_on_host(incoming.request, incoming.slots)
         self._scheduler.run(incoming.request)
 
     def forget(self, request: Request) -> None:
         """The request is dropped or aborted."""
-        self._imports.pop(request.request_id, None)
+        incoming = self._imports.pop(request.request_id, None)
+        if incoming is not None and incoming.slots is not None:
+            self._scheduler.host.give_back(incoming.slots)
 
     def find(self, request_id: str) -> Request | None:
         """The request, if it is being imported."""
         incoming = self._imports.get(request_id)
         return None if incoming is None else incoming.request
+
+    def _room(self, request: Request) -> list[int] | None:
+        """Blocks of the device for the request, or slots of host memory. Raises EngineRefusal."""
+        scheduler, pool = self._scheduler, self._scheduler.pool
+        blocks = min(pool.blocks_for(request.total) + 1, pool.total)
+        if scheduler.free_slots > 0 and pool.grow(request.blocks, blocks):
+            return None
+        if scheduler.intra is not None and scheduler.intra.receives_on_host:
+            slots = scheduler.host.take(blocks)
+            if slots is not None:
+                return slots
+        if scheduler.free_slots < 1:
+            raise EngineRefusal("as many requests run here as may")
+        raise EngineRefusal(f"{blocks} KV blocks are needed and {pool.free} free")
+
+    def _wait_on_host(self, request: Request, slots: list[int]) -> None:
+        """From here on it is a request that was swapped out."""
+        used = self._scheduler.pool.blocks_for(request.computed)
+        self._scheduler.host.give_back(slots[used:])
+        swapped = Swapped(request.computed, slots[:used], [b""] * used)
+        self._scheduler.host.arrive(request.request_id, swapped)
 
     def _importing(self, request_id: str) -> _Import:
         incoming = self._imports.get(request_id)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import time
 
+from tailrace.intra.base import JobView
 from worker_agent.engine.base import EnginePhase, Frames, RequestKey
 from worker_agent.engine.simulated.kv import BlockChain
 from worker_agent.engine.simulated.script import Script
+from worker_agent.engine.turns import Turn, arrival_order, view_of
+
+_numbers = itertools.count()
 
 
 class State(enum.Enum):
@@ -53,6 +58,7 @@ class Request:
         "total",
         "trace_headers",
         "traceparent",
+        "turn",
     )
 
     def __init__(
@@ -101,11 +107,40 @@ class Request:
         self.computed = 0
         self.blocks: list[int] = []
         self.state = State.WAITING
+        self.turn = Turn(arrival_order(arrival_s, next(_numbers)))
         self.phase = EnginePhase.PREFILL
         # Output tokens that its open export has named; None: no export is open.
         self.exported_outputs: int | None = None
         # Monotonic seconds when it came; told to the front half's metrics.
         self.came_s = time.monotonic()
+
+    # ---- as worker_agent.engine.step_order.Member
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output."""
+        return self.total
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output."""
+        return len(self.outputs)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Those whose KV exists."""
+        return self.computed
+
+    @property
+    def view(self) -> JobView:
+        """What an intra-instance policy sees."""
+        reasons = self.reasons and self.closes_at is None
+        return view_of(self.turn.arrival, reasons, len(self.prompt), len(self.outputs), self.reasoning_tokens)
+
+    @property
+    def decodes(self) -> bool:
+        """All but its latest token is computed, and that one is an output."""
+        return bool(self.outputs) and self.computed == self.total - 1
 
     @property
     def exporting(self) -> bool:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from tailrace.intra.base import IntraPolicy, Rank
 from tailrace.profiles import Profile
+from worker_agent.engine.host_ledger import HostLedger
+from worker_agent.engine.ranked_line import RankedLine
 from worker_agent.engine.simulated.blocks import BlockPool
 from worker_agent.engine.simulated.request import Request, State
+from worker_agent.engine.step_order import Device, StepOrder
+from worker_agent.engine.turns import serving_phase
 
 
 @dataclass(slots=True)
@@ -21,44 +27,88 @@ class Step:
     ms: float = 0.0
 
 
-class Scheduler:
-    """First come, first served, with chunked prefill and preemption by recomputing, as vLLM's.
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Where preempted requests' KV goes, and how long a step waits for each block that is copied."""
 
-    Running requests go before waiting ones; of the running, the youngest gives way.
+    ledger: HostLedger
+    ms_per_block: float
+
+
+class Scheduler:
+    """First come, first served, with chunked prefill, as vLLM's; or in the order of an intra-instance policy.
+
+    In the first, running requests go before waiting ones; of the running, the youngest gives way. A request
+    that decodes and gives way goes to host memory, if there is room, and is computed anew if not.
     """
 
-    def __init__(self, pool: BlockPool, profile: Profile, max_num_seqs: int, max_batched_tokens: int) -> None:
+    def __init__(
+        self, pool: BlockPool, profile: Profile, max_num_seqs: int, max_batched_tokens: int, host: HostMemory
+    ) -> None:
         self.pool = pool
+        self.host = host.ledger
         self.running: list[Request] = []
-        self.waiting: deque[Request] = deque()
-        # Requests that are paused or being imported: they count as running ones.
+        self.waiting: deque[Request] | RankedLine[Request] = deque()
+        self.intra: IntraPolicy | None = None
+        # Requests that are paused or being imported with blocks: they count as running ones.
         self.held = 0
         self.preemptions = 0
+        self._order: StepOrder[Request] | None = None
         self._profile = profile
         self._max_num_seqs = max_num_seqs
         self._max_batched_tokens = max_batched_tokens
+        self._swap_block_ms = host.ms_per_block
+        # Blocks copied to or from host memory for the step that is being planned.
+        self._swapped_blocks = 0
 
     @property
     def free_slots(self) -> int:
         """How many more requests may run."""
         return self._max_num_seqs - len(self.running) - self.held
 
+    def use(self, policy: IntraPolicy | None) -> None:
+        """Order requests by this policy from the next step on; None: first come, first served."""
+        self.intra = policy
+        waiting = list(self.waiting)
+        if policy is None:
+            self._order, self.waiting = None, deque(waiting)
+            return
+        self._order = StepOrder(
+            policy,
+            self.pool.block_tokens,
+            lambda request: _rank(policy, request),
+            lambda request: len(request.blocks),
+            self.on_host,
+            lambda request: request.exporting,
+        )
+        self.waiting = RankedLine(self._order.rank, waiting)
+
+    def on_host(self, request: Request) -> bool:
+        """Its KV is in host memory."""
+        return self.host.get(request.request_id) is not None
+
     # ---- entering and leaving
 
     def enqueue(self, request: Request) -> None:
         """A new request waits for its turn."""
         request.state = State.WAITING
-        self.waiting.append(request)
+        self._queue(request)
 
     def hold(self, request: Request, state: State) -> None:
-        """Keep the request's blocks and its place, but do not run it (PAUSED or IMPORTING)."""
+        """Keep the request's KV, and its place if it has one, but do not run it (PAUSED or IMPORTING)."""
         if request.state is State.RUNNING:
             self.running.remove(request)
+        elif request.state is State.PREEMPTED:
+            self.waiting.remove(request)
         request.state = state
-        self.held += 1
+        self.held += bool(request.blocks)
 
     def run(self, request: Request) -> None:
-        """Let a held request run."""
+        """Let a held request run, or wait for its turn if its KV is in host memory."""
+        if self.on_host(request):
+            request.state = State.PREEMPTED
+            self._queue_again(request)
+            return
         request.state = State.RUNNING
         self.held -= 1
         self.running.append(request)
@@ -71,28 +121,76 @@ class Scheduler:
         elif state in (State.WAITING, State.PREEMPTED):
             self.waiting.remove(request)
         elif state in (State.PAUSED, State.IMPORTING):
-            self.held -= 1
+            self.held -= bool(request.blocks)
         request.state = State.GONE
+        self.host.drop(request.request_id)
         self.pool.release(request.blocks)
+
+    def _queue(self, request: Request) -> None:
+        if isinstance(self.waiting, RankedLine):
+            self.waiting.add(request)
+        else:
+            self.waiting.append(request)
+
+    def _queue_again(self, request: Request) -> None:
+        if isinstance(self.waiting, RankedLine):
+            self.waiting.add(request)
+        else:
+            self.waiting.appendleft(request)
 
     # ---- one step
 
     def plan(self) -> Step | None:
         """Choose the next step's work and give it its blocks; None when nobody can run."""
         step = Step()
-        before = self.preemptions
-        budget, prefill_ms, kv_tokens = self._plan_running(step)
-        # Who was preempted just now must not take the room that was made.
-        idle = not step.decodes and not step.chunks
-        if self.waiting and (idle or self.preemptions == before):
-            prefill_ms += self._admit(step, budget)
+        self._swapped_blocks = 0
+        if self._order is None:
+            prefill_ms, kv_tokens = self._plan_in_turn(step)
+        else:
+            prefill_ms, kv_tokens = self._plan_in_order(step, self._order)
         if not step.decodes and not step.chunks:
             return None
         step.ms = self._profile.step_ms(prefill_ms, len(step.decodes), kv_tokens)
+        step.ms += self._swapped_blocks * self._swap_block_ms
         return step
 
-    def _plan_running(self, step: Step) -> tuple[int, float, int]:
-        budget = self._max_batched_tokens
+    def _plan_in_turn(self, step: Step) -> tuple[float, int]:
+        """(Milliseconds of the prompts, KV tokens of the decodes)."""
+        before = self.preemptions
+        budget, prefill_ms, kv_tokens = self._plan_running(step, self._max_batched_tokens)
+        # Who was preempted just now must not take the room that was made.
+        idle = not step.decodes and not step.chunks
+        if self.waiting and (idle or self.preemptions == before):
+            admitted_ms, admitted_tokens = self._admit(step, budget, self._in_turn())
+            return prefill_ms + admitted_ms, kv_tokens + admitted_tokens
+        return prefill_ms, kv_tokens
+
+    def _in_turn(self) -> Iterator[Request]:
+        """Whoever is first in the line, as long as the one before was let in."""
+        while self.waiting:
+            yield next(iter(self.waiting))
+
+    def _plan_in_order(self, step: Step, order: StepOrder[Request]) -> tuple[float, int]:
+        assert isinstance(self.waiting, RankedLine)
+        device = Device(
+            total_blocks=self.pool.total,
+            free_blocks=self.pool.free,
+            # A prompt has the blocks for all of it from the start.
+            promised_blocks=0,
+            free_seats=self.free_slots,
+            entering=0,
+            step_tokens=self._max_batched_tokens,
+        )
+        plan = order.plan(self.running, self.waiting.ranked(), device)
+        for request in plan.preempt:
+            self._preempt(request)
+        self.running = plan.running
+        budget, prefill_ms, kv_tokens = self._plan_running(step, plan.step_tokens)
+        admitted_ms, admitted_tokens = self._admit(step, budget, plan.admit)
+        self.running += plan.withheld
+        return prefill_ms + admitted_ms, kv_tokens + admitted_tokens
+
+    def _plan_running(self, step: Step, budget: int) -> tuple[int, float, int]:
         prefill_ms = 0.0
         kv_tokens = 0
         running = self.running
@@ -135,26 +233,53 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
-        self.pool.release(request.blocks)
-        request.computed = 0
-        # Its blocks are gone, and with them what its export has pinned.
-        request.exported_outputs = None
-        request.state = State.PREEMPTED
-        self.waiting.appendleft(request)
         self.preemptions += 1
+        request.state = State.PREEMPTED
+        blocks = self.pool.blocks_for(request.computed)
+        swapped = None
+        if request.decodes and self.host.total:
+            # What a block holds follows from the tokens: there is nothing to name.
+            swapped = self.host.swap_out(request.request_id, request.computed, [b""] * blocks)
+        if swapped is None:
+            request.computed = 0
+            # Its blocks are gone, and with them what its export has pinned.
+            request.exported_outputs = None
+        else:
+            self._swapped_blocks += blocks
+        self.pool.release(request.blocks)
+        self._queue_again(request)
 
-    def _admit(self, step: Step, budget: int) -> float:
+    def _admit(self, step: Step, budget: int, requests: Iterable[Request]) -> tuple[float, int]:
+        """Let them run, in this order, until one finds no room."""
         prefill_ms = 0.0
-        while self.waiting and budget > 0 and self.free_slots > 0:
-            request = self.waiting[0]
+        kv_tokens = 0
+        for request in requests:
             # All its tokens must fit, not only the first chunk, or two long prompts preempt each other.
+            if budget <= 0 or self.free_slots < 1:
+                break
             if not self.pool.grow(request.blocks, self.pool.blocks_for(request.total)):
                 break
-            self.waiting.popleft()
+            self.waiting.remove(request)
             request.state = State.RUNNING
             self.running.append(request)
+            swapped = self.host.swap_in(request.request_id)
+            if swapped is not None:
+                self.host.give_back(swapped.slots)
+                self._swapped_blocks += len(swapped.slots)
+                step.decodes.append(request)
+                kv_tokens += request.total
+                budget -= 1
+                continue
             tokens = min(request.total, budget)
             budget -= tokens
             step.chunks.append((request, tokens))
             prefill_ms += self._profile.prefill.ms(0, tokens)
-        return prefill_ms
+        return prefill_ms, kv_tokens
+
+
+def _rank(policy: IntraPolicy, request: Request) -> Rank:
+    turn, outputs = request.turn, len(request.outputs)
+    reasons = request.reasons and request.closes_at is None
+    if not turn.holds(policy, serving_phase(outputs, reasons), outputs):
+        turn.ask(policy, request.view)
+    return turn.rank
