@@ -1,0 +1,145 @@
+"""The simulated engine under every order, with host memory of any size: nothing that it says changes."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tailrace.intra.registry import intra_names
+from tests.worker.simulated import SMALL, Fleet, Stream, now, undisturbed
+from worker_agent.engine.base import EngineRefusal, Exported, ExportedPause
+from worker_agent.engine.simulated import SimulatedEngine, SimulatedSettings
+
+PROMPT = [*b"Which of the two was the longer one?"]
+LENGTH = 40
+# By the profile's 131,072 bytes a token.
+BLOCK_BYTES = SMALL.block_tokens * 131_072
+
+
+def small(host_blocks: int) -> SimulatedSettings:
+    return msgspec.structs.replace(SMALL, host_kv_bytes=host_blocks * BLOCK_BYTES)
+
+
+def prompts(number: int) -> list[list[int]]:
+    return [[*PROMPT[:20], n] for n in range(number)]
+
+
+def submit(fleet: Fleet, number: int) -> list[Stream]:
+    return [fleet.submit(0, prompt, max_tokens=LENGTH, ignore_eos=True) for prompt in prompts(number)]
+
+
+def check(streams: list[Stream]) -> None:
+    for stream, prompt in zip(streams, prompts(len(streams)), strict=True):
+        assert stream.tokens == undisturbed(prompt, max_tokens=LENGTH, ignore_eos=True).tokens
+
+
+def nothing_left(engine: SimulatedEngine) -> None:
+    stats = engine.stats()
+    assert (stats.kv_blocks_used, stats.host_kv_bytes_used, stats.requests) == (0, 0, [])
+
+
+@pytest.mark.parametrize("host_blocks", [0, 12, 1000])
+@pytest.mark.parametrize("intra", intra_names())
+def test_answers_do_not_depend_on_order_or_memory(intra: str, host_blocks: int) -> None:
+    fleet = Fleet(small(host_blocks))
+    engine = fleet.engines[0]
+    engine.set_intra(intra)
+    streams = submit(fleet, 6)
+    fleet.clock.drain()
+    check(streams)
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    assert (stats.swaps_out > 0) == (host_blocks > 0)
+    assert stats.swaps_in == stats.swaps_out
+    nothing_left(engine)
+
+
+def test_the_order_changes_under_load() -> None:
+    fleet = Fleet(small(30))
+    streams = submit(fleet, 6)
+    for intra in ["pascal", "vllm", "round_robin", "decode_first", "fcfs", "vllm"]:
+        fleet.engines[0].set_intra(intra)
+        fleet.clock.advance(12)
+    fleet.clock.drain()
+    check(streams)
+    nothing_left(fleet.engines[0])
+
+
+def swapped(fleet: Fleet, streams: list[Stream]) -> Stream:
+    """One whose KV is in host memory."""
+    while not fleet.engines[0].stats().host_kv_bytes_used:
+        assert fleet.clock.advance(1)
+    states = {request.request_id: request.state for request in fleet.engines[0].stats().requests}
+    return next(stream for stream in streams if states.get(stream.request_id) == "preempted")
+
+
+def take(engine: SimulatedEngine, request_id: str) -> tuple[Exported, ExportedPause]:
+    exported = now(engine.export_open(request_id))
+    return exported, now(engine.export_pause(request_id, 0))
+
+
+def bring(
+    source: SimulatedEngine,
+    target: SimulatedEngine,
+    fleet: Fleet,
+    stream: Stream,
+    both: tuple[Exported, ExportedPause],
+) -> None:
+    """All blocks, in one go."""
+    exported, pause = both
+    now(target.import_open(exported, fleet.key(stream), stream.epoch + 1))
+    count = len(pause.block_hashes)
+    now(target.import_reserve(stream.request_id, count))
+    staging = source.staging(count)
+    sums = now(source.read_blocks(stream.request_id, 0, count, staging))
+    now(target.write_blocks(stream.request_id, 0, count, staging, sums))
+    now(target.import_prepare(stream.request_id, pause))
+
+
+def test_a_swapped_request_moves_or_stays() -> None:
+    fleet = Fleet(small(30), small(30))
+    source, target = fleet.engines
+    streams = submit(fleet, 4)
+    stream = swapped(fleet, streams)
+    take(source, stream.request_id)
+    assert "paused" in {request.state for request in source.stats().requests}
+    now(source.export_resume(stream.request_id))
+    stream = swapped(fleet, streams)
+    bring(source, target, fleet, stream, take(source, stream.request_id))
+    stream.epoch += 1
+    stream.owner = 1
+    now(target.import_activate(stream.request_id))
+    now(source.export_release(stream.request_id))
+    fleet.clock.drain()
+    check(streams)
+    nothing_left(source)
+    nothing_left(target)
+
+
+def test_an_import_waits_in_host_memory_if_the_order_says_so() -> None:
+    fleet = Fleet(small(30), small(30))
+    source, target = fleet.engines
+    (stream,) = submit(fleet, 1)
+    fleet.clock.advance(8)
+    both = take(source, stream.request_id)
+    # As many as may run fill the target.
+    others = [
+        fleet.submit(1, [*PROMPT, n], max_tokens=30, ignore_eos=True) for n in range(SMALL.max_num_seqs)
+    ]
+    fleet.clock.advance(8)
+    with pytest.raises(EngineRefusal):
+        bring(source, target, fleet, stream, both)
+    target.set_intra("pascal")
+    bring(source, target, fleet, stream, both)
+    now(target.import_drop(stream.request_id))
+    bring(source, target, fleet, stream, both)
+    stream.epoch += 1
+    stream.owner = 1
+    now(target.import_activate(stream.request_id))
+    now(source.export_release(stream.request_id))
+    fleet.clock.drain()
+    assert target.stats().swaps_in > 0
+    check([stream])
+    assert all(not other.live for other in others)
+    nothing_left(source)
+    nothing_left(target)
