@@ -95,8 +95,10 @@ def cases() -> list[Case]:
     return [
         *(Case(f"place: {name}", placement(load(name))) for name in names()),
         Case("reasoning ended: pascal", reasoning_ended(load("pascal"))),
+        Case("reasoning ended: tailrace", reasoning_ended(load("tailrace"))),
         Case("tick: ares_no_prediction", tick(load("ares_no_prediction"))),
         Case("tick: ares", tick(load("ares"))),
+        Case("tick: tailrace", tick(load("tailrace"))),
     ]
 
 

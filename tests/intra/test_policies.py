@@ -12,6 +12,7 @@ from tailrace.intra.decode_first import DecodeFirst
 from tailrace.intra.fcfs import Fcfs
 from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.round_robin import QuantumRoundRobin
+from tailrace.intra.tailrace import AnswersFirst
 
 POLICIES: dict[str, IntraPolicy] = {
     "fcfs": Fcfs(),
@@ -19,6 +20,7 @@ POLICIES: dict[str, IntraPolicy] = {
     "round_robin": QuantumRoundRobin(),
     "pascal": PascalQueue(),
     "pascal_never_demotes": PascalQueue(demotion_tokens=None),
+    "answers_first": AnswersFirst(),
 }
 
 
@@ -104,3 +106,11 @@ def test_migrations_get_room_in_order(name: str) -> None:
 def test_a_quantum_has_at_least_one_token(make: type[QuantumRoundRobin]) -> None:
     with pytest.raises(ValueError, match="quantum"):
         make(quantum_tokens=0)
+
+
+@given(job=jobs(), answer=jobs())
+def test_nobody_is_preempted_while_being_read(job: JobView, answer: JobView) -> None:
+    """An allocation takes from those whose level is below that of who asks."""
+    policy = AnswersFirst()
+    if answer.phase is Phase.ANSWERING:
+        assert policy.rank(job)[:-1] >= policy.rank(answer)[:-1]

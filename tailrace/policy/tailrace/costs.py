@@ -8,7 +8,9 @@ token and, where KV gets short, the wait until enough of it is free.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from tailrace.cluster import InstanceView
 from tailrace.perf.length_penalty import FittedLengthPenalty
@@ -38,7 +40,7 @@ class Costs:
     open_s: float = 0.01
     link_bytes_per_s: float = 12.5e9
 
-    # ---- the first token
+    # ---- arrival
 
     def first_token_s(self, instance: InstanceView, prompt_tokens: int) -> float:
         """TTFT of an arrival here: the queue's prefill and its own, in steps shared with decodes.
@@ -51,42 +53,46 @@ class Costs:
         decode_s = steps.decode_s(instance.running, instance.kv_used_tokens)
         return count * decode_s + steps.backlog_s(queued, instance.waiting) + steps.compute_s(prompt_tokens)
 
-    def arrival_s(self, instance: InstanceView, prompt_tokens: int) -> float:
-        """Placing an arrival here."""
-        wait_s = self.first_token_s(instance, prompt_tokens)
+    def cheapest_arrival(self, instances: Sequence[InstanceView], prompt_tokens: int) -> InstanceView:
+        """Where an arrival costs least; the first of equals. `instances`: at least one."""
         patience_s = self.patience_s + self.patience_prefills * self.steps.compute_s(prompt_tokens)
-        impatient_s = wait_s * (1.0 + wait_s / patience_s)
-        return impatient_s + self.joining_s(instance, prompt_tokens, self.expected_tokens)
+        remaining, penalty = self.expected_tokens, self.penalty
+        first_token_s, dearer_s = self.first_token_s, self.dearer_s
+        least_s, found = inf, instances[0]
+        for instance in instances:
+            wait_s = first_token_s(instance, prompt_tokens)
+            cost_s = wait_s * (1.0 + wait_s / patience_s)
+            # What else there is only adds to it, without a penalty: mostly this is enough to know.
+            if cost_s >= least_s and penalty is None:
+                continue
+            longest = 0 if penalty is None else Longest.of(instance).tokens
+            cost_s += remaining * dearer_s(instance, prompt_tokens, longest)
+            if cost_s >= least_s:
+                continue
+            cost_s += self.shortage_s(instance, prompt_tokens + remaining)
+            if cost_s < least_s:
+                least_s, found = cost_s, instance
+        return found
 
     # ---- decoding
 
-    def joining_s(self, instance: InstanceView, tokens: int, remaining: float) -> float:
-        """A request with `tokens` of context coming here for `remaining` more."""
-        requests = instance.load
-        held = instance.kv_used_tokens + instance.prefill_backlog_tokens
-        if self.penalty is None:
-            dearer_s = self._dearer_s(requests, held, tokens)
-        else:
-            longest = longest_tokens(instance)
-            dearer_s = self._batch_s(requests + 1, held + tokens, max(longest, tokens)) - self._batch_s(
-                requests, held, longest
-            )
-        short_s = self.shortage_s(instance, tokens + min(remaining, self.expected_tokens))
-        return remaining * dearer_s + short_s
+    def joining_s(self, instance: InstanceView, tokens: int, remaining: float, longest: int = 0) -> float:
+        """A request with `tokens` of context coming here for `remaining` more.
 
-    def staying_s(self, instance: InstanceView, request_id: str, tokens: int, remaining: float) -> float:
-        """The same for a request that is here: what would be saved if it left."""
-        requests = max(0, instance.load - 1)
+        `longest`: context of the longest request here; matters only with a penalty.
+        """
+        more = tokens + min(remaining, self.expected_tokens)
+        return remaining * self.dearer_s(instance, tokens, longest) + self.shortage_s(instance, more)
+
+    def staying_s(self, instance: InstanceView, tokens: int, remaining: float, longest: int = 0) -> float:
+        """The same for a request that is here: what would be saved if it left.
+
+        `longest`: of all others here.
+        """
+        requests = max(0, instance.running + instance.waiting - 1)
         held = max(0, instance.kv_used_tokens + instance.prefill_backlog_tokens - tokens)
-        if self.penalty is None:
-            dearer_s = self._dearer_s(requests, held, tokens)
-        else:
-            others = longest_tokens(instance, without=request_id)
-            dearer_s = self._batch_s(requests + 1, held + tokens, max(others, tokens)) - self._batch_s(
-                requests, held, others
-            )
-        short_s = self.shortage_s(instance, min(remaining, self.expected_tokens))
-        return remaining * dearer_s + short_s
+        dearer_s = self._dearer_s(requests, held, tokens, longest)
+        return remaining * dearer_s + self.shortage_s(instance, min(remaining, self.expected_tokens))
 
     def shortage_s(self, instance: InstanceView, more_tokens: float) -> float:
         """Wait for KV: tokens that are too many, at the rate at which requests free theirs.
@@ -94,9 +100,9 @@ class Costs:
         Those too many count with what is on the host, or predicted to come (ARES, section 5.2). Each request
         is taken to free its context once in `expected_tokens` steps.
         """
-        tokens = instance.kv_used_tokens + instance.prefill_backlog_tokens + instance.host_kv_tokens
+        tokens: float = instance.kv_used_tokens + instance.prefill_backlog_tokens + instance.host_kv_tokens
         if instance.future_load:
-            tokens = max(tokens, int(max(instance.future_load)))
+            tokens = max(tokens, *instance.future_load)
         over = tokens + more_tokens - instance.kv_capacity_tokens
         if over <= 0.0:
             return 0.0
@@ -111,11 +117,20 @@ class Costs:
 
     # ---- a step of all
 
-    def _dearer_s(self, requests: int, held: int, tokens: int) -> float:
+    def dearer_s(self, instance: InstanceView, tokens: int, longest: int) -> float:
+        """By how much a step of all here gets dearer when a request of `tokens` joins."""
+        requests = instance.running + instance.waiting
+        held = instance.kv_used_tokens + instance.prefill_backlog_tokens
+        return self._dearer_s(requests, held, tokens, longest)
+
+    def _dearer_s(self, requests: int, held: int, tokens: int, longest: int) -> float:
         """B * step(B, K) from B = `requests`, K = `held` to one request of `tokens` more."""
+        if self.penalty is not None:
+            after_s = self._batch_s(requests + 1, held + tokens, max(longest, tokens))
+            return after_s - self._batch_s(requests, held, longest)
         steps = self.steps
-        each = steps.per_request_s + steps.per_kv_token_s * tokens
-        return steps.decode_s(requests, held) + (requests + 1) * each
+        each_s = steps.per_request_s + steps.per_kv_token_s * tokens
+        return steps.decode_s(requests, held) + (requests + 1) * each_s
 
     def _batch_s(self, requests: int, held: int, longest: int) -> float:
         """B * step(B, K), lengthened by the penalty."""
@@ -134,6 +149,26 @@ class Costs:
         return requests * factor * (rest_s + attention_s)
 
 
-def longest_tokens(instance: InstanceView, without: str = "") -> int:
-    """Context of the longest request here; reads all of them."""
-    return max((r.context_tokens for r in instance.requests if r.request_id != without), default=0)
+@dataclass(frozen=True, slots=True)
+class Longest:
+    """The two longest contexts on an instance."""
+
+    tokens: int
+    request_id: str
+    second: int
+
+    @staticmethod
+    def of(instance: InstanceView) -> Longest:
+        """Reads all its requests."""
+        tokens, name, second = 0, "", 0
+        for request in instance.requests:
+            length = request.context_tokens
+            if length > tokens:
+                tokens, name, second = length, request.request_id, tokens
+            elif length > second:
+                second = length
+        return Longest(tokens, name, second)
+
+    def without(self, request_id: str) -> int:
+        """The longest of all but this one."""
+        return self.second if request_id == self.request_id else self.tokens

@@ -14,13 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Final
 
 from tailrace.actions import Migrate
 from tailrace.cluster import InstanceView, RequestView
 from tailrace.policy.ledger import Ledger
 from tailrace.policy.room import with_request
-from tailrace.policy.tailrace.costs import Costs
+from tailrace.policy.tailrace.costs import Costs, Longest
 from tailrace.policy.tailrace.expect import remaining_tokens
+
+_NOBODY: Final = Longest(0, "", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class Mover:
         # (source, target) of moves booked here, and targets as they will be.
         self._booked: set[tuple[str, str]] = set()
         self._after: dict[str, InstanceView] = {}
+        self._longest: dict[str, Longest] = {}
 
     def may_send(self, source: InstanceView, request: RequestView) -> bool:
         """Rule 1, and the limit on transfers."""
@@ -60,24 +64,30 @@ class Mover:
             if self._opposed(source, target) or not ledger.may_receive(target, request):
                 continue
             there = self._after.get(target.instance_id, target)
-            cost_s = costs.joining_s(there, tokens, remaining)
+            cost_s = costs.joining_s(there, tokens, remaining, self._longest_at(target).tokens)
             if least is None or cost_s < least[1]:
                 least = target, cost_s
         return least
 
     def best(
-        self, request: RequestView, source: InstanceView, targets: Iterable[InstanceView]
+        self,
+        request: RequestView,
+        source: InstanceView,
+        targets: Iterable[InstanceView],
+        least_gain_s: float = 0.0,
     ) -> Move | None:
-        """The same, if moving there pays."""
-        found = self.cheapest(request, source, targets)
-        if found is None:
-            return None
-        target, there_s = found
+        """The same, if moving there saves more than it must by more than `least_gain_s`."""
         costs, tokens = self._costs, request.context_tokens
         remaining = remaining_tokens(request, costs.expected_tokens)
-        saved_s = costs.staying_s(source, request.request_id, tokens, remaining) - there_s
-        price_s = self._margin * (1 + request.epoch) * costs.transfer_s(tokens)
-        return Move(request, target, saved_s - price_s) if saved_s > price_s else None
+        others = self._longest_at(source).without(request.request_id)
+        saved_s = costs.staying_s(source, tokens, remaining, others)
+        must_s = self._margin * (1 + request.epoch) * costs.transfer_s(tokens) + least_gain_s
+        if saved_s <= must_s:
+            return None
+        found = self.cheapest(request, source, targets)
+        if found is None or saved_s - found[1] <= must_s:
+            return None
+        return Move(request, found[0], saved_s - found[1] - must_s + least_gain_s)
 
     def book(self, request: RequestView, target: InstanceView, reason: str) -> Migrate:
         """It is decided: what comes after goes by it."""
@@ -86,6 +96,15 @@ class Mover:
         there = with_request(self._after.get(name, target), request)
         self._after[name] = replace(there, running=there.running + 1)
         return self._ledger.book(request, target, reason)
+
+    def _longest_at(self, instance: InstanceView) -> Longest:
+        """Of use only where unequal lengths cost; reads all requests of the instance once."""
+        if self._costs.penalty is None:
+            return _NOBODY
+        name = instance.instance_id
+        if name not in self._longest:
+            self._longest[name] = Longest.of(instance)
+        return self._longest[name]
 
     def _opposed(self, source: InstanceView, target: InstanceView) -> bool:
         """Rule 2."""

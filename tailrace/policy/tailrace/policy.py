@@ -63,8 +63,8 @@ class Tailrace(Policy):
         if view.stages:
             usable = list(within_stage(view, usable, tokens))
         if not pooled(view):
-            return Place(min(usable, key=lambda i: costs.arrival_s(i, tokens)).instance_id)
-        chosen = min(prefillers(usable), key=lambda i: costs.arrival_s(i, tokens))
+            return Place(costs.cheapest_arrival(usable, tokens).instance_id)
+        chosen = costs.cheapest_arrival(prefillers(usable), tokens)
         if costs.first_token_s(chosen, tokens) > self.ttft_slo_s:
             flipped = self.arrow.place(view, arrival, now)
             if isinstance(flipped, Place) and flipped.also:

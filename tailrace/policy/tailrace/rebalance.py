@@ -15,32 +15,37 @@ from tailrace.cluster import InstanceView, Phase, RequestState, RequestView
 from tailrace.policy.tailrace.costs import Costs
 from tailrace.policy.tailrace.moves import Move, Mover
 
-# Sources and targets looked at in one tick: what is left is looked at in the next one, a second later.
+# Sources looked at in one tick: what is left is looked at in the next one, a second later.
 SOURCES: Final = 8
+# Targets for each: as many as there are sources could use up, and three, as in bid-ask, for a request.
 TARGETS: Final = 8
+BIDDERS: Final = 3
 
 
 def rebalance(mover: Mover, costs: Costs, instances: Sequence[InstanceView]) -> list[Migrate]:
-    """At most one request from each source, the one that saves most, dearest source first."""
+    """At most one request from a source and to a target, the one that saves most; dearest source first."""
     if len(instances) < 2:
         return []
     price = {i.instance_id: _price_s(costs, i) for i in instances}
     sources = nlargest(SOURCES, instances, key=lambda i: (price[i.instance_id], i.instance_id))
     targets = nsmallest(TARGETS, instances, key=lambda i: (price[i.instance_id], i.instance_id))
     moves: list[Migrate] = []
+    taken: set[str] = set()
     for source in sources:
         cheaper = [t for t in targets if price[t.instance_id] < price[source.instance_id]]
+        cheaper = [t for t in cheaper if t.instance_id not in taken][:BIDDERS]
         if not cheaper or source.migrations_out:
             continue
         best: Move | None = None
         for request in source.requests:
             if not movable(request):
                 continue
-            move = mover.best(request, source, cheaper)
-            if move is not None and (best is None or move.gain_s > best.gain_s):
+            move = mover.best(request, source, cheaper, 0.0 if best is None else best.gain_s)
+            if move is not None:
                 best = move
         if best is not None:
             moves.append(mover.book(best.request, best.target, "rebalance"))
+            taken.add(best.target.instance_id)
     return moves
 
 

@@ -1,0 +1,156 @@
+"""Where policies are compared: workload, fleet and SLOs, each from the paper whose ground it is.
+
+SLOs: those of Arrow's table 1 for its traces. A reasoning request is good if its answer keeps PASCAL's QoE of
+0.95 and begins no later than the conversation's TTFT after the user could have read its reasoning, at
+PASCAL's pace of 100 ms a token.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from simulator.records import RequestRecord
+from simulator.request import SimRequest
+from simulator.workloads.arrivals import at_rate, merged, poisson_requests
+from simulator.workloads.base import Workload
+from simulator.workloads.generators import GENERATORS
+from simulator.workloads.resolve import WorkloadOptions, resolve_workload
+
+PACE_S = 0.1
+LEAST_QOE = 0.95
+TTFT_S, TPOT_S = 2.0, 0.15
+AZURE = "azure_llm_2023/AzureLLMInferenceTrace_{}.csv"
+# (requests, mean rate a second, seed, folder of the traces) -> requests in the order of arrival
+Draw = Callable[[int, float, int, Path | None], Sequence[SimRequest]]
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Of plain requests; `kind` is what their ids begin with."""
+
+    kind: str
+    ttft_s: float
+    tpot_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """One row group of the table."""
+
+    name: str
+    # Whose ground it is; "": nobody's.
+    paper: str
+    draw: Draw
+    profile: str
+    instances: int
+    # How long requests arrive: several times what a request's life, or the wait that its SLO allows, lasts.
+    seconds: float
+    slos: tuple[Slo, ...]
+    # A rate that some policy sustains: where the search begins.
+    first_rate_per_s: float
+    penalty: str = "none"
+    # Prefill and decode instances that ARES runs with.
+    ares_pools: tuple[int, int] | None = None
+    needs_traces: bool = True
+
+    def good(self, record: RequestRecord) -> bool:
+        """Whether the request met its SLOs; one that was refused did not."""
+        if record.ttft_s is None or record.tpot_s is None or record.qoe is None:
+            return False
+        if record.reasoning_tokens:
+            due_s = TTFT_S + PACE_S * record.reasoning_tokens
+            return record.ttft_s <= due_s and record.qoe >= LEAST_QOE
+        slo = next(slo for slo in self.slos if slo.kind in record.request_id)
+        return record.ttft_s <= slo.ttft_s and record.tpot_s <= slo.tpot_s
+
+
+def trace(spec: str, kind: str) -> Draw:
+    """A stretch of a trace of the length asked for, somewhere in it by the seed, at the rate asked for."""
+
+    def draw(count: int, rate_per_s: float, seed: int, traces: Path | None) -> Sequence[SimRequest]:
+        assert traces is not None
+        source, _, path = spec.partition(":")
+        everything = _loaded(f"{source}:{traces / path}")
+        start = random.Random(seed).randrange(max(1, len(everything) - count))
+        part = everything[start : start + count]
+        moved = [
+            replace(r, request_id=f"{kind}-{n}", arrival_s=r.arrival_s - part[0].arrival_s)
+            for n, r in enumerate(part)
+        ]
+        return at_rate(Workload(kind, moved, spec), rate_per_s).requests
+
+    return draw
+
+
+@cache
+def _loaded(spec: str) -> Sequence[SimRequest]:
+    return resolve_workload(spec, WorkloadOptions()).requests
+
+
+def generated(name: str) -> Draw:
+    """One of the simulator's generators, with Poisson arrivals."""
+
+    def draw(count: int, rate_per_s: float, seed: int, traces: Path | None) -> Sequence[SimRequest]:
+        return poisson_requests(name, GENERATORS[name].lengths, count, rate_per_s, seed)
+
+    return draw
+
+
+def mixed(parts: Mapping[str, Draw]) -> Draw:
+    """As many requests of each."""
+
+    def draw(count: int, rate_per_s: float, seed: int, traces: Path | None) -> Sequence[SimRequest]:
+        each, rate = count // len(parts), rate_per_s / len(parts)
+        drawn = [Workload(name, part(each, rate, seed, traces), name) for name, part in parts.items()]
+        return merged("mix", drawn).requests
+
+    return draw
+
+
+CODE, CONV, MOONCAKE = Slo("code", 3.0, 0.1), Slo("conv", 2.0, 0.15), Slo("mooncake", 30.0, 0.1)
+TRACES: Mapping[str, Draw] = {
+    "azure-code": trace(f"azure:{AZURE.format('code')}", "code"),
+    "azure-conv": trace(f"azure:{AZURE.format('conv')}", "conv"),
+    "mooncake": trace("mooncake:mooncake/conversation_trace.jsonl", "mooncake"),
+}
+MIX: Mapping[str, Draw] = {**TRACES, "r1": generated("r1")}
+LLAMA = "llama-3.1-8b-h100"
+
+# Half of Arrow's and PASCAL's fleets, so that all of it ends in the time that a benchmark may take.
+GROUNDS: tuple[Ground, ...] = (
+    Ground("azure-code", "arrow", TRACES["azure-code"], LLAMA, 4, 12.0, (CODE,), 75.0),
+    Ground("azure-conv", "arrow", TRACES["azure-conv"], LLAMA, 4, 10.0, (CONV,), 120.0),
+    Ground("mooncake", "arrow", TRACES["mooncake"], LLAMA, 4, 90.0, (MOONCAKE,), 5.0),
+    Ground("r1", "pascal", MIX["r1"], "r1-distill-qwen-32b-h100", 4, 180.0, (), 5.0, needs_traces=False),
+    Ground("mix", "", mixed(MIX), LLAMA, 4, 30.0, (CODE, CONV, MOONCAKE), 20.0),
+    # ARES's testbed and lengths; it does not name its TPOT SLO: PASCAL's pace.
+    Ground(
+        "sharegpt-ares",
+        "ares",
+        generated("sharegpt_ares"),
+        "r1-distill-qwen-7b-w8a8-rtx4090d",
+        4,
+        400.0,
+        (Slo("sharegpt_ares", TTFT_S, PACE_S),),
+        0.5,
+        ares_pools=(1, 3),
+        needs_traces=False,
+    ),
+    # CascadeInfer's model and GPU, and unequal lengths as dear as its figure 2 has it.
+    Ground(
+        "sharegpt-turns",
+        "cascade",
+        generated("sharegpt_turns"),
+        "llama-3.2-3b-h20",
+        4,
+        30.0,
+        (Slo("sharegpt_turns", TTFT_S, PACE_S),),
+        20.0,
+        penalty="cascadeinfer-figure-2-step",
+        needs_traces=False,
+    ),
+)

@@ -1,0 +1,96 @@
+"""Tables of `bench-policies`: what was measured by ground, and ours against the best paper."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from rich.table import Table
+
+from benchmarks.contestants import ALL, OURS, PAPERS
+
+if TYPE_CHECKING:
+    from benchmarks.policies import Outcome
+
+# Two-sided 95% quantiles of Student's t by degrees of freedom.
+_T: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+Figure = Callable[["Outcome"], float]
+# Title, figure, 1 if more is better else -1, decimals.
+COLUMNS: Final[tuple[tuple[str, Figure, int, int], ...]] = (
+    ("goodput req/s", lambda o: o.goodput_per_s, 1, 2),
+    ("in SLO %", lambda o: 100 * o.attained, 1, 1),
+    ("TTFT P99 s", lambda o: o.ttft_p99_s, -1, 2),
+    ("TTFT mean s", lambda o: o.ttft_mean_s, -1, 2),
+    ("TPOT P99 ms", lambda o: 1e3 * o.tpot_p99_s, -1, 1),
+)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and half-width of its 95% confidence interval; nan with one value."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return mean, math.nan
+    t = _T[min(len(values) - 2, len(_T) - 1)]
+    return mean, t * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def group_table(ground: str, outcomes: Sequence[Outcome]) -> Table:
+    """All policies at all rates of one ground; the best mean of each column is marked with *."""
+    table = Table(title=f"{ground}: mean of seeds, ± 95% confidence", title_justify="left")
+    table.add_column("rate")
+    table.add_column("policy", no_wrap=True)
+    for title, *_ in COLUMNS:
+        table.add_column(title, justify="right")
+    for share in sorted({o.share for o in outcomes}):
+        at = [o for o in outcomes if o.share == share]
+        rate = f"{share:.0%}: {at[0].rate_per_s:.3g}/s"
+        cells = {
+            policy: [interval([figure(o) for o in at if o.policy == policy]) for _, figure, _, _ in COLUMNS]
+            for policy in ALL
+        }
+        best = [
+            max(better * cells[policy][n][0] for policy in ALL) for n, (_, _, better, _) in enumerate(COLUMNS)
+        ]
+        for policy in ALL:
+            shown = [
+                f"{mean:.{digits}f} ±{half:.{digits}f}{'*' if better * mean >= best[n] else ' '}"
+                for n, ((mean, half), (_, _, better, digits)) in enumerate(
+                    zip(cells[policy], COLUMNS, strict=True)
+                )
+            ]
+            table.add_row(rate if policy == ALL[0] else "", policy, *shown, end_section=policy == ALL[-1])
+    return table
+
+
+def verdict(difference: float, half: float, better: int) -> str:
+    """What a paired difference says: ahead or behind only where its interval leaves out zero."""
+    if difference == 0.0 or math.isnan(half) or abs(difference) <= half:
+        return "even"
+    return "ahead" if difference * better > 0 else "BEHIND"
+
+
+def summary_table(outcomes: Sequence[Outcome]) -> Table:
+    """Ours less the best of the four papers' policies by that figure's mean, paired by seed."""
+    table = Table(title=f"{OURS} less the best paper's policy, paired by seed", title_justify="left")
+    table.add_column("ground")
+    table.add_column("rate")
+    for title, _, _, _ in COLUMNS[1:]:
+        table.add_column(title)
+    for ground in dict.fromkeys(o.ground for o in outcomes):
+        shares = sorted({o.share for o in outcomes if o.ground == ground})
+        for share in shares:
+            at = [o for o in outcomes if o.ground == ground and o.share == share]
+            cells: list[str] = []
+            for _, figure, better, digits in COLUMNS[1:]:
+                of = {p: {o.seed: figure(o) for o in at if o.policy == p} for p in (*PAPERS, OURS)}
+                rival = max(PAPERS, key=lambda p: better * statistics.fmean(of[p].values()))
+                difference, half = interval([of[OURS][seed] - value for seed, value in of[rival].items()])
+                cells.append(
+                    f"{difference:+.{digits}f} ±{half:.{digits}f} vs {rival}: "
+                    f"{verdict(difference, half, better)}"
+                )
+            table.add_row(ground if share == shares[0] else "", f"{share:.0%}", *cells)
+    return table

@@ -1,0 +1,225 @@
+"""Our own policy: what must hold of every decision, and what each part of its cost is for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from types import MappingProxyType
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.actions import Action, Migrate, Place, Refuse, SetPool
+from tailrace.cluster import Arrival, ClusterView, InstanceState, InstanceView, Phase, Pool, Stage
+from tailrace.perf.length_penalty import load_length_penalty
+from tailrace.policy.ledger import room_for
+from tailrace.policy.registry import load
+from tailrace.policy.tailrace.costs import Costs, Longest
+from tailrace.policy.tailrace.expect import remaining_tokens
+from tailrace.policy.tailrace.policy import Tailrace
+from tailrace.policy.tailrace.steps import StepModel
+from tailrace.profiles import load_profile
+from tests.policy.clusters import arrivals as more_arrivals
+from tests.policy.clusters import clusters
+from tests.policy.fleets import arrivals, cluster, fleets, instance, quick, request
+
+PENALTY = load_length_penalty("cascadeinfer-figure-2-step")
+POLICIES = [
+    Tailrace(),
+    Tailrace(load_profile("r1-distill-qwen-32b-h100"), PENALTY),
+    # Nothing costs anything: whatever saves anything at all goes.
+    Tailrace(margin=0.0),
+]
+views = fleets(pools=(None, *Pool)) | fleets(staged=True) | fleets() | clusters()
+
+
+def check(view: ClusterView, actions: Sequence[Action]) -> None:
+    """Each migration is possible by the view, and all of them together."""
+    taken: dict[str, int] = {}
+    pairs: set[tuple[str, str]] = set()
+    moved: set[str] = set()
+    for action in actions:
+        if isinstance(action, SetPool):
+            assert view.instances[action.instance_id].state is InstanceState.ACTIVE
+            continue
+        assert isinstance(action, Migrate)
+        source, target = view.instances[action.source_id], view.instances[action.target_id]
+        held = next(r for r in source.requests if r.request_id == action.request_id)
+        # One migration of a request at a time.
+        assert not held.migrating and held.request_id not in moved
+        moved.add(held.request_id)
+        # No A->B with B->A, whether decided now or still open.
+        assert source is not target
+        assert (action.target_id, action.source_id) not in pairs
+        assert not (source.migrations_in and target.migrations_out)
+        pairs.add((action.source_id, action.target_id))
+        # No more than there is room for.
+        assert target.state is InstanceState.ACTIVE
+        taken[action.target_id] = taken.get(action.target_id, 0) + room_for(held, target)
+        assert taken[action.target_id] <= target.kv_free_tokens
+        assert target.max_model_len <= 0 or held.context_tokens < target.max_model_len
+
+
+@quick
+@given(view=views, arrival=arrivals | more_arrivals)
+def test_places_on_a_live_instance(view: ClusterView, arrival: Arrival) -> None:
+    usable = {i.instance_id for i in view.placeable()} - arrival.excluded
+    for policy in POLICIES:
+        placement = policy.place(view, arrival, 0.0)
+        assert policy.place(view, arrival, 0.0) == placement
+        if usable:
+            assert isinstance(placement, Place) and placement.instance_id in usable
+            check(view, placement.also)
+        else:
+            assert isinstance(placement, Refuse)
+
+
+@quick
+@given(view=views, now=st.sampled_from([0.0, 1.0, 61.5]))
+def test_ticks_are_sound(view: ClusterView, now: float) -> None:
+    for policy in POLICIES:
+        actions = policy.on_tick(view, now)
+        assert list(policy.on_tick(view, now)) == list(actions)
+        check(view, actions)
+
+
+@quick
+@given(view=views, pick=st.integers(0, 1_000))
+def test_decisions_on_one_request_are_sound(view: ClusterView, pick: int) -> None:
+    held = [r for i in view.instances.values() for r in i.requests if r.phase is not Phase.PREFILL]
+    if not held:
+        return
+    chosen = held[pick % len(held)]
+    for policy in POLICIES:
+        for call in (policy.on_prefill_done, policy.on_reasoning_ended, policy.on_length_boundary):
+            actions = call(view, chosen, 0.0)
+            assert list(call(view, chosen, 0.0)) == list(actions)
+            migrations = [a for a in actions if isinstance(a, Migrate)]
+            assert len(migrations) <= 1
+            assert all(m.request_id == chosen.request_id for m in migrations)
+            check(view, actions)
+
+
+@quick
+@given(view=fleets(pools=(Pool.PREFILL, Pool.DECODE), all_active=True), arrival=arrivals)
+def test_pools_hold(view: ClusterView, arrival: Arrival) -> None:
+    """Prompts go to the prefill side if there is one, or to an instance that flips to it."""
+    policy = Tailrace(ttft_slo_s=1e9)
+    placement = policy.place(view, arrival, 0.0)
+    able = [i for i in view.placeable() if i.instance_id not in arrival.excluded]
+    if able and any(i.pool is Pool.PREFILL for i in able):
+        assert isinstance(placement, Place)
+        assert view.instances[placement.instance_id].pool is Pool.PREFILL
+
+
+@quick
+@given(view=fleets(), tokens=st.integers(1, 5_000))
+def test_what_staying_costs_is_what_coming_back_would(view: ClusterView, tokens: int) -> None:
+    """Else a request would have a reason to go back and forth."""
+    for costs in (Costs(StepModel.of_profile(None)), Costs(StepModel.of_profile(None), PENALTY)):
+        for here in view.instances.values():
+            new = request("x", here.instance_id, tokens, 16)
+            joined = dataclasses.replace(
+                here,
+                requests=(*here.requests, new),
+                running=here.running + 1,
+                kv_used_tokens=here.kv_used_tokens + new.context_tokens,
+                kv_capacity_tokens=10**9,
+            )
+            roomy = dataclasses.replace(here, kv_capacity_tokens=10**9)
+            longest = Longest.of(here).tokens
+            assert Longest.of(joined).without("x") == longest
+            staying = costs.staying_s(joined, new.context_tokens, 100.0, longest)
+            assert staying == pytest.approx(costs.joining_s(roomy, new.context_tokens, 100.0, longest))
+
+
+def test_installed_under_its_name() -> None:
+    policy = load("tailrace")
+    assert type(policy) is Tailrace and policy.summary
+
+
+def test_nothing_is_known() -> None:
+    """Instances that report nothing get requests all the same, and nothing moves."""
+    view = ClusterView(MappingProxyType({name: InstanceView(name) for name in ("w0", "w1")}))
+    policy = Tailrace()
+    placement = policy.place(view, Arrival("new", 100, 100, 0), 0.0)
+    assert placement == Place("w0")
+    assert list(policy.on_tick(view, 0.0)) == []
+    nobody = ClusterView(MappingProxyType({}))
+    assert isinstance(policy.place(nobody, Arrival("new", 100, 100, 0), 0.0), Refuse)
+    assert list(policy.on_tick(nobody, 0.0)) == []
+
+
+def crowded(count: int = 40, output: int = 2_000, **limits: int) -> ClusterView:
+    """One instance with all the requests, one idle."""
+    held = tuple(request(f"r{n}", "w0", 1_000, output, Phase.REASONING) for n in range(count))
+    return cluster(instance("w0", held, **limits), instance("w1"))
+
+
+def test_an_arrival_waits_for_the_shorter_queue() -> None:
+    queued = tuple(request(f"q{n}", "w0", 4_000, 0, Phase.PREFILL) for n in range(5))
+    placement = Tailrace().place(
+        cluster(instance("w0", queued), instance("w1", queued[:1])), Arrival("new", 500, 100, 0), 0.0
+    )
+    assert placement == Place("w1")
+
+
+def test_a_move_must_pay_for_its_transfer() -> None:
+    moves = Tailrace().on_tick(crowded(), 0.0)
+    assert [(m.source_id, m.target_id) for m in moves if isinstance(m, Migrate)] == [("w0", "w1")]
+    slow = Tailrace()
+    slow.costs = dataclasses.replace(slow.costs, link_bytes_per_s=1e6)
+    assert list(slow.on_tick(crowded(), 0.0)) == []
+
+
+def test_a_request_that_has_moved_must_gain_more_to_move_again() -> None:
+    view = crowded(3, 100)
+    policy = Tailrace(margin=0.5)
+    assert policy.on_reasoning_ended(view, view.instances["w0"].requests[0], 0.0)
+    restless = dataclasses.replace(view.instances["w0"].requests[0], epoch=1_000)
+    assert not policy.on_reasoning_ended(view, restless, 0.0)
+
+
+def test_an_answer_leaves_where_memory_is_short() -> None:
+    """PASCAL's reason to migrate, in seconds: the answer would wait for KV."""
+    tight = crowded(8, 2_000, capacity=8 * 3_000 + 64)
+    ended = dataclasses.replace(
+        tight.instances["w0"].requests[0], phase=Phase.ANSWERING, predicted_remaining_tokens=200.0
+    )
+    assert Tailrace().on_reasoning_ended(tight, ended, 0.0) == (Migrate("r0", "w0", "w1", "reasoning ended"),)
+
+
+def test_a_request_that_is_about_to_end_stays() -> None:
+    view = crowded()
+    ending = dataclasses.replace(view.instances["w0"].requests[0], predicted_remaining_tokens=1.0)
+    assert not Tailrace().on_reasoning_ended(view, ending, 0.0)
+    assert remaining_tokens(ending, 256.0) == 1.0
+
+
+def test_like_lengths_come_together_where_unlike_ones_cost() -> None:
+    """CascadeInfer's reason for stages: a long request among short ones makes every step of theirs longer."""
+    short = tuple(request(f"s{n}", "w0", 500, 100) for n in range(20))
+    long = (request("l0", "w1", 11_000, 1_000),)
+    view = cluster(instance("w0", short), instance("w1", long))
+    new = Arrival("new", 12_000, 100, 0)
+    assert Tailrace(penalty=PENALTY).place(view, new, 0.0) == Place("w1")
+
+
+def test_a_request_leaves_a_prefill_instance() -> None:
+    done = request("r0", "w0", 1_000, 1)
+    members = instance("w0", (done,), pool=Pool.PREFILL), instance("w1", pool=Pool.DECODE)
+    actions = Tailrace().on_prefill_done(cluster(*members), done, 0.0)
+    assert actions == (Migrate("r0", "w0", "w1", "prefill done"),)
+    unpooled = cluster(instance("w0", (done,)), instance("w1"))
+    assert Tailrace().on_prefill_done(unpooled, done, 0.0) == ()
+
+
+def test_a_stage_is_left_at_its_end() -> None:
+    grown = request("r0", "w0", 1_000, 100)
+    stages = (Stage(0, 1_000, ("w0",)), Stage(1_000, 131_072, ("w1",)))
+    view = cluster(instance("w0", (grown,)), instance("w1"), stages=stages)
+    actions = Tailrace().on_length_boundary(view, grown, 0.0)
+    assert actions == (Migrate("r0", "w0", "w1", "length boundary"),)
+    # Alone on its instance it disturbs nobody: where that is known, it stays.
+    assert Tailrace(penalty=PENALTY).on_length_boundary(view, grown, 0.0) == ()
