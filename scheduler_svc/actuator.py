@@ -8,8 +8,10 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
+from scheduler_svc.active_policy import ActivePolicy
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.mover import Mover
+from scheduler_svc.negotiator import CannotNegotiate, Negotiator
 from scheduler_svc.refused import Refused
 from scheduler_svc.settings import Settings
 from scheduler_svc.state import ClusterState
@@ -27,9 +29,17 @@ class Actuator:
     """Owns one task an action. One that cannot be done is dropped: the policy will see and decide anew."""
 
     def __init__(
-        self, state: ClusterState, mover: Mover, settings: Settings, metrics: SchedulerMetrics
+        self,
+        state: ClusterState,
+        active: ActivePolicy,
+        mover: Mover,
+        negotiator: Negotiator,
+        settings: Settings,
+        metrics: SchedulerMetrics,
     ) -> None:
         self._state = state
+        self._active = active
+        self._negotiator = negotiator
         self._mover = mover
         self._settings = settings
         self._metrics = metrics
@@ -81,6 +91,13 @@ class Actuator:
         request = self._state.request(action.request_id)
         if request is None or request.instance_id != action.source_id:
             return "outdated"
+        takers = self._takers(action, policy)
+        if takers:
+            try:
+                moved = await self._negotiator.offer(request, takers, action.reason, policy)
+                return "committed" if moved else "aborted"
+            except CannotNegotiate as error:
+                log.debug("%s does not negotiate; its request goes where the view says", error)
         last = types_pb2.MIGRATION_STATE_UNSPECIFIED
         records = self._mover.move(
             request, action.target_id, action.reason, policy, worker_pb2.COPY_MODE_PRE_COPY
@@ -88,6 +105,17 @@ class Actuator:
         async for record in records:
             last = record.state
         return "committed" if last == types_pb2.MIGRATION_STATE_COMMITTED else "aborted"
+
+    def _takers(self, action: Migrate, policy: str) -> Sequence[str]:
+        """Who may be asked; nobody once another policy decides, or when this one fails."""
+        if self._active.name != policy:
+            return ()
+        try:
+            return self._active.policy.takers(self._state.view(), action)
+        except Exception:
+            log.exception("policy %s failed to name takers", policy)
+            self._metrics.policy_errors.labels(policy, "takers").inc()
+            return ()
 
 
 def without_swaps(actions: Sequence[Action]) -> list[Action]:

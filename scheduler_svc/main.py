@@ -19,6 +19,7 @@ from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.migrations import Migrations
 from scheduler_svc.monitor_watch import MonitorWatch
 from scheduler_svc.mover import Mover
+from scheduler_svc.negotiator import Negotiator
 from scheduler_svc.placement_servicer import SchedulerServicer
 from scheduler_svc.placer import Placer
 from scheduler_svc.settings import Settings
@@ -91,7 +92,8 @@ class Parts:
         traceparents = Traceparents()
         migrations = Migrations(frame.members, frame.channels)
         mover = Mover(self.state, migrations, traceparents)
-        self.actuator = Actuator(self.state, mover, settings, self.metrics)
+        negotiator = Negotiator(self.state, frame.channels, traceparents)
+        self.actuator = Actuator(self.state, self.active, mover, negotiator, settings, self.metrics)
         self._decider = Decider(self.state, self.active, self.actuator, leading, self.metrics)
         self._drainer = Drainer(self.state, self.actuator, leading)
         name = frame.common.member_id

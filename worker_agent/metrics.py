@@ -46,6 +46,8 @@ class WorkerMetrics:
         # By outcome: committed, aborted.
         self.imports: Counter[str] = Counter()
         self.exports: Counter[str] = Counter()
+        # Requests offered to other workers, by outcome: taken, kept.
+        self.offers: Counter[str] = Counter()
         self.kv_sent_bytes = 0
         self.kv_sent_blocks = 0
         self.kv_received_bytes = 0
@@ -75,6 +77,7 @@ class WorkerCollector(Collector):
         yield _count("submitted_requests", "Requests submitted.", sum(w.submitted for w in workers))
         yield _labelled("ended_requests", "Requests that left, by how.", (w.finished for w in workers))
         yield _labelled("imports", "Migrations to here, by outcome.", (w.imports for w in workers))
+        yield _labelled("offers", "Requests offered by bid-ask, by outcome.", (w.offers for w in workers))
         yield _labelled("exports", "Migrations from here, by outcome.", (w.exports for w in workers))
         for name, text in _TRANSFER:
             yield _count(name, text, sum(getattr(w, name) for w in workers))

@@ -18,8 +18,11 @@ from tailrace.store.membership import Membership
 from tailrace.store.store import Store
 from tailrace.telemetry.tracing import Tracing
 from tailrace.v1 import worker_pb2
+from tailrace.v1.bidask_pb2_grpc import add_BidAskServicer_to_server
 from tailrace.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from worker_agent.attach import AttachStreams
+from worker_agent.bidask.assembly import coordinator_of
+from worker_agent.bidask.servicer import BidAskServicer
 from worker_agent.carried import CarriedRequests
 from worker_agent.dispatch import Admission, Dispatch
 from worker_agent.engine.base import Engine, EngineInfo
@@ -160,10 +163,22 @@ async def running_worker(
         hello = worker_pb2.WorkerHello(
             instance_id=instance_id, incarnation=incarnation, ready_response=info.ready_response
         )
-        servicer = WorkerServicer(exports, imports)
-        server = await stack.enter_async_context(
-            serve_grpc(listen, [Servicer(add_WorkerServicer_to_server, servicer, "tailrace.v1.Worker")])
+        coordinator = coordinator_of(
+            instance_id,
+            engine,
+            shape.block_tokens,
+            carried,
+            around.channels,
+            lambda: service_address(around.membership, "migration"),
+            metrics,
         )
+        stack.push_async_callback(coordinator.close)
+        worker, bidding = WorkerServicer(exports, imports), BidAskServicer(coordinator)
+        servicers = [
+            Servicer(add_WorkerServicer_to_server, worker, "tailrace.v1.Worker"),
+            Servicer(add_BidAskServicer_to_server, bidding, "tailrace.v1.BidAsk"),
+        ]
+        server = await stack.enter_async_context(serve_grpc(listen, servicers))
         streams = AttachStreams(front_ends, dispatch, hello)
         stream_address = await stack.enter_async_context(
             serve_streams(
@@ -175,6 +190,7 @@ async def running_worker(
         # So that each stream's end has a reason in the log.
         stack.callback(front_ends.cut_all, "the worker is stopping")
         address = f"{around.host}:{server.address.rpartition(':')[2]}"
+        coordinator.address = address
         reports = Reports(
             instance_id,
             incarnation,
@@ -184,7 +200,7 @@ async def running_worker(
             carried,
             news,
             _speeds(info, settings),
-            lambda: monitor_address(around.membership),
+            lambda: service_address(around.membership, "monitor"),
             around.channels,
             settings.report_s,
         )
@@ -205,14 +221,12 @@ async def running_worker(
         yield Running(instance_id, record, info, front_ends, exports, imports, sessions)
 
 
-def monitor_address(membership: Membership) -> str | None:
-    """The monitor: the elected one, else any."""
-    leader = membership.leaders.get("monitor")
+def service_address(membership: Membership, kind: str) -> str | None:
+    """A service: the elected one, else any."""
+    leader = membership.leaders.get(kind)
     if leader is not None:
         return leader.address
-    return next(
-        (r.address for (kind, _), r in sorted(membership.services.items()) if kind == "monitor"), None
-    )
+    return next((r.address for (each, _), r in sorted(membership.services.items()) if each == kind), None)
 
 
 def _speeds(info: EngineInfo, settings: WorkerSettings) -> Speeds | None:

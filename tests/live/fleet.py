@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
+import urllib.request
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
 
 from frontend_svc.admission import AdmissionFlag
 from frontend_svc.engine import FleetEngine
@@ -127,6 +129,20 @@ class Fleet:
         """As `tailrace get instances`."""
         reply = await self.admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=WAIT_S)
         return {info.instance_id: info for info in reply.instances}
+
+    async def counted(self, metric: str, **labels: str) -> float:
+        """A metric of the worker process, on its /metrics; 0 when it was never counted."""
+
+        def read() -> str:
+            url = f"http://{self.process.records[0].metrics_address}/metrics"
+            with urllib.request.urlopen(url, timeout=10) as reply:
+                return str(reply.read().decode())
+
+        for family in text_string_to_metric_families(await asyncio.to_thread(read)):
+            for sample in family.samples:
+                if sample.name == metric and labels.items() <= sample.labels.items():
+                    return float(sample.value)
+        return 0.0
 
     async def owners(self) -> dict[str, str]:
         """Who has which request, as the front end knows."""

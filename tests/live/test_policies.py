@@ -18,12 +18,12 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 async def test_pascal_moves_requests_when_their_reasoning_ends(fleet: Fleet) -> None:
     # Round robin: four that reason on one instance, none elsewhere. The first to end its reasoning leaves.
-    lengths = [(60, 150 if n == 0 else 600, 150) if n % 4 == 0 else (60, 0, 700) for n in range(16)]
+    lengths = [(60, 300 if n == 0 else 600, 300) if n % 4 == 0 else (60, 0, 700) for n in range(16)]
     requests = [await fleet.send(*each) for each in lengths]
     await fleet.set_policy("pascal")
-    moved = await fleet.migrated("reasoning ended")
-    assert moved[-1].request_id == requests[0] and moved[-1].source_instance_id == "w-0"
     await fleet.finish(*requests)
+    moved = await fleet.migrations("reasoning ended")
+    assert "w-0" in {m.source_instance_id for m in moved} and {m.policy for m in moved} == {"pascal"}
     assert moved and all(m.policy == "pascal" and m.phase == types_pb2.PHASE_ANSWERING for m in moved)
 
 
@@ -64,12 +64,14 @@ async def test_cascade_hands_over_a_request_that_outgrows_its_stage(fleet: Fleet
     assert set((await fleet.owners()).values()) <= {"w-0", "w-1"}
     moved = await fleet.migrated("length boundary", 4)
     assert {m.target_instance_id for m in moved} <= {"w-2", "w-3"}
+    # The workers settled it among themselves.
+    assert await fleet.counted("tailrace_worker_offers_total", outcome="taken") >= 4
     await fleet.finish(*requests)
 
 
 async def test_cascade_plans_stages_into_etcd(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    # From requests in flight, two an instance, so that a small fleet can show it; one instance a stage, which is
-    # planned whatever is gained.
+    # From requests in flight, two an instance, so that a small fleet can show it; one instance a stage, which
+    # is planned whatever is gained.
     monkeypatch.setattr(active_policy, "load", lambda name: CascadeChain(plan_requests=2.0))
     requests = [await fleet.send(16 if n % 4 else 400, 0, 600) for n in range(16)]
     await asyncio.gather(*(fleet.running(r, 5) for r in requests))

@@ -317,6 +317,10 @@ class Receiver:
         """Transmissions under way, and those that it has asked for."""
         return sum(won.asked or won.granted for won in self._won.values())
 
+    def measured(self, throughput: float) -> None:
+        """Tokens a second of transfers, as measured lately."""
+        self._throughput = throughput
+
     def on_ask(self, ask: Ask) -> Bid | None:
         """A bid, or None without room for the request beside those already won."""
         if ask.tokens > self._free_tokens() - self.buffered_tokens:

@@ -66,6 +66,8 @@ class Cascade(Policy):
     split: Splitter = staticmethod(optimal_split)
     choice: Choice = staticmethod(by_bids)
     rebalances = True
+    # Where workers can, they settle hand-overs by bid-ask among themselves.
+    bids = True
     # The planner's layout holds whatever it costs: for baselines that are a layout.
     insists = False
 
@@ -146,6 +148,15 @@ class Cascade(Policy):
         if not receivers:
             return None
         return ledger.book(request, self.choice(receivers, request, ledger), "length boundary")
+
+    def takers(self, view: ClusterView, move: Migrate) -> Sequence[str]:
+        """Section 4.4: workers settle a hand-over among themselves. All active instances of the target's
+        stage are asked; those that have no room do not bid."""
+        if not self.bids:
+            return ()
+        stage = next((s for s in view.stages if move.target_id in s.instance_ids), None)
+        peers = _active(view, stage) if stage is not None else view.placeable()
+        return [i.instance_id for i in peers if i.instance_id != move.source_id]
 
     # ---- tick
 
@@ -292,6 +303,7 @@ class CascadeRoundRobin(Cascade):
     summary = "CascadeInfer with round robin within a stage in place of bid-ask"
     choice: Choice = staticmethod(in_turn)
     rebalances = False
+    bids = False
 
     def _dispatch(self, instances: Sequence[InstanceView], arrival: Arrival) -> InstanceView:
         return instances[arrival.seq % len(instances)]

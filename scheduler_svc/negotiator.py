@@ -1,0 +1,74 @@
+"""Has a request's worker find who takes it over (bid-ask), where the policy leaves that to the workers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+import grpc
+
+from scheduler_svc.refused import Refused
+from scheduler_svc.state import ClusterState
+from scheduler_svc.traceparents import Traceparents
+from tailrace.cluster import RequestView
+from tailrace.service.channels import Channels
+from tailrace.v1 import bidask_pb2, bidask_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+# Longer than a worker keeps a request on offer.
+_OFFER_S: Final = 75.0
+
+
+class CannotNegotiate(Exception):
+    """The request's worker does not speak bid-ask."""
+
+
+class Negotiator:
+    """At most one open migration a request, whoever settles it."""
+
+    def __init__(self, state: ClusterState, channels: Channels, traceparents: Traceparents) -> None:
+        self._state = state
+        self._channels = channels
+        self._traceparents = traceparents
+
+    async def offer(self, request: RequestView, takers: Sequence[str], reason: str, policy: str) -> bool:
+        """Whether one of `takers` has the request when this returns. Raises Refused, CannotNegotiate."""
+        source = self._state.tracked(request.instance_id)
+        receivers = [
+            bidask_pb2.Receiver(instance_id=name, address=tracked.record.address)
+            for name in takers
+            if (tracked := self._state.tracked(name)) is not None
+        ]
+        if source is None or not receivers:
+            raise Refused(grpc.StatusCode.NOT_FOUND, "nobody to offer the request to")
+        if not self._state.migration_opened(request, None):
+            raise Refused(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"request {request.request_id}: a migration of it is open",
+            )
+        request_id = request.request_id
+        stub = bidask_pb2_grpc.BidAskStub(self._channels.get(source.record.address))
+        try:
+            reply = await stub.Offer(
+                bidask_pb2.OfferRequest(
+                    request_id=request_id,
+                    from_epoch=request.epoch,
+                    tokens=request.context_tokens,
+                    receivers=receivers,
+                    reason=reason,
+                    policy=policy,
+                    traceparent=self._traceparents.get(request_id) or self._state.traceparent(request_id),
+                ),
+                timeout=_OFFER_S,
+            )
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise CannotNegotiate(request.instance_id) from error
+            raise Refused(error.code(), error.details() or error.code().name) from error
+        finally:
+            self._state.migration_closed(request_id)
+        if not reply.taker_instance_id:
+            log.debug("%s stays on %s: %s", request_id, request.instance_id, reply.reason)
+        return bool(reply.taker_instance_id)

@@ -1,0 +1,201 @@
+"""Bid-ask between workers over real gRPC; what is moved, and how, a test decides."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+import pytest
+
+from tailrace.service.channels import Channels
+from tailrace.service.server import Servicer, serve_grpc
+from tailrace.v1 import bidask_pb2
+from tailrace.v1.bidask_pb2_grpc import BidAskStub, add_BidAskServicer_to_server
+from worker_agent.bidask import offers
+from worker_agent.bidask.assembly import tell_over
+from worker_agent.bidask.coordinator import Coordinator
+from worker_agent.bidask.servicer import BidAskServicer
+from worker_agent.bidask.takings import Won
+
+WAIT_S = 20.0
+
+
+@dataclass
+class Worker:
+    """One that holds requests and has room for some more tokens."""
+
+    name: str
+    free: int = 10_000
+    load: float = 0.0
+    requests: set[str] = field(default_factory=set)
+    # Fetches under way, and the most there were.
+    fetching: int = 0
+    most: int = 0
+    fetched: list[str] = field(default_factory=list)
+
+
+class Market:
+    """Workers that speak with each other; a fetch takes `hold`'s time and then is `commits`' word."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self.stack = stack
+        self.channels = Channels()
+        self.workers: dict[str, Worker] = {}
+        self.coordinators: dict[str, Coordinator] = {}
+        self.outcomes: Counter[str] = Counter()
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.commits: Callable[[Won], bool] = lambda won: True
+        self.sending: dict[str, int] = {}
+        self.most_sending = 0
+
+    async def add(self, worker: Worker) -> Worker:
+        """Serve one."""
+
+        async def fetch(won: Won) -> bool:
+            worker.fetching += 1
+            worker.most = max(worker.most, worker.fetching)
+            self.sending[won.sender] = self.sending.get(won.sender, 0) + 1
+            self.most_sending = max(self.most_sending, self.sending[won.sender])
+            await self.hold.wait()
+            self.sending[won.sender] -= 1
+            worker.fetching -= 1
+            source = self.workers[won.sender]
+            if not self.commits(won) or won.request_id not in source.requests:
+                return False
+            source.requests.discard(won.request_id)
+            worker.requests.add(won.request_id)
+            worker.free -= won.tokens
+            worker.fetched.append(won.request_id)
+            return True
+
+        coordinator = Coordinator(
+            worker.name,
+            lambda request_id: request_id in worker.requests,
+            lambda: worker.free,
+            lambda: worker.load,
+            fetch,
+            tell_over(self.channels),
+            self.outcomes,
+        )
+        servicer = Servicer(add_BidAskServicer_to_server, BidAskServicer(coordinator), "tailrace.v1.BidAsk")
+        server = await self.stack.enter_async_context(serve_grpc("127.0.0.1:0", [servicer]))
+        coordinator.address = server.address
+        self.stack.push_async_callback(coordinator.close)
+        self.workers[worker.name], self.coordinators[worker.name] = worker, coordinator
+        return worker
+
+    async def offer(
+        self, source: str, request_id: str, tokens: int, *receivers: str
+    ) -> bidask_pb2.OfferReply:
+        """As the scheduler does; receivers may be addresses of nobody."""
+        stub = BidAskStub(self.channels.get(self.coordinators[source].address))
+        named = [
+            bidask_pb2.Receiver(
+                instance_id=name,
+                address=self.coordinators[name].address if name in self.coordinators else name,
+            )
+            for name in receivers
+        ]
+        return await stub.Offer(
+            bidask_pb2.OfferRequest(request_id=request_id, tokens=tokens, receivers=named, reason="test"),
+            timeout=WAIT_S,
+        )
+
+    async def quiet(self) -> None:
+        """Until nothing is on offer or to be fetched anywhere."""
+        async with asyncio.timeout(WAIT_S):
+            while any(c.on_offer or c.to_fetch for c in self.coordinators.values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def market(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Market]:
+    """Empty. On a busy machine bids take longer than a fleet waits for them."""
+    monkeypatch.setattr(offers, "BID_S", 10.0)
+    async with AsyncExitStack() as stack:
+        market = Market(stack)
+        yield market
+    await market.channels.close()
+
+
+async def test_the_request_goes_to_a_lightly_loaded_receiver(market: Market) -> None:
+    source = await market.add(Worker("s", requests={"r"}))
+    for name, load in (("a", 900.0), ("b", 100.0), ("c", 800.0), ("d", 200.0)):
+        await market.add(Worker(name, load=load))
+    reply = await market.offer("s", "r", 500, "a", "b", "c", "d")
+    # Half are filtered by load; of the others the first to answer wins.
+    assert reply.taker_instance_id in ("b", "d")
+    assert market.outcomes == {"taken": 1}
+    assert market.workers[reply.taker_instance_id].fetched == ["r"] and not source.requests
+    await market.quiet()
+
+
+async def test_without_room_anywhere_it_stays(market: Market) -> None:
+    source = await market.add(Worker("s", requests={"r"}))
+    await market.add(Worker("a", free=400))
+    reply = await market.offer("s", "r", 500, "a")
+    assert (reply.taker_instance_id, reply.reason) == ("", "nobody bids")
+    assert source.requests == {"r"}
+
+
+async def test_receivers_that_do_not_answer_do_not_hold_it_up(market: Market) -> None:
+    await market.add(Worker("s", requests={"r"}))
+    await market.add(Worker("a", load=5_000.0))
+    # Nobody listens there.
+    reply = await market.offer("s", "r", 500, "127.0.0.1:9", "a")
+    assert reply.taker_instance_id == "a"
+
+
+async def test_a_transfer_that_fails_leaves_it_where_it_was(market: Market) -> None:
+    source = await market.add(Worker("s", requests={"r"}))
+    await market.add(Worker("a"))
+    market.commits = lambda won: False
+    reply = await market.offer("s", "r", 500, "a")
+    assert (reply.taker_instance_id, reply.reason) == ("", "it did not move")
+    assert source.requests == {"r"}
+    market.commits = lambda won: True
+    assert (await market.offer("s", "r", 500, "a")).taker_instance_id == "a"
+
+
+async def test_a_request_that_is_not_here_is_not_offered(market: Market) -> None:
+    await market.add(Worker("s"))
+    await market.add(Worker("a"))
+    assert not (await market.offer("s", "r", 500, "a")).taker_instance_id
+    assert market.workers["a"].fetched == []
+
+
+async def test_a_receiver_that_never_says_done_is_given_up(
+    market: Market, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offers, "OFFER_S", 0.3)
+    await market.add(Worker("s", requests={"r", "q"}))
+    await market.add(Worker("a"))
+    await market.add(Worker("b"))
+    market.hold.clear()
+    assert not (await market.offer("s", "r", 500, "a")).taker_instance_id
+    # The sender is free for another one.
+    market.hold.set()
+    assert (await market.offer("s", "q", 500, "b")).taker_instance_id == "b"
+
+
+async def test_many_at_once_each_have_one_owner_and_few_transfers(market: Market) -> None:
+    senders = [await market.add(Worker(f"s{n}", requests={f"r{n}.{k}" for k in range(6)})) for n in range(5)]
+    receivers = [await market.add(Worker(f"t{n}", free=6_000)) for n in range(2)]
+    names = [receiver.name for receiver in receivers]
+    offered = list(itertools.chain(*([(s.name, r) for r in sorted(s.requests)] for s in senders)))
+    replies = await asyncio.gather(*(market.offer(s, r, 300, *names) for s, r in offered))
+    await market.quiet()
+    moved = {r for (_, r), reply in zip(offered, replies, strict=True) if reply.taker_instance_id}
+    held = list(itertools.chain(*(w.requests for w in market.workers.values())))
+    assert sorted(held) == sorted(r for _, r in offered)
+    assert moved == {r for w in receivers for r in w.requests}
+    # Each has room for twenty of the thirty; if all chose the same, the rest is declined.
+    assert len(moved) >= 20
+    # Three at a time to each receiver, one at a time from each sender; neither more room than there is.
+    assert max(w.most for w in receivers) <= 3 and market.most_sending == 1
+    assert all(w.free >= 0 for w in receivers)

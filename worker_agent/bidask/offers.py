@@ -1,0 +1,129 @@
+"""The sending side of one worker: what it has on offer, and what becomes of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from tailrace.policy.cascade.bid_ask import Award, Bid, Done, Sender, Start, Starving, ToReceiver
+from tailrace.v1 import bidask_pb2
+from worker_agent.bidask.messages import Wire, encode
+
+# How long receivers may think about a bid.
+BID_S: Final = 0.2
+# From an offer to its end: waiting for a turn, and the transfer, which has deadlines of its own.
+OFFER_S: Final = 60.0
+
+# To (instance, address).
+Post = Callable[[str, str, Wire], None]
+
+
+@dataclass(slots=True)
+class _Offer:
+    request: bidask_pb2.OfferRequest
+    addresses: dict[str, str]
+    winner: str = ""
+    taker: str = ""
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Offers:
+    """Runs `Sender` by the clock and the wire."""
+
+    def __init__(self, name: str, here: Callable[[str], bool], post: Post, outcomes: Counter[str]) -> None:
+        """`here(request_id)`: whether the request is still on this worker. `outcomes` is counted up: "taken",
+        "kept"."""
+        self._sender = Sender(name)
+        self._here = here
+        self._post = post
+        self._outcomes = outcomes
+        self._offers: dict[str, _Offer] = {}
+
+    def __len__(self) -> int:
+        return len(self._offers)
+
+    async def offer(self, request: bidask_pb2.OfferRequest) -> bidask_pb2.OfferReply:
+        """Find a taker and wait until the request has moved, or will not."""
+        request_id = request.request_id
+        if request_id in self._offers or not self._here(request_id):
+            return bidask_pb2.OfferReply(reason="it is on offer already, or not here")
+        offer = _Offer(request, {r.instance_id: r.address for r in request.receivers})
+        asks = self._sender.offer(request_id, request.tokens, offer.addresses)
+        if not asks:
+            return bidask_pb2.OfferReply(reason="nobody to ask")
+        self._offers[request_id] = offer
+        deadline = asyncio.get_running_loop().call_later(BID_S, self._close, request_id)
+        try:
+            self._say(asks)
+            async with asyncio.timeout(OFFER_S):
+                await offer.over.wait()
+        except TimeoutError:
+            return bidask_pb2.OfferReply(reason=f"not over within {OFFER_S:g} s")
+        finally:
+            deadline.cancel()
+            self._outcomes["taken" if offer.taker else "kept"] += 1
+            self._forget(request_id, offer)
+        why = "" if offer.taker else ("it did not move" if offer.winner else "nobody bids")
+        return bidask_pb2.OfferReply(taker_instance_id=offer.taker, reason=why)
+
+    def take(self, message: Bid | Start | Starving | Done) -> None:
+        """What a receiver says."""
+        match message:
+            case Bid():
+                self._say(self._sender.on_bid(message))
+            case Start():
+                self._drop_if_gone(message.request_id)
+                self._say(self._sender.on_start(message))
+            case Starving():
+                self._drop_if_gone(message.request_id)
+                self._say(self._sender.on_starving(message))
+            case Done():
+                offer = self._offers.get(message.request_id)
+                if offer is not None and message.accepted and offer.winner == message.receiver:
+                    offer.taker = message.receiver
+                self._say(self._sender.on_done(message))
+
+    def no_bid(self, receiver: str, request_id: str) -> None:
+        """A receiver has no room."""
+        self._say(self._sender.on_no_bid(receiver, request_id))
+
+    def lost(self, receiver: str) -> None:
+        """A receiver does not answer."""
+        self._say(self._sender.lost(receiver))
+
+    def _close(self, request_id: str) -> None:
+        self._drop_if_gone(request_id)
+        self._say(self._sender.close(request_id))
+
+    def _drop_if_gone(self, request_id: str) -> None:
+        if not self._here(request_id):
+            self._say(self._sender.withdraw(request_id))
+
+    def _forget(self, request_id: str, offer: _Offer) -> None:
+        """Whatever it was waiting for, it waits no more."""
+        self._say(self._sender.withdraw(request_id))
+        if request_id in self._sender.buffered:
+            # Under transmission, and its receiver says nothing: the migration's own journal knows.
+            self._say(self._sender.on_done(Done(offer.winner, request_id, False)))
+        self._offers.pop(request_id, None)
+
+    def _say(self, messages: Sequence[tuple[str, ToReceiver]]) -> None:
+        for receiver, message in messages:
+            offer = self._offers.get(message.request_id)
+            if offer is None:
+                # An answer about what was never, or is no longer, on offer: whoever asks has left an address.
+                self._post(receiver, "", encode(message))
+                continue
+            wire = encode(message)
+            if isinstance(message, Award):
+                offer.winner = receiver
+                wire.award.from_epoch = offer.request.from_epoch
+                wire.award.reason, wire.award.policy = offer.request.reason, offer.request.policy
+                wire.award.traceparent = offer.request.traceparent
+            self._post(receiver, offer.addresses.get(receiver, ""), wire)
+        for request_id, offer in self._offers.items():
+            if request_id not in self._sender.buffered:
+                offer.over.set()

@@ -1,0 +1,66 @@
+"""Messages on their way to other workers: in order for each, and each with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import grpc
+
+from worker_agent.bidask.messages import Wire
+
+log = logging.getLogger(__name__)
+
+_WAITING_MAX: Final = 1_024
+
+# To an address; raises grpc.aio.AioRpcError.
+Tell = Callable[[str, Wire], Awaitable[object]]
+
+
+class Peers:
+    """One queue and at most one task a peer. What waits for one that does not answer is dropped."""
+
+    def __init__(self, tell: Tell, lost: Callable[[str], None]) -> None:
+        """`lost(instance_id)`: it does not answer, and does not know what it was to be told."""
+        self._tell = tell
+        self._lost = lost
+        self._waiting: dict[str, deque[tuple[str, Wire]]] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def send(self, instance_id: str, address: str, message: Wire) -> None:
+        """Queue a message; no wait."""
+        waiting = self._waiting.setdefault(instance_id, deque())
+        if len(waiting) >= _WAITING_MAX:
+            log.warning("%s takes no messages; %d are dropped", instance_id, len(waiting))
+            waiting.clear()
+            self._lost(instance_id)
+            return
+        waiting.append((address, message))
+        if instance_id not in self._tasks:
+            task = asyncio.create_task(self._deliver(instance_id), name=f"bid-ask to {instance_id}")
+            self._tasks[instance_id] = task
+
+    async def close(self) -> None:
+        """Drop what waits."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _deliver(self, instance_id: str) -> None:
+        waiting, failed = self._waiting[instance_id], False
+        try:
+            while waiting:
+                address, message = waiting.popleft()
+                await self._tell(address, message)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            log.info("%s does not answer: %s", instance_id, error)
+            failed = True
+        finally:
+            del self._tasks[instance_id]
+            del self._waiting[instance_id]
+        if failed:
+            self._lost(instance_id)

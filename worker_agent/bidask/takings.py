@@ -1,0 +1,151 @@
+"""The receiving side of one worker: what it has won, and fetches."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from tailrace.policy.cascade.bid_ask import Ask, Award, Bid, Busy, Done, Grant, Receiver, ToSender, Withdraw
+from tailrace.v1 import bidask_pb2
+from worker_agent.bidask.messages import Wire, encode, no_bid
+from worker_agent.bidask.offers import OFFER_S, Post
+
+log = logging.getLogger(__name__)
+
+# Requests whose senders were busy are asked for again so often.
+_ATTEMPT_S: Final = 0.05
+# Tokens a second of transfers until one has been measured, and the weight of each measurement.
+_TOKENS_PER_S: Final = 1e5
+_SMOOTHING: Final = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Won:
+    """A request to fetch: the award's particulars, and whose it is."""
+
+    request_id: str
+    sender: str
+    tokens: int
+    award: bidask_pb2.Award
+    won_s: float
+
+
+# Has the request moved here; whether it did.
+Fetch = Callable[[Won], Awaitable[bool]]
+
+
+class Takings:
+    """Runs `Receiver` by the clock and the wire."""
+
+    def __init__(
+        self,
+        name: str,
+        free_tokens: Callable[[], int],
+        load: Callable[[], float],
+        fetch: Fetch,
+        post: Post,
+    ) -> None:
+        self._receiver = Receiver(name, free_tokens, load, _TOKENS_PER_S)
+        self._fetch = fetch
+        self._post = post
+        self._won: dict[str, Won] = {}
+        self._addresses: dict[str, str] = {}
+        self._tokens_per_s = _TOKENS_PER_S
+        self._fetching: dict[str, asyncio.Task[None]] = {}
+        self._attempts: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._won)
+
+    async def close(self) -> None:
+        """Fetch no more."""
+        if self._attempts is not None:
+            self._attempts.cancel()
+        tasks = list(self._fetching.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def take(self, message: Ask | Award | Busy | Grant | Withdraw, wire: Wire) -> None:
+        """What a sender says; `wire` has where it listens."""
+        sender, request_id = message.sender, message.request_id
+        self._addresses[sender] = wire.sender_address
+        match message:
+            case Ask():
+                bid: Bid | None = self._receiver.on_ask(message)
+                self._post(sender, wire.sender_address, no_bid(request_id) if bid is None else encode(bid))
+            case Award():
+                if request_id not in self._won:
+                    self._won[request_id] = Won(
+                        request_id, sender, message.tokens, wire.award, time.monotonic()
+                    )
+                self._say(self._receiver.on_award(message))
+            case Busy():
+                self._say(self._receiver.on_busy(message))
+            case Grant():
+                self._granted(message)
+            case Withdraw():
+                self._say(self._receiver.on_withdraw(message))
+        self._tidy()
+
+    def lost(self, sender: str) -> None:
+        """A sender does not answer. What is being fetched from it ends by itself."""
+        self._say(self._receiver.lost(sender))
+        self._tidy()
+
+    def _granted(self, grant: Grant) -> None:
+        won = self._won.get(grant.request_id)
+        if won is None or won.sender != grant.sender or not self._receiver.on_grant(grant):
+            self._say([(grant.sender, Done(self._receiver.name, grant.request_id, False))])
+            return
+        if grant.request_id in self._fetching:
+            return
+        task = asyncio.create_task(self._run(won), name=f"fetch {won.request_id}")
+        self._fetching[won.request_id] = task
+        task.add_done_callback(lambda done: self._fetching.pop(won.request_id, None))
+
+    async def _run(self, won: Won) -> None:
+        began_s, accepted = time.monotonic(), False
+        try:
+            accepted = await self._fetch(won)
+        finally:
+            if won.request_id in self._receiver.queue:
+                messages = self._receiver.finished(won.request_id, accepted)
+            else:
+                messages = [(won.sender, Done(self._receiver.name, won.request_id, accepted))]
+            self._say(messages)
+            self._tidy()
+        if accepted:
+            rate = won.tokens / max(1e-6, time.monotonic() - began_s)
+            self._tokens_per_s += _SMOOTHING * (rate - self._tokens_per_s)
+            self._receiver.measured(self._tokens_per_s)
+
+    def _attempt(self) -> None:
+        self._attempts = None
+        now_s = time.monotonic()
+        for won in list(self._won.values()):
+            # Its sender has given it up by now, and the news of it was lost.
+            if now_s - won.won_s > OFFER_S and won.request_id not in self._fetching:
+                self._receiver.on_withdraw(Withdraw(won.sender, won.request_id))
+        self._say(self._receiver.attempt())
+        self._tidy()
+
+    def _tidy(self) -> None:
+        queue = set(self._receiver.queue)
+        self._won = {
+            request_id: won
+            for request_id, won in self._won.items()
+            if request_id in queue or request_id in self._fetching
+        }
+        senders = {won.sender for won in self._won.values()}
+        self._addresses = {name: at for name, at in self._addresses.items() if name in senders}
+        if queue and self._attempts is None:
+            self._attempts = asyncio.get_running_loop().call_later(_ATTEMPT_S, self._attempt)
+
+    def _say(self, messages: Sequence[tuple[str, ToSender]]) -> None:
+        for sender, message in messages:
+            self._post(sender, self._addresses.get(sender, ""), encode(message))
