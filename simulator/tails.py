@@ -25,13 +25,17 @@ def percentile_for(count: int) -> float | None:
 
 def tail_ttft_by_bin(records: Iterable[RequestRecord]) -> dict[int, float]:
     """Tail TTFT in seconds by the first reasoning length of each bin of 256 tokens, ascending."""
+    return tail_by_bin((r.reasoning_tokens, r.ttft_s) for r in records if r.ttft_s is not None)
+
+
+def tail_by_bin(points: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """The same of (length in tokens, seconds)."""
     bins: dict[int, list[float]] = {}
-    for record in records:
-        if record.ttft_s is not None:
-            bins.setdefault(record.reasoning_tokens // BIN_TOKENS, []).append(record.ttft_s)
+    for length, seconds in points:
+        bins.setdefault(length // BIN_TOKENS, []).append(seconds)
     tails: dict[int, float] = {}
-    for index, ttft_s in sorted(bins.items()):
-        percentile = percentile_for(len(ttft_s))
+    for index, inside in sorted(bins.items()):
+        percentile = percentile_for(len(inside))
         if percentile is not None:
-            tails[index * BIN_TOKENS] = float(np.percentile(ttft_s, percentile))
+            tails[index * BIN_TOKENS] = float(np.percentile(inside, percentile))
     return tails

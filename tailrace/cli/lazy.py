@@ -4,32 +4,74 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 
 import click
 
+from tailrace.cli.errors import CliError
+
 
 class LazyGroup(click.Group):
-    """Commands by name: where they live (`module:attribute`) and their one line of help."""
+    """Commands by name: where they live (`module:attribute`) and their one line of help.
 
-    def __init__(self, *, lazy: Mapping[str, tuple[str, str]], help: str, epilog: str) -> None:
+    More commands come from the entry-point group `plugins` of whatever is installed; those that stand in
+    `plugin_help` are listed with that line and in that order, others after them with their place.
+    """
+
+    def __init__(
+        self,
+        *,
+        lazy: Mapping[str, tuple[str, str]],
+        plugins: str,
+        plugin_help: Mapping[str, str],
+        help: str,
+        epilog: str,
+    ) -> None:
         super().__init__(name="tailrace", help=help, epilog=epilog)
         self._lazy = lazy
+        self._plugins = plugins
+        self._plugin_help = plugin_help
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names in the order in which they were given: the order of a first session."""
-        return list(self._lazy)
+        return [*self._lazy, *self._plugin_lines()]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return the command, or None when there is no such name."""
-        if cmd_name not in self._lazy:
+        """Import and return the command, or None when there is no such name.
+
+        Raises CliError when a plugin's command needs a package that is not installed.
+        """
+        if cmd_name in self._lazy:
+            place = self._lazy[cmd_name][0]
+            module, _, attribute = place.partition(":")
+            return _checked(getattr(import_module(module), attribute), place)
+        point = self._points().get(cmd_name)
+        if point is None:
             return None
-        module, _, attribute = self._lazy[cmd_name][0].partition(":")
-        command = getattr(import_module(module), attribute)
-        if not isinstance(command, click.Command):
-            raise TypeError(f"{self._lazy[cmd_name][0]} is not a click command")
-        return command
+        try:
+            command: object = point.load()
+        except ImportError as error:
+            raise CliError(f"{cmd_name}: {error}; scripts/install.sh installs what is missing") from error
+        return _checked(command, point.value)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands from the mapping alone."""
+        """List the commands from the mappings and the entry points alone."""
+        lines = [(name, summary) for name, (_, summary) in self._lazy.items()]
         with formatter.section("Commands"):
-            formatter.write_dl([(name, summary) for name, (_, summary) in self._lazy.items()])
+            formatter.write_dl([*lines, *self._plugin_lines().items()])
+
+    def _plugin_lines(self) -> dict[str, str]:
+        points = self._points()
+        known = {name: line for name, line in self._plugin_help.items() if name in points}
+        return known | {name: points[name].value for name in sorted(points) if name not in known}
+
+    def _points(self) -> dict[str, EntryPoint]:
+        """A command of the same name that is built in goes first."""
+        found = entry_points(group=self._plugins)
+        return {point.name: point for point in found if point.name not in self._lazy}
+
+
+def _checked(command: object, place: str) -> click.Command:
+    if not isinstance(command, click.Command):
+        raise TypeError(f"{place} is not a click command")
+    return command

@@ -17,8 +17,19 @@ _COMMANDS = {
     "version": ("tailrace.cli.version:version", "Print versions."),
 }
 
+# Commands of packages beside the library, the simulator's among them; nothing here imports one.
+_PLUGINS = "tailrace.commands"
+_PLUGIN_HELP = {
+    "simulate": "Run one policy on a workload in the simulator.",
+    "compare": "Run several policies on workloads, side by side.",
+    "claims": "Check the papers' claims in the simulator.",
+    "validate": "Replay measured runs in the simulator and say how far off it is.",
+}
+
 main = LazyGroup(
     lazy=_COMMANDS,
+    plugins=_PLUGINS,
+    plugin_help=_PLUGIN_HELP,
     help="The control plane for a fleet of vLLM instances.",
     epilog="Exit codes: 1 it failed, 2 wrong usage, 3 the admin API cannot be reached.",
 )

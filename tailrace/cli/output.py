@@ -25,10 +25,11 @@ class Output(enum.StrEnum):
     TABLE = "table"
     JSON = "json"
     TREE = "tree"
+    CSV = "csv"
 
 
-def output_option(first: Output = Output.TABLE) -> Callable[[F], F]:
-    """Add `-o first|json`; the command gets an `Output` as `output`."""
+def output_option(first: Output = Output.TABLE, *more: Output) -> Callable[[F], F]:
+    """Add `-o first|json` and whatever else; the command gets an `Output` as `output`."""
 
     def convert(_context: click.Context, _parameter: click.Parameter, value: str) -> Output:
         return Output(value)
@@ -36,7 +37,7 @@ def output_option(first: Output = Output.TABLE) -> Callable[[F], F]:
     return click.option(
         "-o",
         "--output",
-        type=click.Choice([first.value, Output.JSON.value]),
+        type=click.Choice([first.value, Output.JSON.value, *(output.value for output in more)]),
         default=first.value,
         show_default=True,
         callback=convert,

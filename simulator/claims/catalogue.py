@@ -1,0 +1,92 @@
+"""All experiments, and those that somebody asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Final
+
+from simulator.claims.base import Claim, Experiment, Figures, Finding
+from simulator.parallel import Progress, Task, run_tasks
+
+PAPERS: Final = ("pascal", "ares", "arrow", "cascade")
+
+
+class UnknownClaimError(ValueError):
+    """There is no claim or paper of that name; the message says which there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A claim and what came of it."""
+
+    claim: Claim
+    finding: Finding
+
+
+def experiments() -> list[Experiment]:
+    """Of all papers."""
+    found: list[Experiment] = []
+    for paper in PAPERS:
+        name = f"simulator.claims.{paper}"
+        if find_spec(name) is not None:
+            found += getattr(import_module(name), "EXPERIMENTS", ())
+    return found
+
+
+def claims_of(chosen: Iterable[Experiment]) -> list[Claim]:
+    """In the order of the experiments."""
+    return [claim for experiment in chosen for claim in experiment.claims]
+
+
+def select(everything: Sequence[Experiment], wanted: Sequence[str]) -> tuple[list[Experiment], set[str]]:
+    """The experiments that the wanted claims need, and the ids of those claims.
+
+    `wanted`: ids or papers, in any case; nothing: all. Raises UnknownClaimError.
+    """
+    claims = claims_of(everything)
+    ids = {claim.claim_id for claim in claims}
+    if not wanted:
+        return list(everything), ids
+    chosen: set[str] = set()
+    for word in wanted:
+        matching = {c.claim_id for c in claims if word.lower() in (c.claim_id.lower(), c.paper.lower())}
+        if not matching:
+            papers = ", ".join(dict.fromkeys(claim.paper for claim in claims))
+            raise UnknownClaimError(f"no claim or paper {word!r}; papers: {papers}; --list shows the claims")
+        chosen |= matching
+    needed = [e for e in everything if chosen & {claim.claim_id for claim in e.claims}]
+    return needed, chosen
+
+
+def check(
+    chosen: Sequence[Experiment],
+    *,
+    processes: int | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> list[Checked]:
+    """Run the experiments on the cores and judge their claims, in order. Raises TaskError.
+
+    Raises ValueError for an experiment that does not judge exactly the claims that it names.
+    """
+    tasks = [
+        Task(_name(experiment, run.name), run.measure, run.arguments, run.cost_s)
+        for experiment in chosen
+        for run in experiment.runs
+    ]
+    figures = run_tasks(tasks, processes=processes, progress=progress)
+    return [checked for experiment in chosen for checked in _judged(experiment, figures)]
+
+
+def _judged(experiment: Experiment, figures: Mapping[str, Figures]) -> list[Checked]:
+    own = {run.name: figures[_name(experiment, run.name)] for run in experiment.runs}
+    findings = {finding.claim_id: finding for finding in experiment.judge(own)}
+    if set(findings) != {claim.claim_id for claim in experiment.claims}:
+        raise ValueError(f"{experiment.name} judges {sorted(findings)}, which are not its claims")
+    return [Checked(claim, findings[claim.claim_id]) for claim in experiment.claims]
+
+
+def _name(experiment: Experiment, run: str) -> str:
+    return f"{experiment.name}: {run}"

@@ -1,0 +1,140 @@
+"""`tailrace claims`: the papers' numbers, and ours."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+from rich.table import Table
+
+from simulator.claims.base import Claim, Figures, Verdict
+from simulator.claims.catalogue import Checked, UnknownClaimError, check, claims_of, experiments, select
+from simulator.cli.options import simulation_errors
+from simulator.cli.progress import task_bar
+from tailrace.cli.errors import CliError, UsageProblem
+from tailrace.cli.output import Output, note, output_option, print_figures, print_json
+from tailrace.cli.plain import JsonValue
+
+_STYLES = {
+    Verdict.HOLDS: "green",
+    Verdict.DIRECTION: "yellow",
+    Verdict.DOES_NOT_HOLD: "red",
+    Verdict.NOT_REPRODUCIBLE: "dim",
+}
+
+
+@click.command("claims", epilog="Example: tailrace claims pascal R5 R7")
+@click.argument("wanted", metavar="[ID|PAPER]...", nargs=-1)
+@click.option("--list", "listed", is_flag=True, help="Only say what the claims are.")
+@click.option("--processes", type=click.IntRange(min=1), help="At a time. [default: one a core]")
+@click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON there too.")
+@output_option()
+def claims_command(
+    wanted: tuple[str, ...], listed: bool, processes: int | None, save: Path | None, output: Output
+) -> None:
+    """Check claims of the four papers in the simulator: their number, ours, and why.
+
+    Holds: same direction, and the effect within a third of the paper's. Direction only: another size.
+    """
+    everything = experiments()
+    try:
+        needed, ids = select(everything, wanted)
+    except UnknownClaimError as error:
+        raise UsageProblem(str(error)) from error
+    if listed:
+        _list([claim for claim in claims_of(needed) if claim.claim_id in ids], output)
+        return
+    if save is not None and not save.parent.is_dir():
+        raise UsageProblem(f"--save: there is no folder {save.parent}")
+    began = time.monotonic()
+    with simulation_errors(), task_bar("checking") as progress:
+        checked = [
+            one for one in check(needed, processes=processes, progress=progress) if one.claim.claim_id in ids
+        ]
+    result: dict[str, JsonValue] = {
+        "claims": [_plain(one) for one in checked],
+        "verdicts": dict(_count(checked)),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    if save is not None:
+        _save(save, result)
+    if output is Output.JSON:
+        print_json(result)
+        return
+    print_figures(_table(checked))
+    click.echo(", ".join(f"{count} {verdict}" for verdict, count in _count(checked).items()))
+
+
+def _list(claims: Sequence[Claim], output: Output) -> None:
+    if output is Output.JSON:
+        print_json({"claims": [_plain_claim(claim) for claim in claims]})
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("ID", "PAPER", "WHERE", "NUMBER", "CLAIM"):
+        table.add_column(heading)
+    for claim in claims:
+        table.add_row(claim.claim_id, claim.paper, claim.where, claim.number, claim.statement)
+    print_figures(table)
+
+
+def _table(checked: Sequence[Checked]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("ID", "CLAIM", "PAPER'S", "OURS", "VERDICT", "WHY"):
+        table.add_column(heading)
+    for one in checked:
+        verdict = one.finding.verdict
+        words = f"[{_STYLES[verdict]}]{verdict.value}[/]"
+        table.add_row(
+            one.claim.claim_id,
+            one.claim.statement,
+            one.claim.number,
+            one.finding.ours,
+            words,
+            one.finding.why,
+        )
+    return table
+
+
+def _count(checked: Sequence[Checked]) -> dict[str, int]:
+    counts = Counter(one.finding.verdict for one in checked)
+    return {verdict.value: counts[verdict] for verdict in Verdict if counts[verdict]}
+
+
+def _plain(one: Checked) -> dict[str, JsonValue]:
+    finding = one.finding
+    return {
+        **_plain_claim(one.claim),
+        "ours": finding.ours,
+        "verdict": finding.verdict.value,
+        "why": finding.why,
+        "figures": _plain_figures(finding.figures),
+    }
+
+
+def _plain_claim(claim: Claim) -> dict[str, JsonValue]:
+    return {
+        "id": claim.claim_id,
+        "paper": claim.paper,
+        "where": claim.where,
+        "claim": claim.statement,
+        "number": claim.number,
+    }
+
+
+def _plain_figures(figures: Figures) -> dict[str, JsonValue]:
+    return {
+        name: float(value) if isinstance(value, int | float) else [float(part) for part in value]
+        for name, value in figures.items()
+    }
+
+
+def _save(path: Path, result: dict[str, JsonValue]) -> None:
+    try:
+        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CliError(f"--save: {path}: {error.strerror}") from error
+    note(f"saved: {path}")

@@ -1,0 +1,230 @@
+"""`tailrace compare POLICY... --workload W`: several policies side by side."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import click
+from rich.table import Table
+
+from simulator.cli.figures import plain
+from simulator.cli.options import (
+    check_policy,
+    fleet_of,
+    fleet_options,
+    simulation_errors,
+    slo_of,
+    slo_options,
+    workload_options,
+)
+from simulator.cli.progress import task_bar
+from simulator.cli.report_file import report_option, write_report
+from simulator.comparison import BETTER, Cell, Comparison, Group, Plan, compare
+from simulator.estimate import Best
+from simulator.figure_text import SHOWN, interval_text
+from simulator.report.side_by_side import comparison_report
+from simulator.workloads.resolve import WorkloadOptions, resolve_workload
+from tailrace.cli.errors import UsageProblem
+from tailrace.cli.output import Output, note, output_option, print_figures, print_json
+from tailrace.cli.plain import JsonValue
+
+_COLUMNS: Final = (
+    *("attainment", "goodput_per_s", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s", "latency_p99_s"),
+    "tokens_per_s",
+)
+
+
+@click.command(
+    "compare",
+    epilog="Example: tailrace compare pascal fcfs rr --workload alpaca_eval --rate 8 --rate 12 --seeds 3 "
+    "--profile r1-distill-qwen-32b-h100 --report compare.html",
+)
+@click.argument("policies", metavar="POLICY...", nargs=-1, required=True)
+@click.option("--workload", "workloads", multiple=True, required=True, help="May be given more than once.")
+@click.option(
+    "--rate",
+    "rates",
+    multiple=True,
+    type=click.FloatRange(min=0.0, min_open=True),
+    help="Requests a second, on average; more than once for several rates.",
+)
+@click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of each.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="The first of them.")
+@workload_options
+@fleet_options
+@slo_options
+@click.option("--processes", type=click.IntRange(min=1), help="At a time. [default: one a core]")
+@report_option
+@output_option(Output.TABLE, Output.CSV)
+def compare_command(
+    policies: tuple[str, ...],
+    workloads: tuple[str, ...],
+    rates: tuple[float, ...],
+    seeds: int,
+    seed: int,
+    speed: float | None,
+    count: int | None,
+    start: float,
+    duration: float | None,
+    max_model_len: int | None,
+    profile: str,
+    instances: int,
+    length_penalty: str,
+    prefill_instances: int | None,
+    predict: str | None,
+    slo_ttft: float,
+    slo_tpot: float,
+    slo_qoe: float,
+    processes: int | None,
+    report: Path | None,
+    output: Output,
+) -> None:
+    """Run several policies on the same requests and put them side by side.
+
+    POLICY is a name (tailrace get policies), fcfs or rr, or module:Class of your own. Figures are means over
+    the seeds with 95% intervals (Student's t). In each column * marks the best mean, and = those whose
+    difference from it, seed by seed, cannot be told from none.
+    """
+    for name in policies:
+        check_policy(name, "POLICY")
+    _distinct("POLICY", policies)
+    _distinct("--workload", workloads)
+    _distinct("--rate", rates)
+    plan = Plan(
+        policies,
+        workloads,
+        rates or (None,),
+        range(seed, seed + seeds),
+        WorkloadOptions(
+            speed=speed, count=count, start_s=start, duration_s=duration, max_model_len=max_model_len
+        ),
+        fleet_of(profile, instances, length_penalty, prefill_instances),
+        slo_of(slo_ttft, slo_tpot, slo_qoe),
+        predict,
+    )
+    with simulation_errors():
+        # What cannot be had is said before anything runs.
+        for workload in workloads:
+            resolve_workload(workload, replace(plan.options, rate_per_s=plan.rates[0], seed=seed))
+        with task_bar("comparing") as progress:
+            comparison = compare(plan, processes=processes, progress=progress)
+    _note_refusals(comparison)
+    if report is not None:
+        write_report(report, comparison_report(comparison))
+    match output:
+        case Output.JSON:
+            print_json(_plain(comparison))
+        case Output.CSV:
+            click.echo(_csv(comparison), nl=False)
+        case _:
+            for group in comparison.groups:
+                click.echo(group.cells[0].outcomes[0].source)
+                print_figures(_table(group))
+                click.echo()
+            click.echo(f"SLO: {plan.slo.words()}; seeds: {seeds}; ± half of a 95% interval (Student's t)")
+            click.echo("*: the best mean; =: cannot be told from it, seed by seed")
+
+
+def _distinct(option: str, values: Iterable[object]) -> None:
+    seen: set[object] = set()
+    for value in values:
+        if value in seen:
+            raise UsageProblem(f"{option}: {value} is given twice")
+        seen.add(value)
+
+
+def _note_refusals(comparison: Comparison) -> None:
+    for group in comparison.groups:
+        for cell in group.cells:
+            refused = [outcome for outcome in cell.outcomes if outcome.refusal]
+            if refused:
+                count = sum(outcome.figures.refused for outcome in refused)
+                note(f"{cell.policy} on {cell.workload}: {count} refused, the first: {refused[0].refusal}")
+
+
+def _table(group: Group) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("POLICY", no_wrap=True)
+    bests = {figure: group.best(figure) for figure in _COLUMNS}
+    for figure in _COLUMNS:
+        table.add_column(SHOWN[figure][0], justify="right", no_wrap=True)
+    table.add_column("MIGRATIONS", justify="right", no_wrap=True)
+    for cell in group.cells:
+        figures = [
+            f"{interval_text(figure, cell.estimate(figure))} {_mark(bests[figure], cell)}"
+            for figure in _COLUMNS
+        ]
+        table.add_row(cell.policy, *figures, f"{cell.estimate('migrations').mean:.0f}")
+    return table
+
+
+def _mark(best: Best | None, cell: Cell) -> str:
+    if best is None:
+        return " "
+    return "*" if best.name == cell.policy else "=" if cell.policy in best.tied else " "
+
+
+def _plain(comparison: Comparison) -> dict[str, JsonValue]:
+    plan = comparison.plan
+    return {
+        "profile": plan.fleet.profile,
+        "instances": plan.fleet.instances,
+        "seeds": list(plan.seeds),
+        "interval": "95%, Student's t over the seeds",
+        "slo": {"ttft_s": plan.slo.ttft_s, "tpot_s": plan.slo.tpot_s, "qoe": plan.slo.qoe},
+        "groups": [_plain_group(group) for group in comparison.groups],
+    }
+
+
+def _plain_group(group: Group) -> dict[str, JsonValue]:
+    bests = {figure: group.best(figure) for figure in BETTER}
+    return {
+        "workload": group.workload,
+        "source": group.cells[0].outcomes[0].source,
+        "rate_per_s": group.rate,
+        "best": {name: None if best is None else best.name for name, best in bests.items()},
+        "tied": {name: [] if best is None else list(sorted(best.tied)) for name, best in bests.items()},
+        "policies": [_plain_cell(cell) for cell in group.cells],
+    }
+
+
+def _plain_cell(cell: Cell) -> dict[str, JsonValue]:
+    means: dict[str, int | float] = {}
+    for figure in cell.outcomes[0].figures.as_dict():
+        means[figure] = cell.estimate(figure).mean
+    halves = {figure: cell.estimate(figure).half_width for figure in BETTER}
+    return {
+        "policy": cell.policy,
+        "mean": plain(means),
+        "half_width": plain({name: half for name, half in halves.items() if half is not None}),
+        "runs": [plain(outcome.figures.as_dict()) for outcome in cell.outcomes],
+        "tail_ttft_s_by_reasoning_tokens": [
+            {str(start): tail for start, tail in outcome.tails.items()} for outcome in cell.outcomes
+        ],
+    }
+
+
+def _csv(comparison: Comparison) -> str:
+    """A line a run."""
+    rows = [
+        {
+            "workload": group.workload,
+            "asked_rate_per_s": group.rate,
+            "policy": cell.policy,
+            "seed": seed,
+            **plain(outcome.figures.as_dict()),
+        }
+        for group in comparison.groups
+        for cell in group.cells
+        for seed, outcome in zip(comparison.plan.seeds, cell.outcomes, strict=True)
+    ]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

@@ -1,0 +1,138 @@
+"""`tailrace simulate POLICY WORKLOAD`: one run."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import click
+from rich.table import Table
+
+from simulator.cli.figures import plain
+from simulator.cli.options import (
+    check_policy,
+    fleet_of,
+    fleet_options,
+    simulation_errors,
+    slo_of,
+    slo_options,
+    workload_options,
+)
+from simulator.cli.progress import share_bar
+from simulator.cli.report_file import report_option, write_report
+from simulator.report.run import run_report
+from simulator.scenario import Outcome, Scenario, run_scenario
+from simulator.summary import summary_rows
+from simulator.workloads.resolve import WorkloadOptions
+from tailrace.cli.output import Output, note, output_option, print_figures, print_json
+from tailrace.cli.plain import JsonValue
+
+
+@click.command(
+    "simulate",
+    epilog="Example: tailrace simulate pascal r1 --rate 10 --profile r1-distill-qwen-32b-h100 "
+    "--report run.html",
+)
+@click.argument("policy")
+@click.argument("workload")
+@click.option("--rate", type=click.FloatRange(min=0.0, min_open=True), help="Requests a second, on average.")
+@workload_options
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of what is random.")
+@fleet_options
+@slo_options
+@report_option
+@output_option(Output.TABLE, Output.CSV)
+def simulate_command(
+    policy: str,
+    workload: str,
+    rate: float | None,
+    speed: float | None,
+    count: int | None,
+    start: float,
+    duration: float | None,
+    max_model_len: int | None,
+    seed: int,
+    profile: str,
+    instances: int,
+    length_penalty: str,
+    prefill_instances: int | None,
+    predict: str | None,
+    slo_ttft: float,
+    slo_tpot: float,
+    slo_qoe: float,
+    report: Path | None,
+    output: Output,
+) -> None:
+    """Run POLICY on WORKLOAD in the simulator.
+
+    POLICY is a name (tailrace get policies), fcfs or rr, or module:Class of your own. WORKLOAD is a generator
+    (r1, sharegpt, mix, ...), azure:FILE, mooncake:FILE, burstgpt:FILE or jsonl:FILE, or several of them with
+    commas between.
+    """
+    check_policy(policy, "POLICY")
+    scenario = Scenario(
+        policy,
+        workload,
+        WorkloadOptions(
+            seed=seed,
+            rate_per_s=rate,
+            speed=speed,
+            count=count,
+            start_s=start,
+            duration_s=duration,
+            max_model_len=max_model_len,
+        ),
+        fleet_of(profile, instances, length_penalty, prefill_instances),
+        slo_of(slo_ttft, slo_tpot, slo_qoe),
+        predict,
+    )
+    with simulation_errors(), share_bar(f"{policy} on {workload}") as progress:
+        outcome = run_scenario(scenario, progress)
+    if outcome.refusal:
+        note(f"{outcome.figures.refused} requests were refused, the first: {outcome.refusal}")
+    if report is not None:
+        write_report(report, run_report(outcome))
+    match output:
+        case Output.JSON:
+            print_json(_plain(outcome))
+        case Output.CSV:
+            click.echo(_csv(outcome), nl=False)
+        case _:
+            click.echo(f"{policy} on {outcome.source}")
+            print_figures(_table(outcome))
+            click.echo(f"SLO: {scenario.slo.words()}")
+
+
+def _table(outcome: Outcome) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, value in summary_rows(outcome.figures):
+        table.add_row(name, value)
+    return table
+
+
+def _plain(outcome: Outcome) -> dict[str, JsonValue]:
+    scenario = outcome.scenario
+    return {
+        "policy": scenario.policy,
+        "workload": scenario.workload,
+        "source": outcome.source,
+        "seed": scenario.options.seed,
+        "profile": scenario.fleet.profile,
+        "instances": scenario.fleet.instances,
+        "slo": {"ttft_s": scenario.slo.ttft_s, "tpot_s": scenario.slo.tpot_s, "qoe": scenario.slo.qoe},
+        "figures": plain(outcome.figures.as_dict()),
+        "tail_ttft_s_by_reasoning_tokens": {str(start): tail for start, tail in outcome.tails.items()},
+    }
+
+
+def _csv(outcome: Outcome) -> str:
+    text = io.StringIO()
+    figures = plain(outcome.figures.as_dict())
+    columns = {"policy": outcome.scenario.policy, "workload": outcome.scenario.workload, **figures}
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerow(columns)
+    return text.getvalue()

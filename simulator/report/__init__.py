@@ -1,0 +1,1 @@
+"""Reports as one HTML file: no scripts, nothing loaded from elsewhere."""

@@ -1,0 +1,154 @@
+"""One run over time: KV use, pools, stages, migrations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import numpy as np
+
+from simulator.records import MigrationOutcome, MigrationRecord, PoolChange
+from simulator.report.bands import stage_chart
+from simulator.report.bars import stacked_bars
+from simulator.report.page import Cell, colour_legend, figure, ramp_legend, table
+from simulator.report.strips import Row, Span, strip_chart
+from simulator.report.svg import PALETTE
+from simulator.scenario import Detail
+from tailrace.cluster import Pool
+
+_LEVELS: Final = 10
+# Columns of a strip: a page is some 860 pixels wide.
+_COLUMNS: Final = 240
+_BARS: Final = 60
+_POOLS: Final[Mapping[Pool | None, tuple[str, str]]] = {
+    Pool.PREFILL: ("prefill", "f0"),
+    Pool.DECODE_TO_PREFILL: ("decode to prefill", "f5"),
+    Pool.PREFILL_TO_DECODE: ("prefill to decode", "f4"),
+    Pool.DECODE: ("decode", "f1"),
+    None: ("no pool", "h1"),
+}
+
+
+def kv_use(detail: Detail) -> str:
+    """How full each instance's KV is."""
+    series = detail.series
+    times = _thinned(series.times_s)
+    share = series.kv_used_tokens[times] / detail.kv_capacity_tokens
+    levels = np.clip((share * _LEVELS).astype(np.int64), 0, _LEVELS - 1)
+    at_s = series.times_s[times].tolist()
+    rows = []
+    for column, name in enumerate(series.instance_ids):
+        spans = _runs(at_s, levels[:, column].tolist(), share[:, column].tolist(), detail.end_s)
+        rows.append(Row(name, spans))
+    peak = float(share.max(initial=0.0))
+    waiting = int(series.waiting.sum(axis=1).max(initial=0))
+    caption = (
+        f"A row an instance, of {detail.kv_capacity_tokens:,} tokens each; the fullest reached {peak:.0%}. "
+        f"At most {waiting:,} requests waited at a time in the whole cluster."
+    )
+    return figure(
+        strip_chart("KV use over time", rows, detail.end_s), caption, ramp_legend("KV empty", "full")
+    )
+
+
+def pool_membership(detail: Detail) -> str:
+    """The pool of each instance; "" where there are none."""
+    series = detail.series
+    if all(change.pool is None for change in series.pools):
+        return ""
+    by_instance: dict[str, list[PoolChange]] = {name: [] for name in series.instance_ids}
+    for change in series.pools:
+        by_instance[change.instance_id].append(change)
+    rows = [Row(name, _pool_spans(changes, detail.end_s)) for name, changes in by_instance.items()]
+    seen = {change.pool for change in series.pools}
+    legend = colour_legend([words for pool, words in _POOLS.items() if pool in seen])
+    flips = len(series.pools) - len(series.instance_ids)
+    caption = (
+        f"A row an instance; {flips} change{'' if flips == 1 else 's'} of pool, none of which drains it."
+    )
+    return figure(strip_chart("pools over time", rows, detail.end_s), caption, legend)
+
+
+def stages(detail: Detail) -> str:
+    """Stages and their boundaries; "" where there are none."""
+    changes = detail.series.stages
+    if not any(change.stages for change in changes):
+        return ""
+    caption = (
+        "A band a stage: requests whose context is that long belong on its instances. A boundary that moves "
+        "is a refinement, a new number of bands a new plan. The axis is logarithmic."
+    )
+    return figure(stage_chart(changes, detail.end_s), caption)
+
+
+def migrations(detail: Detail) -> str:
+    """When requests moved and why; "" if none did."""
+    asked = detail.migrations
+    if not asked:
+        return ""
+    committed = [m for m in asked if m.outcome is MigrationOutcome.COMMITTED]
+    reasons = [reason for reason, _ in Counter(m.reason for m in asked).most_common()]
+    counts: dict[str, list[int]] = {reason: [0] * _BARS for reason in reasons}
+    for migration in committed:
+        place = min(int(migration.end_s / detail.end_s * _BARS), _BARS - 1)
+        counts[migration.reason][place] += 1
+    width_s = detail.end_s / _BARS
+    legend = colour_legend([(reason, f"f{n % PALETTE}") for n, reason in enumerate(reasons)])
+    caption = f"Committed migrations, a bar for each {width_s:.3g} s."
+    picture = figure(
+        stacked_bars("migrations over time", "migrations", counts, detail.end_s), caption, legend
+    )
+    return picture + _table(asked, reasons)
+
+
+def _table(asked: Sequence[MigrationRecord], reasons: Sequence[str]) -> str:
+    rows = []
+    for reason in reasons:
+        those = [m for m in asked if m.reason == reason]
+        done = [m for m in those if m.outcome is MigrationOutcome.COMMITTED]
+        pauses = [m.pause_s * 1e3 for m in done]
+        rows.append(
+            [
+                Cell(reason),
+                Cell(f"{len(those):,}"),
+                *(Cell(f"{sum(m.outcome is outcome for m in those):,}") for outcome in MigrationOutcome),
+                Cell(f"{sum(m.bytes_sent for m in done) / 1024**3:,.1f}"),
+                Cell(f"{np.percentile(pauses, 50):.3g}" if pauses else "-"),
+                Cell(f"{np.percentile(pauses, 99):.3g}" if pauses else "-"),
+            ]
+        )
+    outcomes = [outcome.value.replace("_", " ") for outcome in MigrationOutcome]
+    headings = ["reason", "asked", *outcomes, "GiB sent", "pause P50 (ms)", "pause P99 (ms)"]
+    caption = "Overtaken: the request ended or was preempted first. What is not moved goes on where it is."
+    return table(headings, rows, caption)
+
+
+def _thinned(times: np.ndarray[tuple[int], np.dtype[np.float64]]) -> list[int]:
+    """Places of at most _COLUMNS samples, evenly chosen."""
+    if len(times) <= _COLUMNS:
+        return list(range(len(times)))
+    return [round(place) for place in np.linspace(0, len(times) - 1, _COLUMNS).tolist()]
+
+
+def _runs(at_s: Sequence[float], levels: Sequence[int], shares: Sequence[float], end_s: float) -> list[Span]:
+    """Stretches of one level."""
+    spans: list[Span] = []
+    first = 0
+    for place in range(1, len(levels) + 1):
+        if place < len(levels) and levels[place] == levels[first]:
+            continue
+        until = at_s[place] if place < len(levels) else end_s
+        mean = sum(shares[first:place]) / (place - first)
+        spans.append(Span(at_s[first], until, f"h{levels[first]}", f"{mean:.0%} at {at_s[first]:.4g} s"))
+        first = place
+    return spans
+
+
+def _pool_spans(changes: Sequence[PoolChange], end_s: float) -> list[Span]:
+    ends = [*(change.at_s for change in changes[1:]), end_s]
+    spans = []
+    for change, until in zip(changes, ends, strict=True):
+        words, kind = _POOLS[change.pool]
+        spans.append(Span(change.at_s, until, kind, f"{words} from {change.at_s:.4g} to {until:.4g} s"))
+    return spans

@@ -1,0 +1,151 @@
+"""The page around charts and tables: HTML and its style sheet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Final
+
+from simulator.report.svg import swatch
+
+# Series: Okabe and Ito's colours, which people with any colour vision tell apart, darker or lighter where the
+# ground asks for it. Heat: one hue from the ground's brightness to its opposite.
+_STYLE: Final = """
+:root { color-scheme: light dark; --ground: #ffffff; --card: #f5f6f8; --text: #1b1f24; --dim: #57606a;
+  --grid: #e3e6ea; --axis: #8b949e; --mark: #fff3d6;
+  --s0: #0072b2; --s1: #d55e00; --s2: #00805e; --s3: #b0568f; --s4: #b07900; --s5: #3a9fd6; --s6: #3d4450;
+  --s7: #8a7a00;
+  --h0: #f1f4f8; --h1: #d9e5f0; --h2: #bfd5e8; --h3: #a3c4df; --h4: #84b0d5; --h5: #629ac8; --h6: #4383b7;
+  --h7: #296aa0; --h8: #145084; --h9: #063461; }
+@media (prefers-color-scheme: dark) { :root { --ground: #12161b; --card: #1c2128; --text: #e6e9ed;
+  --dim: #9aa4af; --grid: #2a3038; --axis: #6e7781; --mark: #3b3319;
+  --s0: #58b0e8; --s1: #ff8b4d; --s2: #35c79a; --s3: #e79bca; --s4: #f0b429; --s5: #9ad7fb; --s6: #d0d7de;
+  --s7: #e6dc5a;
+  --h0: #1a2028; --h1: #1d2f42; --h2: #20405f; --h3: #24537d; --h4: #2a689b; --h5: #387fb8; --h6: #5598cd;
+  --h7: #7bb2de; --h8: #a6cdec; --h9: #d8eaf9; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--ground); color: var(--text);
+  font: 16px/1.5 system-ui, "Segoe UI", "Helvetica Neue", Arial, sans-serif; }
+main { max-width: 960px; margin: 0 auto; padding: 28px 24px 64px; }
+h1 { font-size: 28px; line-height: 1.25; margin: 0 0 4px; }
+h2 { font-size: 21px; margin: 44px 0 2px; }
+h3 { font-size: 17px; margin: 26px 0 2px; }
+p { margin: 4px 0 12px; max-width: 76ch; }
+.dim, figcaption, caption { color: var(--dim); }
+figure { margin: 8px 0 20px; }
+figcaption { font-size: 14.5px; margin-top: 4px; max-width: 90ch; }
+svg { display: block; width: 100%; height: auto; }
+svg text { fill: var(--text); font: 13px system-ui, "Segoe UI", "Helvetica Neue", Arial, sans-serif; }
+svg text.label { font-size: 14px; fill: var(--dim); }
+.grid { stroke: var(--grid); } .axis { stroke: var(--axis); }
+.path { fill: none; stroke-width: 2.2; stroke-linejoin: round; }
+.whisker { stroke-width: 1.4; opacity: 0.75; }
+.mark { stroke: var(--ground); stroke-width: 0.8; } .soft { opacity: 0.28; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px;
+  margin: 20px 0; }
+.card { background: var(--card); border-radius: 10px; padding: 12px 16px; }
+.card b { display: block; font-size: 24px; line-height: 1.3; font-weight: 650; }
+.card span { color: var(--dim); font-size: 14px; }
+.legend { display: flex; flex-wrap: wrap; gap: 4px 20px; margin: 10px 0 4px; padding: 0; list-style: none;
+  font-size: 15px; }
+.legend li { display: flex; align-items: center; gap: 7px; }
+.legend .swatch { width: 34px; height: 14px; flex: none; }
+.legend i { width: 18px; height: 14px; border-radius: 3px; flex: none; display: block; }
+.ramp { display: flex; align-items: center; gap: 8px; font-size: 15px; margin: 10px 0 4px; }
+.ramp i { width: 20px; height: 14px; display: block; } .ramp div { display: flex; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; margin: 10px 0 6px; font-size: 15px; font-variant-numeric: tabular-nums; }
+caption { text-align: left; caption-side: bottom; font-size: 14.5px; padding-top: 6px; }
+th, td { padding: 5px 14px 5px 0; text-align: right; border-bottom: 1px solid var(--grid);
+  white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; padding-left: 6px; }
+th { font-weight: 600; vertical-align: bottom; }
+td.best { font-weight: 700; background: var(--mark); }
+"""
+_COLOURS: Final = "".join(
+    f".s{n} {{ stroke: var(--s{n}); }} .f{n} {{ fill: var(--s{n}); }} i.f{n} {{ background: var(--s{n}); }}\n"
+    for n in range(8)
+) + "".join(f".h{n} {{ fill: var(--h{n}); }} i.h{n} {{ background: var(--h{n}); }}\n" for n in range(10))
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A cell of a table; `best`: it is set off."""
+
+    text: str
+    best: bool = False
+
+
+def page(title: str, subtitle: str, body: Sequence[str]) -> str:
+    """A whole HTML document; `title` and `subtitle` are text, `body` is HTML."""
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{_STYLE}{_COLOURS}</style>\n</head>\n<body>\n<main>\n"
+        f'<h1>{escape(title)}</h1>\n<p class="dim">{escape(subtitle)}</p>\n'
+        + "\n".join(body)
+        + "\n</main>\n</body>\n</html>\n"
+    )
+
+
+def heading(words: str, lead: str = "") -> str:
+    """A section's title and what is to be seen in it."""
+    return f"<h2>{escape(words)}</h2>" + (f'<p class="dim">{escape(lead)}</p>' if lead else "")
+
+
+def subheading(words: str) -> str:
+    """A title within a section."""
+    return f"<h3>{escape(words)}</h3>"
+
+
+def paragraph(words: str) -> str:
+    """Text."""
+    return f"<p>{escape(words)}</p>"
+
+
+def cards(rows: Sequence[tuple[str, str]]) -> str:
+    """Figures that matter most: (what, value)."""
+    inner = "".join(
+        f'<div class="card"><b>{escape(value)}</b><span>{escape(what)}</span></div>' for what, value in rows
+    )
+    return f'<div class="cards">{inner}</div>'
+
+
+def figure(picture: str, caption: str = "", legend: str = "") -> str:
+    """A chart with its legend above and words below."""
+    words = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
+    return f"<figure>{legend}{picture}{words}</figure>"
+
+
+def line_legend(names: Sequence[tuple[str, int]]) -> str:
+    """(name, series) of the lines of a chart."""
+    rows = "".join(f"<li>{swatch(series)}{escape(name)}</li>" for name, series in names)
+    return f'<ul class="legend">{rows}</ul>'
+
+
+def colour_legend(names: Sequence[tuple[str, str]]) -> str:
+    """(name, class of its colour) of areas."""
+    rows = "".join(f'<li><i class="{kind}"></i>{escape(name)}</li>' for name, kind in names)
+    return f'<ul class="legend">{rows}</ul>'
+
+
+def ramp_legend(low: str, high: str) -> str:
+    """The ten steps of heat, and what its ends stand for."""
+    steps = "".join(f'<i class="h{n}"></i>' for n in range(10))
+    return f'<div class="ramp">{escape(low)}<div>{steps}</div>{escape(high)}</div>'
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[Cell]], caption: str = "") -> str:
+    """The first column is words, the others are figures."""
+    head = "".join(f"<th>{escape(words)}</th>" for words in headings)
+    body = "".join(f"<tr>{''.join(_cell(cell) for cell in row)}</tr>" for row in rows)
+    words = f"<caption>{escape(caption)}</caption>" if caption else ""
+    return (
+        f'<div class="wide"><table>{words}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
+
+
+def _cell(cell: Cell) -> str:
+    kind = ' class="best"' if cell.best else ""
+    return f"<td{kind}>{escape(cell.text)}</td>"

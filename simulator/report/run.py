@@ -1,0 +1,48 @@
+"""The report of one run (`tailrace simulate --report`)."""
+
+from __future__ import annotations
+
+from simulator.report.lengths import by_prompt, by_reasoning, distribution
+from simulator.report.over_time import kv_use, migrations, pool_membership, stages
+from simulator.report.page import Cell, cards, heading, page, table
+from simulator.report.words import fleet_words, setup_rows
+from simulator.scenario import Outcome
+from simulator.summary import summary_rows
+
+
+def run_report(outcome: Outcome) -> str:
+    """A whole HTML document."""
+    scenario = outcome.scenario
+    rows = summary_rows(outcome.figures)
+    shown = ("SLO attainment", "Goodput", "TTFT P50", "TTFT P99", "TPOT P99", "Throughput")
+    points = {scenario.policy: [outcome.points]}
+    body = [
+        cards([row for row in rows if row[0] in shown]),
+        heading("Time to first token"),
+        by_reasoning(points),
+        by_prompt(points),
+        distribution(points),
+    ]
+    detail = outcome.detail
+    if detail is not None:
+        body += [heading("KV memory"), kv_use(detail)]
+        for title, part in (
+            ("Pools", pool_membership(detail)),
+            ("Length stages", stages(detail)),
+            ("Migrations", migrations(detail)),
+        ):
+            if part:
+                body += [heading(title), part]
+    body += [
+        heading("All figures"),
+        table(
+            ["figure", "value"],
+            [[Cell(name), Cell(value)] for name, value in rows],
+            f"SLO: {scenario.slo.words()}",
+        ),
+        heading("What was simulated"),
+        table(["setting", "value"], [[Cell(name), Cell(value)] for name, value in setup_rows(scenario)]),
+    ]
+    return page(
+        f"{scenario.policy} on {scenario.workload}", f"{outcome.source} {fleet_words(scenario)}", body
+    )

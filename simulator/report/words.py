@@ -1,0 +1,32 @@
+"""What was simulated, in words."""
+
+from __future__ import annotations
+
+from simulator.scenario import Fleet, Scenario
+
+
+def fleet_words(scenario: Scenario) -> str:
+    """The fleet in a phrase."""
+    return f"· {instances_words(scenario.fleet)}"
+
+
+def instances_words(fleet: Fleet) -> str:
+    """Number and kind of the instances."""
+    return f"{fleet.instances} instance{'' if fleet.instances == 1 else 's'} of {fleet.profile}"
+
+
+def setup_rows(scenario: Scenario) -> list[tuple[str, str]]:
+    """(setting, value) of what goes with the policy."""
+    setup, fleet = scenario.setup(), scenario.fleet
+    share = setup.prefill_share
+    rows = [
+        ("Policy", scenario.policy),
+        ("Order inside an instance", setup.intra_name),
+        ("Pools at the start", "none" if share is None else f"{share:.0%} of the instances prefill"),
+        ("A migration's target is full", setup.migration.when_full.value),
+        ("Predictions of output lengths", setup.predicts),
+        ("Instances", instances_words(fleet)),
+        ("Cost of unequal lengths", fleet.penalty),
+        ("Seed", f"{scenario.options.seed}"),
+    ]
+    return rows

@@ -1,0 +1,227 @@
+"""One policy on one workload on one fleet: what a user asks for, run in any process, and what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+
+import numpy as np
+
+from simulator.cluster import ClusterSpec
+from simulator.goodput import Slo, attainment, offered_rate_per_s
+from simulator.records import MigrationOutcome, MigrationRecord, Series, SimResult
+from simulator.run import simulate
+from simulator.setups import Known, Setup, setup_for
+from simulator.tails import tail_by_bin
+from simulator.workloads.base import Workload
+from simulator.workloads.resolve import WorkloadOptions, resolve_workload
+from tailrace.perf.length_penalty import load_length_penalty
+from tailrace.profiles import load_profile
+
+# Samples of a run's series: enough for a plot, few enough for a page.
+_SAMPLES = 240
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Equal instances, as a user describes them."""
+
+    # Name of a built-in profile, or the path of a JSON file; the same for the penalty.
+    profile: str
+    instances: int
+    penalty: str = "none"
+    # Of the policies that start with pools; None: as their setups have it.
+    prefill_instances: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What to simulate. Can be pickled; equal scenarios give equal outcomes."""
+
+    policy: str
+    workload: str
+    options: WorkloadOptions
+    fleet: Fleet
+    slo: Slo
+    # One of `simulator.setups.PREDICTIONS`; None: as the policy's setup has it.
+    predicts: str | None = None
+
+    def setup(self) -> Setup:
+        """The policy's setup with what the user asks otherwise. Raises UnknownSetupError."""
+        setup = setup_for(self.policy)
+        if self.predicts is not None:
+            setup = replace(setup, predicts=self.predicts)
+        if self.fleet.prefill_instances is not None:
+            setup = setup.with_pools(self.fleet.prefill_instances, self.fleet.instances)
+        return setup
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """A run in numbers. Times in seconds; of requests that finished unless said otherwise."""
+
+    requests: int
+    finished: int
+    refused: int
+    # From the first arrival to the last.
+    rate_per_s: float
+    # Of all requests.
+    attainment: float
+    goodput_per_s: float
+    ttft_mean_s: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    tpot_p50_s: float
+    tpot_p99_s: float
+    qoe_mean: float
+    latency_p50_s: float
+    latency_p99_s: float
+    # Reasoning and answers, from the first arrival to the end.
+    tokens_per_s: float
+    migrations: int
+    migrated_bytes: int
+    # Longest that a migration kept a request from decoding.
+    pause_max_s: float
+    swapped: int
+    recomputed: int
+    pool_changes: int
+    stage_changes: int
+    # From the first arrival to the last token.
+    makespan_s: float
+
+    def as_dict(self) -> dict[str, int | float]:
+        """By name, in this order."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class Detail:
+    """What a report draws of one run over time."""
+
+    migrations: Sequence[MigrationRecord]
+    series: Series
+    kv_capacity_tokens: int
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a scenario."""
+
+    scenario: Scenario
+    # Where the requests are from, in words.
+    source: str
+    figures: Figures
+    # The first refusal's reason; "": none was refused.
+    refusal: str
+    # (reasoning tokens, prompt tokens, TTFT in seconds) of requests that finished.
+    points: Sequence[tuple[int, int, float]]
+    detail: Detail | None
+
+    @property
+    def tails(self) -> dict[int, float]:
+        """Tail TTFT in seconds by reasoning length, PASCAL's bins and rule."""
+        return tail_by_bin((reasoning, ttft_s) for reasoning, _, ttft_s in self.points)
+
+
+def run_brief(scenario: Scenario) -> Outcome:
+    """Simulate it, and leave out the detail: little to send between processes."""
+    return replace(run_scenario(scenario), detail=None)
+
+
+def run_scenario(scenario: Scenario, progress: Callable[[float], None] | None = None) -> Outcome:
+    """Simulate it; `progress` is called with the share of requests done.
+
+    Raises WorkloadError, UnknownSetupError, ProfileError, LengthPenaltyError for what cannot be had, and
+    SimulationError for a policy that cannot go on.
+    """
+    workload = _workload(scenario.workload, scenario.options)
+    setup = scenario.setup()
+    profile, penalty = load_profile(scenario.fleet.profile), load_length_penalty(scenario.fleet.penalty)
+    spec = ClusterSpec.uniform(scenario.fleet.instances, profile, penalty=penalty)
+    mean_output = float(np.mean([request.output_tokens for request in workload.requests]))
+    slo = scenario.slo
+    known = Known(profile, penalty)
+    if slo.ttft_s is not None:
+        known = replace(known, ttft_slo_s=slo.ttft_s)
+    if slo.tpot_s is not None:
+        known = replace(known, tpot_slo_s=slo.tpot_s)
+    result = simulate(
+        setup.apply(spec, mean_output),
+        workload.requests,
+        setup.policy(known),
+        setup.intra(),
+        seed=scenario.options.seed,
+        sample_interval_s=_sample_interval_s(workload),
+        progress=progress,
+    )
+    capacity = spec.instances[0].kv_blocks * spec.instances[0].block_tokens
+    return Outcome(
+        scenario=scenario,
+        source=workload.source,
+        figures=figures_of(result, slo),
+        refusal=next((record.refused for record in result.requests if record.refused), ""),
+        points=[
+            (r.reasoning_tokens, r.prompt_tokens, r.ttft_s) for r in result.requests if r.ttft_s is not None
+        ],
+        detail=Detail(result.migrations, result.series, capacity, result.end_s),
+    )
+
+
+def figures_of(result: SimResult, slo: Slo) -> Figures:
+    """A finished simulation in numbers."""
+    records = result.requests
+    done = [r for r in records if r.finish_s is not None]
+    ttft, tpot = _column([r.ttft_s for r in done]), _column([r.tpot_s for r in done])
+    latency = _column([r.latency_s for r in done])
+    start_s = min(r.arrival_s for r in records)
+    makespan_s = max((r.finish_s for r in done if r.finish_s is not None), default=start_s) - start_s
+    committed = [m for m in result.migrations if m.outcome is MigrationOutcome.COMMITTED]
+    met, rate = attainment(records, slo), offered_rate_per_s(records)
+    tokens = sum(r.output_tokens for r in done)
+    return Figures(
+        requests=len(records),
+        finished=len(done),
+        refused=sum(bool(r.refused) for r in records),
+        rate_per_s=rate,
+        attainment=met,
+        goodput_per_s=rate * met,
+        ttft_mean_s=float(ttft.mean()) if len(ttft) else float("nan"),
+        ttft_p50_s=_percentile(ttft, 50),
+        ttft_p99_s=_percentile(ttft, 99),
+        tpot_p50_s=_percentile(tpot, 50),
+        tpot_p99_s=_percentile(tpot, 99),
+        qoe_mean=float(_column([r.qoe for r in done]).mean()) if done else float("nan"),
+        latency_p50_s=_percentile(latency, 50),
+        latency_p99_s=_percentile(latency, 99),
+        tokens_per_s=tokens / makespan_s if makespan_s > 0.0 else 0.0,
+        migrations=len(committed),
+        migrated_bytes=sum(m.bytes_sent for m in committed),
+        pause_max_s=max((m.pause_s for m in committed), default=0.0),
+        swapped=sum(r.preemptions_swapped for r in records),
+        recomputed=sum(r.preemptions_recomputed for r in records),
+        # The first of each instance, and of the stages, is the beginning.
+        pool_changes=len(result.series.pools) - len(result.series.instance_ids),
+        stage_changes=len(result.series.stages) - 1,
+        makespan_s=makespan_s,
+    )
+
+
+# Policies are compared on the same requests, so that a process meets the same ones again and again.
+@lru_cache(maxsize=4)
+def _workload(spec: str, options: WorkloadOptions) -> Workload:
+    return resolve_workload(spec, options)
+
+
+def _sample_interval_s(workload: Workload) -> float:
+    span_s = workload.requests[-1].arrival_s - workload.requests[0].arrival_s
+    return max(span_s / _SAMPLES, 0.01)
+
+
+def _column(values: Sequence[float | None]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    return np.array([value for value in values if value is not None], np.float64)
+
+
+def _percentile(values: np.ndarray[tuple[int], np.dtype[np.float64]], percent: float) -> float:
+    return float(np.percentile(values, percent)) if len(values) else float("nan")
