@@ -40,5 +40,6 @@ def fit(workload: Workload, max_model_len: int) -> Fitted:
         raise WorkloadError(f"{workload.name}: no request fits into {max_model_len} tokens")
     source = workload.source
     if clipped or dropped:
-        source += f"; for {max_model_len} tokens {clipped} prompts cut, {dropped} requests left out"
+        of = len(workload.requests)
+        source += f"; to fit {max_model_len} tokens {clipped} of {of} prompts cut, {dropped} requests left out"
     return Fitted(Workload(workload.name, kept, source), clipped, dropped)
