@@ -1,0 +1,63 @@
+"""ARES's cluster and the schedulers that it compares (section 6.1), the same for every row.
+
+One prefill instance to three decode instances, RTX 4090D, DeepSeek-R1-Distill-Qwen-7B in W8A8; out of
+memory means recomputing (section 1); the request that migrates is paused (section 5.4); 25 Gbit/s, the one
+bandwidth that the paper gives for a cluster (section 6.4). Workers report once a second, as often as
+Algorithm 1 runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from simulator.cluster import ClusterSpec, LinkSpec, MigrationSpec, ReportSpec
+from simulator.hooks import LengthPredictor
+from simulator.predictors import NoisyPredictor, OraclePredictor
+from tailrace.cluster import Pool
+from tailrace.policy.ares.future_load import FutureLoad
+from tailrace.policy.ares.policy import Ares, AresNoPrediction, AresOracle, CurrentLoad
+from tailrace.policy.arrow.baselines import RoundRobinPools
+from tailrace.policy.base import Policy
+from tailrace.profiles import load_profile
+
+PROFILE: Final = "r1-distill-qwen-7b-w8a8-rtx4090d"
+LINK_BYTES_PER_S: Final = 25e9 / 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A scheduler of the comparison, and what its workers predict."""
+
+    policy: Callable[[], Policy]
+    predictor: LengthPredictor | None = None
+
+
+ARMS: Final[Mapping[str, Arm]] = {
+    "round_robin": Arm(RoundRobinPools),
+    "vllm": Arm(CurrentLoad),
+    "rescheduling": Arm(AresNoPrediction),
+    "ares": Arm(Ares, NoisyPredictor()),
+    "ares_oracle": Arm(AresOracle, OraclePredictor()),
+}
+
+
+def prefill_instances(instances: int) -> int:
+    """One in four, as in the testbed and in figure 12."""
+    return instances // 4
+
+
+def cluster(instances: int, arm: Arm) -> ClusterSpec:
+    """A multiple of four instances, the first quarter of them for prefill."""
+    spec = ClusterSpec.uniform(instances, load_profile(PROFILE), host_kv_bytes=0)
+    prefill = prefill_instances(instances)
+    pools = [Pool.PREFILL] * prefill + [Pool.DECODE] * (instances - prefill)
+    return replace(
+        spec.with_pools(pools),
+        link=LinkSpec(bytes_per_s=LINK_BYTES_PER_S),
+        migration=MigrationSpec(max_rounds=0),
+        report=ReportSpec(interval_s=1.0),
+        predictor=arm.predictor,
+        future_load=None if arm.predictor is None else FutureLoad(),
+    )

@@ -1,0 +1,52 @@
+"""Rows A8 to A11: about the predictor and the hardware, which no cluster simulation shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from simulator.claims.ares.cluster import PROFILE
+from simulator.claims.ares.rows import A8, A9, A10, A11
+from simulator.claims.base import Experiment, Figures, Finding, Verdict
+from tailrace.profiles import load_profile
+
+# Requests in a batch at half-full KV: 222,000 / 2 tokens at the 5,500 that a request holds on average.
+_BATCH: Final = 20
+
+
+def judge(_: Mapping[str, Figures]) -> Sequence[Finding]:
+    """What the profile can say of A8; the rest needs the model."""
+    profile = load_profile(PROFILE)
+    step_ms = profile.step_ms(0.0, _BATCH, profile.kv_capacity_tokens // 2)
+    none = Verdict.NOT_REPRODUCIBLE
+    return (
+        Finding(
+            A8.claim_id,
+            f"step {step_ms:.1f} ms by our profile",
+            none,
+            "the predictor's latency is a GPU's; 1.40 / 18.23 = 7.68% and a 20th of it are sound arithmetic",
+            {"step_ms": step_ms},
+        ),
+        Finding(
+            A9.claim_id,
+            "-",
+            none,
+            "needs the model's hidden states; its MAE is an input here (simulator/predictors.py)",
+        ),
+        Finding(
+            A10.claim_id,
+            "-",
+            none,
+            "needs the model's hidden states; both numbers are inputs here (simulator/predictors.py)",
+        ),
+        Finding(
+            A11.claim_id,
+            "-",
+            none,
+            "the length of the migrated request is not given; the share is whatever its KV over 10 "
+            "Gbit/s makes it",
+        ),
+    )
+
+
+PREDICTOR: Final = Experiment("ares-predictor", (A8, A9, A10, A11), (), judge)

@@ -1,0 +1,51 @@
+"""PASCAL's cluster and the schedulers that it compares (section V-A), the same for every row.
+
+Eight H100 with 96 GB, DeepSeek-R1-Distill-Qwen-32B, 100 Gbit/s between them; preempted KV goes to host
+memory. As the paper describes them, migrations do not overlap with decoding (a phase transition cannot be
+foreseen), are not limited in number, and may go to a target whose device is full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from simulator.cluster import ClusterSpec, MigrationSpec, WhenFull
+from tailrace.intra.base import IntraPolicy
+from tailrace.intra.fcfs import Fcfs
+from tailrace.intra.pascal import PascalQueue
+from tailrace.intra.round_robin import QuantumRoundRobin
+from tailrace.policy.base import Policy
+from tailrace.policy.min_kv import MinKv
+from tailrace.policy.pascal import Pascal, PascalNoMigration, PascalNonAdaptive
+from tailrace.profiles import load_profile
+
+INSTANCES: Final = 8
+PROFILE: Final = "r1-distill-qwen-32b-h100"
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A scheduler of the comparison: its half across instances and its half inside one."""
+
+    policy: Callable[[], Policy]
+    intra: Callable[[], IntraPolicy]
+
+
+ARMS: Final[Mapping[str, Arm]] = {
+    "fcfs": Arm(MinKv, Fcfs),
+    "rr": Arm(MinKv, QuantumRoundRobin),
+    "pascal": Arm(Pascal, PascalQueue),
+    "no_migration": Arm(PascalNoMigration, PascalQueue),
+    "non_adaptive": Arm(PascalNonAdaptive, PascalQueue),
+}
+
+
+def cluster() -> ClusterSpec:
+    """The cluster; link, report delay, seats and block size are the simulator's defaults."""
+    spec = ClusterSpec.uniform(INSTANCES, load_profile(PROFILE))
+    migration = MigrationSpec(
+        limit=256, queue_limit=10_000, patience_s=600.0, when_full=WhenFull.HOST, max_rounds=0
+    )
+    return replace(spec, migration=migration)

@@ -1,0 +1,328 @@
+"""PASCAL's and ARES's claims: experiments well formed, judges on figures written by hand, small runs."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+
+from simulator.claims import ares, pascal
+from simulator.claims.ares import scale
+from simulator.claims.ares import serving as ares_serving
+from simulator.claims.ares.cluster import ARMS as ARES_ARMS
+from simulator.claims.ares.cluster import cluster as ares_cluster
+from simulator.claims.ares.measure import rate_at, serve, tick_time
+from simulator.claims.base import Experiment, Figures, Finding, Verdict
+from simulator.claims.pascal import serving as pascal_serving
+from simulator.claims.pascal import single
+from simulator.claims.pascal.measure import serve as serve_pascal
+from simulator.claims.pascal.tails import Comparison, mean_tails, percentile_for, tail_by_bin
+from simulator.claims.saturation import poisson_at_load, saturation_rate
+from simulator.claims.verdicts import of_bound, of_effect, of_ordering, weakest
+from simulator.cluster import ClusterSpec
+from simulator.predictors import NoisyPredictor, OraclePredictor
+from simulator.request import SimRequest
+from simulator.run import simulate
+from simulator.views import ReportedRequests
+from simulator.workloads import reasoning_phase, sharegpt_ares
+from tailrace.actions import Action
+from tailrace.cluster import ClusterView, RequestView
+from tailrace.intra.pascal import PascalQueue
+from tailrace.policy.pascal import Pascal
+from tailrace.policy.phase_load import phase_load
+from tailrace.profiles import load_profile
+
+ALL: tuple[Experiment, ...] = (*pascal.EXPERIMENTS, *ares.EXPERIMENTS)
+HOLDS, DIRECTION, NOT = Verdict.HOLDS, Verdict.DIRECTION, Verdict.DOES_NOT_HOLD
+
+
+def test_every_row_is_claimed_once() -> None:
+    ids = Counter(claim.claim_id for experiment in ALL for claim in experiment.claims)
+    assert ids == Counter([*(f"P{n}" for n in range(1, 16)), *(f"A{n}" for n in range(1, 13))])
+
+
+@pytest.mark.parametrize("experiment", ALL, ids=lambda e: e.name)
+def test_runs_have_distinct_names_and_can_be_sent_to_a_process(experiment: Experiment) -> None:
+    assert len({run.name for run in experiment.runs}) == len(experiment.runs)
+    assert pickle.loads(pickle.dumps(experiment.runs)) == experiment.runs
+
+
+@pytest.mark.parametrize("experiment", [e for e in ALL if not e.runs], ids=lambda e: e.name)
+def test_rows_that_cannot_be_checked_say_why_at_no_cost(experiment: Experiment) -> None:
+    findings = experiment.judge({})
+    assert [f.claim_id for f in findings] == [c.claim_id for c in experiment.claims]
+    assert all(f.verdict is Verdict.NOT_REPRODUCIBLE and f.why for f in findings)
+
+
+# ---- verdicts
+
+
+@pytest.mark.parametrize(
+    ("ours", "paper", "verdict"),
+    [(-0.5, -0.6, HOLDS), (-0.81, -0.6, DIRECTION), (-0.1, -0.6, DIRECTION), (0.1, -0.6, NOT), (0, 1, NOT)],
+)
+def test_an_effect_holds_within_a_third(ours: float, paper: float, verdict: Verdict) -> None:
+    assert of_effect(ours, paper) is verdict
+
+
+def test_bounds_orderings_and_claims_of_parts() -> None:
+    assert [of_bound(x, 0.06, 0.5) for x in (0.08, 0.2, 0.6)] == [HOLDS, DIRECTION, NOT]
+    orderings = ([True] * 3, [True, True, False], [True, False])
+    assert [of_ordering(x) for x in orderings] == [HOLDS, DIRECTION, NOT]
+    assert weakest([HOLDS, NOT, DIRECTION]) is NOT
+
+
+# ---- load
+
+
+def test_saturation_is_where_the_kv_is_full_on_average() -> None:
+    profile = load_profile("r1-distill-qwen-32b-h100")
+    requests = [SimRequest("a", 0.0, 100, 0, 1_000)]
+    rate = saturation_rate(profile, requests, 1)
+    # Little's law: at that rate, requests in flight times their mean context is the capacity.
+    capacity = profile.kv_capacity_tokens
+    step_s = profile.step_ms(0.0, round(capacity / 600), capacity) / 1e3
+    assert rate * step_s * 1_000 * 600 == pytest.approx(capacity, rel=0.05)
+    assert saturation_rate(profile, requests, 8) == pytest.approx(8 * rate)
+
+
+def test_loads_send_the_same_requests() -> None:
+    profile = load_profile("r1-distill-qwen-32b-h100")
+    half, full = (
+        poisson_at_load("x", reasoning_phase.lengths, 50, load, 3, profile, 1) for load in (0.5, 1.0)
+    )
+    assert [r.reasoning_tokens for r in half] == [r.reasoning_tokens for r in full]
+    assert half[-1].arrival_s == pytest.approx(2 * full[-1].arrival_s)
+
+
+# ---- PASCAL
+
+
+def test_tails_follow_figure_10() -> None:
+    assert [percentile_for(n) for n in (4, 5, 9, 10, 19, 20, 99, 100)] == [None, 100, 100, 90, 90, 95, 95, 99]
+    reasoning = np.array([0] * 5 + [255] + [256] * 4)
+    tails = tail_by_bin(reasoning, np.arange(10.0))
+    assert tails == {0: 5.0}
+    assert mean_tails([{0: 1.0, 256: 2.0}, {0: 3.0}]) == {0: 2.0}
+    comparison = Comparison({0: 1.0, 256: 3.0}, {0: 4.0, 256: 2.0, 512: 1.0})
+    assert (comparison.best(), comparison.worst()) == (0, 256)
+    assert comparison.change(0) == -0.75 and comparison.change_s(256) == 1.0
+    with pytest.raises(ValueError):
+        Comparison({0: 1.0}, {256: 1.0})
+
+
+def _pascal_figures(**changes: Mapping[str, float]) -> dict[str, Figures]:
+    """What the paper reports, as figures; `changes` replace those of a scheduler."""
+    tails = {
+        "fcfs": [70.0, 60.0, 100.0],
+        "rr": [25.0, 60.0, 150.0],
+        "pascal": [25.0, 59.0, 106.0],
+        "no_migration": [30.0, 60.0, 106.0],
+        "non_adaptive": [30.0, 60.0, 106.0],
+    }
+    base = {"violations": 0.02, "tokens_per_s": 100.0, "transfer_p99_s": 0.17, "blocking_p99_s": 0.0}
+    latency = {"latency_p50_s": 10.0, "latency_p99_s": 20.0}
+    own: dict[str, Mapping[str, float]] = {
+        "pascal": {"violations": 0.0069},
+        "no_migration": {"blocking_p99_s": 27.0},
+        "non_adaptive": {"violations": 0.0745, "latency_p50_s": 12.0, "latency_p99_s": 22.0},
+    }
+    figures: dict[str, Figures] = {}
+    for run in pascal_serving.SERVING.runs:
+        arm = run.name.split("/")[1]
+        bins = {"bins": [0.0, 512.0, 5120.0], "tails_s": tails[arm]}
+        figures[run.name] = {**base, **latency, **own.get(arm, {}), **bins, **changes.get(arm, {})}
+    return figures
+
+
+def _by_id(findings: object) -> dict[str, Finding]:
+    assert isinstance(findings, tuple)
+    return {finding.claim_id: finding for finding in findings}
+
+
+def test_pascal_holds_where_it_does_as_the_paper_says() -> None:
+    found = _by_id(pascal_serving.judge(_pascal_figures()))
+    assert list(found) == [f"P{n}" for n in range(1, 13)]
+    # With these tails RR's best bin is -29% and its effect on the mixture twice the paper's.
+    expected = dict.fromkeys(found, HOLDS) | {"P12": DIRECTION}
+    assert {name: finding.verdict for name, finding in found.items()} == expected
+    assert "-64%" in found["P1"].ours
+
+
+def test_pascal_does_not_hold_where_it_loses() -> None:
+    worse = {"violations": 0.5, "tokens_per_s": 50.0, "blocking_p99_s": 30.0, "tails_s": [80.0, 90.0, 200.0]}
+    found = _by_id(pascal_serving.judge(_pascal_figures(pascal=worse)))
+    for row in ("P1", "P2", "P3", "P4", "P5", "P6", "P8", "P9", "P11", "P12"):
+        assert found[row].verdict is NOT, row
+    figures = _pascal_figures(rr={"violations": 0.0}, non_adaptive={"violations": 0.02})
+    part = _by_id(pascal_serving.judge(figures))
+    assert part["P5"].verdict is NOT and part["P9"].verdict is DIRECTION
+
+
+def test_one_gpu_is_judged() -> None:
+    def figures(short: float, long: float, attained: float, attained_long: float) -> Figures:
+        return {
+            "latency_short_s": short,
+            "latency_long_s": long,
+            "attained": attained,
+            "attained_long": attained_long,
+        }
+
+    arms = {
+        "oracle": figures(1.0, 10.0, 1.0, 1.0),
+        "fcfs": figures(5.0, 12.0, 0.4, 0.4),
+        "rr": figures(1.1, 17.0, 0.9, 0.98),
+    }
+    runs = {run.name: arms[run.name.split("/")[1]] for run in single.SINGLE.runs}
+    found = _by_id(single.judge(runs))
+    assert [f.verdict for f in found.values()] == [HOLDS, HOLDS]
+    runs = {run.name: arms["oracle"] for run in single.SINGLE.runs}
+    assert [f.verdict for f in _by_id(single.judge(runs)).values()] == [NOT, NOT]
+
+
+def test_an_answer_that_comes_late_is_charged_for_it() -> None:
+    spec = ClusterSpec.uniform(1, load_profile("r1-distill-qwen-32b-h100"), max_num_seqs=1)
+    requests = [SimRequest(f"r{n}", 0.0, 128, 0, 256) for n in range(2)]
+    first, second = simulate(spec, requests, single.MinKv(), single.Fcfs()).requests
+    assert single.qoe_with_ttfat(first) == pytest.approx(1.0)
+    assert second.qoe == 1.0 and second.ttft_s is not None
+    # All tokens late by d of the 25.6 s that reading takes: (D n - t) / ((D + d) n - t), t = p n (n - 1) / 2.
+    late, area = second.ttft_s - 0.25, 25.5 * 256 - 0.1 * 256 * 255 / 2
+    assert single.qoe_with_ttfat(second) == pytest.approx(area / (area + late * 256))
+
+
+@pytest.mark.parametrize("arm", ["fcfs", "rr", "pascal", "no_migration", "non_adaptive"])
+def test_a_small_run_of_pascal(arm: str) -> None:
+    figures = serve_pascal("alpaca_eval", arm, 4.0, 50, 1)
+    assert figures["finished"] == 50.0
+    assert (figures["migrations"] > 0.0) == (arm in ("pascal", "non_adaptive"))
+
+
+class _Checked(Pascal):
+    """Counts each instance's requests both ways."""
+
+    checks = 0
+
+    def on_reasoning_ended(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
+        for instance in view.instances.values():
+            assert isinstance(instance.requests, ReportedRequests)
+            for without in ("", request.request_id):
+                counted = phase_load(instance.requests, quantum_tokens=300, without=without)
+                each = phase_load(list(instance.requests), quantum_tokens=300, without=without)
+                assert (counted.reasoning, counted.fresh_answering) == (each.reasoning, each.fresh_answering)
+                assert counted.least_pacer_slack_tokens == pytest.approx(each.least_pacer_slack_tokens)
+                self.checks += 1
+        return super().on_reasoning_ended(view, request, now)
+
+
+def test_phases_are_counted_alike_with_and_without_views() -> None:
+    profile = load_profile("r1-distill-qwen-32b-h100")
+    spec = ClusterSpec.uniform(3, profile, kv_capacity_tokens=12_000)
+    requests = [
+        SimRequest(r.request_id, r.arrival_s, 128, r.reasoning_tokens, 3 * r.reasoning_tokens)
+        for r in poisson_at_load("x", reasoning_phase.lengths, 60, 1.5, 1, profile, 1)
+    ]
+    policy = _Checked()
+    simulate(spec, requests, policy, PascalQueue(demotion_tokens=900))
+    assert policy.checks > 100
+
+
+# ---- ARES
+
+
+def test_predictors_err_as_the_paper_says() -> None:
+    rng = np.random.default_rng(5)
+    outputs = sharegpt_ares.lengths(4_000, rng).answer
+    noisy = NoisyPredictor()
+
+    def error(output: int, at: int, n: int) -> float:
+        request = SimRequest(f"r{n}", 0.0, 10, 0, output)
+        assert OraclePredictor().remaining(request, at) == output - at
+        return abs(noisy.remaining(request, at) - (output - at))
+
+    long = [(int(o), n) for n, o in enumerate(outputs) if o >= 30_000]
+    assert np.mean([error(o, 0, n) for o, n in long]) == pytest.approx(18_256, rel=0.05)
+    assert np.mean([error(o, 8_000, n) for o, n in long]) == pytest.approx(2_929, rel=0.1)
+    # One prediction every so many tokens: requests count by their length.
+    drawn = rng.choice(len(outputs), 8_000, p=outputs / outputs.sum())
+    errors = [error(int(outputs[n]), int(rng.random() * outputs[n]), int(n)) for n in drawn]
+    assert np.mean(errors) == pytest.approx(3_873, rel=0.05)
+
+
+def test_a_prediction_counts_down_and_is_made_anew_every_20_tokens() -> None:
+    request = SimRequest("r", 0.0, 10, 0, 9_000)
+    noisy = NoisyPredictor()
+    said = [noisy.remaining(request, 100 + n) for n in range(20)]
+    assert said == [pytest.approx(said[0] - n) for n in range(20)]
+    assert noisy.remaining(request, 120) != pytest.approx(said[0] - 20)
+    assert noisy.remaining(SimRequest("r", 0.0, 10, 0, 30), 29) >= 0.0
+
+
+def _ares_figures(
+    p99: Mapping[str, float], variance: Mapping[str, float], good: Mapping[str, float]
+) -> dict[str, Figures]:
+    figures: dict[str, Figures] = {}
+    for run in ares_serving.SERVING.runs:
+        arm = run.name.split("/")[2]
+        figures[run.name] = {
+            "tpot_p99_ms": p99[arm],
+            "variance_ms2": variance[arm],
+            "goodput_per_s": good[arm],
+            "throughput_per_s": good[arm] if "/high/" in run.name else 0.1,
+            "spread": 0.3 if arm in ("round_robin", "vllm") else 0.05,
+            "kv_max_share": 1.0,
+            "recomputed": 10.0,
+        }
+    return figures
+
+
+def test_ares_holds_where_it_does_as_the_paper_says() -> None:
+    arms = ("vllm", "rescheduling", "ares", "ares_oracle", "round_robin")
+    p99 = dict(zip(arms, (96.3, 28.3, 24.3, 24.0, 99.0), strict=True))
+    variance = dict(zip(arms, (20.0, 2.0, 0.8, 0.7, 20.0), strict=True))
+    good = dict(zip(arms, (0.10, 0.166, 0.18, 0.19, 0.1), strict=True))
+    found = _by_id(ares_serving.judge(_ares_figures(p99, variance, good)))
+    assert list(found) == ["A1", "A2", "A3", "A4", "A5", "A12"]
+    assert {f.claim_id for f in found.values() if f.verdict is not HOLDS} == {"A1"}
+    assert found["A1"].verdict is DIRECTION
+
+
+def test_ares_does_not_hold_where_it_loses() -> None:
+    arms = ("vllm", "rescheduling", "ares", "ares_oracle", "round_robin")
+    same = dict.fromkeys(arms, 1.0)
+    found = _by_id(ares_serving.judge(_ares_figures(same, same, same)))
+    assert [found[row].verdict for row in ("A1", "A2", "A3", "A4", "A5")] == [NOT] * 5
+
+
+def test_scale_is_judged_by_its_orderings() -> None:
+    variance = {"vllm": 5.0, "rescheduling": 1.0, "ares_oracle": 0.5}
+    runs: dict[str, Figures] = {
+        run.name: {"variance_ms2": variance[run.name.split("/")[2]]}
+        for run in scale.SCALE.runs
+        if run.name.startswith("scale/")
+    }
+    runs["tick/256"] = {"mean_ms": 20.0, "max_ms": 30.0}
+    assert [f.verdict for f in scale.judge(runs)] == [HOLDS, HOLDS]
+    variance["ares_oracle"] = 1.1
+    for name in [name for name in runs if name.startswith("scale/")]:
+        runs[name] = {"variance_ms2": variance[name.split("/")[2]]}
+    runs["tick/256"] = {"mean_ms": 700.0, "max_ms": 900.0}
+    assert [f.verdict for f in scale.judge(runs)] == [NOT, NOT]
+
+
+@pytest.mark.parametrize("arm", list(ARES_ARMS))
+def test_a_small_run_of_ares(arm: str) -> None:
+    figures = serve("sharegpt_ares", arm, 4, 0.5, 40.0, 1)
+    assert figures["finished"] == 20.0
+    assert figures["migrations"] >= 20.0
+    assert figures["tpot_p99_ms"] >= figures["tpot_p50_ms"] > 0.0
+
+
+def test_loads_and_ticks_of_ares() -> None:
+    assert rate_at("sharegpt_ares", 8, 0.5) == pytest.approx(2 * rate_at("sharegpt_ares", 4, 0.5))
+    ticks = tick_time("sharegpt_ares", 8, 0.5, 60.0, 1)
+    assert 0.0 < float(np.asarray(ticks["mean_ms"])) <= float(np.asarray(ticks["max_ms"]))
+    assert isinstance(ares_cluster(8, ARES_ARMS["vllm"]).instances, tuple)
