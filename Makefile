@@ -9,8 +9,8 @@ PYTHON := .venv/bin/python
 TAILRACE := .venv/bin/tailrace
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test lint format protos soak bench-stream bench-transfer bench-scale bench-decisions bench-policies \
-	bench-simulation
+.PHONY: help install up down test lint format protos soak bench-stream bench-transfer bench-scale bench-decisions \
+	bench-policies bench-simulation
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,5 +64,5 @@ bench-decisions: install ## Cost of each policy's decisions at 16 to 1,024 insta
 bench-simulation: install ## Seconds that simulations take (TAILRACE_DATA=folder of the public data)
 	$(PYTHON) -m benchmarks.simulation $(if $(TRACE),--trace $(TRACE))
 
-bench-policies: install ## Every policy on every paper's ground and on a mix (ARGS="--quick --traces DIR")
+bench-policies: install ## Every policy on every paper's ground and on a mix (TAILRACE_DATA=folder of the public data, ARGS=--quick)
 	$(PYTHON) -m benchmarks.policies $(ARGS)

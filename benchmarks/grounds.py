@@ -23,8 +23,8 @@ from simulator.workloads.resolve import WorkloadOptions, resolve_workload
 PACE_S = 0.1
 LEAST_QOE = 0.95
 TTFT_S, TPOT_S = 2.0, 0.15
-AZURE = "azure_llm_2023/AzureLLMInferenceTrace_{}.csv"
-# (requests, mean rate a second, seed, folder of the traces) -> requests in the order of arrival
+AZURE = "traces/azure_llm_2023/AzureLLMInferenceTrace_{}.csv"
+# (requests, mean rate a second, seed, folder that `traces/` is in) -> requests in the order of arrival
 Draw = Callable[[int, float, int, Path | None], Sequence[SimRequest]]
 
 
@@ -53,9 +53,12 @@ class Ground:
     # A rate that some policy sustains: where the search begins.
     first_rate_per_s: float
     penalty: str = "none"
-    # Prefill and decode instances that ARES runs with.
-    ares_pools: tuple[int, int] | None = None
     needs_traces: bool = True
+
+    def strictest(self) -> tuple[float, float]:
+        """TTFT and TPOT in seconds for a policy that takes one pair for all requests."""
+        ttfts, tpots = (slo.ttft_s for slo in self.slos), (slo.tpot_s for slo in self.slos)
+        return min(ttfts, default=TTFT_S), min(tpots, default=TPOT_S)
 
     def good(self, record: RequestRecord) -> bool:
         """Whether the request met its SLOs; one that was refused did not."""
@@ -115,7 +118,7 @@ CODE, CONV, MOONCAKE = Slo("code", 3.0, 0.1), Slo("conv", 2.0, 0.15), Slo("moonc
 TRACES: Mapping[str, Draw] = {
     "azure-code": trace(f"azure:{AZURE.format('code')}", "code"),
     "azure-conv": trace(f"azure:{AZURE.format('conv')}", "conv"),
-    "mooncake": trace("mooncake:mooncake/conversation_trace.jsonl", "mooncake"),
+    "mooncake": trace("mooncake:traces/mooncake/conversation_trace.jsonl", "mooncake"),
 }
 MIX: Mapping[str, Draw] = {**TRACES, "r1": generated("r1")}
 LLAMA = "llama-3.1-8b-h100"
@@ -137,7 +140,6 @@ GROUNDS: tuple[Ground, ...] = (
         400.0,
         (Slo("sharegpt_ares", TTFT_S, PACE_S),),
         0.5,
-        ares_pools=(1, 3),
         needs_traces=False,
     ),
     # CascadeInfer's model and GPU, and unequal lengths as dear as its figure 2 has it.

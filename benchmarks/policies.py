@@ -76,8 +76,8 @@ class Scene:
 def measure(scene: Scene, share: float, rate: float, seed: int, name: str) -> Outcome:
     """Simulate one."""
     ground = scene.ground
-    contestant = prepare(name, ground)
     requests = ground.draw(max(_LEAST, round(scene.seconds * rate)), rate, seed, scene.traces)
+    contestant = prepare(name, ground, sum(r.output_tokens for r in requests) / len(requests))
     result = simulate(contestant.spec, requests, contestant.policy, contestant.intra, seed=seed)
     done = [r for r in result.requests if r.ttft_s is not None and r.tpot_s is not None]
     ttft = np.array([r.ttft_s for r in done], dtype=np.float64)
@@ -163,7 +163,7 @@ def chosen(only: str, quick: bool, traces: Path | None, console: Console) -> lis
         if only and only not in ground.name:
             continue
         if ground.needs_traces and traces is None:
-            console.print(f"{ground.name}: left out, it needs --traces or TAILRACE_TRACES")
+            console.print(f"{ground.name}: left out, it needs --data or TAILRACE_DATA")
             continue
         kept.append(Scene(ground.name, ground.seconds / 2 if quick else ground.seconds, traces))
     return kept
@@ -179,7 +179,9 @@ def report(outcomes: Sequence[Outcome], console: Console) -> None:
 def main(arguments: Iterable[str] | None = None) -> Path:
     """Run the benchmark; returns where the figures are."""
     parser = argparse.ArgumentParser(prog="make bench-policies", description=__doc__)
-    parser.add_argument("--traces", type=Path, default=os.environ.get("TAILRACE_TRACES"))
+    parser.add_argument(
+        "--data", type=Path, default=os.environ.get("TAILRACE_DATA"), help="folder that traces/ is in"
+    )
     parser.add_argument("--only", default="", help="grounds whose name contains this")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="two seeds, half as long, one rate")
@@ -188,7 +190,7 @@ def main(arguments: Iterable[str] | None = None) -> Path:
     console = Console(stderr=True)
     began_s = time.perf_counter()
     seeds, shares = (2, SHARES[1:2]) if given.quick else (given.seeds, SHARES)
-    traces = None if given.traces is None else Path(given.traces)
+    traces = None if given.data is None else Path(given.data)
     outcomes = run(chosen(given.only, given.quick, traces, console), shares, seeds, console)
     figures: dict[str, object] = {
         "seconds": round(time.perf_counter() - began_s, 1),
