@@ -76,7 +76,9 @@ def allocate(
             if not policy.preemptive:
                 break
             if last_first is None:
-                last_first = _last_first(running())
+                # Those that wait behind this one have no lower level: nobody else can become a victim.
+                level = claim.rank[:-1]
+                last_first = _last_first([other for other in running() if other.rank[:-1] > level])
             end = _victims(claim, last_first, taken, short, seats)
             if end == taken:
                 break
