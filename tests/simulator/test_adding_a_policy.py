@@ -56,3 +56,21 @@ def test_it_is_known_by_name_and_can_be_tried(folder: Path) -> None:
     header, *lines = run("try_it.py", folder=folder, installed=folder / "site").splitlines()
     assert header in PAGE
     assert [line.split()[0] for line in lines] == ["round_robin", "least_loaded", "headroom"]
+
+
+CLI = ("-c", "from tailrace.cli.main import main; main()")
+
+
+def test_the_command_of_the_page_compares_it(folder: Path) -> None:
+    (command,) = re.findall(r"^    tailrace (compare .*)$", PAGE.replace("\\\n", " "), flags=re.M)
+    fewer = ("--count", "40", "--seeds", "1", "--processes", "1", "-o", "csv")
+    out = run(*CLI, *command.split(), *fewer, folder=folder, installed=folder / "site")
+    assert all(f",{name}," in out for name in ("round_robin", "least_loaded", "headroom"))
+    assert "headroom" in (folder / "headroom.html").read_text()
+
+
+def test_the_class_can_be_named_without_an_entry_point(folder: Path) -> None:
+    options = ("--rate", "4", "--count", "20", "-o", "csv")
+    named = ("simulate", "my_policy.headroom:Headroom", "r1")
+    out = run(*CLI, *named, *options, folder=folder, installed=PACKAGE)
+    assert "my_policy.headroom:Headroom" in out
