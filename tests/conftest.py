@@ -7,10 +7,15 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from hypothesis import settings
 
 from tailrace.local.ports import free_ports
 from tailrace.service.etcd import LocalEtcd
 from tailrace.store.store import Store
+
+# How long an example takes is the machine's affair: a test asserts no time.
+settings.register_profile("tailrace", deadline=None)
+settings.load_profile("tailrace")
 
 
 @pytest.fixture(scope="session")
