@@ -1,7 +1,7 @@
 """The policies that are compared, each set up as `tailrace compare` does (`simulator.setups`).
 
-One thing differs, in favour of ARES: it has its prefill pool only on its own ground. On the others, where
-prompts are long, a quarter of the instances for all prefills would be its undoing, and nothing that it is about.
+One thing differs, in favour of ARES: it has its prefill pool only on its own ground. On the others, with
+their long prompts, a quarter of the instances for all prefills would be its undoing; it is not about that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Contestant:
 
 
 def prepare(name: str, ground: Ground, mean_output_tokens: float) -> Contestant:
-    """The policy `name` on this ground; `mean_output_tokens`: of the workload, for ARES's prediction error."""
+    """The policy `name` on this ground; `mean_output_tokens`: what ARES's error scales with."""
     setup = setup_for(name)
     if name == "ares" and ground.paper != "ares":
         setup = replace(setup, prefill_share=None)
