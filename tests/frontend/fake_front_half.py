@@ -39,6 +39,8 @@ class FakeFrontHalf:
         self._output.bind(f"ipc://{folder / 'out'}")
         self._encoder = msgspec.msgpack.Encoder()
         self._calls = 0
+        # Seconds that anything may take.
+        self.wait_s = WAIT_S
         self._reader: asyncio.Task[None] | None = None
         self._arrived = asyncio.Condition()
         self.tokens: dict[str, list[int]] = defaultdict(list)
@@ -100,7 +102,7 @@ class FakeFrontHalf:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for outputs to make the condition true."""
-        async with asyncio.timeout(WAIT_S), self._arrived:
+        async with asyncio.timeout(self.wait_s), self._arrived:
             await self._arrived.wait_for(condition)
 
     async def tokens_of(self, request_id: str, count: int) -> list[int]:

@@ -201,6 +201,7 @@ async def open_fleet(
         )
         stack.push_async_callback(_stop, asyncio.create_task(core.run(), name="front end"))
         await front.ready()
+        front.wait_s = WAIT_S
         names = [record.instance_id for record in process.records]
         arguments = {k: v for k, v in engine.items() if k in SimulatedSettings.__struct_fields__}
         fleet = Fleet(store, members, channels, front, core, process, SimulatedSettings(**arguments), names)

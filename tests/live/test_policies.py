@@ -18,7 +18,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 async def test_pascal_moves_requests_when_their_reasoning_ends(fleet: Fleet) -> None:
     # Round robin: four that reason on one instance, none elsewhere. The first to end its reasoning leaves.
-    lengths = [(60, 300 if n == 0 else 600, 300) if n % 4 == 0 else (60, 0, 700) for n in range(16)]
+    # Its answer is long, so that it does not end before it has moved.
+    lengths = [(60, 600, 60) if n % 4 == 0 else (60, 0, 700) for n in range(16)]
+    lengths[0] = (60, 300, 900)
     requests = [await fleet.send(*each) for each in lengths]
     await fleet.set_policy("pascal")
     await fleet.finish(*requests)

@@ -179,3 +179,14 @@ def test_draining_moves_what_is_decoded_and_tries_a_few_times(scheduler: Schedul
     for second in (4.0, 7.0, 10.0, 13.0):
         drainer.look(second)
     assert len(scheduler.hands.actions) == 12
+
+
+def test_another_policy_is_asked_about_what_has_outgrown_its_stage(scheduler: Scheduler) -> None:
+    facts = members("a", "b")
+    facts.stages = (Stage(0, 120, ("a",)), Stage(120, 4096, ("b",)))
+    scheduler.state.set_members(facts, 0.0)
+    scheduler.decider.take(steady("a", [request("r", output_tokens=20)]), 1.0)
+    successor = scheduler.active.policy = Recorder()
+    for second in (2.0, 3.0):
+        scheduler.decider.take(steady("a", [request("r", output_tokens=20)]), second)
+    assert successor.asked == [("length_boundary", "r")]

@@ -12,8 +12,9 @@ from tailrace.policy.cascade.bid_ask import Award, Bid, Done, Sender, Start, Sta
 from tailrace.v1 import bidask_pb2
 from worker_agent.bidask.messages import Wire, encode
 
-# How long receivers may think about a bid.
-BID_S: Final = 0.2
+# How long receivers may think about a bid. The request goes on where it is meanwhile, so that nobody waits;
+# only a receiver that hangs makes it take so long.
+BID_S: Final = 1.0
 # From an offer to its end: waiting for a turn, and the transfer, which has deadlines of its own.
 OFFER_S: Final = 60.0
 

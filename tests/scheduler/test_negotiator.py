@@ -1,0 +1,79 @@
+"""What the scheduler leaves to the workers, and takes back from those that cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import grpc
+import pytest
+
+from scheduler_svc.negotiator import CannotNegotiate, Negotiator
+from scheduler_svc.refused import Refused
+from scheduler_svc.state import ClusterState
+from scheduler_svc.traceparents import Traceparents
+from tailrace.service.channels import Channels
+from tailrace.service.server import Servicer, serve_grpc
+from tailrace.v1 import bidask_pb2, bidask_pb2_grpc
+from tests.scheduler.facts import Members, instance, request, steady
+
+
+class Worker(bidask_pb2_grpc.BidAskServicer):
+    """Answers offers with the first receiver, or with nobody when there is none of that name."""
+
+    def __init__(self, taker: str) -> None:
+        self.taker = taker
+        self.offered: list[bidask_pb2.OfferRequest] = []
+
+    async def Offer(
+        self,
+        request: bidask_pb2.OfferRequest,
+        context: grpc.aio.ServicerContext[bidask_pb2.OfferRequest, bidask_pb2.OfferReply],
+    ) -> bidask_pb2.OfferReply:
+        self.offered.append(request)
+        return bidask_pb2.OfferReply(taker_instance_id=self.taker)
+
+
+def cluster(address: str) -> ClusterState:
+    """Request r on a, which listens there; b and c beside it."""
+    state = ClusterState()
+    state.set_members(
+        Members(instances={"a": instance("a", address), "b": instance("b"), "c": instance("c")}), 0.0
+    )
+    told = request("r", epoch=3, output_tokens=20)
+    told.traceparent = "00-1-2-01"
+    state.apply(steady("a", [told]), 1.0)
+    return state
+
+
+@pytest.mark.parametrize("taker", ["b", ""])
+async def test_the_source_is_told_all_that_it_needs(taker: str) -> None:
+    worker, channels = Worker(taker), Channels()
+    servicer = Servicer(bidask_pb2_grpc.add_BidAskServicer_to_server, worker, "tailrace.v1.BidAsk")
+    async with serve_grpc("127.0.0.1:0", [servicer]) as server:
+        state = cluster(server.address)
+        negotiator = Negotiator(state, channels, Traceparents())
+        moving = state.request("r")
+        assert moving is not None
+        moved = await negotiator.offer(moving, ["b", "c", "stranger"], "length boundary", "cascade")
+        assert moved is bool(taker)
+        (offer,) = worker.offered
+        assert (offer.request_id, offer.from_epoch, offer.tokens) == ("r", 3, 120)
+        assert [r.instance_id for r in offer.receivers] == ["b", "c"]
+        assert (offer.reason, offer.policy, offer.traceparent) == ("length boundary", "cascade", "00-1-2-01")
+        # It may be moved again.
+        assert state.migration_opened(moving, None)
+        with pytest.raises(Refused, match="is open"):
+            await negotiator.offer(dataclasses.replace(moving), ["b"], "overloaded", "cascade")
+    await channels.close()
+
+
+async def test_a_worker_that_knows_no_bid_ask() -> None:
+    channels = Channels()
+    async with serve_grpc("127.0.0.1:0", []) as server:
+        state = cluster(server.address)
+        moving = state.request("r")
+        assert moving is not None
+        with pytest.raises(CannotNegotiate):
+            await Negotiator(state, channels, Traceparents()).offer(moving, ["b"], "overloaded", "cascade")
+        assert state.migration_opened(moving, "b")
+    await channels.close()
