@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from simulator.estimate import Best, Estimate, best_of, estimate
 from simulator.goodput import Slo
 from simulator.parallel import Progress, Task, run_tasks
 from simulator.scenario import Fleet, Outcome, Scenario, run_brief, run_scenario
+from simulator.workloads.base import Workload
 from simulator.workloads.resolve import WorkloadOptions
 
 # Figures that are compared: 1 where more is better, -1 where less is.
@@ -39,10 +40,15 @@ class Plan:
     fleet: Fleet
     slo: Slo
     predicts: str | None = None
+    # Where each seed's stretch of a trace begins, in seconds of its own time; of others every seed starts
+    # where the options say.
+    starts_s: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def scenario(self, policy: str, workload: str, rate: float | None, seed: int) -> Scenario:
         """One run of it."""
         options = replace(self.options, rate_per_s=rate, seed=seed)
+        if workload in self.starts_s:
+            options = replace(options, start_s=self.starts_s[workload][self.seeds.index(seed)])
         return Scenario(policy, workload, options, self.fleet, self.slo, self.predicts)
 
 
@@ -71,6 +77,11 @@ class Group:
     workload: str
     rate: float | None
     cells: Sequence[Cell]
+
+    @property
+    def name(self) -> str:
+        """The workload's, for a reader."""
+        return self.cells[0].outcomes[0].scenario.workload_name
 
     def best(self, figure: str) -> Best | None:
         """Of a figure of BETTER."""
@@ -119,6 +130,16 @@ def compare(
         for rate in plan.rates
     ]
     return Comparison(plan, groups)
+
+
+def stretches_s(workload: Workload, count: int, seeds: int) -> list[float]:
+    """Where `seeds` stretches of `count` requests begin, as far apart as the trace allows, in seconds.
+
+    A trace has nothing random: runs over one stretch differ in next to nothing, however many, and an
+    interval over them would say nothing of other hours.
+    """
+    spare = max(0, len(workload.requests) - count)
+    return [workload.requests[spare * place // max(1, seeds - 1)].arrival_s for place in range(seeds)]
 
 
 def _name(scenario: Scenario) -> str:

@@ -3,48 +3,56 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from simulator.estimate import Estimate
 
 NOTHING: Final = "-"
-# What a figure is multiplied with to be shown, and how: its heading says the unit.
-Shown = tuple[str, float, Callable[[float], str]]
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.2f}" if value < 100 else f"{value:.0f}"
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """How a figure is shown: its heading with the unit, and what it is multiplied with."""
 
-
-def _tenths(value: float) -> str:
-    return f"{value:.1f}"
-
-
-def _significant(value: float) -> str:
-    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    heading: str
+    factor: float = 1.0
+    # Least number of significant digits; figures above 100 lose none before the point.
+    digits: int = 3
 
 
 SHOWN: Final[Mapping[str, Shown]] = {
-    "attainment": ("SLO %", 100.0, _tenths),
-    "goodput_per_s": ("GOODPUT/S", 1.0, _significant),
-    "ttft_p50_s": ("TTFT P50 S", 1.0, _seconds),
-    "ttft_p99_s": ("TTFT P99 S", 1.0, _seconds),
-    "tpot_p50_s": ("TPOT P50 MS", 1e3, _tenths),
-    "tpot_p99_s": ("TPOT P99 MS", 1e3, _tenths),
-    "latency_p50_s": ("E2E P50 S", 1.0, _seconds),
-    "latency_p99_s": ("E2E P99 S", 1.0, _seconds),
-    "tokens_per_s": ("TOKENS/S", 1.0, _significant),
+    "attainment": Shown("SLO %", 100.0),
+    "goodput_per_s": Shown("GOODPUT/S"),
+    "ttft_p50_s": Shown("TTFT P50 S"),
+    "ttft_p99_s": Shown("TTFT P99 S"),
+    "tpot_p50_s": Shown("TPOT P50 MS", 1e3),
+    "tpot_p99_s": Shown("TPOT P99 MS", 1e3),
+    "latency_p50_s": Shown("E2E P50 S"),
+    "latency_p99_s": Shown("E2E P99 S"),
+    "tokens_per_s": Shown("TOKENS/S"),
 }
 
 
-def text(figure: str, value: float) -> str:
-    """A value as its column shows it."""
-    _, factor, words = SHOWN[figure]
-    return words(value * factor) if math.isfinite(value) else NOTHING
+def mean_text(figure: str, value: Estimate) -> str:
+    """The mean as its column shows it."""
+    shown = SHOWN[figure]
+    mean = value.mean * shown.factor
+    return f"{mean:,.{_decimals(mean, shown.digits)}f}" if math.isfinite(mean) else NOTHING
 
 
-def interval_text(figure: str, value: Estimate) -> str:
-    """`mean ±half width`; the mean alone of a single run."""
-    mean = text(figure, value.mean)
-    return mean if value.half_width is None else f"{mean} ±{text(figure, value.half_width)}"
+def half_text(figure: str, value: Estimate) -> str:
+    """Half of the interval, to as many places as the mean; "" of a single run."""
+    shown = SHOWN[figure]
+    if value.half_width is None or not math.isfinite(value.half_width):
+        return ""
+    places = _decimals(value.mean * shown.factor, shown.digits)
+    return f"±{value.half_width * shown.factor:,.{places}f}"
+
+
+def _decimals(value: float, digits: int) -> int:
+    """Places after the point that show so many significant digits."""
+    if not math.isfinite(value) or value == 0.0:
+        return digits - 1
+    return max(0, digits - 1 - math.floor(math.log10(abs(value))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from pathlib import PurePath
 
 import numpy as np
 
@@ -46,6 +47,12 @@ class Scenario:
     slo: Slo
     # One of `simulator.setups.PREDICTIONS`; None: as the policy's setup has it.
     predicts: str | None = None
+
+    @property
+    def workload_name(self) -> str:
+        """For a reader: files without their folders."""
+        parts = (part.strip().partition(":") for part in self.workload.split(","))
+        return ", ".join(f"{form}{colon}{PurePath(path).name}" for form, colon, path in parts)
 
     def setup(self) -> Setup:
         """The policy's setup with what the user asks otherwise. Raises UnknownSetupError."""

@@ -24,9 +24,9 @@ from simulator.cli.options import (
 )
 from simulator.cli.progress import task_bar
 from simulator.cli.report_file import report_option, write_report
-from simulator.comparison import BETTER, Cell, Comparison, Group, Plan, compare
+from simulator.comparison import BETTER, Cell, Comparison, Group, Plan, compare, stretches_s
 from simulator.estimate import Best
-from simulator.figure_text import SHOWN, interval_text
+from simulator.figure_text import SHOWN, half_text, mean_text
 from simulator.report.side_by_side import comparison_report
 from simulator.workloads.resolve import WorkloadOptions, resolve_workload
 from tailrace.cli.errors import UsageProblem
@@ -88,7 +88,8 @@ def compare_command(
 
     POLICY is a name (tailrace get policies), fcfs or rr, or module:Class of your own. Figures are means over
     the seeds with 95% intervals (Student's t). In each column * marks the best mean, and = those whose
-    difference from it, seed by seed, cannot be told from none.
+    difference from it, seed by seed, cannot be told from none. Of a trace with --count, each seed takes
+    another stretch; without, all take the whole, and then there is next to nothing random in it.
     """
     for name in policies:
         check_policy(name, "POLICY")
@@ -111,6 +112,7 @@ def compare_command(
         # What cannot be had is said before anything runs.
         for workload in workloads:
             resolve_workload(workload, replace(plan.options, rate_per_s=plan.rates[0], seed=seed))
+        plan = replace(plan, starts_s=_stretches(plan))
         with task_bar("comparing") as progress:
             comparison = compare(plan, processes=processes, progress=progress)
     _note_refusals(comparison)
@@ -128,6 +130,16 @@ def compare_command(
                 click.echo()
             click.echo(f"SLO: {plan.slo.words()}; seeds: {seeds}; ± half of a 95% interval (Student's t)")
             click.echo("*: the best mean; =: cannot be told from it, seed by seed")
+
+
+def _stretches(plan: Plan) -> dict[str, list[float]]:
+    """Of each trace of which only `--count` requests are taken, without a window that the user chose."""
+    options, seeds = plan.options, len(plan.seeds)
+    if options.count is None or options.start_s or options.duration_s is not None or seeds == 1:
+        return {}
+    traces = [workload for workload in plan.workloads if ":" in workload and "," not in workload]
+    whole = WorkloadOptions()
+    return {name: stretches_s(resolve_workload(name, whole), options.count, seeds) for name in traces}
 
 
 def _distinct(option: str, values: Iterable[object]) -> None:
@@ -152,15 +164,17 @@ def _table(group: Group) -> Table:
     table.add_column("POLICY", no_wrap=True)
     bests = {figure: group.best(figure) for figure in _COLUMNS}
     for figure in _COLUMNS:
-        table.add_column(SHOWN[figure][0], justify="right", no_wrap=True)
+        table.add_column(SHOWN[figure].heading, justify="right", no_wrap=True)
     table.add_column("MIGRATIONS", justify="right", no_wrap=True)
     for cell in group.cells:
-        figures = [
-            f"{interval_text(figure, cell.estimate(figure))} {_mark(bests[figure], cell)}"
-            for figure in _COLUMNS
-        ]
+        figures = [f"{_interval(figure, cell)} {_mark(bests[figure], cell)}" for figure in _COLUMNS]
         table.add_row(cell.policy, *figures, f"{cell.estimate('migrations').mean:.0f}")
     return table
+
+
+def _interval(figure: str, cell: Cell) -> str:
+    value = cell.estimate(figure)
+    return f"{mean_text(figure, value)} {half_text(figure, value)}".rstrip()
 
 
 def _mark(best: Best | None, cell: Cell) -> str:

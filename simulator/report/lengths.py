@@ -13,7 +13,7 @@ from simulator.tails import BIN_TOKENS, percentile_for, tail_by_bin
 
 # (reasoning tokens, prompt tokens, TTFT in seconds)
 TtftPoint = tuple[int, int, float]
-_DISTRIBUTION: Final = 60
+_DISTRIBUTION: Final = 100
 
 
 def by_reasoning(points: Mapping[str, Sequence[Sequence[TtftPoint]]]) -> str:

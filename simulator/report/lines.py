@@ -13,7 +13,9 @@ from simulator.report.svg import Drawing
 
 _HEIGHT: Final = 340.0
 # Points beyond which a line is drawn without markers.
-_MARKED: Final = 80
+_MARKED: Final = 60
+# Pixels between the whiskers of two lines, which would else hide each other.
+_APART: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +38,14 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What is on it, with the unit; `most`: it goes up to there at least."""
+    """What is on it, with the unit."""
 
     label: str
     logarithmic: bool = False
-    most: float = 0.0
+    # It ends there; None: where its values do.
+    most: float | None = None
+    # It begins a little before the first value, not at 0.
+    close: bool = False
 
 
 def line_chart(label: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
@@ -51,14 +56,21 @@ def line_chart(label: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
     if x.logarithmic:
         x_scale = logarithmic(xs, INNER_START, INNER_END)
     else:
-        x_scale = within(min(0.0, *xs) if x.most == 0.0 else 0.0, max(*xs, x.most), INNER_START, INNER_END)
-    ys = [point.y + (point.half or 0.0) for point in points]
+        margin = 0.05 * (max(xs) - min(xs)) if x.close else 0.0
+        start = min(xs) - margin if x.close else 0.0
+        x_scale = within(start, max(xs) + margin, INNER_START, INNER_END)
     bottom = _HEIGHT - BOTTOM
-    y_scale = logarithmic(ys, bottom, TOP) if y.logarithmic else linear(ys, bottom, TOP, least_high=y.most)
+    if y.most is not None:
+        y_scale = within(0.0, y.most, bottom, TOP)
+    elif y.logarithmic:
+        y_scale = logarithmic([point.y for point in points], bottom, TOP)
+    else:
+        y_scale = linear([point.y + (point.half or 0.0) for point in points], bottom, TOP)
     draw_frame(drawing, x_scale, y_scale, x.label, y.label)
     for line in lines:
         drawn = _finite(line)
-        placed = [(x_scale.place(point.x), y_scale.place(point.y)) for point in drawn]
+        aside = _APART * (line.series - (len(lines) - 1) / 2) if any(p.half for p in drawn) else 0.0
+        placed = [(x_scale.place(point.x) + aside, y_scale.place(point.y)) for point in drawn]
         if len(placed) > 1:
             drawing.path(placed, line.series)
         if len(drawn) > _MARKED:

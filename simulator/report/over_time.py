@@ -64,9 +64,8 @@ def pool_membership(detail: Detail) -> str:
     seen = {change.pool for change in series.pools}
     legend = colour_legend([words for pool, words in _POOLS.items() if pool in seen])
     flips = len(series.pools) - len(series.instance_ids)
-    caption = (
-        f"A row an instance; {flips} change{'' if flips == 1 else 's'} of pool, none of which drains it."
-    )
+    changes = "No instance changed its pool" if not flips else f"{flips} changes of pool"
+    caption = f"A row an instance. {changes}; an instance that changes goes on with what it has."
     return figure(strip_chart("pools over time", rows, detail.end_s), caption, legend)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Final
+from typing import Final, Literal
 
 from simulator.report.svg import swatch
 
@@ -28,6 +28,7 @@ _STYLE: Final = """
 body { margin: 0; background: var(--ground); color: var(--text);
   font: 16px/1.5 system-ui, "Segoe UI", "Helvetica Neue", Arial, sans-serif; }
 main { max-width: 960px; margin: 0 auto; padding: 28px 24px 64px; }
+h1, h2, h3 { overflow-wrap: anywhere; }
 h1 { font-size: 28px; line-height: 1.25; margin: 0 0 4px; }
 h2 { font-size: 21px; margin: 44px 0 2px; }
 h3 { font-size: 17px; margin: 26px 0 2px; }
@@ -42,7 +43,7 @@ svg text.label { font-size: 14px; fill: var(--dim); }
 .path { fill: none; stroke-width: 2.2; stroke-linejoin: round; }
 .whisker { stroke-width: 1.4; opacity: 0.75; }
 .mark { stroke: var(--ground); stroke-width: 0.8; } .soft { opacity: 0.28; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px;
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(130px, 1fr)); gap: 12px;
   margin: 20px 0; }
 .card { background: var(--card); border-radius: 10px; padding: 12px 16px; }
 .card b { display: block; font-size: 24px; line-height: 1.3; font-weight: 650; }
@@ -57,11 +58,13 @@ svg text.label { font-size: 14px; fill: var(--dim); }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; margin: 10px 0 6px; font-size: 15px; font-variant-numeric: tabular-nums; }
 caption { text-align: left; caption-side: bottom; font-size: 14.5px; padding-top: 6px; }
-th, td { padding: 5px 14px 5px 0; text-align: right; border-bottom: 1px solid var(--grid);
+th, td { padding: 5px 10px 5px 6px; text-align: right; border-bottom: 1px solid var(--grid);
   white-space: nowrap; }
+th { white-space: normal; }
 th:first-child, td:first-child { text-align: left; padding-left: 6px; }
 th { font-weight: 600; vertical-align: bottom; }
-td.best { font-weight: 700; background: var(--mark); }
+td.best { font-weight: 700; } td.best, td.tied { background: var(--mark); }
+td small { display: block; font-size: 12.5px; font-weight: 400; color: var(--dim); }
 """
 _COLOURS: Final = "".join(
     f".s{n} {{ stroke: var(--s{n}); }} .f{n} {{ fill: var(--s{n}); }} i.f{n} {{ background: var(--s{n}); }}\n"
@@ -71,10 +74,12 @@ _COLOURS: Final = "".join(
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell of a table; `best`: it is set off."""
+    """A cell of a table, with a smaller line below."""
 
     text: str
-    best: bool = False
+    below: str = ""
+    # "best" and "tied" are set off.
+    standing: Literal["", "best", "tied"] = ""
 
 
 def page(title: str, subtitle: str, body: Sequence[str]) -> str:
@@ -147,5 +152,6 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[Cell]], caption: str 
 
 
 def _cell(cell: Cell) -> str:
-    kind = ' class="best"' if cell.best else ""
-    return f"<td{kind}>{escape(cell.text)}</td>"
+    kind = f' class="{cell.standing}"' if cell.standing else ""
+    below = f"<small>{escape(cell.below)}</small>" if cell.below else ""
+    return f"<td{kind}>{escape(cell.text)}{below}</td>"

@@ -14,10 +14,17 @@ def run_report(outcome: Outcome) -> str:
     """A whole HTML document."""
     scenario = outcome.scenario
     rows = summary_rows(outcome.figures)
-    shown = ("SLO attainment", "Goodput", "TTFT P50", "TTFT P99", "TPOT P99", "Throughput")
+    shown = {
+        "SLO attainment": "SLO attainment",
+        "Goodput": "requests/s of goodput",
+        "TTFT P50": "TTFT P50",
+        "TTFT P99": "TTFT P99",
+        "TPOT P99": "TPOT P99",
+        "Throughput": "tokens/s",
+    }
     points = {scenario.policy: [outcome.points]}
     body = [
-        cards([row for row in rows if row[0] in shown]),
+        cards([(shown[what], _short(value)) for what, value in rows if what in shown]),
         heading("Time to first token"),
         by_reasoning(points),
         by_prompt(points),
@@ -44,5 +51,10 @@ def run_report(outcome: Outcome) -> str:
         table(["setting", "value"], [[Cell(name), Cell(value)] for name, value in setup_rows(scenario)]),
     ]
     return page(
-        f"{scenario.policy} on {scenario.workload}", f"{outcome.source} {fleet_words(scenario)}", body
+        f"{scenario.policy} on {scenario.workload_name}", f"{outcome.source} {fleet_words(scenario)}", body
     )
+
+
+def _short(value: str) -> str:
+    """Without the unit of a rate, which stands below it on a card."""
+    return value.removesuffix(" requests/s").removesuffix(" tokens/s")

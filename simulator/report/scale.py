@@ -35,9 +35,9 @@ class Scale:
         )
 
 
-def linear(values: Sequence[float], start: float, end: float, *, least_high: float = 0.0) -> Scale:
-    """From 0 to a round number above all values, and above `least_high`."""
-    high = max([*values, least_high], default=0.0)
+def linear(values: Sequence[float], start: float, end: float) -> Scale:
+    """From 0 to a round number above all values."""
+    high = max(values, default=0.0)
     if not high > 0.0:
         high = 1.0
     step = _step(high / 5)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Literal
 
 from simulator.comparison import Cell as Entry
 from simulator.comparison import Comparison, Group
-from simulator.figure_text import SHOWN, interval_text
+from simulator.estimate import Best
+from simulator.figure_text import SHOWN, half_text, mean_text
 from simulator.report.lengths import TtftPoint, by_prompt, by_reasoning, distribution
 from simulator.report.lines import Axis, Line, Point, line_chart
 from simulator.report.over_time import kv_use, migrations, pool_membership, stages
@@ -27,11 +28,11 @@ _COLUMNS: Final = (
     *("attainment", "goodput_per_s", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s"),
     *("latency_p99_s", "tokens_per_s"),
 )
-# Figures drawn against the rate: label, factor, and how far the axis goes at least.
+# Figures drawn against the rate: label, factor, and where the axis ends.
 _AGAINST_RATE: Final = (
     ("attainment", "SLO attainment (%)", 100.0, 100.0),
-    ("goodput_per_s", "goodput (requests/s)", 1.0, 0.0),
-    ("ttft_p99_s", "TTFT P99 (s)", 1.0, 0.0),
+    ("goodput_per_s", "Goodput (requests/s)", 1.0, None),
+    ("ttft_p99_s", "TTFT P99 (s)", 1.0, None),
 )
 
 
@@ -44,34 +45,33 @@ def comparison_report(comparison: Comparison) -> str:
         f"{count} seed{'' if count == 1 else 's'} · SLO: {plan.slo.words()}"
     )
     body = [_winners(comparison)]
+    names = [_groups(comparison, workload)[0].name for workload in plan.workloads]
     for workload in plan.workloads:
-        body += _workload(comparison, [group for group in comparison.groups if group.workload == workload])
+        body += _workload(comparison, _groups(comparison, workload))
     body.append(heading("What goes with each policy"))
     settings = [plan.scenario(policy, plan.workloads[0], None, plan.seeds[0]) for policy in plan.policies]
     rows = [setup_rows(scenario)[:5] for scenario in settings]
     body.append(table([name for name, _ in rows[0]], [[Cell(value) for _, value in row] for row in rows]))
-    return page(f"Policies on {', '.join(plan.workloads)}", subtitle, body)
+    return page(f"Policies on {', '.join(names)}", subtitle, body)
 
 
 def _winners(comparison: Comparison) -> str:
     """Who has the most goodput at the highest rate, workload by workload."""
     rows = []
     for workload in comparison.plan.workloads:
-        group = [group for group in comparison.groups if group.workload == workload][-1]
+        group = _groups(comparison, workload)[-1]
         best = group.best("goodput_per_s")
         if best is None:
             continue
-        # With ties nobody is the best.
-        names = [best.name, *sorted(best.tied)]
-        words = " = ".join(names) if len(names) <= 3 else f"{len(names)} alike"
-        rows.append((f"most goodput, {workload}{_at(group)}", words))
+        alike = f"; not told apart: {', '.join(sorted(best.tied))}" if best.tied else ""
+        rows.append((f"most goodput on {group.name}{_at(group)}{alike}", best.name))
     return cards(rows)
 
 
 def _workload(comparison: Comparison, groups: Sequence[Group]) -> list[str]:
     last = groups[-1]
     outcomes = last.cells[0].outcomes
-    body = [heading(last.workload, outcomes[0].source)]
+    body = [heading(last.name, outcomes[0].source)]
     if len(groups) > 1:
         body += [_against_rate(groups, *figure_) for figure_ in _AGAINST_RATE]
     body += [_table(group) for group in groups]
@@ -90,17 +90,20 @@ def _lengths(points: dict[str, list[Sequence[TtftPoint]]]) -> list[str]:
     return [by_reasoning(points), by_prompt(points), distribution(points)]
 
 
-def _against_rate(groups: Sequence[Group], name: str, label: str, factor: float, most: float) -> str:
+def _against_rate(groups: Sequence[Group], name: str, label: str, factor: float, most: float | None) -> str:
     lines = []
     for series, policy in enumerate(cell.policy for cell in groups[0].cells):
         cells = [next(cell for cell in group.cells if cell.policy == policy) for group in groups]
         drawn = [_point(cell, name, factor) for cell in sorted(cells, key=lambda cell: cell.rate or 0.0)]
         lines.append(Line(policy, series, drawn))
-    picture = line_chart(f"{label} against rate", Axis("rate (requests/s)"), Axis(label, most=most), lines)
+    picture = line_chart(
+        f"{label} against rate", Axis("rate (requests/s)", close=True), Axis(label, most=most), lines
+    )
     caption = (
         "Means over the seeds; whiskers are 95% intervals." if len(groups[0].cells[0].outcomes) > 1 else ""
     )
-    return figure(picture, caption, line_legend([(line.name, line.series) for line in lines]))
+    legend = line_legend([(line.name, line.series) for line in lines])
+    return subheading(f"{label.partition(' (')[0]} against rate") + figure(picture, caption, legend)
 
 
 def _point(cell: Entry, name: str, factor: float) -> Point:
@@ -115,17 +118,35 @@ def _table(group: Group) -> str:
     for cell in group.cells:
         row = [Cell(cell.policy)]
         for name in _COLUMNS:
-            best = bests[name]
-            among = best is not None and (best.name == cell.policy or cell.policy in best.tied)
-            row.append(Cell(interval_text(name, cell.estimate(name)), among))
+            value = cell.estimate(name)
+            standing = _standing(bests[name], cell, len(group.cells))
+            row.append(Cell(mean_text(name, value), half_text(name, value), standing))
         row += [Cell(f"{cell.estimate(name).mean:,.0f}") for name in ("migrations", "refused")]
         rows.append(row)
-    headings = ["policy", *(SHOWN[name][0].lower() for name in _COLUMNS), "migrations", "refused"]
+    headings = ["policy", *(_heading(SHOWN[name].heading) for name in _COLUMNS), "migrations", "refused"]
     caption = (
         f"{len(group.cells[0].outcomes)} seeds{_at(group)}: mean ± half of a 95% interval (Student's t). "
-        "Set off: the best mean, and those that cannot be told from it seed by seed."
+        "Bold: the best mean; coloured too: those that cannot be told from it, seed by seed."
     )
     return table(headings, rows, caption)
+
+
+def _groups(comparison: Comparison, workload: str) -> list[Group]:
+    """One a rate."""
+    return [group for group in comparison.groups if group.workload == workload]
+
+
+def _standing(best: Best | None, cell: Entry, among: int) -> Literal["", "best", "tied"]:
+    # Where all are alike nothing is set off.
+    if best is None or len(best.tied) == among - 1:
+        return ""
+    return "best" if best.name == cell.policy else "tied" if cell.policy in best.tied else ""
+
+
+def _heading(words: str) -> str:
+    """`TTFT P99 S` as `TTFT P99 (s)`."""
+    what, _, unit = words.rpartition(" ")
+    return f"{what} ({unit.lower()})" if what else words.lower()
 
 
 def _at(group: Group) -> str:

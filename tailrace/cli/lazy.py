@@ -50,7 +50,7 @@ class LazyGroup(click.Group):
             return None
         try:
             command: object = point.load()
-        except ImportError as error:
+        except ModuleNotFoundError as error:
             raise CliError(f"{cmd_name}: {error}; scripts/install.sh installs what is missing") from error
         return _checked(command, point.value)
 
