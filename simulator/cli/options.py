@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import click
@@ -135,7 +137,14 @@ def fleet_of(profile: str, instances: int, penalty: str, prefill_instances: int 
 
 
 def check_policy(name: str, option: str) -> None:
-    """Raises UsageProblem with the known names when there is no such policy."""
+    """Raises UsageProblem with the known names when there is no such policy.
+
+    A `module:Class` may lie in the working directory, after everything that is installed; processes that are
+    started later look there too.
+    """
+    here = str(Path.cwd())
+    if ":" in name and here not in sys.path:
+        sys.path.append(here)
     try:
         setup_for(name)
     except UnknownSetupError as error:

@@ -88,9 +88,9 @@ def _log_ticks(low: float, high: float, about: int) -> list[float]:
             for digit in digits
             if low * (1 - 1e-9) <= digit * 10.0**decade <= high * (1 + 1e-9)
         ]
-        if len(found) <= about + 2 or digits == (1.0,):
+        if len(found) <= about + 2:
             return found
-    return []
+    return found[:: -(-len(found) // about)]
 
 
 def _round_down(value: float) -> float:

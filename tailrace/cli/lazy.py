@@ -8,8 +8,6 @@ from importlib.metadata import EntryPoint, entry_points
 
 import click
 
-from tailrace.cli.errors import CliError
-
 
 class LazyGroup(click.Group):
     """Commands by name: where they live (`module:attribute`) and their one line of help.
@@ -51,6 +49,9 @@ class LazyGroup(click.Group):
         try:
             command: object = point.load()
         except ModuleNotFoundError as error:
+            # It imports gRPC, and `tailrace --help` is to be quick.
+            from tailrace.cli.errors import CliError
+
             raise CliError(f"{cmd_name}: {error}; scripts/install.sh installs what is missing") from error
         return _checked(command, point.value)
 

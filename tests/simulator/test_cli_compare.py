@@ -1,0 +1,126 @@
+"""`tailrace compare`: policies side by side."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simulator.goodput import Slo
+from simulator.scenario import Fleet, Scenario, run_scenario
+from simulator.workloads.resolve import WorkloadOptions
+from tests.simulator.command_lines import done, profile, run, workload
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the workload is."""
+    return tmp_path_factory.mktemp("compare")
+
+
+@pytest.fixture(scope="module")
+def arguments(folder: Path) -> tuple[str, ...]:
+    """Two policies, two rates, two seeds, one process."""
+    return (
+        *("compare", "pascal", "fcfs", "--workload", workload(folder, count=40), "--rate", "10", "--rate"),
+        *("20", "--seeds", "2", "--count", "20", "--profile", str(profile(folder)), "--instances", "2"),
+        *("--processes", "1"),
+    )
+
+
+@pytest.fixture(scope="module")
+def said(arguments: tuple[str, ...]) -> dict[str, Any]:
+    """What it says as JSON."""
+    answer: dict[str, Any] = json.loads(done(*arguments, "-o", "json").stdout)
+    return answer
+
+
+def test_a_group_for_each_rate_with_all_policies(said: dict[str, Any]) -> None:
+    assert [group["rate_per_s"] for group in said["groups"]] == [10.0, 20.0]
+    for group in said["groups"]:
+        assert [cell["policy"] for cell in group["policies"]] == ["pascal", "fcfs"]
+        assert all(len(cell["runs"]) == 2 for cell in group["policies"])
+
+
+def test_figures_are_those_of_single_runs(
+    said: dict[str, Any], arguments: tuple[str, ...], folder: Path
+) -> None:
+    # The second seed takes the second half of the trace, which begins with its 21st request.
+    options = WorkloadOptions(seed=1, rate_per_s=20.0, count=20, start_s=1.0)
+    scenario = Scenario("fcfs", arguments[4], options, Fleet(str(profile(folder)), 2), Slo())
+    alone = run_scenario(scenario).figures.as_dict()
+    assert said["groups"][1]["policies"][1]["runs"][1] == alone
+
+
+def test_means_and_intervals(said: dict[str, Any]) -> None:
+    cell = said["groups"][0]["policies"][0]
+    one, two = (single["ttft_p50_s"] for single in cell["runs"])
+    assert cell["mean"]["ttft_p50_s"] == pytest.approx((one + two) / 2)
+    # Two values: half of their distance times 12.706.
+    assert cell["half_width"]["ttft_p50_s"] == pytest.approx(abs(one - two) / 2 * 12.706)
+
+
+def test_the_best_is_the_best(said: dict[str, Any]) -> None:
+    for group in said["groups"]:
+        means = {cell["policy"]: cell["mean"]["ttft_p99_s"] for cell in group["policies"]}
+        assert group["best"]["ttft_p99_s"] == min(means, key=means.__getitem__)
+
+
+def test_csv_is_a_line_a_run_and_the_table_marks_the_best(arguments: tuple[str, ...]) -> None:
+    rows = list(csv.DictReader(io.StringIO(done(*arguments, "-o", "csv").stdout)))
+    assert len(rows) == 8
+    assert {(row["policy"], row["seed"], row["asked_rate_per_s"]) for row in rows} == {
+        (policy, seed, rate) for policy in ("pascal", "fcfs") for seed in "01" for rate in ("10.0", "20.0")
+    }
+
+
+def test_table_and_report(arguments: tuple[str, ...], folder: Path) -> None:
+    page = folder / "compare.html"
+    result = done(*arguments, "--report", page)
+    lines = result.stdout.splitlines()
+    assert sum(line.startswith("pascal ") for line in lines) == 2
+    assert any("*" in line for line in lines if line.startswith(("pascal ", "fcfs ")))
+    assert "Student's t" in lines[-2]
+    assert f"report: {page}" in result.stderr
+    assert "<svg" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("pascal", "magic", "--workload", "r1", "--rate", "1"), "POLICY: unknown policy 'magic'"),
+        (("pascal", "pascal", "--workload", "r1", "--rate", "1"), "POLICY: pascal is given twice"),
+        (("pascal", "--workload", "r1", "--rate", "1", "--rate", "1"), "--rate: 1.0 is given twice"),
+        (("pascal", "--workload", "r1"), "workload: r1 is generated and needs a rate"),
+        (("pascal",), "'--workload'"),
+        (("--workload", "r1"), "POLICY"),
+    ],
+)
+def test_wrong_usage_is_said_before_anything_runs(arguments: tuple[str, ...], says: str) -> None:
+    result = run("compare", *arguments)
+    assert result.exit_code == 2
+    assert says in " ".join(result.stderr.split())
+
+
+def test_a_run_that_fails_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "broken_policy.py").write_text(
+        "from tailrace.actions import Place\n"
+        "from tailrace.policy.min_kv import MinKv\n\n\n"
+        "class Broken(MinKv):\n"
+        "    def place(self, view, arrival, now):\n"
+        "        return Place('nobody')\n"
+    )
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    policy = "broken_policy:Broken"
+    result = run(
+        "compare", policy, "--workload", workload(folder, name="v"), "--seeds", "1", "--processes", "1"
+    )
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"tailrace: {policy} on jsonl:")
+    assert "seed 0: SimulationError: the policy names instance 'nobody'" in result.stderr

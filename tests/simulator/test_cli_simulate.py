@@ -1,0 +1,129 @@
+"""`tailrace simulate`: figures, formats, and what is said when something is wrong."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from simulator.goodput import Slo
+from simulator.scenario import Fleet, Scenario, run_scenario
+from simulator.workloads.resolve import WorkloadOptions
+from tests.simulator.command_lines import done, profile, run, workload
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> tuple[str, ...]:
+    """A workload and a fleet."""
+    return (workload(tmp_path), "--profile", str(profile(tmp_path)), "--instances", "3")
+
+
+def test_json_has_the_figures_of_the_run(small: tuple[str, ...], tmp_path: Path) -> None:
+    result = done("simulate", "pascal", *small, "-o", "json", "--slo-ttft", 1, "--slo-tpot", 0.05)
+    said = json.loads(result.stdout)
+    outcome = run_scenario(
+        Scenario(
+            "pascal", small[0], WorkloadOptions(), Fleet(str(profile(tmp_path)), 3), Slo(1.0, 0.05, None)
+        )
+    )
+    assert said["figures"] == outcome.figures.as_dict()
+    assert said["slo"] == {"ttft_s": 1.0, "tpot_s": 0.05, "qoe": None}
+    assert said["figures"]["requests"] == said["figures"]["finished"] == 30
+    assert said["tail_ttft_s_by_reasoning_tokens"] == {str(at): tail for at, tail in outcome.tails.items()}
+
+
+def test_table(small: tuple[str, ...]) -> None:
+    lines = done("simulate", "fcfs", *small).stdout.splitlines()
+    assert lines[0].startswith("fcfs on requests of w.jsonl")
+    assert any(line.startswith("SLO attainment") and line.endswith("%") for line in lines)
+    assert lines[-1].startswith("SLO: TTFT within 2 s")
+
+
+def test_csv_is_one_row(small: tuple[str, ...]) -> None:
+    rows = list(csv.DictReader(io.StringIO(done("simulate", "rr", *small, "-o", "csv").stdout)))
+    assert len(rows) == 1
+    assert rows[0]["policy"] == "rr"
+    assert rows[0]["requests"] == "30"
+
+
+def test_own_class(small: tuple[str, ...]) -> None:
+    said = json.loads(done("simulate", "tailrace.policy.min_kv:MinKv", *small, "-o", "json").stdout)
+    assert said["figures"]["finished"] == 30
+
+
+def test_own_class_in_the_working_directory(
+    small: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine_here.py").write_text(
+        "from tailrace.policy.min_kv import MinKv\n\n\nclass Mine(MinKv):\n    summary = 'mine'\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    said = json.loads(done("simulate", "mine_here:Mine", *small, "-o", "json").stdout)
+    assert said["policy"] == "mine_here:Mine"
+
+
+def test_slos_of_zero_ask_for_nothing(small: tuple[str, ...]) -> None:
+    result = done("simulate", "pascal", *small, "--slo-ttft", 0, "--slo-tpot", 0, "-o", "json")
+    assert json.loads(result.stdout)["figures"]["attainment"] == 1.0
+
+
+def test_what_was_refused_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text(
+        '{"arrival_s": 0, "prompt_tokens": 5000, "answer_tokens": 3}\n'
+        '{"arrival_s": 1, "prompt_tokens": 50, "answer_tokens": 3}\n'
+    )
+    result = done("simulate", "pascal", f"jsonl:{path}", "--profile", profile(tmp_path), "-o", "json")
+    assert json.loads(result.stdout)["figures"]["refused"] == 1
+    assert "1 requests were refused, the first: 5003 tokens" in result.stderr
+
+
+def test_nothing_finished_is_no_number(tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text('{"arrival_s": 0, "prompt_tokens": 5000, "answer_tokens": 3}\n')
+    arguments = ("simulate", "pascal", f"jsonl:{path}", "--profile", profile(tmp_path))
+    figures = json.loads(done(*arguments, "-o", "json").stdout)["figures"]
+    assert figures["ttft_p99_s"] is None
+    assert figures["attainment"] == 0.0
+    assert "TTFT P99" in done(*arguments, "--report", tmp_path / "r.html").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("magic", "r1"), "tailrace: POLICY: unknown policy 'magic'; known: ares, "),
+        (("pascal", "nothing"), "tailrace: workload: unknown workload 'nothing'; generators: "),
+        (("pascal", "r1"), "needs a rate"),
+        (("pascal", "jsonl:/no/such/file"), "/no/such/file"),
+        (("pascal", "r1", "--rate", "5", "--profile", "none"), "--profile: no profile 'none'"),
+        (("pascal", "r1", "--rate", "5", "--length-penalty", "x"), "--length-penalty: no length penalty 'x'"),
+        (("pascal", "r1", "--rate", "5", "--instances", "0"), "'--instances': 0 is not in the range"),
+        (("arrow", "r1", "--rate", "5", "--prefill-instances", "8"), "leaves nobody to decode"),
+        (("pascal", "r1", "--rate", "0"), "'--rate'"),
+        (("pascal", "r1", "--rate", "5", "--predict", "psychic"), "'--predict'"),
+        (("pascal", "r1", "--rate", "5", "--report", "/no/such/folder/x.html"), "no folder /no/such/folder"),
+    ],
+)
+def test_wrong_usage_names_the_field(arguments: tuple[str, ...], says: str) -> None:
+    result = run("simulate", *arguments)
+    assert result.exit_code == 2
+    assert says in " ".join(result.stderr.split())
+    assert result.stdout == ""
+
+
+def test_a_malformed_row_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "broken.jsonl"
+    path.write_text(
+        '{"arrival_s": 0, "prompt_tokens": 1, "answer_tokens": 1}\n'
+        '{"arrival_s": 1, "prompt_tokens": 0, "answer_tokens": 1}\n'
+    )
+    result = run("simulate", "pascal", f"jsonl:{path}")
+    assert result.exit_code == 2
+    assert "broken.jsonl" in result.stderr
+    assert "2" in result.stderr
+    assert "prompt_tokens" in result.stderr
