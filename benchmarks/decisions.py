@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -24,8 +24,12 @@ from rich.table import Table
 from benchmarks.clusters import REQUESTS_PER_INSTANCE, arrivals, cluster
 from benchmarks.loadgen import percentile
 from benchmarks.report import machine, save
+from tailrace.actions import SetStages
 from tailrace.cluster import Phase
 from tailrace.policy.base import Policy
+from tailrace.policy.cascade.planner import Costs, Plan, exact, heuristic
+from tailrace.policy.cascade.policy import Cascade
+from tailrace.policy.cascade.workload import Workload
 from tailrace.policy.registry import load, names
 
 SIZES = (16, 64, 256, 1_024)
@@ -90,6 +94,32 @@ def tick(policy: Policy) -> Callable[[int], Call]:
     return prepare
 
 
+def planning(planner: Callable[[Costs, int], Plan]) -> Callable[[int], Call]:
+    """CascadeInfer's stages for lengths of up to 128K tokens, from the sums of requests by length."""
+
+    def prepare(instances: int) -> Call:
+        policy = Cascade()
+        held = [r for i in cluster(instances).instances.values() for r in i.requests]
+        workload = Workload.of_snapshot(
+            policy.edges, [r.prompt_tokens for r in held], [r.context_tokens for r in held]
+        )
+        return lambda _: planner(Costs(workload, policy.model, policy.transfer_s_per_token), instances)
+
+    return prepare
+
+
+def planned_tick(policy: Cascade) -> Callable[[int], Call]:
+    """CascadeInfer's tick that replans, and hands over all that is beyond its stage."""
+
+    def prepare(instances: int) -> Call:
+        view = cluster(instances)
+        (planned,) = (a for a in policy.on_tick(view, policy.replan_s) if isinstance(a, SetStages))
+        staged = replace(view, stages=planned.stages)
+        return lambda _: policy.on_tick(staged, policy.replan_s)
+
+    return prepare
+
+
 def cases() -> list[Case]:
     """All of them, cheap ones first."""
     return [
@@ -98,6 +128,9 @@ def cases() -> list[Case]:
         Case("reasoning ended: tailrace", reasoning_ended(load("tailrace"))),
         Case("tick: ares_no_prediction", tick(load("ares_no_prediction"))),
         Case("tick: ares", tick(load("ares"))),
+        Case("plan: cascade, heuristic", planning(heuristic)),
+        Case("plan: cascade, exact", planning(exact), SIZES[:3]),
+        Case("tick: cascade, replanning", planned_tick(Cascade()), SIZES[:3]),
         Case("tick: tailrace", tick(load("tailrace"))),
     ]
 

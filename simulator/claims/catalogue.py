@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Final
 
 from simulator.claims.base import Claim, Experiment, Figures, Finding
@@ -26,13 +27,16 @@ class Checked:
     finding: Finding
 
 
-def experiments() -> list[Experiment]:
-    """Of all papers."""
+def experiments(traces: Path | None = None) -> list[Experiment]:
+    """Of all papers. `traces`: the directory of public traces, for those that need them (`experiments`)."""
     found: list[Experiment] = []
     for paper in PAPERS:
         name = f"simulator.claims.{paper}"
-        if find_spec(name) is not None:
-            found += getattr(import_module(name), "EXPERIMENTS", ())
+        if find_spec(name) is None:
+            continue
+        module = import_module(name)
+        given = getattr(module, "experiments", None)
+        found += given(traces) if given is not None else getattr(module, "EXPERIMENTS", ())
     return found
 
 

@@ -31,16 +31,28 @@ _STYLES = {
 @click.argument("wanted", metavar="[ID|PAPER]...", nargs=-1)
 @click.option("--list", "listed", is_flag=True, help="Only say what the claims are.")
 @click.option("--processes", type=click.IntRange(min=1), help="At a time. [default: one a core]")
+@click.option(
+    "--traces",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    envvar="TAILRACE_TRACES",
+    help="Folder of the public traces, which Arrow's rows need: azure_llm_2023/*.csv, mooncake/*.jsonl. "
+    "[env: TAILRACE_TRACES]",
+)
 @click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON there too.")
 @output_option()
 def claims_command(
-    wanted: tuple[str, ...], listed: bool, processes: int | None, save: Path | None, output: Output
+    wanted: tuple[str, ...],
+    listed: bool,
+    processes: int | None,
+    traces: Path | None,
+    save: Path | None,
+    output: Output,
 ) -> None:
     """Check claims of the four papers in the simulator: their number, ours, and why.
 
     Holds: same direction, and the effect within a third of the paper's. Direction only: another size.
     """
-    everything = experiments()
+    everything = experiments(traces)
     try:
         needed, ids = select(everything, wanted)
     except UnknownClaimError as error:

@@ -1,0 +1,23 @@
+"""Arrow (arXiv 2505.11916v1): its claims and what it takes to check them.
+
+`experiments(traces)` needs the public traces: `azure_llm_2023/AzureLLMInferenceTrace_{code,conv}.csv` and
+`mooncake/conversation_trace.jsonl` in the directory `traces`. Without them its rows say so, at no cost.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from simulator.claims.arrow.ablation import ablation
+from simulator.claims.arrow.elsewhere import elsewhere
+from simulator.claims.arrow.scalability import scalability
+from simulator.claims.arrow.traces import trace_statistics
+from simulator.claims.base import Experiment
+
+
+def experiments(traces: Path | None) -> tuple[Experiment, ...]:
+    """All rows of Arrow; `traces`: where the public traces are, None: not given."""
+    return (elsewhere(), *ablation(traces), scalability(traces), trace_statistics(traces))
+
+
+EXPERIMENTS: tuple[Experiment, ...] = experiments(None)

@@ -1,0 +1,72 @@
+"""Arrow's testbed (section 7.1) and the schedulers of its ablation (section 7.3), the same for every row.
+
+Eight H800, one Llama-3.1-8B each, NVLink. Links: half of the 400 GB/s that the paper quotes, which is the sum
+of both directions. Scheduler, order inside an instance, pools at the start and migration are those of
+`simulator.setups`. Rates are the trace's own times multiplied by a constant (section 7.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from simulator.cluster import ClusterSpec, LinkSpec
+from simulator.goodput import Slo
+from simulator.records import SimResult
+from simulator.run import simulate
+from simulator.setups import Known, setup_for
+from simulator.workloads import azure
+from simulator.workloads.arrivals import at_rate
+from simulator.workloads.base import Workload
+from tailrace.profiles import Profile, load_profile
+
+PROFILE: Final = "llama-3.1-8b-h800"
+INSTANCES: Final = 8
+LINK_BYTES_PER_S: Final = 200e9
+# "SLO Aware", "Minimal Load" and "Round Robin" of figure 8.
+SLO_AWARE: Final = "arrow"
+MINIMAL_LOAD: Final = "minimal_load"
+ROUND_ROBIN: Final = "round_robin_pools"
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A trace and its service level (table 1)."""
+
+    name: str
+    # Inside the directory of traces.
+    file: str
+    slo: Slo
+
+    def load(self, traces: Path) -> Workload:
+        """Raises WorkloadError."""
+        return azure.load(traces / self.file)
+
+
+CODE: Final = Trace("Azure Code", "azure_llm_2023/AzureLLMInferenceTrace_code.csv", Slo(3.0, 0.1))
+CONVERSATION: Final = Trace(
+    "Azure Conversation", "azure_llm_2023/AzureLLMInferenceTrace_conv.csv", Slo(2.0, 0.15)
+)
+
+
+def half_capacity_per_s(profile: Profile, workload: Workload) -> float:
+    """Requests a second that half of the eight instances prefill, one prompt after the other, at most.
+
+    The unit of rates: it depends on the trace's lengths and the profile alone.
+    """
+    prefill = profile.prefill
+    prompts = [r.prompt_tokens for r in workload.requests]
+    mean_ms = prefill.base_ms + sum(prefill.ms(0, tokens) for tokens in prompts) / len(prompts)
+    return INSTANCES / 2 / (mean_ms / 1e3)
+
+
+def replay(trace: Trace, workload: Workload, policy: str, rate_per_s: float, instances: int) -> SimResult:
+    """The trace at another mean rate under one scheduler."""
+    profile = load_profile(PROFILE)
+    assert trace.slo.ttft_s is not None and trace.slo.tpot_s is not None
+    known = Known(profile, ttft_slo_s=trace.slo.ttft_s, tpot_slo_s=trace.slo.tpot_s)
+    setup = setup_for(policy)
+    spec = replace(ClusterSpec.uniform(instances, profile), link=LinkSpec(bytes_per_s=LINK_BYTES_PER_S))
+    requests = at_rate(workload, rate_per_s).requests
+    return simulate(setup.apply(spec), requests, setup.policy(known), setup.intra())

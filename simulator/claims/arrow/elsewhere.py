@@ -1,0 +1,30 @@
+"""R1 to R4: against other engines, which no simulator of one engine can stand for."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from simulator.claims.arrow.missing import not_here
+from simulator.claims.base import Claim, Experiment
+
+_ROWS: Final = (
+    ("R1", "Azure Code", "5.62x / 7.78x"),
+    ("R2", "BurstGPT", "3.60x / 5.04x"),
+    ("R3", "Azure Conversation", "3.76x / 4.06x"),
+    ("R4", "Mooncake", "3.73x / 4.14x"),
+)
+_WHY: Final = (
+    "compares with vLLM over TP8 and with vLLM 0.7.3's disaggregation over 2 x TP4, whose KV path is "
+    "crippled by a bug: there are no measurements of either to simulate from"
+)
+
+
+def elsewhere() -> Experiment:
+    """Rows at no cost."""
+    claims = tuple(
+        Claim(
+            claim_id, "Arrow", "figure 7", f"{trace}: sustainable rate over vLLM / vLLM-disaggregated", number
+        )
+        for claim_id, trace, number in _ROWS
+    )
+    return Experiment("arrow-end-to-end", claims, (), not_here({claim.claim_id: _WHY for claim in claims}))

@@ -1,0 +1,20 @@
+"""CascadeInfer (arXiv 2512.19179): its claims and what it takes to check them."""
+
+from __future__ import annotations
+
+from simulator.claims.base import Experiment
+from simulator.claims.cascade.balance import balance
+from simulator.claims.cascade.elsewhere import elsewhere
+from simulator.claims.cascade.heavy import heavy
+from simulator.claims.cascade.kernels import kernels
+from simulator.claims.cascade.planning import planning
+from simulator.claims.cascade.prediction import prediction
+
+EXPERIMENTS: tuple[Experiment, ...] = (
+    heavy(),
+    prediction(),
+    planning(),
+    balance(),
+    kernels(),
+    elsewhere(),
+)

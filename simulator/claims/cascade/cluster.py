@@ -1,0 +1,111 @@
+"""CascadeInfer's testbed (section 6.1), the same for every row.
+
+- 16 instances of Llama-3.2-3B on H20 (the model of sections 6.4 and 6.5), batches of at most 1,024, FCFS
+  inside. Links: 400 Gbit/s.
+- ShareGPT, first turns: what the paper's references do ("following the standard practice in prior work").
+- Unequal lengths slow the whole decode step down as in figure 2, whose caption says "decoding forward pass".
+  `MEASURED` is the alternative, from kernel measurements that others have published.
+- Rates are on the figures' axes alone. The unit is what the cluster could serve with full batches if unequal
+  lengths cost nothing; "heavy" is `HEAVY` of it. A test point takes `DURATION_S` of arrivals.
+- The pipeline is planned at the start from the lengths of other requests of the same workload ("historical
+  workload statistics"), and replanned from requests in flight by the policy's own rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+
+from simulator.cluster import ClusterSpec, LinkSpec
+from simulator.request import SimRequest
+from simulator.setups import setup_for
+from simulator.workloads import sharegpt
+from tailrace.perf.length_penalty import load_length_penalty
+from tailrace.policy.base import Policy
+from tailrace.policy.cascade.llumnix import Llumnix
+from tailrace.policy.cascade.policy import (
+    Cascade,
+    CascadeChain,
+    CascadeInterStageOnly,
+    CascadeMemory,
+    CascadeNoPipeline,
+    CascadeQuantity,
+    CascadeRoundRobin,
+)
+from tailrace.policy.round_robin import RoundRobin
+from tailrace.profiles import Profile, load_profile
+
+PROFILE: Final = "llama-3.2-3b-h20"
+INSTANCES: Final = 16
+BATCH: Final = 1_024
+LINK_BYTES_PER_S: Final = 50e9
+FIGURE_2: Final = "cascadeinfer-figure-2-step"
+MEASURED: Final = "measured-rtx-pro-6000"
+HEAVY: Final = 0.8
+DURATION_S: Final = 30.0
+# Of requests as served, and of those that the plan is made for.
+SEED, HISTORY_SEED = 0, 1
+HISTORY: Final = 4_000
+
+CASCADES: Final[Mapping[str, type[Cascade]]] = MappingProxyType(
+    {
+        "cascade": Cascade,
+        "cascade_chain": CascadeChain,
+        "cascade_no_pipeline": CascadeNoPipeline,
+        "cascade_quantity": CascadeQuantity,
+        "cascade_memory": CascadeMemory,
+        "cascade_inter_stage_only": CascadeInterStageOnly,
+        "cascade_round_robin": CascadeRoundRobin,
+    }
+)
+
+
+def history() -> list[tuple[int, int]]:
+    """(Input, output) lengths to plan for."""
+    return [(r.prompt_tokens, r.output_tokens) for r in sharegpt.generate(HISTORY, 1.0, HISTORY_SEED)]
+
+
+def saturation_per_s(profile: Profile, lengths: Sequence[tuple[int, int]]) -> float:
+    """Requests a second that the cluster serves with full batches of lengths that cost nothing extra.
+
+    A request costs an instance its prefill, and its share of as many steps as it has output.
+    """
+    rows = np.array(lengths, dtype=np.float64)
+    prompt, output = rows[:, 0], rows[:, 1]
+    # Mean context over all steps of all requests.
+    context = float((prompt * output + output**2 / 2).sum() / output.sum())
+    step_ms = profile.decode.base_ms + profile.decode.ms(BATCH, round(BATCH * context))
+    prefill = profile.prefill
+    prefill_ms = float((prefill.ms_per_token * prompt + prefill.ms_per_token_squared * prompt**2).mean())
+    return INSTANCES * 1e3 / (prefill_ms + float(output.mean()) * step_ms / BATCH)
+
+
+def requests(profile: Profile) -> list[SimRequest]:
+    """What arrives under heavy load, Poisson."""
+    rate_per_s = HEAVY * saturation_per_s(profile, history())
+    return sharegpt.generate(round(rate_per_s * DURATION_S), rate_per_s, SEED)
+
+
+def cluster(profile: Profile, policy: str, penalty: str) -> ClusterSpec:
+    """The llama_on_h20, set up for a policy."""
+    limits = {"max_num_seqs": BATCH, "penalty": load_length_penalty(penalty)}
+    spec = ClusterSpec.uniform(INSTANCES, profile, **limits)
+    return setup_for(policy).apply(replace(spec, link=LinkSpec(bytes_per_s=LINK_BYTES_PER_S)))
+
+
+def policy_for(name: str, profile: Profile) -> Policy:
+    """Round robin over vLLM, Llumnix, or one of CascadeInfer's own. Raises KeyError."""
+    if name == "round_robin":
+        return RoundRobin()
+    if name == "llumnix":
+        return Llumnix()
+    return CASCADES[name](profile, history=history(), bandwidth_bytes_per_s=LINK_BYTES_PER_S)
+
+
+def llama_on_h20() -> Profile:
+    """Step times of the model."""
+    return load_profile(PROFILE)

@@ -1,0 +1,73 @@
+"""One test point: a scheduler under heavy load, and what its users and its operator see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from simulator.claims.base import Figures
+from simulator.claims.cascade.cluster import cluster, llama_on_h20, policy_for, requests
+from simulator.goodput import Slo, attainment
+from simulator.records import MigrationOutcome, RequestRecord
+from simulator.request import SimRequest
+from simulator.run import simulate
+from simulator.setups import setup_for
+from tailrace.profiles import Profile
+
+# Section 6.4 scales the SLO by these.
+SLO_SCALES: Final = (5, 20)
+
+
+def serve(policy: str, penalty: str) -> Figures:
+    """Latencies in seconds (normalized: per output token), throughput in output tokens a second."""
+    profile = llama_on_h20()
+    arriving = requests(profile)
+    result = simulate(
+        cluster(profile, policy, penalty), arriving, policy_for(policy, profile), setup_for(policy).intra()
+    )
+    done = [r for r in result.requests if r.finish_s is not None]
+    ttft = np.array([r.ttft_s for r in done], dtype=np.float64)
+    tpot = np.array([r.tpot_s for r in done], dtype=np.float64)
+    latency = np.array([r.latency_s for r in done], dtype=np.float64)
+    until_s = arriving[-1].arrival_s
+    stages = result.series.stages[-1].stages if result.series.stages else ()
+    committed = [m for m in result.migrations if m.outcome is MigrationOutcome.COMMITTED]
+    figures: dict[str, float | Sequence[float]] = {
+        "rate_per_s": len(arriving) / until_s,
+        "ttft_mean_s": float(ttft.mean()),
+        "ttft_p95_s": float(np.percentile(ttft, 95)),
+        "tpot_mean_s": float(tpot.mean()),
+        "tpot_p95_s": float(np.percentile(tpot, 95)),
+        "normalized_s": float((latency / [r.output_tokens for r in done]).mean()),
+        "tokens_per_s": generated(done, until_s) / until_s,
+        "stages": float(max(1, len(stages))),
+        "boundaries": [float(stage.hi) for stage in stages[:-1]],
+        "stage_instances": [float(len(stage.instance_ids)) for stage in stages],
+        "migrations": float(len(committed)),
+    }
+    for scale in SLO_SCALES:
+        figures[f"attainment_{scale}x"] = attainment(done, minimum_load_slo(profile, arriving, scale))
+    return figures
+
+
+def generated(records: Sequence[RequestRecord], until_s: float) -> float:
+    """Output tokens by then; a request that is still running has made its share evenly."""
+    tokens = 0.0
+    for record in records:
+        first_s, last_s = record.first_token_s, record.finish_s
+        if first_s is None or last_s is None or first_s > until_s:
+            continue
+        share = 1.0 if last_s <= until_s else (until_s - first_s) / (last_s - first_s)
+        tokens += record.output_tokens * share
+    return tokens
+
+
+def minimum_load_slo(profile: Profile, arriving: Sequence[SimRequest], scale: float) -> Slo:
+    """`scale` times the TTFT and TPOT of one request alone (section 6.4), of mean lengths."""
+    prompt = round(sum(r.prompt_tokens for r in arriving) / len(arriving))
+    output = round(sum(r.output_tokens for r in arriving) / len(arriving))
+    ttft_ms = profile.prefill.base_ms + profile.prefill.ms(0, prompt)
+    tpot_ms = profile.step_ms(0.0, 1, prompt + output // 2)
+    return Slo(scale * ttft_ms / 1e3, scale * tpot_ms / 1e3)

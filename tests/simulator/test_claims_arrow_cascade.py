@@ -1,0 +1,261 @@
+"""Claims of Arrow and CascadeInfer: judges on figures written by hand, rules, and one tiny run each."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from simulator.claims import arrow, cascade
+from simulator.claims.arrow.ablation import R5, R6, greatest_gain
+from simulator.claims.arrow.ablation import judge as judge_ablation
+from simulator.claims.arrow.cluster import CODE, half_capacity_per_s
+from simulator.claims.arrow.rates import HIGHEST, LOWEST, bisect, crossing
+from simulator.claims.arrow.scalability import GPUS, attained
+from simulator.claims.arrow.scalability import judge as judge_scalability
+from simulator.claims.base import Experiment, Figures, Finding, Verdict
+from simulator.claims.cascade.balance import four_stages, tokens_by_instance
+from simulator.claims.cascade.balance import judge as judge_balance
+from simulator.claims.cascade.cluster import FIGURE_2, INSTANCES, MEASURED, llama_on_h20, saturation_per_s
+from simulator.claims.cascade.heavy import ROWS, run_name
+from simulator.claims.cascade.heavy import judge as judge_heavy
+from simulator.claims.cascade.kernels import batches, steps
+from simulator.claims.cascade.planning import judge as judge_planning
+from simulator.claims.cascade.prediction import judge as judge_prediction
+from simulator.claims.cascade.prediction import observed
+from simulator.claims.cascade.serving import generated
+from simulator.cluster import ClusterSpec
+from simulator.request import SimRequest
+from simulator.run import simulate
+from simulator.workloads.base import Workload
+from tailrace.intra.fcfs import Fcfs
+from tailrace.policy.cascade.layout import tiles
+from tailrace.policy.least_loaded import LeastLoaded
+from tailrace.profiles import load_profile
+
+ALL: tuple[Experiment, ...] = (*arrow.experiments(Path("traces")), *cascade.EXPERIMENTS)
+
+
+def verdicts(findings: Sequence[Finding]) -> dict[str, Verdict]:
+    return {finding.claim_id: finding.verdict for finding in findings}
+
+
+# ---- the experiments
+
+
+def test_every_row_of_both_papers_has_one_claim() -> None:
+    claims = [claim.claim_id for experiment in ALL for claim in experiment.claims]
+    assert sorted(claims) == sorted([f"R{n}" for n in range(1, 11)] + [f"C{n}" for n in range(1, 17)])
+
+
+def test_runs_can_be_sent_to_other_processes() -> None:
+    runs = [run for experiment in ALL for run in experiment.runs]
+    assert len({run.name for run in runs}) == len(runs)
+    assert pickle.loads(pickle.dumps(runs)) == runs
+
+
+def test_without_traces_their_rows_say_so_at_no_cost() -> None:
+    assert not any(experiment.runs for experiment in arrow.EXPERIMENTS)
+    findings = [finding for experiment in arrow.EXPERIMENTS for finding in experiment.judge({})]
+    assert set(verdicts(findings).values()) == {Verdict.NOT_REPRODUCIBLE}
+    assert "--traces" in {f.claim_id: f.why for f in findings}["R5"]
+
+
+# ---- Arrow: sustainable rates
+
+
+@pytest.mark.parametrize("edge", [LOWEST, -3, 0, HIGHEST - 1])
+def test_bisection_ends_on_both_sides_of_the_target(edge: int) -> None:
+    seen = bisect(lambda n: 1.0 if n <= edge else 0.5)
+    assert seen[edge] >= 0.9 > seen[edge + 1]
+    assert len(seen) <= 7
+
+
+def test_crossing_is_linear_between_its_neighbours() -> None:
+    assert crossing({10.0: 1.0, 20.0: 0.8, 40.0: 0.1}) == pytest.approx(15.0)
+    # Never or always sustained: the end of what was tried.
+    assert crossing({10.0: 0.5, 20.0: 0.4}) == 10.0
+    assert crossing({10.0: 1.0, 20.0: 0.95}) == 20.0
+
+
+def rates(sustainable: float, attainments: Sequence[float]) -> Figures:
+    return {
+        "sustainable_per_s": sustainable,
+        "rates_per_s": [10.0, 20.0, 30.0],
+        "attainments": list(attainments),
+        "tpot_attainments": [1.0, 1.0, 0.99],
+        "decoders": [4.0, 2.0, 1.0],
+    }
+
+
+@pytest.mark.parametrize(
+    ("aware", "turning", "rate", "balance"),
+    [
+        (16.0, 0.66, Verdict.HOLDS, Verdict.HOLDS),
+        (22.0, 0.60, Verdict.DIRECTION, Verdict.DIRECTION),
+        (9.0, 0.75, Verdict.DOES_NOT_HOLD, Verdict.DOES_NOT_HOLD),
+    ],
+)
+def test_the_ablation_is_judged_by_effect(
+    aware: float, turning: float, rate: Verdict, balance: Verdict
+) -> None:
+    # Where Round Robin is ahead at each rate there is no gain at all.
+    steady = 1.0 if turning < 0.7 else 1.01
+    found = judge_ablation("x", R5, 1.67, R6, 0.043)(
+        {
+            "x/arrow": rates(aware, [1.0, 0.9, 0.8]),
+            "x/minimal_load": rates(10.0, [1.0, 0.9, 0.7]),
+            "x/round_robin_pools": rates(10.0, [steady, 0.9 * steady, turning]),
+        }
+    )
+    assert verdicts(found) == {"R5": rate, "R6": balance}
+
+
+def test_gains_are_over_common_rates_alone() -> None:
+    one: Figures = {"rates_per_s": [1.0, 2.0], "attainments": [1.0, 0.9]}
+    other: Figures = {"rates_per_s": [2.0, 3.0], "attainments": [0.8, 0.1]}
+    assert greatest_gain(one, other) == (pytest.approx(0.1), 2.0)
+    assert greatest_gain(one, {"rates_per_s": [5.0], "attainments": [0.0]}) == (0.0, 0.0)
+
+
+def scaled(aware: Sequence[float], static: Sequence[float]) -> Mapping[str, Figures]:
+    return {
+        f"arrow-scalability/{policy}/{gpus}": {"attainment": value}
+        for policy, values in (("arrow", aware), ("minimal_load", static))
+        for gpus, value in zip(GPUS, values, strict=True)
+    }
+
+
+def test_scalability_is_an_ordering() -> None:
+    static = (0.2, 0.3, 0.4, 0.5)
+    assert verdicts(judge_scalability(scaled((0.2, 0.4, 0.6, 0.8), static))) == {"R9": Verdict.HOLDS}
+    bent = judge_scalability(scaled((0.2, 0.31, 0.41, 0.99), static))
+    assert verdicts(bent) == {"R9": Verdict.DIRECTION}
+    below = judge_scalability(scaled((0.2, 0.25, 0.6, 0.8), static))
+    assert verdicts(below) == {"R9": Verdict.DOES_NOT_HOLD}
+
+
+def test_the_unit_of_rates_is_half_of_the_cluster_prefilling() -> None:
+    profile = load_profile("llama-3.1-8b-h800")
+    requests = [SimRequest(str(n), float(n), 1_000, 0, 10) for n in range(3)]
+    alone_s = (profile.prefill.base_ms + profile.prefill.ms(0, 1_000)) / 1e3
+    assert half_capacity_per_s(profile, Workload("w", requests, "")) == pytest.approx(4 / alone_s)
+
+
+def test_a_tiny_trace_from_end_to_end(tmp_path: Path) -> None:
+    file = tmp_path / CODE.file
+    file.parent.mkdir()
+    rows = [f"2023-11-16 18:17:{n:02d}.5000000,{1_000 + 100 * n},{5 + n}" for n in range(20)]
+    file.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows, ""]))
+    figures = attained(str(tmp_path), CODE, "arrow", 2)
+    assert figures["attainment"] == 1.0
+    assert figures == attained(str(tmp_path), CODE, "arrow", 2)
+
+
+# ---- CascadeInfer
+
+GOOD: Figures = {
+    "ttft_mean_s": 1.0,
+    "ttft_p95_s": 1.0,
+    "tpot_mean_s": 1.0,
+    "tpot_p95_s": 1.0,
+    "normalized_s": 1.0,
+    "tokens_per_s": 1.0,
+    "attainment_5x": 0.9,
+    "attainment_20x": 0.9,
+}
+
+
+def served(**worse: Mapping[str, float]) -> dict[str, Figures]:
+    """Everybody as good as CascadeInfer, but for what is given."""
+    names = {policy for policy in (*worse, "cascade", "round_robin", "llumnix", "cascade_chain")}
+    names |= {"cascade_no_pipeline", "cascade_memory", "cascade_quantity"}
+    return {
+        run_name(name, penalty): {**GOOD, **worse.get(name, {})}
+        for name in names
+        for penalty in (FIGURE_2, MEASURED)
+    }
+
+
+def test_heavy_load_is_judged_by_ranges() -> None:
+    figures = served(
+        round_robin={"ttft_mean_s": 4.0, "tpot_mean_s": 1.05, "tpot_p95_s": 1 / 0.75, "tokens_per_s": 1.1},
+        llumnix={"ttft_mean_s": 2.0, "tpot_mean_s": 1.05, "tpot_p95_s": 1.25},
+        cascade_chain={"normalized_s": 1 / 0.7, "tokens_per_s": 1 / 1.071},
+        cascade_no_pipeline={"normalized_s": 2.0},
+        cascade_memory={"normalized_s": 1 / 0.79, "tokens_per_s": 1 / 1.12},
+    )
+    found = verdicts(judge_heavy(figures))
+    assert set(found) == {row.claim.claim_id for row in ROWS}
+    assert found["C1"] is Verdict.HOLDS
+    assert found["C3"] is Verdict.DIRECTION
+    assert found["C4"] is Verdict.HOLDS
+    assert found["C5"] is Verdict.DOES_NOT_HOLD
+    assert found["C10"] is Verdict.HOLDS
+    # The numbers agree, but memory-based refinement is the worst here, not quantity-based.
+    assert found["C11"] is Verdict.DIRECTION
+
+
+def test_balance_prediction_and_planning_are_judged() -> None:
+    def balance(full: float, inter: float, turns: float) -> Verdict:
+        values = {"cascade": full, "cascade_inter_stage_only": inter, "cascade_round_robin": turns}
+        found = judge_balance({f"cascade-balance/{k}": {"mean_variation": v} for k, v in values.items()})
+        return found[0].verdict
+
+    assert balance(0.06, 0.10, 0.12) is Verdict.HOLDS
+    assert balance(0.09, 0.10, 0.12) is Verdict.DIRECTION
+    assert balance(0.11, 0.10, 0.12) is Verdict.DOES_NOT_HOLD
+
+    def predicted(model: float, mean: float) -> Verdict:
+        run: Figures = {"model": model, "global_mean": mean, "weighted_model": model}
+        return judge_prediction({"cascade-prediction/all": run})[0].verdict
+
+    assert predicted(0.09, 0.6) is Verdict.HOLDS
+    assert predicted(0.2, 0.6) is Verdict.DIRECTION
+    assert predicted(0.7, 0.6) is Verdict.DOES_NOT_HOLD
+
+    def planned(seconds: float) -> Verdict:
+        run: Figures = {"heuristic_s": 0.001, "exact_s": seconds, "heuristic_cost": 1.1, "exact_cost": 1.0}
+        return judge_planning({"cascade-planning/all": run})[0].verdict
+
+    assert planned(0.002) is Verdict.HOLDS
+    assert planned(0.1) is Verdict.DOES_NOT_HOLD
+
+
+def test_batches_of_one_figure_hold_the_same_tokens() -> None:
+    totals = [int(lengths.sum()) for lengths in batches().values()]
+    assert max(totals) - min(totals) <= len(batches()["alike"])
+    figures = steps()
+    alike, dwarfed = figures["alike"], figures["dwarfed"]
+    assert not isinstance(alike, float) and not isinstance(dwarfed, float)
+    assert 1.0 <= max(alike) < min(dwarfed)
+
+
+def test_the_testbed_saturates_less_early_for_shorter_requests() -> None:
+    assert saturation_per_s(llama_on_h20(), [(100, 100)]) > saturation_per_s(llama_on_h20(), [(100, 200)]) > 0
+
+
+def test_four_stages_of_four() -> None:
+    stages = four_stages(llama_on_h20())
+    assert [len(stage.instance_ids) for stage in stages] == [4, 4, 4, 4]
+    assert tiles(stages, 131_072)
+
+
+def test_what_a_run_is_measured_by() -> None:
+    """A batch of two that never changes: features by hand; every token counted once."""
+    spec = ClusterSpec.uniform(1, llama_on_h20(), max_num_seqs=2)
+    result = simulate(spec, [SimRequest(str(n), 0.0, 100, 0, 400) for n in range(2)], LeastLoaded(), Fcfs())
+    seen, latency = observed(result.requests)
+    assert seen[:, 1] == pytest.approx(2.0, rel=0.02)
+    assert seen[:, 2] == pytest.approx(200.0, rel=0.02)
+    assert seen[:, 4] == pytest.approx(2 * 300.0, rel=0.05)
+    assert latency == pytest.approx([r.latency_s / 400 for r in result.requests if r.latency_s])
+    assert tokens_by_instance(result) == {"i000": 800}
+    end_s = max(r.finish_s or 0.0 for r in result.requests)
+    assert generated(result.requests, end_s) == pytest.approx(800)
+    assert 0 < generated(result.requests, end_s / 2) < 800
+    assert generated(result.requests, 0.0) == 0
+    assert INSTANCES == 16 and np.isfinite(latency).all()
