@@ -8,6 +8,7 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tailrace.cluster import ClusterView
 from tailrace.policy.cascade.bid_ask import (
     TRANSFERS,
     Ask,
@@ -25,7 +26,9 @@ from tailrace.policy.cascade.bid_ask import (
     Withdraw,
     choose,
 )
-from tests.policy.fleets import quick
+from tailrace.policy.cascade.market import Receivers, by_bids, demand_tokens
+from tailrace.policy.ledger import Ledger
+from tests.policy.fleets import fleets, quick, request
 
 # More than this many steps for so few requests is a loop.
 MOST_STEPS = 20_000
@@ -278,3 +281,41 @@ def test_nobody_to_ask() -> None:
     giver = Sender("a")
     assert giver.offer("q", 10, ["a"]) == []
     assert giver.load == 0
+
+
+@quick
+@given(fleets(), st.integers(0, 5))
+def test_a_view_settles_the_bidding_as_the_messages_would(view: ClusterView, seed: int) -> None:
+    """`by_bids` is `choose` with replies in order of load and starts by open transfers."""
+    receivers = [*view.instances.values()]
+    if not receivers:
+        return
+    asked = request("asked", "elsewhere", 100 + seed, 10)
+    ledger = Ledger(view.instances, transfers_in=None, transfers_out=None)
+    by_load = sorted(receivers, key=lambda i: (demand_tokens(i, ledger), i.instance_id))
+    bids = [
+        Bid(i.instance_id, "asked", demand_tokens(i, ledger), float(ledger.transfers_in(i))) for i in by_load
+    ]
+    won = choose(bids)
+    assert won is not None
+    assert by_bids(receivers, asked, ledger).instance_id == won.receiver
+
+
+@quick
+@given(fleets(), st.lists(st.integers(1, 20_000), min_size=1, max_size=8), st.floats(0.0, 60_000.0))
+def test_receivers_are_those_whom_each_request_alone_would_find(
+    view: ClusterView, lengths: list[int], limit: float
+) -> None:
+    instances = [*view.instances.values()]
+    ledger = Ledger(view.instances, transfers_in=1, transfers_out=None)
+    receivers = Receivers(instances, ledger, limit)
+    for n, length in enumerate(lengths):
+        asked = request(f"asked{n}", "elsewhere", length, 1)
+        alone = [
+            i
+            for i in instances
+            if ledger.may_receive(i, asked) and demand_tokens(i, ledger) + asked.context_tokens <= limit
+        ]
+        assert receivers.of(asked) == alone
+        if alone:
+            ledger.book(asked, by_bids(alone, asked, ledger), "test")
