@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
 
+from simulator.claims import ares, arrow, cascade, pascal
 from simulator.claims.base import Claim, Experiment, Figures, Finding
 from simulator.parallel import Progress, Task, run_tasks
-
-PAPERS: Final = ("pascal", "ares", "arrow", "cascade")
 
 
 class UnknownClaimError(ValueError):
@@ -28,16 +24,13 @@ class Checked:
 
 
 def experiments(traces: Path | None = None) -> list[Experiment]:
-    """Of all papers. `traces`: the directory of public traces, for those that need them (`experiments`)."""
-    found: list[Experiment] = []
-    for paper in PAPERS:
-        name = f"simulator.claims.{paper}"
-        if find_spec(name) is None:
-            continue
-        module = import_module(name)
-        given = getattr(module, "experiments", None)
-        found += given(traces) if given is not None else getattr(module, "EXPERIMENTS", ())
-    return found
+    """Of all papers. `traces`: the folder of the public traces, which some of Arrow's need."""
+    return [
+        *pascal.EXPERIMENTS,
+        *ares.EXPERIMENTS,
+        *arrow.experiments(traces),
+        *cascade.EXPERIMENTS,
+    ]
 
 
 def claims_of(chosen: Iterable[Experiment]) -> list[Claim]:

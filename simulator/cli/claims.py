@@ -15,6 +15,8 @@ from simulator.claims.base import Claim, Figures, Verdict
 from simulator.claims.catalogue import Checked, UnknownClaimError, check, claims_of, experiments, select
 from simulator.cli.options import simulation_errors
 from simulator.cli.progress import task_bar
+from simulator.cli.report_file import report_option, write_report
+from simulator.report.claims import claims_report
 from tailrace.cli.errors import CliError, UsageProblem
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
 from tailrace.cli.plain import JsonValue
@@ -39,6 +41,7 @@ _STYLES = {
     "[env: TAILRACE_TRACES]",
 )
 @click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON there too.")
+@report_option
 @output_option()
 def claims_command(
     wanted: tuple[str, ...],
@@ -46,6 +49,7 @@ def claims_command(
     processes: int | None,
     traces: Path | None,
     save: Path | None,
+    report: Path | None,
     output: Output,
 ) -> None:
     """Check claims of the four papers in the simulator: their number, ours, and why.
@@ -74,6 +78,8 @@ def claims_command(
     }
     if save is not None:
         _save(save, result)
+    if report is not None:
+        write_report(report, claims_report(checked))
     if output is Output.JSON:
         print_json(result)
         return

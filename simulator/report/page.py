@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Final, Literal
@@ -64,6 +64,10 @@ th { white-space: normal; }
 th:first-child, td:first-child { text-align: left; padding-left: 6px; }
 th { font-weight: 600; vertical-align: bottom; }
 td.best { font-weight: 700; } td.best, td.tied { background: var(--mark); }
+td.words, th.words { text-align: left; white-space: normal; min-width: 9em; vertical-align: top; }
+td.yes, td.partly, td.no, td.unknown { text-align: left; font-weight: 600; vertical-align: top; }
+td.yes { color: var(--s0); } td.partly { color: var(--s4); } td.no { color: var(--s1); }
+td.unknown { color: var(--dim); }
 td small { display: block; font-size: 12.5px; font-weight: 400; color: var(--dim); }
 """
 _COLOURS: Final = "".join(
@@ -78,8 +82,8 @@ class Cell:
 
     text: str
     below: str = ""
-    # "best" and "tied" are set off.
-    standing: Literal["", "best", "tied"] = ""
+    # "best" and "tied" are set off; the others are verdicts.
+    standing: Literal["", "best", "tied", "yes", "partly", "no", "unknown"] = ""
 
 
 def page(title: str, subtitle: str, body: Sequence[str]) -> str:
@@ -141,17 +145,31 @@ def ramp_legend(low: str, high: str) -> str:
     return f'<div class="ramp">{escape(low)}<div>{steps}</div>{escape(high)}</div>'
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[Cell]], caption: str = "") -> str:
-    """The first column is words, the others are figures."""
-    head = "".join(f"<th>{escape(words)}</th>" for words in headings)
-    body = "".join(f"<tr>{''.join(_cell(cell) for cell in row)}</tr>" for row in rows)
+def table(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[Cell]],
+    caption: str = "",
+    worded: Collection[int] = (),
+) -> str:
+    """The first column is names; those in `worded` are text that wraps, the others figures."""
+    head = "".join(
+        f"<th{_words(place in worded)}>{escape(words)}</th>" for place, words in enumerate(headings)
+    )
+    body = "".join(
+        "<tr>" + "".join(_cell(cell, place in worded) for place, cell in enumerate(row)) + "</tr>"
+        for row in rows
+    )
     words = f"<caption>{escape(caption)}</caption>" if caption else ""
     return (
         f'<div class="wide"><table>{words}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
 
 
-def _cell(cell: Cell) -> str:
-    kind = f' class="{cell.standing}"' if cell.standing else ""
+def _words(worded: bool) -> str:
+    return ' class="words"' if worded else ""
+
+
+def _cell(cell: Cell, worded: bool) -> str:
+    kind = f' class="{cell.standing}"' if cell.standing else _words(worded)
     below = f"<small>{escape(cell.below)}</small>" if cell.below else ""
     return f"<td{kind}>{escape(cell.text)}{below}</td>"

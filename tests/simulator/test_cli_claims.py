@@ -167,3 +167,14 @@ def test_the_real_ones_are_distinct() -> None:
     ids = [claim.claim_id for experiment in everything for claim in experiment.claims]
     assert len(set(ids)) == len(ids)
     assert len({experiment.name for experiment in everything}) == len(everything)
+
+
+@pytest.mark.usefixtures("made_up")
+def test_report(tmp_path: Path) -> None:
+    path = tmp_path / "claims.html"
+    done("claims", "test", "--processes", 1, "--report", path)
+    html = path.read_text()
+    assert '<td class="yes">✓ holds</td>' in html
+    assert '<td class="unknown">– not reproducible here</td>' in html
+    assert "as it should" in html
+    assert "U1" not in html

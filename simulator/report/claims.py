@@ -1,0 +1,49 @@
+"""The report of the papers' claims (`tailrace claims --report`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Final, Literal
+
+from simulator.claims.base import Verdict
+from simulator.claims.catalogue import Checked
+from simulator.report.page import Cell, cards, heading, page, table
+
+# A verdict's sign, so that it does not depend on colour, and its class.
+_SIGNS: Final[Mapping[Verdict, tuple[str, Literal["yes", "partly", "no", "unknown"]]]] = {
+    Verdict.HOLDS: ("✓", "yes"),
+    Verdict.DIRECTION: ("~", "partly"),
+    Verdict.DOES_NOT_HOLD: ("✗", "no"),
+    Verdict.NOT_REPRODUCIBLE: ("–", "unknown"),
+}
+_SUBTITLE: Final = (
+    "Holds: same direction, and the effect within a third of the paper's. Direction only: another size. All "
+    "rows of a paper run with the same defaults."
+)
+
+
+def claims_report(checked: Sequence[Checked]) -> str:
+    """A whole HTML document."""
+    counts = Counter(one.finding.verdict for one in checked)
+    body = [cards([(verdict.value, f"{counts[verdict]}") for verdict in Verdict if counts[verdict]])]
+    for paper in dict.fromkeys(one.claim.paper for one in checked):
+        body += [heading(paper), _table([one for one in checked if one.claim.paper == paper])]
+    return page("The papers' claims, in the simulator", _SUBTITLE, body)
+
+
+def _table(checked: Sequence[Checked]) -> str:
+    rows = []
+    for one in checked:
+        sign, kind = _SIGNS[one.finding.verdict]
+        rows.append(
+            [
+                Cell(one.claim.claim_id),
+                Cell(one.claim.statement, one.claim.where),
+                Cell(one.claim.number),
+                Cell(one.finding.ours),
+                Cell(f"{sign} {one.finding.verdict.value}", standing=kind),
+                Cell(one.finding.why),
+            ]
+        )
+    return table(["", "claim", "paper's", "ours", "verdict", "why"], rows, worded=(1, 2, 3, 5))
