@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Final, Generic, TypeVar
@@ -114,7 +115,14 @@ class _Worker(Generic[T]):
         self.task: Task[T] | None = None
         self.link, theirs = context.Pipe()
         self._process: BaseProcess = context.Process(target=_work, args=(theirs,), daemon=True)
-        self._process.start()
+        # Ctrl-C goes to the whole group; the parent ends its workers. What is blocked here at the start is
+        # blocked there for good, even while the interpreter starts. (The tracker's own start would unblock.)
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         # Their end must be open there alone, or its closing would go unnoticed here.
         theirs.close()
 
@@ -179,8 +187,6 @@ class _Run(Generic[T]):
 
 def _work(link: Connection) -> None:
     """A worker's life: until the other end is closed."""
-    # Ctrl-C goes to the whole group; the parent ends its workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         try:
             work, arguments = link.recv()

@@ -46,4 +46,4 @@ def _table(checked: Sequence[Checked]) -> str:
                 Cell(one.finding.why),
             ]
         )
-    return table(["", "claim", "paper's", "ours", "verdict", "why"], rows, worded=(1, 2, 3, 5))
+    return table(["", "claim", "paper's", "ours", "verdict", "why"], rows, worded=(1, 2, 3, 4, 5))

@@ -64,8 +64,12 @@ th { white-space: normal; }
 th:first-child, td:first-child { text-align: left; padding-left: 6px; }
 th { font-weight: 600; vertical-align: bottom; }
 td.best { font-weight: 700; } td.best, td.tied { background: var(--mark); }
-td.words, th.words { text-align: left; white-space: normal; min-width: 9em; vertical-align: top; }
-td.yes, td.partly, td.no, td.unknown { text-align: left; font-weight: 600; vertical-align: top; }
+td.words, th.words { text-align: left; white-space: normal; }
+td.words { min-width: 8em; } td.words:nth-child(2) { min-width: 11em; }
+td.words:last-child { min-width: 20em; }
+tr:has(td.words) td { vertical-align: top; }
+td.yes, td.partly, td.no, td.unknown { text-align: left; font-weight: 600; white-space: normal;
+  min-width: 7em; }
 td.yes { color: var(--s0); } td.partly { color: var(--s4); } td.no { color: var(--s1); }
 td.unknown { color: var(--dim); }
 td small { display: block; font-size: 12.5px; font-weight: 400; color: var(--dim); }

@@ -5,10 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from simulator.goodput import Slo
@@ -124,3 +128,26 @@ def test_a_run_that_fails_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert result.exit_code == 1
     assert result.stderr.startswith(f"tailrace: {policy} on jsonl:")
     assert "seed 0: SimulationError: the policy names instance 'nobody'" in result.stderr
+
+
+def test_ctrl_c_leaves_no_process_behind(folder: Path) -> None:
+    # Far more than is done before the signal comes.
+    command = [
+        *(sys.executable, "-c", "from tailrace.cli.main import main; main()", "compare", "pascal", "fcfs"),
+        *("--workload", "r1", "--rate", "20", "--count", "20000", "--processes", "2"),
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    parent = psutil.Process(process.pid)
+    workers: list[psutil.Process] = []
+    try:
+        while not workers and process.poll() is None:
+            workers = [child for child in parent.children() if "spawn_main" in " ".join(child.cmdline())]
+        # As a terminal does it: to the whole group.
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    assert said.split() == ["Aborted!"]
+    assert workers
+    assert psutil.wait_procs(workers, timeout=30)[1] == []
