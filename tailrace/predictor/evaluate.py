@@ -1,0 +1,153 @@
+"""How good a predictor is, against two that see less, and what asking it costs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tailrace.predictor.file import Predictor
+from tailrace.predictor.samples import Samples
+from tailrace.predictor.split import Split
+from tailrace.predictor.train import TrainingOptions, train_on
+
+INTERVAL_STEPS: Final = 20
+"""Steps from one prediction to the next (ARES, section 5.3)."""
+
+_EDGES: Final = (0, 1, 100, 200, 500, 1000, 2000, 4000, 8000, 16_000, 32_000, 1 << 30)
+_WARM_UP, _TIMED = 20, 200
+_PROMPT_BATCH: Final = 16
+
+Values = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRow:
+    """Mean absolute errors, in tokens, of samples with `generated_from` <= generated < `generated_to`."""
+
+    generated_from: int
+    generated_to: int
+    samples: int
+    requests: int
+    mean_remaining: float
+    predictor: float
+    mean: float
+    prompt_only: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one call for a batch of `batch` states, against the steps of the engine between two calls."""
+
+    batch: int
+    call_s: float
+    step_s: float
+    interval_steps: int
+
+    @property
+    def share(self) -> float:
+        """Of step time."""
+        return self.call_s / (self.interval_steps * self.step_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Errors on requests that training has not seen.
+
+    `same_requests` holds, row by row, only the samples of the longest quarter of the test requests, so that
+    rows differ in what has been generated and not in the requests; the paper's Figure 7 does the same.
+    """
+
+    test_requests: int
+    parameters: int
+    total: ErrorRow
+    by_generated: list[ErrorRow]
+    longest_length: int
+    same_requests: list[ErrorRow]
+    cost: Cost
+
+
+def evaluate(predictor: Predictor, split: Split) -> Evaluation:
+    """Test on the split's test part; the two others are trained on its training part.
+
+    mean: every request is as long as the training requests are on average. prompt_only: a network of the same
+    shape sees the state of the last prompt token, once. From both the tokens generated so far are taken off.
+    """
+    test = split.test
+    predictions = {
+        "predictor": predictor.remaining(test.hidden).astype(np.float64),
+        "mean": _rest(np.full(len(test), split.training.first().remaining.mean()), test),
+        "prompt_only": _rest(_prompt_only(predictor, split), test),
+    }
+    lengths = test.generated + test.remaining
+    longest = int(np.quantile(test.first().remaining, 0.75))
+    everything = np.ones(len(test), dtype=np.bool_)
+    return Evaluation(
+        test_requests=len(np.unique(test.request)),
+        parameters=sum(weights.numel() for weights in predictor.network.parameters()),
+        total=_row(test, predictions, everything, 0, int(lengths.max())),
+        by_generated=_rows(test, predictions, everything),
+        longest_length=longest,
+        same_requests=_rows(test, predictions, lengths >= longest),
+        cost=_cost(predictor, test),
+    )
+
+
+def _prompt_only(predictor: Predictor, split: Split) -> Values:
+    """Predicted lengths of the test samples' requests, from the prompt alone."""
+    seed, widths = predictor.description.split_seed, predictor.description.widths
+    # A sample a request is few: smaller batches, and as many steps as the predictor may take.
+    options = TrainingOptions(seed=seed, widths=widths, batch=_PROMPT_BATCH)
+    prompts = split.training.first()
+    longer = max(1, round(len(split.training) / len(prompts) * _PROMPT_BATCH / TrainingOptions().batch))
+    options = replace(options, epochs=options.epochs * longer, patience=options.patience * longer)
+    trained = train_on(prompts, split.validation.first(), options, lambda _: None)
+    first = split.test.first()
+    lengths = trained.predictor.remaining(first.hidden).astype(np.float64)
+    by_request = dict(zip(first.request.tolist(), lengths.tolist(), strict=True))
+    return np.array([by_request[request] for request in split.test.request.tolist()])
+
+
+def _rest(lengths: Values, samples: Samples) -> Values:
+    return np.maximum(lengths - samples.generated, 0.0)
+
+
+def _rows(samples: Samples, predictions: dict[str, Values], among: NDArray[np.bool_]) -> list[ErrorRow]:
+    rows = []
+    for low, high in pairwise(_EDGES):
+        chosen = among & (samples.generated >= low) & (samples.generated < high)
+        if chosen.any():
+            rows.append(_row(samples, predictions, chosen, low, high))
+    return rows
+
+
+def _row(
+    samples: Samples, predictions: dict[str, Values], chosen: NDArray[np.bool_], low: int, high: int
+) -> ErrorRow:
+    truth = samples.remaining[chosen]
+    errors = {name: float(np.abs(values[chosen] - truth).mean()) for name, values in predictions.items()}
+    return ErrorRow(
+        generated_from=low,
+        generated_to=high,
+        samples=int(chosen.sum()),
+        requests=len(np.unique(samples.request[chosen])),
+        mean_remaining=float(truth.mean()),
+        **errors,
+    )
+
+
+def _cost(predictor: Predictor, samples: Samples) -> Cost:
+    """The median call, in this process, on the device where the weights are."""
+    batch = max(1, round(samples.origin.batch))
+    states = torch.from_numpy(np.resize(samples.hidden, (batch, samples.hidden_size)))
+    seconds = []
+    for _ in range(_WARM_UP + _TIMED):
+        begun = time.perf_counter()
+        predictor.remaining_on_device(states).tolist()
+        seconds.append(time.perf_counter() - begun)
+    return Cost(batch, float(np.median(seconds[_WARM_UP:])), samples.origin.step_s, INTERVAL_STEPS)

@@ -1,0 +1,132 @@
+"""Training, evaluation, and the file of a trained predictor, on samples that are easy."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="torch comes with the engine")
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tailrace.predictor.evaluate import evaluate
+from tailrace.predictor.file import Predictor, PredictorFileError, load_predictor, save_predictor
+from tailrace.predictor.network import widths_for
+from tailrace.predictor.split import split_by_request
+from tailrace.predictor.train import Epoch, Trained, TrainingOptions, train, train_on
+from tailrace.tiny import PREDICTOR_PATH
+from tests.predictor.synthetic import HIDDEN, samples
+
+OPTIONS = TrainingOptions(epochs=30, widths=(32, 32, 16), batch=32)
+
+
+@pytest.fixture(scope="module")
+def trained() -> Trained:
+    return train(samples(120, 1), OPTIONS, lambda _: None)
+
+
+def test_the_error_falls(trained: Trained) -> None:
+    assert trained.best.validation_mae < trained.epochs[0].validation_mae / 2
+    assert trained.best.validation_mae == min(epoch.validation_mae for epoch in trained.epochs)
+
+
+def test_what_is_kept_is_the_best_epoch(trained: Trained) -> None:
+    validation = split_by_request(samples(120, 1), OPTIONS.seed).validation
+    error = np.abs(trained.predictor.remaining(validation.hidden) - validation.remaining).mean()
+    assert error == pytest.approx(trained.best.validation_mae, rel=1e-3)
+
+
+def test_training_is_repeatable(trained: Trained) -> None:
+    again = train(samples(120, 1), OPTIONS, lambda _: None)
+    assert again.epochs == trained.epochs
+
+
+def test_it_stops_when_validation_gets_no_better() -> None:
+    """Lengths that have nothing to do with the states: what can be learned by heart does not help."""
+    draw = np.random.default_rng(0)
+    split = split_by_request(samples(40, 1), 0)
+    for part in (split.training, split.validation):
+        part.remaining[:] = draw.integers(1, 400, len(part))
+    heard: list[Epoch] = []
+    found = train_on(
+        split.training,
+        split.validation,
+        TrainingOptions(epochs=100, patience=3, widths=(64, 64, 64), batch=16, rate=3e-3),
+        heard.append,
+    )
+    assert heard == found.epochs
+    assert len(found.epochs) == found.best.number + 3 < 100
+
+
+def test_evaluation_against_those_who_see_less(trained: Trained) -> None:
+    evaluation = evaluate(trained.predictor, split_by_request(samples(120, 1), 0))
+    assert evaluation.test_requests == 18
+    assert sum(row.samples for row in evaluation.by_generated) == evaluation.total.samples
+    assert evaluation.total.predictor < evaluation.total.prompt_only < evaluation.total.mean
+    assert evaluation.cost.batch == 8
+    assert evaluation.cost.share == evaluation.cost.call_s / (20 * 0.01)
+
+
+def test_predictions_are_not_negative(trained: Trained) -> None:
+    states = np.random.default_rng(0).normal(scale=50, size=(200, HIDDEN)).astype(np.float32)
+    assert (trained.predictor.remaining(states) >= 0).all()
+
+
+def test_the_paper_s_widths_belong_to_its_hidden_size() -> None:
+    assert widths_for(3584) == (2048, 512, 64)
+    assert widths_for(8192) == (2048, 512, 64)
+
+
+def test_a_file_comes_back(trained: Trained, tmp_path: Path) -> None:
+    save_predictor(trained.predictor, tmp_path / "p")
+    read = load_predictor(tmp_path / "p")
+    states = samples(10, 2).hidden
+    assert read.description == trained.predictor.description
+    np.testing.assert_array_equal(read.remaining(states), trained.predictor.remaining(states))
+
+
+@pytest.fixture
+def file(trained: Trained, tmp_path: Path) -> tuple[Predictor, Path]:
+    save_predictor(trained.predictor, tmp_path / "p")
+    return trained.predictor, tmp_path / "p"
+
+
+def _rewrite(predictor: Predictor, path: Path, **changes: object) -> None:
+    tensors = load_file(path) | {k: v for k, v in changes.items() if isinstance(v, torch.Tensor)}
+    told = msgspec.to_builtins(predictor.description) | {k: v for k, v in changes.items() if k not in tensors}
+    save_file(tensors, path, metadata={"description": msgspec.json.encode(told).decode()})
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"mean": torch.zeros(3)}, r"mean: shape \(8,\) expected"),
+        ({"layers.2.weight": torch.full((16, 32), float("nan"))}, r"layers\.2\.weight: not a number"),
+        ({"layers.4.weight": torch.zeros(1)}, r"layers\.4\.weight: unknown"),
+        ({"format": "other"}, r"description\.format: 'other'"),
+        ({"hidden_size": "wide"}, r"description: .*hidden_size"),
+        ({"hidden_size": 0}, "description: hidden_size"),
+        ({"extra": 1}, "description: .*extra"),
+    ],
+)
+def test_a_malformed_file_names_the_field(
+    changes: dict[str, object], field: str, file: tuple[Predictor, Path]
+) -> None:
+    _rewrite(*file, **changes)
+    with pytest.raises(PredictorFileError, match=field):
+        load_predictor(file[1])
+
+
+def test_a_file_of_something_else(tmp_path: Path) -> None:
+    (tmp_path / "p").write_bytes(b"no tensors")
+    with pytest.raises(PredictorFileError, match="cannot be read"):
+        load_predictor(tmp_path / "p")
+
+
+def test_the_tiny_model_s_predictor_is_small() -> None:
+    predictor = load_predictor(PREDICTOR_PATH)
+    assert predictor.description.hidden_size == 96
+    assert predictor.description.model == "tailrace-tiny"
+    assert PREDICTOR_PATH.stat().st_size < 1_000_000
