@@ -7,12 +7,11 @@ import io
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
 import click
-from rich.table import Table
 
 from simulator.cli.figures import plain
+from simulator.cli.group_table import group_table
 from simulator.cli.options import (
     check_policy,
     fleet_of,
@@ -25,18 +24,11 @@ from simulator.cli.options import (
 from simulator.cli.progress import task_bar
 from simulator.cli.report_file import report_option, write_report
 from simulator.comparison import BETTER, Cell, Comparison, Group, Plan, compare, stretches_s
-from simulator.estimate import Best
-from simulator.figure_text import SHOWN, half_text, mean_text
 from simulator.report.side_by_side import comparison_report
 from simulator.workloads.resolve import WorkloadOptions, resolve_workload
 from tailrace.cli.errors import UsageProblem
-from tailrace.cli.output import Output, note, output_option, print_figures, print_json
+from tailrace.cli.output import Output, console, note, output_option, print_figures, print_json
 from tailrace.cli.plain import JsonValue
-
-_COLUMNS: Final = (
-    *("attainment", "goodput_per_s", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s", "latency_p99_s"),
-    "tokens_per_s",
-)
 
 
 @click.command(
@@ -126,7 +118,10 @@ def compare_command(
         case _:
             for group in comparison.groups:
                 click.echo(group.cells[0].outcomes[0].source)
-                print_figures(_table(group))
+                table, left_out = group_table(group, console().width)
+                print_figures(table)
+                if left_out:
+                    note(f"no room for {', '.join(left_out)}; -o csv and --report have all")
                 click.echo()
             click.echo(f"SLO: {plan.slo.words()}; seeds: {seeds}; ± half of a 95% interval (Student's t)")
             click.echo("*: the best mean; =: cannot be told from it, seed by seed")
@@ -157,30 +152,6 @@ def _note_refusals(comparison: Comparison) -> None:
             if refused:
                 count = sum(outcome.figures.refused for outcome in refused)
                 note(f"{cell.policy} on {cell.workload}: {count} refused, the first: {refused[0].refusal}")
-
-
-def _table(group: Group) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("POLICY", no_wrap=True)
-    bests = {figure: group.best(figure) for figure in _COLUMNS}
-    for figure in _COLUMNS:
-        table.add_column(SHOWN[figure].heading, justify="right", no_wrap=True)
-    table.add_column("MIGRATIONS", justify="right", no_wrap=True)
-    for cell in group.cells:
-        figures = [f"{_interval(figure, cell)} {_mark(bests[figure], cell)}" for figure in _COLUMNS]
-        table.add_row(cell.policy, *figures, f"{cell.estimate('migrations').mean:.0f}")
-    return table
-
-
-def _interval(figure: str, cell: Cell) -> str:
-    value = cell.estimate(figure)
-    return f"{mean_text(figure, value)} {half_text(figure, value)}".rstrip()
-
-
-def _mark(best: Best | None, cell: Cell) -> str:
-    if best is None:
-        return " "
-    return "*" if best.name == cell.policy else "=" if cell.policy in best.tied else " "
 
 
 def _plain(comparison: Comparison) -> dict[str, JsonValue]:

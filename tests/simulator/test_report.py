@@ -10,8 +10,11 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
+from simulator.cli.group_table import group_table
 from simulator.comparison import Comparison, Plan, compare
+from simulator.figure_text import half_text, mean_text
 from simulator.goodput import Slo
 from simulator.records import MigrationOutcome, StageChange
 from simulator.report.over_time import stages
@@ -157,6 +160,24 @@ def test_a_comparison_shows_each_policy_over_time(comparison: Comparison) -> Non
         for cell in group.cells:
             for seed, outcome in enumerate(cell.outcomes):
                 assert (outcome.detail is not None) == (group.rate == 8.0 and seed == 0)
+
+
+@pytest.mark.parametrize("width", [240, 120, 80, 60])
+def test_a_table_fits_the_terminal(comparison: Comparison, width: int) -> None:
+    group = comparison.groups[0]
+    table, left_out = group_table(group, width)
+    console = Console(width=width, highlight=False)
+    with console.capture() as captured:
+        console.print(table)
+    text = captured.get()
+    assert "…" not in text
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= width
+    # All of it on wide ones; the service level and the tail always.
+    assert bool(left_out) == (width < 100)
+    for name in ("attainment", "goodput_per_s", "ttft_p99_s"):
+        for cell in group.cells:
+            assert mean_text(name, cell.estimate(name)) in text
+            assert half_text(name, cell.estimate(name)) in text
 
 
 def test_files_go_by_their_names() -> None:
