@@ -19,13 +19,14 @@ from simulator.claims.base import Experiment, Figures, Finding, Verdict
 from simulator.claims.pascal import serving as pascal_serving
 from simulator.claims.pascal import single
 from simulator.claims.pascal.measure import serve as serve_pascal
-from simulator.claims.pascal.tails import Comparison, mean_tails, percentile_for, tail_by_bin
+from simulator.claims.pascal.tails import Comparison, mean_tails
 from simulator.claims.saturation import poisson_at_load, saturation_rate
 from simulator.claims.verdicts import of_bound, of_effect, of_ordering, weakest
 from simulator.cluster import ClusterSpec
 from simulator.predictors import NoisyPredictor, OraclePredictor
 from simulator.request import SimRequest
 from simulator.run import simulate
+from simulator.tails import percentile_for, tail_by_bin
 from simulator.views import ReportedRequests
 from simulator.workloads import reasoning_phase, sharegpt_ares
 from tailrace.actions import Action
@@ -104,7 +105,7 @@ def test_loads_send_the_same_requests() -> None:
 def test_tails_follow_figure_10() -> None:
     assert [percentile_for(n) for n in (4, 5, 9, 10, 19, 20, 99, 100)] == [None, 100, 100, 90, 90, 95, 95, 99]
     reasoning = np.array([0] * 5 + [255] + [256] * 4)
-    tails = tail_by_bin(reasoning, np.arange(10.0))
+    tails = tail_by_bin(zip(reasoning.tolist(), range(10), strict=True))
     assert tails == {0: 5.0}
     assert mean_tails([{0: 1.0, 256: 2.0}, {0: 3.0}]) == {0: 2.0}
     comparison = Comparison({0: 1.0, 256: 3.0}, {0: 4.0, 256: 2.0, 512: 1.0})

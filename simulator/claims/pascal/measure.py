@@ -8,10 +8,10 @@ import numpy as np
 
 from simulator.claims.base import Figures
 from simulator.claims.pascal.cluster import ARMS, INSTANCES, cluster
-from simulator.claims.pascal.tails import tail_by_bin
 from simulator.claims.saturation import poisson_at_load
 from simulator.records import MigrationOutcome
 from simulator.run import simulate
+from simulator.tails import tail_ttft_by_bin
 from simulator.workloads.generators import GENERATORS
 
 # QoE below which an answer violates its SLO (section V-A).
@@ -29,7 +29,7 @@ def serve(dataset: str, arm: str, load: float, count: int, seed: int) -> Figures
     done = [r for r in result.requests if r.ttft_s is not None]
     ttft = np.array([r.ttft_s for r in done], np.float64)
     latency = np.array([r.latency_s for r in done], np.float64)
-    tails = tail_by_bin(np.array([r.reasoning_tokens for r in done], np.int64), ttft)
+    tails = tail_ttft_by_bin(done)
     blocking = [r.answer_blocking_s for r in done if r.answer_blocking_s is not None]
     committed = [m for m in result.migrations if m.outcome is MigrationOutcome.COMMITTED]
     makespan_s = max(r.finish_s for r in done if r.finish_s is not None) - requests[0].arrival_s

@@ -1,36 +1,10 @@
-"""Tail TTFT by reasoning length, by the rule of figure 10."""
+"""Tails of TTFT by reasoning length (simulator/tails.py) over runs, and of one scheduler against another."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
-
-BIN_TOKENS: Final = 256
-# Requests below which another percentile is taken: fewer than 5 are left out.
-_RULE: Final = ((5, None), (10, 100.0), (20, 90.0), (100, 95.0))
-
-
-def percentile_for(count: int) -> float | None:
-    """The percentile that stands for the tail of `count` requests; None: too few."""
-    for below, percentile in _RULE:
-        if count < below:
-            return percentile
-    return 99.0
-
-
-def tail_by_bin(reasoning: NDArray[np.int64], ttft_s: NDArray[np.float64]) -> dict[int, float]:
-    """Tail TTFT in seconds by the first reasoning length of each bin."""
-    bins = reasoning // BIN_TOKENS
-    tails: dict[int, float] = {}
-    for index in np.unique(bins).tolist():
-        inside = ttft_s[bins == index]
-        percentile = percentile_for(len(inside))
-        if percentile is not None:
-            tails[index * BIN_TOKENS] = float(np.percentile(inside, percentile))
-    return tails
 
 
 def mean_tails(runs: Iterable[Mapping[int, float]]) -> dict[int, float]:
