@@ -14,12 +14,14 @@ from tailrace.policy.cascade.layout import earliest_stage, repaired, stage_of, t
 from tailrace.policy.cascade.qoe import QoeModel, features, mean_relative_error
 from tailrace.policy.cascade.refinement import (
     Refinement,
+    Sharing,
     Splitter,
     by_length,
     divided,
     memory_split,
     optimal_split,
     quantity_split,
+    whole,
 )
 from tailrace.profiles import load_profile
 from tests.policy.fleets import MAX_LENGTH, fleets, quick
@@ -136,11 +138,14 @@ def held_by(view) -> Mapping[str, list[tuple[int, int]]]:  # type: ignore[no-unt
     }
 
 
+@pytest.mark.parametrize("share", [divided, whole])
 @pytest.mark.parametrize("split", [optimal_split, quantity_split, memory_split])
 @quick
 @given(view=staged, smoothing=st.floats(0.0, 1.0))
-def test_refined_stages_tile_what_they_tiled(split: Splitter, view, smoothing: float) -> None:  # type: ignore[no-untyped-def]
-    refined = Refinement(MODEL, split, smoothing).refine(view.stages, held_by(view))
+def test_refined_stages_tile_what_they_tiled(  # type: ignore[no-untyped-def]
+    split: Splitter, share: Sharing, view, smoothing: float
+) -> None:
+    refined = Refinement(MODEL, split, smoothing, share=share).refine(view.stages, held_by(view))
     assert tiles(refined, MAX_LENGTH)
     assert [s.instance_ids for s in refined] == [s.instance_ids for s in view.stages]
 
@@ -148,8 +153,8 @@ def test_refined_stages_tile_what_they_tiled(split: Splitter, view, smoothing: f
 def test_moves_towards_the_split_by_the_moving_average() -> None:
     stages = (Stage(0, 1_000, ("a",)), Stage(1_000, MAX_LENGTH, ("b",)))
     requests = {"a": [(10, 100)] * 20, "b": [(10, 3_000)] * 20}
-    whole = Refinement(MODEL, smoothing=1.0).refine(stages, requests)
-    assert whole[0].hi == whole[1].lo == 3_000
+    at_once = Refinement(MODEL, smoothing=1.0).refine(stages, requests)
+    assert at_once[0].hi == at_once[1].lo == 3_000
     tenth = Refinement(MODEL, smoothing=0.1).refine(stages, requests)
     assert tenth[0].hi == 1_200
     assert Refinement(MODEL, smoothing=0.0).refine(stages, requests) == stages
@@ -165,6 +170,19 @@ def test_converges_without_overshoot() -> None:
     assert seen == sorted(seen)
     assert seen[-1] == seen[-2]
     assert seen[-1] in range(4_900, 5_001)
+
+
+def test_stages_are_weighed_by_instance_or_as_they_are() -> None:
+    """Four instances below and one above: one of the four is as heavy as the one above."""
+    stages = (Stage(0, 1_000, ("a", "b", "c", "d")), Stage(1_000, MAX_LENGTH, ("e",)))
+    requests = {name: [(10, 100 + n) for n in range(20)] for name in "abcd"}
+    requests["e"] = [(10, 3_000 + n) for n in range(20)]
+
+    def boundary(share: Sharing) -> int:
+        return Refinement(MODEL, quantity_split, 1.0, share=share).refine(stages, requests)[0].hi
+
+    assert boundary(divided) == 3_000
+    assert boundary(whole) < 200
 
 
 @pytest.mark.parametrize(("count", "frozen"), [(4, True), (5, False)])

@@ -145,6 +145,8 @@ def _finding(row: Row, figures: Mapping[str, Figures]) -> Finding:
             verdicts.append(Verdict.DIRECTION)
             why = f"worst is {found}, not {row.worst}; {why}"
     detail: dict[str, float | Sequence[float]] = {"figure_2": changes, "measured": measured}
+    for policy in dict.fromkeys([_OURS, *(part.baseline for part in row.against)]):
+        detail |= {f"{policy}.{name}": value for name, value in figures[run_name(policy, FIGURE_2)].items()}
     return Finding(
         row.claim.claim_id,
         " / ".join(map(_shown, row.against, changes)),

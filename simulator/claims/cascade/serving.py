@@ -32,11 +32,13 @@ def serve(policy: str, penalty: str) -> Figures:
     tpot = np.array([r.tpot_s for r in done], dtype=np.float64)
     latency = np.array([r.latency_s for r in done], dtype=np.float64)
     until_s = arriving[-1].arrival_s
-    stages = result.series.stages[-1].stages if result.series.stages else ()
+    # While requests arrive: what drains at the end is another workload.
+    stages = [change.stages for change in result.series.stages if change.at_s <= until_s][-1]
     committed = [m for m in result.migrations if m.outcome is MigrationOutcome.COMMITTED]
     figures: dict[str, float | Sequence[float]] = {
         "rate_per_s": len(arriving) / until_s,
         "ttft_mean_s": float(ttft.mean()),
+        "ttft_longest_share": longest_share(done),
         "ttft_p95_s": float(np.percentile(ttft, 95)),
         "tpot_mean_s": float(tpot.mean()),
         "tpot_p95_s": float(np.percentile(tpot, 95)),
@@ -50,6 +52,14 @@ def serve(policy: str, penalty: str) -> Figures:
     for scale in SLO_SCALES:
         figures[f"attainment_{scale}x"] = attainment(done, minimum_load_slo(profile, arriving, scale))
     return figures
+
+
+def longest_share(records: Sequence[RequestRecord]) -> float:
+    """Of all seconds until first tokens, the share of the 5% of requests with the longest prompts."""
+    waits = [(r.prompt_tokens, r.ttft_s) for r in records if r.ttft_s is not None]
+    waits.sort()
+    total = sum(wait_s for _, wait_s in waits)
+    return sum(wait_s for _, wait_s in waits[-max(1, len(waits) // 20) :]) / total
 
 
 def generated(records: Sequence[RequestRecord], until_s: float) -> float:

@@ -23,10 +23,13 @@ from tailrace.policy.cascade.planner import Costs, Plan, chain, exact, layout_co
 from tailrace.policy.cascade.qoe import QoeModel
 from tailrace.policy.cascade.refinement import (
     Refinement,
+    Sharing,
     Splitter,
+    divided,
     memory_split,
     optimal_split,
     quantity_split,
+    whole,
 )
 from tailrace.policy.cascade.workload import Workload, bucket_edges
 from tailrace.policy.ledger import Ledger
@@ -64,6 +67,7 @@ class Cascade(Policy):
 
     planner = staticmethod(exact)
     split: Splitter = staticmethod(optimal_split)
+    share: Sharing = staticmethod(divided)
     choice: Choice = staticmethod(by_bids)
     rebalances = True
     # Where workers can, they settle hand-overs by bid-ask among themselves.
@@ -100,7 +104,7 @@ class Cascade(Policy):
         self.max_length = max_length
         self.edges = bucket_edges(max_length)
         self.tick_interval_s = tick_interval_s
-        self.refinement = Refinement(self.model, self.split, smoothing)
+        self.refinement = Refinement(self.model, self.split, smoothing, share=self.share)
 
     # ---- section 3.2
 
@@ -330,6 +334,7 @@ class CascadeQuantity(Cascade):
 
     summary = "CascadeInfer's baseline: boundaries refined by number of requests"
     split: Splitter = staticmethod(quantity_split)
+    share: Sharing = staticmethod(whole)
 
 
 class CascadeMemory(Cascade):
@@ -337,6 +342,7 @@ class CascadeMemory(Cascade):
 
     summary = "CascadeInfer's baseline: boundaries refined by memory"
     split: Splitter = staticmethod(memory_split)
+    share: Sharing = staticmethod(whole)
 
 
 def _dispatch_key(instance: InstanceView) -> tuple[int, int, str]:

@@ -16,6 +16,14 @@ from tailrace.policy.cascade.workload import Ints
 Rows = Ints
 
 
+class Sharing(Protocol):
+    """What of a stage's requests, sorted by length, is weighed if it has `parts` instances."""
+
+    def __call__(self, rows: Rows, parts: int) -> Rows:
+        """Some of the rows."""
+        ...
+
+
 class Splitter(Protocol):
     """Where to cut requests in two; `rows` are sorted by length, and there is at least one."""
 
@@ -43,12 +51,12 @@ def optimal_split(rows: Rows, model: QoeModel) -> int:
 
 
 def quantity_split(rows: Rows, model: QoeModel) -> int:
-    """As many requests on either side (section 6.5's quantity-based refinement)."""
+    """As many requests on either side (section 6.5's quantity-based refinement; with `whole`)."""
     return len(rows) // 2
 
 
 def memory_split(rows: Rows, model: QoeModel) -> int:
-    """As much KV on either side (section 6.5's memory-based refinement)."""
+    """As much KV on either side (section 6.5's memory-based refinement; with `whole`)."""
     lengths = rows[:, 1]
     below = np.cumsum(lengths) - lengths
     return int(np.argmin(np.abs(2 * below - lengths.sum())))
@@ -57,6 +65,11 @@ def memory_split(rows: Rows, model: QoeModel) -> int:
 def divided(rows: Rows, parts: int) -> Rows:
     """One of `parts` equal parts: of rows sorted by length, every parts-th from the middle (footnote 1)."""
     return rows[parts // 2 :: parts]
+
+
+def whole(rows: Rows, parts: int) -> Rows:
+    """All of them, however many instances share them: "the number of requests per stage" (section 6.5)."""
+    return rows
 
 
 def by_length(rows: Sequence[tuple[int, int]]) -> Rows:
@@ -70,6 +83,8 @@ class Refinement:
     """Moves each boundary towards where it would be best now.
 
     - `split`: what "best" is.
+    - `share`: the part of a stage that is weighed: one instance's, on average; the paper's baselines weigh
+      stages as they are, for "per stage" is what section 6.5 says of both.
     - `smoothing`: weight of the new boundary in the exponential moving average; the paper names none. 0.2
       means that a change of workload is followed by two thirds in five intervals.
     - `least_requests`: fewer in the two stages together leave their boundary as it is ("e.g., when there are
@@ -80,6 +95,7 @@ class Refinement:
     split: Splitter = optimal_split
     smoothing: float = 0.2
     least_requests: int = 5
+    share: Sharing = divided
 
     def refine(
         self, stages: Sequence[Stage], requests: Mapping[str, Sequence[tuple[int, int]]]
@@ -106,7 +122,7 @@ class Refinement:
         if sum(map(len, sides)) < self.least_requests:
             return now
         parts = [
-            divided(by_length(side), max(1, len(stage.instance_ids)))
+            self.share(by_length(side), max(1, len(stage.instance_ids)))
             for side, stage in zip(sides, (lower, upper), strict=True)
         ]
         rows = np.concatenate(parts)
