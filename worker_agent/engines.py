@@ -27,6 +27,8 @@ class EngineOptions:
     max_num_seqs: int | None = None
     max_model_len: int | None = None
     host_kv_bytes: int | None = None
+    # File of a length predictor (vLLM only). None: the tiny model has its own, others have none. Empty: none.
+    predictor: str | None = None
     # Anything else that the engine takes: fields of vLLM's EngineArgs or of SimulatedSettings.
     arguments: Mapping[str, Json] = field(default_factory=dict)
 
@@ -53,13 +55,15 @@ def make_engine(options: EngineOptions) -> Engine:
 
 
 def _vllm(options: EngineOptions) -> Engine:
-    from tailrace.tiny import MODEL_PATH, REASONING_PARSER
+    from tailrace.tiny import MODEL_PATH, PREDICTOR_PATH, REASONING_PARSER
     from worker_agent.engine.vllm.engine import VllmEngine
     from worker_agent.engine.vllm.settings import VllmSettings
 
     model = options.model or str(MODEL_PATH)
     parser, arguments = options.reasoning_parser, dict(options.arguments)
+    predictor = options.predictor
     if model == str(MODEL_PATH):
+        predictor = str(PREDICTOR_PATH) if predictor is None else predictor
         parser = REASONING_PARSER if parser is None else parser
         # vLLM's `auto` makes bfloat16 of float32 weights; so small a model is not sure of its answers in it.
         arguments = {"dtype": "float32", **arguments}
@@ -67,6 +71,7 @@ def _vllm(options: EngineOptions) -> Engine:
         VllmSettings(
             model=model,
             reasoning_parser=parser or "",
+            predictor=predictor or "",
             kv_blocks=options.kv_blocks,
             block_tokens=options.block_tokens,
             max_num_seqs=options.max_num_seqs,

@@ -59,6 +59,11 @@ class EngineDied(RuntimeError):
 @click.option("--max-num-seqs", type=click.IntRange(1), help="Requests that run at a time.")
 @click.option("--max-model-len", type=click.IntRange(1), help="Longest prompt and output, in tokens.")
 @click.option(
+    "--predictor",
+    metavar="PATH",
+    help="Length predictor of the model (vLLM only); '' for none. The tiny model's own by default.",
+)
+@click.option(
     "--engine-arg",
     "arguments",
     multiple=True,
@@ -114,6 +119,7 @@ def command(
     block_size: int | None,
     max_num_seqs: int | None,
     max_model_len: int | None,
+    predictor: str | None,
     arguments: tuple[str, ...],
     intra: str,
     host_kv_bytes: int | None,
@@ -138,6 +144,7 @@ def command(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             host_kv_bytes=host_kv_bytes,
+            predictor=predictor,
             arguments=dict(map(read_argument, arguments)),
         )
     except EngineOptionError as error:

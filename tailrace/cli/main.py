@@ -23,6 +23,7 @@ _PLUGIN_HELP = {
     "simulate": "Run one policy on a workload in the simulator.",
     "compare": "Run several policies on workloads, side by side.",
     "claims": "Check the papers' claims in the simulator.",
+    "predictor": "Collect for, train and evaluate a predictor of output lengths.",
     "validate": "Replay measured runs in the simulator and say how far off it is.",
 }
 

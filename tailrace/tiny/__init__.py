@@ -11,7 +11,10 @@ from typing import Final
 MODEL_PATH: Final[Path] = Path(__file__).resolve().parent / "model"
 """Folder to give to vLLM as ``model``."""
 
+PREDICTOR_PATH: Final[Path] = Path(__file__).resolve().parent / "predictor.safetensors"
+"""Its length predictor (docs/predictor.md)."""
+
 REASONING_PARSER: Final[str] = "qwen3"
 """Name of the vLLM reasoning parser that splits the model's thought from its answer."""
 
-__all__ = ["MODEL_PATH", "REASONING_PARSER"]
+__all__ = ["MODEL_PATH", "PREDICTOR_PATH", "REASONING_PARSER"]

@@ -13,10 +13,13 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tailrace.tiny import MODEL_PATH, REASONING_PARSER
+from tailrace.tiny import MODEL_PATH, PREDICTOR_PATH, REASONING_PARSER
+from tailrace.tiny.task import task
+from tailrace.tiny.tokens import encode_turns
 
 pytest.importorskip("vllm", reason="the vLLM engine is not installed")
 
+from safetensors import safe_open
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -33,7 +36,9 @@ from worker_agent.engine.base import (
     RequestKey,
 )
 from worker_agent.engine.vllm.engine import VllmEngine
+from worker_agent.engine.vllm.hidden_states import StepStates
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging
+from worker_agent.engine.vllm.requests import LengthPrediction
 from worker_agent.engine.vllm.settings import VllmSettings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
@@ -67,6 +72,7 @@ async def started() -> AsyncIterator[tuple[VllmEngine, Front, EngineInfo]]:
             kv_blocks=KV_BLOCKS,
             cpu_threads=1,
             reasoning_parser=REASONING_PARSER,
+            predictor=str(PREDICTOR_PATH),
             engine_args={"max_num_batched_tokens": 256},
         )
     )
@@ -312,6 +318,64 @@ async def test_phases(engine: VllmEngine, front: Front) -> None:
     assert (stats.phase, stats.state, stats.frontend_id) == (EnginePhase.REASONING, "running", "front")
     assert stats.reasoning_tokens >= 3
     engine.abort([stream.key])
+
+
+# ---- predicted lengths
+
+
+async def test_predictions_arrive_and_count_down(engine: VllmEngine, front: Front) -> None:
+    """Of every running request, and the answer is the one that the model must give."""
+    asked = task("abcd", 60, 20)
+    sampling = params(max_tokens=1500, ignore_eos=False)
+    sampling.update_from_generation_config({}, EOS)
+    stream = front.stream(encode_turns([("user", asked.prompt)]), sampling)
+    other = front.stream(REASONING, params(logit_bias=NO_THINK_END, max_tokens=600))
+    assert all(r.predicted_remaining_tokens is None for r in engine.stats().requests)
+    front.submit(engine, stream)
+    front.submit(engine, other)
+
+    def all_predicted() -> bool:
+        found = [r.predicted_remaining_tokens for r in engine.stats().requests]
+        return len(found) == 2 and None not in found
+
+    await front.until(all_predicted)
+    first = engine.stats().requests[0].predicted_remaining_tokens
+    assert first is not None and first >= 0
+    await front.until(lambda: stream.finished)
+    engine.abort([other.key])
+    text = bytes(token for token in stream.tokens if token < 256).decode()
+    assert text == asked.thought + asked.answer
+    left = LengthPrediction(generated=40, remaining=30.0)
+    assert [left.remaining_at(emitted) for emitted in (39, 40, 55, 90)] == [30.0, 30.0, 15.0, 0.0]
+
+
+async def test_states_are_those_that_the_next_tokens_come_from(engine: VllmEngine, front: Front) -> None:
+    """Each row, times the output layer, gives the token that its request got next."""
+    seen: list[StepStates] = []
+
+    def take(states: StepStates) -> None:
+        seen.append(states)
+        tap.arm()
+
+    tap = await engine._ask(lambda parts: parts.core.tap(take))
+    tap.arm()
+    greedy = params(max_tokens=50)
+    streams = [front.stream(prompt, greedy) for prompt in (ANSWERING, [*QUESTION] * 5, QUESTION)]
+    for stream in streams:
+        front.submit(engine, stream)
+    await front.until(lambda: all(stream.finished for stream in streams))
+    tap.close()
+    with safe_open(MODEL_PATH / "model.safetensors", framework="pt") as file:
+        head = file.get_tensor("lm_head.weight")
+    by_id = {stream.request_id: stream for stream in streams}
+    checked = 0
+    for states in seen:
+        best = (states.hidden @ head.T).argmax(-1).tolist()
+        for request_id, generated, token in zip(states.request_ids, states.generated, best, strict=True):
+            if generated >= 0:
+                assert by_id[request_id].tokens[generated] == token
+                checked += 1
+    assert checked == 150
 
 
 # ---- migration

@@ -15,6 +15,7 @@ from worker_agent.engine.vllm.admission import Admission
 from worker_agent.engine.vllm.exports import Exports
 from worker_agent.engine.vllm.host_pool import default_host_bytes
 from worker_agent.engine.vllm.imports import Imports
+from worker_agent.engine.vllm.length_watch import LengthWatch
 from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.outputs import OutputWriter
 from worker_agent.engine.vllm.requests import RequestTable
@@ -43,6 +44,7 @@ class EngineParts:
     exports: Exports
     imports: Imports
     utility: UtilityCalls
+    watch: LengthWatch | None
 
 
 class EngineThread:
@@ -95,6 +97,8 @@ class EngineThread:
         try:
             while not self._stopping:
                 self._turn(parts)
+            if parts.watch is not None:
+                parts.watch.close()
             parts.core.core.shutdown()
         except Exception as error:  # noqa: BLE001 - a thread's boundary: reported as the engine's death
             _log.exception("the vLLM engine failed")
@@ -115,6 +119,7 @@ class EngineThread:
             exports=Exports(core, table, self.post),
             imports=imports,
             utility=UtilityCalls(core),
+            watch=LengthWatch.of(self._settings.predictor, core, table),
         )
 
         def step_now() -> None:
@@ -133,6 +138,8 @@ class EngineThread:
 
     def _step(self, parts: EngineParts) -> bool:
         core = parts.core.core
+        if parts.watch is not None:
+            parts.watch.step_begins()
         outputs, executed = core.step_fn()
         core.post_step(executed)
         parts.core.after_step()

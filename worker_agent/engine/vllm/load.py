@@ -21,6 +21,7 @@ from worker_agent.engine.base import EngineRefusal, Frames
 from worker_agent.engine.host_ledger import HostLedger
 from worker_agent.engine.vllm.connector import TailraceConnector
 from worker_agent.engine.vllm.grammars import Grammars
+from worker_agent.engine.vllm.hidden_states import HiddenStateTap, StepStates
 from worker_agent.engine.vllm.host_pool import HostPool
 from worker_agent.engine.vllm.kv_blocks import KvBlocks
 from worker_agent.engine.vllm.phases import ReasoningMarks, load_marks
@@ -135,6 +136,12 @@ class LoadedCore:
         state = self._rpc("tailrace_generator_state", request_id)
         assert isinstance(state, bytes)
         return state
+
+    def tap(self, take: Callable[[StepStates], None]) -> HiddenStateTap:
+        """Watch hidden states. Raises RuntimeError when this model's cannot be."""
+        tap = self._rpc("tailrace_tap", take)
+        assert isinstance(tap, HiddenStateTap)
+        return tap
 
     def after_step(self) -> None:
         """What vLLM leaves undone when KV that was swapped out did not come back whole."""

@@ -14,6 +14,18 @@ from worker_agent.engine.vllm.pace import Pace
 from worker_agent.engine.vllm.phases import PhaseTracker
 
 
+@dataclass(frozen=True, slots=True)
+class LengthPrediction:
+    """With `generated` output tokens made, `remaining` were predicted to come."""
+
+    generated: int
+    remaining: float
+
+    def remaining_at(self, emitted: int) -> float:
+        """What is left of it when `emitted` have been made: it counts down, to 0, until it is made anew."""
+        return max(0.0, self.remaining - max(0, emitted - self.generated))
+
+
 @dataclass(slots=True)
 class Entry:
     """One request. `emitted`: output tokens the front end has or will have from here or from elsewhere."""
@@ -29,6 +41,8 @@ class Entry:
     pace: Pace
     emitted: int
     turn: Turn
+    # Set by the predictor's thread.
+    prediction: LengthPrediction | None = None
 
 
 class RequestTable:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from worker_agent.engine.vllm.connector import TailraceConnector
+from worker_agent.engine.vllm.hidden_states import HiddenStateTap, StepStates
 from worker_agent.engine.vllm.sampling import make_generator
 
 
@@ -46,6 +47,10 @@ class RunnerExtension:
         connector = get_kv_transfer_group()
         assert isinstance(connector, TailraceConnector)
         return connector
+
+    def tailrace_tap(self, take: Callable[[StepStates], None]) -> HiddenStateTap:
+        """Hand the hidden states of steps to `take`."""
+        return HiddenStateTap(self.model_runner, take)
 
     def tailrace_adopt(self, adoption: Adoption) -> None:
         """Make the cached state that vLLM makes for a new request, with the output tokens it already has.

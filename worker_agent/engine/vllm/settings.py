@@ -45,6 +45,8 @@ class VllmSettings:
     max_model_len: int | None = None
     # vLLM's name of the model's reasoning parser; empty: the model does not reason.
     reasoning_parser: str = ""
+    # File of a length predictor for this model; empty: lengths are not predicted.
+    predictor: str = ""
     # Any other field of vLLM's EngineArgs.
     engine_args: Mapping[str, Json] = field(default_factory=dict)
 

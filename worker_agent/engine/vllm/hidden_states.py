@@ -1,0 +1,71 @@
+"""The state from which each running request is about to make its next token, taken as a step goes by.
+
+vLLM hands the last layer's output, after the final norm and only of the positions to be sampled, to the
+model's LogitsProcessor; a torch forward hook on that module sees it. Nothing is computed or copied here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+
+@dataclass(frozen=True, slots=True)
+class StepStates:
+    """Row i of `hidden` (n, d) is of request `request_ids[i]` with `generated[i]` output tokens so far, that
+    of this step not among them; -1: it is in the middle of its prompt. `ready`: when `hidden` has been
+    computed; None: already. The tensor is nobody else's.
+    """
+
+    request_ids: list[str]
+    generated: list[int]
+    hidden: torch.Tensor
+    ready: torch.Event | None
+
+
+class HiddenStateTap:
+    """Hands over the states of a step for which it was armed. Engine thread only."""
+
+    def __init__(self, runner: GPUModelRunner, take: Callable[[StepStates], None]) -> None:
+        """Raises RuntimeError when the model has no LogitsProcessor to watch."""
+        self._runner = runner
+        self._take = take
+        self._armed = False
+        processors = [m for m in runner.get_model().modules() if isinstance(m, LogitsProcessor)]
+        if not processors:
+            raise RuntimeError("the model has no LogitsProcessor, so its lengths cannot be predicted")
+        self._hooks = [processor.register_forward_pre_hook(self._seen) for processor in processors]
+
+    def arm(self) -> None:
+        """Hand over the states of the next step that samples."""
+        self._armed = True
+
+    def close(self) -> None:
+        """Watch no longer."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _seen(self, _module: torch.nn.Module, arguments: tuple[object, ...]) -> None:
+        if not self._armed:
+            return
+        hidden = arguments[1]
+        batch = self._runner.input_batch
+        # The first call of a step is for what is sampled; log-probabilities of prompts come after it.
+        if not isinstance(hidden, torch.Tensor) or len(hidden) != batch.num_reqs:
+            return
+        self._armed = False
+        in_prompt = self._runner.discard_request_mask.np[: batch.num_reqs]
+        request_ids = list(batch.req_ids)
+        generated = [
+            -1 if unfinished else len(self._runner.requests[request_id].output_token_ids)
+            for request_id, unfinished in zip(request_ids, in_prompt, strict=True)
+        ]
+        ready: torch.Event | None = None
+        if hidden.device.type != "cpu":
+            ready = torch.Event(hidden.device)
+            ready.record()
+        self._take(StepStates(request_ids, generated, hidden, ready))

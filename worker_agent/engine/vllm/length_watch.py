@@ -1,0 +1,53 @@
+"""A running engine's tap and its predictor, put together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tailrace.predictor.file import PredictorFileError, load_predictor
+from worker_agent.engine.vllm.hidden_states import HiddenStateTap
+from worker_agent.engine.vllm.load import LoadedCore
+from worker_agent.engine.vllm.predictions import LengthPredictions, PredictionCost
+from worker_agent.engine.vllm.requests import RequestTable
+
+
+class LengthWatch:
+    """Predicts the lengths of an engine's requests while it runs. Engine thread only."""
+
+    def __init__(self, tap: HiddenStateTap, predictions: LengthPredictions) -> None:
+        self._tap = tap
+        self._predictions = predictions
+
+    @classmethod
+    def of(cls, file: str, core: LoadedCore, table: RequestTable) -> LengthWatch | None:
+        """None without a file. Raises RuntimeError for a file that is none or is for another model."""
+        if not file:
+            return None
+        device = str(core.config.device_config.device)
+        try:
+            predictor = load_predictor(Path(file), device)
+        except PredictorFileError as error:
+            raise RuntimeError(f"length predictor {error}") from error
+        wanted = core.config.model_config.get_hidden_size()
+        if predictor.description.hidden_size != wanted:
+            found = predictor.description
+            raise RuntimeError(
+                f"length predictor {file} is for a hidden size of {found.hidden_size} ({found.model}), "
+                f"this model's is {wanted}"
+            )
+        predictions = LengthPredictions(predictor, table)
+        return cls(core.tap(predictions.take), predictions)
+
+    @property
+    def cost(self) -> PredictionCost:
+        """What predicting has taken so far."""
+        return self._predictions.cost
+
+    def step_begins(self) -> None:
+        """Before every step."""
+        self._predictions.step_begins(self._tap)
+
+    def close(self) -> None:
+        """End it."""
+        self._tap.close()
+        self._predictions.close()

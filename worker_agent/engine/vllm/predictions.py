@@ -1,0 +1,103 @@
+"""Predicted lengths of the running requests: ARES, section 4.3 and 5.3, every k = 20 steps, in one batch.
+
+The engine thread arms the tap and hands over a tensor; the network runs in a thread of its own, and what it
+says shows up in the requests' entries when it is there. A batch that comes while the one before is still
+worked on is let go: predictions then come less often, and no step waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from tailrace.predictor.file import Predictor
+from worker_agent.engine.vllm.hidden_states import HiddenStateTap, StepStates
+from worker_agent.engine.vllm.requests import LengthPrediction, RequestTable
+
+_log = logging.getLogger(__name__)
+
+INTERVAL_STEPS: Final = 20
+"""Steps from one prediction to the next (section 5.3)."""
+
+_STOP_DEADLINE_S = 10.0
+
+
+@dataclass(slots=True)
+class PredictionCost:
+    """What predicting has taken so far, in seconds of the predicting thread, by number of batches."""
+
+    batches: int = 0
+    requests: int = 0
+    seconds: float = 0.0
+    let_go: int = 0
+
+
+class LengthPredictions:
+    """Made and fed by the engine thread; predicts in a thread of its own."""
+
+    def __init__(self, predictor: Predictor, table: RequestTable) -> None:
+        """`predictor`: on the device of the model."""
+        self.cost = PredictionCost()
+        self._predictor = predictor
+        self._table = table
+        self._steps = 0
+        self._batches: queue.Queue[StepStates | None] = queue.Queue(maxsize=1)
+        self._thread = threading.Thread(target=self._run, name="length-predictor", daemon=True)
+        self._thread.start()
+
+    def step_begins(self, tap: HiddenStateTap) -> None:
+        """Count a step; every k-th is watched."""
+        if self._steps % INTERVAL_STEPS == 0:
+            tap.arm()
+        self._steps += 1
+
+    def take(self, states: StepStates) -> None:
+        """A watched step's states."""
+        try:
+            self._batches.put_nowait(states)
+        except queue.Full:
+            self.cost.let_go += 1
+
+    def close(self) -> None:
+        """End the thread, which finishes what it works on."""
+        try:
+            self._batches.put(None, timeout=_STOP_DEADLINE_S)
+        except queue.Full:
+            _log.warning("the length predictor did not end within %.0f s", _STOP_DEADLINE_S)
+            return
+        self._thread.join(_STOP_DEADLINE_S)
+
+    # ---- the predicting thread
+
+    def _run(self) -> None:
+        while (states := self._batches.get()) is not None:
+            begun = time.perf_counter()
+            try:
+                self._predict(states)
+            except RuntimeError:
+                # Requests go on without predictions, which is what policies take for "nobody predicts".
+                _log.exception("lengths are not predicted any more")
+                self._drop_all()
+                return
+            self.cost.seconds += time.perf_counter() - begun
+            self.cost.batches += 1
+            self.cost.requests += len(states.request_ids)
+
+    def _predict(self, states: StepStates) -> None:
+        if states.ready is not None:
+            states.ready.synchronize()
+        remaining: list[float] = self._predictor.remaining_on_device(states.hidden).tolist()
+        for request_id, generated, tokens in zip(
+            states.request_ids, states.generated, remaining, strict=True
+        ):
+            entry = self._table.get(request_id)
+            if entry is not None and generated >= 0:
+                entry.prediction = LengthPrediction(generated, tokens)
+
+    def _drop_all(self) -> None:
+        for entry in self._table:
+            entry.prediction = None

@@ -1,0 +1,166 @@
+"""Samples: run prompts through vLLM and keep hidden states every so many tokens (ARES, section 4.4)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailrace.predictor.samples import FORMAT, Origin, Samples
+from worker_agent.predictor.prompts import Prompt
+
+Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
+
+
+@dataclass(frozen=True, slots=True)
+class CollectOptions:
+    """How to run the model. Sampling is the model's own unless a temperature is given."""
+
+    model: str
+    # What the samples' file calls the model.
+    name: str
+    interval: int = 20
+    max_tokens: int = 32_768
+    temperature: float | None = None
+    seed: int = 0
+    engine_args: Mapping[str, Json] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Request:
+    generated: list[int] = field(default_factory=list)
+    hidden: list[NDArray[np.float32]] = field(default_factory=list)
+    # Output tokens in the end; None: not at its own end yet.
+    length: int | None = None
+
+
+class _Steps:
+    """Duration and size of the steps that did nothing but decode."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.requests = 0
+        self.count = 0
+
+    def add(self, seconds: float, requests: int) -> None:
+        self.seconds += seconds
+        self.requests += requests
+        self.count += 1
+
+
+def collect(prompts: Sequence[Prompt], options: CollectOptions, report: Callable[[int], None]) -> Samples:
+    """Samples of all prompts whose answer ended by itself; `report` hears how many requests are done.
+
+    A request that max_tokens or the context cut off is left out: its remaining length is not known. Raises
+    RuntimeError when vLLM does not start, ValueError when no request ended.
+    """
+    os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"})
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    from vllm import LLM
+
+    from worker_agent.engine.vllm.hidden_states import HiddenStateTap, StepStates
+
+    try:
+        llm = LLM(
+            model=options.model,
+            seed=options.seed,
+            distributed_executor_backend="uni",
+            async_scheduling=False,
+            disable_log_stats=True,
+            **options.engine_args,
+        )
+    except (TypeError, ValueError, OSError) as error:
+        raise RuntimeError(f"vLLM does not start with {options.model}: {error}") from error
+    requests = {str(number): _Request() for number in range(len(prompts))}
+    decoding = 0
+
+    def take(states: StepStates) -> None:
+        nonlocal decoding
+        decoding = 0 if -1 in states.generated else len(states.generated)
+        due = [row for row, generated in enumerate(states.generated) if generated % options.interval == 0]
+        if due:
+            kept = states.hidden[due].float().cpu().numpy()
+            for row, state in zip(due, kept, strict=True):
+                # vLLM adds a suffix of its own to the ids that it is given.
+                request = requests[states.request_ids[row].partition("-")[0]]
+                if states.generated[row] not in request.generated[-1:]:  # again after a preemption
+                    request.generated.append(states.generated[row])
+                    request.hidden.append(state)
+
+    engine = llm.llm_engine
+    tap = HiddenStateTap(_runner(llm), take)
+    for number, (tokens, sampling) in enumerate(_inputs(llm, prompts, options)):
+        engine.add_request(str(number), {"prompt_token_ids": tokens}, sampling)
+    steps, done = _Steps(), 0
+    while engine.has_unfinished_requests():
+        tap.arm()
+        decoding = 0
+        begun = time.perf_counter()
+        outputs = engine.step()
+        if decoding:
+            steps.add(time.perf_counter() - begun, decoding)
+        for output in outputs:
+            if output.finished:
+                done += 1
+                if output.outputs[0].finish_reason == "stop":
+                    requests[output.request_id].length = len(output.outputs[0].token_ids)
+                report(done)
+    tap.close()
+    return _samples(list(requests.values()), options, steps)
+
+
+def _runner(llm: object) -> object:
+    """The model runner of an engine that lives in this process."""
+    core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+    return core.model_executor.driver_worker.worker.model_runner
+
+
+def _inputs(
+    llm: object, prompts: Sequence[Prompt], options: CollectOptions
+) -> Iterator[tuple[list[int], object]]:
+    tokenizer = llm.get_tokenizer()  # type: ignore[attr-defined]
+    longest = llm.llm_engine.model_config.max_model_len  # type: ignore[attr-defined]
+    for prompt in prompts:
+        sampling = llm.get_default_sampling_params()  # type: ignore[attr-defined]
+        # No seed a request: on a CPU vLLM 0.32 cannot run one whose prompt takes more than one step.
+        sampling.max_tokens = options.max_tokens
+        if options.temperature is not None:
+            sampling.temperature = options.temperature
+        if isinstance(prompt.content, str):
+            tokens = tokenizer.encode(prompt.content)
+        else:
+            turns = [{"role": turn.role, "content": turn.content} for turn in prompt.content]
+            tokens = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        if len(tokens) < longest:
+            yield list(tokens), sampling
+
+
+def _samples(requests: Sequence[_Request], options: CollectOptions, steps: _Steps) -> Samples:
+    ended = [
+        (number, request.length, request)
+        for number, request in enumerate(requests)
+        if request.length is not None and request.hidden
+    ]
+    if not ended or not steps.count:
+        raise ValueError("no answer ended by itself: raise --max-tokens, or look at the prompts")
+    return Samples(
+        Origin(
+            format=FORMAT,
+            model=options.name,
+            interval=options.interval,
+            step_s=steps.seconds / steps.count,
+            batch=steps.requests / steps.count,
+        ),
+        hidden=np.concatenate([np.stack(request.hidden) for _, _, request in ended]),
+        request=_column(number for number, _, request in ended for _ in request.generated),
+        generated=_column(at for _, _, request in ended for at in request.generated),
+        remaining=_column(length - at for _, length, request in ended for at in request.generated),
+    )
+
+
+def _column(values: Iterator[int]) -> NDArray[np.int32]:
+    return np.fromiter(values, dtype=np.int32)

@@ -1,0 +1,217 @@
+"""`tailrace predictor collect | train | evaluate`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.table import Table
+
+from tailrace.cli.output import Output, note, output_option, print_figures, print_json
+from tailrace.predictor.samples import SamplesError, read_samples, write_samples
+from tailrace.tiny import MODEL_PATH, PREDICTOR_PATH
+from worker_agent.engines import EngineOptionError, Json, read_argument
+from worker_agent.predictor.collect import CollectOptions, collect
+from worker_agent.predictor.prompts import PromptsError, read_prompts, tiny_prompts
+
+if TYPE_CHECKING:
+    from tailrace.predictor.evaluate import ErrorRow, Evaluation
+    from tailrace.predictor.train import Epoch
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_REPORT_EVERY = 20
+_TINY = "tailrace-tiny"
+
+
+@click.group("predictor")
+def predictor_command() -> None:
+    """Predict how many tokens running requests still make (docs/predictor.md)."""
+
+
+@predictor_command.command("collect")
+@click.option("--model", help="Model; the tiny one that Tailrace carries when not given.")
+@click.option(
+    "--prompts",
+    type=_FILE,
+    help="JSON lines with `prompt` or `messages`; tasks of the tiny model when not given.",
+)
+@click.option("-n", "limit", type=click.IntRange(10), default=200, show_default=True, help="Prompts to run.")
+@click.option(
+    "--interval",
+    type=click.IntRange(1),
+    default=20,
+    show_default=True,
+    help="Output tokens from one sample of a request to the next.",
+)
+@click.option("--max-tokens", type=click.IntRange(1), default=32_768, show_default=True)
+@click.option("--temperature", type=click.FloatRange(0), help="The model's own when not given.")
+@click.option("--seed", default=0, show_default=True, help="Decides the prompts, and the sampling.")
+@click.option(
+    "--engine-arg",
+    "arguments",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Argument of vLLM's engine; repeat.",
+)
+@click.option("--out", type=_FILE, required=True, help="File of samples to write.")
+def collect_command(
+    model: str | None,
+    prompts: Path | None,
+    limit: int,
+    interval: int,
+    max_tokens: int,
+    temperature: float | None,
+    seed: int,
+    arguments: tuple[str, ...],
+    out: Path,
+) -> None:
+    """Run prompts through vLLM and keep hidden states with the number of tokens that came after."""
+    if model is not None and prompts is None:
+        raise click.UsageError("--prompts is needed for a model that is not the tiny one")
+    try:
+        read: dict[str, Json] = dict(read_argument(text) for text in arguments)
+        options = CollectOptions(
+            model=model or str(MODEL_PATH),
+            interval=interval,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            name=model or _TINY,
+            engine_args=read if model else {"dtype": "float32"} | read,
+        )
+    except EngineOptionError as error:
+        raise click.UsageError(str(error)) from error
+
+    def report(done: int) -> None:
+        if done % _REPORT_EVERY == 0:
+            note(f"{done} of {len(chosen)} requests")
+
+    try:
+        chosen = tiny_prompts(limit, seed) if prompts is None else read_prompts(prompts, limit, seed)
+        samples = collect(chosen, options, report)
+        write_samples(samples, out)
+    except (PromptsError, RuntimeError, ValueError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    note(f"{len(samples)} samples of {len(samples.first())} requests in {out}")
+
+
+@predictor_command.command("train")
+@click.argument("samples_file", metavar="SAMPLES", type=_FILE)
+@click.option("--out", type=_FILE, required=True, help="File of the predictor to write.")
+@click.option("--epochs", type=click.IntRange(1), default=100, show_default=True, help="At most.")
+@click.option(
+    "--patience",
+    type=click.IntRange(1),
+    default=10,
+    show_default=True,
+    help="Epochs without a smaller validation error before it stops.",
+)
+@click.option("--rate", type=click.FloatRange(0, min_open=True), default=1e-3, show_default=True)
+@click.option("--batch", type=click.IntRange(1), default=128, show_default=True)
+@click.option(
+    "--widths",
+    type=(click.IntRange(1), click.IntRange(1), click.IntRange(1)),
+    help="Of the inner layers; the paper's in proportion to the hidden size by default.",
+)
+@click.option("--seed", default=0, show_default=True, help="Decides the split, and the first weights.")
+def train_command(
+    samples_file: Path,
+    out: Path,
+    epochs: int,
+    patience: int,
+    rate: float,
+    batch: int,
+    widths: tuple[int, int, int] | None,
+    seed: int,
+) -> None:
+    """Train a predictor on 70% of the requests, and stop by the error on another 15%."""
+    from tailrace.predictor.file import save_predictor
+    from tailrace.predictor.train import TrainingOptions, train
+
+    def report(epoch: Epoch) -> None:
+        note(f"epoch {epoch.number}: MAE {epoch.training_mae:.1f}, validation {epoch.validation_mae:.1f}")
+
+    options = TrainingOptions(epochs, patience, rate, batch, seed, widths)
+    try:
+        trained = train(read_samples(samples_file), options, report)
+        save_predictor(trained.predictor, out)
+    except (SamplesError, ValueError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    note(f"epoch {trained.best.number} is best: validation MAE {trained.best.validation_mae:.1f}; in {out}")
+
+
+@predictor_command.command("evaluate")
+@click.argument("samples_file", metavar="SAMPLES", type=_FILE)
+@click.option(
+    "--predictor",
+    "predictor_file",
+    type=_FILE,
+    default=PREDICTOR_PATH,
+    help="File of the predictor; the tiny model's when not given.",
+)
+@output_option()
+def evaluate_command(samples_file: Path, predictor_file: Path, output: Output) -> None:
+    """Errors by tokens generated so far, on requests that training has not seen, and the cost.
+
+    SAMPLES must be the file that the predictor was trained on: its seed says which requests are unseen.
+    """
+    from tailrace.predictor.evaluate import evaluate
+    from tailrace.predictor.file import PredictorFileError, load_predictor
+    from tailrace.predictor.split import split_by_request
+
+    try:
+        predictor = load_predictor(predictor_file)
+        samples = read_samples(samples_file)
+        if samples.hidden_size != predictor.description.hidden_size:
+            raise click.ClickException(
+                f"{samples_file}: hidden: states of {samples.hidden_size} numbers, "
+                f"the predictor takes {predictor.description.hidden_size}"
+            )
+        evaluation = evaluate(predictor, split_by_request(samples, predictor.description.split_seed))
+    except (PredictorFileError, SamplesError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    if output is Output.JSON:
+        print_json({**asdict(evaluation), "cost_share": evaluation.cost.share})
+    else:
+        _print(evaluation)
+
+
+def _print(evaluation: Evaluation) -> None:
+    total = f"{evaluation.test_requests} test requests: mean absolute error in tokens"
+    print_figures(_table(total, [*evaluation.by_generated, evaluation.total]))
+    longest = f"the longest quarter, {evaluation.longest_length} tokens or more"
+    print_figures(_table(longest, evaluation.same_requests))
+    cost = evaluation.cost
+    print_figures(
+        f"{evaluation.parameters} parameters; {cost.call_s * 1e3:.3f} ms for {cost.batch} requests every "
+        f"{cost.interval_steps} steps of {cost.step_s * 1e3:.1f} ms: {cost.share:.3%} of step time"
+    )
+
+
+def _table(title: str, rows: list[ErrorRow]) -> Table:
+    table = Table(title=title)
+    for heading in (
+        "generated",
+        "samples",
+        "requests",
+        "to come, mean",
+        "predictor",
+        "prompt only",
+        "mean length",
+    ):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            _range(row),
+            str(row.samples),
+            str(row.requests),
+            *(f"{v:.0f}" for v in (row.mean_remaining, row.predictor, row.prompt_only, row.mean)),
+        )
+    return table
+
+
+def _range(row: ErrorRow) -> str:
+    last = row.generated_to - 1
+    return "none" if last == 0 else f"{row.generated_from} to {last}"
