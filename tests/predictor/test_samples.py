@@ -32,13 +32,10 @@ def test_rows_stay_together() -> None:
     rows = {
         tuple(row): left for row, left in zip(everything.hidden.tolist(), everything.remaining, strict=True)
     }
-    for part in vars_of(split_by_request(everything, 5)):
+    split = split_by_request(everything, 5)
+    for part in (split.training, split.validation, split.test):
         for row, left in zip(part.hidden.tolist(), part.remaining, strict=True):
             assert rows[tuple(row)] == left
-
-
-def vars_of(split):  # type: ignore[no-untyped-def]
-    return split.training, split.validation, split.test
 
 
 def test_the_seed_decides_the_split() -> None:
