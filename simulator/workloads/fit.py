@@ -41,5 +41,5 @@ def fit(workload: Workload, max_model_len: int) -> Fitted:
     source = workload.source
     if clipped or dropped:
         of = len(workload.requests)
-        source += f"; to fit {max_model_len} tokens {clipped} of {of} prompts cut, {dropped} requests left out"
+        source += f"; to fit {max_model_len} tokens {clipped} of {of} prompts cut, {dropped} left out"
     return Fitted(Workload(workload.name, kept, source), clipped, dropped)
