@@ -149,7 +149,7 @@ def test_fitting_cuts_prompts_leaves_out_what_cannot_fit_and_says_so() -> None:
     fitted = fit(Workload("three", requests, "made up"), 100)
     assert [(r.request_id, r.prompt_tokens) for r in fitted.workload.requests] == [("fits", 60), ("cut", 70)]
     assert (fitted.clipped, fitted.dropped) == (1, 1)
-    assert "to fit 100 tokens 1 of 3 prompts cut, 1 requests left out" in fitted.workload.source
+    assert "to fit 100 tokens 1 of 3 prompts cut, 1 left out" in fitted.workload.source
     with pytest.raises(WorkloadError, match="no request fits"):
         fit(Workload("one", requests[2:], "made up"), 100)
 
