@@ -272,6 +272,11 @@ class Instance:
         self._changing()
         self.host_blocks -= blocks
 
+    def hold(self, job: Job) -> None:
+        """Keep a swapped job from coming back: its KV goes elsewhere from the host. It stays in `waiting`."""
+        self._changing()
+        job.state = JobState.PAUSED
+
     # ---- at a boundary only
 
     def pause(self, job: Job) -> None:
@@ -284,14 +289,22 @@ class Instance:
         self._idle_context += job.prompt + job.tokens
 
     def resume(self, job: Job) -> None:
-        """Let a paused job go on."""
+        """Let a paused job go on; one held on the host waits for its turn again."""
+        if job not in self.paused:
+            job.state = JobState.SWAPPED
+            return
         self._unpause(job)
         self._join_batch(job)
 
     def release(self, job: Job, now: float) -> None:
         """A paused job has gone elsewhere: free what it held."""
         self._changing()
-        self._unpause(job)
+        if job in self.paused:
+            self._unpause(job)
+        else:
+            self.waiting.remove((job.rank, job))
+            self._idle_context -= job.prompt + job.tokens
+            self.host_blocks -= job.blocks
         self.wake(now)
 
     def receive(self, job: Job, reserved_blocks: int) -> None:
@@ -523,7 +536,9 @@ class Instance:
         """Those that wait, in order, until the step has no prefill budget left for the next."""
         budget = self._intra.prefill_budget(self.spec.chunk_budget_tokens, len(self.decoding))
         ahead = ((rank, job.prefill_total - job.prefill_done) for rank, job in self.prefilling)
-        return within_budget((self._wanting(rank, job) for rank, job in self.waiting), ahead, budget)
+        paused = JobState.PAUSED
+        wanting = (self._wanting(rank, job) for rank, job in self.waiting if job.state is not paused)
+        return within_budget(wanting, ahead, budget)
 
     def _wanting(self, rank: Rank, job: Job) -> Wanting[Job]:
         if job.state is JobState.SWAPPED:

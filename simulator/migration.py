@@ -119,8 +119,8 @@ class Migrations:
         self._find_room(migration, now)
 
     def preempted(self, job: Job, now: float) -> None:
-        """A request lost its place on the device."""
-        if job.migration is not None:
+        """A request lost its place on the device; KV that was swapped out goes on from the host."""
+        if job.migration is not None and job.state is not JobState.SWAPPED:
             self._close(job.migration, MigrationOutcome.OVERTAKEN, "preempted", now)
 
     def finished(self, job: Job, now: float) -> None:
@@ -134,7 +134,7 @@ class Migrations:
         source = job.instance
         if source is None or source.instance_id != action.source_id:
             return f"not on {action.source_id}"
-        if job.state is not JobState.DECODING:
+        if job.state is not JobState.DECODING and job.state is not JobState.SWAPPED:
             return f"is {job.state.value}"
         if job.migration is not None:
             return "is being migrated already"
@@ -235,6 +235,9 @@ class Migrations:
         source = migration.source
         if migration.started_s is None:
             migration.started_s = now
+        if migration.job.state is JobState.SWAPPED:
+            self._from_host(migration, now)
+            return
         if not self._make_room(migration, self._needed(migration, now), now):
             return
         # The KV of the latest token is computed by the coming step.
@@ -248,9 +251,20 @@ class Migrations:
         migration.rounds += 1
         self._send(migration, left, now, self._precopy)
 
+    def _from_host(self, migration: Migration, now: float) -> None:
+        """What is in host memory does not change: one round copies all of it."""
+        migration.source.hold(migration.job)
+        self._last_round(migration, now)
+
     def _pause(self, migration: Migration, now: float) -> None:
+        if migration.job.state is JobState.SWAPPED:
+            self._from_host(migration, now)
+            return
+        migration.source.pause(migration.job)
+        self._last_round(migration, now)
+
+    def _last_round(self, migration: Migration, now: float) -> None:
         job, source = migration.job, migration.source
-        source.pause(job)
         migration.paused_s = now
         needed = blocks_for(job.prompt + job.tokens, source.block_tokens)
         if not self._make_room(migration, needed, now):

@@ -352,7 +352,7 @@ class Views:
         least = math.inf
         pace_s = self._spec.tpot_target_s
         demotes = self._demotes
-        for job, tokens, _, _ in rows:
+        for job, tokens, state, _ in rows:
             if without and job.request.request_id == without:
                 continue
             answered = tokens - job.reasoning
@@ -368,6 +368,8 @@ class Views:
                     ahead = answered + first_s / pace_s
                     if ahead < least:
                         least = ahead
+            elif state is JobState.SWAPPED or state is JobState.QUEUED:
+                least = -math.inf
         return PhaseLoad(reasoning, fresh, least - (at_s / pace_s + 1.0))
 
     def _demoted(self, job: Job, tokens: int) -> bool:

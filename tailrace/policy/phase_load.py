@@ -6,8 +6,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
-from tailrace.cluster import Phase, PhaseLoad, RequestView
+from tailrace.cluster import Phase, PhaseLoad, RequestState, RequestView
 from tailrace.intra.base import QUANTUM_TOKENS
+
+_OFF_DEVICE = (RequestState.WAITING, RequestState.PREEMPTED)
 
 
 class CountsPhases(ABC):
@@ -24,7 +26,8 @@ def phase_load(
     """Count `requests`, except the one whose id is `without`.
 
     Prefill counts as reasoning (footnote 2). A demoted request is in neither count: it is out of the
-    high-priority queue, and it is not new in the low-priority one.
+    high-priority queue, and it is not new in the low-priority one. An answering request that waits for its
+    first token without a place on the device has an empty pacer that nothing fills: its slack is minus infinity.
     """
     if isinstance(requests, CountsPhases):
         return requests.phase_load(quantum_tokens, without)
@@ -38,6 +41,8 @@ def phase_load(
             continue
         fresh += request.phase_tokens < quantum_tokens
         slack = request.pacer_slack_tokens
+        if slack is None and not request.phase_tokens and request.state in _OFF_DEVICE:
+            slack = -math.inf
         if slack is not None and slack < least_slack:
             least_slack = slack
     return PhaseLoad(reasoning, fresh, least_slack)

@@ -17,6 +17,7 @@ from simulator.records import MigrationOutcome, SimResult
 from simulator.request import SimRequest
 from tailrace.actions import Action, Migrate, Place, Placement
 from tailrace.cluster import Arrival, ClusterView, RequestView, Stage
+from tailrace.intra.pascal import PascalQueue
 from tailrace.policy.base import Policy
 from tests.simulator.moving import Stirring
 from tests.simulator.worlds import INTRA, PROFILE, Watched, assert_empty, recount, workloads
@@ -158,3 +159,34 @@ def test_a_request_that_finishes_first_overtakes_its_migration() -> None:
     result = Watched(spec, [SimRequest("r", 0.0, 100, 0, 5)], Once(), INTRA["fcfs"]).run(None)
     assert [m.outcome for m in result.migrations] == [MigrationOutcome.OVERTAKEN]
     assert result.requests[0].migrations == 0
+
+
+class AtPhaseEnd(Policy):
+    """All to i000; where reasoning ends, on to i001."""
+
+    def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
+        return Place("i000")
+
+    def on_reasoning_ended(self, view: ClusterView, request: RequestView, now: float) -> list[Action]:
+        return [Migrate(request.request_id, request.instance_id, "i001", "test")]
+
+
+def test_a_request_that_was_swapped_out_migrates_from_host_memory() -> None:
+    spec = _spec(2_000, WhenFull.HOST, 1e9, 0.5)
+    # When r0 ends its reasoning it gives way to r2 at the same boundary, before anybody can move it.
+    requests = [
+        SimRequest("r0", 0.0, 100, 50, 100),
+        SimRequest("r1", 0.001, 1_400, 400, 10),
+        SimRequest("r2", 0.5, 440, 50, 10),
+    ]
+    simulation = Watched(spec, requests, AtPhaseEnd(), PascalQueue(quantum_tokens=1_000))
+    result = simulation.run(None)
+    moved, *_ = result.migrations
+    assert (moved.request_id, moved.outcome, moved.rounds) == ("r0", MigrationOutcome.COMMITTED, 1)
+    record = result.requests[0]
+    assert record.preemptions_swapped == 1 and record.migrations == 1
+    # It answers on i001 while r2 has its place: after the transfer, not when r2 is done.
+    assert record.finish_s is not None and record.finish_s < (result.requests[2].finish_s or 0.0)
+    assert all(len(times) == 150 for name, times in simulation.token_times.items() if name == "r0")
+    for instance in simulation.instances:
+        assert_empty(instance)
