@@ -8,6 +8,8 @@ from tailrace.cluster import Phase
 from tailrace.intra.base import QUANTUM_TOKENS, IntraPolicy, JobView, Rank
 
 ANSWERS: Final = 0
+# As far as ARES looks ahead, and its "2000 tokens" (section 5.3).
+PROTECTED_TOKENS: Final = 2_048
 
 
 class AnswersFirst(IntraPolicy):
@@ -17,29 +19,41 @@ class AnswersFirst(IntraPolicy):
     while answers do get their turn. Once reasoning alone fills the memory they do not, and a request that
     has nearly ended keeps the KV of all its reasoning. Decode-first says the reverse: what a reader waits
     for goes before what nobody reads yet. So answers go first here, and nobody is preempted while being
-    read; among those that nobody reads yet it is PASCAL's turns of one quantum, fewest quanta used first,
-    so that a short reasoning need not wait for a long one. A plain request has nothing to read until its
-    first token and is read from then on, so that for plain models this is decode-first.
+    read, for `protected_tokens`. Most answers end before; whoever goes on has by then a store of tokens that
+    the reader has not reached, and takes turns with the others, which is PASCAL's reason again. Turns are
+    PASCAL's: one quantum, fewest quanta used first, so that a short reasoning need not wait for a long one.
+    A plain request has nothing to read until its first token and is read from then on, so that for plain
+    models with answers of usual length this is decode-first.
     """
 
-    summary = "answers before prompts and reasoning, those in turns of one quantum"
+    summary = "answers before prompts and reasoning, those and very long answers in turns of one quantum"
     preemptive = True
 
-    def __init__(self, *, quantum_tokens: int = QUANTUM_TOKENS, watermark: float = 0.01) -> None:
+    def __init__(
+        self,
+        *,
+        quantum_tokens: int = QUANTUM_TOKENS,
+        protected_tokens: int = PROTECTED_TOKENS,
+        watermark: float = 0.01,
+    ) -> None:
         """`quantum_tokens`: PASCAL's; `watermark`: share of KV blocks that an admission leaves free."""
-        if quantum_tokens < 1:
-            raise ValueError(f"a quantum has at least one token, not {quantum_tokens}")
+        if quantum_tokens < 1 or protected_tokens < 0:
+            raise ValueError(f"no turns of {quantum_tokens} tokens after {protected_tokens}")
         self.quantum_tokens = quantum_tokens
+        self.protected_tokens = protected_tokens
         self.watermark = watermark
 
     def rank(self, job: JobView) -> Rank:
-        """(answers, then by quanta used up; arrival)."""
-        if job.phase is Phase.ANSWERING:
+        """(answers, then by quanta used up in the phase; arrival)."""
+        if self._protected(job):
             return (ANSWERS, job.arrival)
         return (1 + job.phase_tokens // self.quantum_tokens, job.arrival)
 
-    def rank_holds(self, job: JobView) -> int | None:
-        """Until the quantum ends; an answer's for good."""
-        if job.phase is Phase.ANSWERING:
-            return None
+    def rank_holds(self, job: JobView) -> int:
+        """Until the quantum, or the protection, ends."""
+        if self._protected(job):
+            return self.protected_tokens - job.phase_tokens
         return self.quantum_tokens - job.phase_tokens % self.quantum_tokens
+
+    def _protected(self, job: JobView) -> bool:
+        return job.phase is Phase.ANSWERING and job.phase_tokens < self.protected_tokens

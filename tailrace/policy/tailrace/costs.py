@@ -3,7 +3,7 @@
 While an instance decodes B requests, each second counts B times: so many wait for their next token. A step
 costs B * step(B, K), K being the tokens of KV, and a request that joins for R steps costs what R such steps
 get dearer by: its own steps, and what it adds to those of the others. To that come the wait for its first
-token and, where KV gets short, the wait until enough of it is free.
+token, its prefill, for which all others wait, and, where KV gets short, the wait until enough of it is free.
 """
 
 from __future__ import annotations
@@ -55,13 +55,15 @@ class Costs:
 
     def cheapest_arrival(self, instances: Sequence[InstanceView], prompt_tokens: int) -> InstanceView:
         """Where an arrival costs least; the first of equals. `instances`: at least one."""
-        patience_s = self.patience_s + self.patience_prefills * self.steps.compute_s(prompt_tokens)
+        own_s = self.steps.compute_s(prompt_tokens)
+        patience_s = self.patience_s + self.patience_prefills * own_s
         remaining, penalty = self.expected_tokens, self.penalty
         first_token_s, dearer_s = self.first_token_s, self.dearer_s
         least_s, found = inf, instances[0]
         for instance in instances:
             wait_s = first_token_s(instance, prompt_tokens)
-            cost_s = wait_s * (1.0 + wait_s / patience_s)
+            # By the time it is its turn, all that are here now are decoding, and wait for it.
+            cost_s = wait_s * (1.0 + wait_s / patience_s) + own_s * (instance.running + instance.waiting)
             # What else there is only adds to it, without a penalty: mostly this is enough to know.
             if cost_s >= least_s and penalty is None:
                 continue
