@@ -11,9 +11,10 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -91,9 +92,11 @@ def run_tasks(
     run = _Run(tasks, progress)
     workers: list[_Worker[T]] = []
     try:
-        for _ in range(count if tasks else 0):
-            worker: _Worker[T] = _Worker()
-            workers.append(worker)
+        with _interrupts_held():
+            for _ in range(count if tasks else 0):
+                worker: _Worker[T] = _Worker()
+                workers.append(worker)
+        for worker in workers:
             run.give(worker)
         while run.unfinished:
             ready = wait([worker.link for worker in workers if worker.task is not None])
@@ -107,6 +110,33 @@ def run_tasks(
     return {task.name: run.results[task.name] for task in tasks}
 
 
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """An interrupt waits for the end of the block, and processes that are started in it never get one.
+
+    Ctrl-C goes to the whole group, and it is the parent that ends its workers. A worker that is interrupted
+    while its interpreter starts, or that is left half started, would write a traceback over the terminal.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        # Python raises interrupts in the main thread alone.
+        yield
+        return
+    # Its start unblocks the signal.
+    resource_tracker.ensure_running()
+    came: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    # What is blocked here is blocked for good in what is started. Other threads of this process still take
+    # the signal, hence the handler.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, previous)
+        if came:
+            signal.raise_signal(signal.SIGINT)
+
+
 class _Worker(Generic[T]):
     """A process and the link to it; `task` is what it works on."""
 
@@ -115,14 +145,7 @@ class _Worker(Generic[T]):
         self.task: Task[T] | None = None
         self.link, theirs = context.Pipe()
         self._process: BaseProcess = context.Process(target=_work, args=(theirs,), daemon=True)
-        # Ctrl-C goes to the whole group; the parent ends its workers. What is blocked here at the start is
-        # blocked there for good, even while the interpreter starts. (The tracker's own start would unblock.)
-        resource_tracker.ensure_running()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            self._process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._process.start()
         # Their end must be open there alone, or its closing would go unnoticed here.
         theirs.close()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+from multiprocessing.process import BaseProcess
 
 import pytest
 
@@ -80,4 +82,20 @@ def test_an_interrupt_ends_the_workers() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run_tasks(_squares([1.0] * 8), processes=1, progress=interrupt)
+    assert multiprocessing.active_children() == []
+
+
+def test_an_interrupt_while_workers_start_waits_until_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = multiprocessing.get_context("spawn").Process.start
+    calls: list[int] = []
+
+    def interrupted(process: BaseProcess) -> None:
+        signal.raise_signal(signal.SIGINT)
+        started(process)
+        calls.append(1)
+
+    monkeypatch.setattr(multiprocessing.get_context("spawn").Process, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_tasks(_squares([1.0] * 4), processes=2)
+    assert calls == [1, 1]
     assert multiprocessing.active_children() == []
