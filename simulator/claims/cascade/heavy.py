@@ -67,12 +67,13 @@ ROWS: Final = (
     Row(
         _claim("C1", "figure 6", "mean TTFT, heavy load, vs vLLM / Llumnix", "-67..78% / -36..66%"),
         (Against(_VLLM, "ttft_mean_s", -0.67, -0.78), Against(_LLUMNIX, "ttft_mean_s", -0.36, -0.66)),
-        "a step that prefills carries the decodes too: where those are fast, first tokens are",
+        "the longest prompts queue at the few instances of the last stages (ttft_longest_share): Eq. (1) plans "
+        "for batches, not for queues of prompts",
     ),
     Row(
         _claim("C2", "figure 6", "P95 TTFT, vs vLLM / Llumnix", "-56% / -19%"),
         (Against(_VLLM, "ttft_p95_s", -0.56, -0.56), Against(_LLUMNIX, "ttft_p95_s", -0.19, -0.19)),
-        "as C1",
+        "the 95th percentile is below the prompts that queue in the last stages",
     ),
     Row(
         _claim("C3", "figure 7", "mean TPOT, heavy load, vs vLLM / Llumnix", "-30..64% / -3.4..56%"),
@@ -105,7 +106,7 @@ ROWS: Final = (
             "C11", "figure 15", "latency / throughput vs memory-based; quantity-based worst", "-21% / +12%"
         ),
         (Against(_MEMORY, "normalized_s", -0.21, -0.21), Against(_MEMORY, "tokens_per_s", 0.12, 0.12)),
-        "the boundaries start from the same plan and are pulled apart by refinement alone",
+        "both start from one plan; six refinements leave boundaries that are as good as each other",
         worst=_QUANTITY,
     ),
 )
