@@ -67,8 +67,8 @@ ROWS: Final = (
     Row(
         _claim("C1", "figure 6", "mean TTFT, heavy load, vs vLLM / Llumnix", "-67..78% / -36..66%"),
         (Against(_VLLM, "ttft_mean_s", -0.67, -0.78), Against(_LLUMNIX, "ttft_mean_s", -0.36, -0.66)),
-        "the longest prompts queue at the few instances of the last stages (ttft_longest_share): Eq. (1) plans "
-        "for batches, not for queues of prompts",
+        "the longest prompts queue at the few instances of the last stages (ttft_longest_share): Eq. (1) "
+        "plans for batches, not for queues of prompts",
     ),
     Row(
         _claim("C2", "figure 6", "P95 TTFT, vs vLLM / Llumnix", "-56% / -19%"),
