@@ -7,8 +7,8 @@ What the paper leaves open is settled here by parameters:
 
 - t_i, "whether all answering requests meet their SLOs": false when the pacer of any is `behind_tokens` or
   more behind. A stream at exactly the user's pace is up to one token behind just before each token, so one
-  whole token is the least that tells trouble. A request that has no answering token yet has no pace yet; if it
-  is not on the device either, its pacer has nothing and gets nothing, and the instance counts as failing.
+  whole token is the least that tells trouble. A request that has no answering token yet has no pace yet; if
+  it is not on the device either, its pacer has nothing and gets nothing, and the instance counts as failing.
 - m_i counts prompts that were sent to an instance and have no KV yet with `queued_weight`. With 0, the
   paper's letter, all that arrives between two reports of the monitor goes to one instance.
 - "Sufficient GPU memory" for the answering phase, whose length nobody knows: `growth_tokens` beyond what the

@@ -27,7 +27,8 @@ def phase_load(
 
     Prefill counts as reasoning (footnote 2). A demoted request is in neither count: it is out of the
     high-priority queue, and it is not new in the low-priority one. An answering request that waits for its
-    first token without a place on the device has an empty pacer that nothing fills: its slack is minus infinity.
+    first token without a place on the device has an empty pacer that nothing fills: its slack is minus
+    infinity.
     """
     if isinstance(requests, CountsPhases):
         return requests.phase_load(quantum_tokens, without)

@@ -124,7 +124,13 @@ def _pascal_figures(**changes: Mapping[str, float]) -> dict[str, Figures]:
         "no_migration": [30.0, 60.0, 106.0],
         "non_adaptive": [30.0, 60.0, 106.0],
     }
-    base = {"violations": 0.02, "tokens_per_s": 100.0, "transfer_p99_s": 0.17, "blocking_p99_s": 0.0}
+    base = {
+        "violations": 0.02,
+        "tokens_per_s": 100.0,
+        "transfer_p99_s": 0.17,
+        "blocking_p99_s": 0.0,
+        "migrations": 9.0,
+    }
     latency = {"latency_p50_s": 10.0, "latency_p99_s": 20.0}
     own: dict[str, Mapping[str, float]] = {
         "pascal": {"violations": 0.0069},

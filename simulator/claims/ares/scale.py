@@ -57,8 +57,8 @@ def judge(figures: Mapping[str, Figures]) -> Sequence[Finding]:
         A6.claim_id,
         "; ".join(f"{size}: {part}" for size, part in zip(SIZES, parts, strict=True)),
         of_ordering(held),
-        "rescheduling takes nine tenths and more of vLLM's variance; predictions do not take more: a look "
-        "each second keeps present loads together, and equation 4 gives a little of that up for the horizon's",
+        "rescheduling takes nine tenths and more of vLLM's variance; predictions take no more: a look each "
+        "second keeps present loads together, and equation 4 gives up a little of that for the horizon's",
         out,
     )
     mean_ms, max_ms = number(figures[_TICK], "mean_ms"), number(figures[_TICK], "max_ms")

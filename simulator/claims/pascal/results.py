@@ -17,6 +17,9 @@ MIXED: Final = "arena_hard_mixed"
 HIGH: Final = "high"
 # Fractions of the saturation rate.
 LOADS: Final[Mapping[str, float]] = {"low": 0.8, "medium": 1.0, HIGH: 1.2}
+# Where blocking begins; reported with P8, judged by nothing.
+BEYOND: Final = "beyond"
+BEYOND_LOAD: Final = 1.35
 
 
 def run_name(dataset: str, arm: str, level: str, seed: int) -> str:

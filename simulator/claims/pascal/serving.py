@@ -23,7 +23,17 @@ from simulator.claims.pascal.judging import (
     judge_transfer,
 )
 from simulator.claims.pascal.measure import serve
-from simulator.claims.pascal.results import ALPACA, ARENA, HIGH, LOADS, MIXED, Results, run_name
+from simulator.claims.pascal.results import (
+    ALPACA,
+    ARENA,
+    BEYOND,
+    BEYOND_LOAD,
+    HIGH,
+    LOADS,
+    MIXED,
+    Results,
+    run_name,
+)
 
 REQUESTS: Final = 3_000
 SEEDS: Final = (1, 2, 3)
@@ -42,6 +52,7 @@ def _cells() -> Sequence[tuple[str, str, str]]:
     cells = [(dataset, arm, level) for dataset in (ALPACA, ARENA) for arm in _BASELINES for level in LOADS]
     cells += [(ALPACA, arm, HIGH) for arm in ("no_migration", "non_adaptive")]
     cells += [(MIXED, arm, HIGH) for arm in _BASELINES]
+    cells += [(ALPACA, arm, BEYOND) for arm in ("no_migration", "pascal")]
     return cells
 
 
@@ -50,7 +61,7 @@ def _runs() -> tuple[Run, ...]:
         Run(
             run_name(dataset, arm, level, seed),
             serve,
-            (dataset, arm, LOADS[level], REQUESTS, seed),
+            (dataset, arm, {**LOADS, BEYOND: BEYOND_LOAD}[level], REQUESTS, seed),
             _COST_S[arm],
         )
         for dataset, arm, level in _cells()
