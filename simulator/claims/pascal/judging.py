@@ -170,8 +170,8 @@ def judge_mixed(
     why = {
         "fcfs": "FCFS at this load queues for minutes, the short as long as the long; even demoted reasoning "
         "gains",
-        "rr": "answers are short here, so that RR's order is nearly PASCAL's; the worst bin is one of five to "
-        "eleven requests a run, all of them demoted by PASCAL",
+        "rr": "answers are short here, so that RR's order is nearly PASCAL's; the worst bin is one of "
+        "five to eleven requests a run, all of them demoted by PASCAL",
     }[baseline]
     figures = {"best_change": gain, "worst_change": loss, "worst_bin": float(worst)}
     ours = f"{gain:+.0%} (bin {best}) / {loss:+.1%} (bin {worst})"
