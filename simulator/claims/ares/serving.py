@@ -1,7 +1,7 @@
 """Rows A1 to A5 and A12: one prefill instance and three decode instances.
 
 Rates. The paper's highest, RPS 0.17, is where its baseline runs out of KV and ARES does not. On our profile
-three decode instances would not run out there (KV 40% full), and Alpaca's RPS 1.7 would fill them six times
+three decode instances would not run out there (KV half full), and Alpaca's RPS 1.7 would fill them six times
 over. So the highest rate of each figure is set to `HIGH_LOAD` of the saturation rate
 (simulator/claims/saturation.py), where the cluster as a whole has room by three standard deviations of its
 load, and other rates in proportion. What comes out at the literal RPS 0.17 is reported too.
