@@ -183,7 +183,7 @@ def main(arguments: Iterable[str] | None = None) -> Path:
         "--data", type=Path, default=os.environ.get("TAILRACE_DATA"), help="folder that traces/ is in"
     )
     parser.add_argument("--only", default="", help="grounds whose name contains this")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="two seeds, half as long, one rate")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     given = parser.parse_args(None if arguments is None else list(arguments))
