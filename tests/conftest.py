@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -45,3 +46,16 @@ async def store(etcd: str, cluster: str) -> AsyncIterator[Store]:
     connected = await Store.connect([etcd], cluster)
     yield connected
     await connected.close()
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT interrupts, here and in children, also where the whole run was started with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start vLLM go first: they take longest, and the others fill the gaps that they leave."""
+    items.sort(key=lambda item: item.get_closest_marker("vllm") is None)

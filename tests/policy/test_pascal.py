@@ -18,7 +18,14 @@ from tests.policy.clusters import arrivals, clusters
 def meets_slo(instance: InstanceView) -> bool:
     """t_i."""
     answering = [r for r in instance.requests if r.phase is Phase.ANSWERING]
-    return all(r.pacer_slack_tokens is None or r.pacer_slack_tokens > -1.0 for r in answering)
+    return all(
+        not unfed(r) if r.pacer_slack_tokens is None else r.pacer_slack_tokens > -1.0 for r in answering
+    )
+
+
+def unfed(request: RequestView) -> bool:
+    """It waits for its first answering token without a place on the device."""
+    return not request.phase_tokens and request.state in (RequestState.WAITING, RequestState.PREEMPTED)
 
 
 def footprint(instance: InstanceView) -> int:

@@ -130,6 +130,7 @@ def test_a_run_that_fails_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert "seed 0: SimulationError: the policy names instance 'nobody'" in result.stderr
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_leaves_no_process_behind(folder: Path) -> None:
     # Far more than is done before the signal comes.
     command = [

@@ -85,6 +85,7 @@ def test_an_interrupt_ends_the_workers() -> None:
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_an_interrupt_while_workers_start_waits_until_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
     started = multiprocessing.get_context("spawn").Process.start
     calls: list[int] = []
