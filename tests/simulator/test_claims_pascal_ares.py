@@ -14,8 +14,9 @@ from simulator.claims.ares import scale
 from simulator.claims.ares import serving as ares_serving
 from simulator.claims.ares.cluster import ARMS as ARES_ARMS
 from simulator.claims.ares.cluster import cluster as ares_cluster
-from simulator.claims.ares.measure import rate_at, serve, tick_time
+from simulator.claims.ares.measure import rate_at, serve
 from simulator.claims.base import Experiment, Figures, Finding, Verdict
+from simulator.claims.figures import number
 from simulator.claims.pascal import serving as pascal_serving
 from simulator.claims.pascal import single
 from simulator.claims.pascal.measure import serve as serve_pascal
@@ -306,18 +307,20 @@ def test_ares_does_not_hold_where_it_loses() -> None:
 
 def test_scale_is_judged_by_its_orderings() -> None:
     variance = {"vllm": 5.0, "rescheduling": 1.0, "ares_oracle": 0.5}
-    runs: dict[str, Figures] = {
-        run.name: {"variance_ms2": variance[run.name.split("/")[2]]}
-        for run in scale.SCALE.runs
-        if run.name.startswith("scale/")
-    }
-    runs["tick/256"] = {"mean_ms": 20.0, "max_ms": 30.0}
-    assert [f.verdict for f in scale.judge(runs)] == [HOLDS, HOLDS]
+
+    def figures(tick_ms: float) -> dict[str, Figures]:
+        return {
+            run.name: {
+                "variance_ms2": variance[run.name.split("/")[2]],
+                "tick_mean_ms": tick_ms,
+                "tick_max_ms": 2 * tick_ms,
+            }
+            for run in scale.SCALE.runs
+        }
+
+    assert [f.verdict for f in scale.judge(figures(20.0))] == [HOLDS, HOLDS]
     variance["ares_oracle"] = 1.1
-    for name in [name for name in runs if name.startswith("scale/")]:
-        runs[name] = {"variance_ms2": variance[name.split("/")[2]]}
-    runs["tick/256"] = {"mean_ms": 700.0, "max_ms": 900.0}
-    assert [f.verdict for f in scale.judge(runs)] == [NOT, NOT]
+    assert [f.verdict for f in scale.judge(figures(700.0))] == [NOT, NOT]
 
 
 @pytest.mark.parametrize("arm", list(ARES_ARMS))
@@ -330,6 +333,6 @@ def test_a_small_run_of_ares(arm: str) -> None:
 
 def test_loads_and_ticks_of_ares() -> None:
     assert rate_at("sharegpt_ares", 8, 0.5) == pytest.approx(2 * rate_at("sharegpt_ares", 4, 0.5))
-    ticks = tick_time("sharegpt_ares", 8, 0.5, 60.0, 1)
-    assert 0.0 < float(np.asarray(ticks["mean_ms"])) <= float(np.asarray(ticks["max_ms"]))
+    figures = serve("sharegpt_ares", "ares_oracle", 8, 0.5, 40.0, 1)
+    assert 0.0 < number(figures, "tick_mean_ms") <= number(figures, "tick_max_ms")
     assert isinstance(ares_cluster(8, ARES_ARMS["vllm"]).instances, tuple)

@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
+from simulator.claims.ares.timed import TimedAres
 from simulator.cluster import ClusterSpec, LinkSpec, MigrationSpec, ReportSpec
 from simulator.hooks import LengthPredictor
 from simulator.predictors import NoisyPredictor, OraclePredictor
 from tailrace.cluster import Pool
 from tailrace.policy.ares.future_load import FutureLoad
-from tailrace.policy.ares.policy import Ares, AresNoPrediction, AresOracle, CurrentLoad
+from tailrace.policy.ares.policy import Ares, AresNoPrediction, CurrentLoad
 from tailrace.policy.arrow.baselines import RoundRobinPools
 from tailrace.policy.base import Policy
 from tailrace.profiles import load_profile
@@ -39,7 +40,7 @@ ARMS: Final[Mapping[str, Arm]] = {
     "vllm": Arm(CurrentLoad),
     "rescheduling": Arm(AresNoPrediction),
     "ares": Arm(Ares, NoisyPredictor()),
-    "ares_oracle": Arm(AresOracle, OraclePredictor()),
+    "ares_oracle": Arm(TimedAres, OraclePredictor()),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Final
 
@@ -10,16 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.claims.ares.cluster import ARMS, cluster, prefill_instances
+from simulator.claims.ares.timed import TimedAres
 from simulator.claims.base import Figures
 from simulator.claims.saturation import saturation_rate
 from simulator.records import MigrationOutcome
 from simulator.run import simulate
 from simulator.workloads.arrivals import poisson_requests
 from simulator.workloads.generators import GENERATORS
-from tailrace.actions import Action
-from tailrace.cluster import ClusterView
 from tailrace.intra.fcfs import Fcfs
-from tailrace.policy.ares.policy import AresOracle
 
 # TPOT that a request must keep to count as good; the paper names none. Twice the decode step at half-full KV
 # (section 5.3: 18.23 ms).
@@ -47,7 +44,8 @@ def serve(dataset: str, arm: str, instances: int, rate_per_s: float, span_s: flo
     requests = poisson_requests(dataset, GENERATORS[dataset].lengths, count, rate_per_s, seed)
     chosen = ARMS[arm]
     spec = cluster(instances, chosen)
-    result = simulate(spec, requests, chosen.policy(), Fcfs(), seed=seed, sample_interval_s=1.0)
+    policy = chosen.policy()
+    result = simulate(spec, requests, policy, Fcfs(), seed=seed, sample_interval_s=1.0)
     done = [r for r in result.requests if r.finish_s is not None]
     tpot = np.array([r.tpot_s for r in done], np.float64)
     in_time = np.array([r.finish_s for r in done], np.float64) <= span_s
@@ -70,7 +68,15 @@ def serve(dataset: str, arm: str, instances: int, rate_per_s: float, span_s: flo
         "kv_max_share": float(kv.max()) / capacity,
         "recomputed": float(sum(r.preemptions_recomputed for r in done)),
         "migrations": float(sum(m.outcome is MigrationOutcome.COMMITTED for m in result.migrations)),
+        **(_ticks(policy.tick_s, span_s) if isinstance(policy, TimedAres) else {}),
     }
+
+
+def _ticks(tick_s: Sequence[float], span_s: float) -> dict[str, float]:
+    """Milliseconds of Algorithm 1 on this machine while requests arrive, without the ramp."""
+    # One a second.
+    full = 1e3 * np.array(tick_s[int(_RAMP * span_s) : int(span_s)])
+    return {"tick_mean_ms": float(full.mean()), "tick_max_ms": float(full.max())}
 
 
 def _spread(steps_ms: NDArray[np.float64]) -> float:
@@ -78,31 +84,3 @@ def _spread(steps_ms: NDArray[np.float64]) -> float:
     means = steps_ms.mean(axis=1)
     busy = means > 0.0
     return float(((steps_ms.max(axis=1) - steps_ms.min(axis=1))[busy] / means[busy]).mean())
-
-
-class TimedAres(AresOracle):
-    """ARES with a stopwatch on its tick."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tick_s: list[float] = []
-
-    def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
-        """Algorithm 1, timed; the simulator makes the views of requests that it looks at meanwhile."""
-        start = time.perf_counter()
-        actions = super().on_tick(view, now)
-        self.tick_s.append(time.perf_counter() - start)
-        return actions
-
-
-def tick_time(dataset: str, instances: int, load: float, span_s: float, seed: int) -> Figures:
-    """How long Algorithm 1 takes on this machine, on a cluster that fills for `span_s`: last half "
-    "of its ticks."""
-    requests_per_s = rate_at(dataset, instances, load)
-    count = max(1, round(requests_per_s * span_s))
-    requests = poisson_requests(dataset, GENERATORS[dataset].lengths, count, requests_per_s, seed)
-    policy = TimedAres()
-    simulate(cluster(instances, ARMS["ares_oracle"]), requests, policy, Fcfs(), seed=seed)
-    within = policy.tick_s[: int(span_s)]
-    full = np.array(within[len(within) // 2 :])
-    return {"mean_ms": 1e3 * float(full.mean()), "max_ms": 1e3 * float(full.max())}
