@@ -60,5 +60,5 @@ async def test_a_failure_of_the_engine_thread_is_told_to_all() -> None:
     with pytest.raises(EngineRefusal, match="the engine has failed"):
         await engine.export_resume("someone")
     await engine.stop()
-    # A worker's process ends with its engine; this one goes on to other engines, and vLLM keeps state by process.
+    # A worker's process ends with its engine; this one goes on to others, and vLLM keeps state by process.
     engine._parts.core.core.shutdown()
