@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import cache
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.worker.memory_fleet import MODES, Fleet
@@ -72,6 +72,11 @@ def undisturbed() -> list[int]:
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 10_000), script=SCRIPT)
+# A submission that comes while the import of the same request is on its last step.
+@example(
+    seed=74,
+    script=[(0.3, ("migrate", 1, MODES[0])), (0.0, ("migrate", 2, MODES[0])), (0.01, ("reattach", 0))],
+)
 def test_whatever_fails_the_stream_is_whole_and_nothing_is_left(
     seed: int, script: list[tuple[float, tuple[object, ...]]]
 ) -> None:

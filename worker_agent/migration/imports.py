@@ -82,10 +82,7 @@ class Imports:
     def succeeded(self, submission: Submission) -> bool:
         """A submission that must wait for the end of an import of the same request; False: it need not."""
         incoming = self._named(submission.request_id)
-        if incoming is None:
-            return False
-        incoming.succeed(submission)
-        return True
+        return incoming is not None and incoming.succeed(submission)
 
     def aborted(self, key: RequestKey) -> None:
         """The front end has aborted a request."""

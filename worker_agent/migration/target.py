@@ -105,10 +105,14 @@ class Import:
         if self._adoption is not None:
             self._adoption.answer(reply)
 
-    def succeed(self, submission: Submission) -> None:
-        """The front end submits this very request here: the import ends, then the submission is taken."""
+    def succeed(self, submission: Submission) -> bool:
+        """The front end submits this very request here: the import ends, then the submission is taken. False
+        when the import is over already: nothing stands in the submission's way."""
+        if self.over.is_set():
+            return False
         self._successor = submission
         self.cancel("the front end submitted the request anew")
+        return True
 
     def aborted(self, key: RequestKey) -> None:
         """The front end has aborted a request, perhaps this one."""
@@ -136,8 +140,19 @@ class Import:
                 self._tell(worker_pb2.ImportEvent(state=types_pb2.MIGRATION_STATE_ABORTED, reason=reason))
         finally:
             self._source.drop()
+            # One step: a submission that comes is either handed over here or refused by `succeed`.
             self.over.set()
             self._changed.set()
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """What was submitted meanwhile takes the import's place."""
+        successor, self._successor = self._successor, None
+        if successor is None:
+            return
+        if self.committed and self.key is not None:
+            self._parts.engine.abort([self.key])
+        self._parts.resubmit(successor)
 
     async def _attempt(self) -> tuple[bool, str]:
         try:
@@ -291,9 +306,6 @@ class Import:
             "%s adopted at token %d after a pause of %.1f ms", self.request_id, next_index, pause_s * 1000
         )
         await self._end_source(True, "")
-        if self._successor is not None:
-            self._parts.engine.abort([key])
-            self._parts.resubmit(self._successor)
 
     def _phase(self, opened: worker_pb2.ExportOpened) -> types_pb2.Phase.ValueType:
         """The phase it is in now: it may have changed since the export was opened."""
@@ -322,9 +334,6 @@ class Import:
                 await self._parts.engine.import_drop(self.request_id)
         finally:
             await self._end_source(False, reason)
-        successor, self._successor = self._successor, None
-        if successor is not None:
-            self._parts.resubmit(successor)
 
     async def _end_source(self, committed: bool, reason: str) -> None:
         try:
