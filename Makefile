@@ -10,7 +10,7 @@ TAILRACE := .venv/bin/tailrace
 
 .DEFAULT_GOAL := help
 .PHONY: help install up down test lint format protos soak bench-stream bench-transfer bench-scale bench-decisions \
-	bench-policies bench-simulation claims
+	bench-policies bench-real bench-simulation claims
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,10 @@ bench-simulation: install ## Seconds that simulations take (TAILRACE_DATA=folder
 
 bench-policies: install ## Every policy on every paper's ground and on a mix (TAILRACE_DATA=folder of the public data, ARGS=--quick)
 	$(PYTHON) -m benchmarks.policies $(ARGS)
+
+bench-real: ## PASCAL, Arrow, ARES, CascadeInfer and switching on real vLLM workers, answers checked (ARGS=--quick)
+	@scripts/install.sh --rust
+	$(PYTHON) -m benchmarks.real $(ARGS)
 
 claims: install ## Every claim of the papers, with JSON and a page in benchmarks/results (TAILRACE_DATA as above)
 	$(TAILRACE) claims $(if $(TAILRACE_DATA),--traces $(TAILRACE_DATA)/traces) \

@@ -117,24 +117,25 @@ def completion_request(url: str, model: str, prompt: str, max_tokens: int, seed:
     return head.encode() + body
 
 
-async def run_streams(url: str, requests: Sequence[bytes], timeout_s: float = 300.0) -> list[StreamResult]:
-    """Run all requests at once; every result, failed ones with `error` set."""
+async def run_stream(url: str, request: bytes, timeout_s: float = 300.0) -> StreamResult:
+    """Run one request; when it failed, its result has `error` set."""
     parts = urlsplit(url)
     loop = asyncio.get_running_loop()
+    done: asyncio.Future[StreamResult] = loop.create_future()
+    protocol = _Stream(request, done)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await loop.create_connection(lambda: protocol, parts.hostname, parts.port)
+            return await done
+    except (TimeoutError, OSError) as failure:
+        protocol.result.error = f"{type(failure).__name__}: {failure}"
+        protocol.result.finished = time.perf_counter()
+        return protocol.result
 
-    async def one(request: bytes) -> StreamResult:
-        done: asyncio.Future[StreamResult] = loop.create_future()
-        protocol = _Stream(request, done)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await loop.create_connection(lambda: protocol, parts.hostname, parts.port)
-                return await done
-        except (TimeoutError, OSError) as failure:
-            protocol.result.error = f"{type(failure).__name__}: {failure}"
-            protocol.result.finished = time.perf_counter()
-            return protocol.result
 
-    return list(await asyncio.gather(*(one(request) for request in requests)))
+async def run_streams(url: str, requests: Sequence[bytes], timeout_s: float = 300.0) -> list[StreamResult]:
+    """Run all requests at once; every result, failed ones with `error` set."""
+    return list(await asyncio.gather(*(run_stream(url, request, timeout_s) for request in requests)))
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -1,0 +1,73 @@
+"""`make bench-real`: each paper's policy against its rivals on real vLLM workers, every answer checked."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Final
+
+from rich.console import Console
+
+from benchmarks.real import ares, arrow, cascade, pascal, switch
+from benchmarks.real.fleet import BLOCK_TOKENS, KV_BLOCKS, WORKERS
+from benchmarks.real.plan import Bench, Scale, progress
+from benchmarks.real.report import Comparison
+from benchmarks.report import machine, save
+
+# PASCAL first: its last fleet is the one that the others use.
+_COMPARISONS: Final[Mapping[str, Callable[[Bench], Awaitable[Comparison]]]] = {
+    "pascal": pascal.run,
+    "arrow": arrow.run,
+    "ares": ares.run,
+    "cascade": cascade.run,
+    "switch": switch.run,
+}
+
+
+async def run(names: Sequence[str], scale: Scale) -> list[Comparison]:
+    """The named comparisons, one after another, on as few fleets as will do. Leaves each one's JSON."""
+    done: list[Comparison] = []
+    async with Bench(scale) as bench:
+        for name in names:
+            progress(name)
+            comparison = await _COMPARISONS[name](bench)
+            done.append(comparison)
+            about: dict[str, object] = {
+                "workers": WORKERS,
+                "kv_tokens_a_worker": (KV_BLOCKS - 1) * BLOCK_TOKENS,
+                "undisturbed_tokens_per_s": bench.references.tokens_per_s,
+            }
+            save(f"real-{name}", about | comparison.json())
+    return done
+
+
+def main() -> int:
+    """0: every answer was the undisturbed one."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.real", description=__doc__)
+    parser.add_argument("comparisons", nargs="*", metavar="|".join(_COMPARISONS), help="default: all")
+    parser.add_argument("--quick", action="store_true", help="seconds a run: no figures to rely on")
+    parser.add_argument("--seeds", type=int, default=2, help="loads a contestant (default: 2)")
+    parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
+    options = parser.parse_args()
+    if unknown := set(options.comparisons) - _COMPARISONS.keys():
+        parser.error(f"no comparison {', '.join(sorted(unknown))}; there are {', '.join(_COMPARISONS)}")
+    names = [name for name in _COMPARISONS if name in options.comparisons or not options.comparisons]
+    done = asyncio.run(run(names, Scale.quick() if options.quick else Scale.full(options.seeds)))
+    if options.output == "json":
+        print(json.dumps({"machine": machine(), **{each.name: each.json() for each in done}}))
+    else:
+        console = Console()
+        for each in done:
+            console.print(each.table())
+    for each in done:
+        for figures in each.runs:
+            for line in figures.failed:
+                print(f"WRONG {each.name}, {figures.contestant}, {figures.seed}: {line}", file=sys.stderr)
+    return 0 if all(each.right for each in done) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""ARES against the same dispatch without rescheduling: variance of KV use, preemptions."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from benchmarks.real.contest import contest, rate_for
+from benchmarks.real.figures import QOE_SLO, Figures
+from benchmarks.real.load import TPOT_S, poisson
+from benchmarks.real.plan import Bench, mirrored
+from benchmarks.real.prompts import skewed
+from benchmarks.real.report import Comparison
+
+_LOAD: Final = 1.8
+# The paper's "vLLM" dispatches by current load; workers predict lengths with the shipped predictor.
+_CONTESTANTS: Final = ("no rescheduling", "ares")
+_POLICIES: Final = {"no rescheduling": "current_load", "ares": "ares"}
+
+
+async def run(bench: Bench) -> Comparison:
+    """Lengths differ by a factor of ten, and nobody knows them when a request is placed."""
+    fleet = await bench.fleet()
+    tasks = skewed(0)
+    await bench.references.learn(fleet, tasks)
+    rate = rate_for(_LOAD, bench.references, tasks)
+    runs: list[Figures] = []
+    for number, seed in enumerate(bench.scale.seeds):
+        arrivals = poisson(tasks, rate, bench.scale.seconds, seed)
+        for name in mirrored(_CONTESTANTS, number):
+            found = await contest(fleet, name, _POLICIES[name], seed, arrivals, bench.references)
+            runs.append(found)
+    return Comparison(
+        name="ares",
+        title="ARES against no rescheduling",
+        ours="ares",
+        rate=rate,
+        slo=f"QoE of the answer at least {QOE_SLO} at {TPOT_S * 1e3:.0f} ms a token",
+        compared=("kv_variance_mean", "preemptions", "ttft_p90_s", "attained", "moved"),
+        runs=runs,
+    )

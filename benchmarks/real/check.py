@@ -1,0 +1,68 @@
+"""Every answer under load against the answer of the same prompt on an idle fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.loadgen import run_stream
+from benchmarks.real.chat import Answer, chat_request, read_chat
+from benchmarks.real.fleet import WORKERS, Fleet
+from benchmarks.real.prompts import longest
+from benchmarks.servers import MODEL
+from tailrace.tiny.task import Task
+from tailrace.tiny.task import check as check_task
+
+
+class Disturbed(RuntimeError):
+    """The fleet was not idle enough, or the model is not what it ought to be: nothing can be compared."""
+
+
+@dataclass(slots=True)
+class References:
+    """Undisturbed answers by prompt, and how fast they came."""
+
+    answers: dict[str, Answer] = field(default_factory=dict)
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the whole fleet, with two streams a worker."""
+        return self.tokens / self.seconds
+
+    async def learn(self, fleet: Fleet, tasks: Sequence[Task]) -> None:
+        """Ask for each prompt not yet known, two at a time a worker, under a policy that moves nothing.
+
+        Raises Disturbed when something was preempted, migrated, or is not the only right answer.
+        """
+        unknown = {each.prompt: each for each in tasks if each.prompt not in self.answers}
+        if not unknown:
+            return
+        await fleet.clear()
+        before, moved = await fleet.counted(), len(await fleet.migrations())
+        slots = asyncio.Semaphore(2 * WORKERS)
+        began_s = time.perf_counter()
+        await asyncio.gather(*(self._ask(fleet, each, slots) for each in unknown.values()))
+        self.seconds += time.perf_counter() - began_s
+        done = (await fleet.counted()).since(before)
+        self.tokens += done.tokens
+        if done.preemptions or len(await fleet.migrations()) != moved:
+            raise Disturbed(f"{done.preemptions} preemptions while the undisturbed answers were taken")
+
+    async def _ask(self, fleet: Fleet, asked: Task, slots: asyncio.Semaphore) -> None:
+        async with slots:
+            request = chat_request(fleet.url, MODEL, asked.prompt, longest([asked]))
+            result = await run_stream(fleet.url, request)
+        if result.error:
+            raise Disturbed(f"{asked.prompt!r}: {result.error}")
+        answer, _ = read_chat(result, 1.0)
+        if not check_task(asked, answer.reasoning, answer.text).right:
+            raise Disturbed(f"{asked.prompt!r}: the model's own answer is not the right one")
+        self.answers[asked.prompt] = answer
+
+    def same(self, prompt: str, answer: Answer) -> bool:
+        """Whether it is the undisturbed answer: text, reasoning, usage and finish reason."""
+        return self.answers[prompt] == answer

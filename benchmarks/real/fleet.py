@@ -1,0 +1,144 @@
+"""The fleet under test: real vLLM workers with little KV, and what its admin API and etcd say of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import urllib.request
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.servers import TailraceCluster
+from tailrace.cluster import Pool
+from tailrace.store.membership import Membership
+from tailrace.store.store import Store
+from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, types_pb2
+
+WORKERS: Final = 3
+BLOCK_TOKENS: Final = 32
+# 2,528 tokens (vLLM keeps one block for itself): two long requests and a short one or two.
+KV_BLOCKS: Final = 80
+MAX_LEN: Final = 2_400
+
+_CALL_S: Final = 10.0
+_SETTLE_S: Final = 60.0
+_POLL_S: Final = 0.05
+_POOLS: Final = {pool: getattr(types_pb2, f"POOL_{pool.name}") for pool in Pool}
+
+
+class Fleet:
+    """One running cluster."""
+
+    def __init__(self, url: str, admin: admin_pb2_grpc.AdminAsyncStub, members: Membership) -> None:
+        self.url = url
+        self.admin = admin
+        self.members = members
+
+    async def instances(self) -> Mapping[str, admin_pb2.InstanceInfo]:
+        """By id, as the scheduler sees them."""
+        reply = await self.admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=_CALL_S)
+        return {info.instance_id: info for info in reply.instances}
+
+    async def set_policy(self, name: str) -> None:
+        """As `tailrace set policy`; in force when this returns."""
+        await self.admin.SetPolicy(admin_pb2.SetPolicyRequest(name=name), timeout=_CALL_S)
+        async with asyncio.timeout(_SETTLE_S):
+            while await self._policy() != name:  # noqa: ASYNC110 - the scheduler tells nobody
+                await asyncio.sleep(_POLL_S)
+
+    async def _policy(self) -> str:
+        reply = await self.admin.ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=_CALL_S)
+        return next((policy.name for policy in reply.policies if policy.active), "")
+
+    async def set_stages(self, stages: Sequence[types_pb2.Stage]) -> None:
+        """As `tailrace set stages`."""
+        await self.admin.SetStages(admin_pb2.SetStagesRequest(stages=stages), timeout=_CALL_S)
+
+    async def set_pools(self, pools: Mapping[str, Pool]) -> None:
+        """As `tailrace set pool` for each instance; those not named are taken out of all."""
+        for name in self.members.instances:
+            pool = pools.get(name)
+            number = types_pb2.POOL_UNSPECIFIED if pool is None else _POOLS[pool]
+            await self.admin.SetPool(admin_pb2.SetPoolRequest(instance_id=name, pool=number), timeout=_CALL_S)
+
+    async def clear(self) -> None:
+        """No pools, no stages, a policy that moves nothing, and nothing left of the run before."""
+        await self.set_policy("round_robin")
+        await self.set_stages([])
+        await self.set_pools({})
+        async with asyncio.timeout(_SETTLE_S):
+            while not await self._idle():  # noqa: ASYNC110
+                await asyncio.sleep(_POLL_S)
+
+    async def _idle(self) -> bool:
+        instances = (await self.instances()).values()
+        return not any(i.running or i.waiting or i.kv_blocks_used for i in instances)
+
+    async def migrations(self) -> list[migration_pb2.MigrationRecord]:
+        """The latest migrations, committed or not."""
+        request = migration_pb2.ListMigrationsRequest(limit=100_000)
+        reply = await self.admin.ListMigrations(request, timeout=_CALL_S)
+        return list(reply.migrations)
+
+    async def counted(self) -> Counts:
+        """The workers' own counters, summed over all of them."""
+        addresses = [record.metrics_address for record in self.members.instances.values()]
+        totals: dict[str, float] = {}
+        for text in await asyncio.gather(*(asyncio.to_thread(_scrape, address) for address in addresses)):
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    key = sample.name + (f":{o}" if (o := sample.labels.get("outcome")) else "")
+                    totals[key] = totals.get(key, 0.0) + sample.value
+        return Counts(
+            preemptions=int(totals.get("tailrace_worker_preemptions_total", 0)),
+            swaps_out=int(totals.get("tailrace_worker_swaps_out_total", 0)),
+            steps=int(totals.get("tailrace_worker_steps_total", 0)),
+            tokens=int(totals.get("tailrace_worker_generated_tokens_total", 0)),
+            offers_taken=int(totals.get("tailrace_worker_offers_total:taken", 0)),
+            offers_kept=int(totals.get("tailrace_worker_offers_total:kept", 0)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Of all workers since they started. Offers are bid-ask's: taken by another worker, or kept."""
+
+    preemptions: int
+    swaps_out: int
+    steps: int
+    tokens: int
+    offers_taken: int
+    offers_kept: int
+
+    def since(self, before: Counts) -> Counts:
+        """What was added."""
+        return Counts(*(getattr(self, name) - getattr(before, name) for name in self.__slots__))
+
+
+@contextlib.asynccontextmanager
+async def running_fleet(intra: str) -> AsyncIterator[Fleet]:
+    """A fleet of its own for the block. `intra`: the order in which its workers serve requests."""
+    front = "rust" if (Path(sys.executable).parent / "vllm-rs").exists() else "python"
+    arguments = ["--workers", str(WORKERS), "--policy", "round_robin", "--no-traces", "--"]
+    arguments += ["--kv-blocks", str(KV_BLOCKS), "--block-size", str(BLOCK_TOKENS)]
+    arguments += ["--max-model-len", str(MAX_LEN), "--max-num-seqs", "32", "--intra", intra]
+    cluster = await asyncio.to_thread(TailraceCluster, "tailrace", arguments, front)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(asyncio.to_thread, cluster.__exit__, None, None, None)
+        store = await Store.connect([cluster.etcd], "default")
+        stack.push_async_callback(store.close)
+        members = await Membership.start(store)
+        stack.push_async_callback(members.close)
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(cluster.admin.split(",")[0]))
+        yield Fleet(cluster.url, admin_pb2_grpc.AdminStub(channel), members)
+
+
+def _scrape(address: str) -> str:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=_CALL_S) as reply:
+        return str(reply.read().decode())

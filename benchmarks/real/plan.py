@@ -1,0 +1,77 @@
+"""How long and how hard each comparison runs, and the fleet that it runs on."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from benchmarks.real.check import References
+from benchmarks.real.fleet import Fleet, running_fleet
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Seconds of arrivals a run, seeds, seconds of switching."""
+
+    seconds: float
+    seeds: tuple[int, ...]
+    switch_s: float
+
+    @staticmethod
+    def full(seeds: int) -> Scale:
+        """What docs/live-results.md shows."""
+        return Scale(20.0, tuple(range(1, seeds + 1)), 120.0)
+
+    @staticmethod
+    def quick() -> Scale:
+        """A taste: that it works, no figures to rely on."""
+        return Scale(6.0, (1,), 25.0)
+
+
+@dataclass
+class Bench:
+    """What the comparisons share: one fleet at a time, and the undisturbed answers."""
+
+    scale: Scale
+    references: References = field(default_factory=References)
+
+    def __post_init__(self) -> None:
+        self._stack = contextlib.AsyncExitStack()
+        self._intra: str | None = None
+        self._fleet: Fleet | None = None
+
+    async def fleet(self, intra: str = "policy") -> Fleet:
+        """A fleet whose workers serve in this order; the present one, if it does."""
+        if self._fleet is None or self._intra != intra:
+            await self.close()
+            progress(f"starting a fleet, --intra {intra}")
+            self._fleet = await self._stack.enter_async_context(running_fleet(intra))
+            self._intra = intra
+        return self._fleet
+
+    async def close(self) -> None:
+        """Stop the fleet."""
+        self._fleet = None
+        await self._stack.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def progress(text: str) -> None:
+    """One line for who waits."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def mirrored(contestants: tuple[str, ...], number: int) -> tuple[str, ...]:
+    """Every other seed the other way round, so that a machine that drifts favours nobody."""
+    return contestants if number % 2 == 0 else contestants[::-1]

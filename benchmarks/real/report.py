@@ -1,0 +1,131 @@
+"""A comparison as a table for people and as JSON."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from rich.table import Table
+
+from benchmarks.real.figures import Figures, ratio
+
+_WORDS = {
+    "ttft_p50_s": "TTFT, median, s",
+    "ttft_p90_s": "TTFT, P90, s",
+    "attained": "SLO kept, share",
+    "moved": "migrations committed",
+    "flips": "pool flips seen in etcd",
+    "longest_gap_s": "longest gap in a stream, s",
+    "pause_ms_max": "longest pause of a migration, ms",
+    "kv_variance_mean": "variance of KV use",
+    "preemptions": "preemptions",
+    "offers_taken": "offers taken by a bidder",
+    "offers_kept": "offers that nobody took",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All runs of one comparison. `compared`: figures that the table shows; `ours`: whose ratios to show."""
+
+    name: str
+    title: str
+    ours: str
+    # Requests a second (of the burst, where there is one).
+    rate: float
+    slo: str
+    compared: Sequence[str]
+    runs: Sequence[Figures]
+
+    @property
+    def right(self) -> bool:
+        """Every answer of every run came and was the undisturbed one."""
+        return all(run.right for run in self.runs)
+
+    @property
+    def answers(self) -> tuple[int, int]:
+        """Equal ones, and all."""
+        return sum(run.equal for run in self.runs), sum(run.requests for run in self.runs)
+
+    def mean(self, contestant: str, figure: str) -> float | None:
+        """Over seeds; None where no run has it."""
+        values = [_value(run, figure) for run in self.runs if run.contestant == contestant]
+        known = [value for value in values if value is not None]
+        return statistics.fmean(known) if known else None
+
+    @property
+    def contestants(self) -> list[str]:
+        """In the order in which they first ran, ours last."""
+        found = dict.fromkeys(run.contestant for run in self.runs)
+        return [name for name in found if name != self.ours] + [self.ours]
+
+    def ratios(self) -> dict[str, dict[str, float | None]]:
+        """ours / theirs of the means over seeds, by rival and figure."""
+        return {
+            rival: {
+                figure: ratio(ours, theirs)
+                for figure in self.compared
+                if (ours := self.mean(self.ours, figure)) is not None
+                and (theirs := self.mean(rival, figure)) is not None
+            }
+            for rival in self.contestants[:-1]
+        }
+
+    def json(self) -> dict[str, object]:
+        """For benchmarks/results."""
+        equal, requests = self.answers
+        return {
+            "comparison": self.title,
+            "rate_per_s": self.rate,
+            "slo": self.slo,
+            "answers_equal": equal,
+            "answers": requests,
+            "ratios_ours_to": self.ratios(),
+            "runs": [asdict(run) for run in self.runs],
+        }
+
+    def table(self) -> Table:
+        """One row a figure."""
+        equal, requests = self.answers
+        seeds = ", ".join(map(str, dict.fromkeys(run.seed for run in self.runs)))
+        table = Table(
+            title=f"{self.title}: {equal} of {requests} answers equal",
+            caption=f"{self.rate:.2f} requests/s, seeds {seeds}; means over seeds; SLO: {self.slo}",
+        )
+        table.add_column("figure")
+        for name in self.contestants:
+            table.add_column(name, justify="right")
+        ratios = self.ratios()
+        for rival in ratios:
+            table.add_column(f"{self.ours} / {rival}", justify="right")
+        for figure in self.compared:
+            values = [self.mean(name, figure) for name in self.contestants]
+            shown = [ratios[rival].get(figure) for rival in ratios]
+            table.add_row(_words(figure), *map(_number, values), *map(_number, shown))
+        for name, value in self.runs[0].more.items():
+            table.add_row(name.replace("_", " "), _number(value))
+        return table
+
+
+def _value(run: Figures, figure: str) -> float | None:
+    if figure == "attained":
+        return run.attained / max(1, run.requests)
+    if figure == "moved":
+        return float(sum(run.migrations.values()))
+    name, _, key = figure.partition(":")
+    if key:
+        inside = run.ttft_by_reasoning.get(key)
+        return None if inside is None else inside[2]
+    return float(getattr(run, name))
+
+
+def _words(figure: str) -> str:
+    name, _, key = figure.partition(":")
+    return f"TTFT, P90, reasoning of {key} tokens, s" if key else _WORDS.get(name, name)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"

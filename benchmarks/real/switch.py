@@ -1,0 +1,70 @@
+"""The policy switched every five seconds among all of them under load: every answer right."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from typing import Final
+
+from benchmarks.real.contest import rate_for
+from benchmarks.real.figures import Figures, figures
+from benchmarks.real.fleet import Fleet
+from benchmarks.real.load import offer, poisson
+from benchmarks.real.plan import Bench, progress
+from benchmarks.real.prompts import mix
+from benchmarks.real.report import Comparison
+from benchmarks.real.watch import watching
+from tailrace.policy.registry import names
+
+_EVERY_S: Final = 5.0
+_LOAD: Final = 1.2
+_SEED: Final = 7
+
+
+async def run(bench: Bench) -> Comparison:
+    """All installed policies in an order drawn from the seed, again and again while requests arrive."""
+    fleet = await bench.fleet()
+    tasks = mix(0)
+    await bench.references.learn(fleet, tasks)
+    await fleet.clear()
+    order = names()
+    random.Random(_SEED).shuffle(order)
+    rate = rate_for(_LOAD, bench.references, tasks)
+    arrivals = poisson(tasks, rate, bench.scale.switch_s, _SEED)
+    began_s = time.perf_counter()
+    async with watching(fleet) as watched:
+        switching = asyncio.create_task(_switch(fleet, order), name="switching")
+        try:
+            outcomes = await offer(fleet, arrivals, bench.references)
+        finally:
+            switching.cancel()
+            done = await asyncio.gather(switching, return_exceptions=True)
+        if isinstance(done[0], Exception):
+            raise done[0]
+        seconds = time.perf_counter() - began_s
+    await fleet.clear()
+    runs: list[Figures] = [figures("all in turn", _SEED, outcomes, watched, seconds)]
+    switches = int(seconds / _EVERY_S)
+    policies = {record.policy for record in watched.migrations}
+    runs[0].more = {"switches": switches, "policies": min(switches, len(order)), "moved_by": len(policies)}
+    return Comparison(
+        name="switch",
+        title=f"Policy switched every {_EVERY_S:g} s among all {len(order)}",
+        ours="all in turn",
+        rate=rate,
+        slo="none",
+        compared=("moved", "flips", "preemptions", "longest_gap_s"),
+        runs=runs,
+    )
+
+
+async def _switch(fleet: Fleet, order: list[str]) -> None:
+    """Until cancelled."""
+    number = 0
+    while True:
+        name = order[number % len(order)]
+        await fleet.set_policy(name)
+        progress(f"  policy {name}")
+        number += 1
+        await asyncio.sleep(_EVERY_S)
