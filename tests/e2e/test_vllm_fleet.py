@@ -28,8 +28,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 
 COMMITTED = types_pb2.MIGRATION_STATE_COMMITTED
 
-LONG = task("wxyz", 120, 30)
-TEN = [task(f"ab{chr(97 + n)}d", 120 + n, 30 + n) for n in range(10)]
+# Some 740 tokens: long enough to be moved three times and to be caught by every failure.
+LONG = task("wxyz", 60, 20)
+TEN = [task(f"ab{chr(97 + n)}d", 60 + n, 15 + n) for n in range(10)]
 
 
 def assert_right(chat: Chat, expected: Task) -> None:
@@ -87,7 +88,7 @@ def test_migrated_three_times_it_is_the_same_answer(vllm_fleet: Fleet, vllm_chat
 SCHEMA = {
     "type": "object",
     "properties": {
-        "numbers": {"type": "array", "items": {"type": "integer"}, "minItems": 60, "maxItems": 80}
+        "numbers": {"type": "array", "items": {"type": "integer"}, "minItems": 30, "maxItems": 40}
     },
     "required": ["numbers"],
     "additionalProperties": False,
@@ -97,15 +98,15 @@ SCHEMA = {
 @pytest.mark.parametrize(
     "options",
     [
-        {"temperature": 1.0, "seed": 7, "max_tokens": 500},
-        {"temperature": 0.9, "seed": 3, "top_p": 0.8, "logprobs": True, "top_logprobs": 3, "max_tokens": 500},
-        {"frequency_penalty": 0.6, "presence_penalty": 0.3, "max_tokens": 400},
-        {"extra_body": {"repetition_penalty": 1.2, "min_tokens": 450}, "max_tokens": 600},
-        {"temperature": 1.0, "seed": 11, "stop": ["100 z"]},
+        {"temperature": 1.0, "seed": 7, "max_tokens": 300},
+        {"temperature": 0.9, "seed": 3, "top_p": 0.8, "logprobs": True, "top_logprobs": 3, "max_tokens": 300},
+        {"frequency_penalty": 0.6, "presence_penalty": 0.3, "max_tokens": 300},
+        {"extra_body": {"repetition_penalty": 1.2, "min_tokens": 250}, "max_tokens": 350},
+        {"temperature": 1.0, "seed": 11, "stop": ["50 z"]},
         {
             "temperature": 1.0,
             "seed": 5,
-            "max_tokens": 800,
+            "max_tokens": 400,
             "response_format": {"type": "json_schema", "json_schema": {"name": "numbers", "schema": SCHEMA}},
         },
     ],
