@@ -1,0 +1,23 @@
+"""Slow: policies switched under load on real engines, every answer right; a request's life. `make soak`."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.real import switch
+from benchmarks.real.plan import Bench, Scale
+from examples import life_of_a_request
+
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(900)]
+
+
+async def test_every_policy_in_turn_for_two_minutes() -> None:
+    async with Bench(Scale.full(1)) as bench:
+        comparison = await switch.run(bench)
+    equal, asked = comparison.answers
+    assert asked > 0 and comparison.right, [run.failed for run in comparison.runs]
+    assert equal == asked
+
+
+def test_a_request_is_moved_for_four_reasons_and_its_trace_says_so() -> None:
+    assert life_of_a_request.main() == 0
