@@ -16,6 +16,7 @@ Other users' requests are put in place by hand (`tailrace migrate`); this one ne
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -25,7 +26,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from openai import OpenAI
+import grpc
+from openai import OpenAI, OpenAIError
 
 from examples.fleet import Chat, Fleet, stream_chat
 from tailrace.cli.admin import Admin, connect
@@ -65,7 +67,8 @@ class Neighbour:
         stream = client.chat.completions.create(  # type: ignore[call-overload]
             model=MODEL, messages=messages, stream=True, temperature=0
         )
-        with stream:
+        # It may end with the cluster, when the story ends early.
+        with stream, contextlib.suppress(OpenAIError):
             for chunk in stream:
                 self.request_id = chunk.id
                 self._started.set()
@@ -140,12 +143,13 @@ class Story:
 
         def there() -> bool:
             found = self._fleet.find(other.request_id)
-            if found is None:
-                return False
-            if found.instance_id != instance and not found.migrating:
+            if found is None or found.migrating or not found.output_tokens:
+                return False  # what is being prefilled, or moved already, cannot be moved
+            if found.instance_id == instance:
+                return found.output_tokens >= tokens
+            with contextlib.suppress(grpc.RpcError):  # the policy was faster
                 self._fleet.migrate(found.request_id, instance, "operator")
-                return False
-            return found.output_tokens >= tokens
+            return False
 
         wait_until(there, f"a request on {instance} to have {tokens} tokens")
         return other

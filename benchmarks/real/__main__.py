@@ -28,7 +28,10 @@ _COMPARISONS: Final[Mapping[str, Callable[[Bench], Awaitable[Comparison]]]] = {
 
 
 async def run(names: Sequence[str], scale: Scale) -> list[Comparison]:
-    """The named comparisons, one after another, on as few fleets as will do. Leaves each one's JSON."""
+    """The named comparisons, one after another, on as few fleets as will do.
+
+    Leaves each one's JSON, unless it was only a taste.
+    """
     done: list[Comparison] = []
     async with Bench(scale) as bench:
         for name in names:
@@ -40,7 +43,8 @@ async def run(names: Sequence[str], scale: Scale) -> list[Comparison]:
                 "kv_tokens_a_worker": (KV_BLOCKS - 1) * BLOCK_TOKENS,
                 "undisturbed_tokens_per_s": bench.references.tokens_per_s,
             }
-            save(f"real-{name}", about | comparison.json())
+            if scale.lasting:
+                save(f"real-{name}", about | comparison.json())
     return done
 
 

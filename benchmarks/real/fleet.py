@@ -22,9 +22,9 @@ from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, types_pb2
 
 WORKERS: Final = 3
 BLOCK_TOKENS: Final = 32
-# 2,528 tokens (vLLM keeps one block for itself): two long requests and a short one or two.
-KV_BLOCKS: Final = 80
-MAX_LEN: Final = 2_400
+# 2,016 tokens (vLLM keeps one block for itself): a long request and a few short ones.
+KV_BLOCKS: Final = 64
+MAX_LEN: Final = 1_900
 
 _CALL_S: Final = 10.0
 _SETTLE_S: Final = 60.0

@@ -15,21 +15,22 @@ from benchmarks.real.fleet import Fleet, running_fleet
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Seconds of arrivals a run, seeds, seconds of switching."""
+    """Seconds of arrivals a run, seeds, seconds of switching, and whether figures are worth keeping."""
 
     seconds: float
     seeds: tuple[int, ...]
     switch_s: float
+    lasting: bool
 
     @staticmethod
     def full(seeds: int) -> Scale:
         """What docs/live-results.md shows."""
-        return Scale(20.0, tuple(range(1, seeds + 1)), 120.0)
+        return Scale(12.0, tuple(range(1, seeds + 1)), 120.0, True)
 
     @staticmethod
     def quick() -> Scale:
         """A taste: that it works, no figures to rely on."""
-        return Scale(6.0, (1,), 25.0)
+        return Scale(6.0, (1,), 25.0, False)
 
 
 @dataclass

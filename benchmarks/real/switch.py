@@ -18,7 +18,7 @@ from benchmarks.real.watch import watching
 from tailrace.policy.registry import names
 
 _EVERY_S: Final = 5.0
-_LOAD: Final = 1.2
+_LOAD: Final = 2.0
 _SEED: Final = 7
 
 
