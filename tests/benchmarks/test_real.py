@@ -1,0 +1,97 @@
+"""What benchmarks.real reads from a stream's bytes, and the figures that it makes of it. No fleet."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.loadgen import StreamResult
+from benchmarks.real.chat import Answer, read_chat
+from benchmarks.real.check import References
+from benchmarks.real.figures import Figures, figures
+from benchmarks.real.fleet import Counts
+from benchmarks.real.load import Outcome, poisson
+from benchmarks.real.prompts import longest, mix
+from benchmarks.real.report import Comparison
+from benchmarks.real.watch import Watched
+from tailrace.tiny.task import task
+from tailrace.v1 import migration_pb2, types_pb2
+
+
+def event(*, content: str = "", reasoning: str = "", finish: str | None = None) -> bytes:
+    delta = {"content": content, "reasoning": reasoning}
+    return b"data: " + json.dumps({"choices": [{"delta": delta, "finish_reason": finish}]}).encode() + b"\n\n"
+
+
+EVENTS = [
+    event(reasoning="a"),
+    event(reasoning="b"),
+    event(content="x"),
+    event(content="y", finish="stop"),
+    b'data: {"choices": [], "usage": {"completion_tokens": 7}}\n\n',
+]
+
+
+def stream(body: bytes, count: int = 5) -> StreamResult:
+    head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    at = [1.0, 1.5, 3.0, 3.25, 3.3][:count]
+    return StreamResult(started=0.0, event_times=at, finished=4.0, status=200, body=head + body)
+
+
+def chunked(parts: list[bytes]) -> bytes:
+    return b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+
+
+def test_answer_and_times_are_read_from_a_chunked_body() -> None:
+    answer, timing = read_chat(stream(chunked([*EVENTS, b"data: [DONE]\n\n"])), 0.1)
+    assert answer == Answer("ab", "xy", "stop", 7)
+    assert (timing.ttft_s, timing.first_token_s, timing.total_s) == (3.0, 1.0, 4.0)
+    assert timing.longest_gap_s == 1.5
+    assert timing.tpot_s == pytest.approx(2.25 / 6)
+
+
+def test_an_event_that_two_chunks_share_is_one_event() -> None:
+    whole = b"".join(EVENTS)
+    answer, _ = read_chat(stream(chunked([whole[:30], whole[30:]])), 0.1)
+    assert answer.text == "xy"
+
+
+def test_a_body_that_was_not_timed_is_refused() -> None:
+    with pytest.raises(ValueError, match="5 events in the body, 4 were timed"):
+        read_chat(stream(chunked(EVENTS), count=4), 0.1)
+
+
+def test_the_load_is_the_seed_s() -> None:
+    tasks = mix(0)
+    assert poisson(tasks, 3.0, 20.0, 1) == poisson(tasks, 3.0, 20.0, 1)
+    assert poisson(tasks, 3.0, 20.0, 1) != poisson(tasks, 3.0, 20.0, 2)
+    assert all(arrival.at_s < 20.0 for arrival in poisson(tasks, 3.0, 20.0, 1))
+    assert longest(tasks) > max(each.completion_tokens for each in tasks)
+
+
+def run(contestant: str, *, equal: bool, preemptions: int) -> Figures:
+    asked = task("abcd", 3, 2)
+    _, timing = read_chat(stream(chunked(EVENTS)), 0.1)
+    watched = Watched(counts=Counts(preemptions, 0, 10, 20, 0, 0))
+    for state in (types_pb2.MIGRATION_STATE_COMMITTED, types_pb2.MIGRATION_STATE_ABORTED):
+        watched.migrations.append(migration_pb2.MigrationRecord(reason="load", state=state, pause_ms=5.0))
+    return figures(contestant, 1, [Outcome(asked, equal, "", timing)], watched, 4.0)
+
+
+def test_one_wrong_answer_fails_the_comparison() -> None:
+    right = run("a", equal=True, preemptions=4)
+    wrong = run("b", equal=False, preemptions=2)
+    assert right.right and right.migrations == {"load": 1} and right.aborted == 1
+    assert wrong.failed == [f"{task('abcd', 3, 2).prompt}: another answer"]
+    both = Comparison("x", "X", "b", 1.0, "none", ("preemptions", "moved"), [right, wrong])
+    assert not both.right and both.answers == (1, 2)
+    assert both.ratios() == {"a": {"preemptions": 0.5, "moved": 1.0}}
+
+
+def test_an_answer_is_compared_in_all_that_a_user_sees() -> None:
+    answer = Answer("ab", "xy", "stop", 7)
+    references = References({"p": answer})
+    assert references.same("p", Answer("ab", "xy", "stop", 7))
+    assert not references.same("p", Answer("ab", "xy", "length", 7))
+    assert not references.same("p", Answer("ab", "xy", "stop", 8))
