@@ -5,12 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import dataclass
+from typing import Final
 from urllib.parse import urlsplit
 
 import msgspec
 
 from benchmarks.loadgen import StreamResult
 from tailrace.qoe import TokenRun, qoe
+
+# A gap that a reader could notice.
+STALL_S: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,8 @@ class Timing:
     # Longest time between two events of the stream; of these events, one is one engine step.
     longest_gap_s: float
     qoe: float
+    # Gaps of STALL_S and more, as (begin, end) of time.perf_counter.
+    stalls: tuple[tuple[float, float], ...] = ()
 
 
 class _Delta(msgspec.Struct):
@@ -115,6 +121,7 @@ def read_chat(result: StreamResult, tpot_s: float) -> tuple[Answer, Timing]:
         total_s=result.finished - result.started,
         longest_gap_s=max((b - a for a, b in itertools.pairwise(heard)), default=0.0),
         qoe=qoe(answered, tpot_s),
+        stalls=tuple((a, b) for a, b in itertools.pairwise(heard) if b - a >= STALL_S),
     )
     return Answer(reasoning.strip(), text.strip(), finish, tokens), timing
 

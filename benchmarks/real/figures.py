@@ -43,6 +43,8 @@ class Figures:
     swaps_out: int
     tokens: int
     flips: int
+    # The longest stall of any stream during which a pool flipped; 0: no stream stalled then.
+    flip_stall_s: float
     migrations: dict[str, int]
     aborted: int
     pause_ms_max: float
@@ -95,6 +97,15 @@ def figures(
         swaps_out=counts.swaps_out,
         tokens=counts.tokens,
         flips=len(watched.flips),
+        flip_stall_s=max(
+            (
+                end - begin
+                for timing in timings
+                for begin, end in timing.stalls
+                if any(begin <= at_s <= end for at_s, *_ in watched.flips)
+            ),
+            default=0.0,
+        ),
         migrations=committed,
         aborted=len(watched.migrations) - sum(committed.values()),
         pause_ms_max=max(watched.pauses_ms, default=0.0),

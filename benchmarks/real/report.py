@@ -16,6 +16,7 @@ _WORDS = {
     "attained": "SLO kept, share",
     "moved": "migrations committed",
     "flips": "pool flips seen in etcd",
+    "flip_stall_s": "longest stall in which a pool flipped, s",
     "longest_gap_s": "longest gap in a stream, s",
     "pause_ms_max": "longest pause of a migration, ms",
     "kv_variance_mean": "variance of KV use",

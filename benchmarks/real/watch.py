@@ -21,7 +21,7 @@ _SAMPLE_S: Final = 0.5
 class Watched:
     """Filled while the block runs; `counts` and `migrations` when it has ended."""
 
-    # (seconds, instance, from, to), as etcd's watch told it; the first assignment of pools is no flip.
+    # (time.perf_counter, instance, from, to), as etcd's watch told it; the first assignment is no flip.
     flips: list[tuple[float, str, str, str]] = field(default_factory=list)
     # Variance over instances of the share of KV in use, one sample each half second with load.
     variances: list[float] = field(default_factory=list)
@@ -50,7 +50,6 @@ async def watching(fleet: Fleet) -> AsyncIterator[Watched]:
     watched = Watched()
     known = {record.migration_id for record in await fleet.migrations()}
     before = await fleet.counted()
-    began_s = time.monotonic()
     pools: dict[str, Pool] = dict(fleet.members.pools)
     open_ = True
 
@@ -60,7 +59,7 @@ async def watching(fleet: Fleet) -> AsyncIterator[Watched]:
         now = dict(fleet.members.pools)
         for name, pool in now.items():
             if name in pools and pools[name] is not pool:
-                watched.flips.append((time.monotonic() - began_s, name, pools[name].value, pool.value))
+                watched.flips.append((time.perf_counter(), name, pools[name].value, pool.value))
         pools.clear()
         pools.update(now)
 
