@@ -195,7 +195,9 @@ class Story:
             request = admin_pb2.GetTraceRequest(id=self.chat.request_id)
             data = self._admin.GetTrace(request, timeout=10).traces_data
             found[:] = [data]
-            return any(span.name == REQUEST_SPAN for trace in read_traces(data) for span in trace.walk())
+            names = [span.name for each in read_traces(data) for span in each.walk()]
+            # Each process sends its spans a few seconds after they end.
+            return REQUEST_SPAN in names and names.count("pause") == len(MOVES)
 
         wait_until(whole, "the trace")
         return found[0]
