@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 from openai import OpenAI
 
-from examples.fleet import Chat, Fleet, stream_chat
+from examples.fleet import Chat, Fleet, local_url, stream_chat, told_plainly
 from tailrace.cli.admin import connect
 from tailrace.tiny.task import make_task
 from tailrace.v1 import types_pb2
@@ -92,13 +92,13 @@ class Mover:
 def main() -> int:
     """Run both rounds; 0 when every stream is equal."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
+    parser.add_argument("--url", default=local_url(), help="OpenAI API (default: the local cluster's)")
     parser.add_argument("--admin", default=None, help="admin API, HOST:PORT (default: the local cluster's)")
     parser.add_argument("--streams", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0, help="of the choice of migrations")
     options = parser.parse_args()
 
-    with connect(options.admin) as admin:
+    with told_plainly(options.url), connect(options.admin) as admin:
         return run(options, Fleet(admin.stub))
 
 

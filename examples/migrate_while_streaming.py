@@ -15,23 +15,23 @@ import threading
 
 from openai import OpenAI
 
-from examples.fleet import Chat, Fleet, Once, stream_chat
+from examples.fleet import Chat, Fleet, Once, local_url, stream_chat, told_plainly
 from tailrace.cli.admin import connect
 from tailrace.tiny.task import task
 from tailrace.v1 import migration_pb2, types_pb2
 
-PROMPT = task("wxyz", 120, 30).prompt
+PROMPT = task("wxyz", 120, 120).prompt
 
 
 def main() -> int:
     """Run both; 0 when they are equal and all three migrations were committed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
+    parser.add_argument("--url", default=local_url(), help="OpenAI API (default: the local cluster's)")
     parser.add_argument("--admin", default=None, help="admin API, HOST:PORT (default: the local cluster's)")
     parser.add_argument("--prompt", default=PROMPT)
     options = parser.parse_args()
 
-    with connect(options.admin) as admin:
+    with told_plainly(options.url), connect(options.admin) as admin:
         return run(options, Fleet(admin.stub))
 
 
