@@ -69,7 +69,8 @@ class Fleet:
 
     async def clear(self) -> None:
         """No pools, no stages, a policy that moves nothing, and nothing left of the run before."""
-        await self.set_policy("round_robin")
+        # Not round robin: that may give three of six requests to one worker, which then preempts.
+        await self.set_policy("least_loaded")
         await self.set_stages([])
         await self.set_pools({})
         async with asyncio.timeout(_SETTLE_S):
@@ -125,7 +126,7 @@ class Counts:
 async def running_fleet(intra: str) -> AsyncIterator[Fleet]:
     """A fleet of its own for the block. `intra`: the order in which its workers serve requests."""
     front = "rust" if (Path(sys.executable).parent / "vllm-rs").exists() else "python"
-    arguments = ["--workers", str(WORKERS), "--policy", "round_robin", "--no-traces", "--"]
+    arguments = ["--workers", str(WORKERS), "--policy", "least_loaded", "--no-traces", "--"]
     arguments += ["--kv-blocks", str(KV_BLOCKS), "--block-size", str(BLOCK_TOKENS)]
     arguments += ["--max-model-len", str(MAX_LEN), "--max-num-seqs", "32", "--intra", intra]
     cluster = await asyncio.to_thread(TailraceCluster, "tailrace", arguments, front)
