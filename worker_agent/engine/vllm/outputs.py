@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from typing import Final
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.serial_utils import MsgpackEncoder
@@ -11,6 +12,9 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from worker_agent.engine.base import OutputFlag, RequestKey, StepColumns
 from worker_agent.engine.intervals import RecentIntervals
 from worker_agent.engine.vllm.requests import RequestTable
+
+# A plain int: an enum's own operators take a microsecond each, and this is done for every token.
+_FINISHED: Final = int(OutputFlag.FINISHED)
 
 
 class OutputWriter:
@@ -60,30 +64,41 @@ class OutputWriter:
 
     def _client(self, client: int, message: EngineCoreOutputs, now_s: float) -> StepColumns:
         columns = StepColumns(client, self.steps, self._encode(message))
+        find = self._table.get
+        # Requests that were in the last step have its interval, all the same: it is counted once for them.
+        shared_ms, sharing = 0.0, 0
         for output in message.outputs:
-            entry = self._table.get(output.request_id)
+            entry = find(output.request_id)
             if entry is None:
                 # Every request of the scheduler is in the table; a column less would shift all others.
                 raise RuntimeError(f"output for unknown request {output.request_id}")
             tokens = output.new_token_ids
-            flags = OutputFlag.NONE
+            flags = 0
             if tokens:
-                flags = entry.phases.advance(tokens)
-                self.generated_tokens += len(tokens)
+                flags = int(entry.phases.advance(tokens))
                 interval_ms = entry.pace.token(now_s)
-                if interval_ms:
-                    self.intervals.add(now_s, interval_ms)
+                if interval_ms != shared_ms:
+                    self._count(now_s, shared_ms, sharing)
+                    shared_ms, sharing = interval_ms, 0
+                sharing += 1
             if output.finish_reason is not None:
-                flags |= OutputFlag.FINISHED
+                flags |= _FINISHED
                 self._table.remove(entry)
             columns.handles.append(entry.key.handle)
             columns.epochs.append(entry.epoch)
             columns.first_indices.append(entry.emitted)
             columns.counts.append(len(tokens))
             columns.token_ids.extend(tokens)
-            columns.flags.append(int(flags))
+            columns.flags.append(flags)
             entry.emitted += len(tokens)
+        self._count(now_s, shared_ms, sharing)
+        self.generated_tokens += len(columns.token_ids)
         return columns
+
+    def _count(self, now_s: float, interval_ms: float, requests: int) -> None:
+        """So many requests had this interval; 0: it was their first token here."""
+        if interval_ms and requests:
+            self.intervals.add(now_s, interval_ms, requests)
 
     def _encode(self, message: EngineCoreOutputs) -> list[bytes]:
         return [bytes(frame) for frame in self._encoder.encode(message)]
