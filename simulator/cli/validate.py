@@ -43,7 +43,7 @@ def validate_command(run_folder: Path, profile_name: str, length_penalty: str, o
     if output is Output.JSON:
         print_json(_plain(validation))
     else:
-        print_figures(_table(validation))
+        print_figures(validation_table(validation))
 
 
 def _plain(validation: Validation) -> dict[str, JsonValue]:
@@ -60,7 +60,7 @@ def _plain(validation: Validation) -> dict[str, JsonValue]:
     }
 
 
-def _table(validation: Validation) -> Table:
+def validation_table(validation: Validation) -> Table:
     run = validation.run
     engine = f"{run.model}, {run.gpu}, vLLM {run.vllm_version}"
     table = Table(
