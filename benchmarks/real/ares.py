@@ -11,7 +11,7 @@ from benchmarks.real.plan import Bench, mirrored
 from benchmarks.real.prompts import skewed
 from benchmarks.real.report import Comparison
 
-_LOAD: Final = 2.5
+_LOAD: Final = 3.5
 # The paper's "vLLM" dispatches by current load; workers predict lengths with the shipped predictor.
 _CONTESTANTS: Final = ("no rescheduling", "ares")
 _POLICIES: Final = {"no rescheduling": "current_load", "ares": "ares"}

@@ -16,7 +16,7 @@ from tailrace.cluster import Pool
 
 # A quiet beginning, then five times as much, then quiet again: a third of the time each.
 _QUIET: Final = 1.0
-_BURST: Final = 5.0
+_BURST: Final = 6.0
 # What the policy itself goes by, here and wherever it is set by name.
 _TTFT_SLO_S: Final = 2.0
 _TPOT_SLO_S: Final = 0.15

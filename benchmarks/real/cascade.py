@@ -13,7 +13,7 @@ from benchmarks.real.prompts import mix
 from benchmarks.real.report import Comparison
 from tailrace.v1 import types_pb2
 
-_LOAD: Final = 2.5
+_LOAD: Final = 3.0
 # Below the long requests' reasoning, above nearly all of the short ones.
 _BOUNDARY: Final = 400
 _CONTESTANTS: Final = ("in turn", "bid-ask")

@@ -22,9 +22,10 @@ from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, types_pb2
 
 WORKERS: Final = 3
 BLOCK_TOKENS: Final = 32
-# 2,016 tokens (vLLM keeps one block for itself): a long request and a few short ones.
-KV_BLOCKS: Final = 64
-MAX_LEN: Final = 1_900
+# 3,040 tokens (vLLM keeps one block for itself): two of the longest requests, so that undisturbed answers can
+# be taken two at a time, and no more.
+KV_BLOCKS: Final = 96
+MAX_LEN: Final = 2_900
 
 _CALL_S: Final = 10.0
 _SETTLE_S: Final = 60.0

@@ -11,8 +11,8 @@ from benchmarks.real.plan import Bench
 from benchmarks.real.prompts import mix
 from benchmarks.real.report import Comparison
 
-# Three times what the fleet does with two streams a worker: KV is full, and requests wait.
-_LOAD: Final = 3.0
+# Four times what the fleet does with two streams a worker: KV is full, and requests wait.
+_LOAD: Final = 4.0
 # Order inside the instances and policy: the paper's baselines place by smallest KV footprint (section V-A).
 # PASCAL last: its fleet is the one that all other comparisons use.
 _CONTESTANTS: Final = (
