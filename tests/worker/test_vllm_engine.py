@@ -349,6 +349,17 @@ async def test_predictions_arrive_and_count_down(engine: VllmEngine, front: Fron
     assert [left.remaining_at(emitted) for emitted in (39, 40, 55, 90)] == [30.0, 30.0, 15.0, 0.0]
 
 
+async def test_a_prediction_moves_along_with_its_request(engine: VllmEngine, front: Front) -> None:
+    stream = front.stream(REASONING, params(logit_bias=NO_THINK_END, max_tokens=600))
+    front.submit(engine, stream)
+    await front.until(lambda: engine.stats().requests[0].predicted_remaining_tokens is not None)
+    bundle = await take_out(engine, front, stream, 45)
+    assert bundle.pause.predicted_remaining_tokens is not None
+    await bundle.put_back(stream)
+    assert engine.stats().requests[0].predicted_remaining_tokens is not None
+    engine.abort([stream.key])
+
+
 async def test_states_are_those_that_the_next_tokens_come_from(engine: VllmEngine, front: Front) -> None:
     """Each row, times the output layer, gives the token that its request got next."""
     seen: list[StepStates] = []

@@ -126,6 +126,10 @@ class EngineInfo:
     ready_response: bytes
     # Step times, where the engine knows its own.
     profile: Profile | None = None
+    # What it runs on, in words: engines of one model on equal hardware have one measured profile.
+    hardware: str = ""
+    # Most tokens of a step: longer prompts take several.
+    step_tokens: int = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +210,8 @@ class ExportedPause:
     block_hashes: list[bytes]
     sampling_state: bytes
     token_interval_ms: float
+    # The latest prediction of the tokens still to come; None: nobody predicts here.
+    predicted_remaining_tokens: float | None = None
 
 
 class EngineRefusal(Exception):

@@ -67,4 +67,7 @@ def pause_of(paused: worker_pb2.ExportPaused) -> ExportedPause:
         block_hashes=block_hashes(paused.blocks),
         sampling_state=paused.sampling_state,
         token_interval_ms=paused.token_interval_ms,
+        predicted_remaining_tokens=(
+            paused.predicted_remaining_tokens if paused.HasField("predicted_remaining_tokens") else None
+        ),
     )

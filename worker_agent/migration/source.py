@@ -196,6 +196,7 @@ class Export:
             blocks=block_identities(pause.block_hashes),
             sampling_state=pause.sampling_state,
             token_interval_ms=pause.token_interval_ms,
+            predicted_remaining_tokens=pause.predicted_remaining_tokens,
             answer_pace=self._answer_pace(pause),
         )
         self._lease.send(worker_pb2.ExportEvent(paused=paused))

@@ -131,6 +131,9 @@ class Exports:
             block_hashes=export.hashes[have_blocks:],
             sampling_state=state,
             token_interval_ms=entry.pace.interval_ms,
+            predicted_remaining_tokens=(
+                None if entry.prediction is None else entry.prediction.remaining_at(entry.emitted)
+            ),
         )
 
     def resume(self, request_id: str) -> None:

@@ -21,7 +21,7 @@ from worker_agent.engine.vllm.kv_names import kv_names
 from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.pace import Pace
 from worker_agent.engine.vllm.phases import PhaseTracker
-from worker_agent.engine.vllm.requests import Entry, RequestTable
+from worker_agent.engine.vllm.requests import Entry, LengthPrediction, RequestTable
 
 _log = logging.getLogger(__name__)
 
@@ -259,6 +259,7 @@ class Imports:
             pace=Pace(pause.token_interval_ms),
             emitted=len(outputs),
             turn=self._table.new_turn(request),
+            prediction=_prediction(pause, len(outputs)),
         )
 
     def _name(self, found: Import, computed: int) -> None:
@@ -280,6 +281,12 @@ class Imports:
         for number, name in enumerate(hashes, first_block):
             if name and [name] != [bytes(own) for own in request.block_hashes[number : number + 1]]:
                 raise KvCorrupt(f"block {number}: its tokens are not those whose KV was sent")
+
+
+def _prediction(pause: ExportedPause, emitted: int) -> LengthPrediction | None:
+    """The source's, which counts down here until the next one is made."""
+    remaining = pause.predicted_remaining_tokens
+    return None if remaining is None else LengthPrediction(emitted, remaining)
 
 
 def _nothing() -> None:
