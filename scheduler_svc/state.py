@@ -22,7 +22,8 @@ from tailrace.cluster import (
     RequestView,
     Stage,
 )
-from tailrace.records import InstanceRecord
+from tailrace.policy.measured import Measured
+from tailrace.records import InstanceRecord, ProfileRecord
 from tailrace.v1 import monitor_pb2, types_pb2
 
 
@@ -39,6 +40,8 @@ class Members(Protocol):
     def suspects(self) -> frozenset[str]: ...
     @property
     def stages(self) -> tuple[Stage, ...]: ...
+    @property
+    def profiles(self) -> Mapping[str, ProfileRecord]: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,6 +74,8 @@ class ClusterState:
         self._draining: frozenset[str] = frozenset()
         self._pools: Mapping[str, Pool] = {}
         self._stages: tuple[Stage, ...] = ()
+        # By kind of instance, beside the records that they were made from.
+        self._measured: dict[str, tuple[ProfileRecord, Measured]] = {}
         self._views: dict[str, InstanceView] = {}
         self._dirty: set[str] = set()
         self._view: ClusterView | None = None
@@ -78,7 +83,7 @@ class ClusterState:
     # ---- what happens
 
     def set_members(self, members: Members, now_s: float) -> None:
-        """Take over membership, pools, drains and stages. A new incarnation starts from nothing."""
+        """Take over membership, pools, drains, stages and profiles. A new incarnation starts from nothing."""
         tracked: dict[str, Tracked] = {}
         for name in sorted(members.instances):
             record = members.instances[name]
@@ -94,6 +99,12 @@ class ClusterState:
         self._draining = members.draining
         self._pools = members.pools
         self._stages = members.stages
+        self._measured = {
+            kind: made
+            if (made := self._measured.get(kind)) is not None and made[0] is record
+            else (record, Measured.of(record))
+            for kind, record in members.profiles.items()
+        }
         self._rebuild()
 
     def set_silent(self, names: Collection[str]) -> None:
@@ -273,7 +284,9 @@ class ClusterState:
         return InstanceState.DRAINING if name in self._draining else InstanceState.ACTIVE
 
     def _instance_view(self, name: str) -> InstanceView:
-        return self._tracked[name].view(self._instance_state(name), self._pools.get(name))
+        tracked = self._tracked[name]
+        _, measured = self._measured.get(tracked.record.profile_kind, (None, None))
+        return tracked.view(self._instance_state(name), self._pools.get(name), measured)
 
     def _touch(self, name: str) -> None:
         self._dirty.add(name)

@@ -9,6 +9,7 @@ from typing import Final
 from scheduler_svc.phase_counts import PhaseCounts
 from scheduler_svc.wire import PHASES, request_view
 from tailrace.cluster import InstanceState, InstanceView, Phase, Pool, RequestState, RequestView
+from tailrace.policy.measured import Measured
 from tailrace.policy.room import kv_needed_tokens
 from tailrace.records import InstanceRecord
 from tailrace.v1 import monitor_pb2
@@ -202,8 +203,8 @@ class Tracked:
 
     # ---- what a policy sees
 
-    def view(self, state: InstanceState, pool: Pool | None) -> InstanceView:
-        """The instance now."""
+    def view(self, state: InstanceState, pool: Pool | None, measured: Measured | None = None) -> InstanceView:
+        """The instance now; `measured`: what was measured of its kind."""
         load = self.load if self.load is not None else _NO_LOAD
         blocks = load.kv_blocks_total or self.record.kv_blocks_total
         kv_bytes = max(1, self.record.kv_bytes_per_token)
@@ -227,6 +228,7 @@ class Tracked:
             max_running_tokens=load.max_running_tokens if load.HasField("max_running_tokens") else None,
             future_load=self._future_load,
             phase_load=self._phases.load(requests),
+            measured=measured,
             migrations_in=max(load.migrations_in, len(self._coming)),
             migrations_out=max(load.migrations_out, len(self._leaving)),
             requests=requests,

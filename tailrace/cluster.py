@@ -10,6 +10,10 @@ import enum
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tailrace.policy.measured import Measured
 
 
 class Phase(enum.Enum):
@@ -127,6 +131,8 @@ class InstanceView:
     future_load: tuple[float, ...] = ()
     # Counts over `requests`, for whoever builds the view and has them. None: derive them from `requests`.
     phase_load: PhaseLoad | None = None
+    # What was measured of its kind (`tailrace profile`). None: nothing; policies go by their own profile.
+    measured: Measured | None = None
     migrations_in: int = 0
     migrations_out: int = 0
     # A tuple from the live scheduler; the simulator makes them only when somebody looks.

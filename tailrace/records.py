@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from hashlib import blake2b
+from typing import Final
+
 import msgspec
+
+from tailrace.profiles import Profile
 
 
 class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +32,8 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     kv_bytes_per_token: int
     started_s: float
+    # The measured profile that is for it, `profiles/<kind>`; empty: it was given a profile of its own.
+    profile_kind: str = ""
 
 
 class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,3 +58,65 @@ class StageRecord(msgspec.Struct, frozen=True, kw_only=True):
     lo: int
     hi: int
     instance_ids: list[str]
+
+
+class TtftRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Arrow's TTFT curve: base + per_token * L + per_token_squared * L^2 seconds for a prompt of L alone."""
+
+    base_s: float
+    per_token_s: float
+    per_token_squared_s: float
+    r_squared: float
+    samples: int
+
+
+class QoeRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """D_0 .. D_4 of CascadeInfer's Eq. (1), seconds an output token; `error`: mean relative."""
+
+    d: tuple[float, float, float, float, float]
+    error: float
+    samples: int
+
+
+class ProfileRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """`profiles/<kind>`: what measuring an instance gave; equal instances share it."""
+
+    kind: str
+    engine: str
+    model: str
+    model_fingerprint: str
+    hardware: str
+    # Most tokens of a step.
+    step_tokens: int
+    # Tailrace's.
+    version: str
+    # Which instance was measured, when (seconds since the epoch), and for how long.
+    instance_id: str
+    measured_s: float
+    took_s: float
+    # Step times; the errors are mean relative ones, and of how many samples.
+    profile: Profile
+    prefill_error: float
+    prefill_samples: int
+    decode_error: float
+    decode_samples: int
+    ttft: TtftRecord
+    # Arrow's Max Running Tokens at this time a step, no more than the KV cache holds.
+    tpot_s: float
+    max_running_tokens: int
+    # None: there were too few samples.
+    qoe: QoeRecord | None = None
+
+
+PROFILES: Final = "profiles/"
+
+
+def profile_kind(engine: str, model: str, model_fingerprint: str, hardware: str, step_tokens: int) -> str:
+    """The name that equal instances have in common: words, and a digest of all that must be equal."""
+    facts = msgspec.json.encode([engine, model_fingerprint, hardware, step_tokens])
+    words = (_word(engine), _word(model.rstrip("/").rpartition("/")[2]), _word(hardware)[:24].rstrip("-"))
+    return "-".join([*filter(None, words), blake2b(facts, digest_size=4).hexdigest()])
+
+
+def _word(text: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")

@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from tailrace.cluster import Pool, Stage
-from tailrace.records import InstanceRecord, ServiceRecord, StageRecord
+from tailrace.records import PROFILES, InstanceRecord, ProfileRecord, ServiceRecord, StageRecord
 from tailrace.store.registration import TOMBSTONES
 from tailrace.store.store import Store
 
@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 
 _HOLD_S: Final = 60.0
 
-_Record = TypeVar("_Record", InstanceRecord, ServiceRecord)
+_Record = TypeVar("_Record", InstanceRecord, ServiceRecord, ProfileRecord)
 
 
 class Membership:
-    """Instances, services, leaders, pools, drains, stages and the policy; kept up to date by one watch.
+    """Instances, services, leaders, pools, drains, stages, profiles and the policy, by one watch.
 
     An instance whose key vanished without its owner's withdrawal is held on suspicion for `hold_s` seconds,
     then dropped. While etcd is away everything stays as it was.
@@ -36,7 +36,7 @@ class Membership:
         self._task: asyncio.Task[None] | None = None
         self._listeners: list[Callable[[], None]] = []
         # Decoded records by key, beside the bytes they were decoded from.
-        self._decoded: dict[str, tuple[bytes, InstanceRecord | ServiceRecord]] = {}
+        self._decoded: dict[str, tuple[bytes, InstanceRecord | ServiceRecord | ProfileRecord]] = {}
         self._suspects: dict[str, asyncio.TimerHandle] = {}
         self._instances: dict[str, InstanceRecord] = {}
         self._services: dict[tuple[str, str], ServiceRecord] = {}
@@ -45,6 +45,7 @@ class Membership:
         self._draining: frozenset[str] = frozenset()
         self._stages: tuple[Stage, ...] = ()
         self._policy: str | None = None
+        self._profiles: dict[str, ProfileRecord] = {}
 
     @classmethod
     async def start(cls, store: Store, hold_s: float = _HOLD_S) -> Membership:
@@ -104,6 +105,11 @@ class Membership:
         return self._policy
 
     @property
+    def profiles(self) -> Mapping[str, ProfileRecord]:
+        """What was measured, by kind of instance. A record that did not change is the same object."""
+        return MappingProxyType(self._profiles)
+
+    @property
     def suspects(self) -> frozenset[str]:
         """Ids of instances whose key vanished without a withdrawal."""
         return frozenset(self._suspects)
@@ -129,6 +135,7 @@ class Membership:
         instances: dict[str, InstanceRecord] = {}
         services: dict[tuple[str, str], ServiceRecord] = {}
         leaders: dict[str, ServiceRecord] = {}
+        profiles: dict[str, ProfileRecord] = {}
         for key, value in mapping.items():
             area, _, name = key.partition("/")
             if area == "instances" and (instance := self._decode(key, value, InstanceRecord)):
@@ -137,10 +144,13 @@ class Membership:
                 services[(service.kind, service.service_id)] = service
             elif area == "leader" and (leader := self._decode(key, value, ServiceRecord)):
                 leaders[name] = leader
+            elif key.startswith(PROFILES) and (profile := self._decode(key, value, ProfileRecord)):
+                profiles[name] = profile
         self._hold_vanished(instances, mapping)
         self._instances = dict(sorted(instances.items()))
         self._services = services
         self._leaders = leaders
+        self._profiles = profiles
         self._pools = _pools(mapping)
         self._draining = frozenset(key.partition("/")[2] for key in mapping if key.startswith("drains/"))
         self._stages = _stages(mapping.get("stages"))

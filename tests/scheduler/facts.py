@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tailrace.cluster import Pool, Stage
-from tailrace.records import InstanceRecord
+from tailrace.records import InstanceRecord, ProfileRecord
 from tailrace.v1 import monitor_pb2, types_pb2
 
 PREFILL = types_pb2.PHASE_PREFILL
@@ -24,6 +24,7 @@ class Members:
     draining: frozenset[str] = frozenset()
     suspects: frozenset[str] = frozenset()
     stages: tuple[Stage, ...] = ()
+    profiles: Mapping[str, ProfileRecord] = field(default_factory=dict)
 
 
 def instance(name: str, address: str = "127.0.0.1:1", incarnation: str = "1") -> InstanceRecord:

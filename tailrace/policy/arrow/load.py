@@ -28,12 +28,20 @@ class LoadModel:
     ttft: TtftPredictor
     max_running_tokens: int
 
+    def prefill_s(self, instance: InstanceView, tokens: int) -> float:
+        """Seconds that a prompt of this length takes there: as measured of it, else as profiled."""
+        measured = instance.measured
+        return (self.ttft if measured is None else measured.ttft).prefill_s(tokens)
+
     def prefill_delay_s(self, instance: InstanceView) -> float:
         """Seconds until a prefill that arrives now would start: as reported, else from the backlog."""
         if instance.prefill_delay_s is not None:
             return instance.prefill_delay_s
+        measured = instance.measured
         # A backlog of whole prompts waits; one of which a part is done is one more.
-        return self.ttft.backlog_s(instance.prefill_backlog_tokens, instance.waiting)
+        return (self.ttft if measured is None else measured.ttft).backlog_s(
+            instance.prefill_backlog_tokens, instance.waiting
+        )
 
     def most_tokens(self, instance: InstanceView) -> int:
         """Max Running Tokens of Alg. 2: as reported, else as profiled; never more than its KV holds."""

@@ -40,7 +40,8 @@ class Arrow(Policy):
 
     - `ttft_slo_s`, `tpot_slo_s`: the thresholds of Alg. 1 and 2 are the SLOs themselves. Defaults: Azure
       Conversation's (table 1), the largest of the four traces.
-    - `profile`: what TTFT prediction and Max Running Tokens are fitted to, where instances report neither.
+    - `profile`: what TTFT prediction and Max Running Tokens are fitted to, where nothing was measured of an
+      instance and it reports neither.
     - `profiled_context_tokens`: length of the requests that Max Running Tokens is profiled with. It only
       weighs the cost of a request against that of its tokens; 1,024 is near the traces' mean context.
     - `low_load_share`: "load of decode instances is low" (Alg. 1) if the remaining ones could carry all
@@ -85,12 +86,12 @@ class Arrow(Policy):
         prefilled anew, output included.
         """
         pools = Pools.of(view, arrival.excluded)
-        prefill_s = self.loads.ttft.prefill_s(arrival.prompt_tokens + arrival.output_tokens)
+        tokens, prefill_s = arrival.prompt_tokens + arrival.output_tokens, self.loads.prefill_s
         delay_1, t_1 = self._least_delay(pools.prefill + pools.unpooled)
-        if t_1 is not None and delay_1 + prefill_s <= self.ttft_slo_s:
+        if t_1 is not None and delay_1 + prefill_s(t_1, tokens) <= self.ttft_slo_s:
             return Place(t_1.instance_id)
         delay_2, t_2 = self._least_delay(pools.decode_to_prefill)
-        if t_2 is not None and delay_2 + prefill_s <= self.ttft_slo_s:
+        if t_2 is not None and delay_2 + prefill_s(t_2, tokens) <= self.ttft_slo_s:
             return Place(t_2.instance_id)
         # With nobody able to prefill there is no choice: the overload guard does not apply.
         if (t_1 is None and t_2 is None) or self._decode_load_is_low(pools):

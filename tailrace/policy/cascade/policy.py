@@ -44,7 +44,9 @@ class Cascade(Policy):
 
     What the paper leaves open is settled by the parameters:
 
-    - `profile`: what the QoE model and the KV size of a token come from, unless `model` is given.
+    - `profile`: what the QoE model and the KV size of a token come from, unless `model` is given. Where
+      instances have been measured, both are the mean of theirs: section 4.1's fit of samples, or what follows
+      from their step times.
     - `history`: (input, output) lengths of requests to plan for at the start ("collects request
       statistics"). Without any there are no stages until requests are in flight to plan for.
     - `history_in_flight`: how many of the history's requests an instance has at a time. Eq. (1) is about
@@ -100,11 +102,12 @@ class Cascade(Policy):
         self.least_plan_gain = least_plan_gain
         self.refine_s = refine_s
         self.outlier = outlier
+        self.bandwidth_bytes_per_s = bandwidth_bytes_per_s
         self.transfer_s_per_token = profile.kv_bytes_per_token / bandwidth_bytes_per_s
         self.max_length = max_length
         self.edges = bucket_edges(max_length)
         self.tick_interval_s = tick_interval_s
-        self.refinement = Refinement(self.model, self.split, smoothing, share=self.share)
+        self.smoothing = smoothing
 
     # ---- section 3.2
 
@@ -191,11 +194,13 @@ class Cascade(Policy):
         stages = repaired(view.stages, demand.keys(), demand)
         if self._due(self.replan_s, now):
             workload = self._in_flight(members)
-            planned = self._replanned(workload, stages)
+            planned = self._replanned(members, workload, stages)
             if planned is not None:
                 return planned
         if self._due(self.refine_s, now) and len(stages) > 1:
-            return self.refinement.refine(stages, _rows(members))
+            model, _ = self._models(members)
+            refinement = Refinement(model, self.split, self.smoothing, share=self.share)
+            return refinement.refine(stages, _rows(members))
         return stages
 
     def _first_plan(self, members: Sequence[InstanceView]) -> Plan | None:
@@ -205,10 +210,10 @@ class Cascade(Policy):
         if self.history:
             inputs, outputs = [h[0] for h in self.history], [h[1] for h in self.history]
             in_flight = self.history_in_flight * len(members)
-            return self._plan(Workload.of_history(self.edges, inputs, outputs, in_flight), len(members))
+            return self._plan(members, Workload.of_history(self.edges, inputs, outputs, in_flight))
         if sum(i.running for i in members) < self.plan_requests * len(members):
             return None
-        costs = self._costs(self._in_flight(members))
+        costs = self._costs(members, self._in_flight(members))
         plan = self.planner(costs, len(members))
         if not self.insists and not self._gains(plan, no_pipeline(costs, len(members)).cost):
             return None
@@ -217,25 +222,36 @@ class Cascade(Policy):
     def _gains(self, plan: Plan, present_cost: float) -> bool:
         return plan.cost <= (1.0 - self.least_plan_gain) * present_cost
 
-    def _costs(self, workload: Workload) -> Costs:
-        return Costs(workload, self.model, self.transfer_s_per_token)
+    def _models(self, members: Sequence[InstanceView]) -> tuple[QoeModel, float]:
+        """QoE, and seconds to transfer a token's KV: of those that were measured, if any was."""
+        measured = [i.measured for i in members if i.measured is not None]
+        if not measured:
+            return self.model, self.transfer_s_per_token
+        kv_bytes = sum(m.profile.kv_bytes_per_token for m in measured) / len(measured)
+        return QoeModel.mean([m.qoe for m in measured]), kv_bytes / self.bandwidth_bytes_per_s
 
-    def _plan(self, workload: Workload, instances: int) -> Plan:
-        return self.planner(self._costs(workload), instances)
+    def _costs(self, members: Sequence[InstanceView], workload: Workload) -> Costs:
+        return Costs(workload, *self._models(members))
+
+    def _plan(self, members: Sequence[InstanceView], workload: Workload) -> Plan:
+        return self.planner(self._costs(members, workload), len(members))
 
     def _in_flight(self, members: Sequence[InstanceView]) -> Workload:
         rows = [row for part in _rows(members).values() for row in part]
         return Workload.of_snapshot(self.edges, [r[0] for r in rows], [r[1] for r in rows])
 
-    def _replanned(self, workload: Workload, stages: Sequence[Stage]) -> tuple[Stage, ...] | None:
+    def _replanned(
+        self, members: Sequence[InstanceView], workload: Workload, stages: Sequence[Stage]
+    ) -> tuple[Stage, ...] | None:
         """A plan that is better by `least_plan_gain`, with instances kept in the order of their stages."""
         names = [name for stage in stages for name in stage.instance_ids]
         if not names or workload.requests < self.plan_requests * len(names):
             return None
-        plan = self._plan(workload, len(names))
+        costs = self._costs(members, workload)
+        plan = self.planner(costs, len(names))
         cuts = [stages[0].lo, *(stage.hi for stage in stages)]
         counts = [len(stage.instance_ids) for stage in stages]
-        present = layout_cost(workload, self.model, self.transfer_s_per_token, cuts, counts)
+        present = layout_cost(workload, *self._models(members), cuts, counts)
         return plan.stages(names) if self._gains(plan, present) else None
 
     def _overdue(self, view: ClusterView, stages: Sequence[Stage], ledger: Ledger) -> list[Action]:

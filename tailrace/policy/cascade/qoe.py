@@ -86,6 +86,14 @@ class QoeModel:
             )
         )
 
+    @staticmethod
+    def mean(models: Sequence[QoeModel]) -> QoeModel:
+        """The model whose every Q is the mean of theirs. Raises ZeroDivisionError without any."""
+        d0, d1, d2, d3, d4 = (
+            sum(values) / len(models) for values in zip(*(m.d for m in models), strict=True)
+        )
+        return QoeModel((d0, d1, d2, d3, d4))
+
 
 def relative_errors(predicted: Floats, measured: Floats) -> Floats:
     """(predicted - measured) / measured, one a request (section 6.5, Figure 13)."""

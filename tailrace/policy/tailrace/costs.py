@@ -21,6 +21,7 @@ from tailrace.policy.tailrace.steps import StepModel
 class Costs:
     """Seconds, summed over all requests concerned.
 
+    - `steps`: of instances of which nothing was measured.
     - `penalty`: what unequal lengths cost where these instances run; None: nothing.
     - `expected_tokens`: what an arrival is expected to put out, of which nothing is known. 256: near the mean
       of ShareGPT's answers, as in CascadeInfer's QoE model here.
@@ -42,12 +43,18 @@ class Costs:
 
     # ---- arrival
 
+    def steps_of(self, instance: InstanceView) -> StepModel:
+        """Its step times: as measured of it, else the nominal ones."""
+        measured = instance.measured
+        return self.steps if measured is None else measured.steps
+
     def first_token_s(self, instance: InstanceView, prompt_tokens: int) -> float:
         """TTFT of an arrival here: the queue's prefill and its own, in steps shared with decodes.
 
         One more step for the one that is under way.
         """
-        steps = self.steps
+        measured = instance.measured
+        steps = self.steps if measured is None else measured.steps
         queued = instance.prefill_backlog_tokens
         count = (queued + prompt_tokens) / steps.chunk_tokens + 1.0
         decode_s = steps.decode_s(instance.running, instance.kv_used_tokens)
@@ -55,12 +62,17 @@ class Costs:
 
     def cheapest_arrival(self, instances: Sequence[InstanceView], prompt_tokens: int) -> InstanceView:
         """Where an arrival costs least; the first of equals. `instances`: at least one."""
-        own_s = self.steps.compute_s(prompt_tokens)
+        timed = self.steps_of(instances[0])
+        own_s = timed.compute_s(prompt_tokens)
+        # A user's, so the same for all, however fast they are: by the first.
         patience_s = self.patience_s + self.patience_prefills * own_s
         remaining, penalty = self.expected_tokens, self.penalty
         first_token_s, dearer_s = self.first_token_s, self.dearer_s
         least_s, found = inf, instances[0]
         for instance in instances:
+            measured = instance.measured
+            if (steps := self.steps if measured is None else measured.steps) is not timed:
+                timed, own_s = steps, steps.compute_s(prompt_tokens)
             wait_s = first_token_s(instance, prompt_tokens)
             # By the time it is its turn, all that are here now are decoding, and wait for it.
             cost_s = wait_s * (1.0 + wait_s / patience_s) + own_s * (instance.running + instance.waiting)
@@ -93,7 +105,7 @@ class Costs:
         """
         requests = max(0, instance.running + instance.waiting - 1)
         held = max(0, instance.kv_used_tokens + instance.prefill_backlog_tokens - tokens)
-        dearer_s = self._dearer_s(requests, held, tokens, longest)
+        dearer_s = self._dearer_s(self.steps_of(instance), requests, held, tokens, longest)
         return remaining * dearer_s + self.shortage_s(instance, min(remaining, self.expected_tokens))
 
     def shortage_s(self, instance: InstanceView, more_tokens: float) -> float:
@@ -108,14 +120,15 @@ class Costs:
         over = tokens + more_tokens - instance.kv_capacity_tokens
         if over <= 0.0:
             return 0.0
-        life_s = self.expected_tokens * self.steps.decode_s(instance.running, instance.kv_used_tokens)
+        step_s = self.steps_of(instance).decode_s(instance.running, instance.kv_used_tokens)
+        life_s = self.expected_tokens * step_s
         return over * life_s / max(1, instance.kv_used_tokens)
 
     # ---- moving
 
-    def transfer_s(self, tokens: int) -> float:
-        """A migration of so many tokens of KV."""
-        return self.open_s + tokens * self.steps.kv_bytes_per_token / self.link_bytes_per_s
+    def transfer_s(self, source: InstanceView, tokens: int) -> float:
+        """A migration of so many tokens of KV from there."""
+        return self.open_s + tokens * self.steps_of(source).kv_bytes_per_token / self.link_bytes_per_s
 
     # ---- a step of all
 
@@ -123,22 +136,21 @@ class Costs:
         """By how much a step of all here gets dearer when a request of `tokens` joins."""
         requests = instance.running + instance.waiting
         held = instance.kv_used_tokens + instance.prefill_backlog_tokens
-        return self._dearer_s(requests, held, tokens, longest)
+        return self._dearer_s(self.steps_of(instance), requests, held, tokens, longest)
 
-    def _dearer_s(self, requests: int, held: int, tokens: int, longest: int) -> float:
+    def _dearer_s(self, steps: StepModel, requests: int, held: int, tokens: int, longest: int) -> float:
         """B * step(B, K) from B = `requests`, K = `held` to one request of `tokens` more."""
         if self.penalty is not None:
-            after_s = self._batch_s(requests + 1, held + tokens, max(longest, tokens))
-            return after_s - self._batch_s(requests, held, longest)
-        steps = self.steps
+            after_s = self._batch_s(steps, requests + 1, held + tokens, max(longest, tokens))
+            return after_s - self._batch_s(steps, requests, held, longest)
         each_s = steps.per_request_s + steps.per_kv_token_s * tokens
         return steps.decode_s(requests, held) + (requests + 1) * each_s
 
-    def _batch_s(self, requests: int, held: int, longest: int) -> float:
+    def _batch_s(self, steps: StepModel, requests: int, held: int, longest: int) -> float:
         """B * step(B, K), lengthened by the penalty."""
         if not requests:
             return 0.0
-        steps, penalty = self.steps, self.penalty
+        penalty = self.penalty
         assert penalty is not None
         attention_s = steps.per_kv_token_s * held
         rest_s = steps.decode_base_s + steps.per_request_s * requests

@@ -81,7 +81,7 @@ class Mover:
         remaining = remaining_tokens(request, costs.expected_tokens)
         others = self._longest_at(source).without(request.request_id)
         saved_s = costs.staying_s(source, tokens, remaining, others)
-        must_s = self._margin * (1 + request.epoch) * costs.transfer_s(tokens) + least_gain_s
+        must_s = self._margin * (1 + request.epoch) * costs.transfer_s(source, tokens) + least_gain_s
         if saved_s <= must_s:
             return None
         found = self.cheapest(request, source, targets)

@@ -27,7 +27,7 @@ _TRANSFERS: Final = 3
 class Tailrace(Policy):
     """PASCAL, ARES, Arrow and CascadeInfer under one cost, in predicted seconds.
 
-    - `profile`: of the instances. None: a nominal one (`steps`).
+    - `profile`: of instances of which nothing was measured. None: a nominal one (`steps`).
     - `penalty`: what unequal lengths in a batch cost there, if that is known.
     - `margin`: how many times its transfer a migration must save. Two: once for what it takes, once more
       because what is saved is a prediction and what it takes is certain.

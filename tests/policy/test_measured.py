@@ -1,0 +1,133 @@
+"""What was measured of an instance goes before what a policy assumes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from tailrace.actions import Place
+from tailrace.cluster import Arrival, ClusterView, InstanceView, Pool
+from tailrace.policy.arrow.load import LoadModel
+from tailrace.policy.arrow.policy import Arrow
+from tailrace.policy.arrow.ttft import TtftPredictor
+from tailrace.policy.cascade.policy import Cascade
+from tailrace.policy.cascade.qoe import QoeModel
+from tailrace.policy.measured import Measured
+from tailrace.policy.tailrace.policy import Tailrace
+from tailrace.profiles import load_profile
+from tailrace.records import ProfileRecord, QoeRecord, TtftRecord, profile_kind
+
+PROFILE = load_profile("llama-3.1-8b-h100")
+
+
+def record(slower: float = 1.0, qoe: QoeRecord | None = None) -> ProfileRecord:
+    """The profile above, so many times slower."""
+    prefill, decode = PROFILE.prefill, PROFILE.decode
+    return ProfileRecord(
+        kind="k",
+        engine="simulated",
+        model="m",
+        model_fingerprint="f",
+        hardware="h",
+        step_tokens=2048,
+        version="0",
+        instance_id="w",
+        measured_s=0.0,
+        took_s=1.0,
+        profile=msgspec.structs.replace(
+            PROFILE,
+            prefill=msgspec.structs.replace(
+                prefill, base_ms=prefill.base_ms * slower, ms_per_token=prefill.ms_per_token * slower
+            ),
+            decode=msgspec.structs.replace(decode, base_ms=decode.base_ms * slower),
+        ),
+        prefill_error=0.0,
+        prefill_samples=9,
+        decode_error=0.0,
+        decode_samples=9,
+        ttft=TtftRecord(
+            base_s=0.01 * slower, per_token_s=2e-5 * slower, per_token_squared_s=0.0, r_squared=1.0, samples=9
+        ),
+        tpot_s=0.1,
+        max_running_tokens=1000,
+        qoe=qoe,
+    )
+
+
+def instance(name: str, pool: Pool | None = None, measured: Measured | None = None) -> InstanceView:
+    return InstanceView(name, pool=pool, kv_capacity_tokens=100_000, max_model_len=8192, measured=measured)
+
+
+def view(*instances: InstanceView) -> ClusterView:
+    return ClusterView({each.instance_id: each for each in instances})
+
+
+def test_the_record_survives_etcd() -> None:
+    written = record(2.0, QoeRecord(d=(1.0, 2.0, 3.0, 4.0, 5.0), error=0.1, samples=30))
+    assert msgspec.json.decode(msgspec.json.encode(written), type=ProfileRecord) == written
+
+
+def test_equal_instances_have_one_kind_and_others_another() -> None:
+    kind = profile_kind("vllm", "/models/Qwen3 8B/", "f", "NVIDIA H200", 2048)
+    assert kind == profile_kind("vllm", "/models/Qwen3 8B/", "f", "NVIDIA H200", 2048)
+    assert kind.startswith("vllm-qwen3-8b-nvidia-h200-") and "/" not in kind
+    assert kind != profile_kind("vllm", "/models/Qwen3 8B/", "f", "NVIDIA H100", 2048)
+    assert kind != profile_kind("vllm", "/models/Qwen3 8B/", "g", "NVIDIA H200", 2048)
+
+
+def test_arrow_predicts_ttft_by_what_was_measured() -> None:
+    # Two to prefill, three to decode, all idle: a prompt that meets its SLO flips nobody.
+    slow = Measured.of(record(1_000.0))
+
+    def fleet(measured: Measured | None) -> ClusterView:
+        pools = [Pool.PREFILL] * 2 + [Pool.DECODE] * 3
+        return view(*(instance(f"w{n}", pool, measured) for n, pool in enumerate(pools)))
+
+    arrow, arrival = Arrow(ttft_slo_s=2.0), Arrival("r", 500, 100, 0)
+    for calm in (fleet(None), fleet(Measured.of(record()))):
+        placed = arrow.place(calm, arrival, 0.0)
+        assert isinstance(placed, Place) and placed.also == ()
+    # 20 s by the measured curve: Alg. 1 takes a decode instance in addition.
+    placed = arrow.place(fleet(slow), arrival, 0.0)
+    assert isinstance(placed, Place) and [move.pool for move in placed.also] == [Pool.PREFILL]
+
+
+def test_arrows_backlog_is_by_the_measured_curve_unless_reported() -> None:
+    loads = LoadModel(TtftPredictor(1.0, 0.0, 0.0), 10)
+    busy = replace(instance("w", measured=Measured.of(record())), prefill_backlog_tokens=1000, waiting=1)
+    assert loads.prefill_delay_s(busy) == pytest.approx(0.01 + 0.02)
+    assert loads.prefill_delay_s(replace(busy, measured=None)) == 1.0
+    assert loads.prefill_delay_s(replace(busy, prefill_delay_s=7.0)) == 7.0
+
+
+def test_tailrace_sends_a_prompt_to_the_instance_that_is_measured_faster() -> None:
+    fast, slow = Measured.of(record()), Measured.of(record(50.0))
+    placed = Tailrace().place(view(instance("a", measured=slow), instance("b", measured=fast)), ARRIVAL, 0.0)
+    assert isinstance(placed, Place) and placed.instance_id == "b"
+    # Of one speed they are alike, whatever speed it is.
+    for each in (fast, slow, None):
+        placed = Tailrace().place(
+            view(instance("a", measured=each), instance("b", measured=each)), ARRIVAL, 0.0
+        )
+        assert isinstance(placed, Place) and placed.instance_id == "a"
+
+
+def test_cascades_qoe_is_the_mean_of_those_measured() -> None:
+    fitted = QoeRecord(d=(2.0, 4.0, 6.0, 8.0, 10.0), error=0.1, samples=30)
+    policy = Cascade()
+    unknown, known = instance("a"), instance("b", measured=Measured.of(record(qoe=fitted)))
+    twice = instance(
+        "c", measured=Measured.of(record(qoe=msgspec.structs.replace(fitted, d=(4.0, 8.0, 12.0, 16.0, 20.0))))
+    )
+    assert policy._models([unknown])[0] is policy.model
+    assert policy._models([unknown, known])[0] == QoeModel(fitted.d)
+    assert policy._models([known, twice])[0] == QoeModel((3.0, 6.0, 9.0, 12.0, 15.0))
+
+
+def test_without_a_fit_the_qoe_follows_from_the_measured_step_times() -> None:
+    assert Measured.of(record(3.0)).qoe == QoeModel.of_profile(record(3.0).profile)
+
+
+ARRIVAL = Arrival("r", 500, 100, 0)
