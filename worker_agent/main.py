@@ -107,7 +107,12 @@ class EngineDied(RuntimeError):
 @click.option(
     "--profile",
     metavar="NAME|PATH",
-    help="Step times of the model on this machine, for what the worker predicts of its load.",
+    help="Step times of the model on this machine, in place of measured ones (tailrace profile).",
+)
+@click.option(
+    "--profile-at-start",
+    is_flag=True,
+    help="Measure the engine before joining the fleet, unless one of its kind was; takes about a minute.",
 )
 def command(
     common: CommonOptions,
@@ -128,6 +133,7 @@ def command(
     tpot: float,
     migration_bandwidth_share: float,
     profile: str | None,
+    profile_at_start: bool,
 ) -> None:
     """Run an engine as a member of the fleet."""
     if count > 1 and kind != "simulated":
@@ -155,6 +161,7 @@ def command(
         intra=intra,
         tpot_s=tpot,
         profile=_profile(profile),
+        profile_at_start=profile_at_start,
         migration_bandwidth_share=migration_bandwidth_share,
     )
     run_service(lambda: _serve_or_say(common, options, count, settings))
@@ -212,12 +219,12 @@ async def serve(common: CommonOptions, options: EngineOptions, count: int, setti
             listen = common.listen
             for name, engine in zip(names, engines, strict=True):
                 metrics = WorkerMetrics(histograms)
-                await stack.enter_async_context(
+                running = await stack.enter_async_context(
                     running_worker(name, engine, listen, around, metrics, settings, died)
                 )
                 # The first has the port that was asked for; the others take any.
                 listen = f"{listen.rpartition(':')[0]}:0"
-                collector.add(metrics, engine.stats)
+                collector.add(metrics, running.stats)
             raise EngineDied(await died)
     finally:
         stop_ucx()

@@ -19,8 +19,9 @@ def instance_record(
     stream_address: str,
     metrics_address: str,
     info: EngineInfo,
+    profile_kind: str,
 ) -> InstanceRecord:
-    """What the fleet must know of it."""
+    """What the fleet must know of it. `profile_kind`: of the measured profile that is for it, or empty."""
     shape = info.kv_shape
     return InstanceRecord(
         instance_id=instance_id,
@@ -37,6 +38,7 @@ def instance_record(
         max_num_seqs=info.max_num_seqs,
         kv_bytes_per_token=shape.block_bytes // shape.block_tokens,
         started_s=time.time(),
+        profile_kind=profile_kind,
     )
 
 

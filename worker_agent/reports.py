@@ -47,7 +47,7 @@ class Reports:
         migrations: Callable[[], tuple[int, int]],
         carried: CarriedRequests,
         news: PhaseNews,
-        speeds: Speeds | None,
+        speeds: Callable[[], Speeds | None],
         monitor: Callable[[], str | None],
         channels: Channels,
         interval_s: float,
@@ -135,7 +135,7 @@ class Reports:
             self._news.take(stats.requests if stats is not None else [], self._carried)
         )
         if steady and stats is not None:
-            report.load.CopyFrom(load_of(stats, self._block_tokens, self._migrations(), self._speeds))
+            report.load.CopyFrom(load_of(stats, self._block_tokens, self._migrations(), self._speeds()))
             now_s = time.monotonic()
             report.requests.extend(
                 request_report(request, self._carried.by_id(request.request_id), now_s)

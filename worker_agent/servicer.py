@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 import grpc
 
-from tailrace.v1 import worker_pb2, worker_pb2_grpc
+from tailrace.store.errors import StoreUnavailable
+from tailrace.v1 import profile_pb2, worker_pb2, worker_pb2_grpc
 from worker_agent.migration.exports import Exports
 from worker_agent.migration.imports import ImportRefused, Imports
 from worker_agent.migration.lease import Lease
+from worker_agent.profiling.calls import profile_events
+from worker_agent.profiling.profiler import MeasuringFailed, Profiler, Refused
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     """One worker's. The streaming methods write through their context: a coroutine each, where the generated
     base class speaks of iterators."""
 
-    def __init__(self, exports: Exports, imports: Imports) -> None:
+    def __init__(self, exports: Exports, imports: Imports, profiler: Profiler) -> None:
         self._exports = exports
         self._imports = imports
+        self._profiler = profiler
 
     async def Export(  # type: ignore[override]
         self,
@@ -62,6 +67,23 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.CancelImportReply:
         """Abort what is not committed; answers when it is over."""
         return worker_pb2.CancelImportReply(cancelled=await self._imports.cancel(request.migration_id))
+
+    async def Profile(  # type: ignore[override]
+        self,
+        request: profile_pb2.ProfileRequest,
+        context: grpc.aio.ServicerContext[profile_pb2.ProfileRequest, profile_pb2.ProfileEvent],
+    ) -> None:
+        """Measure the engine; a caller who goes away ends it."""
+        try:
+            async with contextlib.aclosing(profile_events(self._profiler, request)) as events:
+                async for event in events:
+                    await context.write(event)
+        except Refused as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except MeasuringFailed as error:
+            await context.abort(grpc.StatusCode.ABORTED, str(error))
+        except StoreUnavailable as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
 
 async def _read(commands: AsyncIterator[worker_pb2.ExportCommand], lease: Lease) -> None:

@@ -32,8 +32,11 @@ class WorkerSettings:
     intra: str = ENGINE_ORDER
     # The pace at which users read, in seconds a token: what slack, QoE and Max Running Tokens are told by.
     tpot_s: float = TPOT_S
-    # Step times of this model on this machine; None: the engine's own, if it knows them.
+    # Step times of this model on this machine; None: as measured, else the engine's own, if it
+    # knows them.
     profile: Profile | None = None
+    # Measure the engine before joining, unless one of its kind has been.
+    profile_at_start: bool = False
     # Share of the link's time for incoming transfers that nobody waits for; 1: all of it.
     migration_bandwidth_share: float = SHARE
     # Waiting for the front end's word on an adoption, which itself may take 2 s.

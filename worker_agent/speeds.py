@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from tailrace.policy.arrow.load import max_running_tokens
 from tailrace.policy.arrow.ttft import TtftPredictor
 from tailrace.profiles import Profile
+from tailrace.records import ProfileRecord
+from tailrace.store.membership import Membership
+from worker_agent.settings import WorkerSettings
 
-# Length of prompts and requests where none is given; as tailrace.policy.arrow.policy assumes.
-_CONTEXT_TOKENS = 1024
+CONTEXT_TOKENS: Final = 1024
+"""Length of prompts and requests where none is given; as tailrace.policy.arrow.policy assumes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +27,45 @@ class Speeds:
     @staticmethod
     def of(profile: Profile, tpot_s: float) -> Speeds:
         """By the profile of the very engine. `tpot_s`: most seconds between two tokens of a request."""
-        ttft = TtftPredictor.of_profile(profile)
+        return Speeds._of(TtftPredictor.of_profile(profile), profile, tpot_s)
+
+    @staticmethod
+    def measured(record: ProfileRecord, tpot_s: float) -> Speeds:
+        """By what was measured of engines of its kind."""
+        curve = record.ttft
+        ttft = TtftPredictor(curve.base_s, curve.per_token_s, curve.per_token_squared_s)
+        return Speeds._of(ttft, record.profile, tpot_s)
+
+    @staticmethod
+    def _of(ttft: TtftPredictor, profile: Profile, tpot_s: float) -> Speeds:
         return Speeds(
             ttft,
-            ttft.prefill_s(_CONTEXT_TOKENS) / _CONTEXT_TOKENS,
-            max_running_tokens(profile, tpot_s, _CONTEXT_TOKENS),
+            ttft.prefill_s(CONTEXT_TOKENS) / CONTEXT_TOKENS,
+            max_running_tokens(profile, tpot_s, CONTEXT_TOKENS),
         )
 
     def prefill_delay_s(self, backlog_tokens: int, prompts: int) -> float:
         """Seconds until a prefill that arrives now would start, behind so many prompts not yet prefilled."""
         return self.ttft.backlog_s(backlog_tokens, prompts)
+
+
+class KnownSpeeds:
+    """By the profile that the worker was given, else what was measured of its kind, else the engine's own."""
+
+    def __init__(
+        self, own: Profile | None, settings: WorkerSettings, kind: str, membership: Membership
+    ) -> None:
+        self._tpot_s = settings.tpot_s
+        self._given = settings.profile is not None
+        profile = settings.profile or own
+        self._speeds = None if profile is None else Speeds.of(profile, settings.tpot_s)
+        self._kind = kind
+        self._membership = membership
+        self._record: ProfileRecord | None = None
+
+    def now(self) -> Speeds | None:
+        """None: nobody knows. Fits are made once for each record."""
+        record = None if self._given else self._membership.profiles.get(self._kind)
+        if record is not None and record is not self._record:
+            self._record, self._speeds = record, Speeds.measured(record, self._tpot_s)
+        return self._speeds

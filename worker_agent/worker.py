@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ from worker_agent.bidask.assembly import coordinator_of
 from worker_agent.bidask.servicer import BidAskServicer
 from worker_agent.carried import CarriedRequests
 from worker_agent.dispatch import Admission, Dispatch
-from worker_agent.engine.base import Engine, EngineInfo
+from worker_agent.engine.base import Engine, EngineInfo, EngineStats
 from worker_agent.faults import Faults
 from worker_agent.frontends import FrontEnds
 from worker_agent.heartbeats import beat
@@ -42,12 +42,15 @@ from worker_agent.migration.parts import SourceParts, TargetParts
 from worker_agent.migration.source_link import GrpcSourceLink
 from worker_agent.migration.spans import TransferSpans
 from worker_agent.phase_news import PhaseNews
+from worker_agent.profiling.own_stats import own_stats
+from worker_agent.profiling.probes import Probes
+from worker_agent.profiling.profiler import Profiler
 from worker_agent.registration import instance_record, register
 from worker_agent.reports import Reports
 from worker_agent.servicer import WorkerServicer
 from worker_agent.settings import WorkerSettings
 from worker_agent.sink import FrontEndSink
-from worker_agent.speeds import Speeds
+from worker_agent.speeds import KnownSpeeds
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +80,8 @@ class Running:
     instance_id: str
     record: InstanceRecord
     info: EngineInfo
+    # Of users' requests alone.
+    stats: Callable[[], EngineStats]
     front_ends: FrontEnds
     exports: Exports
     imports: Imports
@@ -108,7 +113,8 @@ async def running_worker(
             died.set_result(f"{instance_id}: {reason}")
 
     async with AsyncExitStack() as stack:
-        sink = FrontEndSink(front_ends, carried, news, metrics, on_dead)
+        users = FrontEndSink(front_ends, carried, news, metrics, on_dead)
+        sink = Probes(users, asyncio.get_running_loop().time)
         try:
             info = await engine.start(sink)
         except RuntimeError as error:
@@ -173,7 +179,10 @@ async def running_worker(
             metrics,
         )
         stack.push_async_callback(coordinator.close)
-        worker, bidding = WorkerServicer(exports, imports), BidAskServicer(coordinator)
+        profiler = Profiler(instance_id, engine, info, sink, carried, around.store, settings.tpot_s)
+        if settings.profile_at_start:
+            await profiler.at_start()
+        worker, bidding = WorkerServicer(exports, imports, profiler), BidAskServicer(coordinator)
         servicers = [
             Servicer(add_WorkerServicer_to_server, worker, "tailrace.v1.Worker"),
             Servicer(add_BidAskServicer_to_server, bidding, "tailrace.v1.BidAsk"),
@@ -191,15 +200,20 @@ async def running_worker(
         stack.callback(front_ends.cut_all, "the worker is stopping")
         address = f"{around.host}:{server.address.rpartition(':')[2]}"
         coordinator.address = address
+        speeds = KnownSpeeds(info.profile, settings, profiler.kind, around.membership)
+
+        def stats() -> EngineStats:
+            return own_stats(engine.stats(), sink)
+
         reports = Reports(
             instance_id,
             incarnation,
             shape.block_tokens,
-            engine.stats,
+            stats,
             lambda: (len(imports), len(exports)),
             carried,
             news,
-            _speeds(info, settings),
+            speeds.now,
             lambda: service_address(around.membership, "monitor"),
             around.channels,
             settings.report_s,
@@ -214,11 +228,13 @@ async def running_worker(
             f"{around.host}:{stream_address.rpartition(':')[2]}",
             around.metrics_address,
             info,
+            # What it was given goes before what was measured.
+            "" if settings.profile is not None else profiler.kind,
         )
         registration = await register(around.store, record, settings.lease_ttl_s)
         stack.push_async_callback(registration.withdraw)
         log.info("%s serves %s at %s, KV at port %d", instance_id, info.model, address, kv_server.port)
-        yield Running(instance_id, record, info, front_ends, exports, imports, sessions)
+        yield Running(instance_id, record, info, stats, front_ends, exports, imports, sessions)
 
 
 def service_address(membership: Membership, kind: str) -> str | None:
@@ -227,11 +243,6 @@ def service_address(membership: Membership, kind: str) -> str | None:
     if leader is not None:
         return leader.address
     return next((r.address for (each, _), r in sorted(membership.services.items()) if each == kind), None)
-
-
-def _speeds(info: EngineInfo, settings: WorkerSettings) -> Speeds | None:
-    profile = settings.profile or info.profile
-    return None if profile is None else Speeds.of(profile, settings.tpot_s)
 
 
 async def _trim(kv_client: KvClient) -> None:

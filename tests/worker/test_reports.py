@@ -101,7 +101,7 @@ async def reporting(address: str, news: PhaseNews, interval_s: float) -> AsyncIt
         lambda: (1, 2),
         carried(),
         news,
-        Speeds.of(load_profile("llama-3.1-8b-h100"), 0.1),
+        lambda: Speeds.of(load_profile("llama-3.1-8b-h100"), 0.1),
         lambda: address,
         channels,
         interval_s,

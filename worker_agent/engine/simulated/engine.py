@@ -142,6 +142,8 @@ class SimulatedEngine:
                 )
             ),
             profile=at_speed(self._profile, settings.speed),
+            hardware=f"simulated {self._profile.name} x{settings.speed:g}",
+            step_tokens=settings.max_num_batched_tokens,
         )
 
     async def stop(self) -> None:

@@ -25,6 +25,7 @@ from worker_agent.engine.base import (
 )
 from worker_agent.engine.vllm.core import EngineParts, EngineThread
 from worker_agent.engine.vllm.fingerprint import kv_shape, ready_response
+from worker_agent.engine.vllm.hardware import hardware
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging
 from worker_agent.engine.vllm.orders import use_intra
 from worker_agent.engine.vllm.settings import VllmSettings
@@ -71,6 +72,8 @@ class VllmEngine:
             max_model_len=core.max_model_len,
             max_num_seqs=core.config.scheduler_config.max_num_seqs,
             ready_response=ready_response(core),
+            hardware=hardware(core.kv.device, self._settings.cpu_threads),
+            step_tokens=core.config.scheduler_config.max_num_batched_tokens,
         )
 
     async def stop(self) -> None:

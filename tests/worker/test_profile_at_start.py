@@ -1,0 +1,75 @@
+"""`--profile-at-start`: of equal workers that start together, one measures, for all."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest_asyncio
+
+from tailrace.records import PROFILES, ProfileRecord
+from tailrace.store.store import Store
+from worker_agent.engine.base import Frames, StepColumns
+from worker_agent.engine.simulated import Faults, SimulatedEngine, SimulatedSettings
+from worker_agent.profiling.probes import Probes
+from worker_agent.profiling.profiler import Profiler
+
+SETTINGS = SimulatedSettings(kv_blocks=256, max_model_len=512, max_num_seqs=8, speed=10.0)
+BUDGET_S = 3.0
+
+
+class NoUsers:
+    """Nobody's."""
+
+    def on_step(self, columns: StepColumns) -> None:
+        raise AssertionError("an output of nobody's")
+
+    def on_utility(self, client: int, call_id: int, frames: Frames) -> None:
+        raise AssertionError("nothing was called")
+
+    def on_engine_dead(self, reason: str) -> None:
+        raise AssertionError(reason)
+
+
+@pytest_asyncio.fixture
+async def store(etcd: str) -> AsyncIterator[Store]:
+    store = await Store.connect([etcd], f"profiles-{uuid.uuid4().hex[:8]}")
+    yield store
+    await store.close()
+
+
+async def worker(name: str, store: Store, faults: Faults | None = None) -> Profiler:
+    """A started engine, and who measures it."""
+    engine = SimulatedEngine(SETTINGS, faults=faults)
+    probes = Probes(NoUsers(), asyncio.get_running_loop().time)
+    info = await engine.start(probes)
+    return Profiler(name, engine, info, probes, (), store, 0.1)
+
+
+async def stored(store: Store, kind: str) -> ProfileRecord | None:
+    value = await store.get(f"{PROFILES}{kind}")
+    return None if value is None else msgspec.json.decode(value, type=ProfileRecord)
+
+
+async def test_of_equal_workers_one_is_measured(store: Store) -> None:
+    workers = [await worker(f"w-{n}", store) for n in range(3)]
+    await asyncio.gather(*(each.at_start(BUDGET_S) for each in workers))
+    first = await stored(store, workers[0].kind)
+    assert first is not None and {each.kind for each in workers} == {first.kind}
+    assert await store.get_prefix("profiling/") == {}, "the lock is left"
+    # One that starts later finds it.
+    await (await worker("w-9", store)).at_start(BUDGET_S)
+    assert await stored(store, first.kind) == first
+
+
+async def test_a_worker_that_cannot_be_measured_starts_all_the_same(store: Store) -> None:
+    broken = await worker("w", store, Faults(fail_at_index=0))
+    await broken.at_start(BUDGET_S)
+    assert await stored(store, broken.kind) is None
+    assert await store.get_prefix("profiling/") == {}
+    # The next one tries.
+    await (await worker("v", store)).at_start(BUDGET_S)
+    found = await stored(store, broken.kind)
+    assert found is not None and found.instance_id == "v"

@@ -1,0 +1,179 @@
+"""Measuring the simulated engine in virtual time: the fits find the profile that it was given."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from tailrace.profiles import Profile
+from tailrace.records import ProfileRecord
+from tests.worker.simulated import request_frames
+from tests.worker.virtual_loop import run_virtually
+from worker_agent.engine.base import EngineInfo, Frames, RequestKey, StepColumns, Submission
+from worker_agent.engine.simulated import Faults, SimulatedEngine, SimulatedSettings
+from worker_agent.engine.simulated.engine import SimulatedEngine as Engine
+from worker_agent.profiling.fitting import TooFewSamples, kind_of, profile_of
+from worker_agent.profiling.measure import Samples, measure
+from worker_agent.profiling.own_stats import own_stats
+from worker_agent.profiling.plan import batches, prompt_lengths
+from worker_agent.profiling.probes import ProbeFailed, Probes
+
+SETTINGS = SimulatedSettings(kv_blocks=4096, max_model_len=2048, max_num_seqs=64, block_tokens=16)
+
+
+class Users:
+    """The front ends' side, which must hear of no probe."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepColumns] = []
+
+    def on_step(self, columns: StepColumns) -> None:
+        self.steps.append(columns)
+
+    def on_utility(self, client: int, call_id: int, frames: Frames) -> None:
+        raise AssertionError("nobody asked")
+
+    def on_engine_dead(self, reason: str) -> None:
+        raise AssertionError(reason)
+
+
+class Bench:
+    """A started engine with probes before its users."""
+
+    def __init__(self, settings: SimulatedSettings = SETTINGS, faults: Faults | None = None) -> None:
+        self.engine: Engine = SimulatedEngine(settings, faults=faults)
+        self.users = Users()
+        self.said: list[str] = []
+
+    async def start(self) -> EngineInfo:
+        self.probes = Probes(self.users, asyncio.get_running_loop().time)
+        self.info = await self.engine.start(self.probes)
+        return self.info
+
+    async def measure(self, budget_s: float = 60.0) -> Samples:
+        return await measure(self.engine, self.info, self.probes, budget_s, self.said.append)
+
+    def submit(self, output_tokens: int) -> None:
+        """A user's request."""
+        sampling = {"max_tokens": output_tokens, "ignore_eos": True}
+        frames = request_frames("user", [65, 66], **sampling)
+        self.engine.submit(Submission(RequestKey(0, 1), "user", 0, frames, frontend_id="fe"))
+
+
+def measured(settings: SimulatedSettings, budget_s: float = 60.0) -> tuple[ProfileRecord, Profile, Bench]:
+    """What was found, and what the engine was given."""
+
+    async def run() -> tuple[ProfileRecord, Profile, Bench]:
+        bench = Bench(settings)
+        info = await bench.start()
+        samples = await bench.measure(budget_s)
+        await bench.engine.stop()
+        assert info.profile is not None
+        return profile_of(info, "w", samples, 0.1, 1.0), info.profile, bench
+
+    return run_virtually(run())
+
+
+def test_the_fits_find_the_profile_that_the_engine_was_given() -> None:
+    found, given, bench = measured(SETTINGS)
+    for name in ("base_ms", "ms_per_token", "ms_per_token_squared"):
+        assert getattr(found.profile.prefill, name) == pytest.approx(getattr(given.prefill, name), rel=0.01)
+    for name in ("base_ms", "ms_per_request", "ms_per_kv_token"):
+        assert getattr(found.profile.decode, name) == pytest.approx(getattr(given.decode, name), rel=0.01)
+    assert found.ttft.r_squared > 0.999 and found.prefill_error < 0.01 and found.decode_error < 0.01
+    # 0.1 s a step: more than the KV of this engine holds.
+    assert found.max_running_tokens == 4096 * 16
+    assert found.qoe is not None and found.qoe.error < 0.2 and min(found.qoe.d) >= 0.0
+    assert bench.users.steps == [], "a user's side heard of a probe"
+
+
+def test_another_speed_is_another_kind_and_found_too() -> None:
+    slow = msgspec.structs.replace(SETTINGS, speed=0.25)
+    found, given, _ = measured(slow, budget_s=300.0)
+    fast, _, _ = measured(SETTINGS)
+    assert found.kind != fast.kind
+    assert found.profile.decode.base_ms == pytest.approx(given.decode.base_ms, rel=0.01)
+    assert found.profile.decode.base_ms == pytest.approx(4 * fast.profile.decode.base_ms, rel=0.01)
+
+
+def test_prompts_that_take_several_steps_are_fitted_with_their_number() -> None:
+    found, given, _ = measured(msgspec.structs.replace(SETTINGS, max_num_batched_tokens=256))
+    assert found.profile.prefill.base_ms == pytest.approx(given.prefill.base_ms, rel=0.02)
+    assert found.profile.prefill.ms_per_token == pytest.approx(given.prefill.ms_per_token, rel=0.02)
+
+
+def test_it_ends_when_its_time_is_over() -> None:
+    async def run() -> tuple[float, Bench]:
+        bench = Bench()
+        await bench.start()
+        began_s = asyncio.get_running_loop().time()
+        await bench.measure(3.0)
+        return asyncio.get_running_loop().time() - began_s, bench
+
+    took_s, bench = run_virtually(run())
+    assert took_s <= 3.01 and "over" in bench.said[-1]
+    assert bench.engine.stats().requests == [], "a probe is left"
+
+
+def test_too_little_time_is_said() -> None:
+    with pytest.raises(TooFewSamples, match=r"no samples|too few"):
+        measured(SETTINGS, budget_s=0.05)
+
+
+def test_probes_are_nobodys_load() -> None:
+    async def run() -> None:
+        bench = Bench()
+        await bench.start()
+        for _ in range(3):
+            bench.probes.submit(bench.engine, 100, 50)
+        await asyncio.sleep(0.2)
+        raw, shown = bench.engine.stats(), own_stats(bench.engine.stats(), bench.probes)
+        assert len(raw.requests) == 3 and raw.kv_blocks_used > 0 and raw.generated_tokens > 0
+        assert shown.requests == [] and shown.kv_blocks_used == 0 == shown.generated_tokens
+        assert shown.token_interval_ms_mean == 0.0
+        bench.probes.drop(bench.engine)
+        assert bench.engine.stats().requests == []
+        assert own_stats(bench.engine.stats(), bench.probes).generated_tokens == 0
+
+    run_virtually(run())
+
+
+def test_a_users_request_ends_the_measuring_and_is_served() -> None:
+    async def run() -> None:
+        bench = Bench()
+        await bench.start()
+        task = asyncio.create_task(bench.measure())
+        await asyncio.sleep(0.5)
+        bench.submit(40)
+        with pytest.raises(ProbeFailed, match="a user's request came"):
+            await task
+        await asyncio.sleep(2.0)
+        assert sum(sum(columns.counts) for columns in bench.users.steps) == 40
+
+    run_virtually(run())
+
+
+def test_an_engine_that_fails_requests_is_not_waited_for() -> None:
+    async def run() -> None:
+        bench = Bench(faults=Faults(fail_at_index=3))
+        await bench.start()
+        with pytest.raises(ProbeFailed, match="ended after 3 of"):
+            await bench.measure()
+
+    run_virtually(run())
+
+
+def test_the_plan_fits_the_engine() -> None:
+    small = msgspec.structs.replace(SETTINGS, kv_blocks=40, max_model_len=512, max_num_seqs=8)
+
+    async def run() -> EngineInfo:
+        return await Bench(small).start()
+
+    info = run_virtually(run())
+    assert max(prompt_lengths(info)) <= 510
+    assert batches(info) and all(b.requests <= 8 and b.tokens <= 512 for b in batches(info))
+    tokens = [batch.tokens for batch in batches(info)]
+    assert tokens == sorted(tokens)
+    assert kind_of(info).startswith("simulated-simulated-")

@@ -1,0 +1,31 @@
+"""What an engine runs on, in words that are equal on machines that are."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Final
+
+import torch
+
+_CPU_INFO: Final = Path("/proc/cpuinfo")
+
+
+def hardware(device: torch.device, cpu_threads: int | None) -> str:
+    """The GPU's name; or the CPU's and how many threads a step has (`cpu_threads`; None: OpenMP's choice)."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    if device.type != "cpu":
+        return str(device.type)
+    threads = cpu_threads or os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))
+    return f"{_cpu()}, {threads} threads"
+
+
+def _cpu() -> str:
+    try:
+        lines = _CPU_INFO.read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

@@ -1,0 +1,1 @@
+"""Measuring an engine with requests of the worker's own."""

@@ -1,0 +1,128 @@
+"""From samples to a profile: Arrow's curve and Max Running Tokens, the step model, CascadeInfer's QoE."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import numpy as np
+
+from tailrace import __version__
+from tailrace.perf.fit import fit_times, r_squared
+from tailrace.policy.arrow.load import max_running_tokens
+from tailrace.policy.arrow.ttft import TtftPredictor
+from tailrace.policy.cascade.qoe import QoeModel, mean_relative_error
+from tailrace.profiles import DecodeModel, PrefillModel, Profile
+from tailrace.records import ProfileRecord, QoeRecord, TtftRecord, profile_kind
+from worker_agent.engine.base import EngineInfo
+from worker_agent.profiling.measure import Samples
+from worker_agent.profiling.probes import Lived
+from worker_agent.speeds import CONTEXT_TOKENS
+
+# Section 4.1 weighs a prefill by alpha, an iteration by beta: as QoeModel.of_profile.
+_ALPHA: Final = 1 / 256
+# Samples for each of the five coefficients.
+_QOE_SAMPLES: Final = 25
+
+
+class TooFewSamples(Exception):
+    """The time did not suffice; the message says for what."""
+
+
+def profile_of(
+    info: EngineInfo, instance_id: str, samples: Samples, tpot_s: float, took_s: float
+) -> ProfileRecord:
+    """The record for etcd. `tpot_s`: what Max Running Tokens must keep. Raises TooFewSamples."""
+    try:
+        prefill = fit_times(
+            [(-(-tokens // info.step_tokens), tokens, tokens**2) for tokens, _ in samples.ttft],
+            [seconds for _, seconds in samples.ttft],
+        )
+        decode = fit_times(
+            [(1.0, each.requests, each.kv_tokens) for each in samples.decode],
+            [each.seconds for each in samples.decode],
+        )
+    except ValueError as error:
+        raise TooFewSamples(str(error)) from error
+    kind = kind_of(info)
+    capacity = info.kv_blocks_total * info.kv_shape.block_tokens
+    source = f"measured on {instance_id} by tailrace profile"
+    p_base, p_token, p_squared = (1e3 * value for value in prefill.coefficients)
+    d_base, d_request, d_token = (1e3 * value for value in decode.coefficients)
+    profile = Profile(
+        name=kind,
+        model=info.model,
+        gpu=info.hardware,
+        prefill=PrefillModel(base_ms=p_base, ms_per_token=p_token, ms_per_token_squared=p_squared),
+        decode=DecodeModel(base_ms=d_base, ms_per_request=d_request, ms_per_kv_token=d_token),
+        kv_bytes_per_token=info.kv_shape.block_bytes // info.kv_shape.block_tokens,
+        kv_capacity_tokens=capacity,
+        sources={"prefill": source, "decode": source},
+    )
+    return ProfileRecord(
+        kind=kind,
+        engine=info.engine,
+        model=info.model,
+        model_fingerprint=info.kv_shape.model_fingerprint,
+        hardware=info.hardware,
+        step_tokens=info.step_tokens,
+        version=__version__,
+        instance_id=instance_id,
+        measured_s=time.time(),
+        took_s=took_s,
+        profile=profile,
+        prefill_error=prefill.error,
+        prefill_samples=prefill.samples,
+        decode_error=decode.error,
+        decode_samples=decode.samples,
+        ttft=_curve(samples.ttft),
+        tpot_s=tpot_s,
+        max_running_tokens=min(capacity, _running_tokens(profile, tpot_s, capacity)),
+        qoe=_qoe(samples.lived),
+    )
+
+
+def kind_of(info: EngineInfo) -> str:
+    """The name that equal instances have in common."""
+    fingerprint = info.kv_shape.model_fingerprint
+    return profile_kind(info.engine, info.model, fingerprint, info.hardware, info.step_tokens)
+
+
+def _running_tokens(profile: Profile, tpot_s: float, capacity: int) -> int:
+    decode = profile.decode
+    if decode.ms_per_request == decode.ms_per_kv_token == 0.0:
+        # Nothing that was measured makes a step longer.
+        return capacity
+    return max_running_tokens(profile, tpot_s, CONTEXT_TOKENS)
+
+
+def _curve(samples: list[tuple[int, float]]) -> TtftRecord:
+    found = TtftPredictor.fit(samples)
+    predicted = [found.prefill_s(tokens) for tokens, _ in samples]
+    return TtftRecord(
+        base_s=found.base_s,
+        per_token_s=found.per_token_s,
+        per_token_squared_s=found.per_token_squared_s,
+        r_squared=r_squared(predicted, [seconds for _, seconds in samples]),
+        samples=len(samples),
+    )
+
+
+def _qoe(lived: list[Lived]) -> QoeRecord | None:
+    """Section 4.1's least squares. A coefficient that comes out negative is noise, and would have the planner
+    believe that load is good for a batch: it is left out, and the others are fitted again."""
+    if len(lived) < _QOE_SAMPLES:
+        return None
+    batches = np.array([each.features for each in lived])
+    latencies = np.array([_ALPHA * each.ttft_s + each.tpot_s for each in lived])
+    kept = np.ones(batches.shape[1])
+    while True:
+        model = QoeModel.fit(batches * kept, latencies)
+        worst = int(np.argmin(model.d))
+        if model.d[worst] >= 0.0:
+            break
+        kept[worst] = 0.0
+        if not kept.any():
+            return None
+    error = mean_relative_error(model.requests(batches), latencies)
+    return QoeRecord(d=model.d, error=error, samples=len(lived))

@@ -1,0 +1,231 @@
+"""Requests of the worker's own, and when their tokens come.
+
+They belong to a front end that does not exist: its slot is no front end's, so that nothing of theirs is sent
+to anybody or counted as a user's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from worker_agent.engine.base import (
+    Engine,
+    EngineSink,
+    Frames,
+    OutputFlag,
+    RequestKey,
+    StepColumns,
+    Submission,
+)
+
+PROBES: Final = -1
+"""The slot of probes among front ends' (which count from 0)."""
+
+NAME: Final = "tailrace-profile"
+"""The front end's name that the engine has for them."""
+
+_ENDED: Final = int(OutputFlag.FINISHED | OutputFlag.FAILED)
+# Printable ASCII: no special token of a byte-level tokenizer, and below any model's vocabulary.
+_TOKENS: Final = range(32, 127)
+
+Floats = NDArray[np.float64]
+
+
+class ProbeFailed(Exception):
+    """The engine does not run a probe; the message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lived:
+    """One probe from its submission to its end; times in seconds."""
+
+    prompt_tokens: int
+    output_tokens: int
+    ttft_s: float
+    # Mean time between its tokens.
+    tpot_s: float
+    # CascadeInfer's F_0 .. F_4 of the batch, averaged over its life.
+    features: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """A step that did nothing but decode: every request made a token, none its first one."""
+
+    seconds: float
+    requests: int
+    # In the batch when the step began.
+    kv_tokens: int
+
+
+@dataclass(slots=True)
+class _Live:
+    key: RequestKey
+    prompt_tokens: int
+    wanted: int
+    submitted_s: float
+    # The integral of the features when it was submitted.
+    before: Floats
+    first_s: float = 0.0
+    made: int = 0
+
+
+@dataclass(slots=True)
+class Seen:
+    """What has ended and what was stepped since this was begun."""
+
+    lived: list[Lived] = field(default_factory=list)
+    steps: list[DecodeStep] = field(default_factory=list)
+
+
+class Probes:
+    """EngineSink in front of the worker's own: takes the probes' outputs, passes all else on."""
+
+    # Whether to give up when a user's request makes a token meanwhile.
+    alone = True
+
+    def __init__(self, inner: EngineSink, clock: Callable[[], float], seed: int = 0) -> None:
+        """`clock`: seconds. `seed`: of the prompts' text, which is never the same twice, for an engine that
+        knows a prompt does not compute it again."""
+        self.generated_tokens = 0
+        self._inner = inner
+        self._clock = clock
+        self._random = random.Random(seed)
+        self._handles = 0
+        self._live: dict[int, _Live] = {}
+        self._changed = asyncio.Event()
+        self._seen = Seen()
+        self._failed = ""
+        # Running sums over the live ones (n, I, I^2, L), their integral, and up to when.
+        self._sums = np.zeros(5)
+        self._integral = np.zeros(5)
+        self._until_s = 0.0
+        self._stepped_s: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    # ---- EngineSink
+
+    def on_step(self, columns: StepColumns) -> None:
+        """EngineSink.on_step."""
+        if columns.client == PROBES:
+            self._step(columns)
+            return
+        if self._live and self.alone:
+            self._fail("a user's request came; it goes first")
+        self._inner.on_step(columns)
+
+    def on_utility(self, client: int, call_id: int, frames: Frames) -> None:
+        """EngineSink.on_utility."""
+        self._inner.on_utility(client, call_id, frames)
+
+    def on_engine_dead(self, reason: str) -> None:
+        """EngineSink.on_engine_dead."""
+        self._fail(f"the engine failed: {reason}")
+        self._inner.on_engine_dead(reason)
+
+    # ---- for who measures
+
+    def begin(self) -> Seen:
+        """Start over; what is seen from now on goes into what is returned."""
+        self._seen = Seen()
+        self._stepped_s = None
+        return self._seen
+
+    def submit(self, engine: Engine, prompt_tokens: int, output_tokens: int) -> None:
+        """A request of exactly these lengths."""
+        now_s = self._clock()
+        self._accumulate(now_s)
+        self._handles += 1
+        key, name = RequestKey(PROBES, self._handles), f"{NAME}-{self._handles}"
+        prompt = self._random.choices(_TOKENS, k=prompt_tokens)
+        self._live[self._handles] = _Live(key, prompt_tokens, output_tokens, now_s, self._integral.copy())
+        self._sums += (0.0, 1.0, prompt_tokens, prompt_tokens**2, prompt_tokens)
+        frames = _frames(name, prompt, output_tokens)
+        engine.submit(Submission(key, name, epoch=0, frames=frames, frontend_id=NAME))
+
+    @property
+    def seen(self) -> Seen:
+        """Since `begin`."""
+        return self._seen
+
+    async def ended(self, count: int) -> None:
+        """Until so many probes have ended since `begin`. Raises ProbeFailed."""
+        while len(self._seen.lived) < count:
+            if self._failed:
+                raise ProbeFailed(self._failed)
+            self._changed.clear()
+            await self._changed.wait()
+
+    def drop(self, engine: Engine) -> None:
+        """End all of them."""
+        engine.abort_client(PROBES)
+        self._live.clear()
+        self._sums[:] = 0.0
+        self._failed = ""
+
+    # ---- inside
+
+    def _fail(self, reason: str) -> None:
+        self._failed = reason
+        self._changed.set()
+
+    def _step(self, columns: StepColumns) -> None:
+        now_s = self._clock()
+        self.generated_tokens += len(columns.token_ids)
+        self._note_step(columns, now_s)
+        self._accumulate(now_s)
+        for handle, count, flags in zip(columns.handles, columns.counts, columns.flags, strict=True):
+            live = self._live.get(handle)
+            if live is None:
+                continue
+            if count and not live.made:
+                live.first_s = now_s
+            live.made += count
+            self._sums[4] += count
+            if flags & _ENDED:
+                self._end(handle, live, flags, now_s)
+        self._changed.set()
+
+    def _note_step(self, columns: StepColumns, now_s: float) -> None:
+        decoding = [live for live in self._live.values() if live.made]
+        whole = len(decoding) == len(self._live) and set(columns.handles) >= self._live.keys()
+        if whole and decoding and self._stepped_s is not None:
+            kv_tokens = sum(live.prompt_tokens + live.made for live in decoding)
+            self._seen.steps.append(DecodeStep(now_s - self._stepped_s, len(decoding), kv_tokens))
+        self._stepped_s = now_s
+
+    def _end(self, handle: int, live: _Live, flags: int, now_s: float) -> None:
+        del self._live[handle]
+        prompt = live.prompt_tokens
+        self._sums -= (0.0, 1.0, prompt, prompt**2, prompt + live.made)
+        if flags & OutputFlag.FAILED or live.made != live.wanted:
+            self._failed = f"a request of {prompt} tokens ended after {live.made} of {live.wanted} tokens"
+            return
+        life_s = now_s - live.submitted_s
+        features = (self._integral - live.before) / life_s if life_s > 0.0 else self._sums.copy()
+        features[0] = 1.0
+        between_s = (now_s - live.first_s) / (live.made - 1) if live.made > 1 else 0.0
+        ttft_s = live.first_s - live.submitted_s
+        self._seen.lived.append(Lived(prompt, live.made, ttft_s, between_s, features))
+
+    def _accumulate(self, now_s: float) -> None:
+        self._integral += self._sums * (now_s - self._until_s)
+        self._until_s = now_s
+
+
+def _frames(request_id: str, prompt: list[int], output_tokens: int) -> list[bytes]:
+    """vLLM's EngineCoreRequest: greedy, so many tokens whatever they are."""
+    sampling = {"temperature": 0.0, "max_tokens": output_tokens, "ignore_eos": True}
+    request = [request_id, prompt, None, sampling, None, time.time(), None, None, None]
+    return [msgspec.msgpack.encode(request)]

@@ -1,0 +1,129 @@
+"""Measures this worker's engine, and keeps what was found in etcd for all of its kind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sized
+from typing import Final
+
+import msgspec
+
+from tailrace.records import PROFILES, ProfileRecord
+from tailrace.store.store import Store
+from worker_agent.engine.base import Engine, EngineInfo
+from worker_agent.profiling.fitting import TooFewSamples, kind_of, profile_of
+from worker_agent.profiling.measure import measure
+from worker_agent.profiling.probes import ProbeFailed, Probes
+
+log = logging.getLogger(__name__)
+
+BUDGET_S: Final = 60.0
+BUDGET_MAX_S: Final = 600.0
+# Beside the budget: for a step in progress, the fits and etcd.
+_MARGIN_S: Final = 30.0
+
+
+class Refused(Exception):
+    """It is not measured now; the message says why."""
+
+
+class MeasuringFailed(Exception):
+    """It was begun and gave nothing; the message says why."""
+
+
+class Profiler:
+    """One a worker; one measuring at a time."""
+
+    def __init__(
+        self,
+        instance_id: str,
+        engine: Engine,
+        info: EngineInfo,
+        probes: Probes,
+        users: Sized,
+        store: Store,
+        tpot_s: float,
+    ) -> None:
+        """`users`: the requests that the worker carries. `tpot_s`: what Max Running Tokens must keep."""
+        self.kind = kind_of(info)
+        self._instance_id = instance_id
+        self._engine = engine
+        self._info = info
+        self._probes = probes
+        self._users = users
+        self._store = store
+        self._tpot_s = tpot_s
+        self._busy = False
+
+    async def profile(
+        self, tell: Callable[[str], None], *, force: bool = False, budget_s: float = BUDGET_S
+    ) -> ProfileRecord:
+        """Measure and store. `force`: although it carries requests. Cancelling it ends the probes.
+
+        Raises Refused, MeasuringFailed, StoreUnavailable.
+        """
+        if self._busy:
+            raise Refused(f"{self._instance_id} is being measured already")
+        if len(self._users) and not force:
+            raise Refused(
+                f"{self._instance_id} carries {len(self._users)} requests: measure it when it is idle "
+                "(tailrace drain empties it), or force it"
+            )
+        self._busy = True
+        try:
+            record = await self._measured(tell, force, min(budget_s, BUDGET_MAX_S))
+        finally:
+            self._busy = False
+        await self._store.put(f"{PROFILES}{self.kind}", msgspec.json.encode(record))
+        return record
+
+    async def at_start(self, budget_s: float = BUDGET_S) -> None:
+        """Unless there is one for its kind, measure; of equal workers that start together, one does, and the
+        others wait for it. Without success a worker serves all the same. Raises StoreUnavailable."""
+        if await self._store.get(f"{PROFILES}{self.kind}") is not None:
+            log.info("%s is profiled already as %s", self._instance_id, self.kind)
+            return
+        lease = await self._store.grant_lease(budget_s + _MARGIN_S)
+        if await self._store.create_leased(self._lock, self._instance_id.encode(), lease):
+            try:
+                await self.profile(self._log, budget_s=budget_s)
+            except (Refused, MeasuringFailed) as error:
+                log.warning("%s starts without a profile: %s", self._instance_id, error)
+            finally:
+                await self._store.revoke_lease(lease)
+            return
+        await self._store.revoke_lease(lease)
+        log.info("%s waits for another %s to be profiled", self._instance_id, self.kind)
+        await self._other_ended(budget_s + 2 * _MARGIN_S)
+
+    @property
+    def _lock(self) -> str:
+        return f"profiling/{self.kind}"
+
+    async def _other_ended(self, most_s: float) -> None:
+        try:
+            async with asyncio.timeout(most_s):
+                async for mapping in self._store.watch_prefix(self._lock):
+                    if not mapping:
+                        return
+        except TimeoutError:
+            log.warning("%s starts without a profile: nobody finished one", self._instance_id)
+
+    def _log(self, text: str) -> None:
+        log.info("%s profiles: %s", self._instance_id, text)
+
+    async def _measured(self, tell: Callable[[str], None], force: bool, budget_s: float) -> ProfileRecord:
+        loop = asyncio.get_running_loop()
+        self._probes.alone = not force
+        began_s = loop.time()
+        try:
+            samples = await measure(self._engine, self._info, self._probes, budget_s, tell)
+            took_s = loop.time() - began_s
+            return profile_of(self._info, self._instance_id, samples, self._tpot_s, took_s)
+        except ProbeFailed as error:
+            raise MeasuringFailed(f"{self._instance_id}: {error}") from error
+        except TooFewSamples as error:
+            raise MeasuringFailed(
+                f"{self._instance_id}: {error}; give it more than {budget_s:g} s"
+            ) from error
