@@ -51,6 +51,7 @@ def _instance_info(state: ClusterState, name: str, now_s: float) -> admin_pb2.In
         report_age_s=now_s - tracked.heard_s,
         generated_tokens=load.generated_tokens,
         preemptions=load.preemptions,
+        profile_kind=record.profile_kind,
     )
 
 

@@ -14,6 +14,7 @@ from scheduler_svc.admin import listing
 from scheduler_svc.admin.draining import progress
 from scheduler_svc.admin.forward import FORWARDED, LeaderRoute
 from scheduler_svc.admin.lookup import check_instance, find_request
+from scheduler_svc.admin.profiling import profile_events
 from scheduler_svc.admin.stages import read_stages
 from scheduler_svc.admin.trace import fetch_trace
 from scheduler_svc.migrations import Migrations
@@ -23,10 +24,11 @@ from scheduler_svc.settings import Settings
 from scheduler_svc.state import ClusterState
 from scheduler_svc.wire import POOLS, pool_number
 from tailrace.policy.registry import UnknownPolicyError, load
+from tailrace.profile_message import profile_message
 from tailrace.service.channels import Channels
 from tailrace.store.errors import StoreUnavailable
 from tailrace.store.membership import Membership
-from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, types_pb2, worker_pb2
+from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, profile_pb2, types_pb2, worker_pb2
 
 _WRITE_S: Final = 10.0
 _STREAM_S: Final = 1_800.0
@@ -158,6 +160,15 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             reply = await fetch_trace(self._members, self._channels, request)
         return reply
 
+    async def ListProfiles(
+        self,
+        request: admin_pb2.ListProfilesRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.ListProfilesRequest, admin_pb2.ListProfilesReply],
+    ) -> admin_pb2.ListProfilesReply:
+        """By kind."""
+        records = [record for _, record in sorted(self._members.profiles.items())]
+        return admin_pb2.ListProfilesReply(profiles=map(profile_message, records))
+
     # ---- writes
 
     async def SetPolicy(
@@ -235,6 +246,17 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             )
             async for record in records:
                 yield record
+
+    async def Profile(
+        self,
+        request: admin_pb2.AdminProfileRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.AdminProfileRequest, profile_pb2.ProfileEvent],
+    ) -> AsyncIterator[profile_pb2.ProfileEvent]:
+        """Any scheduler passes it to the worker, which writes to etcd; a caller who goes away ends it."""
+        async with _Answering(context):
+            check_instance(self._state, "instance_id", request.instance_id)
+            async for event in profile_events(self._members, self._channels, request):
+                yield event
 
     async def Drain(
         self,

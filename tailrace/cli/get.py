@@ -13,11 +13,22 @@ from rich.live import Live
 from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
 from tailrace.cli.output import Output, console, output_option, print_figures, print_json
 from tailrace.cli.plain import JsonValue, enum_word, to_plain_list
-from tailrace.cli.tables import INSTANCES, MIGRATIONS, POLICIES, POOLS, REQUESTS, SERVICES, STAGES, View
+from tailrace.cli.tables import (
+    INSTANCES,
+    MIGRATIONS,
+    POLICIES,
+    POOLS,
+    PROFILES,
+    REQUESTS,
+    SERVICES,
+    STAGES,
+    View,
+)
 from tailrace.v1.admin_pb2 import (
     InstanceInfo,
     ListInstancesRequest,
     ListPoliciesRequest,
+    ListProfilesRequest,
     ListRequestsRequest,
     ListServicesRequest,
     ListStagesRequest,
@@ -110,6 +121,19 @@ def policies(output: Output, watch: bool, admin: str | None) -> None:
     _show(
         POLICIES,
         lambda admin: admin.stub.ListPolicies(ListPoliciesRequest(), timeout=CALL_TIMEOUT_S).policies,
+        output,
+        watch,
+        admin,
+    )
+
+
+@get.command(epilog="Example: tailrace get profiles -o json")
+@_options
+def profiles(output: Output, watch: bool, admin: str | None) -> None:
+    """What `tailrace profile` measured, by kind of instance."""
+    _show(
+        PROFILES,
+        lambda admin: admin.stub.ListProfiles(ListProfilesRequest(), timeout=CALL_TIMEOUT_S).profiles,
         output,
         watch,
         admin,

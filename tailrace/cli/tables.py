@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -12,6 +13,7 @@ from rich.table import Table
 from tailrace.cli.plain import enum_word
 from tailrace.v1.admin_pb2 import InstanceInfo, PolicyInfo, RequestInfo, ServiceInfo
 from tailrace.v1.migration_pb2 import MigrationRecord
+from tailrace.v1.profile_pb2 import MeasuredProfile
 from tailrace.v1.types_pb2 import InstanceState, MigrationState, Phase, Pool, RequestState, Stage
 
 RowT = TypeVar("RowT", bound=Message)
@@ -162,6 +164,30 @@ POLICIES = View[PolicyInfo](
     ),
     empty="no policies are installed",
 )
+
+PROFILES = View[MeasuredProfile](
+    name="profiles",
+    columns=(
+        Column("KIND", lambda p: p.kind),
+        Column("MEASURED ON", lambda p: p.instance_id),
+        Column("AT", lambda p: time.strftime("%Y-%m-%d %H:%M", time.localtime(p.measured_s))),
+        Column("PREFILL 1K MS", lambda p: f"{_prefill_ms(p, 1024):.1f}", figure=True),
+        Column("R2", lambda p: f"{p.ttft.r_squared:.3f}", figure=True),
+        Column("DECODE MS", lambda p: f"{p.decode.base_ms + p.decode.ms_per_request:.2f}", figure=True),
+        Column("MS/REQUEST", lambda p: f"{p.decode.ms_per_request:.4f}", figure=True),
+        Column("MS/1K KV", lambda p: f"{p.decode.ms_per_kv_token * 1024:.4f}", figure=True),
+        Column("ERROR", lambda p: f"{p.decode.error:.1%}", figure=True),
+        Column("MAX RUNNING", lambda p: f"{p.max_running_tokens} at {p.tpot_s:g} s", figure=True),
+        Column("QOE ERROR", lambda p: f"{p.qoe.error:.1%}" if p.HasField("qoe") else NOTHING, figure=True),
+    ),
+    empty="nothing was measured (tailrace profile)",
+)
+
+
+def _prefill_ms(profile: MeasuredProfile, tokens: int) -> float:
+    curve = profile.ttft
+    return 1e3 * (curve.base_s + (curve.s_per_token + curve.s_per_token_squared * tokens) * tokens)
+
 
 STAGES = View[Stage](
     name="stages",

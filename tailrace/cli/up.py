@@ -61,6 +61,8 @@ which it is sure of every token, and which vLLM would lower."""
 )
 @click.option("--model", metavar="PATH", help="Model folder or name.  [default: the tiny reasoning model]")
 @click.option("--reasoning-parser", metavar="NAME", help="vLLM's parser for the model's reasoning.")
+@click.option("--predictor", metavar="PATH", help="Length predictor of the model (vLLM only); '' for none.")
+@click.option("--profile", is_flag=True, help="Measure the engine first, for the policies (about a minute).")
 @click.option("--no-traces", is_flag=True, help="Export no spans.")
 @click.argument("worker_arguments", nargs=-1, type=click.UNPROCESSED)
 def up(
@@ -73,6 +75,8 @@ def up(
     frontends: int,
     model: str | None,
     reasoning_parser: str | None,
+    predictor: str | None,
+    profile: bool,
     no_traces: bool,
     worker_arguments: tuple[str, ...],
 ) -> None:
@@ -98,6 +102,8 @@ def up(
         policy=policy,
         cores=len(os.sched_getaffinity(0)),
         gpus=visible_gpus() if engine == Engine.VLLM.value else (),
+        predictor=predictor,
+        profile=profile,
         worker_arguments=worker_arguments,
         traces=None if no_traces else os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", MONITOR_TRACES),
     )

@@ -39,6 +39,10 @@ class ClusterOptions:
     # Cores and GPUs (ids) that the workers share.
     cores: int
     gpus: tuple[str, ...]
+    # The workers' length predictor; None: each worker's default. Empty: none.
+    predictor: str | None = None
+    # Measure the engines before they join, one of each kind.
+    profile: bool = False
     # Further options of `tailrace serve worker`.
     worker_arguments: tuple[str, ...]
     # Where spans go; None: nowhere. MONITOR_TRACES: to the cluster's own monitor.

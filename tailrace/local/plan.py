@@ -66,6 +66,9 @@ _WORKERS_A_PROCESS = 25
 _VLLM_TIMEOUT_S = 600.0
 """For a worker or front half to load vLLM and a model; that it died is noticed at once."""
 
+_PROFILE_TIMEOUT_S = 150.0
+"""For a simulated worker to be profiled, or to wait for another that is."""
+
 
 def make_plan(
     options: ClusterOptions,
@@ -123,12 +126,17 @@ def _worker(options: ClusterOptions, service: Callable[..., PartSpec], group: ra
     arguments = ["--engine", options.engine.value, "--model", options.model, "--intra", "policy"]
     if options.reasoning_parser:
         arguments += ["--reasoning-parser", options.reasoning_parser]
+    if options.predictor is not None:
+        arguments += ["--predictor", options.predictor]
+    if options.profile:
+        arguments += ["--profile-at-start"]
     number = group[0]
     members = [f"worker-{n}" for n in group]
     if options.engine is Engine.SIMULATED:
         arguments += ["--count", str(len(group))] if len(group) > 1 else []
         part = service("worker", members[0], Tier.WORKER, *arguments, *options.worker_arguments)
-        return replace(part, members=members)
+        timeout_s = part.timeout_s + (_PROFILE_TIMEOUT_S if options.profile else 0.0)
+        return replace(part, members=members, timeout_s=timeout_s)
     # Engines that each start a thread a core slow one another down; the front half wants a core, too.
     environment = {"OMP_NUM_THREADS": str(max(1, (options.cores - 1) // options.workers))}
     if options.gpus:

@@ -12,7 +12,7 @@ import grpc
 from google.protobuf.message import Message
 
 from tailrace.v1 import admin_pb2 as admin
-from tailrace.v1 import admin_pb2_grpc, migration_pb2, types_pb2
+from tailrace.v1 import admin_pb2_grpc, migration_pb2, profile_pb2, types_pb2
 
 
 @dataclass
@@ -27,6 +27,8 @@ class Script:
     services: list[admin.ServiceInfo] = field(default_factory=list)
     migrate_events: list[migration_pb2.MigrationRecord] = field(default_factory=list)
     drain_events: list[admin.DrainEvent] = field(default_factory=list)
+    profile_events: list[profile_pb2.ProfileEvent] = field(default_factory=list)
+    profiles: list[profile_pb2.MeasuredProfile] = field(default_factory=list)
     traces: bytes = b""
     # Method name to the status that it ends with.
     errors: dict[str, tuple[grpc.StatusCode, str]] = field(default_factory=dict)
@@ -91,6 +93,14 @@ class ScriptedAdmin(admin_pb2_grpc.AdminServicer):
     def Drain(self, request, context):  # type: ignore[no-untyped-def]
         self._note("Drain", request, context)
         yield from self.script.drain_events
+
+    def Profile(self, request, context):  # type: ignore[no-untyped-def]
+        self._note("Profile", request, context)
+        yield from self.script.profile_events
+
+    def ListProfiles(self, request, context):  # type: ignore[no-untyped-def]
+        self._note("ListProfiles", request, context)
+        return admin.ListProfilesReply(profiles=self.script.profiles)
 
     def GetTrace(self, request, context):  # type: ignore[no-untyped-def]
         self._note("GetTrace", request, context)

@@ -81,6 +81,16 @@ def test_worker_arguments_go_to_every_worker_last() -> None:
         assert all(part.command[-2:] == ["--max-num-seqs", "8"] for part in workers)
 
 
+def test_predictor_and_profiling_are_passed_on_to_workers() -> None:
+    for engine in Engine:
+        workers = _plan(engine=engine, predictor="", profile=True).tier(Tier.WORKER)
+        assert all(_option(part, "--predictor") == "" for part in workers)
+        assert all("--profile-at-start" in part.command for part in workers)
+        # They wait for the one of them that is measured.
+        assert all(part.timeout_s > 60 for part in workers)
+    assert not any("--predictor" in part.command for part in _plan().tier(Tier.WORKER))
+
+
 def test_spans_go_to_the_monitor_or_where_the_user_says_or_nowhere() -> None:
     plan = _plan()
     monitor = next(part for part in plan.parts if part.name == "monitor")

@@ -1,0 +1,77 @@
+"""`tailrace profile`: measure instances, for the policies that go by how fast they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import click
+
+from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
+from tailrace.cli.errors import CliError
+from tailrace.cli.output import Output, note, output_option, print_figures, print_json
+from tailrace.cli.plain import to_plain_list
+from tailrace.cli.tables import PROFILES
+from tailrace.v1.admin_pb2 import AdminProfileRequest, ListInstancesRequest
+from tailrace.v1.profile_pb2 import MeasuredProfile
+from tailrace.v1.types_pb2 import INSTANCE_STATE_SUSPECT
+
+# Beside the measuring: a step in progress, the fits, etcd.
+_MARGIN_S: Final = 60.0
+_HINT: Final = "tailrace get instances lists them"
+
+
+@click.command(epilog="Example: tailrace profile worker-0 -o json")
+@click.argument("instances", metavar="[INSTANCE]...", nargs=-1)
+@click.option("--force", is_flag=True, help="Although it carries requests: both get slower, and less exact.")
+@click.option(
+    "--budget",
+    "budget_s",
+    type=click.FloatRange(min=1, max=600),
+    default=60.0,
+    show_default=True,
+    help="Seconds that measuring an instance may take; more time, longer prompts and larger batches.",
+)
+@output_option()
+@admin_option
+def profile(
+    instances: tuple[str, ...], force: bool, budget_s: float, output: Output, admin: str | None
+) -> None:
+    """Measure how fast each INSTANCE is; without any, an idle one of each kind.
+
+    The worker runs requests of its own on its engine: prompts alone by length (Arrow's TTFT curve), batches
+    by size and length (decode steps, Max Running Tokens, CascadeInfer's QoE model). Nothing is placed or
+    counted for them. What is found is stored in etcd for all instances of the kind (model, engine, hardware),
+    and the policies go by it at once; tailrace get profiles lists it. An instance that carries requests is
+    refused, and a user's request that comes meanwhile ends the measuring: tailrace drain keeps them away.
+    Progress goes to stderr.
+    """
+    with connect(admin) as connection, connection.errors(_HINT):
+        names = instances or _one_of_each_kind(connection)
+        found = [_measured(connection, name, force, budget_s) for name in names]
+    if output is Output.JSON:
+        print_json({PROFILES.name: to_plain_list(found)})
+    else:
+        print_figures(PROFILES.table(found))
+
+
+def _one_of_each_kind(connection: Admin) -> Sequence[str]:
+    """The least loaded of each kind. Raises CliError when there is none."""
+    reply = connection.stub.ListInstances(ListInstancesRequest(), timeout=CALL_TIMEOUT_S)
+    first: dict[str, str] = {}
+    for info in sorted(reply.instances, key=lambda i: (i.running + i.waiting, i.instance_id)):
+        if info.state != INSTANCE_STATE_SUSPECT and info.profile_kind:
+            first.setdefault(info.profile_kind, info.instance_id)
+    if not first:
+        raise CliError("no instance to measure: there is none, or each was given a profile (--profile)")
+    return sorted(first.values())
+
+
+def _measured(connection: Admin, name: str, force: bool, budget_s: float) -> MeasuredProfile:
+    request = AdminProfileRequest(instance_id=name, force=force, budget_s=budget_s)
+    for event in connection.stub.Profile(request, timeout=budget_s + _MARGIN_S):
+        if event.message:
+            note(f"{name}: {event.message}")
+        if event.HasField("profile"):
+            return event.profile
+    raise CliError(f"{name}: the stream of events ended without a profile; see the worker's log")

@@ -1,0 +1,131 @@
+"""Profiles through real services: measured by a worker, kept in etcd, and what Arrow makes of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import msgspec
+import pytest
+import pytest_asyncio
+
+from scheduler_svc.settings import Conflict, Settings
+from tailrace.cluster import Pool
+from tailrace.records import PROFILES, ProfileRecord
+from tailrace.v1 import admin_pb2, profile_pb2, types_pb2
+from tests.live.fleet import WAIT_S, Fleet
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PREFILLING = (Pool.PREFILL, Pool.DECODE_TO_PREFILL)
+
+
+@pytest_asyncio.fixture(loop_scope="module", autouse=True)
+async def unmeasured(fleet: Fleet) -> AsyncIterator[None]:
+    """Nothing was measured before a test, and nothing stays."""
+    yield
+    for key in await fleet.store.get_prefix(PROFILES):
+        await fleet.store.delete(key)
+
+
+async def profiled(
+    fleet: Fleet, name: str, budget_s: float, force: bool = False
+) -> list[profile_pb2.ProfileEvent]:
+    """As `tailrace profile`."""
+    request = admin_pb2.AdminProfileRequest(instance_id=name, budget_s=budget_s, force=force)
+    return [event async for event in fleet.admin.Profile(request, timeout=WAIT_S)]
+
+
+async def listed(fleet: Fleet) -> list[profile_pb2.MeasuredProfile]:
+    """As `tailrace get profiles`."""
+    reply = await fleet.admin.ListProfiles(admin_pb2.ListProfilesRequest(), timeout=WAIT_S)
+    return list(reply.profiles)
+
+
+async def kind_of(fleet: Fleet) -> str:
+    """That all of this fleet's instances have."""
+    (kind,) = {info.profile_kind for info in (await fleet.instances()).values()}
+    assert kind
+    return kind
+
+
+async def measured_to_be(fleet: Fleet, base_s: float) -> None:
+    """Have every scheduler and worker believe that each prompt takes so long."""
+    kind = await kind_of(fleet)
+    if kind not in fleet.members.profiles:
+        await profiled(fleet, "w-0", 4.0)
+        await fleet.members_show(lambda m: kind in m.profiles)
+    record = fleet.members.profiles[kind]
+    curve = msgspec.structs.replace(record.ttft, base_s=base_s)
+    changed = msgspec.structs.replace(record, ttft=curve)
+    await fleet.store.put(f"{PROFILES}{kind}", msgspec.json.encode(changed))
+    async with asyncio.timeout(WAIT_S):
+        while [each.ttft.base_s for each in await listed(fleet)] != [base_s]:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def test_an_idle_instance_is_measured_for_all_of_its_kind(fleet: Fleet) -> None:
+    submitted = await fleet.counted("tailrace_worker_submitted_requests_total")
+    events = await profiled(fleet, "w-1", 6.0)
+    assert events[0].message == "warming up" and events[-1].HasField("profile")
+    found = events[-1].profile
+    assert found.kind == await kind_of(fleet) and found.instance_id == "w-1"
+    assert found.decode.base_ms > 0 and found.decode.samples >= 3 and found.ttft.samples >= 3
+    assert found.took_s < WAIT_S
+    value = await fleet.store.get(f"{PROFILES}{found.kind}")
+    assert value is not None
+    record = msgspec.json.decode(value, type=ProfileRecord)
+    assert record.profile.decode.base_ms == found.decode.base_ms
+    await fleet.members_show(lambda m: found.kind in m.profiles)
+    # The probes were nobody's: no request is seen, and none was submitted.
+    assert (await fleet.instances())["w-1"].running == 0
+    assert await fleet.owners() == {}
+    assert await fleet.counted("tailrace_worker_submitted_requests_total") == submitted
+
+
+async def test_an_instance_that_carries_requests_is_refused_and_goes_on(fleet: Fleet) -> None:
+    request = await fleet.send(60, 0, 300)
+    await fleet.running(request)
+    (owner,) = set((await fleet.owners()).values())
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await profiled(fleet, owner, 3.0)
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "carries 1 requests" in (refused.value.details() or "")
+    await fleet.finish(request)
+    with pytest.raises(grpc.aio.AioRpcError) as unknown:
+        await profiled(fleet, "w-9", 3.0)
+    assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_measured_profile_reaches_arrows_decision(fleet: Fleet) -> None:
+    await fleet.set_policy("arrow")
+    await fleet.members_show(lambda m: len(m.pools) == 4)
+
+    def prefilling() -> int:
+        return sum(pool in PREFILLING for pool in fleet.members.pools.values())
+
+    assert prefilling() == 2
+    # By the engine's own profile a short prompt meets its SLO: nobody flips.
+    calm = await fleet.send(60, 0, 5)
+    await fleet.finish(calm)
+    assert prefilling() == 2
+    # Ten seconds each: Alg. 1 wants another instance to prefill, and takes one that decodes (Alg. 3).
+    await measured_to_be(fleet, 10.0)
+    tense = await fleet.send(60, 0, 200)
+    await fleet.members_show(lambda m: sum(pool in PREFILLING for pool in m.pools.values()) == 3)
+    # Flipped in etcd, and nothing was drained for it.
+    assert fleet.members.draining == frozenset()
+    states = {info.state for info in (await fleet.instances()).values()}
+    assert states == {types_pb2.INSTANCE_STATE_ACTIVE}
+    await fleet.finish(tense)
+
+
+async def test_a_flip_is_a_compare_and_swap(fleet: Fleet) -> None:
+    # Two schedulers that saw the same pool: the one that comes second changes nothing.
+    first, second = Settings(fleet.store), Settings(fleet.store)
+    await fleet.set_pool("w-0", types_pb2.POOL_DECODE)
+    await first.swap_pool("w-0", Pool.DECODE, Pool.DECODE_TO_PREFILL)
+    with pytest.raises(Conflict, match="pool of w-0"):
+        await second.swap_pool("w-0", Pool.DECODE, Pool.PREFILL)
+    assert await fleet.store.get("pools/w-0") == b"decode_to_prefill"
