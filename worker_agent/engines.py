@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from worker_agent.engine.base import Engine
@@ -45,12 +46,16 @@ def read_argument(text: str) -> tuple[str, Json]:
         return name, value
 
 
-def make_engine(options: EngineOptions) -> Engine:
-    """Raises EngineOptionError, RuntimeError."""
+def make_engine(options: EngineOptions, tell_late: Callable[[float], None] | None = None) -> Engine:
+    """Raises EngineOptionError, RuntimeError.
+
+    `tell_late` gets the seconds by which each timer of a simulated engine comes too late; with it, call this
+    in the event loop that the engine will run in.
+    """
     if options.kind == "vllm":
         return _vllm(options)
     if options.kind == "simulated":
-        return _simulated(options)
+        return _simulated(options, tell_late)
     raise EngineOptionError(f"no engine called {options.kind!r}")
 
 
@@ -82,10 +87,11 @@ def _vllm(options: EngineOptions) -> Engine:
     )
 
 
-def _simulated(options: EngineOptions) -> Engine:
+def _simulated(options: EngineOptions, tell_late: Callable[[float], None] | None) -> Engine:
     import msgspec
 
     from worker_agent.engine.simulated import SimulatedEngine, SimulatedSettings
+    from worker_agent.engine.simulated.clock import WatchedClock
 
     named: dict[str, Json] = {
         "model": options.model,
@@ -99,7 +105,8 @@ def _simulated(options: EngineOptions) -> Engine:
     unknown = settings.keys() - set(SimulatedSettings.__struct_fields__)
     if unknown:
         raise EngineOptionError(f"the simulated engine has no setting {', '.join(sorted(unknown))}")
+    clock = None if tell_late is None else WatchedClock(asyncio.get_running_loop(), tell_late)
     try:
-        return SimulatedEngine(msgspec.convert(settings, SimulatedSettings))
+        return SimulatedEngine(msgspec.convert(settings, SimulatedSettings), clock=clock)
     except msgspec.ValidationError as error:
         raise EngineOptionError(f"simulated engine: {error}") from error

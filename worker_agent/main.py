@@ -193,7 +193,9 @@ async def _serve_or_say(
 async def serve(common: CommonOptions, options: EngineOptions, count: int, settings: WorkerSettings) -> None:
     """Run `count` workers until cancelled. Raises EngineDied when an engine failed for good."""
     names = _numbered(common.member_id, count)
-    engines = [make_engine(options) for _ in names]
+    registry = new_registry("worker", common.member_id)
+    collector, histograms = WorkerCollector(registry), WorkerHistograms(registry)
+    engines = [make_engine(options, histograms.step_late_seconds.observe) for _ in names]
     start_ucx()
     try:
         async with AsyncExitStack() as stack:
@@ -204,8 +206,6 @@ async def serve(common: CommonOptions, options: EngineOptions, count: int, setti
             channels = Channels()
             stack.push_async_callback(channels.close)
             tracing = await stack.enter_async_context(configure("worker", common.member_id))
-            registry = new_registry("worker", common.member_id)
-            collector, histograms = WorkerCollector(registry), WorkerHistograms(registry)
             metrics_server = await stack.enter_async_context(serve_metrics(common.metrics, registry))
             around = Surroundings(
                 store=store,

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from worker_agent.engine.base import EnginePhase, EngineStats
 
 _PAUSE_BUCKETS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+_LATE_BUCKETS_S: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 # PASCAL's SLO is a QoE of 0.95 (section III).
 _QOE_BUCKETS: Final = (0.5, 0.8, 0.9, 0.95, 0.99, 0.999)
 
@@ -32,6 +33,12 @@ class WorkerHistograms:
             "QoE of answers that ended here, at the target pace; 1 is perfect.",
             registry=registry,
             buckets=_QOE_BUCKETS,
+        )
+        self.step_late_seconds = Histogram(
+            "tailrace_worker_step_late_seconds",
+            "How much too late a simulated engine's steps ended: the machine's fault. No real engine counts.",
+            registry=registry,
+            buckets=_LATE_BUCKETS_S,
         )
 
 

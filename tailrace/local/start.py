@@ -47,14 +47,15 @@ class Starter:
         try:
             await self._watched(policy)
         except BaseException:
-            self._stop()
+            self.stop()
             raise
         self._state.http = self._plan.http
         self._state.model = model
         self._folder.write(self._state)
         return self._state
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """End everything that was started, in this process's lifetime; takes seconds."""
         stop_parts(self._state.parts, self._reap)
         self._folder.forget()
 

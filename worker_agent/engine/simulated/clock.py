@@ -21,3 +21,25 @@ class Clock(Protocol):
 
     def call_at(self, when: float, callback: Callable[[], object]) -> Timer:
         """Call back once, at `when` or soon after."""
+
+
+class WatchedClock:
+    """A clock that tells how late each of its calls came: what a busy machine does to an engine's steps."""
+
+    def __init__(self, clock: Clock, tell: Callable[[float], None]) -> None:
+        """`tell` gets the seconds from when a call was due to when it began."""
+        self._clock = clock
+        self._tell = tell
+
+    def time(self) -> float:
+        """Clock.time."""
+        return self._clock.time()
+
+    def call_at(self, when: float, callback: Callable[[], object]) -> Timer:
+        """Clock.call_at."""
+
+        def call() -> None:
+            self._tell(self._clock.time() - when)
+            callback()
+
+        return self._clock.call_at(when, call)
