@@ -71,6 +71,9 @@ bench-real: ## PASCAL, Arrow, ARES, CascadeInfer and switching on real vLLM work
 	@scripts/install.sh --rust
 	$(PYTHON) -m benchmarks.real $(ARGS)
 
+bench-live: install ## Slices of traces on live simulated engines and in the simulator (TAILRACE_DATA as above, ARGS=--quick)
+	$(PYTHON) -m benchmarks.live $(ARGS)
+
 claims: install ## Every claim of the papers, with JSON and a page in benchmarks/results (TAILRACE_DATA as above)
 	$(TAILRACE) claims $(if $(TAILRACE_DATA),--traces $(TAILRACE_DATA)/traces) \
 		--save benchmarks/results/claims.json --report benchmarks/results/claims.html

@@ -1,1 +1,0 @@
-"""What the benchmarks make of what they measure."""

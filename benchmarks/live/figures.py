@@ -1,0 +1,91 @@
+"""Counters and histograms between two scrapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from prometheus_client import Metric
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Samples by name and labels, at one moment."""
+
+    samples: Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
+
+    @staticmethod
+    def of(families: Iterable[Metric]) -> Counts:
+        """Of a scrape."""
+        return Counts(
+            {
+                (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+                for family in families
+                for sample in family.samples
+            }
+        )
+
+    def since(self, before: Counts) -> Counts:
+        """What was added."""
+        return Counts({key: value - before.samples.get(key, 0.0) for key, value in self.samples.items()})
+
+    def by(self, name: str, label: str, **wanted: str) -> dict[str, float]:
+        """Values above zero by one label, of samples with these others."""
+        found: dict[str, float] = {}
+        for (sample, labels), value in self.samples.items():
+            given = dict(labels)
+            if sample == name and value > 0 and wanted.items() <= given.items():
+                found[given[label]] = found.get(given[label], 0.0) + value
+        return found
+
+    def total(self, name: str, **wanted: str) -> float:
+        """Sum of the samples of this name with these labels."""
+        return sum(
+            value
+            for (sample, labels), value in self.samples.items()
+            if sample == name and wanted.items() <= dict(labels).items()
+        )
+
+    def percentile(self, name: str, share: float, **wanted: str) -> float:
+        """Of a histogram; within a bucket as if evenly spread. NaN when nothing was counted."""
+        buckets = sorted(
+            (float(bound), count) for bound, count in self.by(f"{name}_bucket", "le", **wanted).items()
+        )
+        if not buckets:
+            return float("nan")
+        goal = share * buckets[-1][1]
+        low, below = 0.0, 0.0
+        for bound, count in buckets:
+            if count >= goal:
+                if bound == float("inf"):
+                    return low
+                return low + (bound - low) * (goal - below) / max(count - below, 1e-9)
+            low, below = bound, count
+        return low
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Mean and percentiles of one figure."""
+
+    mean: float
+    p50: float
+    p99: float
+
+    @staticmethod
+    def of(values: Iterable[float]) -> Spread:
+        """NaN of nothing."""
+        column = np.fromiter(values, np.float64)
+        if not len(column):
+            return Spread(float("nan"), float("nan"), float("nan"))
+        p50, p99 = np.percentile(column, [50, 99])
+        return Spread(float(column.mean()), float(p50), float(p99))
+
+    def over(self, other: Spread) -> Spread:
+        """Ratios."""
+        return Spread(_ratio(self.mean, other.mean), _ratio(self.p50, other.p50), _ratio(self.p99, other.p99))
+
+
+def _ratio(one: float, other: float) -> float:
+    return one / other if other else float("nan")

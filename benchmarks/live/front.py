@@ -1,0 +1,208 @@
+"""An open-loop load in place of vLLM's front half: requests in vLLM's own messages, token times noted.
+
+HTTP, templates and the tokenizer are left out: on two cores they would be what is measured. Everything behind
+them is the real front end, which takes this for its front half (`tailrace serve frontend --front none`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from simulator.request import SimRequest
+from tailrace import wire
+from worker_agent.engine.simulated.settings import SimulatedSettings
+from worker_agent.engine.simulated.vocabulary import read_vocabulary
+
+_READY_S: Final = 60.0
+# A token id that ends an answer; the simulated engine ends by length and only shows it.
+_END: Final = 0
+
+
+@dataclass(slots=True)
+class Stream:
+    """What came of one request. Times in seconds from the start of the replay; None: not yet."""
+
+    request: SimRequest
+    # When it was sent, which a busy machine makes later than its arrival.
+    sent_s: float = 0.0
+    tokens: int = 0
+    first_token_s: float | None = None
+    first_answer_s: float | None = None
+    finish_s: float | None = None
+    # Longest time between two answering tokens.
+    gap_max_s: float = 0.0
+    last_s: float = 0.0
+    finish_reason: int | None = None
+    # Outputs that came after the last.
+    afterwards: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Every token of the trace's lengths came, none twice, and the end was the model's."""
+        return (
+            self.tokens == self.request.output_tokens
+            and self.finish_reason == wire.FinishReason.STOP
+            and not self.afterwards
+        )
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From arrival to the first answering token."""
+        return None if self.first_answer_s is None else self.first_answer_s - self.request.arrival_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time between answering tokens; 0.0 for an answer of one, as in the simulator."""
+        if self.finish_s is None or self.first_answer_s is None:
+            return None
+        gaps = self.request.answer_tokens - 1
+        return (self.finish_s - self.first_answer_s) / gaps if gaps else 0.0
+
+    @property
+    def latency_s(self) -> float | None:
+        """From arrival to the last token."""
+        return None if self.finish_s is None else self.finish_s - self.request.arrival_s
+
+
+class Load:
+    """Speaks for the front half on the engine core's sockets in `folder`."""
+
+    def __init__(self, folder: Path, max_tokens: int, reasons: bool) -> None:
+        """`max_tokens`: what every request asks for at most. `reasons`: the model does."""
+        self._context = zmq.asyncio.Context()
+        self._input = self._context.socket(zmq.ROUTER)
+        self._input.bind(f"ipc://{folder / 'in'}")
+        self._output = self._context.socket(zmq.PULL)
+        # Outputs wait here, not at the front end, while this process is late.
+        self._output.setsockopt(zmq.RCVHWM, 0)
+        self._output.bind(f"ipc://{folder / 'out'}")
+        self._encoder = msgspec.msgpack.Encoder()
+        self._max_tokens = max_tokens
+        settings = SimulatedSettings()
+        vocabulary = read_vocabulary(settings.tokenizer, settings.think, settings.end_think)
+        self._letters = vocabulary.letters
+        # A prompt that leaves the thought open, and one that has closed it.
+        self._open = [vocabulary.think] if reasons and vocabulary.think is not None else []
+        self._closed = [vocabulary.end_think] if reasons and vocabulary.end_think is not None else []
+        self._streams: dict[str, Stream] = {}
+        self._left = 0
+        self._start_s = 0.0
+        self._done = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._input.close(linger=0)
+        self._output.close(linger=0)
+        self._context.term()
+
+    async def ready(self) -> None:
+        """Until the front end has workers. Raises TimeoutError."""
+        async with asyncio.timeout(_READY_S):
+            identity, _ = await self._input.recv_multipart()
+        if identity != wire.engine_identity(0):
+            raise RuntimeError(f"an engine core says {identity!r}")
+
+    async def replay(
+        self, prefix: str, requests: Sequence[SimRequest], patience_s: float, told: Callable[[int], None]
+    ) -> list[Stream]:
+        """Send each when it arrives, and wait for all ends, at most `patience_s` after the last arrival.
+
+        `prefix` makes ids distinct between replays. `told` gets the number of requests that have ended.
+        """
+        # Made beforehand: a long prompt takes milliseconds.
+        messages = [self._message(f"{prefix}{request.request_id}", request) for request in requests]
+        self._streams = {f"{prefix}{request.request_id}": Stream(request) for request in requests}
+        self._left = len(requests)
+        self._done.clear()
+        self._start_s = time.monotonic()
+        reading = asyncio.create_task(self._read(told), name="outputs")
+        try:
+            for message, (request_id, stream) in zip(messages, self._streams.items(), strict=True):
+                wait_s = self._start_s + stream.request.arrival_s - time.monotonic()
+                if wait_s > 0:
+                    await asyncio.sleep(wait_s)
+                stream.sent_s = time.monotonic() - self._start_s
+                await self._input.send_multipart(
+                    [wire.engine_identity(0), wire.RequestType.ADD.value, message(request_id)]
+                )
+            async with asyncio.timeout(patience_s):
+                await self._done.wait()
+        except TimeoutError:
+            # Whoever has not ended counts as lost.
+            pass
+        finally:
+            reading.cancel()
+            await asyncio.wait([reading])
+        return list(self._streams.values())
+
+    def _message(self, request_id: str, request: SimRequest) -> Callable[[str], bytes]:
+        # The last letter of the thought is its closing tag, the last of the answer the end.
+        lengths = {"answer_tokens": request.answer_tokens - 1}
+        if request.reasoning_tokens:
+            lengths["reasoning_tokens"] = request.reasoning_tokens - 1
+        sampling = wire.SamplingParams(
+            max_tokens=self._max_tokens,
+            eos_token_id=_END,
+            extra_args=msgspec.Raw(msgspec.msgpack.encode(lengths)),
+        )
+        letters = self._letters
+        tail = self._open if request.reasoning_tokens else self._closed
+        # Different from the first token on, so that no two prompts are alike.
+        head = [letters[byte] for byte in request_id.encode()]
+        body = request.prompt_tokens - len(tail)
+        prompt = (head + [letters[0]] * max(0, body - len(head)))[:body] + tail
+
+        def encode(request_id: str) -> bytes:
+            return self._encoder.encode(
+                wire.EngineCoreRequest(
+                    request_id, prompt, wire.NIL, sampling, wire.NIL, time.time(), wire.NIL, None, None
+                )
+            )
+
+        return encode
+
+    async def _read(self, told: Callable[[int], None]) -> None:
+        while self._left:
+            frames = await self._output.recv_multipart()
+            now_s = time.monotonic() - self._start_s
+            for output in wire.read_outputs(frames).outputs:
+                stream = self._streams.get(output.request_id)
+                if stream is None:
+                    continue
+                if stream.finish_s is not None:
+                    stream.afterwards += 1
+                    continue
+                self._note(stream, len(output.new_token_ids), now_s)
+                if output.finish_reason is not None:
+                    stream.finish_s = now_s
+                    stream.finish_reason = output.finish_reason
+                    self._left -= 1
+                    told(len(self._streams) - self._left)
+        self._done.set()
+
+    @staticmethod
+    def _note(stream: Stream, tokens: int, now_s: float) -> None:
+        if not tokens:
+            return
+        stream.tokens += tokens
+        if stream.first_token_s is None:
+            stream.first_token_s = now_s
+        if stream.first_answer_s is not None:
+            stream.gap_max_s = max(stream.gap_max_s, now_s - stream.last_s)
+        elif stream.tokens > stream.request.reasoning_tokens:
+            stream.first_answer_s = now_s
+        stream.last_s = now_s

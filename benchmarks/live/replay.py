@@ -1,0 +1,142 @@
+"""A slice through the live fleet."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from benchmarks.live.figures import Counts, Spread
+from benchmarks.live.fleet import LiveFleet
+from benchmarks.live.front import Stream
+from benchmarks.live.outcome import Machine, Outcome, Placements
+from benchmarks.live.shape import Delays
+from benchmarks.live.watch import Watch, watching
+from benchmarks.processes import cpu_seconds
+from simulator.request import SimRequest
+from tailrace.v1 import migration_pb2, types_pb2
+
+# Seconds that the last request may take after the last arrival.
+_PATIENCE_S: Final = 180.0
+# Phase changes are gathered for so long before they are told (worker_agent/reports.py).
+_GATHER_S: Final = 0.005
+_SCRAPED: Final = ("scheduler", "frontend", "worker", "migration")
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRun:
+    """One slice under one policy."""
+
+    outcome: Outcome
+    # Requests that did not end whole, and the first of them in words.
+    lost: int
+    lost_why: str
+    tokens: int
+    machine: Machine
+    placements: Placements
+    delays: Delays
+    migrations_aborted: int
+    wall_s: float
+
+
+async def replay(
+    fleet: LiveFleet, policy: str, requests: Sequence[SimRequest], told: Callable[[int], None]
+) -> LiveRun:
+    """Replay them under the policy that is set, and gather what there is to know."""
+    prefix = f"{policy}-"
+    began_s = time.time()
+    async with watching(fleet.monitor) as watch:
+        before = {part: Counts.of(await fleet.scrape(part)) for part in _SCRAPED}
+        cpu = _cpu(fleet)
+        started_s = time.monotonic()
+        streams = await fleet.load.replay(prefix, requests, _PATIENCE_S, told)
+        wall_s = time.monotonic() - started_s
+        busy = {part: (seconds - cpu[part]) / wall_s for part, seconds in _cpu(fleet).items()}
+        counts = {part: Counts.of(await fleet.scrape(part)).since(before[part]) for part in _SCRAPED}
+    migrations = await fleet.migrations(began_s)
+    bad = [stream for stream in streams if not stream.whole]
+    return LiveRun(
+        outcome=_outcome(streams, watch, prefix, counts),
+        lost=len(bad),
+        lost_why=_why(bad[0]) if bad else "",
+        tokens=sum(stream.tokens for stream in streams),
+        machine=_machine(fleet, streams, counts["worker"], busy),
+        placements=_placements(counts),
+        delays=_delays(watch, migrations),
+        migrations_aborted=round(
+            counts["migration"].total("tailrace_migration_migrations_total", outcome="aborted")
+        ),
+        wall_s=wall_s,
+    )
+
+
+def _cpu(fleet: LiveFleet) -> dict[str, float]:
+    used = {part: cpu_seconds(pids) for part, pids in fleet.pids.items()}
+    return {**used, "load": cpu_seconds([os.getpid()])}
+
+
+def _why(stream: Stream) -> str:
+    return (
+        f"{stream.request.request_id}: {stream.tokens} of {stream.request.output_tokens} tokens, "
+        f"finish reason {stream.finish_reason}, {stream.afterwards} outputs after the end"
+    )
+
+
+def _outcome(streams: Sequence[Stream], watch: Watch, prefix: str, counts: Mapping[str, Counts]) -> Outcome:
+    done = [stream for stream in streams if stream.finish_s is not None]
+    migrated = counts["migration"].by("tailrace_migration_migrations_total", "reason", outcome="committed")
+    return Outcome(
+        requests=len(streams),
+        finished=len(done),
+        ttft=Spread.of(s.ttft_s for s in done if s.ttft_s is not None),
+        tpot=Spread.of(s.tpot_s for s in done if s.tpot_s is not None and s.request.answer_tokens > 1),
+        latency=Spread.of(s.latency_s for s in done if s.latency_s is not None),
+        placed={
+            request_id.removeprefix(prefix): instance
+            for request_id, instance in watch.first_seen.items()
+            if request_id.startswith(prefix)
+        },
+        migrations={reason: round(count) for reason, count in migrated.items()},
+        preemptions=round(counts["worker"].total("tailrace_worker_preemptions_total")),
+    )
+
+
+def _machine(
+    fleet: LiveFleet, streams: Sequence[Stream], worker: Counts, busy: Mapping[str, float]
+) -> Machine:
+    late = [stream.sent_s - stream.request.arrival_s for stream in streams]
+    name = "tailrace_worker_step_late_seconds"
+    return Machine(
+        step_late_p50_s=worker.percentile(name, 0.5),
+        step_late_p99_s=worker.percentile(name, 0.99),
+        arrival_late_p99_s=float(np.percentile(late, 99)),
+        step_s=fleet.shape.slowed.step_ms(0.0, 1, 0) / 1e3,
+        busy=busy,
+    )
+
+
+def _placements(counts: Mapping[str, Counts]) -> Placements:
+    added, decided = "tailrace_frontend_placement_seconds", "tailrace_scheduler_decision_seconds"
+    frontend, scheduler = counts["frontend"], counts["scheduler"]
+    return Placements(
+        added_p50_s=frontend.percentile(added, 0.5),
+        added_p99_s=frontend.percentile(added, 0.99),
+        decided_p50_s=scheduler.percentile(decided, 0.5, point="place"),
+        decided_p99_s=scheduler.percentile(decided, 0.99, point="place"),
+    )
+
+
+def _delays(watch: Watch, migrations: Sequence[migration_pb2.MigrationRecord]) -> Delays:
+    """Medians; what no migration has shown is zero."""
+    committed = [m for m in migrations if m.state == types_pb2.MIGRATION_STATE_COMMITTED]
+    pauses = [m.pause_ms / 1e3 for m in committed]
+    opening = [max(0.0, m.closed_s - m.opened_s - m.pause_ms / 1e3) for m in committed]
+    return Delays(
+        report_s=_GATHER_S + (float(np.median(watch.delays_s)) if watch.delays_s else 0.0),
+        open_s=float(np.median(opening)) if opening else 0.0,
+        commit_s=float(np.median(pauses)) if pauses else 0.0,
+    )

@@ -1,0 +1,103 @@
+"""What the scheduler takes: idle and placing, by the number of workers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from benchmarks.live.figures import Counts
+from benchmarks.live.fleet import LiveFleet
+from benchmarks.live.outcome import Placements
+from benchmarks.live.replay import replay
+from benchmarks.live.shape import FleetShape
+from benchmarks.live.simulated import has_pools
+from benchmarks.processes import cpu_seconds
+from simulator.workloads.arrivals import poisson_requests
+from simulator.workloads.lengths import Lengths
+
+# Small requests at a rate that two cores bear: what is measured is the scheduler.
+_PROMPT_TOKENS: Final = 200
+_OUTPUT_TOKENS: Final = 24
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerCost:
+    """Under one policy. CPU seconds include what reports, events and ticks take."""
+
+    policy: str
+    workers: int
+    rate_per_s: float
+    placements: int
+    latency: Placements
+    # Of the scheduler's process while it placed, for every 1,000 placements; and a second while nothing came.
+    cpu_s_per_1000: float
+    idle_cpu_s_per_s: float
+    # Mean seconds of one tick's decision while there was load; NaN: the policy has none.
+    tick_s: float
+    lost: int
+    kept_up: bool
+
+
+def cost_shape(workers: int) -> FleetShape:
+    """Fast engines with much room."""
+    return FleetShape(
+        workers=workers,
+        profile="llama-3.1-8b-h100",
+        speed=0.25,
+        seats=64,
+        kv_blocks=4096,
+        max_tokens=_OUTPUT_TOKENS,
+        reasons=False,
+        prefill_instances=workers // 4,
+    )
+
+
+async def scheduler_cost(
+    fleet: LiveFleet,
+    policy: str,
+    rate_per_s: float,
+    seconds: float,
+    idle_s: float,
+    seed: int,
+    told: Callable[[int], None],
+) -> SchedulerCost:
+    """Measure it on a fleet of `cost_shape`."""
+    await fleet.set_policy(policy, has_pools(policy))
+    await fleet.settled()
+    pids = fleet.pids["scheduler"]
+    began_s, before = time.monotonic(), cpu_seconds(pids)
+    # Nothing is waited for: this is the time that is measured.
+    await asyncio.sleep(idle_s)
+    idle = (cpu_seconds(pids) - before) / (time.monotonic() - began_s)
+
+    count = round(rate_per_s * seconds)
+    requests = poisson_requests("cost", _lengths, count, rate_per_s, seed)
+    counted = Counts.of(await fleet.scrape("scheduler"))
+    before = cpu_seconds(pids)
+    run = await replay(fleet, policy, requests, told)
+    used = cpu_seconds(pids) - before
+    counted = Counts.of(await fleet.scrape("scheduler")).since(counted)
+    ticks = "tailrace_scheduler_decision_seconds"
+    ticked = counted.total(f"{ticks}_count", point="tick")
+    return SchedulerCost(
+        policy=policy,
+        workers=fleet.shape.workers,
+        rate_per_s=rate_per_s,
+        placements=count,
+        latency=run.placements,
+        cpu_s_per_1000=used / count * 1e3,
+        idle_cpu_s_per_s=idle,
+        tick_s=counted.total(f"{ticks}_sum", point="tick") / ticked if ticked else float("nan"),
+        lost=run.lost,
+        kept_up=run.machine.kept_up,
+    )
+
+
+def _lengths(count: int, _: np.random.Generator) -> Lengths:
+    """All alike."""
+    return Lengths(*(np.full(count, each, np.int64) for each in (_PROMPT_TOKENS, 0, _OUTPUT_TOKENS)))

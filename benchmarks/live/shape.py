@@ -1,0 +1,130 @@
+"""The fleet that a slice runs on, once as workers' settings and once as the simulator's cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from simulator.cluster import ClusterSpec, InstanceSpec, LinkSpec, MigrationSpec, ReportSpec, WhenFull
+from simulator.predictors import OraclePredictor
+from tailrace.cluster import Pool
+from tailrace.policy.ares.future_load import FutureLoad
+from tailrace.profiles import Profile, load_profile
+from worker_agent.engine.simulated.speed import at_speed
+from worker_agent.speeds import Speeds
+
+BLOCK_TOKENS: Final = 16
+STEP_TOKENS: Final = 2048
+# Seconds between two steady reports, and a token at which users read: the workers' defaults.
+REPORT_S: Final = 0.5
+TPOT_S: Final = 0.1
+HOST_KV_BYTES: Final = 4 << 30
+SWAP_BYTES_PER_S: Final = 50e9
+# Orders inside an instance that take a migrated request into host memory (docs/intra.md, Swapping).
+_RECEIVE_ON_HOST: Final = frozenset({"pascal"})
+
+
+@dataclass(frozen=True, slots=True)
+class FleetShape:
+    """Equal instances. `speed`: steps take the profile's time divided by this."""
+
+    workers: int
+    profile: str
+    speed: float
+    # Most requests in a batch, and KV blocks.
+    seats: int
+    kv_blocks: int
+    # What every request is announced with as max_tokens.
+    max_tokens: int
+    reasons: bool
+    # Instances in the prefill pool under policies that have pools.
+    prefill_instances: int
+
+    @property
+    def names(self) -> list[str]:
+        """The instances' ids."""
+        return [f"worker-{n}" for n in range(self.workers)]
+
+    @property
+    def slowed(self) -> Profile:
+        """Step times as they are on this fleet."""
+        return at_speed(load_profile(self.profile), self.speed)
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest context in tokens: all that fits."""
+        return self.kv_blocks * BLOCK_TOKENS
+
+    def pools(self) -> dict[str, Pool]:
+        """Pools at the start, for policies that have them."""
+        return {
+            name: Pool.PREFILL if n < self.prefill_instances else Pool.DECODE
+            for n, name in enumerate(self.names)
+        }
+
+    def engine_arguments(self) -> dict[str, object]:
+        """Settings of the simulated engines."""
+        return {
+            "profile": self.profile,
+            "speed": self.speed,
+            "kv_blocks": self.kv_blocks,
+            "block_tokens": BLOCK_TOKENS,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.seats,
+            "max_num_batched_tokens": STEP_TOKENS,
+            "host_kv_bytes": HOST_KV_BYTES,
+            "swap_bytes_per_s": SWAP_BYTES_PER_S,
+            # Nobody reasons in a trace that says nothing of it.
+            "reasoning_mean_tokens": 1 if self.reasons else 0,
+            # Everybody knows the true lengths, here as there: what is compared is not the predictor.
+            "prediction_error": 0.0,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Delays:
+    """What the control plane takes, in seconds: measured on the live fleet, told to the simulator."""
+
+    # From a phase change or report on an instance to the policy.
+    report_s: float
+    # From a migration's order to its first byte, and from its last byte to the first step on the target.
+    open_s: float
+    commit_s: float
+
+
+# Until measured: a few milliseconds for each message.
+GUESSED: Final = Delays(0.007, 0.010, 0.010)
+
+
+def cluster_of(shape: FleetShape, delays: Delays, intra_name: str, pooled: bool) -> ClusterSpec:
+    """The same fleet in the simulator.
+
+    Migrations are as the live services have them, whatever the policy: three an instance and direction; a
+    target without room refuses, or takes the request into host memory. The bytes that a live simulated
+    engine really sends are few, so that the link costs nothing and the handshakes are what a migration takes.
+    """
+    profile = shape.slowed
+    instance = InstanceSpec(
+        "",
+        profile,
+        kv_capacity_tokens=shape.kv_blocks * BLOCK_TOKENS,
+        block_tokens=BLOCK_TOKENS,
+        host_kv_bytes=HOST_KV_BYTES,
+        swap_bytes_per_s=SWAP_BYTES_PER_S * shape.speed,
+        max_num_seqs=shape.seats,
+        chunk_budget_tokens=STEP_TOKENS,
+        max_model_len=shape.max_model_len,
+        max_running_tokens=Speeds.of(profile, TPOT_S).max_running_tokens,
+    )
+    pools = shape.pools() if pooled else {}
+    when_full = WhenFull.HOST if intra_name in _RECEIVE_ON_HOST else WhenFull.REFUSE
+    return ClusterSpec(
+        tuple(replace(instance, instance_id=name, pool=pools.get(name)) for name in shape.names),
+        link=LinkSpec(bytes_per_s=1e15, latency_s=0.0),
+        migration=MigrationSpec(when_full=when_full, open_s=delays.open_s, commit_s=delays.commit_s),
+        report=ReportSpec(REPORT_S, delays.report_s),
+        tpot_target_s=TPOT_S,
+        max_tokens=shape.max_tokens,
+        predictor=OraclePredictor(),
+        future_load=FutureLoad(),
+    )

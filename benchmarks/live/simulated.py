@@ -1,0 +1,42 @@
+"""The same slice through the simulator."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from benchmarks.live.figures import Spread
+from benchmarks.live.outcome import Outcome
+from benchmarks.live.shape import Delays, cluster_of
+from benchmarks.live.slices import Slice
+from simulator.records import MigrationOutcome
+from simulator.run import simulate
+from simulator.setups import setup_for
+from tailrace.policy.registry import load
+from tailrace.reasons import label
+
+
+def has_pools(policy: str) -> bool:
+    """Whether the policy starts with a prefill and a decode pool."""
+    return setup_for(policy).prefill_share is not None
+
+
+def simulated(taken: Slice, policy: str, delays: Delays, seed: int) -> Outcome:
+    """With the policy as the live scheduler makes it: its defaults. `seed`: when reports are due.
+
+    Raises SimulationError.
+    """
+    setup = setup_for(policy)
+    spec = cluster_of(taken.shape, delays, setup.intra_name, has_pools(policy))
+    result = simulate(spec, taken.requests, load(policy), setup.intra(), seed=seed)
+    done = [record for record in result.requests if record.finish_s is not None]
+    committed = [m for m in result.migrations if m.outcome is MigrationOutcome.COMMITTED]
+    return Outcome(
+        requests=len(result.requests),
+        finished=len(done),
+        ttft=Spread.of(r.ttft_s for r in done if r.ttft_s is not None),
+        tpot=Spread.of(r.tpot_s for r in done if r.tpot_s is not None and r.answer_tokens > 1),
+        latency=Spread.of(r.latency_s for r in done if r.latency_s is not None),
+        placed={r.request_id: r.placements[0].instance_id for r in result.requests if r.placements},
+        migrations=dict(Counter(label(m.reason) for m in committed)),
+        preemptions=sum(r.preemptions_swapped + r.preemptions_recomputed for r in done),
+    )

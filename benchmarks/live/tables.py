@@ -1,0 +1,112 @@
+"""The comparison for a reader."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.live.compare import Row
+from benchmarks.live.figures import Spread
+from benchmarks.live.scheduler_cost import SchedulerCost
+from benchmarks.live.slices import Slice
+
+
+def print_slice(taken: Slice, console: Console) -> None:
+    """What is replayed."""
+    shape = taken.shape
+    console.print(
+        f"{taken.trace}: {len(taken.requests)} requests at {taken.rate_per_s:.3g}/s, {taken.output_tokens:,} "
+        f"output tokens, load {taken.load:.0%}; {shape.workers} instances of {shape.seats} seats and "
+        f"{shape.max_model_len:,} KV tokens, {shape.profile} x{shape.speed:g}, {shape.prefill_instances} "
+        f"prefill where there are pools; seed {taken.seed}"
+    )
+
+
+def print_rows(rows: Sequence[Row], console: Console) -> None:
+    """Latencies, decisions and the machine."""
+    table = Table(title="Live / simulated: mean, P50, P99 (1.00 = equal)")
+    table.add_column("trace", no_wrap=True)
+    table.add_column("policy", no_wrap=True)
+    for heading in ("lost", "TTFT", "TPOT", "end to end", "within 15%"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        verdict = {True: "yes", False: "no", None: "machine too slow"}[row.within]
+        ratios = [_three(row.ratios[name]) for name in ("ttft", "tpot", "latency")]
+        table.add_row(row.trace, row.policy, str(row.live.lost), *ratios, verdict)
+    console.print(table)
+    table = Table(
+        title="Decisions: live with simulated (simulated with simulated, reports due at other times)"
+    )
+    table.add_column("trace", no_wrap=True)
+    table.add_column("policy", no_wrap=True)
+    for heading in ("same instance", "differently spread", "preempted", "migrations, live", "simulated"):
+        table.add_column(heading, justify="right", no_wrap=not heading.startswith(("migr", "simu")))
+    for row in rows:
+        first = row.simulated[0]
+        table.add_row(
+            row.trace,
+            row.policy,
+            f"{row.same_instance:.0%} ({row.same_instance_simulated:.0%})",
+            f"{row.moved_share:.1%} ({row.moved_share_simulated:.1%})",
+            f"{row.live.outcome.preemptions} : {first.preemptions}",
+            _reasons(row.live.outcome.migrations),
+            _reasons(first.migrations),
+        )
+    console.print(table)
+    table = Table(title="The machine, and what was measured of the control plane")
+    table.add_column("trace", no_wrap=True)
+    table.add_column("policy", no_wrap=True)
+    headings = ("steps late P50", "P99", "arrivals late P99", "cores busy", "report", "open", "commit")
+    for heading in (*headings, "placement P50", "P99"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        machine, delays, placed = row.live.machine, row.live.delays, row.live.placements
+        late = (machine.step_late_p50_s, machine.step_late_p99_s, machine.arrival_late_p99_s)
+        table.add_row(
+            row.trace,
+            row.policy,
+            *(_ms(value) for value in late),
+            f"{sum(machine.busy.values()):.2f}",
+            *(_ms(value) for value in (delays.report_s, delays.open_s, delays.commit_s)),
+            *(_ms(value) for value in (placed.added_p50_s, placed.added_p99_s)),
+        )
+    console.print(table)
+
+
+def print_costs(costs: Sequence[SchedulerCost], console: Console) -> None:
+    """The scheduler's own."""
+    table = Table(title="The scheduler: what a placement adds, and its CPU")
+    table.add_column("policy", no_wrap=True)
+    headings = ("workers", "placements", "added P50", "added P99", "policy P50", "policy P99")
+    for heading in (*headings, "CPU ms a placement", "idle CPU", "tick"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for cost in costs:
+        latency = cost.latency
+        table.add_row(
+            cost.policy,
+            str(cost.workers),
+            f"{cost.placements} at {cost.rate_per_s:g}/s",
+            _ms(latency.added_p50_s),
+            _ms(latency.added_p99_s),
+            _ms(latency.decided_p50_s),
+            _ms(latency.decided_p99_s),
+            f"{cost.cpu_s_per_1000:.2f}" + ("" if cost.kept_up else " (machine too slow)"),
+            f"{cost.idle_cpu_s_per_s:.2%}",
+            _ms(cost.tick_s),
+        )
+    console.print(table)
+
+
+def _three(ratio: Spread) -> str:
+    return " ".join("-" if math.isnan(each) else f"{each:.2f}" for each in (ratio.mean, ratio.p50, ratio.p99))
+
+
+def _ms(seconds: float) -> str:
+    return "-" if math.isnan(seconds) else f"{seconds * 1e3:.3g} ms"
+
+
+def _reasons(migrations: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in sorted(migrations.items())) or "-"

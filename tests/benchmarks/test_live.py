@@ -1,0 +1,85 @@
+"""Live against simulated, small: nothing is lost, and both sides tell of the same requests."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from benchmarks.live.compare import compare
+from benchmarks.live.figures import Counts, Spread
+from benchmarks.live.fleet import live_fleet
+from benchmarks.live.replay import replay
+from benchmarks.live.shape import FleetShape
+from benchmarks.live.simulated import has_pools
+from benchmarks.live.slices import Slice, Wish, take_slice
+from simulator.request import SimRequest
+from tailrace.cluster import Pool
+
+# Fast and with room: seconds of wall time.
+SHAPE = FleetShape(
+    workers=4,
+    profile="llama-3.1-8b-h100",
+    speed=1.0,
+    seats=16,
+    kv_blocks=1024,
+    max_tokens=64,
+    reasons=True,
+    prefill_instances=1,
+)
+
+
+def _slice() -> Slice:
+    requests = [
+        SimRequest(f"q{n}", 0.05 * n, 40 + 17 * n % 200, 12 * (n % 2), 1 + 5 * n % 40) for n in range(40)
+    ]
+    return Slice("test", "made up", requests, SHAPE, 0.1, 20.0, 1)
+
+
+async def test_a_slice_on_both_sides() -> None:
+    taken = _slice()
+    told: list[int] = []
+    async with live_fleet(SHAPE) as fleet:
+        for policy in ("round_robin", "ares"):
+            await fleet.set_policy(policy, has_pools(policy))
+            await fleet.settled()
+            live = await replay(fleet, policy, taken.requests, told.append)
+            row = compare(taken, policy, live)
+            assert (live.lost, live.lost_why) == (0, "")
+            assert live.tokens == taken.output_tokens
+            assert live.outcome.finished == 40 and all(run.finished == 40 for run in row.simulated)
+            assert told[-1] == 40
+            assert not math.isnan(row.ratios["latency"].mean)
+            # Where requests were placed is known of those that lived to be reported.
+            assert len(live.outcome.placed) > 20 and set(live.outcome.placed.values()) <= set(SHAPE.names)
+            if policy == "ares":
+                assert live.outcome.migrations.get("prefill done", 0) > 0
+                assert set(live.outcome.placed.values()) == {"worker-0"}
+                assert row.same_instance == 1.0
+            described = row.as_dict()
+            assert described["within"] in (True, False, None)
+
+
+def test_a_slice_is_scaled_to_the_load() -> None:
+    wish = Wish(8, 20.0, 0.5, "llama-3.1-8b-h100", 0.5, 8, 400, 3)
+    light = take_slice("r1", None, wish)
+    heavy = take_slice("r1", None, replace(wish, load=0.75))
+    assert math.isclose(heavy.rate_per_s, 1.5 * light.rate_per_s)
+    assert light.requests[-1].arrival_s > 15.0
+    assert max(r.output_tokens for r in heavy.requests) <= 400
+    longest = max(r.prompt_tokens + r.output_tokens for r in light.requests)
+    assert light.shape.max_model_len >= longest
+    assert list(light.shape.pools().values()).count(Pool.PREFILL) == light.shape.prefill_instances
+
+
+def test_percentiles_of_a_histogram() -> None:
+    bucket = "h_bucket"
+    before = Counts({(bucket, (("le", "1.0"),)): 10.0, (bucket, (("le", "+Inf"),)): 10.0})
+    after = Counts({(bucket, (("le", "1.0"),)): 20.0, (bucket, (("le", "+Inf"),)): 20.0})
+    assert after.since(before).percentile("h", 0.5) == 0.5
+    assert math.isnan(after.since(after).percentile("h", 0.5))
+
+
+def test_ratios_of_nothing_are_none() -> None:
+    nothing, something = Spread.of([]), Spread.of([1.0, 3.0])
+    assert something.over(Spread(1.0, 1.0, 1.0)).mean == 2.0
+    assert math.isnan(nothing.over(something).p50)
