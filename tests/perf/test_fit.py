@@ -1,0 +1,52 @@
+"""Fits of times: exact where the times are, and sound where they are noise."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tailrace.perf.fit import fit_times, r_squared
+
+
+def test_exact_times_give_their_coefficients_back() -> None:
+    rows = [(1.0, b, k) for b in (1, 4, 16) for k in (100, 5_000, 90_000)]
+    fit = fit_times(rows, [6e-3 + 1e-5 * b + 4e-8 * k for _, b, k in rows])
+    assert fit.coefficients == pytest.approx((6e-3, 1e-5, 4e-8), rel=1e-9)
+    assert fit.error < 1e-9 and fit.samples == 9
+
+
+def test_no_coefficient_is_negative() -> None:
+    # Times that fall with the second column: it is left out, and the mean remains.
+    fit = fit_times([(1.0, x) for x in range(1, 9)], [1.0 - 0.01 * x for x in range(1, 9)])
+    assert fit.coefficients[1] == 0.0 and fit.coefficients[0] == pytest.approx(0.955, abs=0.01)
+
+
+def test_errors_are_relative() -> None:
+    rng = random.Random(1)
+    rows = [(1.0, 2**power) for power in range(4, 15) for _ in range(5)]
+    seconds = [(0.002 + 1e-5 * tokens) * rng.uniform(0.95, 1.05) for _, tokens in rows]
+    fit = fit_times(rows, seconds)
+    # The short ones, which are the smaller by a hundredfold, count as much as the long.
+    assert fit.coefficients[0] == pytest.approx(0.002, rel=0.1)
+    assert 0.0 < fit.error < 0.05
+
+
+@pytest.mark.parametrize(
+    ("rows", "seconds", "match"),
+    [
+        ([], [], "no samples"),
+        ([(1.0, 2.0)], [1.0], "too few"),
+        ([(1.0, 2.0), (1.0, 3.0)], [0.0, 1.0], "too few"),
+        ([(1.0,)], [1.0, 2.0], "do not go with"),
+    ],
+)
+def test_what_cannot_be_fitted_is_said(rows: list[tuple[float]], seconds: list[float], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        fit_times(rows, seconds)
+
+
+def test_r_squared() -> None:
+    assert r_squared([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]) == 1.0
+    assert r_squared([2.0, 2.0, 2.0], [1.0, 2.0, 3.0]) == 0.0
+    assert r_squared([5.0, 5.0], [5.0, 5.0]) == 1.0
