@@ -1,0 +1,45 @@
+"""docs/policy-*.md: their tables of parameters say what the code says."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from tailrace.policy.ares.horizon import Horizon
+
+PAGES = ("pascal", "ares", "arrow", "cascadeinfer")
+DOCS = Path(__file__).parents[2] / "docs"
+# What a default may be written as, besides a number.
+NAMES = {"Horizon": Horizon}
+
+TABLE = re.compile(r"^### `([\w.]+)(?::(\w+))?`\n\n\|.*\n\|[-|]+\n((?:\|.*\n)+)", flags=re.MULTILINE)
+ROW = re.compile(r"^\| `(\w+)` \| `([^`]+)` \|[^|]*\|[^|]+\|$", flags=re.MULTILINE)
+
+
+def tables() -> list[tuple[str, str, str, str]]:
+    return [(page, *found) for page in PAGES for found in TABLE.findall(text_of(page))]
+
+
+def text_of(page: str) -> str:
+    return (DOCS / f"policy-{page}.md").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_table_of_parameters_is_read(page: str) -> None:
+    assert len(TABLE.findall(text_of(page))) == text_of(page).count("\n### ") > 0
+
+
+@pytest.mark.parametrize(("page", "module", "name", "rows"), tables())
+def test_parameters_and_defaults_are_those_of_the_code(page: str, module: str, name: str, rows: str) -> None:
+    written = {parameter: eval(default, NAMES) for parameter, default in ROW.findall(rows)}
+    assert len(written) == rows.count("\n")
+    code = import_module(module)
+    if name:
+        signature = inspect.signature(getattr(code, name))
+        assert written == {key: value.default for key, value in signature.parameters.items()}
+    else:
+        assert written == {key: getattr(code, key) for key in written}
