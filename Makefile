@@ -10,7 +10,7 @@ TAILRACE := .venv/bin/tailrace
 
 .DEFAULT_GOAL := help
 .PHONY: help install up down test lint format protos soak bench-stream bench-transfer bench-scale bench-decisions \
-	bench-policies bench-real bench-simulation claims
+	bench-policies bench-real bench-live bench-validation bench-simulation claims
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,10 @@ bench-scale: ## 100 simulated workers, 1,000 streams
 
 bench-decisions: install ## Cost of each policy's decisions at 16 to 1,024 instances
 	$(PYTHON) -m benchmarks.decisions
+
+bench-validation: ## A real worker, profiled and loaded, against the simulator
+	@scripts/install.sh --rust
+	$(PYTHON) -m benchmarks.validation
 
 bench-simulation: install ## Seconds that simulations take (TAILRACE_DATA=folder of the public data)
 	$(PYTHON) -m benchmarks.simulation $(if $(TRACE),--trace $(TRACE))
