@@ -60,7 +60,7 @@ class References:
             raise Disturbed(f"{asked.prompt!r}: {result.error}")
         answer, _ = read_chat(result, 1.0)
         if not check_task(asked, answer.reasoning, answer.text).right:
-            raise Disturbed(f"{asked.prompt!r}: the model's own answer is not the right one")
+            raise Disturbed(f"{asked.prompt!r}: the model's own answer is not the right one: {answer}")
         self.answers[asked.prompt] = answer
 
     def same(self, prompt: str, answer: Answer) -> bool:

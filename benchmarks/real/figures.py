@@ -82,7 +82,7 @@ def figures(
         seed=seed,
         requests=len(outcomes),
         equal=sum(o.equal for o in outcomes),
-        failed=[f"{o.asked.prompt}: {o.error or 'another answer'}" for o in outcomes if not o.equal],
+        failed=[f"{o.asked.prompt}: {o.error}" for o in outcomes if not o.equal],
         attained=sum(attains(timing) for timing in timings),
         seconds=seconds,
         ttft_p50_s=percentile([t.ttft_s for t in timings], 0.5),

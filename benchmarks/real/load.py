@@ -31,7 +31,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one. `error` is empty and `timing` there, or the other way round."""
+    """What became of one. `error`: why it is not equal; `timing`: None for one that did not end whole."""
 
     asked: Task
     equal: bool
@@ -62,6 +62,7 @@ async def offer(fleet: Fleet, arrivals: Sequence[Arrival], references: Reference
         if result.error:
             return Outcome(asked, False, result.error, None)
         answer, timing = read_chat(result, TPOT_S)
-        return Outcome(asked, references.same(asked.prompt, answer), "", timing)
+        equal = references.same(asked.prompt, answer)
+        return Outcome(asked, equal, "" if equal else f"another answer: {answer}", timing)
 
     return list(await asyncio.gather(*(one(arrival) for arrival in arrivals)))

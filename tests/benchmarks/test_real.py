@@ -76,7 +76,9 @@ def run(contestant: str, *, equal: bool, preemptions: int) -> Figures:
     watched = Watched(counts=Counts(preemptions, 0, 10, 20, 0, 0))
     for state in (types_pb2.MIGRATION_STATE_COMMITTED, types_pb2.MIGRATION_STATE_ABORTED):
         watched.migrations.append(migration_pb2.MigrationRecord(reason="load", state=state, pause_ms=5.0))
-    return figures(contestant, 1, [Outcome(asked, equal, "", timing)], watched, 4.0)
+    return figures(
+        contestant, 1, [Outcome(asked, equal, "" if equal else "another answer", timing)], watched, 4.0
+    )
 
 
 def test_one_wrong_answer_fails_the_comparison() -> None:
