@@ -13,7 +13,7 @@ TAILRACE := .venv/bin/tailrace
 	bench-policies bench-real bench-live bench-validation bench-simulation claims
 
 help: ## Show this list
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  variables for up: WORKERS=$(WORKERS) ENGINE=$(ENGINE) FRONT=$(FRONT) PORT=$(PORT) POLICY=$(POLICY)"
 
 install: ## Make .venv ready (FRONT=rust: with vLLM's Rust front end)
