@@ -14,6 +14,7 @@ import asyncio
 import json
 import math
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -119,6 +120,8 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.ArgumentParser, ar
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; 1 when a request was lost."""
     parser, given = _parse(arguments)
+    # Told to end, it takes its fleet down first, as at Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     console = Console(stderr=True)
     folder = os.environ.get(DATA_VARIABLE)
     data = Path(folder) if folder else None

@@ -85,10 +85,7 @@ def available(data: Path | None) -> list[str]:
 
 
 def take_slice(name: str, data: Path | None, wish: Wish) -> Slice:
-    """Requests of the trace from its beginning, in its own pattern of arrivals, scaled in time.
-
-    Raises WorkloadError.
-    """
+    """As many of the trace's first requests as make the load. Raises WorkloadError."""
     profile = at_speed(load_profile(wish.profile), wish.speed)
     kind = TRACES[name]
     # Far more than a slice needs: how many depends on their lengths.
@@ -98,11 +95,15 @@ def take_slice(name: str, data: Path | None, wish: Wish) -> Slice:
     count = max(2, round(rate * wish.seconds))
     if count > len(sample.requests):
         raise WorkloadError(f"{name}: {len(sample.requests)} requests, {count} needed")
-    requests = _at_rate(sample.requests[:count], rate)
+    requests = (
+        _folded(sample.requests[:count], wish.seconds)
+        if kind.path
+        else _renamed([replace(r, arrival_s=r.arrival_s / rate) for r in sample.requests[:count]])
+    )
     contexts = [request.prompt_tokens + request.output_tokens for request in requests]
     mean_context = float(np.mean(contexts))
-    # Room for a full batch of the usual, and for the longest with something beside it.
-    kv_tokens = max(1.25 * wish.seats * mean_context, 1.5 * max(contexts))
+    # Room for two full batches of the usual, and for the longest with something beside it.
+    kv_tokens = max(2.0 * wish.seats * mean_context, 1.5 * max(contexts))
     prefill = float(np.sum(_prefill_s(requests, profile)) / np.sum(_work_s(requests, profile, wish.seats)))
     shape = FleetShape(
         workers=wish.workers,
@@ -114,8 +115,10 @@ def take_slice(name: str, data: Path | None, wish: Wish) -> Slice:
         reasons=any(request.reasoning_tokens for request in requests),
         prefill_instances=min(max(round(prefill * wish.workers), 1), wish.workers - 1),
     )
-    left_out = f"; those of more than {wish.longest_output} output tokens left out"
-    return Slice(name, sample.source + left_out, requests, shape, wish.load, rate, wish.seed)
+    source = f"{sample.source}; those of more than {wish.longest_output} output tokens left out"
+    if kind.path:
+        source += f"; the first {count}, windows of {wish.seconds:g} s laid over each other"
+    return Slice(name, source, requests, shape, wish.load, rate, wish.seed)
 
 
 def _sample(kind: TraceKind, data: Path | None, count: int, wish: Wish) -> Workload:
@@ -132,14 +135,19 @@ def _sample(kind: TraceKind, data: Path | None, count: int, wish: Wish) -> Workl
     return Workload(workload.name, kept, workload.source)
 
 
-def _at_rate(requests: Sequence[SimRequest], rate: float) -> list[SimRequest]:
-    first_s, last_s = requests[0].arrival_s, requests[-1].arrival_s
-    factor = (len(requests) - 1) / rate / (last_s - first_s) if last_s > first_s else 0.0
-    # Traces in whole seconds: those of one second arrive together, as there.
-    return [
-        replace(request, request_id=f"q{n}", arrival_s=(request.arrival_s - first_s) * factor)
-        for n, request in enumerate(requests)
-    ]
+def _folded(requests: Sequence[SimRequest], seconds: float) -> list[SimRequest]:
+    """Consecutive windows of so many seconds laid over each other.
+
+    The rate comes from how many they are: a trace that is run faster instead turns the lulls and bursts of
+    its minutes into ones of seconds, which no fleet of this size has.
+    """
+    first_s = requests[0].arrival_s
+    folded = [replace(r, arrival_s=(r.arrival_s - first_s) % seconds) for r in requests]
+    return _renamed(sorted(folded, key=lambda r: r.arrival_s))
+
+
+def _renamed(requests: Sequence[SimRequest]) -> list[SimRequest]:
+    return [replace(request, request_id=f"q{n}") for n, request in enumerate(requests)]
 
 
 def _prefill_s(requests: Sequence[SimRequest], profile: Profile) -> NDArray[np.float64]:
