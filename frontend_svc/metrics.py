@@ -19,6 +19,7 @@ _PLACEMENT_SECONDS: Final = (
     *(0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1, 2.5, 5, 10),
 )
+_TPOT_SECONDS: Final = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 5)
 
 
 class FrontendMetrics(Collector):
@@ -57,6 +58,12 @@ class FrontendMetrics(Collector):
             "From arrival to the first token of any phase.",
             registry=registry,
             buckets=_SECONDS,
+        )
+        self.tpot_seconds = Histogram(
+            "tailrace_frontend_tpot_seconds",
+            "Of each finished request: mean time between its tokens, migrations and recoveries included.",
+            registry=registry,
+            buckets=_TPOT_SECONDS,
         )
         self._table = table
         self._attached = attached

@@ -88,6 +88,7 @@ class StreamObserver:
         now_s = time.monotonic()
         if flags & PREFILL_DONE:
             self._metrics.first_token_seconds.observe(now_s - stream.arrived_s)
+            stream.first_token_s = now_s
             if stream.phase is Phase.ANSWERING:
                 # It never reasoned: this very token is the answer's first.
                 self._metrics.ttft_seconds.observe(now_s - stream.arrived_s)
@@ -97,6 +98,8 @@ class StreamObserver:
         if self._traces is not None and flags & (PREFILL_DONE | REASONING_ENDED):
             self._traces.phase_changed(stream)
         if flags & FINISHED:
+            if stream.first_token_s is not None and stream.accepted > 1:
+                self._metrics.tpot_seconds.observe((now_s - stream.first_token_s) / (stream.accepted - 1))
             self._ended(stream, "finished")
 
     def _answers(self) -> None:

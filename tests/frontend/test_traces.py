@@ -50,3 +50,4 @@ def test_a_recovered_request_is_one_trace() -> None:
     assert spans[3].parent is not None and spans[3].parent.span_id == recovery.context.span_id
     assert registry.get_sample_value("tailrace_frontend_ttft_seconds_count") == 1
     assert registry.get_sample_value("tailrace_frontend_ttfat_seconds_count") == 1
+    assert registry.get_sample_value("tailrace_frontend_tpot_seconds_count") == 1
