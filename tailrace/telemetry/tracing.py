@@ -80,6 +80,8 @@ def configure(service: str, instance: str) -> Tracing:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+    from tailrace.telemetry.span_ids import SystemIds
+
     resource = Resource.create(
         {
             "service.name": f"tailrace-{service}",
@@ -89,7 +91,7 @@ def configure(service: str, instance: str) -> Tracing:
         }
     )
     # Shut down by its owner, in order; not by the interpreter's exit hooks.
-    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False, id_generator=SystemIds())
     exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S)
     provider.add_span_processor(
         BatchSpanProcessor(

@@ -1,6 +1,7 @@
 """Spans leave the process over real OTLP gRPC, or do not exist."""
 
 import queue
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -114,3 +115,16 @@ async def test_unsampled_parent_is_not_recorded(collector: _Collector) -> None:
 @pytest.mark.parametrize("text", ["", "nonsense", "00-0-0-0"])
 def test_nonsense_starts_a_new_trace(text: str) -> None:
     assert not get_current_span(context_from_traceparent(text)).get_span_context().is_valid
+
+
+async def test_processes_that_seed_python_alike_give_different_span_ids(collector: _Collector) -> None:
+    """vLLM seeds Python's generator with the same number in every worker."""
+    tracing = configure("worker", "w-1")
+    parents = []
+    for _ in range(2):
+        random.seed(0)
+        span = start_span(tracing.tracer("engine"), "round", PARENT)
+        parents.append(traceparent_of(span))
+        span.end()
+    await tracing.shutdown()
+    assert parents[0] != parents[1]
