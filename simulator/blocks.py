@@ -45,9 +45,12 @@ class DecodeBlocks:
         size = self.block_tokens
         cycles, rest = divmod(steps, size)
         taken = cycles * self.requests
-        counts = self._by_residue
-        for step in range(rest):
-            taken += counts[-(boundary + step) % size]
+        if rest:
+            # Residues -boundary, -boundary - 1, ... (mod size), `rest` of them.
+            counts = self._by_residue
+            end = -boundary % size + 1
+            begin = end - rest
+            taken += sum(counts[begin:end]) if begin >= 0 else sum(counts[:end]) + sum(counts[begin:])
         return taken
 
     def advance(self, boundary: int, steps: int) -> None:

@@ -37,6 +37,12 @@ class LengthPredictor(Protocol):
 class FutureLoad(Protocol):
     """A worker's own simulation of its coming load (ARES, section 5.2)."""
 
-    def __call__(self, requests: Sequence[tuple[int, float | None]]) -> tuple[float, ...]:
-        """Token load at the coming steps, from each request's (context tokens, predicted remaining)."""
+    def of_each(
+        self, tokens: Sequence[int], remaining: Sequence[float | None], counts: Sequence[int]
+    ) -> list[tuple[float, ...]]:
+        """Token loads of several instances at the coming steps.
+
+        `tokens`, `remaining`: context and predicted remaining tokens of each request, one instance after the
+        other; `counts`: requests of each instance.
+        """
         ...

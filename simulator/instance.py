@@ -103,8 +103,9 @@ class Instance:
         # Blocks and seats of all others on the device: prefilling, paused, reserved for imports.
         self._other_blocks = 0
         self._reserved_seats = 0
-        # Context of all jobs here that are not decoding; prompt tokens still to compute.
-        self._idle_context = 0
+        # Context of all jobs here that are not decoding.
+        self.idle_context = 0
+        # Prompt tokens still to compute.
         self._backlog = 0
         # Seconds that those prompt tokens take, without the steps' bases.
         self._backlog_s = 0.0
@@ -142,9 +143,9 @@ class Instance:
             + self._other_blocks
         )
 
-    def context_at(self, boundary: int) -> int:
-        """Context tokens of all requests here at a boundary of the current run."""
-        return self._kv_tokens + (boundary - self.boundary) * len(self.decoding) + self._idle_context
+    def decode_tokens_at(self, boundary: int) -> int:
+        """Context tokens of the decoding batch at a boundary of the current run."""
+        return self._kv_tokens + (boundary - self.boundary) * len(self.decoding)
 
     def backlog_at(self, boundary: int) -> int:
         """Prompt tokens not computed yet at a boundary of the current run."""
@@ -164,10 +165,8 @@ class Instance:
         """Seconds to compute one whole prompt, without what each step takes besides."""
         return self._time.chunk_s(0, tokens)
 
-    def beside_prefill(self, boundary: int) -> tuple[float, int]:
-        """(seconds of a prefill step besides its chunks, prompt tokens that it can carry)."""
-        decoding = len(self.decoding)
-        kv_tokens = self._kv_tokens + (boundary - self.boundary) * decoding
+    def beside_prefill(self, decoding: int, kv_tokens: int) -> tuple[float, int]:
+        """(seconds of a prefill step besides its chunks, prompt tokens that it can carry) with this batch."""
         budget = self._intra.prefill_budget(self.spec.chunk_budget_tokens, decoding)
         return self._time.beside_chunks_s(decoding, kv_tokens), max(1, budget)
 
@@ -205,7 +204,7 @@ class Instance:
         job.prefill_total = job.prompt + job.tokens
         job.blocks = 0
         self._owe(job)
-        self._idle_context += job.prompt + job.tokens
+        self.idle_context += job.prompt + job.tokens
         self._set_stage(job)
         if self._wait(job):
             self.wake(now)
@@ -286,7 +285,7 @@ class Instance:
         job.state = JobState.PAUSED
         self.paused[job] = None
         self._other_blocks += job.blocks
-        self._idle_context += job.prompt + job.tokens
+        self.idle_context += job.prompt + job.tokens
 
     def resume(self, job: Job) -> None:
         """Let a paused job go on; one held on the host waits for its turn again."""
@@ -303,7 +302,7 @@ class Instance:
             self._unpause(job)
         else:
             self.waiting.remove((job.rank, job))
-            self._idle_context -= job.prompt + job.tokens
+            self.idle_context -= job.prompt + job.tokens
             self.host_blocks -= job.blocks
         self.wake(now)
 
@@ -322,7 +321,7 @@ class Instance:
         job.state = JobState.SWAPPED
         job.blocks = blocks
         job.rank_until = 0
-        self._idle_context += job.prompt + job.tokens
+        self.idle_context += job.prompt + job.tokens
         self._set_stage(job)
         self._wait(job)
 
@@ -550,7 +549,7 @@ class Instance:
         """Give a waiting job its place; blocks that are swapped in for it."""
         self.waiting.remove((job.rank, job))
         if job.state is JobState.SWAPPED:
-            self._idle_context -= job.prompt + job.tokens
+            self.idle_context -= job.prompt + job.tokens
             self.host_blocks -= job.blocks
             self._join_batch(job)
             return job.blocks
@@ -565,7 +564,7 @@ class Instance:
         swapped = 0
         if job.state is JobState.DECODING:
             blocks = self._leave_batch(job)
-            self._idle_context += job.prompt + job.tokens
+            self.idle_context += job.prompt + job.tokens
             if self.host_blocks + blocks <= self._host_capacity:
                 self.host_blocks += blocks
                 job.state = JobState.SWAPPED
@@ -637,7 +636,7 @@ class Instance:
     def _unpause(self, job: Job) -> None:
         del self.paused[job]
         self._other_blocks -= job.blocks
-        self._idle_context -= job.prompt + job.tokens
+        self.idle_context -= job.prompt + job.tokens
 
     def _mark(self, job: Job) -> None:
         """Note the next milestone of a decoding job."""
@@ -675,7 +674,7 @@ class Instance:
             return
         self.prefilling.remove((job.rank, job))
         self._other_blocks -= job.blocks
-        self._idle_context -= job.prompt + job.tokens
+        self.idle_context -= job.prompt + job.tokens
         job.decoded(self.log, self.boundary - 1, self.boundary)
         job.tokens += 1
         self._emitted(job, job.tokens, now)

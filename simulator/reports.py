@@ -6,6 +6,8 @@ reads costs next to nothing. An instance that is about to change lets its report
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from simulator.hooks import FutureLoad, LengthPredictor
 from simulator.instance import Instance
 from simulator.job import Job, JobState
@@ -18,21 +20,21 @@ class Report:
     """One instance at `at_s`. Read `look()` before the other attributes; tokens unless named otherwise."""
 
     __slots__ = (
-        "_future",
         "_instance",
         "_looked",
         "_rows",
         "at_s",
         "backlog",
         "boundary",
-        "budget",
         "context",
+        "decode_tokens",
+        "decoding",
         "empty",
+        "future",
         "host",
         "kv_used",
         "placed_before",
         "prefill_s",
-        "prefill_step_s",
         "running",
         "step_s",
         "waiting",
@@ -44,15 +46,17 @@ class Report:
     waiting: int
     kv_used: int
     context: int
+    # The decoding batch: requests, and tokens of their context.
+    decoding: int
+    decode_tokens: int
     host: int
     # Seconds of the last step begun.
     step_s: float
-    # Prompt tokens not computed yet; seconds that they take, and seconds that each step takes besides.
+    # Prompt tokens not computed yet; seconds that they take, without what each step takes besides.
     backlog: int
     prefill_s: float
-    prefill_step_s: float
-    # Prompt tokens of one step.
-    budget: int
+    # The worker's own simulation of its coming load (ARES, section 5.2); None: not made yet (`foresee`).
+    future: tuple[float, ...] | None
 
     def __init__(self, instance: Instance, now: float, placed_before: int) -> None:
         self.at_s = now
@@ -62,7 +66,7 @@ class Report:
         self._instance = instance
         self._looked = False
         self._rows: list[Row] | None = None
-        self._future: tuple[float, ...] | None = None
+        self.future = None
 
     def look(self) -> None:
         """Read everything but the requests off the instance, once."""
@@ -72,15 +76,24 @@ class Report:
         instance = self._instance
         self.boundary = boundary = instance.begun_boundary(self.at_s)
         size = instance.block_tokens
-        self.running = len(instance.decoding) + len(instance.prefilling) + len(instance.paused)
+        self.decoding = len(instance.decoding)
+        self.decode_tokens = instance.decode_tokens_at(boundary)
+        self.running = self.decoding + len(instance.prefilling) + len(instance.paused)
         self.waiting = len(instance.waiting)
         self.kv_used = instance.used_blocks_at(boundary) * size
-        self.context = instance.context_at(boundary)
+        self.context = self.decode_tokens + instance.idle_context
         self.host = instance.host_blocks * size
         self.step_s = instance.step_s
         self.backlog = instance.backlog_at(boundary)
         self.prefill_s = instance.backlog_s_at(boundary) if self.backlog else 0.0
-        self.prefill_step_s, self.budget = instance.beside_prefill(boundary)
+
+    def prefill_delay_s(self, more_tokens: int, more_s: float) -> float:
+        """Seconds until all prompts are computed, these besides: tokens, and the seconds that they take."""
+        backlog = self.backlog + more_tokens
+        if not backlog:
+            return 0.0
+        step_s, budget = self._instance.beside_prefill(self.decoding, self.decode_tokens)
+        return self.prefill_s + more_s + -(-backlog // budget) * step_s
 
     def take_down(self) -> None:
         """Look at everything: the instance is about to change."""
@@ -104,15 +117,23 @@ class Report:
             self._rows = rows
         return self._rows
 
-    def future(self, load: FutureLoad, predictor: LengthPredictor | None) -> tuple[float, ...]:
-        """The worker's own simulation of its coming load (ARES, section 5.2), done once."""
-        if self._future is None:
-            if predictor is None:
-                pairs: list[tuple[int, float | None]] = [(row[0].prompt + row[1], None) for row in self.rows]
-            else:
-                remaining = predictor.remaining
-                pairs = [
-                    (job.prompt + tokens, remaining(job.request, tokens)) for job, tokens, _, _ in self.rows
-                ]
-            self._future = load(pairs)
-        return self._future
+
+def foresee(reports: Iterable[Report], load: FutureLoad, predictor: LengthPredictor | None) -> None:
+    """Give each report its `future` if it has none, all of them in one computation."""
+    due = [report for report in reports if report.future is None]
+    if not due:
+        return
+    tokens: list[int] = []
+    remaining: list[float | None] = []
+    counts: list[int] = []
+    for report in due:
+        rows = report.rows
+        counts.append(len(rows))
+        tokens += [job.prompt + made for job, made, _, _ in rows]
+        if predictor is None:
+            remaining += [None] * len(rows)
+        else:
+            predicted = predictor.remaining
+            remaining += [predicted(job.request, made) for job, made, _, _ in rows]
+    for report, future in zip(due, load.of_each(tokens, remaining, counts), strict=True):
+        report.future = future

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from simulator.cluster import ClusterSpec
+from simulator.collector import collector_paused
 from simulator.records import SimResult
 from simulator.request import SimRequest
 from simulator.simulation import Simulation
@@ -29,4 +30,5 @@ def simulate(
     or leaves requests waiting for ever.
     """
     simulation = Simulation(spec, requests, policy, intra, seed=seed, sample_interval_s=sample_interval_s)
-    return simulation.run(progress)
+    with collector_paused():
+        return simulation.run(progress)

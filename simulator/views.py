@@ -19,7 +19,7 @@ from simulator.events import NEVER
 from simulator.instance import Instance
 from simulator.job import Job, JobState
 from simulator.migration import Migration
-from simulator.reports import Report, Row
+from simulator.reports import Report, Row, foresee
 from tailrace.cluster import (
     ClusterView,
     InstanceView,
@@ -271,14 +271,21 @@ class Views:
     def view(self, stages: tuple[Stage, ...], now: float) -> ClusterView:
         """The cluster as it is known now."""
         if self._exact:
-            for name, known in self._known.items():
+            for known in self._known.values():
                 known.report = Report(known.instance, now, 0)
-                self._views[name] = self._instance_view(known)
+            self._renew(self._known)
         elif self._dirty:
-            for name in self._dirty:
-                self._views[name] = self._instance_view(self._known[name])
+            self._renew(self._dirty)
             self._dirty.clear()
         return ClusterView(self._mapping, stages)
+
+    def _renew(self, names: Iterable[str]) -> None:
+        known = self._known
+        future_load = self._spec.future_load
+        if future_load is not None:
+            foresee((known[name].report for name in names), future_load, self._spec.predictor)
+        for name in names:
+            self._views[name] = self._instance_view(known[name])
 
     def _instance_view(self, known: _Known) -> InstanceView:
         instance, report = known.instance, known.report
@@ -290,11 +297,6 @@ class Views:
         running = report.running + known.running_change
         context = report.context + known.context_change
         backlog = report.backlog + known.pending_tokens
-        delay_s = 0.0
-        if backlog:
-            steps = -(-backlog // report.budget)
-            delay_s = report.prefill_s + known.pending_s + steps * report.prefill_step_s
-        future_load = self._spec.future_load
         told, pending = known.told, known.pending
         return InstanceView(
             instance_id=instance.instance_id,
@@ -310,9 +312,9 @@ class Views:
             token_interval_s=report.step_s,
             host_kv_tokens=report.host,
             host_kv_capacity_tokens=instance.host_capacity_blocks * block_tokens if self._host_imports else 0,
-            prefill_delay_s=delay_s,
+            prefill_delay_s=report.prefill_delay_s(known.pending_tokens, known.pending_s),
             max_running_tokens=spec.max_running_tokens,
-            future_load=() if future_load is None else report.future(future_load, self._spec.predictor),
+            future_load=report.future or (),
             migrations_in=instance.migrations_in,
             migrations_out=instance.migrations_out,
             requests=ReportedRequests(

@@ -91,7 +91,8 @@ def recount(instance: Instance) -> None:
     assert held <= used <= instance.total_blocks
     if not instance.migrations_in:
         assert held == used
-    assert instance.context_at(boundary) == sum(contexts) + sum(job.prompt + job.tokens for job in idle)
+    assert instance.decode_tokens_at(boundary) == sum(contexts)
+    assert instance.idle_context == sum(job.prompt + job.tokens for job in idle)
     backlog = [job for job in idle if job.state.value in ("queued", "prefilling")]
     assert instance.backlog_at(boundary) == sum(job.prefill_total - job.prefill_done for job in backlog)
     assert instance.seats_taken <= instance.spec.max_num_seqs
@@ -105,7 +106,7 @@ def assert_empty(instance: Instance) -> None:
     assert not instance.decoding and not instance.prefilling and not instance.waiting and not instance.paused
     assert instance.used_blocks_at(boundary) == 0
     assert instance.host_blocks == 0
-    assert instance.context_at(boundary) == 0
+    assert instance.decode_tokens_at(boundary) + instance.idle_context == 0
     assert instance.backlog_at(boundary) == 0
     assert instance.seats_taken == 0
     assert instance.migrations_in == instance.migrations_out == 0

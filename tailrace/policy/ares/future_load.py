@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tailrace.policy.ares.horizon import HORIZON, Horizon, floats, prediction
+import numpy as np
+
+from tailrace.policy.ares.horizon import HORIZON, Horizon, floats
 
 
 @dataclass(frozen=True)
@@ -26,5 +28,18 @@ class FutureLoad:
 
     def simulate(self, tokens: Sequence[int], remaining: Sequence[float | None]) -> tuple[float, ...]:
         """The same from columns."""
-        loads = self.horizon.contributions(floats(tokens), floats([prediction(r) for r in remaining]))
-        return tuple(loads.sum(axis=0).tolist())
+        return self.of_each(tokens, remaining, (len(tokens),))[0]
+
+    def of_each(
+        self, tokens: Sequence[int], remaining: Sequence[float | None], counts: Sequence[int]
+    ) -> list[tuple[float, ...]]:
+        """The same for several instances, whose requests follow each other: `counts` of each."""
+        known = np.array(remaining, dtype=np.float64)
+        # None became NaN: a request without prediction is taken to outlive the horizon.
+        loads = self.horizon.contributions(floats(tokens), np.where(np.isnan(known), np.inf, known))
+        # Tokens are whole numbers: sums and their differences are exact.
+        sums = np.zeros((len(tokens) + 1, len(self.horizon.steps)))
+        loads.cumsum(axis=0, out=sums[1:])
+        lengths = np.array(counts, dtype=np.intp)
+        ends = lengths.cumsum()
+        return list(map(tuple, (sums[ends] - sums[ends - lengths]).tolist()))
