@@ -23,19 +23,17 @@ from simulator.claims.verdicts import of_effect
 
 _PAPER: Final = "Arrow"
 
-R5 = Claim(
-    "R5", _PAPER, "figure 8", "Azure Code: rate at 90% attainment, SLO Aware over Minimal Load", "1.67x"
-)
-R6 = Claim("R6", _PAPER, "figure 8", "Azure Code: attainment, Minimal Load over Round Robin", "up to +4.3%")
+R5 = Claim("R5", _PAPER, "Fig. 8", "Azure Code: rate at 90% attainment, SLO Aware over Minimal Load", "1.67x")
+R6 = Claim("R6", _PAPER, "Fig. 8", "Azure Code: attainment, Minimal Load over Round Robin", "up to +4.3%")
 R7 = Claim(
     "R7",
     _PAPER,
-    "figure 8",
+    "Fig. 8",
     "Azure Conversation: rate at 90% attainment, SLO Aware over Minimal Load",
     "1.1x",
 )
 R8 = Claim(
-    "R8", _PAPER, "figure 8", "Azure Conversation: attainment, Minimal Load over Round Robin", "up to +2.4%"
+    "R8", _PAPER, "Fig. 8", "Azure Conversation: attainment, Minimal Load over Round Robin", "up to +2.4%"
 )
 
 

@@ -23,7 +23,7 @@ def elsewhere() -> Experiment:
     """Rows at no cost."""
     claims = tuple(
         Claim(
-            claim_id, "Arrow", "figure 7", f"{trace}: sustainable rate over vLLM / vLLM-disaggregated", number
+            claim_id, "Arrow", "Fig. 7", f"{trace}: sustainable rate over vLLM / vLLM-disaggregated", number
         )
         for claim_id, trace, number in _ROWS
     )

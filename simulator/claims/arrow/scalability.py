@@ -33,7 +33,7 @@ from tailrace.profiles import load_profile
 R9 = Claim(
     "R9",
     "Arrow",
-    "figure 9",
+    "Fig. 9",
     "attainment grows near-linearly with GPUs; static pools are the bottleneck",
     "ordering",
 )

@@ -18,7 +18,7 @@ from simulator.workloads.statistics import load_per_minute
 R10 = Claim(
     "R10",
     "Arrow",
-    "figure 1",
+    "Fig. 1",
     "Azure Code: peak and least minute, input / output; variation of Code and Mooncake; "
     "correlation of Code and Conversation",
     "1327.9K / 16.6K, 25.7K / .25K; .80, .16; .95, .29",

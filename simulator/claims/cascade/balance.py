@@ -35,7 +35,7 @@ from tailrace.profiles import Profile
 C13 = Claim(
     "C13",
     "CascadeInfer",
-    "figure 16",
+    "Fig. 16",
     "variation of output tokens between instances of a stage: full bid-ask vs inter-stage only / round robin",
     "-40% / -47%",
 )

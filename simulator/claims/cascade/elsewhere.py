@@ -15,7 +15,7 @@ _TP = Claim(
     "Llama-3.1-70B over TP2, TP4: latency; throughput",
     "-27..65%, -49..64%; 1.31-2.53x, 2.89-4.16x",
 )
-_ENGINE = Claim("C16", "CascadeInfer", "figure 8", "one instance: Llumnix's engine over vLLM's", "22-81%")
+_ENGINE = Claim("C16", "CascadeInfer", "Fig. 8", "one instance: Llumnix's engine over vLLM's", "22-81%")
 
 
 def elsewhere() -> Experiment:

@@ -65,46 +65,44 @@ def _claim(claim_id: str, where: str, statement: str, number: str) -> Claim:
 # SGLang is another engine: the part of each row about it is left out.
 ROWS: Final = (
     Row(
-        _claim("C1", "figure 6", "mean TTFT, heavy load, vs vLLM / Llumnix", "-67..78% / -36..66%"),
+        _claim("C1", "Fig. 6", "mean TTFT, heavy load, vs vLLM / Llumnix", "-67..78% / -36..66%"),
         (Against(_VLLM, "ttft_mean_s", -0.67, -0.78), Against(_LLUMNIX, "ttft_mean_s", -0.36, -0.66)),
         "the longest prompts queue at the few instances of the last stages (ttft_longest_share): Eq. (1) "
         "plans for batches, not for queues of prompts",
     ),
     Row(
-        _claim("C2", "figure 6", "P95 TTFT, vs vLLM / Llumnix", "-56% / -19%"),
+        _claim("C2", "Fig. 6", "P95 TTFT, vs vLLM / Llumnix", "-56% / -19%"),
         (Against(_VLLM, "ttft_p95_s", -0.56, -0.56), Against(_LLUMNIX, "ttft_p95_s", -0.19, -0.19)),
         "the 95th percentile is below the prompts that queue in the last stages",
     ),
     Row(
-        _claim("C3", "figure 7", "mean TPOT, heavy load, vs vLLM / Llumnix", "-30..64% / -3.4..56%"),
+        _claim("C3", "Fig. 7", "mean TPOT, heavy load, vs vLLM / Llumnix", "-30..64% / -3.4..56%"),
         (Against(_VLLM, "tpot_mean_s", -0.30, -0.64), Against(_LLUMNIX, "tpot_mean_s", -0.034, -0.56)),
         "batches of similar lengths escape figure 2's penalty; Llumnix's newer engine is not modelled",
     ),
     Row(
-        _claim("C4", "figure 7", "P95 TPOT, vs vLLM / Llumnix", "-25% / -20%"),
+        _claim("C4", "Fig. 7", "P95 TPOT, vs vLLM / Llumnix", "-25% / -20%"),
         (Against(_VLLM, "tpot_p95_s", -0.25, -0.25), Against(_LLUMNIX, "tpot_p95_s", -0.20, -0.20)),
         "as C3",
     ),
     Row(
-        _claim("C5", "figure 10", "throughput, heavy load, vs vLLM / Llumnix", "1.99x / 1.71x"),
+        _claim("C5", "Fig. 10", "throughput, heavy load, vs vLLM / Llumnix", "1.99x / 1.71x"),
         (Against(_VLLM, "tokens_per_s", 0.99, 0.99), Against(_LLUMNIX, "tokens_per_s", 0.71, 0.71)),
         "prefill is two fifths of the work on an H20, and no layout makes it cheaper",
     ),
     Row(
-        _claim("C8", "figure 12", "SLO attainment at 5x / 20x SLO, vs vLLM", "3.8-7.6x / 2.0-2.8x"),
+        _claim("C8", "Fig. 12", "SLO attainment at 5x / 20x SLO, vs vLLM", "3.8-7.6x / 2.0-2.8x"),
         (Against(_VLLM, "attainment_5x", 2.8, 6.6), Against(_VLLM, "attainment_20x", 1.0, 1.8)),
         "the service level is one request's alone, of mean lengths",
     ),
     Row(
-        _claim("C10", "figure 14", "latency / throughput vs chain; no pipeline worst", "-30% / +7.1%"),
+        _claim("C10", "Fig. 14", "latency / throughput vs chain; no pipeline worst", "-30% / +7.1%"),
         (Against(_CHAIN, "normalized_s", -0.30, -0.30), Against(_CHAIN, "tokens_per_s", 0.071, 0.071)),
         "a chain has one instance a stage: nobody to share a burst with",
         worst=_ONE_STAGE,
     ),
     Row(
-        _claim(
-            "C11", "figure 15", "latency / throughput vs memory-based; quantity-based worst", "-21% / +12%"
-        ),
+        _claim("C11", "Fig. 15", "latency / throughput vs memory-based; quantity-based worst", "-21% / +12%"),
         (Against(_MEMORY, "normalized_s", -0.21, -0.21), Against(_MEMORY, "tokens_per_s", 0.12, 0.12)),
         "both start from one plan; six refinements leave boundaries that are as good as each other",
         worst=_QUANTITY,

@@ -17,7 +17,7 @@ from tailrace.profiles import Profile, load_profile
 C14 = Claim(
     "C14",
     "CascadeInfer",
-    "figure 2",
+    "Fig. 2",
     "decode step of unequal lengths over equal ones, same tokens, batch of 512, Llama-3.2-3B, H100",
     "1.1-2.1x",
 )

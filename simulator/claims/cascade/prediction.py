@@ -27,7 +27,7 @@ from tailrace.perf.length_penalty import load_length_penalty
 from tailrace.policy.cascade.qoe import FEATURES, QoeModel, mean_relative_error
 from tailrace.policy.least_loaded import LeastLoaded
 
-C9 = Claim("C9", "CascadeInfer", "figure 13", "mean relative error: QoE model; global mean", "8.9%; 64%")
+C9 = Claim("C9", "CascadeInfer", "Fig. 13", "mean relative error: QoE model; global mean", "8.9%; 64%")
 _NAME: Final = "cascade-prediction"
 _FIT_SEED, _VALIDATION_SEED = 10, 11
 # Buckets [100, 200), [200, 400), ... as in the paper's example; shorter requests are discarded.
