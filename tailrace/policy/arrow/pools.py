@@ -43,18 +43,11 @@ class Pools:
     @staticmethod
     def of(view: ClusterView, excluded: frozenset[str] = frozenset()) -> Pools:
         """The active instances of a view."""
-        groups: dict[Pool | None, list[InstanceView]] = {pool: [] for pool in (*Pool, None)}
         active = InstanceState.ACTIVE
-        for instance in view.instances.values():
-            if instance.state is active and instance.instance_id not in excluded:
-                groups[instance.pool].append(instance)
-        return Pools(
-            tuple(groups[Pool.PREFILL]),
-            tuple(groups[Pool.DECODE]),
-            tuple(groups[Pool.PREFILL_TO_DECODE]),
-            tuple(groups[Pool.DECODE_TO_PREFILL]),
-            tuple(groups[None]),
-        )
+        usable = [i for i in view.instances.values() if i.state is active and i.instance_id not in excluded]
+        pools = (Pool.PREFILL, Pool.DECODE, Pool.PREFILL_TO_DECODE, Pool.DECODE_TO_PREFILL, None)
+        # By identity: a dict of pools would hash each of them in Python.
+        return Pools(*(tuple([i for i in usable if i.pool is pool]) for pool in pools))
 
     @property
     def able_to_prefill(self) -> int:
