@@ -113,7 +113,8 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.ArgumentParser, ar
     given = parser.parse_args(arguments)
     if given.quick:
         given.workers, given.seconds, given.longest_output = 4, 10.0, 300
-        given.cost_workers, given.cost_seconds = [4], 5.0
+        # None asked for are none.
+        given.cost_workers, given.cost_seconds = [4] if given.cost_workers else [], 5.0
     return parser, given
 
 
