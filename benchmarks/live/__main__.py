@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; 1 when a request was lost."""
     parser, given = _parse(arguments)
     # Told to end, it takes its fleet down first, as at Ctrl-C.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    signal.signal(signal.SIGTERM, _end)
     console = Console(stderr=True)
     folder = os.environ.get(DATA_VARIABLE)
     data = Path(folder) if folder else None
@@ -169,6 +169,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print_costs(costs, out)
     console.print(f"figures: {path}")
     return 1 if any(row.live.lost for row in rows) or any(cost.lost for cost in costs) else 0
+
+
+def _end(number: int, _: object) -> None:
+    # `timeout` signals twice: the second must not cut the clearing up short.
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def _save(name: str, keep: bool, figures: dict[str, object]) -> Path:
