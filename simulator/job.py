@@ -129,7 +129,7 @@ class Job:
         """What the intra-instance policy sees."""
         phase = self.phase_of(tokens)
         in_phase = tokens - self.reasoning if phase is Phase.ANSWERING else tokens
-        return JobView(self.order, phase, self.prompt, tokens, in_phase)
+        return JobView(self.order, phase, self.prompt, tokens, in_phase, self.request.arrival_s)
 
     def rank_at(self, tokens: int, intra: IntraPolicy) -> Rank:
         """Its rank, asked anew only when it may have changed."""

@@ -77,9 +77,9 @@ def allocate(
                 break
             if last_first is None:
                 # Those that wait behind this one have no lower level: nobody else can become a victim.
-                level = claim.rank[:-1]
-                last_first = _last_first([other for other in running() if other.rank[:-1] > level])
-            end = _victims(claim, last_first, taken, short, seats)
+                level = policy.level(claim.rank)
+                last_first = _last_first([other for other in running() if policy.level(other.rank) > level])
+            end = _victims(policy, claim, last_first, taken, short, seats)
             if end == taken:
                 break
             for victim in last_first[taken:end]:
@@ -130,13 +130,18 @@ def _rank(claim: Claim[Name]) -> Rank:
 
 
 def _victims(
-    claim: Claim[Name], last_first: Sequence[Claim[Name]], taken: int, short: int, seats: int
+    policy: IntraPolicy,
+    claim: Claim[Name],
+    last_first: Sequence[Claim[Name]],
+    taken: int,
+    short: int,
+    seats: int,
 ) -> int:
     """Index after the last victim that makes room for `claim`; `taken` if there are not enough of them."""
-    level = claim.rank[:-1]
+    level = policy.level(claim.rank)
     end = taken
     while short > 0 or seats < 1:
-        if end >= len(last_first) or last_first[end].rank[:-1] <= level:
+        if end >= len(last_first) or policy.level(last_first[end].rank) <= level:
             return taken
         short -= last_first[end].blocks
         seats += 1

@@ -15,7 +15,8 @@ from typing import Final
 from tailrace.cluster import Phase
 
 # Smaller is served earlier. The last element is the arrival order, which makes ranks of one instance
-# distinct; those before it are the level, within which nobody is preempted for anybody.
+# distinct. A policy says which of those before it are the level, within which nobody is preempted for
+# anybody.
 Rank = tuple[int, ...]
 
 # Token quantum of PASCAL's evaluation, section V-A.
@@ -33,6 +34,8 @@ class JobView:
     output_tokens: int
     # Output tokens made in the current phase; 0 while prefilling.
     phase_tokens: int
+    # When it came to the fleet, in seconds of a clock that all instances share.
+    arrived_s: float = 0.0
 
     @property
     def context_tokens(self) -> int:
@@ -69,6 +72,10 @@ class IntraPolicy(ABC):
     def rank_holds(self, job: JobView) -> int | None:
         """Output tokens, at least 1, after which `rank` may change in this phase; None: it does not."""
         return None
+
+    def level(self, rank: Rank) -> Rank:
+        """The beginning of a rank that says who may take whose place; all but the arrival, unless said."""
+        return rank[:-1]
 
     def demoted(self, job: JobView) -> bool:
         """Whether a reasoning request is treated as answering (PASCAL, section IV-C)."""

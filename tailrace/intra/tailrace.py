@@ -6,6 +6,7 @@ from typing import Final
 
 from tailrace.cluster import Phase
 from tailrace.intra.base import QUANTUM_TOKENS, IntraPolicy, JobView, Rank
+from tailrace.intra.due import due_s
 
 ANSWERS: Final = 0
 # As far as ARES looks ahead, and its "2000 tokens" (section 5.3).
@@ -23,7 +24,8 @@ class AnswersFirst(IntraPolicy):
     the reader has not reached, and takes turns with the others, which is PASCAL's reason again. Turns are
     PASCAL's: one quantum, fewest quanta used first, so that a short reasoning need not wait for a long one.
     A plain request has nothing to read until its first token and is read from then on, so that for plain
-    models with answers of usual length this is decode-first.
+    models with answers of usual length this is decode-first. Among prompts that wait, a short one overtakes a
+    long one that came not long before (`due`).
     """
 
     summary = "answers before prompts and reasoning, those and very long answers in turns of one quantum"
@@ -44,10 +46,16 @@ class AnswersFirst(IntraPolicy):
         self.watermark = watermark
 
     def rank(self, job: JobView) -> Rank:
-        """(answers, then by quanta used up in the phase; arrival)."""
+        """(answers, then by quanta used up in the phase; when it was due; arrival)."""
         if self._protected(job):
-            return (ANSWERS, job.arrival)
-        return (1 + job.phase_tokens // self.quantum_tokens, job.arrival)
+            return (ANSWERS, _whole_us(job.arrived_s), job.arrival)
+        if job.phase is Phase.PREFILL:
+            return (1, _whole_us(due_s(job.arrived_s, job.prompt_tokens)), job.arrival)
+        return (1 + job.phase_tokens // self.quantum_tokens, _whole_us(job.arrived_s), job.arrival)
+
+    def level(self, rank: Rank) -> Rank:
+        """A prompt overtakes, but what another has computed is not thrown away for it."""
+        return rank[:1]
 
     def rank_holds(self, job: JobView) -> int:
         """Until the quantum, or the protection, ends."""
@@ -57,3 +65,7 @@ class AnswersFirst(IntraPolicy):
 
     def _protected(self, job: JobView) -> bool:
         return job.phase is Phase.ANSWERING and job.phase_tokens < self.protected_tokens
+
+
+def _whole_us(seconds: float) -> int:
+    return round(seconds * 1e6)

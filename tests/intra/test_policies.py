@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from tailrace.cluster import Phase
 from tailrace.intra.base import ImportView, IntraPolicy, JobView
 from tailrace.intra.decode_first import DecodeFirst
+from tailrace.intra.due import due_s
 from tailrace.intra.fcfs import Fcfs
 from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.round_robin import QuantumRoundRobin
@@ -31,11 +34,11 @@ def jobs(draw: st.DrawFn) -> JobView:
     made = draw(st.integers(0, 10_000))
     phase = Phase.PREFILL if not made else Phase.REASONING if made < reasoning else Phase.ANSWERING
     in_phase = made - reasoning if phase is Phase.ANSWERING else made
-    return JobView(draw(st.integers(0, 1_000)), phase, prompt, made, in_phase)
+    return JobView(draw(st.integers(0, 1_000)), phase, prompt, made, in_phase, draw(st.floats(0.0, 2e9)))
 
 
 def grown(job: JobView, by: int) -> JobView:
-    return JobView(job.arrival, job.phase, job.prompt_tokens, job.output_tokens + by, job.phase_tokens + by)
+    return replace(job, output_tokens=job.output_tokens + by, phase_tokens=job.phase_tokens + by)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -113,4 +116,16 @@ def test_nobody_is_preempted_while_being_read(job: JobView, answer: JobView) -> 
     """An allocation takes from those whose level is below that of who asks."""
     policy = AnswersFirst()
     if answer.phase is Phase.ANSWERING and answer.phase_tokens < PROTECTED_TOKENS:
-        assert policy.rank(job)[:-1] >= policy.rank(answer)[:-1]
+        assert policy.level(policy.rank(job)) >= policy.level(policy.rank(answer))
+
+
+def test_a_short_prompt_overtakes_a_long_one_until_that_has_waited_its_time() -> None:
+    policy = AnswersFirst()
+    long, short = due_s(0.0, 20_000), due_s(0.0, 200)
+    first = policy.rank(JobView(0, Phase.PREFILL, 20_000, 0, 0, 100.0))
+    soon = policy.rank(JobView(1, Phase.PREFILL, 200, 0, 0, 101.0))
+    late = policy.rank(JobView(2, Phase.PREFILL, 200, 0, 0, 100.0 + long - short + 0.001))
+    assert soon < first < late
+    # None of them takes another's place, and one that reasons keeps its own.
+    reasoning = policy.rank(JobView(3, Phase.REASONING, 200, 10, 10, 500.0))
+    assert len({policy.level(rank) for rank in (first, soon, late, reasoning)}) == 1

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from tailrace.actions import Action, Migrate, Place, Refuse, SetPool
 from tailrace.cluster import Arrival, ClusterView, InstanceState, InstanceView, Phase, Pool, Stage
+from tailrace.intra.due import due_s
 from tailrace.perf.length_penalty import load_length_penalty
 from tailrace.policy.ledger import room_for
 from tailrace.policy.registry import load
 from tailrace.policy.tailrace.costs import Costs, Longest
 from tailrace.policy.tailrace.expect import remaining_tokens
 from tailrace.policy.tailrace.policy import Tailrace
+from tailrace.policy.tailrace.queue import Queue
 from tailrace.policy.tailrace.steps import StepModel
 from tailrace.profiles import load_profile
 from tests.policy.clusters import arrivals as more_arrivals
@@ -163,6 +165,72 @@ def test_an_arrival_waits_for_the_shorter_queue() -> None:
         cluster(instance("w0", queued), instance("w1", queued[:1])), Arrival("new", 500, 100, 0), 0.0
     )
     assert placement == Place("w1")
+
+
+def test_a_short_prompt_does_not_mind_a_long_one_that_waits() -> None:
+    """It is served before: what counts is what is served before itself."""
+    long = (request("q0", "w0", 60_000, 0, Phase.PREFILL),)
+    short = tuple(request(f"q{n}", "w1", 400, 0, Phase.PREFILL) for n in range(12))
+    view = cluster(instance("w0", long), instance("w1", short))
+    assert Tailrace().place(view, Arrival("new", 500, 100, 0), 0.0) == Place("w0")
+    # One as long as the first has to wait for it.
+    assert Tailrace().place(view, Arrival("new", 60_000, 100, 0), 0.0) == Place("w1")
+
+
+@quick
+@given(view=fleets(), prompts=st.lists(st.integers(1, 50_000), min_size=1, max_size=6))
+def test_what_is_kept_between_placements_decides_nothing(view: ClusterView, prompts: list[int]) -> None:
+    for penalty in (None, PENALTY):
+        used = Tailrace(penalty=penalty)
+        for seq, prompt in enumerate(prompts):
+            new = Arrival("new", prompt, 100, seq)
+            assert used.place(view, new, 1.0) == Tailrace(penalty=penalty).place(view, new, 1.0)
+            # One of them reports anew, and empties.
+            name = sorted(view.instances)[seq % len(view.instances)]
+            view = cluster(*({**view.instances, name: instance(name)}.values()))
+
+
+@quick
+@given(view=fleets(), prompt=st.integers(1, 50_000))
+def test_the_cheapest_is_found_among_all(view: ClusterView, prompt: int) -> None:
+    """Costs less than, or as much as, each of the others alone."""
+    costs = Costs(StepModel.of_profile(None))
+    offers = [costs.offer(here) for here in view.instances.values()]
+    found = costs.cheapest_arrival(offers, prompt, 0.0)
+    for offer in offers:
+        if found is not offer.instance:
+            assert found is not None
+            pair = [costs.offer(found), offer]
+            assert costs.cheapest_arrival(pair, prompt, 0.0) is found
+
+
+@quick
+@given(lengths=st.lists(st.integers(1, 50_000), max_size=8), new=st.integers(1, 50_000))
+def test_a_queue_says_what_comes_first(lengths: list[int], new: int) -> None:
+    steps = StepModel.of_profile(None)
+    held = tuple(request(f"q{n}", "w0", length, 0, Phase.PREFILL) for n, length in enumerate(lengths))
+    tokens, seconds, after = Queue.of(instance("w0", held), steps).before(due_s(0.0, new))
+    first = [length for length in lengths if length <= new]
+    assert (tokens, after) == (sum(first), len(lengths) - len(first))
+    assert seconds == pytest.approx(sum(map(steps.compute_s, first)))
+
+
+def test_prompts_that_nobody_names_come_before_everybody() -> None:
+    steps = StepModel.of_profile(None)
+    told = dataclasses.replace(instance("w0"), prefill_backlog_tokens=3_000, waiting=2)
+    assert Queue.of(told, steps).before(0.0) == (3_000, steps.backlog_s(3_000, 2), 0)
+    # And what is computed of a prompt is not waited for.
+    begun = (request("q0", "w0", 4_000, 0, Phase.PREFILL),)
+    left = dataclasses.replace(instance("w0", begun), prefill_backlog_tokens=1_000)
+    assert Queue.of(left, steps).before(1e9)[0] == 1_000
+
+
+def test_reasoning_is_in_a_hurry_and_reading_is_not() -> None:
+    costs = Costs(StepModel.of_profile(None))
+    reasons = tuple(request(f"r{n}", "w0", phase=Phase.REASONING) for n in range(4))
+    reads = tuple(request(f"r{n}", "w0") for n in range(4))
+    assert costs.offer(instance("w0", reasons)).hurry == 1.0
+    assert costs.offer(instance("w0", reads)).hurry < 0.2
 
 
 def test_a_move_must_pay_for_its_transfer() -> None:

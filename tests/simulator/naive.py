@@ -33,7 +33,8 @@ class NaiveJob:
         in_phase = made - reasoning if phase is Phase.ANSWERING else made
         if not made:
             phase, in_phase = Phase.PREFILL, 0
-        return intra.rank(JobView(self.order, phase, self.request.prompt_tokens, made, in_phase))
+        prompt, arrived_s = self.request.prompt_tokens, self.request.arrival_s
+        return intra.rank(JobView(self.order, phase, prompt, made, in_phase, arrived_s))
 
 
 class Naive:

@@ -17,6 +17,11 @@ def arrival_order(arrival_s: float, number: int) -> int:
     return round(arrival_s * 1e6) * _NUMBERS + number % _NUMBERS
 
 
+def arrived_s(arrival: int) -> float:
+    """The time that `arrival_order` was given, to the microsecond."""
+    return arrival // _NUMBERS / 1e6
+
+
 def serving_phase(output_tokens: int, reasons: bool) -> Phase:
     """The phase that an order goes by. `reasons`: the next token belongs to the reasoning.
 
@@ -33,7 +38,7 @@ def view_of(
     """A request as an intra-instance policy sees it."""
     phase = serving_phase(output_tokens, reasons)
     in_phase = output_tokens - reasoning_tokens if phase is Phase.ANSWERING else output_tokens
-    return JobView(arrival, phase, prompt_tokens, output_tokens, in_phase)
+    return JobView(arrival, phase, prompt_tokens, output_tokens, in_phase, arrived_s(arrival))
 
 
 class Turn:

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from math import inf
 
 from tailrace.cluster import InstanceView
+from tailrace.intra.due import PREFILLS, due_s
 from tailrace.perf.length_penalty import FittedLengthPenalty
+from tailrace.policy.phase_load import phase_load
+from tailrace.policy.tailrace.queue import Queue
 from tailrace.policy.tailrace.steps import StepModel
 
 
@@ -26,10 +29,10 @@ class Costs:
     - `expected_tokens`: what an arrival is expected to put out, of which nothing is known. 256: near the mean
       of ShareGPT's answers, as in CascadeInfer's QoE model here.
     - `patience_s`, `patience_prefills`: a wait for the first token counts double when it is as long as
-      `patience_s` and that many times the prompt's own prefill. The SLOs of Arrow's table 1 are 80 to 105
-      times the prefill of their traces' mean prompt: 45 is half of that, so that the wait becomes dear well
-      before an SLO of that kind is lost. Half a second is half of what a person notices as an interruption
-      (Nielsen's one second), for prompts of next to no length.
+      `patience_s` and that many times the prompt's own prefill: what it yields to others inside an instance
+      (`tailrace.intra.due`), for the same reason. Half a second is half of what a person notices as an
+      interruption (Nielsen's one second), for prompts of next to no length.
+    - `tpot_slo_s`: what the time of those who read an answer is measured against (`_hurry`).
     - `open_s`, `link_bytes_per_s`: opening and committing a migration, and its copy: 100 Gbit/s.
     """
 
@@ -37,7 +40,8 @@ class Costs:
     penalty: FittedLengthPenalty | None = None
     expected_tokens: float = 256.0
     patience_s: float = 0.5
-    patience_prefills: float = 45.0
+    patience_prefills: float = PREFILLS
+    tpot_slo_s: float = 0.15
     open_s: float = 0.01
     link_bytes_per_s: float = 12.5e9
 
@@ -60,33 +64,73 @@ class Costs:
         decode_s = steps.decode_s(instance.running, instance.kv_used_tokens)
         return count * decode_s + steps.backlog_s(queued, instance.waiting) + steps.compute_s(prompt_tokens)
 
-    def cheapest_arrival(self, instances: Sequence[InstanceView], prompt_tokens: int) -> InstanceView:
-        """Where an arrival costs least; the first of equals. `instances`: at least one."""
-        timed = self.steps_of(instances[0])
-        own_s = timed.compute_s(prompt_tokens)
+    def cheapest_arrival(
+        self, offers: Sequence[Offer], prompt_tokens: int, now: float
+    ) -> InstanceView | None:
+        """Where an arrival costs least; the first of equals. None: no offers."""
+        if not offers:
+            return None
+        steps, remaining = offers[0].steps, self.expected_tokens
+        own_s = steps.compute_s(prompt_tokens)
         # A user's, so the same for all, however fast they are: by the first.
         patience_s = self.patience_s + self.patience_prefills * own_s
-        remaining, penalty = self.expected_tokens, self.penalty
-        first_token_s, dearer_s = self.first_token_s, self.dearer_s
-        least_s, found = inf, instances[0]
-        for instance in instances:
-            measured = instance.measured
-            if (steps := self.steps if measured is None else measured.steps) is not timed:
-                timed, own_s = steps, steps.compute_s(prompt_tokens)
-            wait_s = first_token_s(instance, prompt_tokens)
-            # By the time it is its turn, all that are here now are decoding, and wait for it.
-            cost_s = wait_s * (1.0 + wait_s / patience_s) + own_s * (instance.running + instance.waiting)
-            # What else there is only adds to it, without a penalty: mostly this is enough to know.
-            if cost_s >= least_s and penalty is None:
+        due = due_s(now, prompt_tokens)
+        least_s, found = inf, None
+        for offer in offers:
+            if offer.steps is not steps:
+                steps = offer.steps
+                own_s = steps.compute_s(prompt_tokens)
+            wait_s = own_s + (prompt_tokens / steps.chunk_tokens + 1.0) * offer.step_s
+            cost_s = offer.joining_s + offer.joining_s_per_token * prompt_tokens
+            # The queue only adds to it: mostly this is enough to know.
+            if cost_s + wait_s >= least_s:
                 continue
-            longest = 0 if penalty is None else Longest.of(instance).tokens
-            cost_s += remaining * dearer_s(instance, prompt_tokens, longest)
+            queue, instance = offer.queue, offer.instance
+            after, queued = 0, queue.tokens[-1] + queue.unknown
+            if queued:
+                tokens, seconds, after = queue.before(due)
+                wait_s += seconds + tokens / steps.chunk_tokens * offer.step_s
+            others = max(0, instance.running + instance.waiting - after)
+            cost_s += wait_s * (1.0 + wait_s / patience_s) + own_s * (after + offer.hurry * others)
+            if self.penalty is not None:
+                dearer_s = self.dearer_s(instance, prompt_tokens, offer.longest)
+                cost_s += offer.hurry * remaining * dearer_s
             if cost_s >= least_s:
                 continue
             cost_s += self.shortage_s(instance, prompt_tokens + remaining)
             if cost_s < least_s:
                 least_s, found = cost_s, instance
         return found
+
+    def offer(self, instance: InstanceView) -> Offer:
+        """What an arrival's cost here depends on, whatever its length."""
+        steps = self.steps_of(instance)
+        requests = instance.running + instance.waiting
+        held = instance.kv_used_tokens + instance.prefill_backlog_tokens
+        step_s = steps.decode_s(instance.running, instance.kv_used_tokens)
+        queue = Queue.of(instance, steps)
+        hurry = self._hurry(instance, queue, step_s)
+        joining_s = per_token_s = 0.0
+        longest = 0
+        if self.penalty is None:
+            each = hurry * self.expected_tokens
+            joining_s = each * (steps.decode_s(requests, held) + (requests + 1) * steps.per_request_s)
+            per_token_s = each * (requests + 1) * steps.per_kv_token_s
+        else:
+            longest = Longest.of(instance).tokens
+        return Offer(instance, steps, step_s, hurry, joining_s, per_token_s, longest, queue)
+
+    def _hurry(self, instance: InstanceView, queue: Queue, step_s: float) -> float:
+        """What a second of those who decode here counts, from 0 to 1.
+
+        Reasoning is a wait for the first token, and counts whole. Who reads an answer is not late yet, and
+        counts by how much of the TPOT SLO a step takes.
+        """
+        counted = instance.phase_load or phase_load(instance.requests)
+        prompts = len(queue.due)
+        decoding = max(1, instance.running + instance.waiting - prompts)
+        reasons = min(1.0, max(0, counted.reasoning - prompts) / decoding)
+        return reasons + (1.0 - reasons) * min(1.0, step_s / self.tpot_slo_s)
 
     # ---- decoding
 
@@ -161,6 +205,25 @@ class Costs:
         if penalty.applies_to == "attention":
             return requests * (rest_s + factor * attention_s)
         return requests * factor * (rest_s + attention_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """An instance as arrivals see it, worked out once for each report of it.
+
+    `step_s`: one decode step. `hurry`: what a second of decoding counts. `joining_s`, and as much again per
+    prompt token: what decoding with the others costs; 0 with a penalty, which makes that no sum of the two.
+    `longest`: longest context, with a penalty.
+    """
+
+    instance: InstanceView
+    steps: StepModel
+    step_s: float
+    hurry: float
+    joining_s: float
+    joining_s_per_token: float
+    longest: int
+    queue: Queue
 
 
 @dataclass(frozen=True, slots=True)

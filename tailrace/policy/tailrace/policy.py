@@ -14,6 +14,7 @@ from tailrace.policy.candidates import NO_INSTANCE, candidates
 from tailrace.policy.ledger import Ledger
 from tailrace.policy.tailrace.costs import Costs
 from tailrace.policy.tailrace.moves import Mover
+from tailrace.policy.tailrace.offers import Offers
 from tailrace.policy.tailrace.pooled import decoders, late_handovers, pooled, prefillers
 from tailrace.policy.tailrace.rebalance import movable, rebalance
 from tailrace.policy.tailrace.staged import groups, next_stage, within_stage
@@ -31,7 +32,8 @@ class Tailrace(Policy):
     - `penalty`: what unequal lengths in a batch cost there, if that is known.
     - `margin`: how many times its transfer a migration must save. Two: once for what it takes, once more
       because what is saved is a prediction and what it takes is certain.
-    - `ttft_slo_s`, `tpot_slo_s`: what pools flip by, where there are pools; as in `Arrow`.
+    - `ttft_slo_s`, `tpot_slo_s`: what pools flip by, where there are pools, as in `Arrow`; the latter is also
+      what the time of those who decode is measured against.
     - `tick_interval_s`: one second, as ARES (Algorithm 1, line 3).
     """
 
@@ -48,7 +50,8 @@ class Tailrace(Policy):
         tick_interval_s: float = 1.0,
     ) -> None:
         profile = profile if profile is not None else load_profile(NOMINAL)
-        self.costs = Costs(StepModel.of_profile(profile), penalty)
+        self.costs = Costs(StepModel.of_profile(profile), penalty, tpot_slo_s=tpot_slo_s)
+        self.offers = Offers()
         self.margin = margin
         self.ttft_slo_s = ttft_slo_s
         self.tick_interval_s = tick_interval_s
@@ -62,10 +65,12 @@ class Tailrace(Policy):
         costs, tokens = self.costs, arrival.prompt_tokens + arrival.output_tokens
         if view.stages:
             usable = list(within_stage(view, usable, tokens))
-        if not pooled(view):
-            return Place(costs.cheapest_arrival(usable, tokens).instance_id)
-        chosen = costs.cheapest_arrival(prefillers(usable), tokens)
-        if costs.first_token_s(chosen, tokens) > self.ttft_slo_s:
+        in_pools = pooled(view)
+        offers = self.offers.of(costs, prefillers(usable) if in_pools else usable)
+        chosen = costs.cheapest_arrival(offers, tokens, now)
+        if chosen is None:
+            return NO_INSTANCE
+        if in_pools and costs.first_token_s(chosen, tokens) > self.ttft_slo_s:
             flipped = self.arrow.place(view, arrival, now)
             if isinstance(flipped, Place) and flipped.also:
                 return flipped
