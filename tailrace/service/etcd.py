@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import os
 import shutil
 import signal
 import subprocess
@@ -120,9 +121,10 @@ class LocalEtcd:
             self._process.wait(_STOP_S)
 
     def freeze(self) -> None:
-        """SIGSTOP: it hangs without dying."""
+        """SIGSTOP: it hangs without dying. It has stopped when this returns."""
         if self._process is not None:
             self._process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def thaw(self) -> None:
         """SIGCONT."""

@@ -80,8 +80,9 @@ class Process:
             self._popen.wait(timeout=10)
 
     def freeze(self) -> None:
-        """SIGSTOP: it hangs without dying."""
+        """SIGSTOP: it hangs without dying. It has stopped when this returns."""
         os.killpg(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def thaw(self) -> None:
         """SIGCONT."""
