@@ -98,11 +98,11 @@ SCHEMA = {
 @pytest.mark.parametrize(
     "options",
     [
-        {"temperature": 1.0, "seed": 7, "max_tokens": 300},
-        {"temperature": 0.9, "seed": 3, "top_p": 0.8, "logprobs": True, "top_logprobs": 3, "max_tokens": 300},
-        {"frequency_penalty": 0.6, "presence_penalty": 0.3, "max_tokens": 300},
-        {"extra_body": {"repetition_penalty": 1.2, "min_tokens": 250}, "max_tokens": 350},
-        {"temperature": 1.0, "seed": 11, "stop": ["50 z"]},
+        {"temperature": 1.0, "seed": 7, "max_tokens": 450},
+        {"temperature": 0.9, "seed": 3, "top_p": 0.8, "logprobs": True, "top_logprobs": 3, "max_tokens": 450},
+        {"frequency_penalty": 0.6, "presence_penalty": 0.3, "max_tokens": 450},
+        {"extra_body": {"repetition_penalty": 1.2, "min_tokens": 400}, "max_tokens": 450},
+        {"temperature": 1.0, "seed": 11, "stop": ["15 w"]},
         {
             "temperature": 1.0,
             "seed": 5,
@@ -117,7 +117,7 @@ def test_sampling_state_travels(vllm_fleet: Fleet, vllm_chats: Chats, options: d
     progress = Progress()
     stream = vllm_chats.start(LONG.prompt, progress, **options)
     moves = 0
-    for length in (60, 200):
+    for length in (30, 100):
         chat = progress.wait(lambda c, n=length: len(c.reasoning) + len(c.answer) > n, f"{length} characters")
         here = vllm_fleet.wait_request(chat.request_id)
         moves += vllm_fleet.migrate(here.request_id, others(here.instance_id)[0]).state == COMMITTED
