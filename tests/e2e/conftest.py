@@ -46,7 +46,7 @@ def simulated_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flee
     try:
         fleet.start_control(schedulers=2)
         for name in SIMULATED_WORKERS:
-            fleet.start_worker(name)
+            fleet.start_worker(name, wait=False)
         fleet.start_frontend("rust" if RUST_FRONT.exists() else "python")
         fleet.wait_instances(SIMULATED_WORKERS)
         yield fleet

@@ -47,12 +47,16 @@ class Fleet:
 
     def start_service(self, kind: str, name: str = "", arguments: Sequence[str] = ()) -> Process:
         """Start a control service and wait until it says that it serves."""
+        name = self._launch_service(kind, name, arguments)
+        self.wait_healthy(name)
+        return self.processes[name]
+
+    def _launch_service(self, kind: str, name: str = "", arguments: Sequence[str] = ()) -> str:
         name = name or kind
         port = free_port()
         self.addresses[name] = f"127.0.0.1:{port}"
-        process = self._tailrace(name, kind, port, arguments, {})
-        self.wait_healthy(name)
-        return process
+        self._tailrace(name, kind, port, arguments, {})
+        return name
 
     def start_worker(self, name: str, arguments: Sequence[str] = (), wait: bool = True) -> Process:
         """Start a worker; its id is `name`."""
@@ -85,12 +89,17 @@ class Fleet:
         return process
 
     def start_control(self, schedulers: int = 1) -> None:
-        """etcd, monitor, migration service and schedulers."""
+        """etcd, then monitor, migration service and schedulers all at once."""
         self.start_etcd()
-        self.start_service("monitor")
-        self.start_service("migration", arguments=["--journal", str(self.root / "migrations.jsonl")])
+        names = [
+            self._launch_service("monitor"),
+            self._launch_service("migration", arguments=["--journal", str(self.root / "migrations.jsonl")]),
+        ]
         for number in range(schedulers):
-            self.start_service("scheduler", f"scheduler-{number}", ["--id", f"scheduler-{number}"])
+            name = f"scheduler-{number}"
+            names.append(self._launch_service("scheduler", name, ["--id", name]))
+        for name in names:
+            self.wait_healthy(name)
 
     def _tailrace(
         self, name: str, kind: str, port: int, arguments: Sequence[str], env: Mapping[str, str]

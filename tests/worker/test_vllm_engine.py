@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,6 +59,30 @@ ENGINE_ARGUMENTS = {
     "max_model_len": 2048,
     "block_size": BLOCK,
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plain_vllm() -> Iterator[subprocess.Popen[str]]:
+    """Plain `LLM` in a process of its own. It takes long to start, and does so beside the tests here."""
+    with subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("vllm_reference.py"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        job = {
+            "engine": ENGINE_ARGUMENTS | {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 27},
+            "requests": PLAIN_REQUESTS,
+        }
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(job))
+        process.stdin.close()
+        process.stdin = None
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -126,6 +151,11 @@ SEEDED = {
     "logprobs": 4,
     "top_p": 0.97,
 }
+PLAIN_REQUESTS: list[tuple[list[int], dict[str, object]]] = [
+    (ANSWERING, {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}),
+    (REASONING, {"temperature": 1.0, "seed": 42, "max_tokens": 60, "ignore_eos": True}),
+    (ANSWERING, {"max_tokens": 60, "ignore_eos": True, **SEEDED}),
+]
 SCHEMA = {"type": "array", "items": {"enum": ["ab", "cd", "efgh"]}, "minItems": 20, "maxItems": 20}
 
 
@@ -260,34 +290,6 @@ async def test_start_tells_what_the_engine_is(started: tuple[VllmEngine, Front, 
     values = 2 * config["num_key_value_heads"] * config["head_dim"] * BLOCK
     assert info.kv_shape.num_layers == config["num_hidden_layers"]
     assert info.kv_shape.layer_block_bytes == values * 4
-
-
-async def test_tokens_are_those_of_plain_vllm(engine: VllmEngine, front: Front) -> None:
-    """Plain `LLM`, in a process of its own: greedy and seeded."""
-    kinds: list[tuple[list[int], dict[str, object]]] = [
-        (ANSWERING, {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}),
-        (REASONING, {"temperature": 1.0, "seed": 42, "max_tokens": 60, "ignore_eos": True}),
-        (ANSWERING, {"max_tokens": 60, "ignore_eos": True, **SEEDED}),
-    ]
-    plain = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(Path(__file__).with_name("vllm_reference.py")),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    job = {
-        "engine": ENGINE_ARGUMENTS | {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 27},
-        "requests": kinds,
-    }
-    async with asyncio.timeout(120):
-        output, _ = await plain.communicate(json.dumps(job).encode())
-    result = next(line for line in output.decode().splitlines() if line.startswith("RESULT "))
-    expected = json.loads(result.removeprefix("RESULT "))
-    for (prompt, arguments), tokens in zip(kinds, expected, strict=True):
-        stream = await front.run(engine, prompt, SamplingParams(**arguments))
-        assert stream.tokens == tokens
-        assert stream.finish_reason == FinishReason.LENGTH
 
 
 async def test_a_seeded_prompt_longer_than_a_step_does_not_end_the_engine(
@@ -860,3 +862,19 @@ async def test_utility_calls(engine: VllmEngine, front: Front) -> None:
     assert "generate" in answer.utility_output.result.result
     refused: EngineCoreOutputs = decoder.decode(front.utilities[2])
     assert "not for a worker" in refused.utility_output.failure_message
+
+
+# ---- plain vLLM, last: it has had the time of all the others to start
+
+
+async def test_tokens_are_those_of_plain_vllm(
+    engine: VllmEngine, front: Front, plain_vllm: subprocess.Popen[str]
+) -> None:
+    """Greedy and seeded."""
+    output, _ = await asyncio.to_thread(plain_vllm.communicate, timeout=120)
+    result = next(line for line in output.splitlines() if line.startswith("RESULT "))
+    expected = json.loads(result.removeprefix("RESULT "))
+    for (prompt, arguments), tokens in zip(PLAIN_REQUESTS, expected, strict=True):
+        stream = await front.run(engine, prompt, SamplingParams(**arguments))
+        assert stream.tokens == tokens
+        assert stream.finish_reason == FinishReason.LENGTH
