@@ -126,13 +126,15 @@ class Fleet:
 
     def mend(self) -> None:
         """Start again, as it was, whatever has ended; thaw whatever was frozen."""
-        for name, process in list(self.processes.items()):
+        ended = [name for name, process in self.processes.items() if not process.alive]
+        for name, process in self.processes.items():
             if process.alive:
                 process.thaw()
-            else:
-                self._start(name, *self._commands[name])
-                if name != "etcd":
-                    self.wait_healthy(name, 180)
+        for name in ended:
+            self._start(name, *self._commands[name])
+        for name in ended:
+            if name != "etcd":
+                self.wait_healthy(name, 180)
 
     # ---- looking
 

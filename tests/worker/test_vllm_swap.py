@@ -134,7 +134,7 @@ async def run_together(engine: VllmEngine, front: Front) -> list[Stream]:
     return streams
 
 
-@pytest.mark.parametrize("intra", ["vllm", "fcfs", "round_robin", "pascal", "decode_first"])
+@pytest.mark.parametrize("intra", ["vllm", "round_robin", "pascal"])
 async def test_swapping_changes_nothing(
     engine: VllmEngine, front: Front, alone: list[Stream], intra: str
 ) -> None:
