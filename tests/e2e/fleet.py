@@ -127,7 +127,7 @@ class Fleet:
     def mend(self) -> None:
         """Start again, as it was, whatever has ended; thaw whatever was frozen."""
         ended = [name for name, process in self.processes.items() if not process.alive]
-        for name, process in self.processes.items():
+        for process in self.processes.values():
             if process.alive:
                 process.thaw()
         for name in ended:
