@@ -20,7 +20,8 @@ from tailrace.records import InstanceRecord
 from tailrace.store.store import Store, StoreUnavailable
 from tailrace.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 
-WAIT_S = 30.0
+# A start takes two seconds, and half a minute on a machine that stalls.
+WAIT_S = 60.0
 # Slow enough for a stream to be caught in the middle, with KV enough to be worth copying.
 ENGINE = {
     "speed": 1.0,
