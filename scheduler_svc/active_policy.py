@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from tailrace.policy.base import Policy
-from tailrace.policy.registry import UnknownPolicyError, load, names
+from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, load, names
 
 log = logging.getLogger(__name__)
 
@@ -15,20 +15,20 @@ class ActivePolicy:
     """Follows the name in etcd; without one, the default given at start."""
 
     def __init__(self, default: str) -> None:
-        """Raises UnknownPolicyError."""
+        """Raises UnknownPolicyError, UnusablePolicyError."""
         self.name = default
         self.policy: Policy = load(default)
         self._default = default
         self._refused = ""
 
     def follow(self, name: str | None) -> None:
-        """Switch to the policy of that name. One that is not installed leaves the present one in force."""
+        """Switch to the policy of that name. One that cannot be had leaves the present one in force."""
         wanted = name or self._default
         if wanted in (self.name, self._refused):
             return
         try:
             self.policy = load(wanted)
-        except (UnknownPolicyError, ImportError, TypeError) as error:
+        except (UnknownPolicyError, UnusablePolicyError) as error:
             # Said once, not at every change of anything in etcd.
             self._refused = wanted
             log.error("cannot switch to policy %s, keeping %s: %s", wanted, self.name, error)
@@ -43,5 +43,5 @@ async def warm_up() -> None:
     for name in await asyncio.to_thread(names):
         try:
             await asyncio.to_thread(load, name)
-        except (ImportError, TypeError) as error:
-            log.warning("policy %s cannot be used: %s", name, error)
+        except (UnknownPolicyError, UnusablePolicyError) as error:
+            log.warning("%s", error)

@@ -25,7 +25,7 @@ from scheduler_svc.placer import Placer
 from scheduler_svc.settings import Settings
 from scheduler_svc.state import ClusterState
 from scheduler_svc.traceparents import Traceparents
-from tailrace.policy.registry import UnknownPolicyError, load
+from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, load
 from tailrace.service.frame import Frame, open_frame
 from tailrace.service.options import CommonOptions, common_options
 from tailrace.service.run import run_service
@@ -53,7 +53,7 @@ def command(common: CommonOptions, policy: str) -> None:
     """Decide where requests go; a second scheduler stands by."""
     try:
         load(policy)
-    except UnknownPolicyError as error:
+    except (UnknownPolicyError, UnusablePolicyError) as error:
         raise click.BadParameter(str(error), param_hint="--policy") from error
     run_service(lambda: serve(common, policy))
 

@@ -87,8 +87,8 @@ def policy_infos(active: str) -> list[admin_pb2.PolicyInfo]:
     for name in registry.names():
         try:
             summary = registry.load(name).summary
-        except (ImportError, TypeError, AttributeError) as error:
-            summary = f"cannot be loaded: {error}"
+        except (registry.UnknownPolicyError, registry.UnusablePolicyError) as error:
+            summary = str(error)
         infos.append(admin_pb2.PolicyInfo(name=name, summary=summary, active=name == active))
     return infos
 

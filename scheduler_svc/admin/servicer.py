@@ -23,7 +23,7 @@ from scheduler_svc.refused import Refused
 from scheduler_svc.settings import Settings
 from scheduler_svc.state import ClusterState
 from scheduler_svc.wire import POOLS, pool_number
-from tailrace.policy.registry import UnknownPolicyError, load
+from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, load
 from tailrace.profile_message import profile_message
 from tailrace.service.channels import Channels
 from tailrace.store.errors import StoreUnavailable
@@ -185,10 +185,8 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
                 load(request.name)
             except UnknownPolicyError as error:
                 raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"name: {error}") from error
-            except (ImportError, TypeError) as error:
-                raise Refused(
-                    grpc.StatusCode.FAILED_PRECONDITION, f"name: policy {request.name!r}: {error}"
-                ) from error
+            except UnusablePolicyError as error:
+                raise Refused(grpc.StatusCode.FAILED_PRECONDITION, f"name: {error}") from error
             default = self._active.name
             previous = await self._settings.set_policy(request.name) or default
             self._active.follow(request.name)

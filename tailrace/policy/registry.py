@@ -14,6 +14,10 @@ class UnknownPolicyError(ValueError):
     """No policy of that name is installed."""
 
 
+class UnusablePolicyError(RuntimeError):
+    """A policy of that name is installed, and cannot be made; the message says why."""
+
+
 def names() -> list[str]:
     """Names of all installed policies, sorted."""
     return sorted(_points())
@@ -22,7 +26,7 @@ def names() -> list[str]:
 def load(name: str) -> Policy:
     """An instance of the policy called `name`.
 
-    Raises UnknownPolicyError with the known names, or TypeError when the entry point is not a Policy.
+    Raises UnknownPolicyError with the known names, UnusablePolicyError when its package fails.
     """
     if name not in _points():
         # Perhaps it has been installed since.
@@ -30,9 +34,14 @@ def load(name: str) -> Policy:
     point = _points().get(name)
     if point is None:
         raise UnknownPolicyError(f"unknown policy {name!r}; installed: {', '.join(names())}")
-    policy = point.load()()
+    try:
+        policy = point.load()()
+    # Somebody else's package, which may fail in any way; a scheduler must outlive that.
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        raise UnusablePolicyError(f"policy {name!r} ({point.value}) cannot be loaded: {said}") from error
     if not isinstance(policy, Policy):
-        raise TypeError(f"policy {name!r} ({point.value}) is not a tailrace.policy.base.Policy")
+        raise UnusablePolicyError(f"policy {name!r} ({point.value}) is not a tailrace.policy.base.Policy")
     return policy
 
 
