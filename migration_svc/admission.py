@@ -59,9 +59,7 @@ class Admission:
             try:
                 yield
             finally:
-                self._sending[source] -= 1
-                self._receiving[target] -= 1
-                self._admit()
+                self._leave(source, target)
         finally:
             self._requests.discard(request_id)
 
@@ -79,14 +77,20 @@ class Admission:
                 self._queue.remove(waiting)
             elif waiting.admitted.done():
                 # Admitted in the very moment of giving up: hand the place on.
-                self._sending[source] -= 1
-                self._receiving[target] -= 1
-                self._admit()
+                self._leave(source, target)
             if isinstance(error, TimeoutError):
                 raise NotAdmitted(
                     f"{source} or {target} had {self._limit} migrations open for {self._patience_s:g} s"
                 ) from error
             raise
+
+    def _leave(self, source: str, target: str) -> None:
+        """Give a place back. Who has none is forgotten: instances come and go for as long as this runs."""
+        for places, instance_id in ((self._sending, source), (self._receiving, target)):
+            places[instance_id] -= 1
+            if not places[instance_id]:
+                del places[instance_id]
+        self._admit()
 
     def _admit(self) -> None:
         for waiting in list(self._queue):

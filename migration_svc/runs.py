@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
@@ -18,6 +19,8 @@ from migration_svc.traces import MigrationTraces
 from tailrace.records import InstanceRecord
 from tailrace.service.channels import Channels
 from tailrace.v1 import migration_pb2, types_pb2
+
+log = logging.getLogger(__name__)
 
 # Updates that a slow watcher may be behind by; it misses those in between, never the last.
 _WATCH_LIMIT: Final = 64
@@ -51,9 +54,10 @@ class Runs:
         return len(self._tasks)
 
     async def clean_up(self) -> None:
-        """Cancel what an earlier run left open."""
-        for entry in self._journal.left_open:
-            error = await cancel_left_open(entry, self._channels)
+        """Cancel what an earlier run left open, all at once: each target has its own deadline."""
+        left = self._journal.left_open
+        errors = await asyncio.gather(*(cancel_left_open(entry, self._channels) for entry in left))
+        for entry, error in zip(left, errors, strict=True):
             closed_s = time.time()
             self._journal.write(
                 Closed(migration_id=entry.migration_id, committed=False, error=error, closed_s=closed_s)
@@ -102,7 +106,7 @@ class Runs:
             name=f"migration {record.migration_id}",
         )
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
         return _watch(updates)
 
     async def wait(self) -> None:
@@ -114,6 +118,12 @@ class Runs:
         for task in self._tasks:
             task.cancel()
         await self.wait()
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # A full disk under the journal, or a mistake of ours; whoever watches has been told "aborted".
+            log.error("%s failed", task.get_name(), exc_info=error)
 
 
 async def _watch(updates: Updates) -> AsyncIterator[migration_pb2.MigrationRecord]:

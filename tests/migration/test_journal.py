@@ -61,3 +61,18 @@ def test_no_file_no_memory() -> None:
     journal.write(opened("one"))
     assert journal.left_open == []
     journal.close()
+
+
+def test_it_does_not_grow_for_ever(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    journal = Journal(path, lines_max=10)
+    journal.write(opened("stays"))
+    sizes = set()
+    for number in range(100):
+        journal.write(opened(f"m{number}"))
+        journal.write(Closed(migration_id=f"m{number}", committed=True))
+        sizes.add(len(path.read_bytes().splitlines()))
+    assert max(sizes) <= 10
+    journal.write(opened("last"))
+    journal.close()
+    assert [entry.migration_id for entry in Journal(path).left_open] == ["stays", "last"]
