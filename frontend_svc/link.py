@@ -121,7 +121,8 @@ class Link:
                 stream = await connect_stream(self.record.stream_address, worker_pb2.AttachDown)
         except TimeoutError:
             return f"no connection within {_HELLO_S:g} s"
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            # ValueError: what etcd has is no HOST:PORT. One bad record must not end a front end.
             return _describe(error)
         try:
             async with asyncio.timeout(_HELLO_S):

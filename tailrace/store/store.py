@@ -137,7 +137,7 @@ class Store:
         return {self._relative(kv.key): bytes(kv.value) for kv in reply.kvs}, int(reply.header.revision)
 
     def _relative(self, key: bytes) -> str:
-        return key.decode()[len(self._prefix) :]
+        return key.decode(errors="replace")[len(self._prefix) :]
 
     # ---- watches
 
