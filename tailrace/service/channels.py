@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import grpc
@@ -26,20 +29,51 @@ _OPTIONS: Final = (
 )
 
 
+# Members come and go, each with another port: what nobody has asked for in so long, and is not connected, is
+# closed. A call under way keeps its channel connected.
+_FORGET_S: Final = 600.0
+
+
+@dataclass(slots=True)
+class _Kept:
+    channel: grpc.aio.Channel
+    asked_s: float
+
+
 class Channels:
     """A cache of insecure channels by address."""
 
-    def __init__(self) -> None:
-        self._channels: dict[str, grpc.aio.Channel] = {}
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: seconds."""
+        self._clock = clock
+        self._channels: dict[str, _Kept] = {}
+
+    def __len__(self) -> int:
+        return len(self._channels)
 
     def get(self, address: str) -> grpc.aio.Channel:
-        """The channel to HOST:PORT, made at the first call; it connects by itself when used."""
-        channel = self._channels.get(address)
-        if channel is None:
-            channel = self._channels[address] = grpc.aio.insecure_channel(address, options=_OPTIONS)
-        return channel
+        """The channel to HOST:PORT, made at the first call; it connects by itself when used.
+
+        Not to be kept: ask again for each call.
+        """
+        now_s = self._clock()
+        kept = self._channels.get(address)
+        if kept is None:
+            self._forget(now_s)
+            kept = _Kept(grpc.aio.insecure_channel(address, options=_OPTIONS), now_s)
+            self._channels[address] = kept
+        kept.asked_s = now_s
+        return kept.channel
 
     async def close(self) -> None:
         """Close all; calls in progress end with CANCELLED."""
         channels, self._channels = list(self._channels.values()), {}
-        await asyncio.gather(*(channel.close() for channel in channels))
+        await asyncio.gather(*(kept.channel.close() for kept in channels))
+
+    def _forget(self, now_s: float) -> None:
+        """A channel without references closes itself."""
+        self._channels = {
+            address: kept
+            for address, kept in self._channels.items()
+            if now_s - kept.asked_s <= _FORGET_S or kept.channel.get_state() is grpc.ChannelConnectivity.READY
+        }

@@ -1,0 +1,45 @@
+"""Channels of members that are gone do not pile up."""
+
+from __future__ import annotations
+
+from grpc_health.v1.health_pb2 import HealthCheckRequest
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from tailrace.service.channels import Channels
+from tailrace.service.server import serve_grpc
+
+HOUR_S = 3600.0
+
+
+class Clock:
+    """Moved by hand."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+async def test_who_is_gone_is_forgotten_and_who_is_connected_is_not() -> None:
+    clock = Clock()
+    channels = Channels(clock)
+    async with serve_grpc("127.0.0.1:0", []) as server:
+        live = channels.get(server.address)
+        await HealthStub(live).Check(HealthCheckRequest(), timeout=10)
+        gone = channels.get("127.0.0.1:1")
+        assert channels.get("127.0.0.1:1") is gone and len(channels) == 2
+        clock.now_s += HOUR_S
+        channels.get("127.0.0.1:2")
+        assert len(channels) == 2
+        assert channels.get(server.address) is live
+        await HealthStub(live).Check(HealthCheckRequest(), timeout=10)
+    await channels.close()
+    assert len(channels) == 0
+
+
+async def test_what_was_just_asked_for_stays() -> None:
+    channels = Channels(Clock())
+    kept = [channels.get(f"127.0.0.1:{port}") for port in range(1, 5)]
+    assert [channels.get(f"127.0.0.1:{port}") for port in range(1, 5)] == kept
+    await channels.close()
