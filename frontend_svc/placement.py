@@ -95,7 +95,9 @@ class Placement:
         addresses = [leader.address] if leader is not None else []
         addresses += [r.address for (kind, _), r in self._members.services.items() if kind == "scheduler"]
         now_s = time.monotonic()
-        return (a for a in dict.fromkeys(addresses) if self._shunned.get(a, 0.0) <= now_s)
+        # Restarted schedulers have other addresses; the old ones are not kept.
+        self._shunned = {a: until_s for a, until_s in self._shunned.items() if until_s > now_s}
+        return (a for a in dict.fromkeys(addresses) if a not in self._shunned)
 
     def _fallback(self, avoid: frozenset[str]) -> Placed | Refused:
         candidates = [i for i in usable(self._members, self._outbox.attached()) if i not in avoid]

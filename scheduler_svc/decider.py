@@ -103,8 +103,10 @@ class Decider:
                 continue
             self._outgrown[request.request_id] = instance_id
             self._outgrew(view, request)
+        here = {request.request_id for request in instance.requests}
         for request_id, where in list(self._outgrown.items()):
-            if where == instance_id and not any(r.request_id == request_id for r in instance.requests):
+            # Gone from here, or here itself is gone.
+            if where not in view.instances or (where == instance_id and request_id not in here):
                 del self._outgrown[request_id]
 
     def _outgrew(self, view: ClusterView, request: RequestView) -> None:

@@ -58,6 +58,9 @@ class MonitorWatch:
             finally:
                 reading.cancel()
                 await asyncio.wait([reading])
+                if not reading.cancelled() and (error := reading.exception()) is not None:
+                    # A report that we cannot take: the next watch begins with a snapshot.
+                    log.error("reading the monitor at %s failed", address, exc_info=error)
                 self._metrics.monitor_connected.set(0)
             await asyncio.sleep(_RETRY_S)
 

@@ -161,7 +161,9 @@ class ClusterState:
             epoch=epoch,
             frontend_id=frontend_id,
         )
-        tracked.place(request, now_s)
+        forgotten = tracked.place(request, now_s)
+        if forgotten is not None:
+            self._left(forgotten, instance_id)
         self._where[arrival.request_id] = _Where(instance_id, epoch, Phase.PREFILL)
         self._touch(instance_id)
 

@@ -88,14 +88,18 @@ class Tracked:
         self._future_load = tuple(load.future_load)
         return before - self.requests.keys() - self.pending.keys()
 
-    def place(self, request: RequestView, now_s: float) -> None:
-        """The request was placed here and will arrive in a moment."""
+    def place(self, request: RequestView, now_s: float) -> str | None:
+        """The request was placed here and will arrive in a moment. The id of one that had to be forgotten for
+        it, if any: no report has come for long."""
         self._take_pending(request.request_id)
+        forgotten = None
         if len(self.pending) >= _PENDING_MAX:
-            self._take_pending(next(iter(self.pending)))
+            forgotten = next(iter(self.pending))
+            self._take_pending(forgotten)
         self.pending[request.request_id] = Pending(request, now_s)
         self._pending_tokens += request.context_tokens
         self._phases.add(request)
+        return forgotten
 
     def unplace(self, request_id: str) -> None:
         """The request was placed elsewhere after all."""
