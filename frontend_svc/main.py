@@ -16,6 +16,7 @@ import msgspec
 
 from frontend_svc.engine import DEFAULT_PLACE_WAIT_S, FrontHalfStuck
 from frontend_svc.front_end import FrontHalfExited, run_front_end
+from frontend_svc.front_half.rust import flags_to_json
 from frontend_svc.front_half.sockets import bind_http, split_address
 from frontend_svc.settings import Front, Settings
 from frontend_svc.traces import RequestTraces
@@ -98,6 +99,11 @@ def command(
         split_address(http)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--http") from error
+    if front == Front.RUST.value:
+        try:
+            flags_to_json(vllm_arguments)
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="VLLM_ARGUMENTS") from error
     if model is None:
         model, reasoning_parser = str(MODEL_PATH), reasoning_parser or REASONING_PARSER
     settings = Settings(

@@ -39,7 +39,7 @@ class Closed(msgspec.Struct, frozen=True, kw_only=True, tag="closed"):
     closed_s: float = 0.0
 
 
-class JournalDamaged(RuntimeError):
+class JournalDamaged(OSError):
     """The file is not a journal; the message names file and line."""
 
 

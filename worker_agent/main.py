@@ -89,7 +89,13 @@ class EngineDied(RuntimeError):
     show_default=True,
     help="Port that front ends attach to; 0: any free one.",
 )
-@click.option("--report-interval", default=0.5, show_default=True, help="Seconds between two steady reports.")
+@click.option(
+    "--report-interval",
+    type=click.FloatRange(min=0.01),
+    default=0.5,
+    show_default=True,
+    help="Seconds between two steady reports.",
+)
 @click.option(
     "--tpot",
     type=click.FloatRange(min=0, min_open=True),

@@ -25,7 +25,14 @@ class Unhealthy(Exception):
 @click.argument("address", metavar="HOST:PORT")
 @click.option("--service", default="", metavar="NAME", help="Full name of one gRPC service.  [default: all]")
 @click.option("--http", "url", metavar="URL", help="Also GET this; anything but 200 is unhealthy.")
-@click.option("--timeout", default=3.0, show_default=True, metavar="SECONDS", help="For each of the two.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=3.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="For each of the two.",
+)
 def main(address: str, service: str, url: str | None, timeout: float) -> None:
     """Say whether the service at HOST:PORT is healthy."""
     try:

@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 
 # What a clean shutdown may take before the process ends anyhow.
 _GRACE_S: Final = 15.0
+_LEVEL: Final = "TAILRACE_LOG_LEVEL"
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -27,9 +28,12 @@ def run_service(main: Callable[[], Coroutine[None, None, None]]) -> None:
     `main` cleans up when it is cancelled. Exit codes: 0 it returned or was told to stop; 1 it failed, with
     one line on stderr for what an operator can mend, a traceback for what is our mistake.
     """
+    level = os.environ.get(_LEVEL, "INFO").upper()
+    if level not in logging.getLevelNamesMapping():
+        sys.exit(f"{_LEVEL}: {level!r} is none of {', '.join(logging.getLevelNamesMapping())}")
     logging.basicConfig(
         stream=sys.stderr,
-        level=os.environ.get("TAILRACE_LOG_LEVEL", "INFO").upper(),
+        level=level,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     # They tell of every lost connection again and again; what matters of it is ours to say.

@@ -1,0 +1,38 @@
+"""`tailrace serve` with what cannot be: a line, before anything is started."""
+
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+from tailrace.cli.main import main
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        # Zero or less would report without a pause.
+        ("worker --engine simulated --report-interval 0", "--report-interval"),
+        ("worker --engine simulated --count 2 --stream-port 7000", "--stream-port"),
+        ("worker --engine simulated --engine-arg what", "NAME=VALUE"),
+        ("worker --profile no-such-profile", "no-such-profile"),
+        ("frontend --front rust -- no-flag", "no-flag"),
+        ("frontend --http nowhere", "--http"),
+        ("scheduler --policy none_such", "least_loaded"),
+        ("monitor --etcd nowhere", "HOST:PORT"),
+        ("migration --cluster a/b", "--cluster"),
+    ],
+)
+def test_wrong_usage(arguments: str, says: str) -> None:
+    result = CliRunner().invoke(main, ["serve", *arguments.split()])
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert isinstance(result.exception, SystemExit)
+
+
+def test_a_log_level_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TAILRACE_LOG_LEVEL", "loud")
+    result = CliRunner().invoke(main, ["serve", "monitor"])
+    assert isinstance(result.exception, SystemExit)
+    # Python itself writes it to stderr, and ends with exit code 1.
+    assert "'LOUD' is none of" in str(result.exception.code)
