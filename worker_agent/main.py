@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from contextlib import AsyncExitStack
+from typing import Final
 
 import click
 
@@ -29,6 +30,8 @@ from worker_agent.settings import WorkerSettings
 from worker_agent.worker import EngineStartError, Surroundings, running_worker
 
 log = logging.getLogger(__name__)
+
+_DEFAULTS: Final = WorkerSettings()
 
 
 class EngineDied(RuntimeError):
@@ -97,6 +100,13 @@ class EngineDied(RuntimeError):
     help="Seconds between two steady reports.",
 )
 @click.option(
+    "--step-limit",
+    type=click.FloatRange(min=1),
+    default=_DEFAULTS.step_limit_s,
+    show_default=True,
+    help="Seconds without the end of a step after which an engine that has requests to run counts as hung.",
+)
+@click.option(
     "--tpot",
     type=click.FloatRange(min=0, min_open=True),
     default=TPOT_S,
@@ -136,6 +146,7 @@ def command(
     host_kv_bytes: int | None,
     stream_port: int,
     report_interval: float,
+    step_limit: float,
     tpot: float,
     migration_bandwidth_share: float,
     profile: str | None,
@@ -164,6 +175,7 @@ def command(
     settings = WorkerSettings(
         stream_port=stream_port,
         report_s=report_interval,
+        step_limit_s=step_limit,
         intra=intra,
         tpot_s=tpot,
         profile=_profile(profile),

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -45,6 +44,7 @@ from worker_agent.phase_news import PhaseNews
 from worker_agent.profiling.own_stats import own_stats
 from worker_agent.profiling.probes import Probes
 from worker_agent.profiling.profiler import Profiler
+from worker_agent.progress import watch_progress
 from worker_agent.registration import instance_record, register
 from worker_agent.reports import Reports
 from worker_agent.servicer import WorkerServicer
@@ -109,6 +109,8 @@ async def running_worker(
     news, sessions = PhaseNews(), Sessions()
 
     def on_dead(reason: str) -> None:
+        # At once: an engine that hangs may hold the end of this process up for a while.
+        log.error("%s: %s", instance_id, reason)
         if not died.done():
             died.set_result(f"{instance_id}: {reason}")
 
@@ -218,9 +220,13 @@ async def running_worker(
             around.channels,
             settings.report_s,
         )
-        await stack.enter_async_context(_background(beat(front_ends, settings.frontend_silence_s)))
-        await stack.enter_async_context(_background(reports.run()))
-        await stack.enter_async_context(_background(_trim(kv_client)))
+        for name, work in (
+            ("heartbeats", beat(front_ends, settings.frontend_silence_s)),
+            ("reports", reports.run()),
+            ("idle KV connections", _trim(kv_client)),
+            ("progress", watch_progress(engine.stats, settings.step_limit_s, on_dead)),
+        ):
+            await stack.enter_async_context(_background(name, work, on_dead))
         record = instance_record(
             instance_id,
             incarnation,
@@ -252,18 +258,20 @@ async def _trim(kv_client: KvClient) -> None:
 
 
 @asynccontextmanager
-async def _background(work: object) -> AsyncIterator[None]:
-    """A task that runs until the block ends."""
-    task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[call-overload]
-    task.add_done_callback(_look)
+async def _background(
+    name: str, work: Coroutine[object, object, None], on_dead: Callable[[str], None]
+) -> AsyncIterator[None]:
+    """A task that runs until the block ends. A worker without it is none: if it fails, `on_dead` is told."""
+
+    def ended(done: asyncio.Task[None]) -> None:
+        if not done.cancelled() and (error := done.exception()) is not None:
+            log.error("%s failed", name, exc_info=error)
+            on_dead(f"{name} failed: {error}")
+
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(ended)
     try:
         yield
     finally:
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await task
-
-
-def _look(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("a background task failed", exc_info=error)
+        await asyncio.gather(task, return_exceptions=True)
