@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from worker_agent.engine.base import Engine
 
@@ -59,30 +60,39 @@ def make_engine(options: EngineOptions, tell_late: Callable[[float], None] | Non
     raise EngineOptionError(f"no engine called {options.kind!r}")
 
 
-def _vllm(options: EngineOptions) -> Engine:
+def with_tiny_models_defaults(options: EngineOptions) -> EngineOptions:
+    """For the tiny model, by whatever name (images and units call it by a link), what it is to be served with
+    where nothing is said; other models as they are."""
     from tailrace.tiny import MODEL_PATH, PREDICTOR_PATH, REASONING_PARSER
+
+    if options.model is not None and Path(options.model).resolve() != MODEL_PATH:
+        return options
+    return replace(
+        options,
+        model=options.model or str(MODEL_PATH),
+        reasoning_parser=REASONING_PARSER if options.reasoning_parser is None else options.reasoning_parser,
+        predictor=str(PREDICTOR_PATH) if options.predictor is None else options.predictor,
+        # vLLM's `auto` makes bfloat16 of float32 weights; so small a model is not sure of its answers in it.
+        arguments={"dtype": "float32", **options.arguments},
+    )
+
+
+def _vllm(given: EngineOptions) -> Engine:
     from worker_agent.engine.vllm.engine import VllmEngine
     from worker_agent.engine.vllm.settings import VllmSettings
 
-    model = options.model or str(MODEL_PATH)
-    parser, arguments = options.reasoning_parser, dict(options.arguments)
-    predictor = options.predictor
-    if model == str(MODEL_PATH):
-        predictor = str(PREDICTOR_PATH) if predictor is None else predictor
-        parser = REASONING_PARSER if parser is None else parser
-        # vLLM's `auto` makes bfloat16 of float32 weights; so small a model is not sure of its answers in it.
-        arguments = {"dtype": "float32", **arguments}
+    options = with_tiny_models_defaults(given)
     return VllmEngine(
         VllmSettings(
-            model=model,
-            reasoning_parser=parser or "",
-            predictor=predictor or "",
+            model=options.model or "",
+            reasoning_parser=options.reasoning_parser or "",
+            predictor=options.predictor or "",
             kv_blocks=options.kv_blocks,
             block_tokens=options.block_tokens,
             max_num_seqs=options.max_num_seqs,
             max_model_len=options.max_model_len,
             host_kv_bytes=options.host_kv_bytes,
-            engine_args=arguments,
+            engine_args=options.arguments,
         )
     )
 

@@ -9,8 +9,15 @@ import pytest
 from click.testing import CliRunner
 
 from tailrace.store.store import Store
+from tailrace.tiny import MODEL_PATH, PREDICTOR_PATH
 from tests.worker.worker_processes import worker_process
-from worker_agent.engines import EngineOptionError, EngineOptions, make_engine, read_argument
+from worker_agent.engines import (
+    EngineOptionError,
+    EngineOptions,
+    make_engine,
+    read_argument,
+    with_tiny_models_defaults,
+)
 from worker_agent.faults import VARIABLE, Faults
 from worker_agent.main import command
 
@@ -28,6 +35,22 @@ def test_a_setting_that_the_simulated_engine_lacks_is_named() -> None:
         make_engine(EngineOptions("simulated", arguments={"wings": 2}))
     with pytest.raises(EngineOptionError):
         make_engine(EngineOptions("simulated", arguments={"speed": "fast"}))
+
+
+def test_the_tiny_model_is_known_by_a_link_too(tmp_path: Path) -> None:
+    link = tmp_path / "tiny-model"
+    link.symlink_to(MODEL_PATH)
+    for name in (None, str(MODEL_PATH), str(link)):
+        options = with_tiny_models_defaults(EngineOptions("vllm", model=name))
+        # In another precision its answers are not sure to be right.
+        assert options.arguments == {"dtype": "float32"}
+        assert options.predictor == str(PREDICTOR_PATH)
+        assert options.reasoning_parser == "qwen3"
+    said = EngineOptions("vllm", predictor="", arguments={"dtype": "bfloat16"})
+    assert with_tiny_models_defaults(said).arguments == said.arguments
+    assert with_tiny_models_defaults(said).predictor == ""
+    other = EngineOptions("vllm", model="some/model")
+    assert with_tiny_models_defaults(other) == other
 
 
 def test_many_workers_a_process_are_for_the_simulated_engine() -> None:
