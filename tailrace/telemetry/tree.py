@@ -1,9 +1,9 @@
-"""One request's life across services, as a tree for people and as plain JSON for programs."""
+"""One request's life across services, as a tree for people. Programs take OTLP's own JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final, TypeAlias
+from typing import Final
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.segment import Segment
@@ -12,8 +12,6 @@ from rich.text import Text
 
 from tailrace.telemetry import attributes
 from tailrace.telemetry.spans import Event, Node, Trace, Value, read_traces
-
-Json: TypeAlias = "str | bool | int | float | list[Json] | dict[str, Json] | None"
 
 _PREFIX: Final = "tailrace."
 # First what explains the span, then its figures; other attributes follow as they came.
@@ -49,20 +47,6 @@ def render_tree(traces_data: bytes) -> RenderableType:
     return Group(*(part for trace in traces for part in (_headline(trace), _Trimmed(_table(trace)))))
 
 
-def trace_json(traces_data: bytes) -> list[Json]:
-    """What the tree shows, nested by "children": one object a trace; times in milliseconds from its start."""
-    return [
-        {
-            "trace_id": trace.trace_id,
-            "start_unix_ns": trace.start_ns,
-            "duration_ms": _ms(trace.end_ns - trace.start_ns),
-            "spans": [_span_json(node, trace.start_ns) for node in trace.roots],
-            "parent_not_received": [_span_json(node, trace.start_ns) for node in trace.orphans],
-        }
-        for trace in read_traces(traces_data)
-    ]
-
-
 class _Trimmed:
     """A renderable without the blanks that fill its last column: lines can be copied, and fit a pipe."""
 
@@ -77,32 +61,6 @@ class _Trimmed:
             for last in line[-1:]:
                 yield Segment(last.text.rstrip(), last.style)
             yield Segment.line()
-
-
-def _span_json(node: Node, zero_ns: int) -> Json:
-    return {
-        "name": node.name,
-        "span_id": node.span_id,
-        "service": node.service,
-        "instance": node.instance,
-        "start_ms": _ms(node.start_ns - zero_ns),
-        "duration_ms": _ms(node.end_ns - node.start_ns),
-        "attributes": {key: _json(value) for key, value in node.attributes.items()},
-        "events": [
-            {
-                "name": event.name,
-                "at_ms": _ms(event.at_ns - zero_ns),
-                "attributes": {key: _json(value) for key, value in event.attributes.items()},
-            }
-            for event in node.events
-        ],
-        "error": node.error,
-        "children": [_span_json(child, zero_ns) for child in node.children],
-    }
-
-
-def _json(value: Value) -> Json:
-    return [*value] if isinstance(value, list) else value
 
 
 def _headline(trace: Trace) -> Text:

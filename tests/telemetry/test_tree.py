@@ -7,7 +7,7 @@ from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status, TracesData
 from rich.console import Console
 
-from tailrace.telemetry.tree import render_tree, trace_json
+from tailrace.telemetry.tree import render_tree
 
 TRACE = bytes(range(16))
 MS = 1_000_000
@@ -146,27 +146,7 @@ def test_spans_that_came_twice_or_name_themselves() -> None:
     assert [_name(line) for line in _text(loop)[3:]] == ["x", "y", "z"]
 
 
-def test_json_has_what_the_tree_has() -> None:
-    (trace,) = trace_json(_life())
-    assert isinstance(trace, dict)
-    assert trace["trace_id"] == TRACE.hex()
-    assert trace["duration_ms"] == 1000.0
-    (request,) = trace["spans"]  # type: ignore[union-attr,misc]
-    assert [child["name"] for child in request["children"]] == [
-        "place",
-        "prefill",
-        "reasoning",
-        "migration",
-        "answering",
-    ]
-    migration = request["children"][3]
-    assert migration["start_ms"] == 300.0
-    assert migration["children"][1]["error"] == "checksum"
-    assert migration["attributes"]["tailrace.migration.pause_ms"] == 9.123456
-
-
 def test_nothing_and_nonsense() -> None:
     assert _text(b"") == ["no spans"]
-    assert trace_json(b"") == []
     with pytest.raises(DecodeError):
         render_tree(b"\xff\xff")
