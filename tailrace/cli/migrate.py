@@ -8,7 +8,6 @@ import click
 
 from tailrace.cli.admin import admin_option, connect
 from tailrace.cli.errors import CliError
-from tailrace.cli.find_request import full_request_id
 from tailrace.cli.output import Output, note, output_option, print_json
 from tailrace.cli.plain import to_plain
 from tailrace.cli.tables import bytes_text, migration_word, phase_word
@@ -46,7 +45,7 @@ def migrate(request_id: str, target: str, mode: str, output: Output, admin: str 
     """
     with connect(admin) as connection, connection.errors(_HINT):
         request = AdminMigrateRequest(
-            request_id=full_request_id(connection, request_id),
+            request_id=request_id,
             target_instance_id=target,
             mode=_MODES[mode],
             reason="operator",
