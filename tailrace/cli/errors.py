@@ -50,7 +50,9 @@ def _translate(error: grpc.RpcError, address: str, hint: str) -> CliError:
     code, details = error.code(), (error.details() or "").strip().rstrip(".")
     match code:
         case grpc.StatusCode.UNAVAILABLE:
-            return Unreachable(f"no admin API at {address} ({details}); is the cluster up? (tailrace up)")
+            return Unreachable(
+                f"the admin API at {address} is unavailable ({details}); is the cluster up? (tailrace up)"
+            )
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return Unreachable(f"the admin API at {address} did not answer in time; try again")
         case grpc.StatusCode.UNIMPLEMENTED:

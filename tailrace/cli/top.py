@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import click
+import grpc
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -15,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
-from tailrace.cli.output import console, print_figures
+from tailrace.cli.output import Output, console, output_option, print_figures, print_json
+from tailrace.cli.plain import JsonValue, to_plain, to_plain_list
 from tailrace.cli.tables import bytes_text, instance_word, migration_word, phase_word, pool_word
 from tailrace.v1.admin_pb2 import (
     InstanceInfo,
@@ -24,6 +26,7 @@ from tailrace.v1.admin_pb2 import (
     ListRequestsRequest,
     RequestInfo,
 )
+from tailrace.v1.admin_pb2_grpc import AdminStub
 from tailrace.v1.migration_pb2 import ListMigrationsRequest, MigrationRecord
 
 _INTERVAL_S: Final = 1.0
@@ -48,15 +51,33 @@ class Sample:
 
 @click.command(epilog="Example: tailrace top --once")
 @click.option("--once", is_flag=True, help="Print one frame and end.")
+@output_option()
 @admin_option
-def top(once: bool, admin: str | None) -> None:
-    """Show instances, requests and recent migrations, again every second until Ctrl-C."""
+def top(once: bool, output: Output, admin: str | None) -> None:
+    """Show instances, requests and recent migrations, again every second until Ctrl-C.
+
+    With -o json: an object each time, with the same figures.
+    """
     with connect(admin) as connection, connection.errors():
         history: deque[Sample] = deque([_sample(connection)], maxlen=_RATE_WINDOW)
-        if once:
+        if once and output is Output.JSON:
+            print_json(figures(history))
+        elif once:
             print_figures(frame(history))
-            return
-        _live(connection, history)
+        elif output is Output.JSON:
+            _lines(connection, history)
+        else:
+            _live(connection, history)
+
+
+def _lines(admin: Admin, history: deque[Sample]) -> None:
+    try:
+        while True:
+            print_json(figures(history))
+            time.sleep(_INTERVAL_S)
+            history.append(_sample(admin))
+    except KeyboardInterrupt:
+        return
 
 
 def _live(admin: Admin, history: deque[Sample]) -> None:
@@ -75,14 +96,38 @@ def _live(admin: Admin, history: deque[Sample]) -> None:
 def _sample(admin: Admin) -> Sample:
     stub = admin.stub
     policies = stub.ListPolicies(ListPoliciesRequest(), timeout=CALL_TIMEOUT_S).policies
-    recent = ListMigrationsRequest(limit=_MIGRATIONS)
     return Sample(
         taken_s=time.monotonic(),
         policy=next((policy.name for policy in policies if policy.active), "-"),
         instances=tuple(stub.ListInstances(ListInstancesRequest(), timeout=CALL_TIMEOUT_S).instances),
         requests=tuple(stub.ListRequests(ListRequestsRequest(), timeout=CALL_TIMEOUT_S).requests),
-        migrations=tuple(stub.ListMigrations(recent, timeout=CALL_TIMEOUT_S).migrations),
+        migrations=_recent(stub),
     )
+
+
+def _recent(stub: AdminStub) -> tuple[MigrationRecord, ...]:
+    """The last migrations; none while no migration service answers: the rest is wanted all the more then."""
+    request = ListMigrationsRequest(limit=_MIGRATIONS)
+    try:
+        return tuple(stub.ListMigrations(request, timeout=CALL_TIMEOUT_S).migrations)
+    except grpc.RpcError as error:
+        if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE:
+            return ()
+        raise
+
+
+def figures(history: deque[Sample]) -> dict[str, JsonValue]:
+    """The last sample, with the rates that `frame` shows."""
+    now, rates = history[-1], token_rates(history[0], history[-1])
+    return {
+        "policy": now.policy,
+        "tokens_per_s": sum(rates.values()),
+        "instances": [
+            {**to_plain(instance), "tokens_per_s": rates[instance.instance_id]} for instance in now.instances
+        ],
+        "requests": to_plain_list(now.requests),
+        "migrations": to_plain_list(now.migrations),
+    }
 
 
 def frame(history: deque[Sample]) -> RenderableType:

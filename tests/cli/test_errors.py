@@ -25,7 +25,7 @@ def _one_line(text: str) -> str:
 def test_unreachable(unused_tcp_port: int) -> None:
     result = CliRunner().invoke(main, ["get", "instances", "--admin", f"127.0.0.1:{unused_tcp_port}"])
     assert result.exit_code == 3
-    assert f"no admin API at 127.0.0.1:{unused_tcp_port}" in _one_line(result.stderr)
+    assert f"the admin API at 127.0.0.1:{unused_tcp_port} is unavailable" in _one_line(result.stderr)
     assert result.stdout == ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import grpc
 import pytest
 from click.testing import CliRunner
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
@@ -25,6 +26,22 @@ def test_top_once_is_one_frame(run: Run) -> None:
     assert "300 tokens/s" in first
     for cell in ("worker-0", "25%", "chatcmpl-aab2", "answering", "committed", "3.0 MiB"):
         assert cell in result.stdout
+
+
+def test_top_as_json_has_the_same_figures(run: Run) -> None:
+    document = json.loads(run("top", "--once", "-o", "json").stdout)
+    assert document["policy"] == "least_loaded"
+    assert document["tokens_per_s"] == 300.0
+    assert [i["instance_id"] for i in document["instances"]] == ["worker-0", "worker-1"]
+    assert {r["phase"] for r in document["requests"]} >= {"answering"}
+    assert document["migrations"][0]["state"] == "committed"
+
+
+def test_top_goes_on_without_a_migration_service(run: Run, script: Script) -> None:
+    script.errors["ListMigrations"] = (grpc.StatusCode.UNAVAILABLE, "no migration service answers")
+    result = run("top", "--once")
+    assert result.exit_code == 0, result.stderr
+    assert "worker-0" in result.stdout and "committed" not in result.stdout
 
 
 def _sample(at_s: float, **tokens: int) -> Sample:
