@@ -79,6 +79,10 @@ class Election:
             except StoreUnavailable as error:
                 log.debug("election %s: %s", self._key, error)
                 await asyncio.sleep(_RETRY_S)
+            except Exception:
+                # Without this task the process would never lead again, and say nothing.
+                log.exception("election %s", self._key)
+                await asyncio.sleep(_RETRY_S)
 
     async def _wait_vacant(self) -> None:
         watch = self._store.watch_prefix(self._key)

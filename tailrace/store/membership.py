@@ -128,7 +128,11 @@ class Membership:
 
     def _notify(self) -> None:
         for listener in self._listeners:
-            listener()
+            try:
+                listener()
+            except Exception:
+                # The others, and the next change, must still be heard of.
+                log.exception("a listener to membership failed")
 
     def _apply(self, mapping: Mapping[str, bytes]) -> None:
         self._decoded = {key: entry for key, entry in self._decoded.items() if key in mapping}

@@ -85,6 +85,10 @@ class Registration:
             except StoreUnavailable as error:
                 log.warning("keeping %s: %s", self.key, error)
                 pause_s = _RETRY_S
+            except Exception:
+                # Without this task the process would leave the fleet while it serves.
+                log.exception("keeping %s", self.key)
+                pause_s = _RETRY_S
 
     async def _again(self) -> None:
         async with self._writing:

@@ -31,6 +31,14 @@ _CONNECT_DEADLINE_S: Final = 15.0
 _RETRY_S: Final = 0.25
 _MAX_RETRY_S: Final = 1.0
 _EVENT_DELETE: Final = 1
+# How a call to etcd fails; gRPC's streams raise InvalidStateError once they are over.
+_FAILURES: Final = (
+    EtcdError,
+    TimeoutError,
+    grpc.aio.AioRpcError,
+    grpc.aio.UsageError,
+    asyncio.InvalidStateError,
+)
 _CHANNEL_OPTIONS: Final = (
     ("grpc.lb_policy_name", "round_robin"),
     # etcd refuses pings that come more often than every 5 s, or with no call open.
@@ -155,7 +163,7 @@ class Store:
                     if mapping != last:
                         last = mapping
                         yield dict(mapping)
-            except (EtcdError, StoreUnavailable, grpc.aio.AioRpcError) as error:
+            except (StoreUnavailable, *_FAILURES) as error:
                 log.debug("watch of %r ended: %s", prefix, error)
             finally:
                 await changes.aclose()
@@ -257,7 +265,7 @@ def _unavailable(what: str, key: str) -> Iterator[None]:
     """Turn the client's errors into StoreUnavailable."""
     try:
         yield
-    except (EtcdError, TimeoutError, grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
+    except _FAILURES as error:
         raise StoreUnavailable(f"etcd: {what} {key}: {_short(error)}".replace(" :", ":")) from error
 
 

@@ -132,3 +132,16 @@ async def test_etcd_away_changes_nothing(tmp_path: Path) -> None:
         assert set(seen) == {(1, 0)}
         await members.close()
         await store.close()
+
+
+async def test_a_listener_that_fails_keeps_nobody_from_hearing(store: Store) -> None:
+    members = await Membership.start(store)
+
+    def fail() -> None:
+        raise ZeroDivisionError("its own mistake")
+
+    members.add_listener(fail)
+    for name in ("a", "b"):
+        await store.put(f"instances/{name}", encoded(name))
+        await member_state(members, lambda name=name: name in members.instances)  # type: ignore[misc]
+    await members.close()
