@@ -4,7 +4,7 @@ Simulated engines behind etcd, monitor, migration service, scheduler and front e
 processes. vLLM's front half is left out: requests come in its messages from a load generator, since HTTP and
 tokenizing would take what two cores have. The simulator gets the same requests, instances, policies and
 parameters, and the delays of the control plane as they were measured in the live run. Engines are slowed down
-so that the machine keeps up; a run in which it did not is not compared.
+so that the machine keeps up; a run in which it did not is not compared, but made again at half the speed.
 """
 
 from __future__ import annotations
@@ -25,41 +25,18 @@ from typing import Final
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from benchmarks.live.compare import Row, compare
+from benchmarks.live.compare import Row
 from benchmarks.live.fleet import live_fleet
-from benchmarks.live.replay import replay
 from benchmarks.live.scheduler_cost import SchedulerCost, cost_shape, scheduler_cost
-from benchmarks.live.simulated import has_pools
 from benchmarks.live.slices import Slice, Wish, available, take_slice
-from benchmarks.live.tables import print_costs, print_rows, print_slice
+from benchmarks.live.tables import print_costs, print_rows
+from benchmarks.live.tries import compare_trace
 from benchmarks.report import RESULTS, machine, save
 from simulator.workloads.base import WorkloadError
 
 # Where `traces/` of the public data is.
 DATA_VARIABLE: Final = "TAILRACE_DATA"
 POLICIES: Final = ("pascal", "ares", "arrow", "cascade", "tailrace")
-
-
-async def compare_slice(taken: Slice, policies: Sequence[str], console: Console) -> list[Row]:
-    """One fleet, one policy after the other. Raises PartFailed, SimulationError."""
-    rows: list[Row] = []
-    async with live_fleet(taken.shape) as fleet:
-        for policy in policies:
-            await fleet.set_policy(policy, has_pools(policy))
-            await fleet.settled()
-            with Progress(console=console, transient=True) as progress:
-                task = progress.add_task(f"{taken.trace}, {policy}, live", total=len(taken.requests))
-                told = partial(_tell, progress, task)
-                live = await replay(fleet, policy, taken.requests, told)
-            # Not beside the replay: the cores are wanted there.
-            row = compare(taken, policy, live)
-            rows.append(row)
-            ratio = row.ratios["latency"].mean
-            lost = f"{live.lost} lost ({live.lost_why})" if live.lost else "none lost"
-            console.print(
-                f"  {policy}: {live.wall_s:.0f} s, {lost}, end to end {ratio:.2f} of simulated", style="dim"
-            )
-    return rows
 
 
 def _tell(progress: Progress, task: TaskID, done: int) -> None:
@@ -101,6 +78,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.ArgumentParser, ar
     parser.add_argument("--load", type=float, default=0.7, help="share of what the instances can do")
     parser.add_argument("--profile", default="llama-3.1-8b-h100")
     parser.add_argument("--speed", type=float, default=0.2, help="of the engines; less: slower, more exact")
+    parser.add_argument("--tries", type=int, default=3, help="each at half the speed of the one before")
     parser.add_argument("--seats", type=int, default=8, help="most requests in a batch")
     parser.add_argument("--longest-output", type=int, default=700, help="tokens")
     parser.add_argument("--cost-workers", type=int, nargs="*", default=[16, 64])
@@ -112,7 +90,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.ArgumentParser, ar
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     given = parser.parse_args(arguments)
     if given.quick:
-        given.workers, given.seconds, given.longest_output = 4, 10.0, 300
+        given.workers, given.seconds, given.longest_output, given.tries = 4, 10.0, 300, 1
         # None asked for are none.
         given.cost_workers, given.cost_seconds = [4] if given.cost_workers else [], 5.0
     return parser, given
@@ -143,15 +121,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seed=given.seed,
     )
     try:
-        slices = [take_slice(name, data, wish) for name in traces]
+        # All of them first: a file that cannot be read is told before anything has run.
+        for trace in traces:
+            take_slice(trace, data, wish)
     except WorkloadError as error:
         parser.error(str(error))
     console.print(f"on {machine()}; data path without HTTP; seed {given.seed}")
     name = "live-quick" if given.quick else "live"
+    slices: list[Slice] = []
     rows: list[Row] = []
-    for taken in slices:
-        print_slice(taken, console)
-        rows += asyncio.run(compare_slice(taken, given.policies, console))
+    for trace in traces:
+        compared = asyncio.run(compare_trace(trace, data, wish, given.policies, given.tries, console))
+        slices += compared.slices
+        rows += compared.rows
         # What comes after may take long, and fail.
         _save(name, given.keep, _figures(given, slices, rows, []))
     costs = asyncio.run(scheduler_costs(given, console)) if given.cost_workers else []
@@ -188,6 +170,7 @@ def _figures(
     for taken in slices:
         about = asdict(taken)
         about["requests"] = len(taken.requests)
+        about["speed"] = taken.shape.speed
         described.append({**about, "output_tokens": taken.output_tokens})
     found = {
         "path": "front end without HTTP: vLLM's messages over ZMQ",
@@ -213,7 +196,7 @@ def _finite(value: object) -> object:
     return value
 
 
-_KEYS: Final = {"slices": ("trace",), "rows": ("trace", "policy"), "scheduler": ("policy", "workers")}
+_KEYS: Final = {"slices": ("trace", "speed"), "rows": ("trace", "policy"), "scheduler": ("policy", "workers")}
 
 
 def _merged(path: Path, figures: dict[str, object]) -> dict[str, object]:
@@ -225,7 +208,7 @@ def _merged(path: Path, figures: dict[str, object]) -> dict[str, object]:
         ours = figures[name]
         assert isinstance(ours, list)
         made = {tuple(row[key] for key in keys) for row in ours}
-        kept = [row for row in last.get(name, []) if tuple(row[key] for key in keys) not in made]
+        kept = [row for row in last.get(name, []) if tuple(row.get(key) for key in keys) not in made]
         figures[name] = kept + ours
     return figures
 

@@ -28,6 +28,8 @@ class Row:
 
     trace: str
     policy: str
+    # Of the engines, against their profile.
+    speed: float
     live: LiveRun
     simulated: Sequence[Outcome]
     ratios: Mapping[str, Spread]
@@ -72,6 +74,7 @@ def compare(taken: Slice, policy: str, live: LiveRun) -> Row:
     return Row(
         trace=taken.trace,
         policy=policy,
+        speed=taken.shape.speed,
         live=live,
         simulated=runs,
         ratios={name: getattr(live.outcome, name).over(means[name]) for name in _FIGURES},

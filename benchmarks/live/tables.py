@@ -30,12 +30,12 @@ def print_rows(rows: Sequence[Row], console: Console) -> None:
     table = Table(title="Live / simulated: mean, P50, P99 (1.00 = equal)")
     table.add_column("trace", no_wrap=True)
     table.add_column("policy", no_wrap=True)
-    for heading in ("lost", "TTFT", "TPOT", "end to end", "within 15%"):
+    for heading in ("speed", "lost", "TTFT", "TPOT", "end to end", "within 15%"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         verdict = {True: "yes", False: "no", None: "machine too slow"}[row.within]
         ratios = [_three(row.ratios[name]) for name in ("ttft", "tpot", "latency")]
-        table.add_row(row.trace, row.policy, str(row.live.lost), *ratios, verdict)
+        table.add_row(row.trace, row.policy, f"x{row.speed:g}", str(row.live.lost), *ratios, verdict)
     console.print(table)
     table = Table(
         title="Decisions: live with simulated (simulated with simulated, reports due at other times)"

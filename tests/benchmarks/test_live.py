@@ -12,6 +12,7 @@ from benchmarks.live.replay import replay
 from benchmarks.live.shape import FleetShape
 from benchmarks.live.simulated import has_pools
 from benchmarks.live.slices import Slice, Wish, take_slice
+from benchmarks.live.tries import slower
 from simulator.request import SimRequest
 from tailrace.cluster import Pool
 
@@ -26,6 +27,7 @@ SHAPE = FleetShape(
     reasons=True,
     prefill_instances=1,
 )
+WISH = Wish(8, 20.0, 0.5, "llama-3.1-8b-h100", 0.5, 8, 400, 3)
 
 
 def _slice() -> Slice:
@@ -60,15 +62,23 @@ async def test_a_slice_on_both_sides() -> None:
 
 
 def test_a_slice_is_scaled_to_the_load() -> None:
-    wish = Wish(8, 20.0, 0.5, "llama-3.1-8b-h100", 0.5, 8, 400, 3)
-    light = take_slice("r1", None, wish)
-    heavy = take_slice("r1", None, replace(wish, load=0.75))
+    light = take_slice("r1", None, WISH)
+    heavy = take_slice("r1", None, replace(WISH, load=0.75))
     assert math.isclose(heavy.rate_per_s, 1.5 * light.rate_per_s)
     assert light.requests[-1].arrival_s > 15.0
     assert max(r.output_tokens for r in heavy.requests) <= 400
     longest = max(r.prompt_tokens + r.output_tokens for r in light.requests)
     assert light.shape.max_model_len >= longest
     assert list(light.shape.pools().values()).count(Pool.PREFILL) == light.shape.prefill_instances
+
+
+def test_slower_is_the_same_slice_in_more_time() -> None:
+    first, second = (take_slice("r1", None, wish) for wish in slower(WISH, 2))
+    assert len(first.requests) == len(second.requests)
+    assert second.shape == replace(first.shape, speed=first.shape.speed / 2)
+    for ours, theirs in zip(first.requests, second.requests, strict=True):
+        assert (theirs.prompt_tokens, theirs.output_tokens) == (ours.prompt_tokens, ours.output_tokens)
+        assert math.isclose(theirs.arrival_s, 2 * ours.arrival_s)
 
 
 def test_percentiles_of_a_histogram() -> None:
