@@ -63,7 +63,7 @@ bench-decisions: install ## Cost of each policy's decisions at 16 to 1,024 insta
 
 bench-validation: ## A real worker, profiled and loaded, against the simulator
 	@scripts/install.sh --rust
-	$(PYTHON) -m benchmarks.validation
+	$(PYTHON) -m benchmarks.validation $(ARGS)
 
 bench-simulation: install ## Seconds that simulations take (TAILRACE_DATA=folder of the public data)
 	$(PYTHON) -m benchmarks.simulation $(if $(TRACE),--trace $(TRACE))

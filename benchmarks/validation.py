@@ -1,23 +1,28 @@
 """`make bench-validation`: a real vLLM worker, profiled and loaded; the same in the simulator; the error.
 
-The worker measures its own profile first (`tailrace profile`); nothing is fitted to the load that follows. It
-is kept as a recorded run, so that `tailrace validate RUN --profile FILE` repeats the comparison later.
-Times are the client's: HTTP, tokenizing and placement are in them, and not in the simulator.
+Nothing is fitted to the load that is compared. The worker measures its own profile (`tailrace profile`)
+twice: alone, and while all that serves such a load works beside it, with a simulated engine in the worker's
+place. That engine's times are known, so that the same minute tells how long the path between client and
+engine is. Then the real worker is loaded, and the load replayed in the simulator. The run is kept, so that
+`tailrace validate RUN --profile FILE` repeats the comparison later.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Final
 
 import msgspec
 from rich.console import Console
@@ -25,17 +30,25 @@ from rich.console import Console
 from benchmarks.loadgen import StreamResult, completion_request, run_stream
 from benchmarks.report import RESULTS, machine, save
 from benchmarks.servers import MODEL, TailraceCluster
+from benchmarks.stand_in import StandIn
 from simulator.cli.validate import validation_table
-from simulator.validation.recorded import read_run
+from simulator.validation.recorded import RecordedRun, read_run
 from simulator.validation.replay import validate
-from tailrace.profiles import Profile, load_profile
+from tailrace.profiles import Profile
 
 # What `tailrace up` gives a worker of the tiny model.
-_BLOCK_TOKENS = 32
-_BLOCKS = 4096
-_SEATS = 256
-_STEP_TOKENS = 2048
-_MAX_MODEL_LEN = 8192
+_BLOCK_TOKENS: Final = 32
+_BLOCKS: Final = 4096
+_SEATS: Final = 256
+_STEP_TOKENS: Final = 2048
+_MAX_MODEL_LEN: Final = 8192
+_STAND_IN: Final[dict[str, object]] = {
+    "kv_blocks": _BLOCKS,
+    "block_tokens": _BLOCK_TOKENS,
+    "max_num_seqs": _SEATS,
+    "max_num_batched_tokens": _STEP_TOKENS,
+    "max_model_len": _MAX_MODEL_LEN,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +73,25 @@ def plan(requests: int, rate: float, seed: int) -> list[Planned]:
     return planned
 
 
+async def play_until(
+    url: str, planned: Sequence[Planned], working: asyncio.Task[Profile]
+) -> tuple[list[Planned], list[tuple[float, StreamResult]]]:
+    """As `play`, over and over until the work is done: what was sent, and what came of it."""
+    begun, length_s = time.perf_counter(), planned[-1].at_s
+    sent: list[tuple[float, Planned, asyncio.Task[StreamResult]]] = []
+    for each in itertools.count():
+        lap, place = divmod(each, len(planned))
+        request = planned[place]
+        due_s = begun + lap * length_s + request.at_s
+        await asyncio.wait({working}, timeout=max(0.0, due_s - time.perf_counter()))
+        if working.done():
+            break
+        body = completion_request(url, MODEL, request.prompt, request.output_tokens)
+        sent.append((time.perf_counter(), request, asyncio.create_task(run_stream(url, body))))
+    played = [(sent_s, await stream) for sent_s, _, stream in sent]
+    return [request for _, request, _ in sent], played
+
+
 async def play(url: str, planned: Sequence[Planned]) -> list[tuple[float, StreamResult]]:
     """Each request at its time; when each was sent (seconds of time.perf_counter), and what came."""
     begun = time.perf_counter()
@@ -72,7 +104,12 @@ async def play(url: str, planned: Sequence[Planned]) -> list[tuple[float, Stream
     return list(await asyncio.gather(*(one(each) for each in planned)))
 
 
-def record(folder: Path, planned: Sequence[Planned], played: Sequence[tuple[float, StreamResult]]) -> None:
+def record(
+    folder: Path,
+    planned: Sequence[Planned],
+    played: Sequence[tuple[float, StreamResult]],
+    path_s: float = 0.0,
+) -> RecordedRun:
     """Leave a run as `tailrace validate` reads it. Raises RuntimeError when a request failed."""
     if failed := [result.error for _, result in played if result.error]:
         raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
@@ -87,6 +124,7 @@ def record(folder: Path, planned: Sequence[Planned], played: Sequence[tuple[floa
         },
         "kv_cache": {"block_size": _BLOCK_TOKENS, "num_gpu_blocks": _BLOCKS},
         "hardware": {"device_name": str(machine()["cpu"])},
+        "path_s": path_s,
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
     rows = [
@@ -104,6 +142,7 @@ def record(folder: Path, planned: Sequence[Planned], played: Sequence[tuple[floa
         for number, (each, (sent_s, result)) in enumerate(zip(planned, played, strict=True))
     ]
     (folder / "requests.jsonl").write_text("\n".join(rows) + "\n")
+    return read_run(folder)
 
 
 def measured_profile(cluster: TailraceCluster, budget_s: float) -> Profile:
@@ -118,38 +157,63 @@ def measured_profile(cluster: TailraceCluster, budget_s: float) -> Profile:
     return msgspec.convert({**facts, **model, **measured}, Profile)
 
 
+async def profile_beside(
+    cluster: TailraceCluster, planned: Sequence[Planned], alone: Profile, budget_s: float
+) -> tuple[Profile, float]:
+    """(The worker's profile while a stand-in carries the load, seconds between client and engine both ways.)
+
+    The path is what the mean TTFT of a client of the stand-in has beyond the simulator's: the step times of
+    both are the same.
+    """
+    working = asyncio.create_task(asyncio.to_thread(measured_profile, cluster, budget_s))
+    sent, played = await play_until(cluster.url, planned, working)
+    beside = await working
+    with tempfile.TemporaryDirectory(prefix="tailrace-validation-") as folder:
+        ttft = validate(record(Path(folder), sent, played), alone).errors.ttft
+    return beside, max(0.0, ttft.mean_s - ttft.simulated_mean_s)
+
+
 def main() -> int:
     """Profile, load, replay, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--rate", type=float, default=6.0, help="requests a second")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds to profile the worker")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds to profile the worker, each time")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     options = parser.parse_args()
 
     console = Console(stderr=options.output == "json")
     console.print("on", machine())
     planned = plan(options.requests, options.rate, options.seed)
+    others = plan(options.requests, options.rate, options.seed + 1)
     with TailraceCluster("tailrace", ["--workers", "1"], "rust") as cluster:
-        profile = measured_profile(cluster, options.budget)
-        asyncio.run(play(cluster.url, plan(10, options.rate, options.seed + 1)))  # warm up
+        alone = measured_profile(cluster, options.budget)
+        with StandIn(cluster, "worker-0", alone, _STAND_IN):
+            beside, path_s = asyncio.run(profile_beside(cluster, others, alone, options.budget))
+        asyncio.run(play(cluster.url, others[:10]))  # warm up
         console.print(f"  {len(planned)} requests in {planned[-1].at_s:.0f} s", style="dim")
         played = asyncio.run(play(cluster.url, planned))
-    run = RESULTS / "validation-run"
-    record(run, planned, played)
-    profile_file = run / "profile.json"
-    profile_file.write_bytes(msgspec.json.encode(profile))
-    validation = validate(read_run(run), load_profile(str(profile_file)))
-    console.print(validation_table(validation))
+    folder = RESULTS / "validation-run"
+    run = record(folder, planned, played, path_s)
+    errors: dict[str, object] = {}
+    for name, profile in (("alone", alone), ("beside", beside)):
+        file = folder / f"profile-{name}.json"
+        file.write_bytes(msgspec.json.encode(profile))
+        validation = validate(run, profile)
+        errors[name] = asdict(validation.errors)
+        console.print(f"profile measured {name} ({'the path' if name == 'beside' else 'nothing'} at work):")
+        console.print(validation_table(validation))
     figures: dict[str, object] = {
         "seed": options.seed,
         "rate": options.rate,
-        "errors": asdict(validation.errors),
-        "profile": msgspec.to_builtins(profile),
+        "path_s": path_s,
+        "errors": errors,
+        "profiles": {"alone": msgspec.to_builtins(alone), "beside": msgspec.to_builtins(beside)},
     }
     path = save("validation", figures)
-    console.print(f"figures: {path}; again: tailrace validate {run} --profile {profile_file}")
+    console.print(f"path {path_s * 1e3:.1f} ms; figures: {path}")
+    console.print(f"again: tailrace validate {folder} --profile {folder / 'profile-beside.json'}")
     if options.output == "json":
         print(path.read_text(), end="")
     return 0

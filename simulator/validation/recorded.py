@@ -1,7 +1,8 @@
 """A recorded run of a real vLLM engine, in the format of LLMServingSim's benchmark.
 
 A folder with `meta.json` (what the engine was started with and what KV cache it found) and `requests.jsonl`
-(one finished request a line, with the engine's own time stamps).
+(one finished request a line, with the engine's own time stamps). Where the time stamps are a client's, `path_s`
+of `meta.json` says how long a request and its first token are under way between client and engine.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class _Meta(msgspec.Struct, frozen=True):
     engine_kwargs: _Engine
     kv_cache: _KvCache
     hardware: _Hardware
+    path_s: float = 0.0
 
 
 class _Line(msgspec.Struct, frozen=True):
@@ -76,6 +78,8 @@ class RecordedRun:
     max_num_seqs: int
     chunk_budget_tokens: int
     max_model_len: int
+    # Seconds between client and engine, both ways, where time stamps are a client's.
+    path_s: float
     # In the order of arrival.
     requests: tuple[RecordedRequest, ...]
 
@@ -93,6 +97,7 @@ def read_run(folder: Path) -> RecordedRun:
         max_num_seqs=meta.engine_kwargs.max_num_seqs,
         chunk_budget_tokens=meta.engine_kwargs.max_num_batched_tokens,
         max_model_len=meta.engine_kwargs.max_model_len,
+        path_s=meta.path_s,
         requests=_requests(folder / "requests.jsonl"),
     )
 

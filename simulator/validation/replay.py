@@ -34,7 +34,7 @@ def validate(run: RecordedRun, profile: Profile, penalty: FittedLengthPenalty | 
     """Simulate the run's requests on one instance with the run's limits. Raises ReplayError.
 
     As vLLM since its V1 engine: first come first served, no block held back at admission, and preempted
-    requests are computed anew.
+    requests are computed anew. A request reaches the engine `path_s` after its arrival.
     """
     instance = InstanceSpec(
         "i000",
@@ -50,7 +50,7 @@ def validate(run: RecordedRun, profile: Profile, penalty: FittedLengthPenalty | 
     requests = [
         SimRequest(
             request_id=request.request_id,
-            arrival_s=request.arrival_s,
+            arrival_s=request.arrival_s + run.path_s,
             prompt_tokens=request.prompt_tokens,
             reasoning_tokens=0,
             answer_tokens=request.output_tokens,
