@@ -48,6 +48,7 @@ def _instance(random: Random, name: str) -> InstanceView:
         host_kv_capacity_tokens=1_000_000,
         future_load=FutureLoad()([(r.context_tokens, r.predicted_remaining_tokens) for r in held]),
         phase_load=phase_load(held),
+        prompts=tuple((r.arrival_s, r.prompt_tokens) for r in held if r.phase is Phase.PREFILL),
         requests=held,
     )
 

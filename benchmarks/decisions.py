@@ -73,6 +73,16 @@ def placement(policy: Policy) -> Callable[[int], Call]:
     return prepare
 
 
+def placement_on_new_reports(policy: Policy) -> Callable[[int], Call]:
+    """Arrival when every instance has reported since the last one: nothing that is kept is of use."""
+
+    def prepare(instances: int) -> Call:
+        views, new = [cluster(instances), cluster(instances, 2)], arrivals(1_000)
+        return lambda n: policy.place(views[n % 2], new[n % len(new)], 0.0)
+
+    return prepare
+
+
 def reasoning_ended(policy: Policy) -> Callable[[int], Call]:
     """PASCAL's Algorithm 2: each answering request in turn."""
 
@@ -124,6 +134,7 @@ def cases() -> list[Case]:
     """All of them, cheap ones first."""
     return [
         *(Case(f"place: {name}", placement(load(name))) for name in names()),
+        Case("place: tailrace, all reports new", placement_on_new_reports(load("tailrace"))),
         Case("reasoning ended: pascal", reasoning_ended(load("pascal"))),
         Case("reasoning ended: tailrace", reasoning_ended(load("tailrace"))),
         Case("tick: ares_no_prediction", tick(load("ares_no_prediction"))),

@@ -1,8 +1,9 @@
-"""PASCAL's counts over an instance's requests, kept as requests come, change and go."""
+"""Counts over an instance's requests, and its prompts, kept as requests come, change and go."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 
 from tailrace.cluster import Phase, PhaseLoad, RequestView
@@ -11,9 +12,11 @@ from tailrace.intra.base import QUANTUM_TOKENS
 
 class PhaseCounts:
     """As tailrace.policy.phase_load counts, in constant time a change; the least slack alone is looked
-    for anew after the request that had it has gone."""
+    for anew after the request that had it has gone. And what tailrace.policy.prompts tells."""
 
     def __init__(self) -> None:
+        # By when they arrived and their tokens; two may be alike.
+        self._prompts: Counter[tuple[float, int]] = Counter()
         self._reasoning = 0
         self._fresh = 0
         self._least = math.inf
@@ -21,6 +24,7 @@ class PhaseCounts:
 
     def reset(self, requests: Iterable[RequestView]) -> None:
         """These are all the requests."""
+        self._prompts.clear()
         self._reasoning = self._fresh = 0
         self._least, self._least_is_known = math.inf, True
         for request in requests:
@@ -47,7 +51,16 @@ class PhaseCounts:
             self._least, self._least_is_known = min(slacks, default=math.inf), True
         return PhaseLoad(self._reasoning, self._fresh, self._least)
 
+    def prompts(self) -> tuple[tuple[float, int], ...]:
+        """(when it arrived, prompt tokens) of each request in prefill."""
+        return tuple(self._prompts.elements())
+
     def _count(self, request: RequestView, by: int) -> None:
+        if request.phase is Phase.PREFILL:
+            prompt = request.arrival_s, request.prompt_tokens
+            self._prompts[prompt] += by
+            if not self._prompts[prompt]:
+                del self._prompts[prompt]
         if request.phase is not Phase.ANSWERING:
             self._reasoning += 0 if request.demoted else by
         elif request.phase_tokens < QUANTUM_TOKENS:

@@ -232,6 +232,7 @@ class Tracked:
             max_running_tokens=load.max_running_tokens if load.HasField("max_running_tokens") else None,
             future_load=self._future_load,
             phase_load=self._phases.load(requests),
+            prompts=self._phases.prompts(),
             measured=measured,
             migrations_in=max(load.migrations_in, len(self._coming)),
             migrations_out=max(load.migrations_out, len(self._leaving)),

@@ -31,6 +31,7 @@ from tailrace.cluster import (
 )
 from tailrace.intra.base import IntraPolicy
 from tailrace.policy.phase_load import CountsPhases
+from tailrace.policy.prompts import ListsPrompts, Prompt
 from tailrace.qoe import slack_tokens
 
 _STATES: Mapping[JobState, RequestState] = {
@@ -45,7 +46,7 @@ _STATES: Mapping[JobState, RequestState] = {
 _NOTHING_TOLD: Mapping[Job, int] = MappingProxyType({})
 
 
-class ReportedRequests(CountsPhases, Sequence[RequestView]):
+class ReportedRequests(CountsPhases, ListsPrompts, Sequence[RequestView]):
     """An instance's requests, made and counted only if somebody looks."""
 
     __slots__ = ("_counted", "_instance", "_made", "_pending", "_report", "_told", "_views")
@@ -80,6 +81,11 @@ class ReportedRequests(CountsPhases, Sequence[RequestView]):
         if not without:
             self._counted = (quantum_tokens, load)
         return load
+
+    def prompts(self) -> list[Prompt]:
+        """As tailrace.policy.prompts tells them: those that have made no token."""
+        rows = self._views.rows(self._instance, self._report, self._told, self._pending)
+        return [(job.request.arrival_s, job.prompt) for job, tokens, _, _ in rows if not tokens]
 
     def __len__(self) -> int:
         return len(self._all())

@@ -131,6 +131,9 @@ class InstanceView:
     future_load: tuple[float, ...] = ()
     # Counts over `requests`, for whoever builds the view and has them. None: derive them from `requests`.
     phase_load: PhaseLoad | None = None
+    # (when it arrived, prompt tokens) of each of `requests` in prefill, in any order, for whoever builds the
+    # view and has them. None: derive them from `requests`.
+    prompts: tuple[tuple[float, int], ...] | None = None
     # What was measured of its kind (`tailrace profile`). None: nothing; policies go by their own profile.
     measured: Measured | None = None
     migrations_in: int = 0

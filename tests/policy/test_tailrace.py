@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Sequence
 from types import MappingProxyType
 
@@ -14,17 +15,23 @@ from tailrace.actions import Action, Migrate, Place, Refuse, SetPool
 from tailrace.cluster import Arrival, ClusterView, InstanceState, InstanceView, Phase, Pool, Stage
 from tailrace.intra.due import due_s
 from tailrace.perf.length_penalty import load_length_penalty
+from tailrace.policy.arrow.ttft import TtftPredictor
+from tailrace.policy.cascade.qoe import QoeModel
 from tailrace.policy.ledger import room_for
+from tailrace.policy.measured import Measured
+from tailrace.policy.prompts import prompts
 from tailrace.policy.registry import load
 from tailrace.policy.tailrace.costs import Costs, Longest
 from tailrace.policy.tailrace.expect import remaining_tokens
 from tailrace.policy.tailrace.policy import Tailrace
 from tailrace.policy.tailrace.queue import Queue
+from tailrace.policy.tailrace.staged import within_stage
 from tailrace.policy.tailrace.steps import StepModel
 from tailrace.profiles import load_profile
 from tests.policy.clusters import arrivals as more_arrivals
 from tests.policy.clusters import clusters
 from tests.policy.fleets import arrivals, cluster, fleets, instance, quick, request
+from tests.policy.tailrace_arrival import cheapest
 
 PENALTY = load_length_penalty("cascadeinfer-figure-2-step")
 POLICIES = [
@@ -190,47 +197,89 @@ def test_what_is_kept_between_placements_decides_nothing(view: ClusterView, prom
             view = cluster(*({**view.instances, name: instance(name)}.values()))
 
 
+@st.composite
+def reporting(draw: st.DrawFn) -> ClusterView:
+    """Instances of two kinds, of which one was measured, with prompts that came at different times.
+
+    Some tell their prompts; of some, what is backlogged is not all known, or partly computed.
+    """
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    slow = load_profile("llama-3.2-3b-l40")
+    steps = StepModel.of_profile(slow, 512)
+    measured = Measured(slow, TtftPredictor.of_profile(slow), steps, QoeModel.of_profile(slow))
+    members = []
+    for here in draw(fleets() | fleets(staged=True) | clusters(least=1)).instances.values():
+        held = tuple(dataclasses.replace(r, arrival_s=rng.uniform(0.0, 8.0)) for r in here.requests)
+        there = dataclasses.replace(here, requests=held)
+        if rng.random() < 0.4:
+            there = dataclasses.replace(there, prompts=tuple(prompts(there)))
+        if rng.random() < 0.4:
+            backlog = int(there.prefill_backlog_tokens * rng.choice((0.3, 2.0)))
+            there = dataclasses.replace(there, prefill_backlog_tokens=backlog)
+        if rng.random() < 0.3:
+            there = dataclasses.replace(there, measured=measured)
+        members.append(there)
+    return cluster(*members)
+
+
 @quick
-@given(view=fleets(), prompt=st.integers(1, 50_000))
-def test_the_cheapest_is_found_among_all(view: ClusterView, prompt: int) -> None:
-    """Costs less than, or as much as, each of the others alone."""
-    costs = Costs(StepModel.of_profile(None))
-    offers = [costs.offer(here) for here in view.instances.values()]
-    found = costs.cheapest_arrival(offers, prompt, 0.0)
-    for offer in offers:
-        if found is not offer.instance:
-            assert found is not None
-            pair = [costs.offer(found), offer]
-            assert costs.cheapest_arrival(pair, prompt, 0.0) is found
+@given(
+    views=st.lists(reporting(), min_size=1, max_size=3),
+    lengths=st.lists(st.integers(1, 50_000), min_size=4, max_size=8),
+)
+def test_an_arrival_goes_where_the_plain_formula_says(views: list[ClusterView], lengths: list[int]) -> None:
+    """In columns that are kept from one view to the next, of which some instances report anew."""
+    for penalty in (None, PENALTY):
+        policy = Tailrace(penalty=penalty)
+        for n, prompt in enumerate(lengths):
+            view = views[n % len(views)]
+            known = views[(n - 1) % len(views)].instances
+            # Those that reported nothing new are the same objects as before.
+            kept = {name: known.get(name, new) if n % 2 else new for name, new in view.instances.items()}
+            usable = [i for i in cluster(*kept.values()).placeable() if i.pool is None]
+            if not usable:
+                continue
+            placement = policy.place(cluster(*usable), Arrival("new", prompt, 100, n), 4.0)
+            assert placement == Place(cheapest(policy.costs, usable, prompt, 4.0).instance_id)
+
+
+@quick
+@given(view=fleets(staged=True), prompt=st.integers(1, 50_000))
+def test_the_cheapest_of_a_stage(view: ClusterView, prompt: int) -> None:
+    policy = Tailrace()
+    placement = policy.place(view, Arrival("new", prompt, 100, 0), 0.0)
+    if usable := view.placeable():
+        within = within_stage(view, usable, prompt)
+        assert placement == Place(cheapest(policy.costs, within, prompt, 0.0).instance_id)
 
 
 @quick
 @given(lengths=st.lists(st.integers(1, 50_000), max_size=8), new=st.integers(1, 50_000))
 def test_a_queue_says_what_comes_first(lengths: list[int], new: int) -> None:
     steps = StepModel.of_profile(None)
-    held = tuple(request(f"q{n}", "w0", length, 0, Phase.PREFILL) for n, length in enumerate(lengths))
-    tokens, seconds, after = Queue.of(instance("w0", held), steps).before(due_s(0.0, new))
+    queue = Queue.of([(0.0, length) for length in lengths], sum(lengths), steps)
+    tokens, seconds, after = queue.before(due_s(0.0, new))
     first = [length for length in lengths if length <= new]
     assert (tokens, after) == (sum(first), len(lengths) - len(first))
     assert seconds == pytest.approx(sum(map(steps.compute_s, first)))
 
 
+def test_what_is_computed_of_a_prompt_is_not_waited_for() -> None:
+    queue = Queue.of([(0.0, 4_000)], 1_000, StepModel.of_profile(None))
+    assert queue.before(1e9)[0] == 1_000
+
+
 def test_prompts_that_nobody_names_come_before_everybody() -> None:
-    steps = StepModel.of_profile(None)
-    told = dataclasses.replace(instance("w0"), prefill_backlog_tokens=3_000, waiting=2)
-    assert Queue.of(told, steps).before(0.0) == (3_000, steps.backlog_s(3_000, 2), 0)
-    # And what is computed of a prompt is not waited for.
-    begun = (request("q0", "w0", 4_000, 0, Phase.PREFILL),)
-    left = dataclasses.replace(instance("w0", begun), prefill_backlog_tokens=1_000)
-    assert Queue.of(left, steps).before(1e9)[0] == 1_000
+    told = dataclasses.replace(instance("w0"), prefill_backlog_tokens=9_000, waiting=2)
+    # A long prompt waits for the other one too, but a short one does not.
+    long = instance("w1", (request("q0", "w1", 60_000, 0, Phase.PREFILL),))
+    assert Tailrace().place(cluster(told, long), Arrival("new", 500, 100, 0), 0.0) == Place("w1")
 
 
-def test_reasoning_is_in_a_hurry_and_reading_is_not() -> None:
-    costs = Costs(StepModel.of_profile(None))
-    reasons = tuple(request(f"r{n}", "w0", phase=Phase.REASONING) for n in range(4))
-    reads = tuple(request(f"r{n}", "w0") for n in range(4))
-    assert costs.offer(instance("w0", reasons)).hurry == 1.0
-    assert costs.offer(instance("w0", reads)).hurry < 0.2
+def test_reading_is_in_less_of_a_hurry_than_reasoning() -> None:
+    reasons = instance("w0", tuple(request(f"r{n}", "w0", phase=Phase.REASONING) for n in range(4)))
+    reads = instance("w1", tuple(request(f"r{n}", "w1") for n in range(4)))
+    assert Tailrace().place(cluster(reasons, reads), Arrival("new", 500, 100, 0), 0.0) == Place("w1")
 
 
 def test_a_move_must_pay_for_its_transfer() -> None:

@@ -15,7 +15,7 @@ requests = st.builds(
     instance_id=st.just("a"),
     phase=st.sampled_from(Phase),
     state=st.just(RequestState.RUNNING),
-    prompt_tokens=st.just(1),
+    prompt_tokens=st.integers(1, 2),
     output_tokens=st.just(1),
     max_tokens=st.just(1),
     pacer_slack_tokens=st.none() | st.sampled_from([-2.0, 0.0, 3.0]),
@@ -35,3 +35,5 @@ def test_as_counted_anew(first: list[RequestView], changes: list[tuple[bool, Req
             counts.add(request)
             held.append(request)
         assert counts.load(held) == phase_load(held)
+        told = [(r.arrival_s, r.prompt_tokens) for r in held if r.phase is Phase.PREFILL]
+        assert sorted(counts.prompts()) == sorted(told)

@@ -8,16 +8,12 @@ token, its prefill, for which all others wait, and, where KV gets short, the wai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 
 from tailrace.cluster import InstanceView
-from tailrace.intra.due import PREFILLS, due_s
+from tailrace.intra.due import PREFILLS
 from tailrace.perf.length_penalty import FittedLengthPenalty
-from tailrace.policy.phase_load import phase_load
-from tailrace.policy.tailrace.queue import Queue
-from tailrace.policy.tailrace.steps import StepModel
+from tailrace.policy.tailrace.steps import Number, StepModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +28,7 @@ class Costs:
       `patience_s` and that many times the prompt's own prefill: what it yields to others inside an instance
       (`tailrace.intra.due`), for the same reason. Half a second is half of what a person notices as an
       interruption (Nielsen's one second), for prompts of next to no length.
-    - `tpot_slo_s`: what the time of those who read an answer is measured against (`_hurry`).
+    - `tpot_slo_s`: what the time of those who read an answer is measured against (`offers`).
     - `open_s`, `link_bytes_per_s`: opening and committing a migration, and its copy: 100 Gbit/s.
     """
 
@@ -62,75 +58,11 @@ class Costs:
         queued = instance.prefill_backlog_tokens
         count = (queued + prompt_tokens) / steps.chunk_tokens + 1.0
         decode_s = steps.decode_s(instance.running, instance.kv_used_tokens)
-        return count * decode_s + steps.backlog_s(queued, instance.waiting) + steps.compute_s(prompt_tokens)
-
-    def cheapest_arrival(
-        self, offers: Sequence[Offer], prompt_tokens: int, now: float
-    ) -> InstanceView | None:
-        """Where an arrival costs least; the first of equals. None: no offers."""
-        if not offers:
-            return None
-        steps, remaining = offers[0].steps, self.expected_tokens
-        own_s = steps.compute_s(prompt_tokens)
-        # A user's, so the same for all, however fast they are: by the first.
-        patience_s = self.patience_s + self.patience_prefills * own_s
-        due = due_s(now, prompt_tokens)
-        least_s, found = inf, None
-        for offer in offers:
-            if offer.steps is not steps:
-                steps = offer.steps
-                own_s = steps.compute_s(prompt_tokens)
-            wait_s = own_s + (prompt_tokens / steps.chunk_tokens + 1.0) * offer.step_s
-            cost_s = offer.joining_s + offer.joining_s_per_token * prompt_tokens
-            # The queue only adds to it: mostly this is enough to know.
-            if cost_s + wait_s >= least_s:
-                continue
-            queue, instance = offer.queue, offer.instance
-            after, queued = 0, queue.tokens[-1] + queue.unknown
-            if queued:
-                tokens, seconds, after = queue.before(due)
-                wait_s += seconds + tokens / steps.chunk_tokens * offer.step_s
-            others = max(0, instance.running + instance.waiting - after)
-            cost_s += wait_s * (1.0 + wait_s / patience_s) + own_s * (after + offer.hurry * others)
-            if self.penalty is not None:
-                dearer_s = self.dearer_s(instance, prompt_tokens, offer.longest)
-                cost_s += offer.hurry * remaining * dearer_s
-            if cost_s >= least_s:
-                continue
-            cost_s += self.shortage_s(instance, prompt_tokens + remaining)
-            if cost_s < least_s:
-                least_s, found = cost_s, instance
-        return found
-
-    def offer(self, instance: InstanceView) -> Offer:
-        """What an arrival's cost here depends on, whatever its length."""
-        steps = self.steps_of(instance)
-        requests = instance.running + instance.waiting
-        held = instance.kv_used_tokens + instance.prefill_backlog_tokens
-        step_s = steps.decode_s(instance.running, instance.kv_used_tokens)
-        queue = Queue.of(instance, steps)
-        hurry = self._hurry(instance, queue, step_s)
-        joining_s = per_token_s = 0.0
-        longest = 0
-        if self.penalty is None:
-            each = hurry * self.expected_tokens
-            joining_s = each * (steps.decode_s(requests, held) + (requests + 1) * steps.per_request_s)
-            per_token_s = each * (requests + 1) * steps.per_kv_token_s
-        else:
-            longest = Longest.of(instance).tokens
-        return Offer(instance, steps, step_s, hurry, joining_s, per_token_s, longest, queue)
-
-    def _hurry(self, instance: InstanceView, queue: Queue, step_s: float) -> float:
-        """What a second of those who decode here counts, from 0 to 1.
-
-        Reasoning is a wait for the first token, and counts whole. Who reads an answer is not late yet, and
-        counts by how much of the TPOT SLO a step takes.
-        """
-        counted = instance.phase_load or phase_load(instance.requests)
-        prompts = len(queue.due)
-        decoding = max(1, instance.running + instance.waiting - prompts)
-        reasons = min(1.0, max(0, counted.reasoning - prompts) / decoding)
-        return reasons + (1.0 - reasons) * min(1.0, step_s / self.tpot_slo_s)
+        return (
+            count * decode_s
+            + steps.backlog_s(queued, max(1, instance.waiting))
+            + steps.compute_s(prompt_tokens)
+        )
 
     # ---- decoding
 
@@ -165,8 +97,11 @@ class Costs:
         if over <= 0.0:
             return 0.0
         step_s = self.steps_of(instance).decode_s(instance.running, instance.kv_used_tokens)
-        life_s = self.expected_tokens * step_s
-        return over * life_s / max(1, instance.kv_used_tokens)
+        return self.freeing_s(over, step_s, max(1, instance.kv_used_tokens))
+
+    def freeing_s(self, tokens: Number, step_s: Number, used: Number) -> Number:
+        """Until so many of `used` tokens (at least 1) are free."""
+        return tokens * (self.expected_tokens * step_s) / used
 
     # ---- moving
 
@@ -205,25 +140,6 @@ class Costs:
         if penalty.applies_to == "attention":
             return requests * (rest_s + factor * attention_s)
         return requests * factor * (rest_s + attention_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """An instance as arrivals see it, worked out once for each report of it.
-
-    `step_s`: one decode step. `hurry`: what a second of decoding counts. `joining_s`, and as much again per
-    prompt token: what decoding with the others costs; 0 with a penalty, which makes that no sum of the two.
-    `longest`: longest context, with a penalty.
-    """
-
-    instance: InstanceView
-    steps: StepModel
-    step_s: float
-    hurry: float
-    joining_s: float
-    joining_s_per_token: float
-    longest: int
-    queue: Queue
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from tailrace.actions import Action, Place, Placement, SetPool
-from tailrace.cluster import Arrival, ClusterView, RequestView
+from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestView
 from tailrace.perf.length_penalty import FittedLengthPenalty
 from tailrace.policy.arrow.policy import Arrow
 from tailrace.policy.base import Policy
@@ -51,7 +51,7 @@ class Tailrace(Policy):
     ) -> None:
         profile = profile if profile is not None else load_profile(NOMINAL)
         self.costs = Costs(StepModel.of_profile(profile), penalty, tpot_slo_s=tpot_slo_s)
-        self.offers = Offers()
+        self.offers = Offers(self.costs)
         self.margin = margin
         self.ttft_slo_s = ttft_slo_s
         self.tick_interval_s = tick_interval_s
@@ -59,18 +59,22 @@ class Tailrace(Policy):
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         """Where it costs least, among those meant to prefill and of the stage for its length."""
-        usable = candidates(view, arrival)
+        costs, offers, tokens = self.costs, self.offers, arrival.prompt_tokens + arrival.output_tokens
+        instances = list(view.instances.values())
+        offers.renew(costs, instances)
+        usable: Sequence[InstanceView] = instances
+        among: Sequence[InstanceView] | None = None
+        # Most often all may be chosen: then there is no need to ask each.
+        if arrival.excluded or not offers.all_active:
+            among = usable = candidates(view, arrival)
         if not usable:
             return NO_INSTANCE
-        costs, tokens = self.costs, arrival.prompt_tokens + arrival.output_tokens
         if view.stages:
-            usable = list(within_stage(view, usable, tokens))
-        in_pools = pooled(view)
-        offers = self.offers.of(costs, prefillers(usable) if in_pools else usable)
-        chosen = costs.cheapest_arrival(offers, tokens, now)
-        if chosen is None:
-            return NO_INSTANCE
-        if in_pools and costs.first_token_s(chosen, tokens) > self.ttft_slo_s:
+            among = usable = within_stage(view, usable, tokens)
+        if offers.pooled:
+            among = prefillers(usable)
+        chosen = offers.cheapest(among, tokens, now)
+        if offers.pooled and costs.first_token_s(chosen, tokens) > self.ttft_slo_s:
             flipped = self.arrow.place(view, arrival, now)
             if isinstance(flipped, Place) and flipped.also:
                 return flipped

@@ -6,8 +6,8 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tailrace.cluster import InstanceView, Phase
 from tailrace.intra.due import due_s
+from tailrace.policy.prompts import Prompt
 from tailrace.policy.tailrace.steps import StepModel
 
 
@@ -19,54 +19,26 @@ class Queue:
     # Tokens, and seconds of prefill, of the first n; one longer than `due`.
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]
-    # Tokens of them that are computed already, and of prompts that no request is known of.
+    # Tokens of them that are computed already.
     computed: int
-    unknown: int
-    unknown_s: float
 
     @staticmethod
-    def of(instance: InstanceView, steps: StepModel) -> Queue:
-        """Reads the instance's requests, unless nothing waits."""
-        backlog = instance.prefill_backlog_tokens
-        if not backlog:
-            return _EMPTY
-        waiting = _waiting(instance)
+    def of(prompts: Iterable[Prompt], backlog_tokens: int, steps: StepModel) -> Queue:
+        """Of these prompts so many tokens are not computed yet; where it is more, of others besides."""
         dues, tokens, seconds = [], [0], [0.0]
-        for due, length in waiting:
+        for due, length in sorted((due_s(arrived_s, length), length) for arrived_s, length in prompts):
             dues.append(due)
             tokens.append(tokens[-1] + length)
             seconds.append(seconds[-1] + steps.compute_s(length))
-        unknown = max(0, backlog - tokens[-1])
-        return Queue(
-            tuple(dues),
-            tuple(tokens),
-            tuple(seconds),
-            max(0, tokens[-1] - backlog),
-            unknown,
-            steps.backlog_s(unknown, max(1, instance.waiting - len(dues))),
-        )
+        return Queue(tuple(dues), tuple(tokens), tuple(seconds), max(0, tokens[-1] - backlog_tokens))
 
-    def before(self, due: float) -> tuple[float, float, int]:
+    def before(self, due: float) -> tuple[int, float, int]:
         """(tokens, seconds of prefill) before a prompt that is due then, and how many prompts after it.
 
-        What is computed already belongs to those that are first; prompts of which nothing but the sum is
-        known come before everybody.
+        What is computed already belongs to those that are first.
         """
         place = bisect_right(self.due, due)
         tokens = self.tokens[place]
         left = max(0, tokens - self.computed)
         seconds = self.seconds[place] * left / tokens if left else 0.0
-        return left + self.unknown, seconds + self.unknown_s, len(self.due) - place
-
-
-_EMPTY = Queue((), (0,), (0.0,), 0, 0, 0.0)
-
-
-def _waiting(instance: InstanceView) -> Iterable[tuple[float, int]]:
-    """(when it is due, prompt tokens) of each prompt, in that order."""
-    prefill = Phase.PREFILL
-    return sorted(
-        (due_s(request.arrival_s, request.prompt_tokens), request.prompt_tokens)
-        for request in instance.requests
-        if request.phase is prefill
-    )
+        return left, seconds, len(self.due) - place

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tailrace.profiles import Profile, load_profile
+
+Floats = NDArray[np.float64]
+# Of one instance, or one entry an instance: the formulas are the same.
+Number = TypeVar("Number", float, Floats)
 
 # Where no profile is given. What decides is how coefficients stand to each other, and that differs little
 # between dense models and GPUs: of those that are built in, a decode step's base is worth the prefill of 323
@@ -14,22 +21,43 @@ NOMINAL: Final = "llama-3.1-8b-h100"
 
 
 @dataclass(frozen=True, slots=True)
-class StepModel:
+class StepTimes(Generic[Number]):
     """Seconds; see `tailrace.profiles` for the two formulas."""
 
-    prefill_base_s: float
-    per_token_s: float
-    per_token_squared_s: float
-    decode_base_s: float
-    per_request_s: float
-    per_kv_token_s: float
+    prefill_base_s: Number
+    per_token_s: Number
+    per_token_squared_s: Number
+    decode_base_s: Number
+    per_request_s: Number
+    per_kv_token_s: Number
+    # Prompt tokens of one step.
+    chunk_tokens: Number
+
+    def decode_s(self, requests: Number, kv_tokens: Number) -> Number:
+        """One decode step."""
+        return self.decode_base_s + self.per_request_s * requests + self.per_kv_token_s * kv_tokens
+
+    def compute_s(self, tokens: Number) -> Number:
+        """Prefill of one prompt without the bases of its steps."""
+        return (self.per_token_s + self.per_token_squared_s * tokens) * tokens
+
+    def backlog_s(self, tokens: Number, prompts: Number) -> Number:
+        """The same for a backlog known only in sum: prompts of equal length, the least it can take.
+
+        `prompts`: at least 1.
+        """
+        return (self.per_token_s + self.per_token_squared_s * tokens / prompts) * tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepModel(StepTimes[float]):
+    """Of one instance."""
+
     kv_bytes_per_token: int
-    # Prompt tokens of one step; vLLM's default.
-    chunk_tokens: int
 
     @staticmethod
     def of_profile(profile: Profile | None, chunk_tokens: int = 2048) -> StepModel:
-        """From a profile; None: the nominal one."""
+        """From a profile; None: the nominal one. `chunk_tokens`: vLLM's default."""
         profile = profile if profile is not None else load_profile(NOMINAL)
         prefill, decode = profile.prefill, profile.decode
         return StepModel(
@@ -39,18 +67,6 @@ class StepModel:
             decode.base_ms / 1e3,
             decode.ms_per_request / 1e3,
             decode.ms_per_kv_token / 1e3,
-            profile.kv_bytes_per_token,
             chunk_tokens,
+            profile.kv_bytes_per_token,
         )
-
-    def decode_s(self, requests: int, kv_tokens: int) -> float:
-        """One decode step."""
-        return self.decode_base_s + self.per_request_s * requests + self.per_kv_token_s * kv_tokens
-
-    def compute_s(self, tokens: int) -> float:
-        """Prefill of one prompt without the bases of its steps."""
-        return (self.per_token_s + self.per_token_squared_s * tokens) * tokens
-
-    def backlog_s(self, tokens: int, prompts: int) -> float:
-        """The same for a backlog known only in sum: prompts of equal length, the least it can take."""
-        return (self.per_token_s + self.per_token_squared_s * tokens / max(1, prompts)) * tokens

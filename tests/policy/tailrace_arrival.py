@@ -1,0 +1,61 @@
+"""What an arrival costs on one instance, term by term as docs/policy-tailrace.md has it: the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tailrace.cluster import InstanceView, Phase
+from tailrace.intra.due import due_s
+from tailrace.policy.phase_load import phase_load
+from tailrace.policy.tailrace.costs import Costs, Longest
+
+
+def arrival_s(costs: Costs, instance: InstanceView, prompt: int, now: float, patience_s: float) -> float:
+    """Seconds, summed over all concerned."""
+    steps = costs.steps_of(instance)
+    backlog = instance.prefill_backlog_tokens
+    requests = instance.running + instance.waiting
+    held = instance.kv_used_tokens + backlog
+    step_s = steps.decode_s(instance.running, instance.kv_used_tokens)
+    waiting = [r for r in instance.requests if r.phase is Phase.PREFILL] if backlog else []
+    prompts = sorted((due_s(r.arrival_s, r.prompt_tokens), r.prompt_tokens) for r in waiting)
+
+    # What is served before it: what nobody names, then those that are due first, less what is computed.
+    known = sum(length for _, length in prompts)
+    unknown = max(0, backlog - known)
+    first = [length for due, length in prompts if due <= due_s(now, prompt)]
+    left = max(0, sum(first) - max(0, known - backlog))
+    before_s = 0.0
+    for length in first:
+        before_s += steps.compute_s(length)
+    before_s = before_s * left / sum(first) if left else 0.0
+    before_s += steps.backlog_s(unknown, max(1, instance.waiting - len(prompts)))
+    own_s = steps.compute_s(prompt)
+    wait_s = own_s + (prompt / steps.chunk_tokens + 1.0) * step_s
+    wait_s += before_s + (left + unknown) / steps.chunk_tokens * step_s
+
+    # Whom its prefill delays.
+    after = len(prompts) - len(first)
+    others = max(0, requests - after)
+    reasoning = (instance.phase_load or phase_load(instance.requests)).reasoning
+    decoding = max(1, requests - len(prompts))
+    reasons = min(1.0, max(0, reasoning - len(prompts)) / decoding)
+    hurry = reasons + (1.0 - reasons) * min(1.0, step_s / costs.tpot_slo_s)
+
+    remaining = costs.expected_tokens
+    cost_s = 0.0
+    if costs.penalty is None:
+        each = hurry * remaining
+        cost_s = each * (steps.decode_s(requests, held) + (requests + 1) * steps.per_request_s)
+        cost_s += each * (requests + 1) * steps.per_kv_token_s * prompt
+    cost_s += wait_s * (1.0 + wait_s / patience_s) + own_s * (after + hurry * others)
+    if costs.penalty is not None:
+        cost_s += hurry * remaining * costs.dearer_s(instance, prompt, Longest.of(instance).tokens)
+    return cost_s + costs.shortage_s(instance, prompt + remaining)
+
+
+def cheapest(costs: Costs, instances: Sequence[InstanceView], prompt: int, now: float) -> InstanceView:
+    """The first of those where it costs least."""
+    own_s = costs.steps_of(instances[0]).compute_s(prompt)
+    patience_s = costs.patience_s + costs.patience_prefills * own_s
+    return min(instances, key=lambda i: arrival_s(costs, i, prompt, now, patience_s))
