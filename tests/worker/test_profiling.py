@@ -104,6 +104,27 @@ def test_prompts_that_take_several_steps_are_fitted_with_their_number() -> None:
     assert found.profile.prefill.ms_per_token == pytest.approx(given.prefill.ms_per_token, rel=0.02)
 
 
+def test_stalls_make_every_step_longer_on_average() -> None:
+    async def run() -> tuple[ProfileRecord, ProfileRecord]:
+        bench = Bench()
+        info = await bench.start()
+        samples = await bench.measure()
+        await bench.engine.stop()
+        smooth = profile_of(info, "w", samples, 0.1, 1.0)
+        # In every fifth sample the steps took twice their median on average.
+        samples.decode_stalls = [2.0 if n % 5 == 0 else 1.0 for n in range(5)]
+        samples.ttft_stalls = [1.5, 1.5]
+        return smooth, profile_of(info, "w", samples, 0.1, 1.0)
+
+    smooth, stalled = run_virtually(run())
+    for name in ("base_ms", "ms_per_request", "ms_per_kv_token"):
+        without, found = getattr(smooth.profile.decode, name), getattr(stalled.profile.decode, name)
+        assert found == pytest.approx(1.2 * without, rel=0.01)
+    assert stalled.profile.prefill.base_ms == pytest.approx(1.5 * smooth.profile.prefill.base_ms, rel=0.01)
+    # What a lone prompt usually takes is what Arrow asks.
+    assert stalled.ttft == smooth.ttft
+
+
 def test_it_ends_when_its_time_is_over() -> None:
     async def run() -> tuple[float, Bench]:
         bench = Bench()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from statistics import fmean
 from typing import Final
 
 import numpy as np
@@ -47,8 +48,12 @@ def profile_of(
     kind = kind_of(info)
     capacity = info.kv_blocks_total * info.kv_shape.block_tokens
     source = f"measured on {instance_id} by tailrace profile"
-    p_base, p_token, p_squared = (1e3 * value for value in prefill.coefficients)
-    d_base, d_request, d_token = (1e3 * value for value in decode.coefficients)
+    # Medians say how a time grows with the batch, which no stall tells. But steps add up, to a TPOT or to a
+    # queue, and what adds up is their mean.
+    stalled = 1e3 * fmean(samples.ttft_stalls)
+    p_base, p_token, p_squared = (stalled * value for value in prefill.coefficients)
+    stalled = 1e3 * fmean(samples.decode_stalls)
+    d_base, d_request, d_token = (stalled * value for value in decode.coefficients)
     profile = Profile(
         name=kind,
         model=info.model,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean, median
 from typing import Final
 
 from worker_agent.engine.base import Engine, EngineInfo
@@ -38,6 +38,9 @@ class Samples:
     ttft: list[tuple[int, float]] = field(default_factory=list)
     decode: list[DecodeSample] = field(default_factory=list)
     lived: list[Lived] = field(default_factory=list)
+    # Of each of those medians: the mean of the same times over it.
+    ttft_stalls: list[float] = field(default_factory=list)
+    decode_stalls: list[float] = field(default_factory=list)
 
 
 async def measure(
@@ -83,7 +86,9 @@ async def _curve(
         for number in range(_REPEATS):
             probes.submit(engine, tokens, 1)
             await probes.ended(number + 1)
-        samples.ttft.append((tokens, median(lived.ttft_s for lived in seen.lived)))
+        times = [lived.ttft_s for lived in seen.lived]
+        samples.ttft.append((tokens, median(times)))
+        samples.ttft_stalls.append(fmean(times) / median(times))
         # The next one takes twice as long, at least.
         if loop.time() + 2 * (loop.time() - began_s) > until_s:
             return
@@ -108,6 +113,7 @@ def _keep(probes: Probes, samples: Samples) -> None:
         if len(alike) >= _LEAST_STEPS:
             seconds, kv_tokens = median(s.seconds for s in alike), median(s.kv_tokens for s in alike)
             samples.decode.append(DecodeSample(seconds, requests, kv_tokens))
+            samples.decode_stalls.append(fmean(s.seconds for s in alike) / seconds)
 
 
 def _fitted(batch: Batch, info: EngineInfo) -> Batch:
