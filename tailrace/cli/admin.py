@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,8 +11,8 @@ from typing import Any, Final, TypeVar
 import click
 import grpc
 
-from tailrace.cli.errors import UsageProblem, rpc_errors
-from tailrace.local.state import find_state
+from tailrace.cli.errors import CliError, Unreachable, UsageProblem, rpc_errors
+from tailrace.local.state import RunFolderUnusable, find_state
 from tailrace.v1.admin_pb2_grpc import AdminStub
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -53,7 +54,10 @@ def connect(admin: str | None) -> Iterator[Admin]:
 
 
 def _local_address() -> str:
-    state = find_state()
+    try:
+        state = find_state()
+    except RunFolderUnusable as error:
+        raise CliError(str(error)) from error
     if state is None or not state.admin:
         raise UsageProblem(
             "no admin API: no local cluster runs here (tailrace up starts one); "
@@ -69,4 +73,20 @@ def _target(address: str) -> str:
         host, colon, port = part.rpartition(":")
         if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
             raise UsageProblem(f"--admin: {part!r} is not HOST:PORT")
-    return parts[0] if len(parts) == 1 else "ipv4:" + ",".join(parts)
+    return parts[0] if len(parts) == 1 else "ipv4:" + ",".join(_addresses(parts))
+
+
+def _addresses(parts: list[str]) -> list[str]:
+    """gRPC takes several only as IPv4 addresses. Those whose names nobody knows now are left out."""
+    found: list[str] = []
+    unknown: list[str] = []
+    for part in parts:
+        host, _, port = part.rpartition(":")
+        try:
+            (*_, (address, *_)), *_ = socket.getaddrinfo(host, int(port), socket.AF_INET, socket.SOCK_STREAM)
+            found.append(f"{address}:{port}")
+        except OSError as error:
+            unknown.append(f"{part}: {error.strerror}")
+    if not found:
+        raise Unreachable(f"no admin API: {'; '.join(unknown)}")
+    return found

@@ -5,10 +5,9 @@ from __future__ import annotations
 import shutil
 
 import click
-import msgspec
 
 from tailrace.cli.errors import CliError
-from tailrace.local.state import RunFolder, RunFolderBusy
+from tailrace.local.state import RunFolder, RunFolderBusy, RunFolderUnusable
 from tailrace.local.stop import stop_parts
 
 
@@ -22,15 +21,12 @@ def down() -> None:
     try:
         with folder.locked():
             _stop(folder)
-    except RunFolderBusy as error:
+    except (RunFolderBusy, RunFolderUnusable) as error:
         raise CliError(str(error)) from error
 
 
 def _stop(folder: RunFolder) -> None:
-    try:
-        state = folder.read()
-    except msgspec.DecodeError as error:
-        raise CliError(f"{folder.path}/state.json is damaged ({error}); end the processes by hand") from error
+    state = folder.read()
     stopped = stop_parts(state.parts) if state is not None else []
     folder.forget()
     shutil.rmtree(folder.data, ignore_errors=True)

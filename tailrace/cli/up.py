@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Final
 
 import click
-import msgspec
 
 from tailrace.cli.errors import CliError, UsageProblem
 from tailrace.cli.greeting import greeting
@@ -24,7 +23,7 @@ from tailrace.local.process import PartFailed
 from tailrace.local.progress import make_progress
 from tailrace.local.requirements import Missing, require_installed
 from tailrace.local.start import Starter
-from tailrace.local.state import RunFolder, RunFolderBusy, RunState
+from tailrace.local.state import RunFolder, RunFolderBusy, RunFolderUnusable, RunState
 from tailrace.local.stop import stop_parts
 from tailrace.policy.registry import names as policy_names
 from tailrace.service.etcd import etcd_command
@@ -115,17 +114,15 @@ def up(
                 note("tailrace up: already up")
             else:
                 state = _start(options, folder)
-    except RunFolderBusy as error:
+    except (RunFolderBusy, RunFolderUnusable) as error:
         raise CliError(str(error)) from error
     click.echo(greeting(state, folder.logs))
 
 
 def _already_up(folder: RunFolder) -> RunState | None:
-    """The state of a cluster that runs whole, None if nothing runs. Raises CliError for anything between."""
-    try:
-        state = folder.read()
-    except msgspec.DecodeError as error:
-        raise CliError(f"{folder.path}/state.json is damaged ({error}); remove it") from error
+    """The state of a cluster that runs whole, None if nothing runs. Raises CliError for anything between,
+    RunFolderUnusable."""
+    state = folder.read()
     if state is None:
         return None
     ended = [part.name for part in state.parts if not part.identity.alive()]

@@ -49,6 +49,10 @@ class RunFolderBusy(RuntimeError):
     """Another `tailrace up` or `tailrace down` works in the run folder."""
 
 
+class RunFolderUnusable(RuntimeError):
+    """The run folder cannot be used, or its state file is damaged; the message says which."""
+
+
 class RunFolder:
     """`.run/` in the working directory, or TAILRACE_RUN_DIR: state file, logs, etcd's data."""
 
@@ -73,12 +77,19 @@ class RunFolder:
     def read(self) -> RunState | None:
         """The state, or None when nothing was started (or everything was stopped).
 
-        Raises msgspec.DecodeError when the file is not ours.
+        Raises RunFolderUnusable.
         """
+        file = self.path / _FILE
         try:
-            return msgspec.json.decode((self.path / _FILE).read_bytes(), type=RunState)
+            return msgspec.json.decode(file.read_bytes(), type=RunState)
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise RunFolderUnusable(f"{file}: {error.strerror}") from error
+        except msgspec.MsgspecError as error:
+            raise RunFolderUnusable(
+                f"{file} is damaged ({error}); end the cluster's processes by hand and remove it"
+            ) from error
 
     def write(self, state: RunState) -> None:
         """Replace the state file in one step."""
@@ -92,9 +103,16 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder (made if needed) for the block. Raises RunFolderBusy when another process does."""
-        self.logs.mkdir(parents=True, exist_ok=True)
-        with (self.path / "lock").open("w") as file:
+        """Hold the folder (made if needed) for the block.
+
+        Raises RunFolderBusy when another process does, RunFolderUnusable when it cannot be made or written.
+        """
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / "lock").open("w")
+        except OSError as error:
+            raise RunFolderUnusable(f"{self.path}: {error.strerror} ({RUN_DIR_ENV} names another)") from error
+        with lock as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -103,7 +121,10 @@ class RunFolder:
 
 
 def find_state() -> RunState | None:
-    """The state of the local cluster that the working directory or one above it holds, or None."""
+    """The state of the local cluster that the working directory or one above it holds, or None.
+
+    Raises RunFolderUnusable.
+    """
     if os.environ.get(RUN_DIR_ENV):
         return RunFolder.default().read()
     here = Path.cwd()

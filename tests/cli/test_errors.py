@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from tailrace.cli.main import main
 from tests.cli.conftest import Run
-from tests.cli.scripted_admin import Script
+from tests.cli.scripted_admin import Script, serving
 
 
 def _one_line(text: str) -> str:
@@ -93,6 +93,27 @@ def test_no_cluster_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     result = CliRunner().invoke(main, ["get", "instances"])
     assert result.exit_code == 2
     assert "tailrace up" in _one_line(result.stderr)
+
+
+@pytest.mark.parametrize("command", [["get", "instances"], ["down"], ["up", "--engine", "simulated"]])
+def test_a_damaged_run_folder(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "state.json").write_text("{")
+    monkeypatch.setenv("TAILRACE_RUN_DIR", str(tmp_path))
+    monkeypatch.delenv("TAILRACE_ADMIN", raising=False)
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 1
+    assert "state.json is damaged" in _one_line(result.stderr)
+
+
+def test_several_schedulers_by_name(script: Script) -> None:
+    with serving(script) as address:
+        port = address.rpartition(":")[2]
+        several = f"nobody.invalid:1,localhost:{port}"
+        result = CliRunner().invoke(main, ["get", "instances", "-o", "json", "--admin", several])
+        assert result.exit_code == 0, result.stderr
+    unknown = CliRunner().invoke(main, ["get", "instances", "--admin", "nobody.invalid:1,none.invalid:2"])
+    assert unknown.exit_code == 3
+    assert "nobody.invalid:1" in _one_line(unknown.stderr)
 
 
 @pytest.mark.parametrize("address", ["nonsense", "host:", ":1", "host:99999", "a:1,b"])

@@ -9,12 +9,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from tailrace.local.identity import Identity, identify
 from tailrace.local.plan import Tier
-from tailrace.local.state import Part, RunFolder, RunFolderBusy, RunState, find_state
+from tailrace.local.state import Part, RunFolder, RunFolderBusy, RunFolderUnusable, RunState, find_state
 from tailrace.local.stop import stop_parts
 
 _STUBBORN = (
@@ -149,5 +148,15 @@ def test_a_run_folder_has_one_user_at_a_time(tmp_path: Path) -> None:
 
 def test_a_damaged_state_is_said_to_be(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text('{"parts": 7}')
-    with pytest.raises(msgspec.ValidationError, match="parts"):
+    with pytest.raises(RunFolderUnusable, match=r"state\.json is damaged .*parts"):
         RunFolder(tmp_path).read()
+
+
+def test_a_folder_that_is_none_is_said_to_be(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for folder in (RunFolder(file), RunFolder(file / "below")):
+        with pytest.raises(RunFolderUnusable, match="Not a directory"):
+            folder.read()
+        with pytest.raises(RunFolderUnusable, match=r"TAILRACE_RUN_DIR"), folder.locked():
+            pass
