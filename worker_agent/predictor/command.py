@@ -25,6 +25,13 @@ _REPORT_EVERY = 20
 _TINY = "tailrace-tiny"
 
 
+def _writable(_context: click.Context, _parameter: click.Parameter, value: Path) -> Path:
+    """Minutes of work go into the file: that its folder is not there is said before."""
+    if not value.parent.is_dir():
+        raise click.BadParameter(f"there is no folder {value.parent}")
+    return value
+
+
 @click.group("predictor")
 def predictor_command() -> None:
     """Predict how many tokens running requests still make (docs/predictor.md)."""
@@ -55,7 +62,8 @@ def predictor_command() -> None:
     metavar="NAME=VALUE",
     help="Argument of vLLM's engine; repeat.",
 )
-@click.option("--out", type=_FILE, required=True, help="File of samples to write.")
+@click.option("--out", type=_FILE, required=True, callback=_writable, help="File of samples to write.")
+@output_option()
 def collect_command(
     model: str | None,
     prompts: Path | None,
@@ -66,6 +74,7 @@ def collect_command(
     seed: int,
     arguments: tuple[str, ...],
     out: Path,
+    output: Output,
 ) -> None:
     """Run prompts through vLLM and keep hidden states with the number of tokens that came after."""
     if model is not None and prompts is None:
@@ -94,12 +103,15 @@ def collect_command(
         write_samples(samples, out)
     except (PromptsError, RuntimeError, ValueError, OSError) as error:
         raise click.ClickException(str(error)) from error
-    note(f"{len(samples)} samples of {len(samples.first())} requests in {out}")
+    requests = len(samples.first())
+    note(f"{len(samples)} samples of {requests} requests in {out}")
+    if output is Output.JSON:
+        print_json({"samples": len(samples), "requests": requests, "file": str(out)})
 
 
 @predictor_command.command("train")
 @click.argument("samples_file", metavar="SAMPLES", type=_FILE)
-@click.option("--out", type=_FILE, required=True, help="File of the predictor to write.")
+@click.option("--out", type=_FILE, required=True, callback=_writable, help="File of the predictor to write.")
 @click.option("--epochs", type=click.IntRange(1), default=100, show_default=True, help="At most.")
 @click.option(
     "--patience",
@@ -116,6 +128,7 @@ def collect_command(
     help="Of the inner layers; the paper's in proportion to the hidden size by default.",
 )
 @click.option("--seed", default=0, show_default=True, help="Decides the split, and the first weights.")
+@output_option()
 def train_command(
     samples_file: Path,
     out: Path,
@@ -125,6 +138,7 @@ def train_command(
     batch: int,
     widths: tuple[int, int, int] | None,
     seed: int,
+    output: Output,
 ) -> None:
     """Train a predictor on 70% of the requests, and stop by the error on another 15%."""
     from tailrace.predictor.file import save_predictor
@@ -140,6 +154,8 @@ def train_command(
     except (SamplesError, ValueError, OSError) as error:
         raise click.ClickException(str(error)) from error
     note(f"epoch {trained.best.number} is best: validation MAE {trained.best.validation_mae:.1f}; in {out}")
+    if output is Output.JSON:
+        print_json({"best": asdict(trained.best), "file": str(out)})
 
 
 @predictor_command.command("evaluate")
