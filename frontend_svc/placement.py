@@ -15,6 +15,7 @@ from frontend_svc.fleet import Members, may_prefill, usable
 from frontend_svc.outbox import Outbox
 from frontend_svc.streams import Stream, StreamTable
 from tailrace.service.channels import Channels
+from tailrace.service.preferred import preferred
 from tailrace.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -91,13 +92,11 @@ class Placement:
 
     def _schedulers(self) -> Iterator[str]:
         """Addresses worth asking now."""
-        leader = self._members.leaders.get("scheduler")
-        addresses = [leader.address] if leader is not None else []
-        addresses += [r.address for (kind, _), r in self._members.services.items() if kind == "scheduler"]
         now_s = time.monotonic()
         # Restarted schedulers have other addresses; the old ones are not kept.
         self._shunned = {a: until_s for a, until_s in self._shunned.items() if until_s > now_s}
-        return (a for a in dict.fromkeys(addresses) if a not in self._shunned)
+        addresses = (record.address for record in preferred(self._members, "scheduler"))
+        return (address for address in addresses if address not in self._shunned)
 
     def _fallback(self, avoid: frozenset[str]) -> Placed | Refused:
         candidates = [i for i in usable(self._members, self._outbox.attached()) if i not in avoid]

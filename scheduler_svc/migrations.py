@@ -9,8 +9,8 @@ from typing import Final
 import grpc
 
 from scheduler_svc.refused import Refused
-from tailrace.records import ServiceRecord
 from tailrace.service.channels import Channels
+from tailrace.service.preferred import preferred
 from tailrace.store.membership import Membership
 from tailrace.v1 import migration_pb2
 from tailrace.v1.migration_pb2_grpc import MigrationStub
@@ -35,7 +35,7 @@ class Migrations:
     ) -> AsyncGenerator[migration_pb2.MigrationRecord]:
         """Records until the migration is over. Ending early does not end it. Raises Refused."""
         failure: grpc.aio.AioRpcError | None = None
-        for service in self._services():
+        for service in preferred(self._members, KIND):
             heard = False
             call = MigrationStub(self._channels.get(service.address)).Migrate(request, timeout=_MIGRATE_S)
             try:
@@ -56,18 +56,13 @@ class Migrations:
     async def recent(self, request: migration_pb2.ListMigrationsRequest) -> migration_pb2.ListMigrationsReply:
         """The last migrations. Raises Refused."""
         failure: grpc.aio.AioRpcError | None = None
-        for service in self._services():
+        for service in preferred(self._members, KIND):
             stub = MigrationStub(self._channels.get(service.address))
             try:
                 return await stub.ListMigrations(request, timeout=_LIST_S)
             except grpc.aio.AioRpcError as error:
                 failure = error
         raise _none(failure)
-
-    def _services(self) -> list[ServiceRecord]:
-        leader = self._members.leaders.get(KIND)
-        services = [r for (kind, _), r in sorted(self._members.services.items()) if kind == KIND]
-        return sorted(services, key=lambda r: leader is None or r.service_id != leader.service_id)
 
 
 def _none(failure: grpc.aio.AioRpcError | None) -> Refused:

@@ -13,6 +13,7 @@ import grpc
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.state import ClusterState
 from tailrace.service.channels import Channels
+from tailrace.service.preferred import first_address
 from tailrace.store.membership import Membership
 from tailrace.v1 import monitor_pb2
 from tailrace.v1.monitor_pb2_grpc import MonitorStub
@@ -75,11 +76,7 @@ class MonitorWatch:
                 changed.cancel()
 
     def _address(self) -> str | None:
-        leader = self._members.leaders.get(KIND)
-        if leader is not None:
-            return leader.address
-        present = sorted((i, r.address) for (kind, i), r in self._members.services.items() if kind == KIND)
-        return present[0][1] if present else None
+        return first_address(self._members, KIND)
 
     async def _read(self, address: str) -> None:
         call = MonitorStub(self._channels.get(address)).Watch(

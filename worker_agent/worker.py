@@ -12,6 +12,7 @@ from tailrace.records import InstanceRecord
 from tailrace.service.channels import Channels
 from tailrace.service.message_stream import serve_streams
 from tailrace.service.options import fresh_incarnation
+from tailrace.service.preferred import first_address
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.store.membership import Membership
 from tailrace.store.store import Store
@@ -177,7 +178,7 @@ async def running_worker(
             shape.block_tokens,
             carried,
             around.channels,
-            lambda: service_address(around.membership, "migration"),
+            lambda: first_address(around.membership, "migration"),
             metrics,
         )
         stack.push_async_callback(coordinator.close)
@@ -216,7 +217,7 @@ async def running_worker(
             carried,
             news,
             speeds.now,
-            lambda: service_address(around.membership, "monitor"),
+            lambda: first_address(around.membership, "monitor"),
             around.channels,
             settings.report_s,
         )
@@ -241,14 +242,6 @@ async def running_worker(
         stack.push_async_callback(registration.withdraw)
         log.info("%s serves %s at %s, KV at port %d", instance_id, info.model, address, kv_server.port)
         yield Running(instance_id, record, info, stats, front_ends, exports, imports, sessions)
-
-
-def service_address(membership: Membership, kind: str) -> str | None:
-    """A service: the elected one, else any."""
-    leader = membership.leaders.get(kind)
-    if leader is not None:
-        return leader.address
-    return next((r.address for (each, _), r in sorted(membership.services.items()) if each == kind), None)
 
 
 async def _trim(kv_client: KvClient) -> None:

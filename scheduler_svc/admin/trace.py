@@ -8,6 +8,7 @@ import grpc
 
 from scheduler_svc.refused import Refused
 from tailrace.service.channels import Channels
+from tailrace.service.preferred import preferred
 from tailrace.store.membership import Membership
 from tailrace.v1 import admin_pb2
 from tailrace.v1.monitor_pb2_grpc import MonitorStub
@@ -20,13 +21,10 @@ async def fetch_trace(
     members: Membership, channels: Channels, request: admin_pb2.GetTraceRequest
 ) -> admin_pb2.GetTraceReply:
     """From the first monitor, the leader before the others, that has it. Raises Refused."""
-    leader = members.leaders.get(_KIND)
-    addresses = [leader.address] if leader is not None else []
-    addresses += [r.address for (kind, _), r in sorted(members.services.items()) if kind == _KIND]
     refused = Refused(grpc.StatusCode.UNAVAILABLE, "no monitor is registered")
-    for address in dict.fromkeys(addresses):
+    for monitor in preferred(members, _KIND):
         try:
-            return await MonitorStub(channels.get(address)).GetTrace(request, timeout=_DEADLINE_S)
+            return await MonitorStub(channels.get(monitor.address)).GetTrace(request, timeout=_DEADLINE_S)
         except grpc.aio.AioRpcError as error:
             # That one monitor does not have it says more than that another does not answer.
             if refused.code is not grpc.StatusCode.NOT_FOUND:
