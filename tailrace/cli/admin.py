@@ -13,6 +13,7 @@ import grpc
 
 from tailrace.cli.errors import CliError, Unreachable, UsageProblem, rpc_errors
 from tailrace.local.state import RunFolderUnusable, find_state
+from tailrace.service.channels import MESSAGE_BYTES_MAX
 from tailrace.v1.admin_pb2_grpc import AdminStub
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -49,7 +50,9 @@ def admin_option(function: F) -> F:
 def connect(admin: str | None) -> Iterator[Admin]:
     """Open the admin API at `admin`, or at the local cluster's address when that is None."""
     address = admin or _local_address()
-    with grpc.insecure_channel(_target(address)) as channel:
+    # gRPC's own limit of 4 MiB is some 20,000 requests.
+    options = [("grpc.max_receive_message_length", MESSAGE_BYTES_MAX)]
+    with grpc.insecure_channel(_target(address), options=options) as channel:
         yield Admin(address, AdminStub(channel))
 
 
