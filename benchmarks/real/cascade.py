@@ -1,4 +1,4 @@
-"""CascadeInfer's hand-overs: bid-ask between workers against whoever's turn it is."""
+"""CascadeInfer's handovers: bid-ask between workers against whoever's turn it is."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def run(bench: Bench) -> Comparison:
             runs.append(await contest(fleet, name, _POLICIES[name], seed, arrivals, bench.references, layout))
     return Comparison(
         name="cascade",
-        title="CascadeInfer's hand-overs with bid-ask against in turn",
+        title="CascadeInfer's handovers with bid-ask against in turn",
         ours="bid-ask",
         rate=rate,
         slo=f"QoE of the answer at least {QOE_SLO} at {TPOT_S * 1e3:.0f} ms a token",

@@ -2,7 +2,7 @@
 
 A token bucket of link time: a transfer under way spends it second by second, and it comes back at `share`
 seconds a second. A share needs no number for the link's speed, which differs from fleet to fleet and from
-pair to pair; and however fast the link is, the rest of its time is free for the hand-overs that users wait
+pair to pair; and however fast the link is, the rest of its time is free for the handovers that users wait
 for. One worker's incoming transfers share one budget, since their target drives them.
 """
 

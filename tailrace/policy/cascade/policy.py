@@ -65,14 +65,14 @@ class Cascade(Policy):
     - Within the stage, an arrival goes where a request handed over would: the least demand.
     """
 
-    summary = "CascadeInfer: length stages, bid-ask hand-over and rebalance, adaptive boundaries"
+    summary = "CascadeInfer: length stages, bid-ask handover and rebalance, adaptive boundaries"
 
     planner = staticmethod(exact)
     split: Splitter = staticmethod(optimal_split)
     share: Sharing = staticmethod(divided)
     choice: Choice = staticmethod(by_bids)
     rebalances = True
-    # Where workers can, they settle hand-overs by bid-ask among themselves.
+    # Where workers can, they settle handovers by bid-ask among themselves.
     bids = True
     # The planner's layout holds whatever it costs: for baselines that are a layout.
     insists = False
@@ -157,7 +157,7 @@ class Cascade(Policy):
         return ledger.book(request, self.choice(receivers, request, ledger), "length boundary")
 
     def takers(self, view: ClusterView, move: Migrate) -> Sequence[str]:
-        """Section 4.4: workers settle a hand-over among themselves. All active instances of the target's
+        """Section 4.4: workers settle a handover among themselves. All active instances of the target's
         stage are asked; those that have no room do not bid."""
         if not self.bids:
             return ()
@@ -168,7 +168,7 @@ class Cascade(Policy):
     # ---- tick
 
     def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
-        """Stages first (members, plan, boundaries), then hand-overs that are due, then outliers."""
+        """Stages first (members, plan, boundaries), then handovers that are due, then outliers."""
         stages = self._stages(view, now)
         actions: list[Action] = [SetStages(stages)] if stages != view.stages else []
         ledger = open_ledger(view)
@@ -318,7 +318,7 @@ class CascadeInterStageOnly(Cascade):
 
 
 class CascadeRoundRobin(Cascade):
-    """Whoever's turn it is within the stage, at arrival and at hand-over (section 6.5, Figure 16)."""
+    """Whoever's turn it is within the stage, at arrival and at handover (section 6.5, Figure 16)."""
 
     summary = "CascadeInfer with round robin within a stage in place of bid-ask"
     choice: Choice = staticmethod(in_turn)
