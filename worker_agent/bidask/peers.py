@@ -56,7 +56,7 @@ class Peers:
             while waiting:
                 address, message = waiting.popleft()
                 await self._tell(address, message)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
             log.info("%s does not answer: %s", instance_id, error)
             failed = True
         finally:

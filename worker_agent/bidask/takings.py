@@ -63,12 +63,13 @@ class Takings:
 
     async def close(self) -> None:
         """Fetch no more."""
-        if self._attempts is not None:
-            self._attempts.cancel()
         tasks = list(self._fetching.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        # Last: each of their ends may have set it anew.
+        if self._attempts is not None:
+            self._attempts.cancel()
 
     def take(self, message: Ask | Award | Busy | Grant | Withdraw, wire: Wire) -> None:
         """What a sender says; `wire` has where it listens."""
@@ -106,7 +107,14 @@ class Takings:
             return
         task = asyncio.create_task(self._run(won), name=f"fetch {won.request_id}")
         self._fetching[won.request_id] = task
-        task.add_done_callback(lambda done: self._fetching.pop(won.request_id, None))
+        task.add_done_callback(lambda done: self._fetched(won.request_id, done))
+
+    def _fetched(self, request_id: str, task: asyncio.Task[None]) -> None:
+        self._fetching.pop(request_id, None)
+        # What was won and is no longer fetched is forgotten now, not with the next message.
+        self._tidy()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("fetching %s failed", request_id, exc_info=error)
 
     async def _run(self, won: Won) -> None:
         began_s, accepted = time.monotonic(), False

@@ -93,7 +93,13 @@ class KvServer:
         else:
             task = asyncio.create_task(self._converse(channel), name="kv connection")
         self._connections.add(task)
-        task.add_done_callback(self._connections.discard)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._connections.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # The target sees its connection end; why, only we know.
+            log.error("a KV connection failed", exc_info=error)
 
     async def _converse(self, channel: Channel) -> None:
         """Answer one connection's requests, one after the other, until it ends."""
