@@ -10,14 +10,17 @@ from dataclasses import dataclass, field
 
 from openai import APIConnectionError, OpenAI
 
-from tailrace.cli.errors import UsageProblem
-from tailrace.local.state import find_state
+from tailrace.cli.errors import CliError
+from tailrace.local.state import RunFolderUnusable, find_state
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, types_pb2, worker_pb2
 
 
 def local_url() -> str:
     """Base URL of the local cluster's API; of its default port when none runs here."""
-    state = find_state()
+    try:
+        state = find_state()
+    except RunFolderUnusable as problem:
+        sys.exit(str(problem))
     return f"{state.http if state is not None and state.http else 'http://127.0.0.1:8000'}/v1"
 
 
@@ -26,7 +29,7 @@ def told_plainly(url: str) -> Iterator[None]:
     """Ends the script with one line when there is nothing to talk to."""
     try:
         yield
-    except UsageProblem as problem:
+    except CliError as problem:
         sys.exit(problem.format_message())
     except APIConnectionError:
         sys.exit(f"nothing answers at {url}: `make up` starts a cluster, --url names another")
