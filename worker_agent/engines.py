@@ -48,7 +48,7 @@ def read_argument(text: str) -> tuple[str, Json]:
 
 
 def make_engine(options: EngineOptions, tell_late: Callable[[float], None] | None = None) -> Engine:
-    """Raises EngineOptionError, RuntimeError.
+    """Raises EngineOptionError.
 
     `tell_late` gets the seconds by which each timer of a simulated engine comes too late; with it, call this
     in the event loop that the engine will run in.
@@ -118,5 +118,5 @@ def _simulated(options: EngineOptions, tell_late: Callable[[float], None] | None
     clock = None if tell_late is None else WatchedClock(asyncio.get_running_loop(), tell_late)
     try:
         return SimulatedEngine(msgspec.convert(settings, SimulatedSettings), clock=clock)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, RuntimeError) as error:
         raise EngineOptionError(f"simulated engine: {error}") from error

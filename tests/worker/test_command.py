@@ -35,6 +35,8 @@ def test_a_setting_that_the_simulated_engine_lacks_is_named() -> None:
         make_engine(EngineOptions("simulated", arguments={"wings": 2}))
     with pytest.raises(EngineOptionError):
         make_engine(EngineOptions("simulated", arguments={"speed": "fast"}))
+    with pytest.raises(EngineOptionError, match="no_such_profile"):
+        make_engine(EngineOptions("simulated", arguments={"profile": "no_such_profile"}))
 
 
 def test_the_tiny_model_is_known_by_a_link_too(tmp_path: Path) -> None:
