@@ -12,8 +12,10 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from tailrace.service.socket_writer import SocketWriter
+
 # Bytes that may wait for a front half that does not read (it reads in a thread that does nothing else).
-_PENDING_LIMIT: Final = 256 * 1024 * 1024
+_KEPT_LIMIT: Final = 256 * 1024 * 1024
 
 _GREETING: Final = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
 _GREETING_LENGTH: Final = 64
@@ -36,7 +38,8 @@ class PushSocket:
         self._on_stuck = on_stuck
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setblocking(False)
-        self._pending = bytearray()
+        # Once hands were shaken.
+        self._writer: SocketWriter | None = None
 
     async def connect(self) -> None:
         """Connect and shake hands; waits for as long as the other end takes to start.
@@ -56,45 +59,26 @@ class PushSocket:
         answer = await self._receive(size)
         if not flags & _COMMAND or not answer.startswith(b"\x05READY"):
             raise HandshakeFailed(f"no READY but {answer[:64]!r}")
+        self._writer = SocketWriter(self._socket)
 
     def send(self, frames: Sequence[bytes]) -> None:
         """Send one message."""
-        last = len(frames) - 1
-        data = b"".join([_frame(frame, _MORE if i < last else 0) for i, frame in enumerate(frames)])
-        sent = 0
-        if not self._pending:
-            try:
-                sent = self._socket.send(data)
-            except BlockingIOError:
-                pass
-            except OSError:
-                self._on_stuck()
-                return
-            if sent == len(data):
-                return
-            asyncio.get_running_loop().add_writer(self._socket, self._flush)
-        elif len(self._pending) > _PENDING_LIMIT:
+        if self._writer is None or self._writer.kept_bytes > _KEPT_LIMIT:
             self._on_stuck()
             return
-        self._pending += data[sent:]
+        last = len(frames) - 1
+        data = b"".join([_frame(frame, _MORE if i < last else 0) for i, frame in enumerate(frames)])
+        try:
+            self._writer.write(data)
+        except OSError:
+            self._on_stuck()
 
     def close(self) -> None:
         """Close; what was not written is dropped."""
-        if self._pending:
-            asyncio.get_running_loop().remove_writer(self._socket)
-        self._socket.close()
-
-    def _flush(self) -> None:
-        try:
-            sent = self._socket.send(self._pending)
-        except BlockingIOError:
-            return
-        except OSError:
-            sent = len(self._pending)
-            self._on_stuck()
-        del self._pending[:sent]
-        if not self._pending:
-            asyncio.get_running_loop().remove_writer(self._socket)
+        if self._writer is None:
+            self._socket.close()
+        else:
+            self._writer.close()
 
     async def _receive(self, size: int) -> bytes:
         loop = asyncio.get_running_loop()

@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Final
 
 from tailrace.service.message_stream import MessageStream, StreamBroken
 from tailrace.v1 import worker_pb2
 from worker_agent.dispatch import Dispatch
-from worker_agent.frontends import FrontEnd, FrontEnds
+from worker_agent.frontends import Downstream, FrontEnd, FrontEnds
 
 log = logging.getLogger(__name__)
 
 _HELLO_S: Final = 5.0
-Write = Callable[[worker_pb2.AttachDown], Awaitable[None]]
 
 
 class AttachRefused(Exception):
@@ -34,18 +33,17 @@ class AttachStreams:
     async def serve_stream(self, stream: MessageStream[worker_pb2.AttachUp]) -> None:
         """One connection, until either end stops."""
         try:
-            await self.serve(_incoming(stream), stream.write)
+            await self.serve(_incoming(stream), stream)
         except (AttachRefused, StreamBroken) as error:
             log.warning("a stream was refused: %s", error)
 
-    async def serve(self, messages: AsyncIterator[worker_pb2.AttachUp], write: Write) -> None:
+    async def serve(self, messages: AsyncIterator[worker_pb2.AttachUp], down: Downstream) -> None:
         """From hello until either end stops. Raises AttachRefused."""
         hello = await self._greeting(messages)
-        front_end = self._front_ends.attach(hello.frontend_id, hello.incarnation)
+        front_end = self._front_ends.attach(hello.frontend_id, hello.incarnation, down)
         front_end.send(worker_pb2.AttachDown(hello=self._hello))
         tasks = [
             asyncio.create_task(self._read(front_end, messages), name="attach reader"),
-            asyncio.create_task(_write(front_end, write), name="attach writer"),
             asyncio.create_task(_wait(front_end.closed), name="attach cut"),
         ]
         try:
@@ -80,11 +78,6 @@ class AttachStreams:
 async def _incoming(stream: MessageStream[worker_pb2.AttachUp]) -> AsyncIterator[worker_pb2.AttachUp]:
     while (message := await stream.read()) is not None:
         yield message
-
-
-async def _write(front_end: FrontEnd, write: Write) -> None:
-    while True:
-        await write(await front_end.outbox.get())
 
 
 async def _wait(event: asyncio.Event) -> None:

@@ -35,16 +35,9 @@ class CarriedRequests:
         self._tpot_s = tpot_s
         self._by_key: dict[RequestKey, Carried] = {}
         self._by_id: dict[str, Carried] = {}
-        # Reasoning is over, the first answering token has not come.
-        self._awaited: dict[RequestKey, Carried] = {}
 
     def __len__(self) -> int:
         return len(self._by_key)
-
-    @property
-    def awaited(self) -> dict[RequestKey, Carried]:
-        """Requests whose next token is the first of the answer. Nearly always empty."""
-        return self._awaited
 
     def add(
         self, key: RequestKey, request_id: str, frontend_id: str, epoch: int, traceparent: str = ""
@@ -54,12 +47,6 @@ class CarriedRequests:
         self.remove(key)
         self._by_key[key] = self._by_id[request_id] = carried
         return carried
-
-    def await_answer(self, key: RequestKey) -> None:
-        """Its next token is the first of the answer."""
-        carried = self._by_key.get(key)
-        if carried is not None and not carried.pace.begun:
-            self._awaited[key] = carried
 
     def get(self, key: RequestKey) -> Carried | None:
         """Who that is."""
@@ -74,7 +61,6 @@ class CarriedRequests:
         carried = self._by_key.pop(key, None)
         if carried is None:
             return None
-        self._awaited.pop(key, None)
         if self._by_id.get(carried.request_id) is carried:
             del self._by_id[carried.request_id]
         return carried

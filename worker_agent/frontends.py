@@ -7,40 +7,63 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
+from typing import Final, Protocol
 
+from tailrace.service.message_stream import StreamBroken
 from tailrace.v1 import worker_pb2
-from worker_agent.outbox import Outbox, OutboxFull
 
 log = logging.getLogger(__name__)
+
+# Minutes of steps of a fast engine.
+_UNSENT_BYTES_MAX: Final = 16 << 20
+
+
+class Downstream(Protocol):
+    """The way to a front end (tailrace/service/message_stream.py)."""
+
+    def send(self, message: worker_pb2.AttachDown) -> None:
+        """Send; never waits. Any thread. Raises StreamBroken."""
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes that wait for the front end to read."""
 
 
 class FrontEnd:
     """One stream's front end, from its hello to the stream's end."""
 
-    def __init__(self, client: int, frontend_id: str, incarnation: str) -> None:
+    def __init__(self, client: int, frontend_id: str, incarnation: str, down: Downstream) -> None:
         # Its slot: a number of its own in the engine, never used again.
         self.client = client
         self.frontend_id = frontend_id
         self.incarnation = incarnation
-        self.outbox = Outbox()
+        self._down = down
+        self._loop = asyncio.get_running_loop()
         self.closed = asyncio.Event()
         self.reason = ""
         self.heard_s = time.monotonic()
 
-    def send(self, message: worker_pb2.AttachDown, size: int = 0) -> bool:
-        """Queue a message (`size` bytes, where it matters); False when the stream is over. A front end that
-        leaves its queue full is cut: it must hold up neither the engine nor other front ends."""
+    def send(self, message: worker_pb2.AttachDown) -> bool:
+        """Send a message; False when the stream is over. Any thread, never waits. A front end that does not
+        read is cut: it must hold up neither the engine nor other front ends."""
         if self.closed.is_set():
             return False
         try:
-            self.outbox.put(message, size)
-        except OutboxFull as error:
-            self.cut(str(error))
+            self._down.send(message)
+        except StreamBroken as error:
+            self._loop.call_soon_threadsafe(self.cut, str(error))
             return False
+        if self._down.unsent_bytes > _UNSENT_BYTES_MAX:
+            self._loop.call_soon_threadsafe(self.cut, f"{self._down.unsent_bytes} bytes unread")
         return True
 
+    @property
+    def reads(self) -> bool:
+        """Whether nothing waits for it to read."""
+        return self._down.unsent_bytes == 0
+
     def cut(self, reason: str) -> None:
-        """End the stream from this side."""
+        """End the stream from this side. On the event loop."""
         if not self.closed.is_set():
             self.reason = reason
             self.closed.set()
@@ -65,13 +88,13 @@ class FrontEnds:
         """Call back with the slot of every front end whose stream has ended."""
         self._gone.append(callback)
 
-    def attach(self, frontend_id: str, incarnation: str) -> FrontEnd:
+    def attach(self, frontend_id: str, incarnation: str, down: Downstream) -> FrontEnd:
         """A new stream. An older one of the same front end is cut and forgotten first."""
         older = self._by_id.get(frontend_id)
         if older is not None:
             older.cut("attached anew")
             self.detach(older)
-        front_end = FrontEnd(next(self._slots), frontend_id, incarnation)
+        front_end = FrontEnd(next(self._slots), frontend_id, incarnation, down)
         self._by_client[front_end.client] = self._by_id[frontend_id] = front_end
         log.info("front end %s attached (slot %d)", frontend_id, front_end.client)
         return front_end

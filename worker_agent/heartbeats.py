@@ -27,5 +27,5 @@ async def beat(front_ends: FrontEnds, silence_s: float) -> None:
             front_end.heard_s += late_s
             if now_s - front_end.heard_s > silence_s:
                 front_end.cut(f"silent for {now_s - front_end.heard_s:.1f} s")
-            elif not front_end.outbox:
+            elif front_end.reads:
                 front_end.send(_HEARTBEAT)

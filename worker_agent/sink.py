@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Final
@@ -15,8 +16,9 @@ from worker_agent.phase_news import PhaseNews
 
 # Plain ints: this is looked at for every entry that has a flag.
 _ENDED: Final = int(OutputFlag.FINISHED | OutputFlag.FAILED)
-_PREFILL_DONE: Final = int(OutputFlag.PREFILL_DONE)
-_REASONING_ENDED: Final = int(OutputFlag.REASONING_ENDED)
+# Both: the first token here is an answer's.
+_NO_REASONING: Final = int(OutputFlag.PREFILL_DONE | OutputFlag.REASONING_ENDED)
+_ANSWER_BEGUN: Final = int(OutputFlag.ANSWER_BEGUN)
 
 
 class FrontEndSink:
@@ -35,9 +37,10 @@ class FrontEndSink:
         self._news = news
         self._metrics = metrics
         self._on_dead = on_dead
+        self._loop = asyncio.get_running_loop()
 
     def on_step(self, columns: StepColumns) -> None:
-        """EngineSink.on_step."""
+        """EngineSink.on_step: to the front end from whichever thread; what it changed, on the loop."""
         self._metrics.tokens += len(columns.token_ids)
         front_end = self._front_ends.by_client(columns.client)
         if front_end is None:
@@ -52,18 +55,16 @@ class FrontEndSink:
             token_ids=columns.token_ids,
             flags=columns.flags,
         )
-        front_end.send(worker_pb2.AttachDown(outputs=outputs), sum(map(len, columns.frames)))
-        if self._carried.awaited:
-            self._answers(columns)
+        front_end.send(worker_pb2.AttachDown(outputs=outputs))
         if any(columns.flags):
-            self._tell(columns)
+            self._loop.call_soon_threadsafe(self._tell, columns)
 
     def on_utility(self, client: int, call_id: int, frames: Frames) -> None:
         """EngineSink.on_utility."""
         front_end = self._front_ends.by_client(client)
         if front_end is not None:
             result = worker_pb2.UtilityResult(call_id=call_id, frames=frames)
-            front_end.send(worker_pb2.AttachDown(utility=result), sum(map(len, frames)))
+            front_end.send(worker_pb2.AttachDown(utility=result))
 
     def on_engine_dead(self, reason: str) -> None:
         """EngineSink.on_engine_dead."""
@@ -78,19 +79,12 @@ class FrontEndSink:
             carried = self._carried.get(key)
             if carried is None or carried.epoch != columns.epochs[entry]:
                 continue
-            if flags & _REASONING_ENDED:
-                self._reasoning_ended(key, carried, flags, columns.first_indices[entry])
+            if flags & _ANSWER_BEGUN or flags & _NO_REASONING == _NO_REASONING:
+                carried.pace.begin(columns.first_indices[entry], time.monotonic())
             if flags & _ENDED:
                 self._ended(key, carried, flags, columns.first_indices[entry] + columns.counts[entry])
             else:
                 self._news.changed(carried.request_id)
-
-    def _reasoning_ended(self, key: RequestKey, carried: Carried, flags: int, index: int) -> None:
-        """Its first token answers, if it is its first; else the next one does."""
-        if flags & _PREFILL_DONE:
-            carried.pace.begin(index, time.monotonic())
-        else:
-            self._carried.await_answer(key)
 
     def _ended(self, key: RequestKey, carried: Carried, flags: int, output_tokens: int) -> None:
         self._carried.remove(key)
@@ -102,13 +96,3 @@ class FrontEndSink:
         if carried.pace.begun:
             carried.pace.count(output_tokens, time.monotonic())
             self._metrics.qoe.observe(carried.pace.qoe)
-
-    def _answers(self, columns: StepColumns) -> None:
-        """The first answering tokens in this step."""
-        for key, carried in list(self._carried.awaited.items()):
-            if key.client != columns.client or key.handle not in columns.handles:
-                continue
-            entry = columns.handles.index(key.handle)
-            if columns.counts[entry] and columns.epochs[entry] == carried.epoch:
-                del self._carried.awaited[key]
-                carried.pace.begin(columns.first_indices[entry], time.monotonic())

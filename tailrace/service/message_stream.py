@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,12 +19,15 @@ from google.protobuf.message import DecodeError
 
 from tailrace.service.channels import MESSAGE_BYTES_MAX
 from tailrace.service.server import ListenError
+from tailrace.service.socket_writer import SocketWriter
 
 log = logging.getLogger(__name__)
 
 _LENGTH_BYTES: Final = 4
 # What is read ahead of its reader; beyond it the sender has to wait.
 _READ_AHEAD_BYTES: Final = 16 << 20
+# What `write` lets wait for the peer before it waits itself.
+_WRITE_AHEAD_BYTES: Final = 64 << 10
 # A peer whose machine is gone answers nothing; the kernel finds out.
 _PROBE_AFTER_S: Final = 10
 _PROBE_EVERY_S: Final = 5
@@ -48,12 +52,14 @@ Received = TypeVar("Received", bound=Message)
 
 
 class MessageStream(asyncio.Protocol, Generic[Received]):
-    """One end. One task reads and one writes; either may be cancelled."""
+    """One end. One task reads; any thread sends. A read or write may be cancelled."""
 
     def __init__(self, received: type[Received]) -> None:
         """`received`: the class of the messages that come in."""
         self._parse = received.FromString
         self._transport: asyncio.Transport | None = None
+        # Set for as long as it is connected.
+        self._writer: SocketWriter | None = None
         self._buffer = bytearray()
         self._messages: deque[tuple[Received, int]] = deque()
         self._unread_bytes = 0
@@ -79,13 +85,29 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
             self._transport.resume_reading()
         return message
 
+    def send(self, message: Message) -> None:
+        """Send; never waits. Any thread; who sends has to look at `unsent_bytes`. Raises StreamBroken."""
+        writer = self._writer
+        if self._end is not None or writer is None:
+            raise StreamBroken(self._end or "closed")
+        data = message.SerializeToString()
+        try:
+            writer.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+        except OSError as error:
+            # The transport finds out, too, and ends the reader.
+            raise StreamBroken(str(error)) from error
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes that wait for the other end to read."""
+        return 0 if self._writer is None else self._writer.kept_bytes
+
     async def write(self, message: Message) -> None:
         """Send; waits while the other end does not keep up. Raises StreamBroken."""
         await self._writable.wait()
-        if self._end is not None or self._transport is None:
-            raise StreamBroken(self._end or "closed")
-        data = message.SerializeToString()
-        self._transport.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+        self.send(message)
+        if self.unsent_bytes > _WRITE_AHEAD_BYTES:
+            self._writable.clear()
 
     def close(self) -> None:
         """End it from this side, now; what is not sent yet is lost."""
@@ -110,6 +132,10 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
+        # The transport reads and we write: each has a descriptor of its own.
+        own = socket.socket(fileno=os.dup(made.fileno()))
+        own.setblocking(False)
+        self._writer = SocketWriter(own, self._writable.set)
         self._writable.set()
 
     def data_received(self, data: bytes) -> None:
@@ -146,12 +172,6 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
     def connection_lost(self, error: Exception | None) -> None:
         self._finish("closed" if error is None else str(error) or type(error).__name__)
 
-    def pause_writing(self) -> None:
-        self._writable.clear()
-
-    def resume_writing(self) -> None:
-        self._writable.set()
-
     def _reject(self, reason: str) -> None:
         self._finish(reason)
         if self._transport is not None:
@@ -161,6 +181,9 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
         """Wake reader and writer. The first reason stands."""
         if self._end is None:
             self._end = reason
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
         self._arrived.set()
         self._writable.set()
 

@@ -225,6 +225,18 @@ class Attachment:
     broken: bool = False
 
 
+class Down:
+    """The way to the front end; takes everything."""
+
+    unsent_bytes = 0
+
+    def __init__(self) -> None:
+        self.messages: asyncio.Queue[worker_pb2.AttachDown] = asyncio.Queue()
+
+    def send(self, message: worker_pb2.AttachDown) -> None:
+        self.messages.put_nowait(message)
+
+
 class FrontEnd:
     """One request's arbiter."""
 
@@ -250,12 +262,23 @@ class FrontEnd:
                 await self._fleet.links.pass_()
                 yield message
 
-        async def write(message: worker_pb2.AttachDown) -> None:
-            await self._fleet.links.pass_()
-            if not attachment.broken and not node.dead:
-                self._handle(node.number, message)
+        down = Down()
 
-        attachment = Attachment(asyncio.create_task(node.streams.serve(messages(), write)))
+        async def deliver() -> None:
+            while True:
+                message = await down.messages.get()
+                await self._fleet.links.pass_()
+                if not attachment.broken and not node.dead:
+                    self._handle(node.number, message)
+
+        async def serve() -> None:
+            delivering = asyncio.create_task(deliver())
+            try:
+                await node.streams.serve(messages(), down)
+            finally:
+                delivering.cancel()
+
+        attachment = Attachment(asyncio.create_task(serve()))
         self.attached[node.number] = attachment
         if self.owner is None and self.live:
             self._place()

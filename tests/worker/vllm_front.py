@@ -52,10 +52,14 @@ class Front:
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
         self._changed = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
 
     # ---- EngineSink
 
     def on_step(self, columns: StepColumns) -> None:
+        self._loop.call_soon_threadsafe(self._take, columns)
+
+    def _take(self, columns: StepColumns) -> None:
         message: EngineCoreOutputs = self._decoder.decode(columns.frames)
         offset = 0
         assert len(message.outputs) == len(columns.handles)

@@ -2,8 +2,8 @@
 
 Two engines stand behind it: vLLM's (worker_agent/engine/vllm) and the simulated one (engine/simulated).
 All methods are called from the worker's event loop. An engine that runs in a thread of its own carries
-each call over to it and acts between two steps; what it reports comes back on the event loop through the
-EngineSink. Token ids are ints; lengths are in tokens; block numbers count from a request's first block.
+each call over to it and acts between two steps; what it reports comes through the EngineSink. Token ids are
+ints; lengths are in tokens; block numbers count from a request's first block.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class EnginePhase(enum.Enum):
 class OutputFlag(enum.IntFlag):
     """Flags of one request's outputs in one step; the values of the proto enum.
 
-    A request that does not reason has PREFILL_DONE and REASONING_ENDED together: its first token answers.
+    A request that does not reason has PREFILL_DONE and REASONING_ENDED together: its first token answers. One
+    that did has ANSWER_BEGUN with the token after the one that ended its reasoning.
     """
 
     NONE = 0
@@ -37,6 +38,7 @@ class OutputFlag(enum.IntFlag):
     PREFILL_DONE = 2
     REASONING_ENDED = 4
     FAILED = 8
+    ANSWER_BEGUN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +69,15 @@ class StepColumns:
 
 
 class EngineSink(Protocol):
-    """Where an engine delivers; called on the event loop, must not block."""
+    """Where an engine delivers; must not block."""
 
     def on_step(self, columns: StepColumns) -> None:
-        """One step's outputs for one front end."""
+        """One step's outputs for one front end. Called on the engine's own thread: a step is not to wait for
+        the event loop, nor to wake it (docs/decisions/0007)."""
 
     def on_utility(self, client: int, call_id: int, frames: Frames) -> None:
-        """Answer to Engine.utility: vLLM's EngineCoreOutputs with the utility output, verbatim."""
+        """Answer to Engine.utility: vLLM's EngineCoreOutputs with the utility output, verbatim. On the event
+        loop, as everything below."""
 
     def on_engine_dead(self, reason: str) -> None:
         """The engine failed for good; the worker must leave the fleet and exit."""

@@ -284,8 +284,6 @@ class Import:
             self._parts.carried.remove(key)
             self._fail(key, next_index)
         phase = self._phase(opened)
-        if phase == types_pb2.PHASE_ANSWERING:
-            self._parts.carried.await_answer(key)
         pause_s = time.monotonic() - paused.asked_s
         interval_ms = paused.pause.token_interval_ms
         self.committed = True

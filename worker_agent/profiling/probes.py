@@ -99,6 +99,7 @@ class Probes:
         self.generated_tokens = 0
         self._inner = inner
         self._clock = clock
+        self._loop = asyncio.get_running_loop()
         self._random = random.Random(seed)
         self._handles = 0
         self._live: dict[int, _Live] = {}
@@ -119,10 +120,10 @@ class Probes:
     def on_step(self, columns: StepColumns) -> None:
         """EngineSink.on_step."""
         if columns.client == PROBES:
-            self._step(columns)
+            self._loop.call_soon_threadsafe(self._step, columns)
             return
         if self._live and self.alone:
-            self._fail("a user's request came; it goes first")
+            self._loop.call_soon_threadsafe(self._fail, "a user's request came; it goes first")
         self._inner.on_step(columns)
 
     def on_utility(self, client: int, call_id: int, frames: Frames) -> None:

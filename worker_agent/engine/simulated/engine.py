@@ -49,6 +49,7 @@ from worker_agent.engine.simulated.vocabulary import read_vocabulary
 # Plain ints: arithmetic on enum flags costs a microsecond, and this happens for every token.
 _PREFILL_DONE: Final = int(OutputFlag.PREFILL_DONE)
 _REASONING_ENDED: Final = int(OutputFlag.REASONING_ENDED)
+_ANSWER_BEGUN: Final = int(OutputFlag.ANSWER_BEGUN)
 _FINISHED: Final = int(OutputFlag.FINISHED)
 _FAILED: Final = int(OutputFlag.FAILED)
 # How often a hanging engine looks whether it may go on.
@@ -405,6 +406,8 @@ class SimulatedEngine:
             request.phase = request.decode_phase
             if request.phase is EnginePhase.ANSWERING:
                 flags |= _REASONING_ENDED
+        elif request.closes_at == index - 1:
+            flags = _ANSWER_BEGUN
         if request.closes_at is None and request.reasons and token == self._vocabulary.end_think:
             flags |= _REASONING_ENDED
             request.closes_at = index

@@ -242,9 +242,6 @@ class VllmEngine:
             self._waiting.discard(answer)
 
     def _deliver(self, columns: list[StepColumns]) -> None:
-        self._loop.call_soon_threadsafe(self._hand_over, columns)
-
-    def _hand_over(self, columns: list[StepColumns]) -> None:
         for entry in columns:
             self._sink.on_step(entry)
 

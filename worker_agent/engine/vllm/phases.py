@@ -16,6 +16,7 @@ from worker_agent.engine.base import EnginePhase, OutputFlag
 _REASONING: Final = EnginePhase.REASONING
 _ANSWERING: Final = EnginePhase.ANSWERING
 _NOTHING: Final = OutputFlag.NONE
+_ANSWER_BEGUN: Final = OutputFlag.ANSWER_BEGUN
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +64,15 @@ def _end_token_ids(parser: ReasoningParser) -> frozenset[int]:
 class PhaseTracker:
     """One request's phase, advanced by its output tokens."""
 
-    __slots__ = ("_end_token_ids", "_reasons", "phase", "reasoning_tokens")
+    __slots__ = ("_answer_due", "_end_token_ids", "_reasons", "phase", "reasoning_tokens")
 
     def __init__(self, marks: ReasoningMarks | None, prompt_token_ids: Sequence[int]) -> None:
         self.phase = EnginePhase.PREFILL
         self.reasoning_tokens = 0
         self._end_token_ids: frozenset[int] = frozenset() if marks is None else marks.end_token_ids
         self._reasons = marks is not None and marks.opens_reasoning(prompt_token_ids)
+        # Its reasoning has ended, and no token has come after.
+        self._answer_due = False
 
     @property
     def reasons(self) -> bool:
@@ -89,10 +92,14 @@ class PhaseTracker:
         """Take the next tokens (at least one); what they changed."""
         phase = self.phase
         if phase is _ANSWERING:
-            return _NOTHING
+            if not self._answer_due:
+                return _NOTHING
+            self._answer_due = False
+            return _ANSWER_BEGUN
         if phase is _REASONING:
             return self._reason(token_ids)
         flags = OutputFlag.PREFILL_DONE
+        self._answer_due = False
         if not self._reasons:
             self.phase = _ANSWERING
             return flags | OutputFlag.REASONING_ENDED
@@ -101,10 +108,11 @@ class PhaseTracker:
 
     def _reason(self, token_ids: Sequence[int]) -> OutputFlag:
         ends = self._end_token_ids
-        for token_id in token_ids:
+        for count, token_id in enumerate(token_ids, 1):
             self.reasoning_tokens += 1
             if token_id in ends:
                 self._reasons = False
+                self._answer_due = count == len(token_ids)
                 self.phase = _ANSWERING
                 return OutputFlag.REASONING_ENDED
         return _NOTHING

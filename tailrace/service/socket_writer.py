@@ -1,0 +1,84 @@
+"""Writes to a socket from any thread, without ever waiting.
+
+An event loop's transport may be written by its own thread alone. To hand each message over to that thread
+costs a wake-up and, in a process whose other thread computes, two hand-overs of the interpreter lock: more
+than the write itself, which the kernel nearly always takes at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable
+
+
+class SocketWriter:
+    """What the kernel does not take at once is kept, and written by the event loop when it does."""
+
+    def __init__(self, to: socket.socket, drained: Callable[[], None] = lambda: None) -> None:
+        """`to`: a non-blocking stream socket, from now on the writer's own. `drained` is called on the
+        running event loop whenever all that was kept has been written."""
+        self._socket = to
+        self._drained = drained
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._kept = bytearray()
+        self._watching = False
+        self._closed = False
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that the kernel has not taken yet."""
+        return len(self._kept)
+
+    def write(self, data: bytes) -> None:
+        """Write, whole and in order. Any thread. Raises OSError when the connection is over."""
+        with self._lock:
+            if self._closed:
+                raise ConnectionAbortedError("closed")
+            if self._kept:
+                self._kept += data
+                return
+            try:
+                sent = self._socket.send(data)
+            except BlockingIOError:
+                sent = 0
+            if sent < len(data):
+                self._kept += memoryview(data)[sent:]
+                self._loop.call_soon_threadsafe(self._watch)
+
+    def close(self) -> None:
+        """Drop what is kept, and close the socket. On the event loop; closing twice is allowed."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._unwatch()
+            self._socket.close()
+
+    def _watch(self) -> None:
+        with self._lock:
+            if not self._closed and not self._watching:
+                self._watching = True
+                self._loop.add_writer(self._socket, self._flush)
+
+    def _unwatch(self) -> None:
+        if self._watching:
+            self._watching = False
+            self._loop.remove_writer(self._socket)
+
+    def _flush(self) -> None:
+        with self._lock:
+            try:
+                sent = self._socket.send(self._kept)
+            except BlockingIOError:
+                return
+            except OSError:
+                # Whoever reads this connection learns why it ended.
+                sent = len(self._kept)
+            del self._kept[:sent]
+            if self._kept:
+                return
+            self._unwatch()
+        self._drained()

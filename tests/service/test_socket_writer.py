@@ -1,0 +1,75 @@
+"""Whole, in each thread's order, and never waiting: whoever writes, and however slowly is read."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+
+import pytest
+import uvloop
+
+from tailrace.service.socket_writer import SocketWriter
+
+_THREADS = 3
+_RECORDS = 400
+_SIZE = 4096
+
+
+def record(thread: int, number: int) -> bytes:
+    return bytes([thread]) + number.to_bytes(4, "big") + bytes([thread + number & 0xFF]) * (_SIZE - 5)
+
+
+async def several_threads_and_a_late_reader() -> list[tuple[int, int]]:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    theirs.setblocking(False)
+    drained = asyncio.Event()
+    writer = SocketWriter(ours, drained.set)
+
+    def write(thread: int) -> None:
+        for number in range(_RECORDS):
+            writer.write(record(thread, number))
+
+    threads = [threading.Thread(target=write, args=(thread,)) for thread in range(_THREADS)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        await asyncio.to_thread(each.join, 20)
+    assert writer.kept_bytes > 0, "nobody has read: the kernel cannot have taken all of it"
+    received = b""
+    loop = asyncio.get_running_loop()
+    while len(received) < _THREADS * _RECORDS * _SIZE:
+        received += await loop.sock_recv(theirs, 1 << 20)
+    await drained.wait()
+    assert writer.kept_bytes == 0
+    writer.close()
+    assert await loop.sock_recv(theirs, 1) == b""
+    theirs.close()
+    seen = []
+    for start in range(0, len(received), _SIZE):
+        thread, number = received[start], int.from_bytes(received[start + 1 : start + 5], "big")
+        assert received[start : start + _SIZE] == record(thread, number)
+        seen.append((thread, number))
+    return seen
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_all_arrives_whole_and_in_each_threads_order(run: object) -> None:
+    assert callable(run)
+    seen = run(asyncio.wait_for(several_threads_and_a_late_reader(), 60))
+    for thread in range(_THREADS):
+        assert [number for each, number in seen if each == thread] == list(range(_RECORDS))
+
+
+async def test_writing_to_what_is_over_says_so() -> None:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    writer = SocketWriter(ours)
+    theirs.close()
+    with pytest.raises(OSError):
+        writer.write(b"x")
+    writer.close()
+    writer.close()
+    with pytest.raises(ConnectionAbortedError):
+        writer.write(b"x")
