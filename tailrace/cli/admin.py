@@ -86,8 +86,8 @@ def _addresses(parts: list[str]) -> list[str]:
     for part in parts:
         host, _, port = part.rpartition(":")
         try:
-            (*_, (address, *_)), *_ = socket.getaddrinfo(host, int(port), socket.AF_INET, socket.SOCK_STREAM)
-            found.append(f"{address}:{port}")
+            infos = socket.getaddrinfo(host, int(port), socket.AF_INET, socket.SOCK_STREAM)
+            found.append(f"{infos[0][4][0]}:{port}")
         except OSError as error:
             unknown.append(f"{part}: {error.strerror}")
     if not found:

@@ -119,12 +119,15 @@ def _recent(stub: AdminStub) -> tuple[MigrationRecord, ...]:
 def figures(history: deque[Sample]) -> dict[str, JsonValue]:
     """The last sample, with the rates that `frame` shows."""
     now, rates = history[-1], token_rates(history[0], history[-1])
+    instances: list[JsonValue] = []
+    for instance in now.instances:
+        plain = to_plain(instance)
+        plain["tokens_per_s"] = rates[instance.instance_id]
+        instances.append(plain)
     return {
         "policy": now.policy,
         "tokens_per_s": sum(rates.values()),
-        "instances": [
-            {**to_plain(instance), "tokens_per_s": rates[instance.instance_id]} for instance in now.instances
-        ],
+        "instances": instances,
         "requests": to_plain_list(now.requests),
         "migrations": to_plain_list(now.migrations),
     }
