@@ -275,6 +275,39 @@ async def test_a_source_that_dies_frees_the_target_and_the_stream_can_go_on_ther
         assert await stream.end() == undisturbed
 
 
+async def test_a_target_that_dies_right_after_the_commit_has_what_must_be_recovered(
+    pair: Pair, tmp_path: Path, undisturbed: list[int]
+) -> None:
+    async with faulty_worker(pair, tmp_path, hold="import:adopted", seconds=60) as target:
+        stream = await pair.submit(0, **LONG)
+        await stream.until(5)
+        moving = asyncio.create_task(pair.move(stream, 0, target, timeout_s=50.0))
+        await pair.workers[target].logged("fault: holding at import:adopted")
+        # The front end has accepted the target, so the source has let go, whatever becomes of the target.
+        assert stream.owner == pair.id(target)
+        await pair.drained(0)
+        pair.workers[target].kill()
+        assert isinstance((await asyncio.gather(moving, return_exceptions=True))[0], grpc.aio.AioRpcError)
+        stream.owner, stream.epoch = pair.id(0), stream.epoch + 1
+        await pair.front_end.resubmit(stream)
+        assert await stream.end() == undisturbed
+
+
+async def test_a_source_that_dies_right_after_the_commit_is_not_missed(
+    pair: Pair, tmp_path: Path, undisturbed: list[int]
+) -> None:
+    async with faulty_worker(pair, tmp_path, hold="export:adopt", seconds=60) as source:
+        stream = await pair.submit(source, **LONG)
+        await stream.until(5)
+        moving = asyncio.create_task(pair.move(stream, source, 1, timeout_s=50.0))
+        await pair.workers[source].logged("fault: holding at export:adopt")
+        pair.workers[source].kill()
+        committed(await moving)
+        assert await stream.end() == undisturbed
+        assert stream.owner == pair.id(1)
+        await pair.drained(1)
+
+
 async def test_imports_that_are_held_under_the_pause_end_in_order(
     pair: Pair, tmp_path: Path, undisturbed: list[int]
 ) -> None:
