@@ -20,8 +20,8 @@ from benchmarks.processes import cpu_seconds
 from simulator.request import SimRequest
 from tailrace.v1 import migration_pb2, types_pb2
 
-# Seconds that the last request may take after the last arrival.
-_PATIENCE_S: Final = 180.0
+# Seconds that the last request may take after the last arrival, at full speed.
+_PATIENCE_S: Final = 36.0
 # Phase changes are gathered for so long before they are told (worker_agent/reports.py).
 _GATHER_S: Final = 0.005
 _SCRAPED: Final = ("scheduler", "frontend", "worker", "migration")
@@ -53,7 +53,8 @@ async def replay(
         before = {part: Counts.of(await fleet.scrape(part)) for part in _SCRAPED}
         cpu = _cpu(fleet)
         started_s = time.monotonic()
-        streams = await fleet.load.replay(prefix, requests, _PATIENCE_S, told)
+        patience_s = _PATIENCE_S / fleet.shape.speed
+        streams = await fleet.load.replay(prefix, requests, patience_s, told)
         wall_s = time.monotonic() - started_s
         busy = {part: (seconds - cpu[part]) / wall_s for part, seconds in _cpu(fleet).items()}
         counts = {part: Counts.of(await fleet.scrape(part)).since(before[part]) for part in _SCRAPED}
