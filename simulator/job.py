@@ -163,12 +163,10 @@ class Job:
                 return
         self.history.append((log, start, end))
 
-    def token_times(self, skip: int = 0) -> TokenTimes:
-        """Times of its tokens without the first `skip`."""
-        parts = []
+    def copy_times(self, skip: int, to: TokenTimes) -> None:
+        """Append the times of its tokens without the first `skip`."""
         for log, start, end in self.history:
             begin = start + skip
             if begin < end:
-                parts.append(log.between(begin, end))
+                log.copy(begin, end, to)
             skip = max(0, begin - end)
-        return TokenTimes.joined(parts)

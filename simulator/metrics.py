@@ -1,40 +1,93 @@
-"""From a finished job to its record."""
+"""From finished jobs to their records.
+
+Each has but a few runs of tokens: their gaps are worked out for many jobs at once.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
 
 import numpy as np
 
 from simulator.job import Job
 from simulator.records import RequestRecord
-from simulator.steplog import Floats, TokenTimes
+from simulator.steplog import Floats, Ints, TokenTimes, last_s
 from tailrace.qoe import TokenRun, qoe
 
 # Tokens of a run whose interval is taken as constant where the pacer may run dry: at a growth of a
 # microsecond a step, token times are then off by less than a tenth of a millisecond.
-_EVEN_TOKENS = 32
+_EVEN_TOKENS: Final = 32
+# Jobs whose gaps are worked out together.
+_TOGETHER: Final = 512
+# Gaps of which the 99th percentile is not simply the last.
+_MANY: Final = 100
 
 
-def record_of(job: Job, tpot_target_s: float) -> RequestRecord:
-    """The job as a record; `tpot_target_s` is the pace that QoE goes by."""
+@dataclass(frozen=True, slots=True)
+class _Gaps:
+    """Time between answering tokens."""
+
+    p99_s: float
+    max_s: float
+    qoe: float
+
+
+_NO_GAPS: Final = _Gaps(0.0, 0.0, 1.0)
+
+
+class Concluded:
+    """Jobs that are done, and their records."""
+
+    def __init__(self, tpot_target_s: float) -> None:
+        """`tpot_target_s` is the pace that QoE goes by."""
+        self._tpot_target_s = tpot_target_s
+        self._records: dict[str, RequestRecord] = {}
+        # Not in the records yet: their answering tokens, one job after the other, and whose begin where.
+        self._jobs: list[Job] = []
+        self._times = TokenTimes()
+        self._timed: list[Job] = []
+        self._begins: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._records) + len(self._jobs)
+
+    def add(self, job: Job) -> None:
+        """It has finished, or was refused; nothing happens to it any more."""
+        self._jobs.append(job)
+        if job.finish_s is not None and job.first_answer_s is not None and job.request.answer_tokens > 1:
+            self._timed.append(job)
+            self._begins.append(len(self._times))
+            job.copy_times(job.request.reasoning_tokens, self._times)
+        # Its steps are of no more use.
+        job.history = []
+        if len(self._jobs) >= _TOGETHER:
+            self._record()
+
+    def records(self) -> dict[str, RequestRecord]:
+        """By request id."""
+        self._record()
+        return self._records
+
+    def _record(self) -> None:
+        gaps: dict[Job, _Gaps] = {}
+        if self._timed:
+            gaps = _gaps(self._timed, self._begins, self._times, self._tpot_target_s)
+        for job in self._jobs:
+            self._records[job.request.request_id] = _record_of(job, gaps.get(job, _NO_GAPS))
+        self._jobs, self._timed, self._begins, self._times = [], [], [], TokenTimes()
+
+
+def _record_of(job: Job, gaps: _Gaps) -> RequestRecord:
     request = job.request
     answer = tpot = quality = gap_p99 = gap_max = None
     if job.finish_s is not None and job.first_answer_s is not None:
         answer = job.first_answer_s - request.arrival_s
-        quality, gap_p99, gap_max = 1.0, 0.0, 0.0
+        quality, gap_p99, gap_max = gaps.qoe, gaps.p99_s, gaps.max_s
         tpot = 0.0
         if request.answer_tokens > 1:
             tpot = (job.finish_s - job.first_answer_s) / (request.answer_tokens - 1)
-            times = job.token_times(request.reasoning_tokens)
-            between = _gaps_between(times)
-            within_last = times.interval_s + times.increment_s * np.maximum(times.counts - 2, 0)
-            inner = times.counts > 1
-            largest = np.where(inner, np.maximum(times.interval_s, within_last), 0.0)
-            gap_max = float(max(largest.max(), between.max(initial=0.0)))
-            gaps = request.answer_tokens - 1
-            # Of fewer than a hundred the 99th percentile is the last.
-            gap_p99 = gap_max if gaps < 100 else _weighted_p99(times, between, gaps)
-            if gap_max > tpot_target_s:
-                quality = qoe(_runs(times), tpot_target_s)
     return RequestRecord(
         request_id=request.request_id,
         arrival_s=request.arrival_s,
@@ -60,28 +113,53 @@ def record_of(job: Job, tpot_target_s: float) -> RequestRecord:
     )
 
 
-def _gaps_between(times: TokenTimes) -> Floats:
-    """From the last token of each run to the first of the next."""
-    gaps: Floats = times.first_s[1:] - times.last_s[:-1]
-    return gaps
+def _gaps(jobs: list[Job], begins: list[int], times: TokenTimes, tpot_target_s: float) -> dict[Job, _Gaps]:
+    """`begins`: where the runs of each job begin; each has more than one token."""
+    first_s, interval_s, increment_s, counts = times.columns()
+    starts = np.array(begins)
+    # From the last token of the run before; between jobs there is no gap.
+    before_s = np.zeros(len(first_s))
+    before_s[1:] = first_s[1:] - last_s(first_s, interval_s, increment_s, counts)[:-1]
+    before_s[starts] = 0.0
+    within_last_s = interval_s + increment_s * np.maximum(counts - 2, 0)
+    largest_s = np.where(counts > 1, np.maximum(interval_s, within_last_s), 0.0)
+    max_s = np.maximum.reduceat(np.maximum(largest_s, before_s), starts)
+    gaps = np.array([job.request.answer_tokens - 1 for job in jobs])
+    # Of fewer than a hundred the 99th percentile is the last.
+    p99_s = np.where(gaps < _MANY, max_s, _weighted_p99(times, before_s, starts, gaps))
+    found: dict[Job, _Gaps] = {}
+    spans = pairwise([*begins, len(times)])
+    for job, p99, most, span in zip(jobs, p99_s.tolist(), max_s.tolist(), spans, strict=True):
+        quality = qoe(_runs(times, *span), tpot_target_s) if most > tpot_target_s else 1.0
+        found[job] = _Gaps(p99, most, quality)
+    return found
 
 
-def _weighted_p99(times: TokenTimes, between: Floats, gaps: int) -> float:
-    """99th percentile of the time between tokens; the gaps within a run count at their mean."""
-    inner = times.counts - 1
-    mean = times.interval_s + times.increment_s * (np.maximum(inner - 1, 0) / 2)
-    values = np.concatenate([mean, between])
-    weights = np.concatenate([inner, np.ones(len(between), np.int64)])
-    order = values.argsort()
+def _weighted_p99(times: TokenTimes, before_s: Floats, starts: Ints, gaps: Ints) -> Floats:
+    """99th percentile of each job's time between tokens; the gaps within a run count at their mean."""
+    _, interval_s, increment_s, counts = times.columns()
+    inner = counts - 1
+    mean = interval_s + increment_s * (np.maximum(inner - 1, 0) / 2)
+    runs = np.arange(len(counts))
+    of_job = starts.searchsorted(runs, "right")
+    # A gap before each run but a job's first.
+    single = np.ones(len(counts), np.int64)
+    single[starts] = 0
+    values = np.concatenate([mean, before_s])
+    weights = np.concatenate([inner, single])
+    order = np.lexsort((values, np.concatenate([of_job, of_job])))
     reached = weights[order].cumsum()
-    index = int(reached.searchsorted(0.99 * gaps, "left"))
-    return float(values[order[min(index, len(order) - 1)]])
+    # Gaps of all jobs before.
+    behind = gaps.cumsum() - gaps
+    index = reached.searchsorted(behind + np.ceil(0.99 * gaps).astype(np.int64), "left")
+    p99_s: Floats = values[order[index]]
+    return p99_s
 
 
-def _runs(times: TokenTimes) -> list[TokenRun]:
+def _runs(times: TokenTimes, begin: int, end: int) -> list[TokenRun]:
     runs: list[TokenRun] = []
     columns = (times.first_s, times.interval_s, times.increment_s, times.counts)
-    for first_s, interval_s, increment_s, count in zip(*(c.tolist() for c in columns), strict=True):
+    for first_s, interval_s, increment_s, count in zip(*(c[begin:end] for c in columns), strict=True):
         done = 0
         while done < count:
             # Without growth, and while the user reads slower than tokens come, the spacing does not matter.

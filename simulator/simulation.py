@@ -10,10 +10,10 @@ from simulator.cluster import ClusterSpec
 from simulator.events import NEVER, EventQueue
 from simulator.instance import Instance
 from simulator.job import Job, JobState
-from simulator.metrics import record_of
+from simulator.metrics import Concluded
 from simulator.migration import Migration, Migrations
 from simulator.network import Network
-from simulator.records import MigrationOutcome, PlacementRecord, RequestRecord, SimResult
+from simulator.records import MigrationOutcome, PlacementRecord, SimResult
 from simulator.reports import Report
 from simulator.request import SimRequest
 from simulator.sampling import Sampler
@@ -65,7 +65,7 @@ class Simulation:
         if len(self._jobs_by_id) != len(self.jobs):
             raise ValueError("request ids are not distinct")
         self._given = [request.request_id for request in requests]
-        self._records: dict[str, RequestRecord] = {}
+        self._concluded = Concluded(spec.tpot_target_s)
         self._next = 0
         self._placements = 0
         self._idle_ticks = 0
@@ -81,20 +81,21 @@ class Simulation:
     def run(self, progress: Callable[[float], None] | None) -> SimResult:
         """To the end of the last request. Raises SimulationError."""
         self._start()
-        events, total = self._events, len(self.jobs)
+        events, total, concluded = self._events, len(self.jobs), self._concluded
         now = 0.0
         told = 0
-        while len(self._records) < total:
+        while len(concluded) < total:
             if not events:
-                raise SimulationError(f"{total - len(self._records)} requests wait for nothing")
+                raise SimulationError(f"{total - len(concluded)} requests wait for nothing")
             now = events.step()
-            if progress is not None and (len(self._records) - told) * 200 >= total:
-                told = len(self._records)
+            if progress is not None and (len(concluded) - told) * 200 >= total:
+                told = len(concluded)
                 progress(told / total)
         if progress is not None:
             progress(1.0)
+        records = concluded.records()
         return SimResult(
-            requests=[self._records[request_id] for request_id in self._given],
+            requests=[records[request_id] for request_id in self._given],
             migrations=self.migrations.records,
             series=self._sampler.series(),
             events_processed=events.processed,
@@ -180,9 +181,7 @@ class Simulation:
         self._conclude(job)
 
     def _conclude(self, job: Job) -> None:
-        self._records[job.request.request_id] = record_of(job, self._spec.tpot_target_s)
-        # Its steps are of no more use.
-        job.history = []
+        self._concluded.add(job)
 
     def _tell(self, instance: Instance, job: Job, call: PhaseCall, now: float) -> None:
         tokens = job.tokens_at(instance.boundary)
@@ -214,7 +213,7 @@ class Simulation:
         assert interval_s is not None
         self._idle_ticks = 0 if self._events.foreground else self._idle_ticks + 1
         if self._idle_ticks > _IDLE_TICKS:
-            raise SimulationError(f"{len(self.jobs) - len(self._records)} requests wait for nothing")
+            raise SimulationError(f"{len(self.jobs) - len(self._concluded)} requests wait for nothing")
         self._carry_out(self._policy.on_tick(self._view(now), now), now)
         self._events.background(now + interval_s, self._tick)
 

@@ -8,6 +8,8 @@ the boundaries between which they decoded; the times of their tokens are read of
 from __future__ import annotations
 
 import math
+from array import array
+from bisect import bisect_left, bisect_right
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,77 +42,71 @@ def steps_within(first_s: float, increment_s: float, seconds: float, most: int) 
 class StepLog:
     """Runs in order. The last may be open: its number of steps is not known yet."""
 
-    __slots__ = ("_boundaries", "_columns", "_counts", "_size")
+    __slots__ = ("_boundaries", "_runs")
 
     def __init__(self) -> None:
-        self._boundaries: Ints = np.zeros(256, np.int64)
-        self._counts: Ints = np.zeros(256, np.int64)
-        # End of the first step, interval to the end of the second, growth of the interval; one column a run.
-        self._columns: Floats = np.zeros((3, 256), np.float64)
-        self._size = 0
+        self._boundaries = array("q")
+        self._runs = TokenTimes()
 
     def open(self, boundary: int, start_s: float, first_s: float, increment_s: float) -> None:
         """A run begins."""
-        size = self._size
-        if size == len(self._boundaries):
-            self._boundaries = np.concatenate([self._boundaries, np.zeros_like(self._boundaries)])
-            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-            self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
-        self._boundaries[size] = boundary
-        self._columns[:, size] = (start_s + first_s, first_s + increment_s, increment_s)
-        self._size = size + 1
+        runs = self._runs
+        self._boundaries.append(boundary)
+        runs.first_s.append(start_s + first_s)
+        runs.interval_s.append(first_s + increment_s)
+        runs.increment_s.append(increment_s)
+        runs.counts.append(0)
 
     def close(self, steps: int) -> None:
         """The open run has ended after this many steps."""
-        self._counts[self._size - 1] = steps
+        self._runs.counts[-1] = steps
 
-    def between(self, start: int, end: int) -> TokenTimes:
-        """Tokens made by the steps after boundary `start` up to boundary `end`; closed runs only."""
-        boundaries = self._boundaries[: self._size]
-        low = int(boundaries.searchsorted(start, "right")) - 1
-        high = int(boundaries.searchsorted(end, "left"))
+    def copy(self, start: int, end: int, to: TokenTimes) -> None:
+        """Append the tokens of the steps after boundary `start` up to boundary `end`; closed runs only."""
+        boundaries, runs = self._boundaries, self._runs
+        low = bisect_right(boundaries, start) - 1
+        high = bisect_left(boundaries, end, low)
+        first = len(to.counts)
+        to.first_s += runs.first_s[low:high]
+        to.interval_s += runs.interval_s[low:high]
+        to.increment_s += runs.increment_s[low:high]
+        to.counts += runs.counts[low:high]
         # Only the first run and the last are cut.
-        counts = self._counts[low:high].copy()
-        counts[-1] = min(int(counts[-1]), end - int(boundaries[high - 1]))
-        first_s, interval_s, increment_s = self._columns[:, low:high]
-        made = start - int(boundaries[low])
+        to.counts[-1] = min(to.counts[-1], end - boundaries[high - 1])
+        made = start - boundaries[low]
         if made:
-            first_s, interval_s = first_s.copy(), interval_s.copy()
-            counts[0] -= made
-            increment = float(increment_s[0])
-            first_s[0] += float(interval_s[0]) * made + increment * (made * (made - 1) // 2)
-            interval_s[0] += increment * made
-        return TokenTimes(first_s, interval_s, increment_s, counts)
+            to.counts[first] -= made
+            increment_s = to.increment_s[first]
+            to.first_s[first] += to.interval_s[first] * made + increment_s * (made * (made - 1) // 2)
+            to.interval_s[first] += increment_s * made
 
 
 class TokenTimes:
-    """Times of tokens, as runs: first token, interval to the second, growth of the interval, count."""
+    """Times of tokens, as runs: first token, interval to the second, growth of the interval, count.
+
+    One column each, appended to by `StepLog.copy`: arrays, since most are short and there are many.
+    """
 
     __slots__ = ("counts", "first_s", "increment_s", "interval_s")
 
-    def __init__(self, first_s: Floats, interval_s: Floats, increment_s: Floats, counts: Ints) -> None:
-        self.first_s = first_s
-        self.interval_s = interval_s
-        self.increment_s = increment_s
-        self.counts = counts
+    def __init__(self) -> None:
+        self.first_s = array("d")
+        self.interval_s = array("d")
+        self.increment_s = array("d")
+        self.counts = array("q")
 
-    @staticmethod
-    def joined(parts: list[TokenTimes]) -> TokenTimes:
-        """All the parts, in order."""
-        if len(parts) == 1:
-            return parts[0]
-        return TokenTimes(
-            np.concatenate([part.first_s for part in parts]),
-            np.concatenate([part.interval_s for part in parts]),
-            np.concatenate([part.increment_s for part in parts]),
-            np.concatenate([part.counts for part in parts]),
+    def __len__(self) -> int:
+        """Runs, not tokens."""
+        return len(self.counts)
+
+    def columns(self) -> tuple[Floats, Floats, Floats, Ints]:
+        """The same as arrays of numpy: first token, interval, growth, count. Append nothing after."""
+        return (
+            np.frombuffer(self.first_s),
+            np.frombuffer(self.interval_s),
+            np.frombuffer(self.increment_s),
+            np.frombuffer(self.counts, np.int64),
         )
-
-    @property
-    def last_s(self) -> Floats:
-        """Time of each run's last token."""
-        gaps = self.counts - 1
-        return self.first_s + self.interval_s * gaps + self.increment_s * (gaps * (gaps - 1) // 2)
 
     def each(self) -> Floats:
         """The time of every token; for tests and small cases."""
@@ -121,3 +117,10 @@ class TokenTimes:
             )
         ]
         return np.concatenate(rows) if rows else np.zeros(0)
+
+
+def last_s(first_s: Floats, interval_s: Floats, increment_s: Floats, counts: Ints) -> Floats:
+    """Time of each run's last token."""
+    gaps = counts - 1
+    times: Floats = first_s + interval_s * gaps + increment_s * (gaps * (gaps - 1) // 2)
+    return times

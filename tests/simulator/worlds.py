@@ -15,6 +15,7 @@ from simulator.instance import Instance
 from simulator.job import Job
 from simulator.request import SimRequest
 from simulator.simulation import Simulation
+from simulator.steplog import TokenTimes
 from tailrace.intra.base import IntraPolicy
 from tailrace.intra.decode_first import DecodeFirst
 from tailrace.intra.fcfs import Fcfs
@@ -75,7 +76,9 @@ class Watched(Simulation):
 
     def _conclude(self, job: Job) -> None:
         if job.history:
-            self.token_times[job.request.request_id] = job.token_times().each()
+            times = TokenTimes()
+            job.copy_times(0, times)
+            self.token_times[job.request.request_id] = times.each()
         super()._conclude(job)
 
 
