@@ -10,6 +10,7 @@ from typing import Final, Protocol
 
 from tailrace.records import InstanceRecord
 from tailrace.service.message_stream import MessageStream, StreamBroken, connect_stream
+from tailrace.service.said import said
 from tailrace.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
@@ -123,7 +124,7 @@ class Link:
             return f"no connection within {_HELLO_S:g} s"
         except (OSError, ValueError) as error:
             # ValueError: what etcd has is no HOST:PORT. One bad record must not end a front end.
-            return _describe(error)
+            return said(error)
         try:
             async with asyncio.timeout(_HELLO_S):
                 await stream.write(worker_pb2.AttachUp(hello=self._hello))
@@ -139,7 +140,7 @@ class Link:
         except TimeoutError:
             return f"no hello within {_HELLO_S:g} s"
         except StreamBroken as error:
-            return _describe(error)
+            return said(error)
         finally:
             stream.close()
 
@@ -152,7 +153,7 @@ class Link:
                 group.create_task(self._write(stream))
                 group.create_task(self._break_on_overflow())
         except* (StreamBroken, _Protocol) as errors:
-            reason = "; ".join(_describe(error) for error in errors.exceptions)
+            reason = "; ".join(said(error) for error in errors.exceptions)
         # A task group of Python 3.11 forgets that it was cancelled when a task of its failed as well.
         task = asyncio.current_task()
         if task is not None and task.cancelling():
@@ -205,7 +206,3 @@ class Link:
         self._queue.append(message)
         self._queued.set()
         return True
-
-
-def _describe(error: BaseException) -> str:
-    return str(error) or type(error).__name__

@@ -16,6 +16,7 @@ from migration_svc.journal import Closed, Journal, Opened
 from migration_svc.metrics import MigrationMetrics
 from migration_svc.traces import MigrationTrace, MigrationTraces
 from tailrace.service.channels import Channels
+from tailrace.service.said import said
 from tailrace.v1 import migration_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -125,7 +126,7 @@ class MigrationRun:
                 self._take(event)
         except grpc.aio.AioRpcError as error:
             if record.state not in ENDED:
-                self._end(ABORTED, f"target {record.target_instance_id}: {_describe(error)}")
+                self._end(ABORTED, f"target {record.target_instance_id}: {said(error)}")
         else:
             if record.state not in ENDED:
                 self._end(ABORTED, f"target {record.target_instance_id} ended the call without an outcome")
@@ -179,13 +180,9 @@ async def cancel_left_open(entry: Opened, channels: Channels) -> str:
             worker_pb2.CancelImportRequest(migration_id=entry.migration_id), timeout=_GRACE_S
         )
     except grpc.aio.AioRpcError as error:
-        return f"the migration service was restarted; target not reached: {_describe(error)}"
+        return f"the migration service was restarted; target not reached: {said(error)}"
     except asyncio.InvalidStateError:
         return "the migration service was restarted; the target's channel was closed"
     if reply.cancelled:
         return "the migration service was restarted; cancelled at the target"
     return "the migration service was restarted; the target no longer had it open"
-
-
-def _describe(error: grpc.aio.AioRpcError) -> str:
-    return f"{error.code().name}: {error.details()}"

@@ -11,6 +11,7 @@ from typing import Final
 import grpc
 
 from tailrace.service.channels import Channels
+from tailrace.service.said import said
 from tailrace.v1 import monitor_pb2, monitor_pb2_grpc
 from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import EngineStats
@@ -95,7 +96,7 @@ class Reports:
         for result in results:
             if isinstance(result, Exception) and not isinstance(result, _ENDED):
                 raise result
-        return "; ".join(_said(result) for result in results if isinstance(result, Exception))
+        return "; ".join(said(result) for result in results if isinstance(result, Exception))
 
     async def _write(
         self,
@@ -151,9 +152,3 @@ async def _acknowledged(
     while isinstance(await call.read(), monitor_pb2.ReportAck):
         pass
     raise _Closed("closed by the monitor")
-
-
-def _said(error: BaseException) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name}: {error.details()}"
-    return str(error) or type(error).__name__

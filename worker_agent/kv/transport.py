@@ -23,6 +23,7 @@ from typing import Final
 import numpy as np
 import ucxx
 
+from tailrace.service.said import said
 from worker_agent.kv.errors import KvTransferError
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ def stop_ucx() -> None:
         try:
             ucxx.reset()
         except ucxx.exceptions.UCXError as error:
-            log.info("UCX: %s", _said(error).partition("\n")[0])
+            log.info("UCX: %s", said(error).partition("\n")[0])
 
 
 class Channel:
@@ -75,7 +76,7 @@ class Channel:
             async with asyncio.timeout(CONNECT_S):
                 return cls(await ucxx.create_endpoint(host, port, connect_timeout=CONNECT_S))
         except (TimeoutError, OSError, RuntimeError, ucxx.exceptions.UCXError) as error:
-            raise KvTransferError(f"no connection to {host}:{port}: {_said(error)}") from error
+            raise KvTransferError(f"no connection to {host}:{port}: {said(error)}") from error
 
     @property
     def alive(self) -> bool:
@@ -97,7 +98,7 @@ class Channel:
             raise KvTransferError("the connection was closed")
         error = message.exception()
         if error is not None:
-            raise KvTransferError(f"the connection broke: {_said(error)}") from error
+            raise KvTransferError(f"the connection broke: {said(error)}") from error
         if self._closed:
             raise KvTransferError("the connection was closed")
 
@@ -119,7 +120,7 @@ class Channel:
         try:
             self._endpoint.abort(period=_CLOSE_NS)
         except ucxx.exceptions.UCXError as error:
-            log.warning("closing a KV connection: %s", _said(error))
+            log.warning("closing a KV connection: %s", said(error))
         if self._under_way:
             _, left = await asyncio.wait(self._under_way, timeout=_DRAIN_S)
             for message in left:
@@ -138,7 +139,3 @@ class Channel:
             with contextlib.suppress(asyncio.InvalidStateError):
                 # Looked at: nobody may be waiting for it any more.
                 task.exception()
-
-
-def _said(error: BaseException) -> str:
-    return str(error) or type(error).__name__

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import grpc
 
+from tailrace.service.said import said
 from tailrace.v1 import worker_pb2, worker_pb2_grpc
 from worker_agent.unbroken import unbroken
 
@@ -50,7 +51,7 @@ class GrpcSourceLink:
             await unbroken(self._call.write(command))
             event = await asyncio.shield(self._read())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            raise SourceLost(_said(error)) from error
+            raise SourceLost(said(error)) from error
         if not isinstance(event, worker_pb2.ExportEvent):
             raise SourceLost("the source closed the export")
         if event.HasField("failed"):
@@ -67,7 +68,7 @@ class GrpcSourceLink:
             while isinstance(await self._read(), worker_pb2.ExportEvent):
                 pass
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            log.debug("ending an export: %s", _said(error))
+            log.debug("ending an export: %s", said(error))
         finally:
             self.drop()
 
@@ -90,9 +91,3 @@ def _look(task: asyncio.Task[object]) -> None:
     """Nobody may be waiting for it any more."""
     if not task.cancelled():
         task.exception()
-
-
-def _said(error: BaseException) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name}: {error.details()}"
-    return str(error) or type(error).__name__
