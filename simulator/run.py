@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from simulator.cluster import ClusterSpec
-from simulator.collector import collector_paused
 from simulator.records import SimResult
 from simulator.request import SimRequest
 from simulator.simulation import Simulation
+from tailrace.collector import collector_paused
 from tailrace.intra.base import IntraPolicy
 from tailrace.policy.base import Policy
 

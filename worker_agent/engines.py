@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from tailrace.collector import collector_paused
 from worker_agent.engine.base import Engine
 
 Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
@@ -78,8 +79,9 @@ def with_tiny_models_defaults(options: EngineOptions) -> EngineOptions:
 
 
 def _vllm(given: EngineOptions) -> Engine:
-    from worker_agent.engine.vllm.engine import VllmEngine
-    from worker_agent.engine.vllm.settings import VllmSettings
+    with collector_paused():
+        from worker_agent.engine.vllm.engine import VllmEngine
+        from worker_agent.engine.vllm.settings import VllmSettings
 
     options = with_tiny_models_defaults(given)
     return VllmEngine(

@@ -17,7 +17,7 @@ from frontend_svc.front_half.spec import READY_TIMEOUT_S, FrontHalfSpec, Launch,
 def python_launch(
     spec: FrontHalfSpec, http: socket.socket, sockets: EngineSockets, admission_path: Path
 ) -> Launch:
-    """vLLM's OpenAI app, see python_child.py."""
+    """vLLM's OpenAI app, see python_app.py."""
     host, port = split_address(spec.http_address)
     boot = PythonBoot(
         http_fd=http.fileno(),

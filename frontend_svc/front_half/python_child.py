@@ -1,97 +1,20 @@
-"""vLLM's OpenAI app as it ships, over an engine core that somebody else runs.
+"""The process of vLLM's Python front half.
 
-    python -m frontend_svc.front_half.python_child BOOT_JSON VLLM_SERVE_ARG...
-
-Follows vLLM's own launcher for API servers whose engines are managed elsewhere
-(vllm/entrypoints/launchers/api_server/entry.py, run_server_worker), with FleetClient as the engine client.
+python -m frontend_svc.front_half.python_child BOOT_JSON VLLM_SERVE_ARG...
 """
 
 from __future__ import annotations
 
-import socket
 import sys
-from argparse import Namespace
-from pathlib import Path
 
-import msgspec
-import uvloop
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.api_server.entry import build_and_serve
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-from vllm.entrypoints.launchers.launcher import validate_api_server_args
-from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-from vllm.logger import configure_logging_from_args
-from vllm.reasoning import ReasoningParserManager
-from vllm.tool_parsers import ToolParserManager
-from vllm.usage.usage_lib import UsageContext
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.utils.system_utils import set_ulimit
-
-from frontend_svc.admission import AdmissionReader
-from frontend_svc.front_half.boot import PythonBoot
-from frontend_svc.front_half.engine_client import FleetClient
-from frontend_svc.front_half.retry_after import RetryAfter
-
-
-def parse_args(arguments: list[str]) -> Namespace:
-    """What `vllm serve` would make of these arguments; exits with its own message when they are wrong."""
-    cli_env_setup()
-    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
-    args: Namespace = parser.parse_args(arguments)
-    if args.model_tag is not None:
-        args.model = args.model_tag
-    configure_logging_from_args(args)
-    validate_parsed_serve_args(args)
-    validate_api_server_args(args)
-    args.middleware = [*args.middleware, f"{RetryAfter.__module__}.{RetryAfter.__qualname__}"]
-    return args
-
-
-def import_plugins(args: Namespace) -> None:
-    """Parsers that the user brings along."""
-    if args.tool_parser_plugin:
-        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
-    if args.reasoning_parser_plugin:
-        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
-
-
-async def serve(boot: PythonBoot, args: Namespace) -> None:
-    """Serve until SIGTERM."""
-    import_plugins(args)
-    engine_args = AsyncEngineArgs.from_cli_args(args)
-    vllm_config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
-    http = socket.socket(fileno=boot.http_fd)
-    FleetClient.admission = AdmissionReader(Path(boot.admission_path))
-    engine = FleetClient.from_vllm_config(
-        vllm_config=vllm_config,
-        usage_context=UsageContext.OPENAI_API_SERVER,
-        enable_log_requests=engine_args.enable_log_requests,
-        aggregate_engine_logging=engine_args.aggregate_engine_logging,
-        disable_log_stats=engine_args.disable_log_stats,
-        client_addresses={
-            "input_address": boot.input_address,
-            "output_address": boot.output_address,
-            "input_listener": socket.socket(fileno=boot.input_fd),
-            "output_listener": socket.socket(fileno=boot.output_fd),
-        },
-    )
-    try:
-        await engine.reset_mm_cache()
-        shutdown = await build_and_serve(engine, boot.listen_address, http, args)
-    finally:
-        engine.shutdown(timeout=vllm_config.shutdown_timeout)
-    try:
-        await shutdown
-    finally:
-        http.close()
+from tailrace.collector import collector_paused
 
 
 def main() -> None:
-    """Entry point of the child process."""
-    boot = msgspec.json.decode(sys.argv[1], type=PythonBoot)
-    args = parse_args(sys.argv[2:])
-    set_ulimit()
-    uvloop.run(serve(boot, args))
+    """Entry point."""
+    with collector_paused():
+        from frontend_svc.front_half.python_app import run
+    run(sys.argv[1], sys.argv[2:])
 
 
 if __name__ == "__main__":

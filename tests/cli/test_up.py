@@ -20,6 +20,8 @@ from tailrace.cli.main import main
 from tailrace.local.ports import free_ports
 from tailrace.local.state import RunFolder, RunState
 
+pytestmark = pytest.mark.fleet
+
 _UP_S = 120.0
 _FRONT = "rust" if (Path(sys.executable).parent / "vllm-rs").exists() else "python"
 

@@ -15,6 +15,8 @@ import pytest
 from tests.deploy.compose import DEPLOY, LocalCompose, LocalService, load_compose, rust_front_end
 from tests.e2e.processes import Process, free_port, tailrace
 
+pytestmark = pytest.mark.fleet
+
 ORDER = ("etcd", "monitor", "migration", "scheduler", "scheduler-standby", "worker-0", "worker-1", "frontend")
 # The front half in Python loads vLLM.
 FRONT = "rust" if rust_front_end() else "python"

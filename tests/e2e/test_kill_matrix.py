@@ -14,7 +14,7 @@ from tests.e2e.chats import Chats
 from tests.e2e.fleet import Fleet
 from tests.e2e.processes import wait_until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(120)]
 
 STEPS = {
     "open": "import:open",

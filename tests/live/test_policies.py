@@ -13,7 +13,7 @@ from tailrace.policy.cascade.policy import CascadeChain
 from tailrace.v1 import migration_pb2, types_pb2
 from tests.live.fleet import Fleet
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.fleet, pytest.mark.asyncio(loop_scope="module")]
 
 
 async def test_pascal_moves_requests_when_their_reasoning_ends(fleet: Fleet) -> None:

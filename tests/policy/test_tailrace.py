@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Sequence
 from types import MappingProxyType
@@ -23,6 +24,7 @@ from tailrace.policy.prompts import prompts
 from tailrace.policy.registry import load
 from tailrace.policy.tailrace.costs import Costs, Longest
 from tailrace.policy.tailrace.expect import remaining_tokens
+from tailrace.policy.tailrace.offers import FEW, Offers
 from tailrace.policy.tailrace.policy import Tailrace
 from tailrace.policy.tailrace.queue import Queue
 from tailrace.policy.tailrace.staged import within_stage
@@ -228,9 +230,10 @@ def reporting(draw: st.DrawFn) -> ClusterView:
     lengths=st.lists(st.integers(1, 50_000), min_size=4, max_size=8),
 )
 def test_an_arrival_goes_where_the_plain_formula_says(views: list[ClusterView], lengths: list[int]) -> None:
-    """In columns that are kept from one view to the next, of which some instances report anew."""
-    for penalty in (None, PENALTY):
+    """One by one or in columns, kept from one view to the next, of which some instances report anew."""
+    for penalty, few in itertools.product((None, PENALTY), (0, FEW)):
         policy = Tailrace(penalty=penalty)
+        policy.offers = Offers(policy.costs, few)
         for n, prompt in enumerate(lengths):
             view = views[n % len(views)]
             known = views[(n - 1) % len(views)].instances
@@ -244,13 +247,29 @@ def test_an_arrival_goes_where_the_plain_formula_says(views: list[ClusterView], 
 
 
 @quick
+@given(view=fleets() | clusters())
+def test_prices_are_what_one_more_request_of_mean_length_costs(view: ClusterView) -> None:
+    instances = list(view.instances.values())
+    for penalty, few in itertools.product((None, PENALTY), (0, FEW)):
+        costs = Costs(StepModel.of_profile(None), penalty)
+        offers = Offers(costs, few)
+        offers.renew(costs, instances)
+        assert offers.prices_s() == {
+            i.instance_id: costs.joining_s(i, i.context_tokens // max(1, i.load), costs.expected_tokens)
+            for i in instances
+        }
+
+
+@quick
 @given(view=fleets(staged=True), prompt=st.integers(1, 50_000))
 def test_the_cheapest_of_a_stage(view: ClusterView, prompt: int) -> None:
-    policy = Tailrace()
-    placement = policy.place(view, Arrival("new", prompt, 100, 0), 0.0)
-    if usable := view.placeable():
-        within = within_stage(view, usable, prompt)
-        assert placement == Place(cheapest(policy.costs, within, prompt, 0.0).instance_id)
+    for few in (0, FEW):
+        policy = Tailrace()
+        policy.offers = Offers(policy.costs, few)
+        placement = policy.place(view, Arrival("new", prompt, 100, 0), 0.0)
+        if usable := view.placeable():
+            within = within_stage(view, usable, prompt)
+            assert placement == Place(cheapest(policy.costs, within, prompt, 0.0).instance_id)
 
 
 @quick

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.fleet
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "examples" / "my_policy"
 PAGE = (ROOT / "docs" / "adding-a-policy.md").read_text()

@@ -13,6 +13,8 @@ from simulator.claims.catalogue import UnknownClaimError, check, experiments, se
 from simulator.cli import claims as command
 from tests.simulator.command_lines import done, run
 
+pytestmark = pytest.mark.fleet
+
 
 def _measure(value: float) -> Figures:
     if value < 0.0:

@@ -18,7 +18,7 @@ from tailrace.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from tests.worker.scripted_front_end import ScriptedFrontEnd, Stream
 from tests.worker.worker_processes import WorkerProcess, committed, migrate, worker_process
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.fleet, pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = [72, 101, 108, 108, 111, 32] * 50
 LONG = {"max_tokens": 300, "ignore_eos": True, "min_tokens": 300}

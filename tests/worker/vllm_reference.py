@@ -4,9 +4,12 @@ import json
 import os
 import sys
 
+from tailrace.collector import collector_paused
+
 os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"})
 
-from vllm import LLM, SamplingParams
+with collector_paused():
+    from vllm import LLM, SamplingParams
 
 
 def main() -> None:
