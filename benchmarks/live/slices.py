@@ -98,7 +98,7 @@ def take_slice(name: str, data: Path | None, wish: Wish) -> Slice:
     requests = (
         _folded(sample.requests[:count], wish.seconds)
         if kind.path
-        else _renamed([replace(r, arrival_s=r.arrival_s / rate) for r in sample.requests[:count]])
+        else _renamed(_at_rate(sample.requests, rate)[:count])
     )
     contexts = [request.prompt_tokens + request.output_tokens for request in requests]
     mean_context = float(np.mean(contexts))
@@ -144,6 +144,13 @@ def _folded(requests: Sequence[SimRequest], seconds: float) -> list[SimRequest]:
     first_s = requests[0].arrival_s
     folded = [replace(r, arrival_s=(r.arrival_s - first_s) % seconds) for r in requests]
     return _renamed(sorted(folded, key=lambda r: r.arrival_s))
+
+
+def _at_rate(requests: Sequence[SimRequest], rate: float) -> list[SimRequest]:
+    """As many a second. How fast they came says nothing: those with much output were left out."""
+    first_s, last_s = requests[0].arrival_s, requests[-1].arrival_s
+    faster = len(requests) / (last_s - first_s) / rate
+    return [replace(r, arrival_s=(r.arrival_s - first_s) * faster) for r in requests]
 
 
 def _renamed(requests: Sequence[SimRequest]) -> list[SimRequest]:
