@@ -117,6 +117,15 @@ class Costs:
         held = instance.kv_used_tokens + instance.prefill_backlog_tokens
         return self._dearer_s(self.steps_of(instance), requests, held, tokens, longest)
 
+    def least_dearer_s(self, instance: InstanceView) -> float:
+        """No request makes it less; 0 with a penalty, which tells nothing without the request's length."""
+        if self.penalty is not None:
+            return 0.0
+        requests = instance.running + instance.waiting
+        held = instance.kv_used_tokens + instance.prefill_backlog_tokens
+        # So that rounding hides no move.
+        return self._dearer_s(self.steps_of(instance), requests, held, 0, 0) * (1.0 - 1e-9)
+
     def _dearer_s(self, steps: StepModel, requests: int, held: int, tokens: int, longest: int) -> float:
         """B * step(B, K) from B = `requests`, K = `held` to one request of `tokens` more."""
         if self.penalty is not None:

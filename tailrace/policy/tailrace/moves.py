@@ -75,14 +75,19 @@ class Mover:
         source: InstanceView,
         targets: Iterable[InstanceView],
         least_gain_s: float = 0.0,
+        least_dearer_s: float = 0.0,
     ) -> Move | None:
-        """The same, if moving there saves more than it must by more than `least_gain_s`."""
+        """The same, if moving there saves more than it must by more than `least_gain_s`.
+
+        `least_dearer_s`: what is known already of a step of all on any target: at least so much dearer. Only
+        spares looking at targets.
+        """
         costs, tokens = self._costs, request.context_tokens
         remaining = remaining_tokens(request, costs.expected_tokens)
         others = self._longest_at(source).without(request.request_id)
         saved_s = costs.staying_s(source, tokens, remaining, others)
         must_s = self._margin * (1 + request.epoch) * costs.transfer_s(source, tokens) + least_gain_s
-        if saved_s <= must_s:
+        if saved_s - remaining * least_dearer_s <= must_s:
             return None
         found = self.cheapest(request, source, targets)
         if found is None or saved_s - found[1] <= must_s:

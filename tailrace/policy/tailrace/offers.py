@@ -1,8 +1,8 @@
-"""What an arrival costs on each instance, in columns, one entry an instance.
+"""Offers of all instances to arrivals, kept as long as the reports that they were worked out from.
 
-What follows from an instance's report alone is worked out once for each report and kept: between two
-placements only few of a thousand instances have reported. Nothing is decided by what is kept: it follows
-from the views and the costs.
+Between two placements only few of a thousand instances have reported, and to work out the others anew would
+be most of what a placement takes. Nothing is decided by what is kept: offers follow from the views and the
+costs. Of many instances they are columns; of a few, where that would take longer, numbers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import chain, compress
 from math import inf
 from operator import attrgetter, is_not
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,53 +20,24 @@ from tailrace.cluster import InstanceState, InstanceView
 from tailrace.intra.due import due_s
 from tailrace.policy.phase_load import phase_load
 from tailrace.policy.prompts import prompts
+from tailrace.policy.tailrace.arrival import (
+    OF_MANY,
+    OF_ONE,
+    Before,
+    Offer,
+    Reported,
+    mean_joining_s,
+    offer,
+    prefill_s,
+    shortage_s,
+    without_kv_s,
+)
 from tailrace.policy.tailrace.costs import Costs, Longest
 from tailrace.policy.tailrace.queue import Queue
-from tailrace.policy.tailrace.steps import Floats, StepTimes
+from tailrace.policy.tailrace.steps import Floats, StepModel, StepTimes
 
-
-class _Reported(NamedTuple):
-    """Read off views."""
-
-    running: Floats
-    waiting: Floats
-    used: Floats
-    backlog: Floats
-    host: Floats
-    capacity: Floats
-    reasoning: Floats
-    # The most that is predicted.
-    future: Floats
-    # Prompts that are known of, and their tokens.
-    prompts: Floats
-    prompt_tokens: Floats
-
-
-class _Columns(NamedTuple):
-    """What arrivals see, whatever their length."""
-
-    # Of the instance's step times.
-    per_token_s: Floats
-    per_token_squared_s: Floats
-    chunk_tokens: Floats
-    # One decode step; what a second of decoding counts.
-    step_s: Floats
-    hurry: Floats
-    # What decoding with the others costs, and as much again per prompt token: without a penalty, which makes
-    # that no sum of the two.
-    joining_s: Floats
-    joining_s_per_token: Floats
-    # Those that run or wait.
-    requests: Floats
-    # Prompts of which nothing but the sum is known.
-    unknown: Floats
-    unknown_s: Floats
-    # KV: spoken for, now or as predicted; all that there is; used, but at least 1.
-    spoken_for: Floats
-    capacity: Floats
-    used: Floats
-
-
+# Up to so many instances numbers are faster.
+FEW: Final = 24
 _COEFFICIENTS: Final = attrgetter(
     "prefill_base_s",
     "per_token_s",
@@ -76,18 +47,20 @@ _COEFFICIENTS: Final = attrgetter(
     "per_kv_token_s",
     "chunk_tokens",
 )
-_WIDTH: Final = len(_Reported._fields) + 7
 
 
 class Offers:
     """One policy's."""
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: Costs, few: int = FEW) -> None:
+        """`few`: up to so many instances are gone through one by one."""
         self._costs = costs
+        self._few = few
         self._instances: list[InstanceView] = []
         self._at: dict[str, int] = {}
-        # [columns, instances]
-        self._table: Floats = np.empty((len(_Columns._fields), 0))
+        # Of a few instances, or of many: [fields of an offer, instances].
+        self._offers: list[Offer[float]] = []
+        self._table: Floats = np.empty((len(Offer._fields), 0))
         # Of those where prompts are known to wait.
         self._queues: dict[int, Queue] = {}
         # Longest contexts; only with a penalty.
@@ -107,110 +80,157 @@ class Offers:
 
     def cheapest(self, among: Sequence[InstanceView] | None, prompt_tokens: int, now: float) -> InstanceView:
         """Where an arrival costs least; the first of equals. `among`: some of them, not none; None: all."""
-        costs = self._costs
-        positions: NDArray[np.intp] | None = None
+        positions: Sequence[int] = range(len(self._instances))
         if among is not None:
-            at = self._at
-            positions = np.array([at[instance.instance_id] for instance in among], dtype=np.intp)
-        columns = _Columns(*self._table)
-        first = 0 if positions is None else int(positions[0])
-        cost_s = self._without_kv_s(columns, first, prompt_tokens, now)
-        over = columns.spoken_for + (prompt_tokens + costs.expected_tokens) - columns.capacity
-        shortage_s = costs.freeing_s(np.maximum(over, 0.0), columns.step_s, columns.used)
-        if costs.penalty is None:
-            cost_s += shortage_s
-            found = cost_s.argmin() if positions is None else positions[cost_s[positions].argmin()]
-            return self._instances[int(found)]
-        if positions is None:
-            positions = np.arange(len(self._instances))
-        return self._cheapest_by_length(positions, cost_s, shortage_s, columns.hurry, prompt_tokens)
+            positions = [self._at[instance.instance_id] for instance in among]
+        if self._offers:
+            found = self._cheapest_of_few(positions, prompt_tokens, now)
+        else:
+            found = self._cheapest_of_many(positions, prompt_tokens, now)
+        return self._instances[found]
+
+    def prices_s(self) -> dict[str, float]:
+        """What one more request of mean length costs to decode, by instance: how dear the place is."""
+        costs = self._costs
+        if costs.penalty is not None:
+            means = (i.context_tokens // max(1, i.load) for i in self._instances)
+            pairs = zip(self._instances, means, strict=True)
+            prices_s = [costs.joining_s(i, mean, costs.expected_tokens) for i, mean in pairs]
+        elif self._offers:
+            prices_s = [mean_joining_s(costs, offered, OF_ONE) for offered in self._offers]
+        else:
+            prices_s = mean_joining_s(costs, Offer(*self._table), OF_MANY).tolist()
+        return dict(zip(self._at, prices_s, strict=True))
 
     # ---- an arrival
 
-    def _without_kv_s(self, columns: _Columns, first: int, prompt_tokens: int, now: float) -> Floats:
-        """Its wait, its prefill, and, without a penalty, decoding with the others."""
-        costs = self._costs
-        own_s = (columns.per_token_s + columns.per_token_squared_s * prompt_tokens) * prompt_tokens
-        # A user's, so the same for all, however fast they are: by the first.
-        patience_s = costs.patience_s + costs.patience_prefills * float(own_s[first])
-        before, before_s = columns.unknown, columns.unknown_s
-        after = np.zeros(len(own_s))
+    def _cheapest_of_few(self, positions: Sequence[int], prompt_tokens: int, now: float) -> int:
+        costs, offers, queues = self._costs, self._offers, self._queues
+        patience_s = self._patience_s(prefill_s(offers[positions[0]], prompt_tokens))
+        more_tokens = prompt_tokens + costs.expected_tokens
+        due = due_s(now, prompt_tokens)
+        costs_s: list[float] = []
+        shortages_s: list[float] = []
+        for position in positions:
+            offered = offers[position]
+            tokens, seconds, after = offered.unknown, offered.unknown_s, 0
+            if position in queues:
+                known, known_s, after = queues[position].before(due)
+                tokens, seconds = tokens + known, seconds + known_s
+            before = Before(tokens, seconds, after)
+            costs_s.append(without_kv_s(offered, prompt_tokens, before, patience_s, OF_ONE))
+            shortages_s.append(shortage_s(costs, offered, more_tokens, OF_ONE))
+        if costs.penalty is not None:
+            hurries = [offers[position].hurry for position in positions]
+            return self._cheapest_by_length(positions, costs_s, shortages_s, hurries, prompt_tokens)
+        totals_s = [cost + shortage for cost, shortage in zip(costs_s, shortages_s, strict=True)]
+        return positions[totals_s.index(min(totals_s))]
+
+    def _cheapest_of_many(self, positions: Sequence[int], prompt_tokens: int, now: float) -> int:
+        costs, offered = self._costs, Offer(*self._table)
+        patience_s = self._patience_s(float(prefill_s(offered, prompt_tokens)[positions[0]]))
+        before = Before(offered.unknown, offered.unknown_s, np.zeros(len(offered.unknown)))
         if self._queues:
-            before, before_s = before.copy(), before_s.copy()
+            before = Before(before.tokens.copy(), before.seconds.copy(), before.after)
             due = due_s(now, prompt_tokens)
             for position, queue in self._queues.items():
-                tokens, seconds, later = queue.before(due)
-                before[position] += tokens
-                before_s[position] += seconds
-                after[position] = later
-        chunks = columns.chunk_tokens
-        wait_s = own_s + (prompt_tokens / chunks + 1.0) * columns.step_s
-        wait_s += before_s + before / chunks * columns.step_s
-        others = np.maximum(0.0, columns.requests - after)
-        cost_s = columns.joining_s + columns.joining_s_per_token * prompt_tokens
-        cost_s += wait_s * (1.0 + wait_s / patience_s) + own_s * (after + columns.hurry * others)
-        return cost_s
+                known, known_s, after = queue.before(due)
+                before.tokens[position] += known
+                before.seconds[position] += known_s
+                before.after[position] = after
+        cost_s = without_kv_s(offered, prompt_tokens, before, patience_s, OF_MANY)
+        shortages_s = shortage_s(costs, offered, prompt_tokens + costs.expected_tokens, OF_MANY)
+        all_of_them = len(positions) == len(self._instances) and isinstance(positions, range)
+        if costs.penalty is None and all_of_them:
+            return int((cost_s + shortages_s).argmin())
+        index: NDArray[np.intp] = np.array(positions, dtype=np.intp)
+        cost_s, shortages_s = cost_s[index], shortages_s[index]
+        if costs.penalty is None:
+            return positions[int((cost_s + shortages_s).argmin())]
+        hurries = offered.hurry[index].tolist()
+        return self._cheapest_by_length(
+            positions, cost_s.tolist(), shortages_s.tolist(), hurries, prompt_tokens
+        )
 
     def _cheapest_by_length(
         self,
-        positions: NDArray[np.intp],
-        cost_s: Floats,
-        shortage_s: Floats,
-        hurry: Floats,
+        positions: Sequence[int],
+        costs_s: list[float],
+        shortages_s: list[float],
+        hurries: list[float],
         prompt_tokens: int,
-    ) -> InstanceView:
+    ) -> int:
         """With a penalty: cheapest first, and no further than one can still cost least."""
         costs = self._costs
-        least, found = (inf, 0), 0
-        order = cost_s[positions].argsort(kind="stable").tolist()
-        for rank in order:
-            position = int(positions[rank])
-            total_s = float(cost_s[position])
+        least, found = (inf, 0), positions[0]
+        for rank in sorted(range(len(positions)), key=costs_s.__getitem__):
+            position, total_s = positions[rank], costs_s[rank]
             if total_s > least[0]:
                 break
             dearer_s = costs.dearer_s(self._instances[position], prompt_tokens, self._longest[position])
-            total_s += float(hurry[position]) * costs.expected_tokens * dearer_s
-            total_s += float(shortage_s[position])
+            total_s += hurries[rank] * costs.expected_tokens * dearer_s
+            total_s += shortages_s[rank]
             if (total_s, rank) < least:
                 least, found = (total_s, rank), position
-        return self._instances[found]
+        return found
 
-    # ---- columns
+    def _patience_s(self, own_s: float) -> float:
+        """A user's, so the same for all, however fast they are: by the prefill on the first."""
+        return self._costs.patience_s + self._costs.patience_prefills * own_s
+
+    # ---- what is kept
 
     def renew(self, costs: Costs, instances: Sequence[InstanceView]) -> None:
         """What follows is about these; works out what has changed."""
         kept = self._instances
         count = len(instances)
-        all_anew = costs is not self._costs or len(kept) != count
+        anew = costs is not self._costs or len(kept) != count
         changed: list[int] = []
-        if not all_anew:
+        if not anew:
             changed = list(compress(range(count), map(is_not, kept, instances)))
-            all_anew = any(kept[n].instance_id != instances[n].instance_id for n in changed)
-        if all_anew:
+            anew = any(kept[n].instance_id != instances[n].instance_id for n in changed)
+        if anew:
             changed = list(range(count))
-            self._costs = costs
-            self._instances = []
-            self._at = {instance.instance_id: n for n, instance in enumerate(instances)}
-            self._table = np.empty((len(_Columns._fields), count))
-            self._queues = {}
-            self._longest = [0] * count
-            self._not_active = set()
-            self._pooled = set()
+            self._forget(costs, instances)
         if not changed:
             return
-        rows = [self._read(n, instances[n]) for n in changed]
-        values = np.fromiter(chain.from_iterable(rows), np.float64, count=_WIDTH * len(rows))
-        columns = values.reshape(len(rows), _WIDTH).T
-        split = len(_Reported._fields)
-        worked_out = _work_out(costs, _Reported(*columns[:split]), StepTimes(*columns[split:]))
-        self._table[:, np.array(changed, dtype=np.intp)] = worked_out
+        if self._offers:
+            for n in changed:
+                steps = costs.steps_of(instances[n])
+                self._offers[n] = offer(costs, Reported(*self._read(n, instances[n], steps)), steps, OF_ONE)
+        else:
+            self._table[:, np.array(changed, dtype=np.intp)] = self._columns(changed, instances)
         if costs.penalty is not None:
             for n in changed:
                 self._longest[n] = Longest.of(instances[n]).tokens
         self._instances = list(instances)
 
-    def _read(self, position: int, instance: InstanceView) -> tuple[float, ...]:
-        """`_Reported` and step times of one instance; what is no number is kept by the way."""
+    def _forget(self, costs: Costs, instances: Sequence[InstanceView]) -> None:
+        count = len(instances)
+        few = count <= self._few
+        self._costs = costs
+        self._instances = []
+        self._at = {instance.instance_id: n for n, instance in enumerate(instances)}
+        self._offers = [_NOTHING] * count if few else []
+        self._table = np.empty((len(Offer._fields), 0 if few else count))
+        self._queues = {}
+        self._longest = [0] * count
+        self._not_active = set()
+        self._pooled = set()
+
+    def _columns(self, positions: Sequence[int], instances: Sequence[InstanceView]) -> Offer[Floats]:
+        """Offers of the instances at these positions."""
+        costs = self._costs
+        models = [costs.steps_of(instances[position]) for position in positions]
+        pairs = zip(positions, models, strict=True)
+        rows = [self._read(position, instances[position], steps) for position, steps in pairs]
+        size = len(Reported._fields)
+        values = np.fromiter(chain.from_iterable(rows), np.float64, count=size * len(rows))
+        reported = Reported(*values.reshape(len(rows), size).T)
+        return offer(costs, reported, _side_by_side(models), OF_MANY)
+
+    def _read(self, position: int, instance: InstanceView, steps: StepModel) -> tuple[float, ...]:
+        """The fields of `Reported`; what is no number is kept by the way."""
         if instance.state is InstanceState.ACTIVE:
             self._not_active.discard(position)
         else:
@@ -219,16 +239,17 @@ class Offers:
             self._pooled.discard(position)
         else:
             self._pooled.add(position)
-        steps = self._costs.steps_of(instance)
         backlog = instance.prefill_backlog_tokens
         waiting = prompts(instance) if backlog else ()
         tokens = 0
         if waiting:
-            queue = self._queues[position] = Queue.of(waiting, backlog, steps)
+            queue = Queue.of(waiting, backlog, steps)
+            self._queues[position] = queue
             tokens = queue.tokens[-1]
         else:
             self._queues.pop(position, None)
         counted = instance.phase_load or phase_load(instance.requests)
+        future = instance.future_load
         return (
             instance.running,
             instance.waiting,
@@ -236,51 +257,20 @@ class Offers:
             backlog,
             instance.host_kv_tokens,
             instance.kv_capacity_tokens,
+            instance.context_tokens,
             counted.reasoning,
-            max(instance.future_load, default=-inf),
+            max(future) if future else -inf,
             len(waiting),
             tokens,
-            *_COEFFICIENTS(steps),
         )
 
 
-def _work_out(costs: Costs, reported: _Reported, steps: StepTimes[Floats]) -> _Columns:
-    running, used = reported.running, reported.used
-    requests = running + reported.waiting
-    held = used + reported.backlog
-    step_s = steps.decode_s(running, used)
-    hurry = _hurry(costs, reported, step_s)
-    joining_s = joining_s_per_token = np.zeros(len(running))
-    if costs.penalty is None:
-        each = hurry * costs.expected_tokens
-        joining_s = each * (steps.decode_s(requests, held) + (requests + 1.0) * steps.per_request_s)
-        joining_s_per_token = each * (requests + 1.0) * steps.per_kv_token_s
-    unknown = np.maximum(0.0, reported.backlog - reported.prompt_tokens)
-    return _Columns(
-        per_token_s=steps.per_token_s,
-        per_token_squared_s=steps.per_token_squared_s,
-        chunk_tokens=steps.chunk_tokens,
-        step_s=step_s,
-        hurry=hurry,
-        joining_s=joining_s,
-        joining_s_per_token=joining_s_per_token,
-        requests=requests,
-        unknown=unknown,
-        unknown_s=steps.backlog_s(unknown, np.maximum(1.0, reported.waiting - reported.prompts)),
-        spoken_for=np.maximum(held + reported.host, reported.future),
-        capacity=reported.capacity,
-        used=np.maximum(1.0, used),
-    )
+_NOTHING: Final = Offer[float](*[0.0] * len(Offer._fields))
 
 
-def _hurry(costs: Costs, reported: _Reported, step_s: Floats) -> Floats:
-    """What a second of those who decode there counts, from 0 to 1.
-
-    Reasoning is a wait for the first token, and counts whole. Who reads an answer is not late yet, and counts
-    by how much of the TPOT SLO a step takes.
-    """
-    prompts = reported.prompts
-    decoding = np.maximum(1.0, reported.running + reported.waiting - prompts)
-    reasons = np.minimum(1.0, np.maximum(0.0, reported.reasoning - prompts) / decoding)
-    hurry: Floats = reasons + (1.0 - reasons) * np.minimum(1.0, step_s / costs.tpot_slo_s)
-    return hurry
+def _side_by_side(models: Sequence[StepModel]) -> StepTimes[Floats]:
+    """Of each instance; mostly all go by the same."""
+    first = models[0]
+    if all(model is first for model in models):
+        return StepTimes(*(np.full(len(models), value) for value in _COEFFICIENTS(first)))
+    return StepTimes(*np.array([_COEFFICIENTS(model) for model in models]).T)

@@ -129,8 +129,10 @@ class Tailrace(Policy):
         if pooled(view):
             actions += [a for a in self.arrow.on_tick(view, now) if isinstance(a, SetPool)]
             actions += late_handovers(mover, view)
+        self.offers.renew(self.costs, list(view.instances.values()))
+        price = self.offers.prices_s()
         for group in groups(view, decoders(view.placeable())):
-            actions += rebalance(mover, self.costs, group)
+            actions += rebalance(mover, self.costs, price, group)
         return actions
 
     def _mover(self, view: ClusterView) -> Mover:

@@ -6,7 +6,7 @@ unequal lengths are all seconds there, and so is what a migration takes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from heapq import nlargest, nsmallest
 from typing import Final
 
@@ -22,11 +22,15 @@ TARGETS: Final = 8
 BIDDERS: Final = 3
 
 
-def rebalance(mover: Mover, costs: Costs, instances: Sequence[InstanceView]) -> list[Migrate]:
-    """At most one request from a source and to a target, the one that saves most; dearest source first."""
+def rebalance(
+    mover: Mover, costs: Costs, price: Mapping[str, float], instances: Sequence[InstanceView]
+) -> list[Migrate]:
+    """At most one request from a source and to a target, the one that saves most; dearest source first.
+
+    `price`: what one more request costs, by instance.
+    """
     if len(instances) < 2:
         return []
-    price = {i.instance_id: _price_s(costs, i) for i in instances}
     sources = nlargest(SOURCES, instances, key=lambda i: (price[i.instance_id], i.instance_id))
     targets = nsmallest(TARGETS, instances, key=lambda i: (price[i.instance_id], i.instance_id))
     moves: list[Migrate] = []
@@ -36,11 +40,13 @@ def rebalance(mover: Mover, costs: Costs, instances: Sequence[InstanceView]) -> 
         cheaper = [t for t in cheaper if t.instance_id not in taken][:BIDDERS]
         if not cheaper or source.migrations_out:
             continue
+        least_dearer_s = min(costs.least_dearer_s(target) for target in cheaper)
         best: Move | None = None
         for request in source.requests:
             if not movable(request):
                 continue
-            move = mover.best(request, source, cheaper, 0.0 if best is None else best.gain_s)
+            gain_s = 0.0 if best is None else best.gain_s
+            move = mover.best(request, source, cheaper, gain_s, least_dearer_s)
             if move is not None:
                 best = move
         if best is not None:
@@ -54,9 +60,3 @@ def movable(request: RequestView) -> bool:
     return (
         request.phase is not Phase.PREFILL and request.state is RequestState.RUNNING and not request.migrating
     )
-
-
-def _price_s(costs: Costs, instance: InstanceView) -> float:
-    """What one more request of mean length costs here: how dear the place is."""
-    mean = instance.context_tokens // max(1, instance.load)
-    return costs.joining_s(instance, mean, costs.expected_tokens)
