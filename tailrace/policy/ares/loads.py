@@ -45,7 +45,7 @@ def collect(instances: Sequence[InstanceView], horizon: Horizon) -> Loads:
     held = floats([instance.context_tokens for instance in instances])
     tokens += (held - tokens[:, 0])[:, None]
     # Where more has left than the report's future still holds.
-    return Loads(instances, horizon, tokens.clip(min=0.0))
+    return Loads(instances, horizon, np.maximum(tokens, 0.0))
 
 
 def _simulated(instance: InstanceView, horizon: Horizon) -> tuple[float, ...]:

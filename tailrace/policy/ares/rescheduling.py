@@ -185,30 +185,27 @@ class Rescheduling:
     def enumerate(self, loads: Loads, over: Indices, targets: Targets) -> Candidates:
         """Lines 17-23."""
         requests: list[RequestView] = []
-        held: list[int] = []
-        predicted: list[float | None] = []
+        running, prefill = RequestState.RUNNING, Phase.PREFILL
         origins: list[tuple[int, float, int]] = []
         for position in over.tolist():
             source = loads.instances[position]
             if source.migrations_out:
                 continue
-            before = len(requests)
-            for r in source.requests:
-                if r.state is RequestState.RUNNING and r.phase is not Phase.PREFILL and not r.migrating:
-                    requests.append(r)
-                    held.append(r.prompt_tokens + r.output_tokens)
-                    predicted.append(r.predicted_remaining_tokens)
-            origins.append(
-                (position, source.token_interval_s or self.token_interval_s, len(requests) - before)
-            )
+            decoding = [
+                r
+                for r in source.requests
+                if r.state is running and r.phase is not prefill and not r.migrating
+            ]
+            requests += decoding
+            origins.append((position, source.token_interval_s or self.token_interval_s, len(decoding)))
         counts = [count for _, _, count in origins]
         sources = np.repeat(np.array([at for at, _, _ in origins], dtype=np.intp), counts)
         interval_s = np.repeat(floats([interval for _, interval, _ in origins]), counts)
-        tokens = floats(held)
+        tokens = floats([r.prompt_tokens + r.output_tokens for r in requests])
         remaining = np.full(len(requests), np.inf)
         if loads.horizon.points:
             # None becomes NaN.
-            known = np.array(predicted, dtype=np.float64)
+            known = np.array([r.predicted_remaining_tokens for r in requests], dtype=np.float64)
             np.copyto(remaining, known, where=~np.isnan(known))
         migration_s = self.open_s + tokens / self.copy_tokens_per_s
         kept = np.flatnonzero(remaining > migration_s / interval_s)  # line 20
