@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
-from benchmarks.live.compare import compare
+import pytest
+from rich.console import Console
+
+from benchmarks.live import tries
+from benchmarks.live.compare import Row, compare
 from benchmarks.live.figures import Counts, Spread
 from benchmarks.live.fleet import live_fleet
-from benchmarks.live.replay import replay
-from benchmarks.live.shape import FleetShape
+from benchmarks.live.outcome import Machine, Outcome, Placements
+from benchmarks.live.replay import LiveRun, replay
+from benchmarks.live.shape import GUESSED, FleetShape
 from benchmarks.live.simulated import has_pools
 from benchmarks.live.slices import Slice, Wish, take_slice
 from benchmarks.live.tries import slower
@@ -81,6 +87,46 @@ def test_slower_is_the_same_slice_in_more_time() -> None:
     for ours, theirs in zip(first.requests, second.requests, strict=True):
         assert (theirs.prompt_tokens, theirs.output_tokens) == (ours.prompt_tokens, ours.output_tokens)
         assert math.isclose(theirs.arrival_s, 2 * ours.arrival_s)
+
+
+async def test_a_late_machine_gets_another_try_at_half_the_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[float, list[str]]] = []
+
+    async def pretend(taken: Slice, policies: Sequence[str], console: Console) -> list[Row]:
+        tried.append((taken.shape.speed, list(policies)))
+        first = len(tried) == 1
+        return [
+            _row(taken, policy, late=policy != "ares" and first, lost=policy == "arrow")
+            for policy in policies
+        ]
+
+    monkeypatch.setattr(tries, "_compare_slice", pretend)
+    policies = ["ares", "arrow", "pascal"]
+    compared = await tries.compare_trace("r1", None, WISH, policies, 2, Console(quiet=True))
+    # What lost a request is told and not tried again.
+    assert tried == [(WISH.speed, policies), (WISH.speed / 2, ["pascal"])]
+    assert [(row.policy, row.speed) for row in compared.rows] == [
+        ("ares", WISH.speed),
+        ("arrow", WISH.speed),
+        ("pascal", WISH.speed / 2),
+    ]
+    assert [taken.shape.speed for taken in compared.slices] == [WISH.speed, WISH.speed / 2]
+
+
+def _row(taken: Slice, policy: str, late: bool, lost: bool) -> Row:
+    nothing = Spread.of([])
+    live = LiveRun(
+        outcome=Outcome(0, 0, nothing, nothing, nothing, {}, {}, 0),
+        lost=int(lost),
+        lost_why="",
+        tokens=0,
+        machine=Machine(0.0, 1.0 if late else 0.0, 0.0, 0.03, {}),
+        placements=Placements(0.0, 0.0, 0.0, 0.0),
+        delays=GUESSED,
+        migrations_aborted=0,
+        wall_s=0.0,
+    )
+    return Row(taken.trace, policy, taken.shape.speed, live, [], {}, {}, 0.0, 0.0, 0.0, 0.0)
 
 
 def test_percentiles_of_a_histogram() -> None:
