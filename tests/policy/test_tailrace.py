@@ -145,6 +145,15 @@ def test_what_staying_costs_is_what_coming_back_would(view: ClusterView, tokens:
             assert staying == pytest.approx(costs.joining_s(roomy, new.context_tokens, 100.0, longest))
 
 
+@quick
+@given(view=fleets(), tokens=st.integers(1, 50_000), remaining=st.floats(0.0, 2_048.0))
+def test_what_joining_costs_at_least(view: ClusterView, tokens: int, remaining: float) -> None:
+    instances = list(view.instances.values())
+    for costs in (Costs(StepModel.of_profile(None)), Costs(StepModel.of_profile(None), PENALTY)):
+        least_s = costs.at_least(instances).joining_s(tokens, remaining)
+        assert all(least_s <= costs.joining_s(here, tokens, remaining) for here in instances)
+
+
 def test_installed_under_its_name() -> None:
     policy = load("tailrace")
     assert type(policy) is Tailrace and policy.summary

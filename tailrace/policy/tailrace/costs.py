@@ -8,7 +8,9 @@ token, its prefill, for which all others wait, and, where KV gets short, the wai
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 
 from tailrace.cluster import InstanceView
 from tailrace.intra.due import PREFILLS
@@ -71,8 +73,12 @@ class Costs:
 
         `longest`: context of the longest request here; matters only with a penalty.
         """
-        more = tokens + min(remaining, self.expected_tokens)
-        return remaining * self.dearer_s(instance, tokens, longest) + self.shortage_s(instance, more)
+        dearer_s = remaining * self.dearer_s(instance, tokens, longest)
+        return dearer_s + self.joining_shortage_s(instance, tokens, remaining)
+
+    def joining_shortage_s(self, instance: InstanceView, tokens: int, remaining: float) -> float:
+        """The part of it that is the wait for KV; not negative."""
+        return self.shortage_s(instance, tokens + min(remaining, self.expected_tokens))
 
     def staying_s(self, instance: InstanceView, tokens: int, remaining: float, longest: int = 0) -> float:
         """The same for a request that is here: what would be saved if it left.
@@ -117,14 +123,17 @@ class Costs:
         held = instance.kv_used_tokens + instance.prefill_backlog_tokens
         return self._dearer_s(self.steps_of(instance), requests, held, tokens, longest)
 
-    def least_dearer_s(self, instance: InstanceView) -> float:
-        """No request makes it less; 0 with a penalty, which tells nothing without the request's length."""
+    def at_least(self, instances: Iterable[InstanceView]) -> AtLeast:
+        """Of joining any of these, not none; nothing with a penalty, which is no sum of a part a token."""
         if self.penalty is not None:
-            return 0.0
-        requests = instance.running + instance.waiting
-        held = instance.kv_used_tokens + instance.prefill_backlog_tokens
+            return AtLeast()
+        step_s = per_token_s = inf
+        for instance in instances:
+            requests = instance.running + instance.waiting
+            step_s = min(step_s, self.dearer_s(instance, 0, 0))
+            per_token_s = min(per_token_s, (requests + 1) * self.steps_of(instance).per_kv_token_s)
         # So that rounding hides no move.
-        return self._dearer_s(self.steps_of(instance), requests, held, 0, 0) * (1.0 - 1e-9)
+        return AtLeast(step_s * (1.0 - 1e-9), per_token_s * (1.0 - 1e-9))
 
     def _dearer_s(self, steps: StepModel, requests: int, held: int, tokens: int, longest: int) -> float:
         """B * step(B, K) from B = `requests`, K = `held` to one request of `tokens` more."""
@@ -149,6 +158,21 @@ class Costs:
         if penalty.applies_to == "attention":
             return requests * (rest_s + factor * attention_s)
         return requests * factor * (rest_s + attention_s)
+
+
+@dataclass(frozen=True, slots=True)
+class AtLeast:
+    """What decoding on any of some instances costs at the least, besides a shortage of KV.
+
+    A step of all gets dearer by `step_s`, and by `per_token_s` for each token of the one that comes.
+    """
+
+    step_s: float = 0.0
+    per_token_s: float = 0.0
+
+    def joining_s(self, tokens: int, remaining: float) -> float:
+        """A request with `tokens` of context for `remaining` more."""
+        return remaining * (self.step_s + self.per_token_s * tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,11 @@ from tailrace.actions import Migrate
 from tailrace.cluster import InstanceView, RequestView
 from tailrace.policy.ledger import Ledger
 from tailrace.policy.room import with_request
-from tailrace.policy.tailrace.costs import Costs, Longest
+from tailrace.policy.tailrace.costs import AtLeast, Costs, Longest
 from tailrace.policy.tailrace.expect import remaining_tokens
 
 _NOBODY: Final = Longest(0, "", 0)
+_NOTHING: Final = AtLeast()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +62,14 @@ class Mover:
         remaining = remaining_tokens(request, costs.expected_tokens)
         least: tuple[InstanceView, float] | None = None
         for target in targets:
+            there = self._after.get(target.instance_id, target)
+            cost_s = remaining * costs.dearer_s(there, tokens, self._longest_at(target).tokens)
+            # The rest only adds to it: mostly this is enough to know.
+            if least is not None and cost_s >= least[1]:
+                continue
             if self._opposed(source, target) or not ledger.may_receive(target, request):
                 continue
-            there = self._after.get(target.instance_id, target)
-            cost_s = costs.joining_s(there, tokens, remaining, self._longest_at(target).tokens)
+            cost_s += costs.joining_shortage_s(there, tokens, remaining)
             if least is None or cost_s < least[1]:
                 least = target, cost_s
         return least
@@ -75,19 +80,18 @@ class Mover:
         source: InstanceView,
         targets: Iterable[InstanceView],
         least_gain_s: float = 0.0,
-        least_dearer_s: float = 0.0,
+        at_least: AtLeast = _NOTHING,
     ) -> Move | None:
         """The same, if moving there saves more than it must by more than `least_gain_s`.
 
-        `least_dearer_s`: what is known already of a step of all on any target: at least so much dearer. Only
-        spares looking at targets.
+        `at_least`: what is known already of all the targets; only spares looking at them.
         """
         costs, tokens = self._costs, request.context_tokens
         remaining = remaining_tokens(request, costs.expected_tokens)
         others = self._longest_at(source).without(request.request_id)
         saved_s = costs.staying_s(source, tokens, remaining, others)
         must_s = self._margin * (1 + request.epoch) * costs.transfer_s(source, tokens) + least_gain_s
-        if saved_s - remaining * least_dearer_s <= must_s:
+        if saved_s - at_least.joining_s(tokens, remaining) <= must_s:
             return None
         found = self.cheapest(request, source, targets)
         if found is None or saved_s - found[1] <= must_s:

@@ -40,13 +40,13 @@ def rebalance(
         cheaper = [t for t in cheaper if t.instance_id not in taken][:BIDDERS]
         if not cheaper or source.migrations_out:
             continue
-        least_dearer_s = min(costs.least_dearer_s(target) for target in cheaper)
+        at_least = costs.at_least(cheaper)
         best: Move | None = None
         for request in source.requests:
             if not movable(request):
                 continue
             gain_s = 0.0 if best is None else best.gain_s
-            move = mover.best(request, source, cheaper, gain_s, least_dearer_s)
+            move = mover.best(request, source, cheaper, gain_s, at_least)
             if move is not None:
                 best = move
         if best is not None:
