@@ -42,6 +42,8 @@ class Concluded:
 
     def __init__(self, tpot_target_s: float) -> None:
         """`tpot_target_s` is the pace that QoE goes by."""
+        # Asked after each event of a simulation: an attribute.
+        self.count = 0
         self._tpot_target_s = tpot_target_s
         self._records: dict[str, RequestRecord] = {}
         # Not in the records yet: their answering tokens, one job after the other, and whose begin where.
@@ -50,11 +52,9 @@ class Concluded:
         self._timed: list[Job] = []
         self._begins: list[int] = []
 
-    def __len__(self) -> int:
-        return len(self._records) + len(self._jobs)
-
     def add(self, job: Job) -> None:
         """It has finished, or was refused; nothing happens to it any more."""
+        self.count += 1
         self._jobs.append(job)
         if job.finish_s is not None and job.first_answer_s is not None and job.request.answer_tokens > 1:
             self._timed.append(job)

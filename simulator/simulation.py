@@ -84,12 +84,12 @@ class Simulation:
         events, total, concluded = self._events, len(self.jobs), self._concluded
         now = 0.0
         told = 0
-        while len(concluded) < total:
+        while concluded.count < total:
             if not events:
-                raise SimulationError(f"{total - len(concluded)} requests wait for nothing")
+                raise SimulationError(f"{total - concluded.count} requests wait for nothing")
             now = events.step()
-            if progress is not None and (len(concluded) - told) * 200 >= total:
-                told = len(concluded)
+            if progress is not None and (concluded.count - told) * 200 >= total:
+                told = concluded.count
                 progress(told / total)
         if progress is not None:
             progress(1.0)
@@ -213,7 +213,7 @@ class Simulation:
         assert interval_s is not None
         self._idle_ticks = 0 if self._events.foreground else self._idle_ticks + 1
         if self._idle_ticks > _IDLE_TICKS:
-            raise SimulationError(f"{len(self.jobs) - len(self._concluded)} requests wait for nothing")
+            raise SimulationError(f"{len(self.jobs) - self._concluded.count} requests wait for nothing")
         self._carry_out(self._policy.on_tick(self._view(now), now), now)
         self._events.background(now + interval_s, self._tick)
 
