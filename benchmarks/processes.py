@@ -1,4 +1,4 @@
-"""CPU time of process trees, read from /proc."""
+"""CPU time of process trees, and what the host takes away, read from /proc."""
 
 from __future__ import annotations
 
@@ -39,3 +39,9 @@ def cpu_seconds(pids: Iterable[int]) -> float:
             continue
         total += int(fields[11]) + int(fields[12])
     return total / _TICK
+
+
+def stolen_s() -> float:
+    """Seconds since the start, over all cores, in which there was work and the host ran something else."""
+    # user nice system idle iowait irq softirq steal
+    return int(Path("/proc/stat").read_text().split("\n", 1)[0].split()[8]) / _TICK

@@ -28,6 +28,7 @@ import msgspec
 from rich.console import Console
 
 from benchmarks.loadgen import StreamResult, completion_request, run_stream
+from benchmarks.processes import stolen_s
 from benchmarks.report import RESULTS, machine, save
 from benchmarks.servers import MODEL, TailraceCluster
 from benchmarks.stand_in import StandIn
@@ -193,7 +194,9 @@ def main() -> int:
             beside, path_s = asyncio.run(profile_beside(cluster, others, alone, options.budget))
         asyncio.run(play(cluster.url, others[:10]))  # warm up
         console.print(f"  {len(planned)} requests in {planned[-1].at_s:.0f} s", style="dim")
+        began_s, stolen = time.perf_counter(), stolen_s()
         played = asyncio.run(play(cluster.url, planned))
+        stolen = (stolen_s() - stolen) / (time.perf_counter() - began_s)
     folder = RESULTS / "validation-run"
     run = record(folder, planned, played, path_s)
     errors: dict[str, object] = {}
@@ -208,11 +211,13 @@ def main() -> int:
         "seed": options.seed,
         "rate": options.rate,
         "path_s": path_s,
+        # Cores that the host gave to others under load: no profile can know of that.
+        "stolen_cores": stolen,
         "errors": errors,
         "profiles": {"alone": msgspec.to_builtins(alone), "beside": msgspec.to_builtins(beside)},
     }
     path = save("validation", figures)
-    console.print(f"path {path_s * 1e3:.1f} ms; figures: {path}")
+    console.print(f"path {path_s * 1e3:.1f} ms; the host took {stolen:.2f} cores; figures: {path}")
     console.print(f"again: tailrace validate {folder} --profile {folder / 'profile-beside.json'}")
     if options.output == "json":
         print(path.read_text(), end="")
