@@ -1,8 +1,8 @@
 """A recorded run of a real vLLM engine, in the format of LLMServingSim's benchmark.
 
 A folder with `meta.json` (what the engine was started with and what KV cache it found) and `requests.jsonl`
-(one finished request a line, with the engine's own time stamps). Where the time stamps are a client's, `path_s`
-of `meta.json` says how long a request and its first token are under way between client and engine.
+(one finished request a line, with the engine's own time stamps). Where the time stamps are a client's,
+`path_s` of `meta.json` says how long a request and its first token are under way between client and engine.
 """
 
 from __future__ import annotations
