@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES: Final = 8 << 20
 CONNECT_S: Final = 5.0
+# Longest sleep of UCX's own thread; whatever concerns it wakes it up. ucxx's millisecond costs each idle worker
+# 3% of a core.
+_PROGRESS_MS: Final = 50
 # Closing waits for UCX's own thread; nanoseconds.
 _CLOSE_NS: Final = 200_000_000
 # Messages that were under way end as soon as their endpoint is closed.
@@ -43,6 +46,10 @@ def start_ucx() -> None:
     global _started
     if not _started:
         ucxx.init(progress_mode="thread", enable_python_future=True)
+        # Started anew before there is anything to wait for.
+        worker = ucxx.core._get_ctx().worker
+        worker.stop_progress_thread()
+        worker.start_progress_thread(polling_mode=False, epoll_timeout=_PROGRESS_MS)
         _started = True
 
 
