@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES: Final = 8 << 20
 CONNECT_S: Final = 5.0
-# Longest sleep of UCX's own thread; whatever concerns it wakes it up. ucxx's millisecond costs each idle worker
-# 3% of a core.
+# Longest sleep of UCX's own thread; whatever concerns it wakes it up. ucxx's millisecond costs each idle
+# worker 3% of a core.
 _PROGRESS_MS: Final = 50
 # Closing waits for UCX's own thread; nanoseconds.
 _CLOSE_NS: Final = 200_000_000
