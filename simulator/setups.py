@@ -192,7 +192,10 @@ def setup_for(name: str) -> Setup:
 
 def _policy_class(name: str) -> type[Policy]:
     if ":" not in name:
-        return type(registry.load(name))
+        try:
+            return type(registry.load(name))
+        except registry.UnusablePolicyError as error:
+            raise UnknownSetupError(str(error)) from error
     module, _, attribute = name.partition(":")
     try:
         found: object = getattr(import_module(module), attribute)

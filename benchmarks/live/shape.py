@@ -92,10 +92,6 @@ class Delays:
     commit_s: float
 
 
-# Until measured: a few milliseconds for each message.
-GUESSED: Final = Delays(0.007, 0.010, 0.010)
-
-
 def cluster_of(shape: FleetShape, delays: Delays, intra_name: str, pooled: bool) -> ClusterSpec:
     """The same fleet in the simulator.
 

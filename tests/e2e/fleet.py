@@ -45,12 +45,6 @@ class Fleet:
         wait_until(lambda: _etcd_answers(self._etcd_port), "etcd", 30)
         return process
 
-    def start_service(self, kind: str, name: str = "", arguments: Sequence[str] = ()) -> Process:
-        """Start a control service and wait until it says that it serves."""
-        name = self._launch_service(kind, name, arguments)
-        self.wait_healthy(name)
-        return self.processes[name]
-
     def _launch_service(self, kind: str, name: str = "", arguments: Sequence[str] = ()) -> str:
         name = name or kind
         port = free_port()
