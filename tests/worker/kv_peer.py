@@ -81,7 +81,7 @@ def checksums(data: npt.NDArray[np.uint8], size: int) -> list[int]:
     return [xxhash.xxh3_64_intdigest(view[at : at + size]) for at in range(0, data.size, size)]
 
 
-async def serve(blocks: int, block_bytes: int, faults: Sequence[FaultSpec]) -> None:
+async def serve(blocks: int, block_bytes: int, faults: Sequence[FaultSpec], connections: int) -> None:
     start_ucx()
     engine: Engine = BlockEngine(blocks, block_bytes)  # type: ignore[assignment]
     sessions = Sessions()
@@ -89,7 +89,7 @@ async def serve(blocks: int, block_bytes: int, faults: Sequence[FaultSpec]) -> N
     session.announce(0, [block_hash(number) for number in range(blocks)])
     metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
     pool = StagingPool(engine, block_bytes)
-    server = KvServer(engine, shape(block_bytes), sessions, pool, Faults(faults), metrics)
+    server = KvServer(engine, shape(block_bytes), sessions, pool, Faults(faults), metrics, connections)
     print(server.port, session.number, flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await server.close()
@@ -98,4 +98,4 @@ async def serve(blocks: int, block_bytes: int, faults: Sequence[FaultSpec]) -> N
 
 if __name__ == "__main__":
     given = msgspec.json.decode(sys.argv[3], type=list[FaultSpec]) if len(sys.argv) > 3 else []
-    asyncio.run(serve(int(sys.argv[1]), int(sys.argv[2]), given))
+    asyncio.run(serve(int(sys.argv[1]), int(sys.argv[2]), given, int(sys.argv[4])))

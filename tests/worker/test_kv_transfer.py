@@ -38,7 +38,9 @@ class Source:
 
 
 @asynccontextmanager
-async def source_process(blocks: int = BLOCKS, faults: str = "[]") -> AsyncIterator[Source]:
+async def source_process(
+    blocks: int = BLOCKS, faults: str = "[]", connections: int = 64
+) -> AsyncIterator[Source]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -46,6 +48,7 @@ async def source_process(blocks: int = BLOCKS, faults: str = "[]") -> AsyncItera
         str(blocks),
         str(SIZE),
         faults,
+        str(connections),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
@@ -122,6 +125,23 @@ async def test_transfers_at_the_same_time_do_not_mix(client: KvClient, source: S
     )
     for each, (first, count) in zip(receivers, ranges, strict=True):
         assert sorted(each.blocks) == list(range(first, first + count))
+
+
+async def test_idle_connections_make_room(client: KvClient) -> None:
+    """A large fleet's peers keep more of them than there may be."""
+    engine = BlockEngine(1, SIZE)
+    metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
+    peers: list[KvClient] = []
+    async with source_process(connections=2) as source:
+        for first in range(4):
+            peers.append(KvClient(shape(SIZE), StagingPool(engine, SIZE), metrics))  # type: ignore[arg-type]
+            receiver = Receiver()
+            await peers[-1].pull(
+                source.peer, source.session, MIGRATION, first, names(first, 2), receiver.deliver
+            )
+            assert sorted(receiver.blocks) == [first, first + 1]
+        for each in peers:
+            await each.close()
 
 
 async def test_other_blocks_than_those_named_are_refused(client: KvClient, source: Source) -> None:

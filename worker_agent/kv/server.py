@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -35,7 +36,6 @@ _IDLE_S: Final = 120.0
 _CHUNK_BYTES_MAX: Final = 64 << 20
 # One chunk to a client that does not take it.
 _SEND_S: Final = 10.0
-_CONNECTIONS_MAX: Final = 64
 
 
 class _Refused(Exception):
@@ -62,15 +62,19 @@ class KvServer:
         pool: StagingPool,
         faults: Faults,
         metrics: WorkerMetrics,
+        connections_max: int = 64,
     ) -> None:
-        """UCX must be started."""
+        """UCX must be started. `connections_max`: beyond it an idle one makes room for a new one."""
         self._engine = engine
         self._shape = shape
         self._sessions = sessions
         self._pool = pool
         self._faults = faults
         self._metrics = metrics
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections_max = connections_max
+        self._connections: dict[Channel, asyncio.Task[None]] = {}
+        # Those that ask for nothing now, the longest idle first.
+        self._idle: dict[Channel, None] = {}
         self._listener = ucxx.create_listener(self._accept)
 
     @property
@@ -81,22 +85,34 @@ class KvServer:
     async def close(self) -> None:
         """Stop listening and close every connection."""
         self._listener.close()
-        for connection in self._connections:
+        connections = list(self._connections.values())
+        for connection in connections:
             connection.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        await asyncio.gather(*connections, return_exceptions=True)
 
     def _accept(self, endpoint: ucxx.Endpoint) -> None:
         channel = Channel(endpoint)
-        if len(self._connections) >= _CONNECTIONS_MAX:
-            log.warning("more than %d KV connections; one was refused", _CONNECTIONS_MAX)
-            task = asyncio.create_task(channel.close())
-        else:
+        if len(self._connections) < self._connections_max or self._end_an_idle_one():
             task = asyncio.create_task(self._converse(channel), name="kv connection")
-        self._connections.add(task)
-        task.add_done_callback(self._done)
+        else:
+            log.warning("%d KV connections are busy; one more was refused", len(self._connections))
+            task = asyncio.create_task(channel.close())
+        self._connections[channel] = task
+        task.add_done_callback(partial(self._done, channel))
 
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._connections.discard(task)
+    def _end_an_idle_one(self) -> bool:
+        """Make room: peers keep connections for their next migration, a large fleet's more than there may be.
+        False: all are busy."""
+        idle = next(iter(self._idle), None)
+        if idle is None:
+            return False
+        del self._idle[idle]
+        self._connections[idle].cancel()
+        return True
+
+    def _done(self, channel: Channel, task: asyncio.Task[None]) -> None:
+        self._idle.pop(channel, None)
+        del self._connections[channel]
         if not task.cancelled() and (error := task.exception()) is not None:
             # The target sees its connection end; why, only we know.
             log.error("a KV connection failed", exc_info=error)
@@ -105,8 +121,10 @@ class KvServer:
         """Answer one connection's requests, one after the other, until it ends."""
         try:
             while True:
+                self._idle[channel] = None
                 async with asyncio.timeout(_IDLE_S):
                     data = await channel.receive_bytes(REQUEST_BYTES)
+                self._idle.pop(channel, None)
                 await self._answer(channel, decode_request(data))
         except TimeoutError:
             log.info("closing a KV connection: idle, or its client does not read")
