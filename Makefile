@@ -28,8 +28,8 @@ down: ## Stop the local cluster
 
 test: ## Run the tests
 	@scripts/install.sh --rust
-	@# Two at a time: much of it is waiting for processes to start. A file's tests share its fleet.
-	$(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 12
+	@# Three at a time, on two cores: much of it is waiting for processes to start. A file's tests share its fleet.
+	$(PYTHON) -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 12
 
 lint: install ## Check style, types and the direction of imports
 	$(PYTHON) -m ruff check .
