@@ -63,14 +63,14 @@ class FleetEngine:
         self._socket = EngineCoreSocket(ipc_folder / "in", ipc_folder / "out", self._stuck.set)
         hello = worker_pb2.FrontendHello(frontend_id=frontend_id, incarnation=uuid.uuid4().hex)
         self.workers = Workers(lambda: members.instances, hello, self)
-        placement = Placement(frontend_id, members, self.workers, self.table, channels)
+        self._placement = Placement(frontend_id, members, self.workers, self.table, channels)
         self.metrics = FrontendMetrics(registry, self.table, self.workers.attached)
         observer = StreamObserver(self.metrics, traces)
         self.pacer = Pacer(self._socket.send)
         self.carrier = Carrier(
             self.table,
             self.workers,
-            placement,
+            self._placement,
             self._socket,
             observer,
             self.pacer,
@@ -96,6 +96,7 @@ class FleetEngine:
         finally:
             self._gate.cancel()
             await self.carrier.close()
+            await self._placement.close()
             self._socket.close()
 
     # ---- the links' sink: admission and start-up look at it, then the carrier

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-import grpc
-
 from frontend_svc.fleet import Members, may_prefill, usable
 from frontend_svc.outbox import Outbox
+from frontend_svc.place_calls import PlaceCalls
 from frontend_svc.streams import Stream, StreamTable
 from tailrace.service.channels import Channels
-from tailrace.service.preferred import preferred
-from tailrace.v1 import scheduler_pb2, scheduler_pb2_grpc
+from tailrace.v1 import scheduler_pb2
 
-log = logging.getLogger(__name__)
-
-_DEADLINE_S: Final = 1.0
-# One that did not answer is not asked again for so long: its deadline would be added to every request.
-_SHUN_S: Final = 2.0
 # The scheduler may name an instance that has just been lost; it is asked again so often.
 _ASKS: Final = 3
 
@@ -43,7 +33,7 @@ class Refused:
 
 
 class Placement:
-    """Asks Scheduler.Place; falls back on the attached instance that carries fewest of our streams."""
+    """Asks a scheduler; falls back on the attached instance that carries fewest of our streams."""
 
     def __init__(
         self, frontend_id: str, members: Members, outbox: Outbox, table: StreamTable, channels: Channels
@@ -52,8 +42,11 @@ class Placement:
         self._members = members
         self._outbox = outbox
         self._table = table
-        self._channels = channels
-        self._shunned: dict[str, float] = {}
+        self._calls = PlaceCalls(members, channels)
+
+    async def close(self) -> None:
+        """Ask nobody any more."""
+        await self._calls.close()
 
     async def choose(self, stream: Stream, avoid: frozenset[str]) -> Placed | Refused:
         """An instance for the stream, attached at this moment. Takes at most a few seconds."""
@@ -70,7 +63,7 @@ class Placement:
         return self._fallback(avoid)
 
     async def _ask(self, stream: Stream, excluded: set[str]) -> scheduler_pb2.PlaceReply | None:
-        """The first scheduler that answers, the leader before the others; None: none does."""
+        """What a scheduler says; None: none does."""
         request = scheduler_pb2.PlaceRequest(
             request_id=stream.request_id,
             frontend_id=self._frontend_id,
@@ -80,23 +73,7 @@ class Placement:
             excluded_instance_ids=sorted(excluded),
             traceparent=stream.traceparent,
         )
-        for address in self._schedulers():
-            stub = scheduler_pb2_grpc.SchedulerStub(self._channels.get(address))
-            try:
-                reply: scheduler_pb2.PlaceReply = await stub.Place(request, timeout=_DEADLINE_S)
-                return reply
-            except grpc.aio.AioRpcError as error:
-                log.warning("scheduler at %s: %s", address, error.code().name)
-                self._shunned[address] = time.monotonic() + _SHUN_S
-        return None
-
-    def _schedulers(self) -> Iterator[str]:
-        """Addresses worth asking now."""
-        now_s = time.monotonic()
-        # Restarted schedulers have other addresses; the old ones are not kept.
-        self._shunned = {a: until_s for a, until_s in self._shunned.items() if until_s > now_s}
-        addresses = (record.address for record in preferred(self._members, "scheduler"))
-        return (address for address in addresses if address not in self._shunned)
+        return await self._calls.ask(request)
 
     def _fallback(self, avoid: frozenset[str]) -> Placed | Refused:
         candidates = [i for i in usable(self._members, self._outbox.attached()) if i not in avoid]

@@ -34,6 +34,22 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         """An instance, or a refusal."""
         if not request.request_id:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "request_id: must not be empty")
+        return self._place(request)
+
+    async def PlaceMany(
+        self,
+        request: scheduler_pb2.PlaceManyRequest,
+        context: grpc.aio.ServicerContext[scheduler_pb2.PlaceManyRequest, scheduler_pb2.PlaceManyReply],
+    ) -> scheduler_pb2.PlaceManyReply:
+        """An instance or a refusal for each."""
+        for number, each in enumerate(request.requests):
+            if not each.request_id:
+                await context.abort(
+                    grpc.StatusCode.INVALID_ARGUMENT, f"requests[{number}].request_id: must not be empty"
+                )
+        return scheduler_pb2.PlaceManyReply(replies=[self._place(each) for each in request.requests])
+
+    def _place(self, request: scheduler_pb2.PlaceRequest) -> scheduler_pb2.PlaceReply:
         excluded = request.excluded_instance_ids
         decision = self._placer.place(
             request.request_id,

@@ -39,15 +39,22 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
     ) -> None:
         self.answer = answer
         self.asked: list[scheduler_pb2.PlaceRequest] = []
+        # How many each call asked about.
+        self.calls: list[int] = []
+        self.called, self.open = asyncio.Event(), asyncio.Event()
+        self.open.set()
 
-    async def Place(
-        self, request: scheduler_pb2.PlaceRequest, context: grpc.aio.ServicerContext
-    ) -> scheduler_pb2.PlaceReply:
-        self.asked.append(request)
+    async def PlaceMany(
+        self, request: scheduler_pb2.PlaceManyRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.PlaceManyReply:
+        self.asked += request.requests
+        self.calls.append(len(request.requests))
+        self.called.set()
         if self.answer is None:
             await asyncio.Event().wait()
             raise AssertionError
-        return self.answer(request)
+        await self.open.wait()
+        return scheduler_pb2.PlaceManyReply(replies=[self.answer(each) for each in request.requests])
 
 
 @asynccontextmanager
@@ -89,6 +96,43 @@ async def test_the_scheduler_decides_on_exact_lengths(channels: Channels) -> Non
     assert (asked.request_id, asked.frontend_id) == ("r", "f0")
     assert (asked.prompt_tokens, asked.output_tokens, asked.max_tokens) == (7, 2, 9)
     assert list(asked.excluded_instance_ids) == ["z"]
+
+
+async def test_what_comes_while_one_is_asked_about_is_asked_together(channels: Channels) -> None:
+    members, table = StaticMembers(), StreamTable()
+    leader = Scheduler(lambda request: scheduler_pb2.PlaceReply(instance_id=f"on-{request.request_id}"))
+    leader.open.clear()
+    names = [f"r{number}" for number in range(130)]
+    async with scheduler(members, "s0", leader):
+        placement = Placement("f0", members, Attached(*(f"on-{name}" for name in names)), table, channels)
+        first = asyncio.create_task(placement.choose(table.open(names[0]), frozenset()))
+        await leader.called.wait()
+        others = [asyncio.create_task(placement.choose(table.open(n), frozenset())) for n in names[1:]]
+        await asyncio.sleep(0)
+        # Its client has gone: nobody waits for that answer.
+        others[3].cancel()
+        leader.open.set()
+        async with asyncio.timeout(10):
+            assert (await first) == Placed("on-r0", "")
+            answers = await asyncio.gather(*others, return_exceptions=True)
+        for number, answer in enumerate(answers, 1):
+            if number != 4:
+                assert answer == Placed(f"on-r{number}", "")
+        assert isinstance(answers[3], asyncio.CancelledError)
+        await placement.close()
+    assert leader.calls == [1, 64, 64, 1]
+
+
+async def test_closing_answers_who_waits(channels: Channels) -> None:
+    members, table = StaticMembers(), StreamTable()
+    async with scheduler(members, "s0", Scheduler(None)) as _:
+        placement = Placement("f0", members, Attached("a"), table, channels)
+        waiting = asyncio.create_task(placement.choose(table.open("r"), frozenset()))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await placement.close()
+        async with asyncio.timeout(5):
+            assert await waiting == Placed("a", "fallback")
 
 
 async def test_a_refusal_is_a_refusal(channels: Channels) -> None:

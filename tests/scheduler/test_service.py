@@ -81,6 +81,15 @@ async def test_place_and_list(control: Control) -> None:
     assert (await scheduler.Place(excluded, timeout=5)).refusal == "no active instance"
     code, details = await refused(scheduler.Place(scheduler_pb2.PlaceRequest(), timeout=5))
     assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, "request_id: must not be empty")
+    several = [scheduler_pb2.PlaceRequest(request_id=f"m{n}", prompt_tokens=100) for n in range(4)]
+    together = await scheduler.PlaceMany(scheduler_pb2.PlaceManyRequest(requests=several), timeout=5)
+    # Each knows of those before it.
+    assert sorted(reply.instance_id for reply in together.replies) == ["a", "a", "b", "b"]
+    several.append(scheduler_pb2.PlaceRequest())
+    code, details = await refused(
+        scheduler.PlaceMany(scheduler_pb2.PlaceManyRequest(requests=several), timeout=5)
+    )
+    assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, "requests[4].request_id: must not be empty")
     await running(control, admin, "x")
     info = (await requests(admin))["x"]
     assert (info.instance_id, info.phase, info.prompt_tokens) == ("a", REASONING, 100)
