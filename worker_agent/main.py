@@ -210,7 +210,7 @@ async def _serve_or_say(
 
 async def serve(common: CommonOptions, options: EngineOptions, count: int, settings: WorkerSettings) -> None:
     """Run `count` workers until cancelled. Raises EngineDied when an engine failed for good."""
-    names = _numbered(common.member_id, count)
+    names = numbered(common.member_id, count)
     registry = new_registry("worker", common.member_id)
     collector, histograms = WorkerCollector(registry), WorkerHistograms(registry)
     engines = [make_engine(options, histograms.step_late_seconds.observe) for _ in names]
@@ -248,9 +248,9 @@ async def serve(common: CommonOptions, options: EngineOptions, count: int, setti
         stop_ucx()
 
 
-def _numbered(first: str, count: int) -> list[str]:
-    """`count` ids from `first` on: worker-5, worker-6, ...; worker, worker-1, ..."""
+def numbered(first: str, count: int) -> list[str]:
+    """`count` ids, `first` being the first: worker-5, worker-6, ...; node-08, node-09, ...; worker, worker-1, ..."""
     stem, dash, number = first.rpartition("-")
-    if not dash or not number.isdecimal():
+    if not dash or not (number.isascii() and number.isdecimal()):
         return [first, *(f"{first}-{n}" for n in range(1, count))]
-    return [f"{stem}-{int(number) + n}" for n in range(count)]
+    return [f"{stem}-{int(number) + n:0{len(number)}d}" for n in range(count)]

@@ -19,7 +19,7 @@ from worker_agent.engines import (
     with_tiny_models_defaults,
 )
 from worker_agent.faults import VARIABLE, Faults
-from worker_agent.main import command
+from worker_agent.main import command, numbered
 
 
 def test_engine_arguments_are_json_or_strings() -> None:
@@ -80,3 +80,20 @@ async def test_many_workers_in_one_process_register_each(
         )
     assert await store.get_prefix("instances/") == {}
     assert process.process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "ids"),
+    [
+        ("worker-5", ["worker-5", "worker-6"]),
+        ("worker-9", ["worker-9", "worker-10"]),
+        ("node-0444", ["node-0444", "node-0445"]),
+        ("a-00", ["a-00", "a-01"]),
+        ("worker", ["worker", "worker-1"]),
+        ("a-", ["a-", "a--1"]),
+        ("a-b7", ["a-b7", "a-b7-1"]),
+    ],
+)
+def test_ids_are_those_that_were_asked_for(first: str, ids: list[str]) -> None:
+    assert numbered(first, 2) == ids
+    assert numbered(first, 1) == [first]
