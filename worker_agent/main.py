@@ -249,7 +249,7 @@ async def serve(common: CommonOptions, options: EngineOptions, count: int, setti
 
 
 def numbered(first: str, count: int) -> list[str]:
-    """`count` ids, `first` being the first: worker-5, worker-6, ...; node-08, node-09, ...; worker, worker-1, ..."""
+    """`count` ids from `first` on: worker-5, worker-6, ...; node-08, node-09, ...; worker, worker-1, ..."""
     stem, dash, number = first.rpartition("-")
     if not dash or not (number.isascii() and number.isdecimal()):
         return [first, *(f"{first}-{n}" for n in range(1, count))]
