@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 _DEADLINE_S: Final = 1.0
 # One that did not answer is not asked again for so long: its deadline would be added to every request.
 _SHUN_S: Final = 2.0
-# Requests of one call. A scheduler decides on all of them before it does anything else, some 50 ms for so many;
-# fewer would have a burst of a thousand wait for many calls in a row, each of which takes long while all are busy.
+# Requests of one call. A scheduler decides on all of them before it does anything else, some 50 ms for so
+# many; fewer would have a burst of a thousand wait for many calls in a row, each slow while all are busy.
 _TOGETHER: Final = 512
 
 _Answer = asyncio.Future[scheduler_pb2.PlaceReply | None]
