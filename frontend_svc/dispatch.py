@@ -10,6 +10,7 @@ from typing import Final, Protocol
 from frontend_svc.outbox import Outbox
 from frontend_svc.placement import Placed, Placement, Refused
 from frontend_svc.streams import Stream, StreamTable
+from tailrace.service.failure import failure
 from tailrace.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ class Dispatch:
     def _done(self, stream: Stream, task: asyncio.Task[None]) -> None:
         if self._tasks.get(stream.handle) is task:
             del self._tasks[stream.handle]
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if (error := failure(task)) is not None:
             # A fault of ours; its user must not wait for ever.
             log.error("placing %s failed", stream.request_id, exc_info=error)
             self._sink.on_unplaced(stream, "internal error", 0.0)

@@ -12,6 +12,7 @@ import grpc
 
 from frontend_svc.fleet import Members
 from tailrace.service.channels import Channels
+from tailrace.service.failure import failure
 from tailrace.service.preferred import preferred
 from tailrace.v1 import scheduler_pb2, scheduler_pb2_grpc
 
@@ -101,5 +102,5 @@ def _settle(answer: _Answer, reply: scheduler_pb2.PlaceReply | None) -> None:
 
 
 def _look(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
+    if (error := failure(task)) is not None:
         log.error("asking for placements failed", exc_info=error)

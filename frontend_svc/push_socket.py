@@ -59,7 +59,7 @@ class PushSocket:
         answer = await self._receive(size)
         if not flags & _COMMAND or not answer.startswith(b"\x05READY"):
             raise HandshakeFailed(f"no READY but {answer[:64]!r}")
-        self._writer = SocketWriter(self._socket)
+        self._writer = SocketWriter(self._socket, self._drained)
 
     def send(self, frames: Sequence[bytes]) -> None:
         """Send one message."""
@@ -79,6 +79,10 @@ class PushSocket:
             self._socket.close()
         else:
             self._writer.close()
+
+    def _drained(self, error: OSError | None) -> None:
+        if error is not None:
+            self._on_stuck()
 
     async def _receive(self, size: int) -> bytes:
         loop = asyncio.get_running_loop()

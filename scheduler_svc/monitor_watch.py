@@ -13,6 +13,7 @@ import grpc
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.state import ClusterState
 from tailrace.service.channels import Channels
+from tailrace.service.failure import failure
 from tailrace.service.preferred import first_address
 from tailrace.store.membership import Membership
 from tailrace.v1 import monitor_pb2
@@ -59,7 +60,7 @@ class MonitorWatch:
             finally:
                 reading.cancel()
                 await asyncio.wait([reading])
-                if not reading.cancelled() and (error := reading.exception()) is not None:
+                if (error := failure(reading)) is not None:
                     # A report that we cannot take: the next watch begins with a snapshot.
                     log.error("reading the monitor at %s failed", address, exc_info=error)
                 self._metrics.monitor_connected.set(0)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from tailrace.records import InstanceRecord
 from tailrace.service.channels import Channels
+from tailrace.service.failure import failure
 from tailrace.service.message_stream import serve_streams
 from tailrace.service.options import fresh_incarnation
 from tailrace.service.preferred import first_address
@@ -257,7 +258,7 @@ async def _background(
     """A task that runs until the block ends. A worker without it is none: if it fails, `on_dead` is told."""
 
     def ended(done: asyncio.Task[None]) -> None:
-        if not done.cancelled() and (error := done.exception()) is not None:
+        if (error := failure(done)) is not None:
             log.error("%s failed", name, exc_info=error)
             on_dead(f"{name} failed: {error}")
 

@@ -18,6 +18,8 @@ from typing import Final, Generic, Protocol, Self, TypeVar, cast
 from google.protobuf.message import DecodeError
 
 from tailrace.service.channels import MESSAGE_BYTES_MAX
+from tailrace.service.failure import failure
+from tailrace.service.said import said
 from tailrace.service.server import ListenError
 from tailrace.service.socket_writer import SocketWriter
 
@@ -135,7 +137,8 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
         # The transport reads and we write: each has a descriptor of its own.
         own = socket.socket(fileno=os.dup(made.fileno()))
         own.setblocking(False)
-        self._writer = SocketWriter(own, self._writable.set)
+        # If writing fails the transport learns it, too: its reader is told.
+        self._writer = SocketWriter(own, lambda error: self._writable.set())
         self._writable.set()
 
     def data_received(self, data: bytes) -> None:
@@ -170,7 +173,7 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._finish("closed" if error is None else str(error) or type(error).__name__)
+        self._finish("closed" if error is None else said(error))
 
     def _reject(self, reason: str) -> None:
         self._finish(reason)
@@ -217,7 +220,7 @@ async def serve_streams(
 
     def done(task: asyncio.Task[None]) -> None:
         serving.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if (error := failure(task)) is not None:
             log.error("a stream's server failed", exc_info=error)
 
     class Accepted(MessageStream[Received]):

@@ -16,9 +16,9 @@ from collections.abc import Callable
 class SocketWriter:
     """What the kernel does not take at once is kept, and written by the event loop when it does."""
 
-    def __init__(self, to: socket.socket, drained: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, to: socket.socket, drained: Callable[[OSError | None], None]) -> None:
         """`to`: a non-blocking stream socket, from now on the writer's own. `drained` is called on the
-        running event loop whenever all that was kept has been written."""
+        running event loop whenever nothing is kept any more: it was written, or the error says why never."""
         self._socket = to
         self._drained = drained
         self._loop = asyncio.get_running_loop()
@@ -69,16 +69,16 @@ class SocketWriter:
             self._loop.remove_writer(self._socket)
 
     def _flush(self) -> None:
+        failed: OSError | None = None
         with self._lock:
             try:
                 sent = self._socket.send(self._kept)
             except BlockingIOError:
                 return
-            except OSError:
-                # Whoever reads this connection learns why it ended.
-                sent = len(self._kept)
+            except OSError as error:
+                failed, sent = error, len(self._kept)
             del self._kept[:sent]
             if self._kept:
                 return
             self._unwatch()
-        self._drained()
+        self._drained(failed)

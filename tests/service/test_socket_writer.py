@@ -25,7 +25,7 @@ async def several_threads_and_a_late_reader() -> list[tuple[int, int]]:
     ours.setblocking(False)
     theirs.setblocking(False)
     drained = asyncio.Event()
-    writer = SocketWriter(ours, drained.set)
+    writer = SocketWriter(ours, lambda error: drained.set())
 
     def write(thread: int) -> None:
         for number in range(_RECORDS):
@@ -65,7 +65,7 @@ def test_all_arrives_whole_and_in_each_threads_order(run: object) -> None:
 async def test_writing_to_what_is_over_says_so() -> None:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    writer = SocketWriter(ours)
+    writer = SocketWriter(ours, lambda error: None)
     theirs.close()
     with pytest.raises(OSError):
         writer.write(b"x")
@@ -73,3 +73,17 @@ async def test_writing_to_what_is_over_says_so() -> None:
     writer.close()
     with pytest.raises(ConnectionAbortedError):
         writer.write(b"x")
+
+
+async def test_what_is_kept_and_can_never_be_written_is_told() -> None:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    told: asyncio.Future[OSError | None] = asyncio.get_running_loop().create_future()
+    writer = SocketWriter(ours, told.set_result)
+    while not writer.kept_bytes:
+        writer.write(b"x" * (1 << 20))
+    theirs.close()
+    async with asyncio.timeout(10):
+        assert isinstance(await told, OSError)
+    assert writer.kept_bytes == 0
+    writer.close()

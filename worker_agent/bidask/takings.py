@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tailrace.policy.cascade.bid_ask import Ask, Award, Bid, Busy, Done, Grant, Receiver, ToSender, Withdraw
+from tailrace.service.failure import failure
 from tailrace.v1 import bidask_pb2
 from worker_agent.bidask.messages import Wire, encode, no_bid
 from worker_agent.bidask.offers import OFFER_S, Post
@@ -113,7 +114,7 @@ class Takings:
         self._fetching.pop(request_id, None)
         # What was won and is no longer fetched is forgotten now, not with the next message.
         self._tidy()
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if (error := failure(task)) is not None:
             log.error("fetching %s failed", request_id, exc_info=error)
 
     async def _run(self, won: Won) -> None:

@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 import ucxx
 
+from tailrace.service.failure import failure
 from worker_agent.engine.base import Engine, EngineRefusal, KvShape, Staging
 from worker_agent.faults import Faults
 from worker_agent.kv.errors import KvTransferError
@@ -113,7 +114,7 @@ class KvServer:
     def _done(self, channel: Channel, task: asyncio.Task[None]) -> None:
         self._idle.pop(channel, None)
         del self._connections[channel]
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if (error := failure(task)) is not None:
             # The target sees its connection end; why, only we know.
             log.error("a KV connection failed", exc_info=error)
 

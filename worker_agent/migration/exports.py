@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from tailrace.service.failure import failure
 from worker_agent.engine.base import RequestKey
 from worker_agent.migration.inbox import Ended, Owned, Released
 from worker_agent.migration.lease import Lease
@@ -70,5 +71,5 @@ class Exports:
 
     def _done(self, export: Export, task: asyncio.Task[None]) -> None:
         del self._running[export]
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if (error := failure(task)) is not None:
             log.error("export failed", exc_info=error)
