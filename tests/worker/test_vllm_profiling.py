@@ -1,4 +1,4 @@
-"""Measuring the vLLM engine on the tiny model, in a few seconds."""
+"""Measuring the vLLM engine on the tiny model: all of the plan is done, and a profile comes of it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from worker_agent.engine.vllm.engine import VllmEngine
 from worker_agent.engine.vllm.settings import VllmSettings
 from worker_agent.profiling.fitting import profile_of
 from worker_agent.profiling.measure import measure
+from worker_agent.profiling.plan import batches, prompt_lengths
 from worker_agent.profiling.probes import Probes
 
 pytestmark = pytest.mark.vllm
@@ -47,17 +48,16 @@ async def test_a_vllm_engine_is_measured() -> None:
     probes = Probes(NoUsers(), asyncio.get_running_loop().time)
     info = await engine.start(probes)
     try:
-        samples = await measure(engine, info, probes, 5.0, lambda _: None)
-        # Those that the end of the time cut off are dropped by the engine's thread.
-        async with asyncio.timeout(30):
-            while engine.stats().requests:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        # The whole plan takes some seconds; which of them a busy machine takes longer for is not asked here.
+        samples = await measure(engine, info, probes, 120.0, lambda _: None)
     finally:
         await engine.stop()
-    found = profile_of(info, "w", samples, 0.1, 5.0)
+    assert [tokens for tokens, _ in samples.ttft] == prompt_lengths(info)
+    assert {batch.requests for batch in batches(info)} <= {sample.requests for sample in samples.decode}
+    times = [seconds for _, seconds in samples.ttft] + [sample.seconds for sample in samples.decode]
+    assert min(times) > 0.0
+    # A minute between tokens: no stall of the machine is as long.
+    found = profile_of(info, "w", samples, 60.0, 5.0)
     assert "threads" in found.hardware and found.kind.startswith("vllm-")
-    # What any machine's figures have in common: times are there, and longer prompts do not take less.
-    assert found.profile.decode.base_ms > 0.0 and found.decode_samples >= 3
-    assert found.ttft.samples >= 3 and found.max_running_tokens > 0
-    curve = dict(samples.ttft)
-    assert curve[max(curve)] > curve[min(curve)]
+    assert found.ttft.samples == len(samples.ttft) and found.decode_samples == len(samples.decode)
+    assert found.max_running_tokens > 0
