@@ -123,6 +123,8 @@ async def run_stream(url: str, request: bytes, timeout_s: float = 300.0) -> Stre
     loop = asyncio.get_running_loop()
     done: asyncio.Future[StreamResult] = loop.create_future()
     protocol = _Stream(request, done)
+    if parts.hostname is None or parts.port is None:
+        raise ValueError(f"{url} names no host and port")
     try:
         async with asyncio.timeout(timeout_s):
             await loop.create_connection(lambda: protocol, parts.hostname, parts.port)

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -99,7 +99,7 @@ class VllmServe(Server):
         command += ["--no-async-scheduling"]
         if rust_front is None:
             command += ["--uvicorn-log-level", "warning"]  # vllm-rs refuses what it does not know
-        environment: Mapping[str, str] = {
+        environment = {
             # Without this vLLM turns `uni` back to `mp`, which spins on shared memory on two cores.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_NO_USAGE_STATS": "1",

@@ -46,7 +46,7 @@ def variants(count: int) -> list[tuple[str, dict[str, object]]]:
 def run_all(client: OpenAI, model: str, work: list[tuple[str, dict[str, object]]]) -> list[Chat]:
     """All streams at once, in the order of `work`."""
     with ThreadPoolExecutor(max_workers=len(work)) as pool:
-        futures = [pool.submit(stream_chat, client, model, prompt, **options) for prompt, options in work]
+        futures = [pool.submit(stream_chat, client, model, prompt, options) for prompt, options in work]
         return [future.result(timeout=600) for future in futures]
 
 

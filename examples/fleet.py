@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -102,10 +102,10 @@ def stream_chat(
     client: OpenAI,
     model: str,
     prompt: str,
+    options: Mapping[str, object],
     on_progress: Callable[[Chat], None] = lambda chat: None,
-    **options: object,
 ) -> Chat:
-    """Stream one chat; `on_progress` is called after every chunk."""
+    """Stream one chat with these sampling options; `on_progress` is called after every chunk."""
     chat = Chat()
     stream = client.chat.completions.create(  # type: ignore[call-overload]
         model=model,

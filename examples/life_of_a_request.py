@@ -63,9 +63,8 @@ class Neighbour:
         self._started.wait(timeout=60)
 
     def _read(self, client: OpenAI, prompt: str) -> None:
-        messages = [{"role": "user", "content": prompt}]
-        stream = client.chat.completions.create(  # type: ignore[call-overload]
-            model=MODEL, messages=messages, stream=True, temperature=0
+        stream = client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": prompt}], stream=True, temperature=0
         )
         # It may end with the cluster, when the story ends early.
         with stream, contextlib.suppress(OpenAIError):
@@ -163,7 +162,12 @@ class Story:
             heard.set()
 
         answer = self._pool.submit(
-            stream_chat, self._client, MODEL, REQUEST.prompt, progress, temperature=0, max_tokens=4000
+            stream_chat,
+            self._client,
+            MODEL,
+            REQUEST.prompt,
+            {"temperature": 0.0, "max_tokens": 4000},
+            progress,
         )
         heard.wait(timeout=60)
         return answer

@@ -21,6 +21,7 @@ from tailrace.tiny.task import task
 from tailrace.v1 import migration_pb2, types_pb2
 
 PROMPT = task("wxyz", 120, 120).prompt
+GREEDY = {"temperature": 0.0}
 
 
 def main() -> int:
@@ -41,7 +42,7 @@ def run(options: argparse.Namespace, fleet: Fleet) -> int:
     model = client.models.list().data[0].id
 
     print(f"model {model}; instances: {', '.join(fleet.instances())}")
-    undisturbed = stream_chat(client, model, options.prompt, temperature=0)
+    undisturbed = stream_chat(client, model, options.prompt, GREEDY)
     print(
         f"undisturbed: {len(undisturbed.reasoning)} characters of reasoning, "
         f"{len(undisturbed.answer)} of answer, {undisturbed.completion_tokens} tokens"
@@ -68,7 +69,7 @@ def run(options: argparse.Namespace, fleet: Fleet) -> int:
         once.when("late in the reasoning", thought > len(undisturbed.reasoning) // 2, lambda: move(chat))
         once.when("in the answer", answered > len(undisturbed.answer) // 10, lambda: move(chat))
 
-    migrated = stream_chat(client, model, options.prompt, on_progress=watch, temperature=0)
+    migrated = stream_chat(client, model, options.prompt, GREEDY, on_progress=watch)
     once.join()
 
     committed = [r for r in records if r.state == types_pb2.MIGRATION_STATE_COMMITTED]

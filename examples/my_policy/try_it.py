@@ -25,9 +25,8 @@ def main() -> None:
             options = WorkloadOptions(seed=seed, rate_per_s=4.0, count=300, max_model_len=32_768)
             workload = resolve_workload("r1", options)
             result = simulate(cluster, workload.requests, registry.load(name), Fcfs(), seed=seed)
-            done = [request for request in result.requests if request.finish_s is not None]
-            ttft_s = [request.ttft_s for request in done]
-            smooth = np.mean([request.qoe >= 0.95 for request in done])
+            ttft_s = [request.ttft_s for request in result.requests if request.ttft_s is not None]
+            smooth = np.mean([request.qoe >= 0.95 for request in result.requests if request.qoe is not None])
             runs.append((*np.percentile(ttft_s, [50, 99]), 100 * smooth, len(result.migrations)))
         p50, p99, smooth, migrations = np.median(runs, axis=0)
         print(f"{name:14}{p50:8.1f} s{p99:8.1f} s{smooth:12.1f}%{migrations:12.0f}")
