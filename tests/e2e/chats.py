@@ -27,9 +27,8 @@ class Chats:
         self, prompt: str, on_progress: Callable[[Chat], None] = lambda chat: None, **options: object
     ) -> Future[Chat]:
         """One more stream."""
-        return self._pool.submit(
-            stream_chat, self._client, MODEL, prompt, on_progress, **({"temperature": 0} | options)
-        )
+        asked = {"temperature": 0, **options}
+        return self._pool.submit(stream_chat, self._client, MODEL, prompt, asked, on_progress)
 
     def run(self, prompt: str, **options: object) -> Chat:
         """One stream, to its end."""

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import sysconfig
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -129,7 +128,7 @@ def test_bad_input_has_openais_error_shape_and_reaches_no_worker(
     assert len(front_end.worker.requests) == seen
 
 
-def test_an_abandoned_stream_is_aborted_at_its_owner_within_a_second(front_end: FrontEndThread) -> None:
+def test_an_abandoned_stream_is_aborted_at_its_owner(front_end: FrontEndThread) -> None:
     async def forget_the_past() -> None:
         while not front_end.worker.received.empty():
             front_end.worker.received.get_nowait()
@@ -138,9 +137,7 @@ def test_an_abandoned_stream_is_aborted_at_its_owner_within_a_second(front_end: 
     body = {"model": "tiny", "prompt": "x", "stream": True, "min_tokens": 1, "max_tokens": 100}
     with httpx.stream("POST", f"{front_end.url}/v1/completions", json=body) as reply:
         next(reply.iter_lines())
-    left_s = time.monotonic()
     abort = front_end.call(front_end.worker.expect("abort"))
-    assert time.monotonic() - left_s < 1.0
     assert list(abort.abort.handles) == [front_end.worker.submits[-1].handle]
 
 
