@@ -9,6 +9,7 @@ import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 import yaml
 
@@ -20,12 +21,51 @@ DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 _VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?::-(?P<default>[^}]*))?\}")
 
 
+class Healthcheck(TypedDict):
+    """How it is found out whether a service is healthy."""
+
+    test: list[str]
+
+
+class Dependency(TypedDict):
+    """What a service waits for of another."""
+
+    condition: str
+
+
+class Build(TypedDict):
+    """How an image is built."""
+
+    context: str
+    dockerfile: str
+    target: str
+
+
+class ComposeService(TypedDict, total=False):
+    """What is read here of one service; each has only some of it."""
+
+    image: str
+    build: Build
+    command: list[str]
+    environment: dict[str, str]
+    depends_on: dict[str, Dependency]
+    healthcheck: Healthcheck
+    volumes: list[str]
+
+
+class ComposeFile(TypedDict):
+    """What is read here of a compose file."""
+
+    services: dict[str, ComposeService]
+    volumes: dict[str, object]
+
+
 def load_compose(
     name: str = "docker-compose.yml", environment: Mapping[str, str] | None = None
-) -> dict[str, object]:
+) -> ComposeFile:
     """A compose file with its variables filled in, from `environment` or their defaults."""
     text = (DEPLOY / name).read_text()
-    loaded = yaml.safe_load(_interpolate(text, environment or {}))
+    loaded: ComposeFile = yaml.safe_load(_interpolate(text, environment or {}))
     assert isinstance(loaded, dict)
     return loaded
 

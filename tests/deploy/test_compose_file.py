@@ -31,7 +31,7 @@ def test_compose_schema(name: str) -> None:
 
 
 def test_the_schema_would_notice() -> None:
-    broken = load_compose() | {"services": {"etcd": {"imagine": "x"}}}
+    broken = {**load_compose(), "services": {"etcd": {"imagine": "x"}}}
     with pytest.raises(jsonschema.ValidationError, match="imagine"):
         jsonschema.validate(broken, _schema())
 

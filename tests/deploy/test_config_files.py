@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Literal, NotRequired, TypedDict, TypeVar
 
 import yaml
 
@@ -11,8 +12,62 @@ from tests.deploy.compose import DEPLOY, load_compose
 SERVICES = load_compose()["services"]
 
 
-def _yaml(path: str) -> dict[str, object]:
-    loaded = yaml.safe_load((DEPLOY / path).read_text())
+File = TypeVar("File")
+
+
+class Targets(TypedDict):
+    targets: list[str]
+    labels: NotRequired[dict[str, str]]
+
+
+class Job(TypedDict):
+    static_configs: list[Targets]
+
+
+class Prometheus(TypedDict):
+    scrape_configs: list[Job]
+
+
+class Exporter(TypedDict):
+    endpoint: str
+
+
+class CollectorService(TypedDict):
+    extensions: list[str]
+    pipelines: dict[str, dict[Literal["receivers", "processors", "exporters"], list[str]]]
+
+
+class Collector(TypedDict):
+    receivers: dict[str, object]
+    processors: dict[str, object]
+    exporters: dict[str, Exporter]
+    extensions: dict[str, object]
+    service: CollectorService
+
+
+class ProviderOptions(TypedDict):
+    path: str
+
+
+class Provider(TypedDict):
+    options: ProviderOptions
+
+
+class Dashboards(TypedDict):
+    providers: list[Provider]
+
+
+class Datasource(TypedDict):
+    uid: str
+
+
+class Datasources(TypedDict):
+    datasources: list[Datasource]
+
+
+def _yaml(path: str, kind: type[File]) -> File:
+    """The file as plain data, of which `kind` says what is read here."""
+    loaded: File = yaml.safe_load((DEPLOY / path).read_text())
     assert isinstance(loaded, dict)
     return loaded
 
@@ -28,7 +83,7 @@ def _metrics_ports() -> dict[str, str]:
 
 def test_prometheus_scrapes_every_service() -> None:
     scraped = {}
-    for job in _yaml("prometheus.yml")["scrape_configs"]:
+    for job in _yaml("prometheus.yml", Prometheus)["scrape_configs"]:
         for static in job["static_configs"]:
             for target in static["targets"]:
                 host, port = target.split(":")
@@ -39,7 +94,7 @@ def test_prometheus_scrapes_every_service() -> None:
 
 
 def test_collector_pipelines_name_what_is_defined() -> None:
-    config = _yaml("otel-collector.yaml")
+    config = _yaml("otel-collector.yaml", Collector)
     for pipeline in config["service"]["pipelines"].values():
         for kind, names in pipeline.items():
             assert set(names) <= set(config[kind])
@@ -47,7 +102,7 @@ def test_collector_pipelines_name_what_is_defined() -> None:
 
 
 def test_spans_go_to_services_that_listen() -> None:
-    exporters = _yaml("otel-collector.yaml")["exporters"]
+    exporters = _yaml("otel-collector.yaml", Collector)["exporters"]
     assert "--listen=0.0.0.0:7102" in SERVICES["monitor"]["command"]
     assert exporters["otlp/monitor"]["endpoint"] == "monitor:7102"
     assert exporters["otlp/jaeger"]["endpoint"] == "jaeger:4317"
@@ -58,11 +113,12 @@ def test_spans_go_to_services_that_listen() -> None:
 
 def test_grafana_finds_its_dashboard_and_sources() -> None:
     mounts = dict(volume.split(":")[:2] for volume in SERVICES["grafana"]["volumes"])
-    folder = _yaml("grafana/provisioning/dashboards/tailrace.yml")["providers"][0]["options"]["path"]
+    dashboards = _yaml("grafana/provisioning/dashboards/tailrace.yml", Dashboards)
+    folder = dashboards["providers"][0]["options"]["path"]
     assert mounts["./grafana/dashboards"] == folder
     home = SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
     assert home == f"{folder}/tailrace.json"
-    sources = _yaml("grafana/provisioning/datasources/tailrace.yml")["datasources"]
+    sources = _yaml("grafana/provisioning/datasources/tailrace.yml", Datasources)["datasources"]
     uids = {source["uid"] for source in sources}
     dashboard = json.loads((DEPLOY / "grafana/dashboards/tailrace.json").read_text())
     for panel in dashboard["panels"]:
