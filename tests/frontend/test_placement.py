@@ -44,8 +44,17 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.called, self.open = asyncio.Event(), asyncio.Event()
         self.open.set()
 
+    async def Place(
+        self,
+        request: scheduler_pb2.PlaceRequest,
+        context: grpc.aio.ServicerContext[scheduler_pb2.PlaceRequest, scheduler_pb2.PlaceReply],
+    ) -> scheduler_pb2.PlaceReply:
+        raise NotImplementedError("front ends ask about several at once")
+
     async def PlaceMany(
-        self, request: scheduler_pb2.PlaceManyRequest, context: grpc.aio.ServicerContext
+        self,
+        request: scheduler_pb2.PlaceManyRequest,
+        context: grpc.aio.ServicerContext[scheduler_pb2.PlaceManyRequest, scheduler_pb2.PlaceManyReply],
     ) -> scheduler_pb2.PlaceManyReply:
         self.asked += request.requests
         self.calls.append(len(request.requests))

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from tailrace.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from tailrace.v1 import profile_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 
 PRE_COPY = types_pb2.MIGRATION_STATE_PRE_COPY
 STOP_AND_COPY = types_pb2.MIGRATION_STATE_STOP_AND_COPY
@@ -47,6 +47,20 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.CancelImportReply:
         self.cancelled_imports.append(request.migration_id)
         return worker_pb2.CancelImportReply(cancelled=True)
+
+    def Export(
+        self,
+        request_iterator: AsyncIterator[worker_pb2.ExportCommand],
+        context: grpc.aio.ServicerContext[worker_pb2.ExportCommand, worker_pb2.ExportEvent],
+    ) -> AsyncIterator[worker_pb2.ExportEvent]:
+        raise NotImplementedError("no test asks for it")
+
+    def Profile(
+        self,
+        request: profile_pb2.ProfileRequest,
+        context: grpc.aio.ServicerContext[profile_pb2.ProfileRequest, profile_pb2.ProfileEvent],
+    ) -> AsyncIterator[profile_pb2.ProfileEvent]:
+        raise NotImplementedError("no test asks for it")
 
 
 def commit(rounds: int = 2) -> list[worker_pb2.ImportEvent | str]:

@@ -32,6 +32,13 @@ class Worker(bidask_pb2_grpc.BidAskServicer):
         self.offered.append(request)
         return bidask_pb2.OfferReply(taker_instance_id=self.taker)
 
+    async def Tell(
+        self,
+        request: bidask_pb2.BidAskMessage,
+        context: grpc.aio.ServicerContext[bidask_pb2.BidAskMessage, bidask_pb2.BidAskReply],
+    ) -> bidask_pb2.BidAskReply:
+        raise NotImplementedError("the scheduler tells nothing")
+
 
 def cluster(address: str) -> ClusterState:
     """Request r on a, which listens there; b and c beside it."""

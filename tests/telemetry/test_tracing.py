@@ -13,10 +13,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
-    TraceServiceServicer,
-    add_TraceServiceServicer_to_server,
-)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import add_TraceServiceServicer_to_server
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from opentelemetry.trace import get_current_span
 
@@ -32,7 +29,9 @@ from tailrace.telemetry.tracing import (
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-class _Collector(TraceServiceServicer):
+class _Collector:
+    """OTLP's service."""
+
     def __init__(self) -> None:
         self.received: queue.Queue[ExportTraceServiceRequest] = queue.Queue()
 

@@ -12,7 +12,7 @@ import grpc
 
 from tailrace.profiles import load_profile
 from tailrace.service.channels import Channels
-from tailrace.v1 import monitor_pb2, monitor_pb2_grpc, types_pb2
+from tailrace.v1 import admin_pb2, monitor_pb2, monitor_pb2_grpc, types_pb2
 from worker_agent.carried import Carried, CarriedRequests
 from worker_agent.engine.base import EnginePhase, EngineStats, RequestKey, RequestStats
 from worker_agent.phase_news import PhaseNews
@@ -30,11 +30,27 @@ class ScriptedMonitor(monitor_pb2_grpc.MonitorServicer):
         self.reports: asyncio.Queue[monitor_pb2.WorkerReport] = asyncio.Queue()
 
     async def Report(
-        self, requests: AsyncIterator[monitor_pb2.WorkerReport], context: grpc.aio.ServicerContext
+        self,
+        requests: AsyncIterator[monitor_pb2.WorkerReport],
+        context: grpc.aio.ServicerContext[monitor_pb2.WorkerReport, monitor_pb2.ReportAck],
     ) -> AsyncIterator[monitor_pb2.ReportAck]:
         async for report in requests:
             self.reports.put_nowait(report)
             yield monitor_pb2.ReportAck(seq=report.seq)
+
+    def Watch(
+        self,
+        request: monitor_pb2.WatchRequest,
+        context: grpc.aio.ServicerContext[monitor_pb2.WatchRequest, monitor_pb2.StateDelta],
+    ) -> AsyncIterator[monitor_pb2.StateDelta]:
+        raise NotImplementedError("workers only report")
+
+    async def GetTrace(
+        self,
+        request: admin_pb2.GetTraceRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.GetTraceRequest, admin_pb2.GetTraceReply],
+    ) -> admin_pb2.GetTraceReply:
+        raise NotImplementedError("workers only report")
 
     async def next(self) -> monitor_pb2.WorkerReport:
         async with asyncio.timeout(WAIT_S):
