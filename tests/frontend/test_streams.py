@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    multiple,
+    rule,
+)
 
 from frontend_svc.adopt import Commit, Wait, judge
 from frontend_svc.streams import (
@@ -121,7 +129,7 @@ class Arbiter(RuleBasedStateMachine):
         assert not verdict.failed
 
     @rule(target=copies, lost=st.sampled_from(INSTANCES), to=st.sampled_from(INSTANCES), drop=st.booleans())
-    def lose(self, lost: str, to: str, drop: bool) -> object:
+    def lose(self, lost: str, to: str, drop: bool) -> MultipleResults[Copy]:
         """An instance is lost: by a crash its messages are gone, by a hang they come later."""
         if drop:
             self.wires[lost].clear()
@@ -133,7 +141,7 @@ class Arbiter(RuleBasedStateMachine):
         return multiple(*resumed)
 
     @rule(target=copies, source=consumes(copies), to=st.sampled_from(INSTANCES), ahead=st.integers(0, 2))
-    def migrate(self, source: Copy, to: str, ahead: int) -> object:
+    def migrate(self, source: Copy, to: str, ahead: int) -> Copy:
         """The source pauses and a target asks; tokens may be on the wire, or the source may be stale."""
         adopt = worker_pb2.Adopt(
             handle=source.stream.handle,
@@ -238,11 +246,12 @@ def test_phases_are_entered_once_however_often_they_are_flagged() -> None:
     table = StreamTable()
     stream = owned(table)
     assert table.accept("a", one(stream, 0, 0, [1], PREFILL_DONE)).flagged == [(stream, PREFILL_DONE)]
-    assert stream.phase is Phase.REASONING
+    phases = [stream.phase]
     assert table.accept("a", one(stream, 0, 1, [1], PREFILL_DONE)).flagged == []
     ended = table.accept("a", one(stream, 0, 2, [1], REASONING_ENDED | FINISHED))
     assert ended.flagged == [(stream, REASONING_ENDED | FINISHED)]
-    assert stream.phase is Phase.ANSWERING
+    phases.append(stream.phase)
+    assert phases == [Phase.REASONING, Phase.ANSWERING]
 
 
 def test_without_a_reasoning_parser_prefill_leads_to_the_answer() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
+from functools import partial
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,7 +48,7 @@ class Market:
         self.tokens = {f"q{n}": tokens for n, (_, tokens) in enumerate(requests)}
         self.owner = dict(self.home)
         self.unasked = list(self.tokens)
-        self.wires: dict[tuple[str, str], deque[object]] = {}
+        self.wires: dict[tuple[str, str], deque[ToReceiver | ToSender]] = {}
         self.transmitting: dict[str, str] = {}
         self.finished: set[str] = set()
         self.starved: list[str] = []
@@ -60,7 +62,7 @@ class Market:
             starvation=1,
         )
 
-    def send(self, source: str, messages: list[tuple[str, ToReceiver]] | list[tuple[str, ToSender]]) -> None:
+    def send(self, source: str, messages: Sequence[tuple[str, ToReceiver | ToSender]]) -> None:
         for target, message in messages:
             self.wires.setdefault((source, target), deque()).append(message)
 
@@ -68,9 +70,9 @@ class Market:
         """Until nothing can happen any more."""
         for _ in range(MOST_STEPS):
             self.check()
-            choices = [*(("wire", key) for key, wire in self.wires.items() if wire)]
-            choices += [("transfer", r) for r in self.transmitting]
-            choices += [("offer", r) for r in self.unasked]
+            choices = [partial(self.deliver_next, key) for key, wire in self.wires.items() if wire]
+            choices += [partial(self.end_transfer, r) for r in self.transmitting]
+            choices += [partial(self.offer, r) for r in self.unasked]
             if not choices:
                 # Receivers whose senders were busy try again now and then.
                 for name, receiver in self.receivers.items():
@@ -78,13 +80,7 @@ class Market:
                 if not any(self.wires.values()):
                     return
                 continue
-            kind, what = self.rng.choice(choices)
-            if kind == "wire":
-                self.deliver(what, self.wires[what].popleft())  # type: ignore[index]
-            elif kind == "transfer":
-                self.end_transfer(str(what))
-            else:
-                self.offer(str(what))
+            self.rng.choice(choices)()
             if self.rng.random() < 0.02:
                 self.finish_some()
         raise AssertionError("does not end")
@@ -106,7 +102,10 @@ class Market:
                 self.finished.add(request_id)
             self.send(sender.name, messages)
 
-    def deliver(self, wire: tuple[str, str], message: object) -> None:
+    def deliver_next(self, wire: tuple[str, str]) -> None:
+        self.deliver(wire, self.wires[wire].popleft())
+
+    def deliver(self, wire: tuple[str, str], message: ToReceiver | ToSender) -> None:
         source, target = wire
         match message:
             case Ask():

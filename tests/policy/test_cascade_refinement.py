@@ -68,7 +68,7 @@ def samples(seed: int, count: int = 60) -> np.ndarray:
     made = []
     for _ in range(count):
         n = int(rng.integers(1, 200))
-        inputs = rng.integers(10, 4_000, n)
+        inputs = rng.integers(10, 4_000, n).astype(np.float64)
         made.append(features(inputs, inputs + rng.integers(1, 4_000, n)))
     return np.array(made)
 
@@ -96,9 +96,10 @@ def test_fit_says_what_is_wrong() -> None:
 def test_the_optimal_split_is_the_best_of_all(held: list[tuple[int, int]]) -> None:
     """Prefix sums against Eq. (1) for every split."""
     ordered = by_length(held)
+    exact = ordered.astype(np.float64)
 
     def cost(at: int) -> float:
-        low, high = ordered[:at], ordered[at:]
+        low, high = exact[:at], exact[at:]
         return MODEL.batch(features(low[:, 0], low[:, 1])) + MODEL.batch(features(high[:, 0], high[:, 1]))
 
     found = optimal_split(ordered, MODEL)
@@ -161,7 +162,7 @@ def test_moves_towards_the_split_by_the_moving_average() -> None:
 
 
 def test_converges_without_overshoot() -> None:
-    stages = (Stage(0, 100, ("a",)), Stage(100, MAX_LENGTH, ("b",)))
+    stages: tuple[Stage, ...] = (Stage(0, 100, ("a",)), Stage(100, MAX_LENGTH, ("b",)))
     requests = {"a": [(10, 90)] * 20, "b": [(10, 5_000)] * 10 + [(10, 9_000)] * 10}
     seen = []
     for _ in range(60):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from tailrace.actions import Place
+from tailrace.actions import Place, SetPool
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Pool
 from tailrace.policy.arrow.load import LoadModel
 from tailrace.policy.arrow.policy import Arrow
@@ -91,7 +91,9 @@ def test_arrow_predicts_ttft_by_what_was_measured() -> None:
         assert isinstance(placed, Place) and placed.also == ()
     # 20 s by the measured curve: Alg. 1 takes a decode instance in addition.
     placed = arrow.place(fleet(slow), arrival, 0.0)
-    assert isinstance(placed, Place) and [move.pool for move in placed.also] == [Pool.PREFILL]
+    assert isinstance(placed, Place)
+    (move,) = placed.also
+    assert isinstance(move, SetPool) and move.pool is Pool.PREFILL
 
 
 def test_arrows_backlog_is_by_the_measured_curve_unless_reported() -> None:

@@ -171,10 +171,10 @@ def test_nothing_is_known() -> None:
     assert list(policy.on_tick(nobody, 0.0)) == []
 
 
-def crowded(count: int = 40, output: int = 2_000, **limits: int) -> ClusterView:
+def crowded(count: int = 40, output: int = 2_000, capacity: int = 400_000) -> ClusterView:
     """One instance with all the requests, one idle."""
     held = tuple(request(f"r{n}", "w0", 1_000, output, Phase.REASONING) for n in range(count))
-    return cluster(instance("w0", held, **limits), instance("w1"))
+    return cluster(instance("w0", held, capacity=capacity), instance("w1"))
 
 
 def test_an_arrival_waits_for_the_shorter_queue() -> None:

@@ -72,8 +72,11 @@ def test_a_file_comes_back(tmp_path: Path) -> None:
 def test_a_malformed_file_names_the_field(
     change: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.generic]]], field: str, tmp_path: Path
 ) -> None:
-    tensors = {name: np.zeros(4, np.int32) for name in ("request", "generated", "remaining")}
-    tensors |= {"hidden": np.zeros((4, 2), np.float16)} | change  # type: ignore[assignment]
+    tensors: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.generic]]] = {
+        **{name: np.zeros(4, np.int32) for name in ("request", "generated", "remaining")},
+        "hidden": np.zeros((4, 2), np.float16),
+        **change,
+    }
     text = '{"format":"tailrace-length-samples-1","model":"m","interval":20,"step_s":1.0,"batch":1.0}'
     safetensors.save_file(tensors, tmp_path / "s", metadata={"origin": text})
     with pytest.raises(SamplesError, match=rf"{tmp_path}/s: {field}:"):

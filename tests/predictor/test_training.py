@@ -1,5 +1,6 @@
 """Training, evaluation, and the file of a trained predictor, on samples that are easy."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -93,7 +94,7 @@ def file(trained: Trained, tmp_path: Path) -> tuple[Predictor, Path]:
     return trained.predictor, tmp_path / "p"
 
 
-def _rewrite(predictor: Predictor, path: Path, **changes: object) -> None:
+def _rewrite(predictor: Predictor, path: Path, changes: Mapping[str, object]) -> None:
     tensors = load_file(path) | {k: v for k, v in changes.items() if isinstance(v, torch.Tensor)}
     told = msgspec.to_builtins(predictor.description) | {k: v for k, v in changes.items() if k not in tensors}
     save_file(tensors, path, metadata={"description": msgspec.json.encode(told).decode()})
@@ -114,7 +115,7 @@ def _rewrite(predictor: Predictor, path: Path, **changes: object) -> None:
 def test_a_malformed_file_names_the_field(
     changes: dict[str, object], field: str, file: tuple[Predictor, Path]
 ) -> None:
-    _rewrite(*file, **changes)
+    _rewrite(*file, changes)
     with pytest.raises(PredictorFileError, match=field):
         load_predictor(file[1])
 

@@ -14,9 +14,20 @@ MS = 1_000_000
 ZERO = 1_700_000_000_000 * MS
 
 
+def _value(value: str | int | float | bool) -> AnyValue:
+    match value:
+        case str():
+            return AnyValue(string_value=value)
+        case bool():
+            return AnyValue(bool_value=value)
+        case int():
+            return AnyValue(int_value=value)
+        case float():
+            return AnyValue(double_value=value)
+
+
 def _pairs(values: dict[str, str | int | float | bool]) -> list[KeyValue]:
-    kinds = {str: "string_value", bool: "bool_value", int: "int_value", float: "double_value"}
-    return [KeyValue(key=k, value=AnyValue(**{kinds[type(v)]: v})) for k, v in values.items()]
+    return [KeyValue(key=k, value=_value(v)) for k, v in values.items()]
 
 
 def _span(

@@ -158,8 +158,10 @@ def simulated(
 class Deaf:
     """A listener that does not care."""
 
-    def __getattr__(self, name: str) -> object:
-        return lambda *_: None
+    def hear(self, instance: Instance, job: Job, now: float) -> None:
+        pass
+
+    prefill_done = reasoning_ended = outgrown = finished = preempted = hear
 
 
 ORDERS = {**{name: make() for name, make in INTRA_POLICIES.items()}, **INTRA}
@@ -312,12 +314,18 @@ def test_host_memory_is_shared_out_and_comes_back(steps: list[tuple[str, int]]) 
     assert ledger.used == 0
 
 
-def test_a_claim_is_not_needed_to_admit_with_room() -> None:
+def test_a_claim_is_not_needed_to_admit_with_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """The common step lists nobody: the running are asked for only when somebody must give way."""
     state = [Facts(0, 8, 0, 9, "decoding", 0), Facts(1, 8, 0, 0, "queued", 0)]
-    asked: list[Claim[object]] = []
+    asked: list[Member] = []
     order = order_for(make("fcfs"))
-    order._claim = lambda member: asked.append(member)  # type: ignore[assignment,method-assign,func-returns-value]
+    unwatched = order._claim
+
+    def claim(member: Member) -> Claim[Member]:
+        asked.append(member)
+        return unwatched(member)
+
+    monkeypatch.setattr(order, "_claim", claim)
     members = [Member(each) for each in state]
     device = Device(100, 90, 0, 4, 0, STEP_TOKENS)
     waiting = [(rank_of(order.policy, members[1]), members[1])]
