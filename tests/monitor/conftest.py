@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import grpc
 import pytest
@@ -16,6 +17,9 @@ from monitor_svc.traces import OTLP_SERVICE, OtlpServicer, TraceStore
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.v1.monitor_pb2_grpc import MonitorStub, add_MonitorServicer_to_server
 
+if TYPE_CHECKING:
+    from tailrace.v1.monitor_pb2_grpc import MonitorAsyncStub
+
 
 @dataclass
 class Monitor:
@@ -24,7 +28,7 @@ class Monitor:
     address: str
     reports: Reports
     feed: Feed
-    stub: MonitorStub
+    stub: MonitorAsyncStub
 
 
 @pytest.fixture

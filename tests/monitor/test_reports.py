@@ -144,6 +144,15 @@ async def test_a_subscriber_that_falls_behind_gets_a_snapshot() -> None:
     assert feed.subscribers == 0
 
 
+async def next_delta(
+    watch: grpc.aio.UnaryStreamCall[monitor_pb2.WatchRequest, monitor_pb2.StateDelta],
+) -> monitor_pb2.StateDelta:
+    """What the monitor says next; it does not end by itself."""
+    delta = await watch.read()
+    assert isinstance(delta, monitor_pb2.StateDelta)
+    return delta
+
+
 async def test_report_and_watch(monitor: Monitor) -> None:
     async def stream() -> AsyncIterator[monitor_pb2.WorkerReport]:
         yield steady("a", 1, requests=2)
@@ -152,13 +161,13 @@ async def test_report_and_watch(monitor: Monitor) -> None:
     acks = [ack.seq async for ack in monitor.stub.Report(stream())]
     assert acks == [1, 0]
     watch = monitor.stub.Watch(monitor_pb2.WatchRequest(subscriber="test"))
-    first = await watch.read()
+    first = await next_delta(watch)
     assert first.snapshot
     assert len(first.reports[0].requests) == 2
     assert [e.phase for e in first.reports[0].phase_events] == [types_pb2.PHASE_ANSWERING]
     async for _ in monitor.stub.Report(iter([steady("b", 7)])):
         pass
-    delta = await watch.read()
+    delta = await next_delta(watch)
     assert not delta.snapshot
     assert [(r.instance_id, r.seq) for r in delta.reports] == [("b", 7)]
     watch.cancel()
@@ -167,7 +176,7 @@ async def test_report_and_watch(monitor: Monitor) -> None:
 async def test_a_subscriber_that_does_not_read_costs_a_bounded_queue(monitor: Monitor) -> None:
     """It reads nothing while far more is reported than transport buffers hold, and then is told the truth."""
     watch = monitor.stub.Watch(monitor_pb2.WatchRequest(subscriber="slow"))
-    assert (await watch.read()).snapshot
+    assert (await next_delta(watch)).snapshot
 
     def stream() -> Iterator[monitor_pb2.WorkerReport]:
         for seq in range(1, 601):
@@ -178,7 +187,7 @@ async def test_a_subscriber_that_does_not_read_costs_a_bounded_queue(monitor: Mo
     last, snapshots = 0, 0
     async with asyncio.timeout(20):
         while last < 600:
-            delta = await watch.read()
+            delta = await next_delta(watch)
             snapshots += delta.snapshot
             last = max([last, *(r.seq for r in delta.reports)])
     assert snapshots >= 1

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import grpc
 import msgspec
@@ -29,6 +30,10 @@ from tailrace.v1.monitor_pb2_grpc import MonitorStub
 from tailrace.v1.scheduler_pb2_grpc import SchedulerStub
 from tests.migration.scripted_worker import ScriptedWorker
 from tests.scheduler.facts import instance
+
+if TYPE_CHECKING:
+    from tailrace.v1.admin_pb2_grpc import AdminAsyncStub
+    from tailrace.v1.scheduler_pb2_grpc import SchedulerAsyncStub
 
 WAIT_S = 20.0
 
@@ -111,11 +116,11 @@ class Control:
         """To a service."""
         return self.channels.get(self.members.services[(kind, name)].address)
 
-    async def admin(self, name: str = "s1") -> AdminStub:
+    async def admin(self, name: str = "s1") -> AdminAsyncStub:
         """A scheduler's admin API."""
         return AdminStub(await self.channel("scheduler", name))
 
-    async def scheduler(self, name: str = "s1") -> SchedulerStub:
+    async def scheduler(self, name: str = "s1") -> SchedulerAsyncStub:
         """A scheduler."""
         return SchedulerStub(await self.channel("scheduler", name))
 

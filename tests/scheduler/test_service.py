@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 import pytest
@@ -12,10 +13,12 @@ from google.protobuf.message import Message
 
 from tailrace.service.etcd import local_etcd
 from tailrace.v1 import admin_pb2, migration_pb2, scheduler_pb2, types_pb2
-from tailrace.v1.admin_pb2_grpc import AdminStub
 from tests.migration.scripted_worker import ABORTED, COMMITTED, commit
 from tests.scheduler.conftest import WAIT_S, Control, open_control
 from tests.scheduler.facts import PREFILL, REASONING, event, request, steady
+
+if TYPE_CHECKING:
+    from tailrace.v1.admin_pb2_grpc import AdminAsyncStub
 
 ACTIVE = types_pb2.INSTANCE_STATE_ACTIVE
 DRAINING = types_pb2.INSTANCE_STATE_DRAINING
@@ -29,19 +32,19 @@ async def until(ask: Callable[[], Awaitable[bool]]) -> None:
             pass
 
 
-async def requests(admin: AdminStub) -> dict[str, admin_pb2.RequestInfo]:
+async def requests(admin: AdminAsyncStub) -> dict[str, admin_pb2.RequestInfo]:
     """Running requests by id."""
     reply = await admin.ListRequests(admin_pb2.ListRequestsRequest(), timeout=5)
     return {r.request_id: r for r in reply.requests}
 
 
-async def states(admin: AdminStub) -> dict[str, int]:
+async def states(admin: AdminAsyncStub) -> dict[str, int]:
     """Instances' states by id."""
     reply = await admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=5)
     return {i.instance_id: i.state for i in reply.instances}
 
 
-async def running(control: Control, admin: AdminStub, *names: str) -> None:
+async def running(control: Control, admin: AdminAsyncStub, *names: str) -> None:
     """Have worker a report these requests, and see the scheduler know them."""
 
     async def known() -> bool:
@@ -59,7 +62,7 @@ async def refused(call: Awaitable[object]) -> tuple[grpc.StatusCode, str]:
 
 
 async def last_record(
-    admin: AdminStub, request_id: str, target: str, reason: str = ""
+    admin: AdminAsyncStub, request_id: str, target: str, reason: str = ""
 ) -> migration_pb2.MigrationRecord:
     """Migrate to the end."""
     asked = admin_pb2.AdminMigrateRequest(request_id=request_id, target_instance_id=target, reason=reason)
@@ -100,7 +103,7 @@ async def test_place_and_list(control: Control) -> None:
     }
 
 
-async def _both_active(admin: AdminStub) -> bool:
+async def _both_active(admin: AdminAsyncStub) -> bool:
     return await states(admin) == {"a": ACTIVE, "b": ACTIVE}
 
 
@@ -148,11 +151,11 @@ async def test_migrate_errors(control: Control) -> None:
         assert details in said[1]
 
 
-async def _has(admin: AdminStub, request_id: str) -> bool:
+async def _has(admin: AdminAsyncStub, request_id: str) -> bool:
     return request_id in await requests(admin)
 
 
-async def _is(admin: AdminStub, instance_id: str, state: int) -> bool:
+async def _is(admin: AdminAsyncStub, instance_id: str, state: int) -> bool:
     return (await states(admin)).get(instance_id) == state
 
 
@@ -173,9 +176,10 @@ async def test_one_migration_a_request_at_a_time(control: Control) -> None:
     await asyncio.wait([reading])
 
 
-async def _drop(call: object) -> None:
-    assert isinstance(call, grpc.aio.Call)
-    async for _ in call:  # type: ignore[attr-defined]
+async def _drop(
+    call: grpc.aio.UnaryStreamCall[admin_pb2.AdminMigrateRequest, migration_pb2.MigrationRecord],
+) -> None:
+    async for _ in call:
         pass
 
 
@@ -287,12 +291,20 @@ async def test_prefill_done_hands_over_by_policy(control: Control) -> None:
         assert (imported.request_id, imported.source_instance_id) == (request_id, "a")
 
 
+async def _next_event(
+    draining: grpc.aio.UnaryStreamCall[admin_pb2.DrainRequest, admin_pb2.DrainEvent],
+) -> admin_pb2.DrainEvent:
+    told = await draining.read()
+    assert isinstance(told, admin_pb2.DrainEvent)
+    return told
+
+
 async def test_drain_and_undrain(control: Control) -> None:
     admin, scheduler = await control.admin(), await control.scheduler()
     await running(control, admin, "one", "two")
     control.workers["b"].script = commit(1)
     draining = admin.Drain(admin_pb2.DrainRequest(instance_id="a"), timeout=WAIT_S)
-    first = await draining.read()
+    first = await _next_event(draining)
     assert (first.remaining, first.done) == (2, False)
     imported = {
         (await asyncio.wait_for(control.workers["b"].imports.get(), WAIT_S)).request_id for _ in range(2)
@@ -310,7 +322,7 @@ async def test_drain_and_undrain(control: Control) -> None:
     try:
         last = first
         while not last.done:
-            last = await draining.read()
+            last = await _next_event(draining)
     finally:
         worker.cancel()
         await asyncio.wait([worker])
@@ -318,7 +330,7 @@ async def test_drain_and_undrain(control: Control) -> None:
     listed = await admin.ListMigrations(migration_pb2.ListMigrationsRequest(), timeout=5)
     assert {m.reason for m in listed.migrations} == {"drain"}
     undraining = admin.Drain(admin_pb2.DrainRequest(instance_id="a", undrain=True), timeout=WAIT_S)
-    assert (await undraining.read()).done
+    assert (await _next_event(undraining)).done
     await until(lambda: _both_active(admin))
 
 
@@ -345,7 +357,7 @@ async def test_a_withdrawn_instance_is_gone_at_once(control: Control) -> None:
     await until(lambda: _only_b(admin))
 
 
-async def _only_b(admin: AdminStub) -> bool:
+async def _only_b(admin: AdminAsyncStub) -> bool:
     return await states(admin) == {"b": ACTIVE}
 
 
@@ -365,7 +377,7 @@ async def test_a_standby_places_lists_and_passes_writes_on(control: Control) -> 
     assert (await last_record(admin, "one", "b")).state == COMMITTED
 
 
-async def _policy_set(admin: AdminStub, name: str) -> bool:
+async def _policy_set(admin: AdminAsyncStub, name: str) -> bool:
     """Whether some scheduler leads by now, and takes it."""
     try:
         await admin.SetPolicy(admin_pb2.SetPolicyRequest(name=name), timeout=5)
