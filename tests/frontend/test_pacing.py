@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,6 +47,16 @@ def together(*messages: worker_pb2.AttachDown) -> worker_pb2.AttachDown:
     return merge(*messages, frames=encode_outputs(rows, ended))
 
 
+class LoopTimer(asyncio.TimerHandle):
+    """As an event loop's, of which only `cancel` is used."""
+
+    def __init__(self, cancel: Callable[[], None]) -> None:
+        self._cancel = cancel
+
+    def cancel(self) -> None:
+        self._cancel()
+
+
 class LoopClock:
     """A virtual clock that calls back with an argument, as an event loop does."""
 
@@ -53,9 +66,8 @@ class LoopClock:
     def time(self) -> float:
         return self.clock.time()
 
-    def call_at(self, when: float, callback: object, handle: int) -> object:
-        assert callable(callback)
-        return self.clock.call_at(when, lambda: callback(handle))
+    def call_at(self, when: float, callback: Callable[[int], None], handle: int) -> LoopTimer:
+        return LoopTimer(self.clock.call_at(when, lambda: callback(handle)).cancel)
 
 
 @given(st.lists(st.floats(0.0, 0.4), min_size=1, max_size=30))

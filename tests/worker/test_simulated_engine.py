@@ -29,6 +29,7 @@ from worker_agent.engine.base import (
     KvCorrupt,
     OutputFlag,
     RequestKey,
+    StepColumns,
     Submission,
 )
 from worker_agent.engine.simulated import SimulatedEngine, SimulatedSettings
@@ -122,12 +123,17 @@ def test_stop_token() -> None:
     assert stream.finish == (wire.FinishReason.STOP, stop)
 
 
-def test_the_last_output_names_the_request_as_finished() -> None:
+def test_the_last_output_names_the_request_as_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Fleet(SMALL)
     messages: list[wire.EngineCoreOutputs] = []
     sink = fleet.front_end.sink(0)
     accept = sink.on_step
-    sink.on_step = lambda columns: (messages.append(wire.read_outputs(columns.frames)), accept(columns))[1]  # type: ignore[method-assign]
+
+    def on_step(columns: StepColumns) -> None:
+        messages.append(wire.read_outputs(columns.frames))
+        accept(columns)
+
+    monkeypatch.setattr(sink, "on_step", on_step)
     engine = SimulatedEngine(SMALL, clock=fleet.clock)
     now(engine.start(sink))
     engine.submit(Submission(RequestKey(0, 9), "r", 0, request_frames("r", PROMPT, max_tokens=2)))
