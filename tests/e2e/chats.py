@@ -24,7 +24,7 @@ class Chats:
         self._pool = ThreadPoolExecutor(threads)
 
     def start(
-        self, prompt: str, on_progress: Callable[[Chat], None] = lambda chat: None, **options: object
+        self, prompt: str, on_progress: Callable[[Chat], None] = lambda chat: None, /, **options: object
     ) -> Future[Chat]:
         """One more stream."""
         asked = {"temperature": 0, **options}

@@ -60,6 +60,11 @@ class Progress:
         return self.chat
 
 
+def longer_than(length: int) -> Callable[[Chat], bool]:
+    """Whether a chat has more characters than that."""
+    return lambda chat: len(chat.reasoning) + len(chat.answer) > length
+
+
 def others(instance_id: str) -> list[str]:
     """The workers that are not this one."""
     return [name for name in VLLM_WORKERS if name != instance_id]
@@ -121,7 +126,7 @@ def test_sampling_state_travels(vllm_fleet: Fleet, vllm_chats: Chats, options: d
     progress = Progress()
     stream = vllm_chats.start(LONG.prompt, progress, **options)
     for length in (30, 100):
-        chat = progress.wait(lambda c, n=length: len(c.reasoning) + len(c.answer) > n, f"{length} characters")
+        chat = progress.wait(longer_than(length), f"{length} characters")
         here = vllm_fleet.wait_request(chat.request_id)
         record = vllm_fleet.migrate(here.request_id, others(here.instance_id)[0])
         assert record.state == COMMITTED, record.error

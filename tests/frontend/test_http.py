@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageParam
 
 from frontend_svc.settings import Front
 from tests.frontend.echo_worker import ANSWER, THOUGHT
@@ -20,7 +21,7 @@ from tests.frontend.front_end_thread import FrontEndThread
 pytestmark = pytest.mark.vllm
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-HELLO = [{"role": "user", "content": "hi"}]
+HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
 
 
 def find_vllm_rs() -> Path | None:

@@ -13,7 +13,9 @@ import urllib.request
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -38,6 +40,9 @@ from worker_agent.engine.simulated import SimulatedSettings
 from worker_agent.engine.simulated.script import Script
 from worker_agent.engine.simulated.vocabulary import read_vocabulary
 
+if TYPE_CHECKING:
+    from tailrace.v1.admin_pb2_grpc import AdminAsyncStub
+
 WAIT_S = 60.0
 COMMITTED = types_pb2.MIGRATION_STATE_COMMITTED
 
@@ -59,7 +64,7 @@ class Fleet:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
-    def admin(self) -> AdminStub:
+    def admin(self) -> AdminAsyncStub:
         """The leading scheduler's admin API."""
         return AdminStub(self.channels.get(self.members.leaders["scheduler"].address))
 
@@ -203,8 +208,8 @@ async def open_fleet(
         await front.ready()
         front.wait_s = WAIT_S
         names = [record.instance_id for record in process.records]
-        arguments = {k: v for k, v in engine.items() if k in SimulatedSettings.__struct_fields__}
-        fleet = Fleet(store, members, channels, front, core, process, SimulatedSettings(**arguments), names)
+        settings = msgspec.convert(dict(engine), SimulatedSettings)
+        fleet = Fleet(store, members, channels, front, core, process, settings, names)
         members.add_listener(fleet._changed.set)
         await fleet.members_show(
             lambda m: (

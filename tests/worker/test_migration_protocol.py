@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from functools import cache
 
 from hypothesis import HealthCheck, example, given, settings
@@ -50,7 +51,7 @@ async def act(fleet: Fleet, action: tuple[object, ...]) -> None:
             fleet.front_end.abort()
 
 
-async def play(seed: int, script: list[tuple[float, tuple[object, ...]]]) -> tuple[list[int], int]:
+async def play(seed: int, script: Sequence[tuple[float, tuple[object, ...]]]) -> tuple[list[int], int]:
     """The tokens that reached the user, and how many migrations were committed."""
     fleet = Fleet(seed)
     await fleet.start()
@@ -78,7 +79,7 @@ def undisturbed() -> list[int]:
     script=[(0.3, ("migrate", 1, MODES[0])), (0.0, ("migrate", 2, MODES[0])), (0.01, ("reattach", 0))],
 )
 def test_whatever_fails_the_stream_is_whole_and_nothing_is_left(
-    seed: int, script: list[tuple[float, tuple[object, ...]]]
+    seed: int, script: Sequence[tuple[float, tuple[object, ...]]]
 ) -> None:
     tokens, _ = run_virtually(play(seed, script))
     if any(action == ("abort",) for _, action in script):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 import pytest_asyncio
@@ -261,7 +261,7 @@ async def test_a_block_that_changed_in_host_memory_is_computed_anew(
     pool = engine._parts.core.host_pool
     load = pool.load
 
-    def spoil(slots: list[int], block_ids: list[int], names: list[bytes]) -> list[int]:
+    def spoil(slots: Sequence[int], block_ids: Sequence[int], names: Sequence[bytes]) -> list[int]:
         pool._bytes[slots[0], 0, 0] ^= 1
         return load(slots, block_ids, names)
 

@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from worker_agent.engine.base import OutputFlag, RequestKey, StepColumns, Submission
+from worker_agent.engine.base import Frames, OutputFlag, RequestKey, StepColumns, Submission
 from worker_agent.engine.vllm.engine import VllmEngine
 
 DEADLINE_S = 60.0
@@ -87,7 +87,7 @@ class Front:
         assert offset == len(columns.token_ids)
         self._changed.set()
 
-    def on_utility(self, client: int, call_id: int, frames: list[bytes]) -> None:
+    def on_utility(self, client: int, call_id: int, frames: Frames) -> None:
         self.utilities[call_id] = list(frames)
         self._changed.set()
 
