@@ -47,62 +47,84 @@ class ScriptedAdmin(admin_pb2_grpc.AdminServicer):
         if method in self.script.errors:
             context.abort(*self.script.errors[method])
 
-    def ListInstances(self, request, context):  # type: ignore[no-untyped-def]
+    def ListInstances(
+        self, request: admin.ListInstancesRequest, context: grpc.ServicerContext
+    ) -> admin.ListInstancesReply:
         self._note("ListInstances", request, context)
         return admin.ListInstancesReply(instances=self.script.instances)
 
-    def ListRequests(self, request, context):  # type: ignore[no-untyped-def]
+    def ListRequests(
+        self, request: admin.ListRequestsRequest, context: grpc.ServicerContext
+    ) -> admin.ListRequestsReply:
         self._note("ListRequests", request, context)
         wanted = request.instance_id
         return admin.ListRequestsReply(
             requests=[r for r in self.script.requests if not wanted or r.instance_id == wanted]
         )
 
-    def ListMigrations(self, request, context):  # type: ignore[no-untyped-def]
+    def ListMigrations(
+        self, request: migration_pb2.ListMigrationsRequest, context: grpc.ServicerContext
+    ) -> migration_pb2.ListMigrationsReply:
         self._note("ListMigrations", request, context)
         return migration_pb2.ListMigrationsReply(migrations=self.script.migrations[: request.limit])
 
-    def ListPolicies(self, request, context):  # type: ignore[no-untyped-def]
+    def ListPolicies(
+        self, request: admin.ListPoliciesRequest, context: grpc.ServicerContext
+    ) -> admin.ListPoliciesReply:
         self._note("ListPolicies", request, context)
         return admin.ListPoliciesReply(policies=self.script.policies)
 
-    def ListStages(self, request, context):  # type: ignore[no-untyped-def]
+    def ListStages(
+        self, request: admin.ListStagesRequest, context: grpc.ServicerContext
+    ) -> admin.ListStagesReply:
         self._note("ListStages", request, context)
         return admin.ListStagesReply(stages=self.script.stages)
 
-    def ListServices(self, request, context):  # type: ignore[no-untyped-def]
+    def ListServices(
+        self, request: admin.ListServicesRequest, context: grpc.ServicerContext
+    ) -> admin.ListServicesReply:
         self._note("ListServices", request, context)
         return admin.ListServicesReply(services=self.script.services)
 
-    def SetPolicy(self, request, context):  # type: ignore[no-untyped-def]
+    def SetPolicy(
+        self, request: admin.SetPolicyRequest, context: grpc.ServicerContext
+    ) -> admin.SetPolicyReply:
         self._note("SetPolicy", request, context)
         return admin.SetPolicyReply(previous="round_robin")
 
-    def SetPool(self, request, context):  # type: ignore[no-untyped-def]
+    def SetPool(self, request: admin.SetPoolRequest, context: grpc.ServicerContext) -> admin.SetPoolReply:
         self._note("SetPool", request, context)
         return admin.SetPoolReply(previous=types_pb2.POOL_DECODE)
 
-    def SetStages(self, request, context):  # type: ignore[no-untyped-def]
+    def SetStages(
+        self, request: admin.SetStagesRequest, context: grpc.ServicerContext
+    ) -> admin.SetStagesReply:
         self._note("SetStages", request, context)
         return admin.SetStagesReply()
 
-    def Migrate(self, request, context):  # type: ignore[no-untyped-def]
+    def Migrate(
+        self, request: admin.AdminMigrateRequest, context: grpc.ServicerContext
+    ) -> Iterator[migration_pb2.MigrationRecord]:
         self._note("Migrate", request, context)
         yield from self.script.migrate_events
 
-    def Drain(self, request, context):  # type: ignore[no-untyped-def]
+    def Drain(self, request: admin.DrainRequest, context: grpc.ServicerContext) -> Iterator[admin.DrainEvent]:
         self._note("Drain", request, context)
         yield from self.script.drain_events
 
-    def Profile(self, request, context):  # type: ignore[no-untyped-def]
+    def Profile(
+        self, request: admin.AdminProfileRequest, context: grpc.ServicerContext
+    ) -> Iterator[profile_pb2.ProfileEvent]:
         self._note("Profile", request, context)
         yield from self.script.profile_events
 
-    def ListProfiles(self, request, context):  # type: ignore[no-untyped-def]
+    def ListProfiles(
+        self, request: admin.ListProfilesRequest, context: grpc.ServicerContext
+    ) -> admin.ListProfilesReply:
         self._note("ListProfiles", request, context)
         return admin.ListProfilesReply(profiles=self.script.profiles)
 
-    def GetTrace(self, request, context):  # type: ignore[no-untyped-def]
+    def GetTrace(self, request: admin.GetTraceRequest, context: grpc.ServicerContext) -> admin.GetTraceReply:
         self._note("GetTrace", request, context)
         return admin.GetTraceReply(traces_data=self.script.traces)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -79,12 +81,12 @@ def test_the_running_are_not_listed_for_nothing() -> None:
 
 
 def test_the_waiting_are_read_only_as_far_as_there_is_hope() -> None:
-    def waiting() -> object:
+    def waiting() -> Iterator[Claim[str]]:
         yield Claim((0,), "a", 50)
         yield Claim((1,), "b", 70)
         raise AssertionError("read too far")
 
-    assert allocate(Fcfs(), list, waiting(), Room(100, 100, 4)).admit == ["a"]  # type: ignore[arg-type]
+    assert allocate(Fcfs(), list, waiting(), Room(100, 100, 4)).admit == ["a"]
 
 
 def test_an_empty_device_takes_any_request_that_fits() -> None:

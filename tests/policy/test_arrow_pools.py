@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.actions import Action, Migrate, Place, SetPool
-from tailrace.cluster import Arrival, ClusterView, InstanceState, InstanceView, Phase, Pool
+from tailrace.cluster import Arrival, ClusterView, InstanceState, InstanceView, Phase, Pool, RequestView
 from tailrace.policy.arrow.baselines import MinimalLoad, RoundRobinPools
 from tailrace.policy.arrow.load import decodes_left, prefills_left, running_tokens
 from tailrace.policy.arrow.policy import Arrow
@@ -187,7 +187,7 @@ LONG = Arrival("new", prompt_tokens=60_000, max_tokens=100, seq=0)
 SHORT = Arrival("new", prompt_tokens=100, max_tokens=100, seq=0)
 
 
-def queue(name: str, prompts: int, tokens: int = 30_000) -> tuple:  # type: ignore[type-arg]
+def queue(name: str, prompts: int, tokens: int = 30_000) -> tuple[RequestView, ...]:
     return tuple(request(f"{name}q{n}", name, tokens, phase=Phase.PREFILL) for n in range(prompts))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -128,7 +128,7 @@ def test_a_pipeline_pays_for_a_long_tail() -> None:
 
 
 @pytest.mark.parametrize("plan", [exact, heuristic, chain, no_pipeline])
-def test_no_instances(plan) -> None:  # type: ignore[no-untyped-def]
+def test_no_instances(plan: Callable[[Costs, int], Plan]) -> None:
     with pytest.raises(ValueError, match="instance"):
         plan(some_costs(1), 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -111,15 +112,15 @@ def test_what_found_no_room_is_handed_over_at_the_next_refinement() -> None:
     assert migrations(POLICY.on_tick(staged(source), 5.0))[0].request_id == "a0"
 
 
-def migrations(actions: object) -> list[Migrate]:
-    return [a for a in actions if isinstance(a, Migrate)]  # type: ignore[attr-defined]
+def migrations(actions: Iterable[Action]) -> list[Migrate]:
+    return [a for a in actions if isinstance(a, Migrate)]
 
 
 # ---- stages
 
 
-def set_stages(actions: object) -> list[SetStages]:
-    return [a for a in actions if isinstance(a, SetStages)]  # type: ignore[attr-defined]
+def set_stages(actions: Iterable[Action]) -> list[SetStages]:
+    return [a for a in actions if isinstance(a, SetStages)]
 
 
 def crowded(count: int = 8) -> ClusterView:

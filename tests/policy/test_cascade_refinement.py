@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.cluster import Stage
+from tailrace.cluster import ClusterView, Stage
 from tailrace.policy.cascade.layout import earliest_stage, repaired, stage_of, tiles
 from tailrace.policy.cascade.qoe import QoeModel, features, mean_relative_error
 from tailrace.policy.cascade.refinement import (
@@ -133,7 +133,7 @@ def test_a_part_is_one_of_equal_parts(held: list[tuple[int, int]], parts: int) -
 # ---- boundaries
 
 
-def held_by(view) -> Mapping[str, list[tuple[int, int]]]:  # type: ignore[no-untyped-def]
+def held_by(view: ClusterView) -> Mapping[str, list[tuple[int, int]]]:
     return {
         name: [(r.prompt_tokens, r.context_tokens) for r in i.requests] for name, i in view.instances.items()
     }
@@ -143,8 +143,8 @@ def held_by(view) -> Mapping[str, list[tuple[int, int]]]:  # type: ignore[no-unt
 @pytest.mark.parametrize("split", [optimal_split, quantity_split, memory_split])
 @quick
 @given(view=staged, smoothing=st.floats(0.0, 1.0))
-def test_refined_stages_tile_what_they_tiled(  # type: ignore[no-untyped-def]
-    split: Splitter, share: Sharing, view, smoothing: float
+def test_refined_stages_tile_what_they_tiled(
+    split: Splitter, share: Sharing, view: ClusterView, smoothing: float
 ) -> None:
     refined = Refinement(MODEL, split, smoothing, share=share).refine(view.stages, held_by(view))
     assert tiles(refined, MAX_LENGTH)
@@ -198,7 +198,7 @@ def test_freezes_under_low_traffic(count: int, frozen: bool) -> None:
 
 @quick
 @given(view=staged, other=st.sets(st.sampled_from([f"w{n}" for n in range(9)]), min_size=1))
-def test_repaired_stages_have_exactly_the_instances(view, other: set[str]) -> None:  # type: ignore[no-untyped-def]
+def test_repaired_stages_have_exactly_the_instances(view: ClusterView, other: set[str]) -> None:
     demand = {name: i.kv_used_tokens for name, i in view.instances.items()}
     stages = repaired(view.stages, other, demand)
     assert tiles(stages, MAX_LENGTH)
@@ -211,7 +211,7 @@ def test_repaired_stages_have_exactly_the_instances(view, other: set[str]) -> No
 
 @quick
 @given(view=staged, length=st.integers(0, 2 * MAX_LENGTH))
-def test_one_stage_covers_a_length(view, length: int) -> None:  # type: ignore[no-untyped-def]
+def test_one_stage_covers_a_length(view: ClusterView, length: int) -> None:
     stage = view.stages[earliest_stage(view.stages, length)]
     assert stage.lo <= length
     assert length < stage.hi or stage is view.stages[-1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
@@ -398,8 +398,8 @@ class Fleet:
         node = self.nodes[number]
         return None if node.dead else node
 
-    def spawn(self, work: object) -> None:
-        self._tasks.append(asyncio.ensure_future(work))  # type: ignore[call-overload]
+    def spawn(self, work: Coroutine[None, None, None]) -> None:
+        self._tasks.append(asyncio.create_task(work))
 
     def migrate(self, target: int, mode: worker_pb2.CopyMode.ValueType) -> None:
         """As the migration service would, from wherever the front end has it now."""

@@ -547,8 +547,8 @@ async def test_on_a_real_event_loop() -> None:
     done = asyncio.Event()
 
     class Sink:
-        def on_step(self, columns: object) -> None:
-            front_end.accept(0, columns)  # type: ignore[arg-type]
+        def on_step(self, columns: StepColumns) -> None:
+            front_end.accept(0, columns)
             if not stream.live:
                 done.set()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -15,7 +16,7 @@ from simulator.instance import Instance
 from simulator.job import Job, JobState
 from simulator.request import SimRequest
 from tailrace.cluster import Phase
-from tailrace.intra.allocate import Claim, Grants, allocate
+from tailrace.intra.allocate import Claim, Grants, Room, allocate
 from tailrace.intra.base import IntraPolicy, Rank
 from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.registry import INTRA_POLICIES, UnknownIntraError, intra_for_policy, make_intra
@@ -145,8 +146,13 @@ def simulated(
             instance._wait(job)
     made: list[Grants[Job]] = []
 
-    def record(*arguments: object) -> Grants[Job]:
-        made.append(allocate(*arguments))  # type: ignore[arg-type]
+    def record(
+        policy: IntraPolicy,
+        running: Callable[[], Sequence[Claim[Job]]],
+        waiting: Iterable[Claim[Job]],
+        room: Room,
+    ) -> Grants[Job]:
+        made.append(allocate(policy, running, waiting, room))
         return made[-1]
 
     with monkeypatch.context() as patch:
