@@ -22,7 +22,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.contestants import ALL, PAPERS, prepare
+from benchmarks.contestants import ALL, OURS, PAPERS, prepare
 from benchmarks.grounds import GROUNDS, Ground
 from benchmarks.policy_tables import group_table, summary_table
 from benchmarks.report import machine, save
@@ -173,7 +173,8 @@ def report(outcomes: Sequence[Outcome], console: Console) -> None:
     """Tables for a terminal."""
     for ground in dict.fromkeys(o.ground for o in outcomes):
         console.print(group_table(ground, [o for o in outcomes if o.ground == ground]))
-    console.print(summary_table(outcomes))
+    for ours in OURS:
+        console.print(summary_table(ours, outcomes))
 
 
 def main(arguments: Iterable[str] | None = None) -> Path:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from rich.table import Table
 
-from benchmarks.contestants import ALL, OURS, PAPERS
+from benchmarks.contestants import ALL, PAPERS
 
 if TYPE_CHECKING:
     from benchmarks.policies import Outcome
@@ -72,9 +72,9 @@ def verdict(difference: float, half: float, better: int) -> str:
     return "ahead" if difference * better > 0 else "BEHIND"
 
 
-def summary_table(outcomes: Sequence[Outcome]) -> Table:
-    """Ours less the best of the four papers' policies by that figure's mean, paired by seed."""
-    table = Table(title=f"{OURS} less the best paper's policy, paired by seed", title_justify="left")
+def summary_table(ours: str, outcomes: Sequence[Outcome]) -> Table:
+    """`ours` less the best of the four papers' policies by that figure's mean, paired by seed."""
+    table = Table(title=f"{ours} less the best paper's policy, paired by seed", title_justify="left")
     table.add_column("ground")
     table.add_column("rate")
     for title, _, _, _ in COLUMNS[1:]:
@@ -85,9 +85,9 @@ def summary_table(outcomes: Sequence[Outcome]) -> Table:
             at = [o for o in outcomes if o.ground == ground and o.share == share]
             cells: list[str] = []
             for _, figure, better, digits in COLUMNS[1:]:
-                of = {p: {o.seed: figure(o) for o in at if o.policy == p} for p in (*PAPERS, OURS)}
+                of = {p: {o.seed: figure(o) for o in at if o.policy == p} for p in (*PAPERS, ours)}
                 rival = max(PAPERS, key=lambda p: better * statistics.fmean(of[p].values()))
-                difference, half = interval([of[OURS][seed] - value for seed, value in of[rival].items()])
+                difference, half = interval([of[ours][seed] - value for seed, value in of[rival].items()])
                 cells.append(
                     f"{difference:+.{digits}f} ±{half:.{digits}f} vs {rival}: "
                     f"{verdict(difference, half, better)}"

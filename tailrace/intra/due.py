@@ -1,6 +1,6 @@
 """When a waiting prompt is due: which prompts overtake which inside an instance of `answers_first`.
 
-A prompt may be overtaken by those that come up to `PREFILLS` times its own prefill after it and take less.
+A prompt may be overtaken by those that come up to some times its own prefill after it and take less.
 Where there is time for all, that changes little. Where there is not, the many short prompts keep their SLOs
 at the cost of the few long ones that would have made all of them late. Age settles it in the end: a prompt's
 due time stands still while those of later arrivals move on, so nobody waits for ever.
@@ -19,7 +19,10 @@ _PER_TOKEN_S: Final = 1.74934e-5
 _PER_TOKEN_SQUARED_S: Final = 5.20357e-10
 
 
-def due_s(arrived_s: float, prompt_tokens: int) -> float:
-    """Seconds, on the clock of `arrived_s`. The smaller is served first."""
+def due_s(arrived_s: float, prompt_tokens: int, prefills: float) -> float:
+    """Seconds, on the clock of `arrived_s`. The smaller is served first.
+
+    `prefills`: how many times its own prefill it yields to others; 0: none, in order of arrival.
+    """
     prefill_s = (_PER_TOKEN_S + _PER_TOKEN_SQUARED_S * prompt_tokens) * prompt_tokens
-    return arrived_s + PREFILLS * prefill_s
+    return arrived_s + prefills * prefill_s

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from tailrace.cluster import Phase
 from tailrace.intra.base import ImportView, IntraPolicy, JobView
 from tailrace.intra.decode_first import DecodeFirst
-from tailrace.intra.due import due_s
+from tailrace.intra.due import PREFILLS, due_s
 from tailrace.intra.fcfs import Fcfs
 from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.round_robin import QuantumRoundRobin
-from tailrace.intra.tailrace import PROTECTED_TOKENS, AnswersFirst
+from tailrace.intra.tailrace import PROTECTED_TOKENS, AnswersFirst, AnswersFirstFcfs
 
 POLICIES: dict[str, IntraPolicy] = {
     "fcfs": Fcfs(),
@@ -24,6 +24,7 @@ POLICIES: dict[str, IntraPolicy] = {
     "pascal": PascalQueue(),
     "pascal_never_demotes": PascalQueue(demotion_tokens=None),
     "answers_first": AnswersFirst(),
+    "answers_first_fcfs": AnswersFirstFcfs(),
 }
 
 
@@ -121,7 +122,7 @@ def test_nobody_is_preempted_while_being_read(job: JobView, answer: JobView) -> 
 
 def test_a_short_prompt_overtakes_a_long_one_until_that_has_waited_its_time() -> None:
     policy = AnswersFirst()
-    long, short = due_s(0.0, 20_000), due_s(0.0, 200)
+    long, short = due_s(0.0, 20_000, PREFILLS), due_s(0.0, 200, PREFILLS)
     first = policy.rank(JobView(0, Phase.PREFILL, 20_000, 0, 0, 100.0))
     soon = policy.rank(JobView(1, Phase.PREFILL, 200, 0, 0, 101.0))
     late = policy.rank(JobView(2, Phase.PREFILL, 200, 0, 0, 100.0 + long - short + 0.001))

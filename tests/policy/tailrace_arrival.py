@@ -18,12 +18,12 @@ def arrival_s(costs: Costs, instance: InstanceView, prompt: int, now: float, pat
     held = instance.kv_used_tokens + backlog
     step_s = steps.decode_s(instance.running, instance.kv_used_tokens)
     waiting = [r for r in instance.requests if r.phase is Phase.PREFILL] if backlog else []
-    prompts = sorted((due_s(r.arrival_s, r.prompt_tokens), r.prompt_tokens) for r in waiting)
+    prompts = sorted((due_s(r.arrival_s, r.prompt_tokens, costs.prefills), r.prompt_tokens) for r in waiting)
 
     # What is served before it: what nobody names, then those that are due first, less what is computed.
     known = sum(length for _, length in prompts)
     unknown = max(0, backlog - known)
-    first = [length for due, length in prompts if due <= due_s(now, prompt)]
+    first = [length for due, length in prompts if due <= due_s(now, prompt, costs.prefills)]
     left = max(0, sum(first) - max(0, known - backlog))
     before_s = 0.0
     for length in first:
@@ -40,7 +40,8 @@ def arrival_s(costs: Costs, instance: InstanceView, prompt: int, now: float, pat
     reasoning = (instance.phase_load or phase_load(instance.requests)).reasoning
     decoding = max(1, requests - len(prompts))
     reasons = min(1.0, max(0, reasoning - len(prompts)) / decoding)
-    hurry = reasons + (1.0 - reasons) * min(1.0, step_s / costs.tpot_slo_s)
+    share = min(1.0, step_s / costs.tpot_slo_s)
+    hurry = reasons + (1.0 - reasons) * share * share
 
     remaining = costs.expected_tokens
     cost_s = 0.0
@@ -57,5 +58,5 @@ def arrival_s(costs: Costs, instance: InstanceView, prompt: int, now: float, pat
 def cheapest(costs: Costs, instances: Sequence[InstanceView], prompt: int, now: float) -> InstanceView:
     """The first of those where it costs least."""
     own_s = costs.steps_of(instances[0]).compute_s(prompt)
-    patience_s = costs.patience_s + costs.patience_prefills * own_s
+    patience_s = costs.patience_s + costs.prefills * own_s
     return min(instances, key=lambda i: arrival_s(costs, i, prompt, now, patience_s))

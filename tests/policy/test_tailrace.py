@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from tailrace.actions import Action, Migrate, Place, Refuse, SetPool
 from tailrace.cluster import Arrival, ClusterView, InstanceState, InstanceView, Phase, Pool, Stage
-from tailrace.intra.due import due_s
+from tailrace.intra.due import PREFILLS, due_s
+from tailrace.intra.registry import intra_for_policy, make_intra
+from tailrace.intra.tailrace import AnswersFirst
 from tailrace.perf.length_penalty import load_length_penalty
 from tailrace.policy.arrow.ttft import TtftPredictor
 from tailrace.policy.cascade.qoe import QoeModel
@@ -25,7 +27,7 @@ from tailrace.policy.registry import load
 from tailrace.policy.tailrace.costs import Costs, Longest
 from tailrace.policy.tailrace.expect import remaining_tokens
 from tailrace.policy.tailrace.offers import FEW, Offers
-from tailrace.policy.tailrace.policy import Tailrace
+from tailrace.policy.tailrace.policy import Tailrace, TailraceFcfs
 from tailrace.policy.tailrace.queue import Queue
 from tailrace.policy.tailrace.staged import within_stage
 from tailrace.policy.tailrace.steps import StepModel
@@ -41,6 +43,7 @@ POLICIES = [
     Tailrace(load_profile("r1-distill-qwen-32b-h100"), PENALTY),
     # Nothing costs anything: whatever saves anything at all goes.
     Tailrace(margin=0.0),
+    TailraceFcfs(),
 ]
 views = fleets(pools=(None, *Pool)) | fleets(staged=True) | fleets() | clusters()
 
@@ -157,6 +160,12 @@ def test_what_joining_costs_at_least(view: ClusterView, tokens: int, remaining: 
 def test_installed_under_its_name() -> None:
     policy = load("tailrace")
     assert type(policy) is Tailrace and policy.summary
+    fcfs = load("tailrace_fcfs")
+    assert type(fcfs) is TailraceFcfs
+    # The order inside the instances yields what the policy believes that it yields.
+    for each in (policy, fcfs):
+        order = make_intra(intra_for_policy("tailrace" if each is policy else "tailrace_fcfs"))
+        assert isinstance(order, AnswersFirst) and order.prefills == each.costs.prefills
 
 
 def test_nothing_is_known() -> None:
@@ -240,8 +249,8 @@ def reporting(draw: st.DrawFn) -> ClusterView:
 )
 def test_an_arrival_goes_where_the_plain_formula_says(views: list[ClusterView], lengths: list[int]) -> None:
     """One by one or in columns, kept from one view to the next, of which some instances report anew."""
-    for penalty, few in itertools.product((None, PENALTY), (0, FEW)):
-        policy = Tailrace(penalty=penalty)
+    for kind, penalty, few in itertools.product((Tailrace, TailraceFcfs), (None, PENALTY), (0, FEW)):
+        policy = kind(penalty=penalty)
         policy.offers = Offers(policy.costs, few)
         for n, prompt in enumerate(lengths):
             view = views[n % len(views)]
@@ -285,15 +294,15 @@ def test_the_cheapest_of_a_stage(view: ClusterView, prompt: int) -> None:
 @given(lengths=st.lists(st.integers(1, 50_000), max_size=8), new=st.integers(1, 50_000))
 def test_a_queue_says_what_comes_first(lengths: list[int], new: int) -> None:
     steps = StepModel.of_profile(None)
-    queue = Queue.of([(0.0, length) for length in lengths], sum(lengths), steps)
-    tokens, seconds, after = queue.before(due_s(0.0, new))
+    queue = Queue.of([(0.0, length) for length in lengths], sum(lengths), steps, PREFILLS)
+    tokens, seconds, after = queue.before(due_s(0.0, new, PREFILLS))
     first = [length for length in lengths if length <= new]
     assert (tokens, after) == (sum(first), len(lengths) - len(first))
     assert seconds == pytest.approx(sum(map(steps.compute_s, first)))
 
 
 def test_what_is_computed_of_a_prompt_is_not_waited_for() -> None:
-    queue = Queue.of([(0.0, 4_000)], 1_000, StepModel.of_profile(None))
+    queue = Queue.of([(0.0, 4_000)], 1_000, StepModel.of_profile(None), PREFILLS)
     assert queue.before(1e9)[0] == 1_000
 
 
@@ -302,6 +311,15 @@ def test_prompts_that_nobody_names_come_before_everybody() -> None:
     # A long prompt waits for the other one too, but a short one does not.
     long = instance("w1", (request("q0", "w1", 60_000, 0, Phase.PREFILL),))
     assert Tailrace().place(cluster(told, long), Arrival("new", 500, 100, 0), 0.0) == Place("w1")
+
+
+def test_first_come_first_served_a_short_prompt_waits_for_the_long_one_before_it() -> None:
+    # On w0 one long prompt waits, on w1 two middling ones.
+    waits = instance("w0", (request("q0", "w0", 30_000, 0, Phase.PREFILL),))
+    others = tuple(request(f"q{n}", "w1", 6_000, 0, Phase.PREFILL) for n in (1, 2))
+    view, new = cluster(waits, instance("w1", others)), Arrival("new", 500, 100, 0)
+    assert Tailrace().place(view, new, 0.0) == Place("w0")
+    assert TailraceFcfs().place(view, new, 0.0) == Place("w1")
 
 
 def test_reading_is_in_less_of_a_hurry_than_reasoning() -> None:

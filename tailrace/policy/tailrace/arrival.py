@@ -124,12 +124,13 @@ def _hurry(costs: Costs, reported: Reported[Number], step_s: Number, bounds: Bou
     """What a second of those who decode there counts, from 0 to 1.
 
     Reasoning is a wait for the first token, and counts whole. Who reads an answer is not late yet, and counts
-    by how much of the TPOT SLO a step takes.
+    by the square of a step's share of the TPOT SLO: as a wait does, next to nothing at first.
     """
     prompts = reported.prompts
     decoding = bounds.larger(1.0, reported.running + reported.waiting - prompts)
     reasons = bounds.smaller(1.0, bounds.larger(0.0, reported.reasoning - prompts) / decoding)
-    return reasons + (1.0 - reasons) * bounds.smaller(1.0, step_s / costs.tpot_slo_s)
+    share = bounds.smaller(1.0, step_s / costs.tpot_slo_s)
+    return reasons + (1.0 - reasons) * share * share
 
 
 def prefill_s(offered: Offer[Number], prompt_tokens: int) -> Number:

@@ -108,7 +108,7 @@ class Offers:
         costs, offers, queues = self._costs, self._offers, self._queues
         patience_s = self._patience_s(prefill_s(offers[positions[0]], prompt_tokens))
         more_tokens = prompt_tokens + costs.expected_tokens
-        due = due_s(now, prompt_tokens)
+        due = due_s(now, prompt_tokens, costs.prefills)
         costs_s: list[float] = []
         shortages_s: list[float] = []
         for position in positions:
@@ -132,7 +132,7 @@ class Offers:
         before = Before(offered.unknown, offered.unknown_s, np.zeros(len(offered.unknown)))
         if self._queues:
             before = Before(before.tokens.copy(), before.seconds.copy(), before.after)
-            due = due_s(now, prompt_tokens)
+            due = due_s(now, prompt_tokens, costs.prefills)
             for position, queue in self._queues.items():
                 known, known_s, after = queue.before(due)
                 before.tokens[position] += known
@@ -176,7 +176,7 @@ class Offers:
 
     def _patience_s(self, own_s: float) -> float:
         """A user's, so the same for all, however fast they are: by the prefill on the first."""
-        return self._costs.patience_s + self._costs.patience_prefills * own_s
+        return self._costs.patience_s + self._costs.prefills * own_s
 
     # ---- what is kept
 
@@ -243,7 +243,7 @@ class Offers:
         waiting = prompts(instance) if backlog else ()
         tokens = 0
         if waiting:
-            queue = Queue.of(waiting, backlog, steps)
+            queue = Queue.of(waiting, backlog, steps, self._costs.prefills)
             self._queues[position] = queue
             tokens = queue.tokens[-1]
         else:

@@ -23,10 +23,15 @@ class Queue:
     computed: int
 
     @staticmethod
-    def of(prompts: Iterable[Prompt], backlog_tokens: int, steps: StepModel) -> Queue:
-        """Of these prompts so many tokens are not computed yet; where it is more, of others besides."""
+    def of(prompts: Iterable[Prompt], backlog_tokens: int, steps: StepModel, prefills: float) -> Queue:
+        """Of these prompts so many tokens are not computed yet; where it is more, of others besides.
+
+        `prefills`: as `due_s` has it.
+        """
         dues, tokens, seconds = [], [0], [0.0]
-        for due, length in sorted((due_s(arrived_s, length), length) for arrived_s, length in prompts):
+        for due, length in sorted(
+            (due_s(arrived_s, length, prefills), length) for arrived_s, length in prompts
+        ):
             dues.append(due)
             tokens.append(tokens[-1] + length)
             seconds.append(seconds[-1] + steps.compute_s(length))
