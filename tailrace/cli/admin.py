@@ -62,7 +62,7 @@ def _local_address() -> str:
     except RunFolderUnusable as error:
         raise CliError(str(error)) from error
     if state is None or not state.admin:
-        raise UsageProblem(
+        raise Unreachable(
             "no admin API: no local cluster runs here (tailrace up starts one); "
             "for another cluster give --admin HOST:PORT or set TAILRACE_ADMIN"
         )

@@ -91,7 +91,7 @@ def test_no_cluster_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TAILRACE_ADMIN", raising=False)
     result = CliRunner().invoke(main, ["get", "instances"])
-    assert result.exit_code == 2
+    assert result.exit_code == 3
     assert "tailrace up" in _one_line(result.stderr)
 
 
