@@ -54,6 +54,8 @@ class Tracked:
         self._context_tokens = 0
         self._kv_used_tokens = 0
         self._pending_tokens = 0
+        # Sum of the squares of the same lengths.
+        self._pending_squares = 0
         self._future_load: tuple[float, ...] = ()
 
     @property
@@ -98,6 +100,7 @@ class Tracked:
             self._take_pending(forgotten)
         self.pending[request.request_id] = Pending(request, now_s)
         self._pending_tokens += request.context_tokens
+        self._pending_squares += request.context_tokens**2
         self._phases.add(request)
         return forgotten
 
@@ -197,6 +200,7 @@ class Tracked:
         pending = self.pending.pop(request_id, None)
         if pending is not None:
             self._pending_tokens -= pending.request.context_tokens
+            self._pending_squares -= pending.request.context_tokens**2
             self._phases.remove(pending.request)
         return pending
 
@@ -243,4 +247,9 @@ class Tracked:
         """As reported, and for what was placed since. None: the worker has no profile."""
         if not load.HasField("prefill_delay_s"):
             return None
-        return load.prefill_delay_s + self._pending_tokens * load.prefill_s_per_token
+        return (
+            load.prefill_delay_s
+            + len(self.pending) * load.prefill_base_s
+            + self._pending_tokens * load.prefill_s_per_token
+            + self._pending_squares * load.prefill_s_per_token_squared
+        )

@@ -29,7 +29,7 @@ def load_of(
     """The instance as a whole; `migrations`: open ones (in, out). Preempted requests count as waiting."""
     states = Counter(request.state for request in stats.requests)
     phases = Counter(request.phase for request in stats.requests)
-    return monitor_pb2.InstanceLoad(
+    load = monitor_pb2.InstanceLoad(
         running=states["running"],
         waiting=states["waiting"] + states["preempted"],
         paused=states["paused"],
@@ -53,15 +53,24 @@ def load_of(
         swaps_refused=stats.swaps_refused,
         migrations_in=migrations[0],
         migrations_out=migrations[1],
-        prefill_delay_s=speeds.prefill_delay_s(stats.prefill_backlog_tokens, phases[EnginePhase.PREFILL])
-        if speeds is not None
-        else None,
-        prefill_s_per_token=speeds.prefill_s_per_token if speeds is not None else 0.0,
-        max_running_tokens=speeds.max_running_tokens if speeds is not None else None,
         future_load=_future_load(
             [(r.prompt_tokens + r.output_tokens, r.predicted_remaining_tokens) for r in stats.requests]
         ),
     )
+    if speeds is not None:
+        _add_profiled(load, stats, speeds)
+    return load
+
+
+def _add_profiled(load: monitor_pb2.InstanceLoad, stats: EngineStats, speeds: Speeds) -> None:
+    """Arrow's two quantities (section 5.3), and what a prompt that comes from now on adds to the first."""
+    prefilling = (request for request in stats.requests if request.phase is EnginePhase.PREFILL)
+    prompts = [request.prompt_tokens + request.output_tokens for request in prefilling]
+    load.prefill_delay_s = speeds.prefill_delay_s(stats.prefill_backlog_tokens, prompts)
+    load.prefill_base_s = speeds.ttft.base_s
+    load.prefill_s_per_token = speeds.ttft.per_token_s
+    load.prefill_s_per_token_squared = speeds.ttft.per_token_squared_s
+    load.max_running_tokens = speeds.max_running_tokens
 
 
 def request_report(request: RequestStats, carried: Carried | None, now_s: float) -> monitor_pb2.RequestReport:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,7 +22,6 @@ class Speeds:
     """Of one worker. Without a profile there are none, and the policies go by theirs."""
 
     ttft: TtftPredictor
-    prefill_s_per_token: float
     max_running_tokens: int
 
     @staticmethod
@@ -40,13 +40,19 @@ class Speeds:
     def _of(ttft: TtftPredictor, profile: Profile, tpot_s: float) -> Speeds:
         return Speeds(
             ttft,
-            ttft.prefill_s(CONTEXT_TOKENS) / CONTEXT_TOKENS,
             max_running_tokens(profile, tpot_s, CONTEXT_TOKENS),
         )
 
-    def prefill_delay_s(self, backlog_tokens: int, prompts: int) -> float:
-        """Seconds until a prefill that arrives now would start, behind so many prompts not yet prefilled."""
-        return self.ttft.backlog_s(backlog_tokens, prompts)
+    def prefill_delay_s(self, backlog_tokens: int, prompts: Sequence[int]) -> float:
+        """Seconds until a prefill that arrives now would start, behind prompts of these lengths (Eq. 2).
+
+        Of them so many tokens are left to compute; what is more than their sum belongs to requests that are
+        computed anew.
+        """
+        known = sum(prompts)
+        if backlog_tokens > known:
+            return self.ttft.queue_s(prompts) + self.ttft.backlog_s(backlog_tokens - known, 1)
+        return self.ttft.queue_s(prompts) * backlog_tokens / known if known else 0.0
 
 
 class KnownSpeeds:

@@ -268,7 +268,8 @@ def test_what_policies_want_comes_from_reports() -> None:
     report = steady("a", [told, request("q", REASONING)])
     load = report.load
     load.host_kv_bytes_used, load.host_kv_bytes_total = 800, 8_000
-    load.prefill_delay_s, load.prefill_s_per_token, load.max_running_tokens = 0.5, 0.001, 9_000
+    load.prefill_delay_s, load.max_running_tokens = 0.5, 9_000
+    load.prefill_base_s, load.prefill_s_per_token, load.prefill_s_per_token_squared = 0.01, 1e-3, 1e-6
     load.future_load.extend([260.0, 100.0])
     state.apply(report, 1.0)
     state.place(arrival("p"), "a", "f", 1.1)
@@ -277,7 +278,7 @@ def test_what_policies_want_comes_from_reports() -> None:
     assert seen.phase_load == phase_load(seen.requests)
     assert (seen.host_kv_tokens, seen.host_kv_capacity_tokens) == (100, 1_000)
     placed = arrival("p").prompt_tokens
-    assert seen.prefill_delay_s == pytest.approx(0.5 + placed * 0.001)
+    assert seen.prefill_delay_s == pytest.approx(0.51 + placed * 1e-3 + placed**2 * 1e-6)
     assert (seen.max_running_tokens, seen.future_load) == (9_000, (260.0, 100.0))
     assert state.traceparent("r") == "00-1-2-01" and state.traceparent("q") == ""
     answering = state.request("r")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import itertools
 from collections.abc import Callable, Coroutine
@@ -83,6 +84,20 @@ class VirtualClock:
             if not self.advance():
                 return
         raise AssertionError("the engines never come to rest")
+
+
+def at_boundary(clock: VirtualClock, coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that waits for the end of the step under way; time goes on until it is over."""
+
+    async def both() -> T:
+        task = asyncio.ensure_future(coroutine)
+        await asyncio.sleep(0)
+        while not task.done():
+            assert clock.advance(), "the step under way never ends"
+            await asyncio.sleep(0)
+        return await task
+
+    return asyncio.run(both())
 
 
 class Stream:

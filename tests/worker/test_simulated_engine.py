@@ -18,6 +18,7 @@ from tests.worker.simulated import (
     Fleet,
     FrontEnd,
     Stream,
+    at_boundary,
     now,
     request_frames,
     undisturbed,
@@ -326,7 +327,7 @@ def _hand_over(fleet: Fleet, request_id: str) -> ExportedPause:
     source, target = fleet.engines
     exported = now(source.export_open(request_id))
     now(target.import_open(exported, exported.key, exported.epoch + 1))
-    pause = now(source.export_pause(request_id, 0))
+    pause = at_boundary(fleet.clock, source.export_pause(request_id, 0))
     now(target.import_reserve(request_id, len(pause.block_hashes)))
     _copy(fleet, request_id, 0, len(pause.block_hashes))
     return pause
@@ -352,7 +353,7 @@ def test_rounds_then_pause() -> None:
     have += 1
 
     fleet.clock.advance(2)
-    pause = now(source.export_pause(request_id, have))
+    pause = at_boundary(fleet.clock, source.export_pause(request_id, have))
     assert exported.output_token_ids + pause.new_output_token_ids == stream.tokens
     assert pause.computed_tokens == len(PROMPT) + len(stream.tokens) - 1
     fleet.clock.advance(5)
@@ -410,7 +411,7 @@ def test_a_missing_block_is_caught() -> None:
     source, target = fleet.engines
     exported = now(source.export_open(request_id))
     now(target.import_open(exported, exported.key, 1))
-    pause = now(source.export_pause(request_id, 0))
+    pause = at_boundary(fleet.clock, source.export_pause(request_id, 0))
     _copy(fleet, request_id, 0, 1)
     with pytest.raises(KvCorrupt, match=r"block 1 of .* never received"):
         now(target.import_prepare(request_id, pause))
@@ -473,7 +474,7 @@ def test_refusals() -> None:
     assert target.stats().kv_blocks_used == 0
     fleet.clock.drain()
     with pytest.raises(EngineRefusal, match="not on this engine"):
-        now(source.export_pause(request_id, 0))
+        at_boundary(fleet.clock, source.export_pause(request_id, 0))
 
 
 def test_no_room_reserves_nothing() -> None:

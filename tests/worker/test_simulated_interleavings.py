@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.worker.simulated import SMALL, Fleet, Stream, now, undisturbed
+from tests.worker.simulated import SMALL, Fleet, Stream, at_boundary, now, undisturbed
 from worker_agent.engine.base import EngineRefusal, Exported, ExportedPause
 from worker_agent.engine.simulated.blocks import BlockPool
 
@@ -166,7 +166,7 @@ class TwoEngines(RuleBasedStateMachine):
         request_id = migration.stream.request_id
         try:
             source = self.fleet.engines[migration.source]
-            migration.pause = now(source.export_pause(request_id, migration.have))
+            migration.pause = at_boundary(self.fleet.clock, source.export_pause(request_id, migration.have))
             self._copy(migration, len(migration.pause.block_hashes))
         except EngineRefusal:
             self._give_up(migration)

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tailrace.intra.registry import intra_names
-from tests.worker.simulated import SMALL, Fleet, Stream, now, undisturbed
+from tests.worker.simulated import SMALL, Fleet, Stream, at_boundary, now, undisturbed
 from worker_agent.engine.base import EngineRefusal, Exported, ExportedPause
 from worker_agent.engine.simulated import SimulatedEngine, SimulatedSettings
 
@@ -73,9 +73,9 @@ def swapped(fleet: Fleet, streams: list[Stream]) -> Stream:
     return next(stream for stream in streams if states.get(stream.request_id) == "preempted")
 
 
-def take(engine: SimulatedEngine, request_id: str) -> tuple[Exported, ExportedPause]:
+def take(fleet: Fleet, engine: SimulatedEngine, request_id: str) -> tuple[Exported, ExportedPause]:
     exported = now(engine.export_open(request_id))
-    return exported, now(engine.export_pause(request_id, 0))
+    return exported, at_boundary(fleet.clock, engine.export_pause(request_id, 0))
 
 
 def bring(
@@ -101,11 +101,11 @@ def test_a_swapped_request_moves_or_stays() -> None:
     source, target = fleet.engines
     streams = submit(fleet, 4)
     stream = swapped(fleet, streams)
-    take(source, stream.request_id)
+    take(fleet, source, stream.request_id)
     assert "paused" in {request.state for request in source.stats().requests}
     now(source.export_resume(stream.request_id))
     stream = swapped(fleet, streams)
-    bring(source, target, fleet, stream, take(source, stream.request_id))
+    bring(source, target, fleet, stream, take(fleet, source, stream.request_id))
     stream.epoch += 1
     stream.owner = 1
     now(target.import_activate(stream.request_id))
@@ -121,7 +121,7 @@ def test_an_import_waits_in_host_memory_if_the_order_says_so() -> None:
     source, target = fleet.engines
     (stream,) = submit(fleet, 1)
     fleet.clock.advance(8)
-    both = take(source, stream.request_id)
+    both = take(fleet, source, stream.request_id)
     # As many as may run fill the target.
     others = [
         fleet.submit(1, [*PROMPT, n], max_tokens=30, ignore_eos=True) for n in range(SMALL.max_num_seqs)

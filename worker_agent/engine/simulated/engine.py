@@ -31,6 +31,7 @@ from worker_agent.engine.base import (
 from worker_agent.engine.host_ledger import HostLedger
 from worker_agent.engine.intervals import RecentIntervals
 from worker_agent.engine.simulated.blocks import BlockPool
+from worker_agent.engine.simulated.boundary import Boundary
 from worker_agent.engine.simulated.clock import Clock, Timer
 from worker_agent.engine.simulated.emitter import Emitter
 from worker_agent.engine.simulated.exports import Exports
@@ -59,8 +60,8 @@ _HANG_CHECK_S: Final = 0.05
 class SimulatedEngine:
     """worker_agent.engine.base.Engine. One timer is all that it runs on.
 
-    A step is planned when it begins, and its tokens come out when its time is over; a request that is
-    aborted or paused in between drops out of it.
+    A step is planned when it begins, and its tokens come out when its time is over. A request that is aborted
+    in between drops out of it; one that is to be paused makes its token first, as on vLLM.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class SimulatedEngine:
         self._exports = Exports(self._table, self._scheduler, codec, self._shape, self.faults)
         self._imports = Imports(self._table, self._scheduler, self._reader, codec, self._shape, self.faults)
         self._intervals = RecentIntervals()
+        self._boundary = Boundary()
         self._clock = clock
         self._timer: Timer | None = None
         self._step: Step | None = None
@@ -153,6 +155,7 @@ class SimulatedEngine:
             self._timer.cancel()
             self._timer = None
         self._sink = self._emitter = None
+        self._boundary.stop()
         for request in list(self._table):
             self._free(request)
 
@@ -275,6 +278,11 @@ class SimulatedEngine:
 
     async def export_pause(self, request_id: str, have_blocks: int) -> ExportedPause:
         """Engine.export_pause."""
+        if self._step is not None:
+            return await self._boundary.call(lambda: self._pause(request_id, have_blocks))
+        return self._pause(request_id, have_blocks)
+
+    def _pause(self, request_id: str, have_blocks: int) -> ExportedPause:
         interval_ms, _ = self._intervals.mean_and_p99_ms(self._live_clock().time())
         return self._exports.pause(request_id, have_blocks, interval_ms)
 
@@ -354,6 +362,7 @@ class SimulatedEngine:
         if self.faults.hang:
             self._timer = clock.call_at(clock.time() + _HANG_CHECK_S, self._begin_step)
             return
+        self._boundary.reached()
         self._step = self._scheduler.plan()
         if self._step is None:
             self._ended_s = 0.0

@@ -62,7 +62,7 @@ class Exports:
         return request.chain.full(have_blocks, self._full_blocks(request))
 
     def pause(self, request_id: str, have_blocks: int, token_interval_ms: float) -> ExportedPause:
-        """Engine.export_pause. What the current step would have added is thrown away."""
+        """Engine.export_pause, between two steps."""
         request = self._exporting(request_id)
         if request.state is State.PAUSED:
             raise EngineRefusal(f"request {request_id} is paused already")
