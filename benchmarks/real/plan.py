@@ -25,7 +25,7 @@ class Scale:
     @staticmethod
     def full(seeds: int) -> Scale:
         """What docs/live-results.md shows."""
-        return Scale(12.0, tuple(range(1, seeds + 1)), 120.0, True)
+        return Scale(20.0, tuple(range(1, seeds + 1)), 120.0, True)
 
     @staticmethod
     def quick() -> Scale:
