@@ -139,6 +139,7 @@ class MigrationRun:
         if event.state == COMMITTED:
             record.pause_ms = event.pause_ms
             record.pause_steps = event.pause_steps
+            record.step_wait_ms = event.step_wait_ms
             record.phase = event.phase
             record.tokens = event.tokens
             self._end(COMMITTED, "")

@@ -135,7 +135,7 @@ def _delays(watch: Watch, migrations: Sequence[migration_pb2.MigrationRecord]) -
     """Medians; what no migration has shown is zero."""
     committed = [m for m in migrations if m.state == types_pb2.MIGRATION_STATE_COMMITTED]
     pauses = [m.pause_ms / 1e3 for m in committed]
-    opening = [max(0.0, m.closed_s - m.opened_s - m.pause_ms / 1e3) for m in committed]
+    opening = [max(0.0, m.closed_s - m.opened_s - (m.pause_ms + m.step_wait_ms) / 1e3) for m in committed]
     return Delays(
         report_s=_GATHER_S + (float(np.median(watch.delays_s)) if watch.delays_s else 0.0),
         open_s=float(np.median(opening)) if opening else 0.0,

@@ -216,6 +216,8 @@ class ExportedPause:
     token_interval_ms: float
     # The latest prediction of the tokens still to come; None: nobody predicts here.
     predicted_remaining_tokens: float | None = None
+    # Seconds that the step under way took to end after this was asked for.
+    waited_s: float = 0.0
 
 
 class EngineRefusal(Exception):

@@ -61,8 +61,8 @@ class Paused:
     """The request as the source left it, all KV here."""
 
     pause: ExportedPause
-    # When the source was asked to pause, on this machine's monotonic clock.
-    asked_s: float
+    # When it stood still there, on this machine's monotonic clock; the command's way there counts in.
+    since_s: float
     # As of now, on arrival; None before the request's answer.
     answer_pace: worker_pb2.AnswerPace | None
     arrived_s: float
@@ -132,7 +132,7 @@ class Copying:
         await self._faults.hold("import:paused")
         await self._round(types_pb2.MIGRATION_STATE_STOP_AND_COPY, pause.block_hashes)
         await unbroken(self._engine.import_prepare(self._request_id, pause))
-        return Paused(pause, asked_s, pace, arrived_s)
+        return Paused(pause, asked_s + pause.waited_s, pace, arrived_s)
 
     async def _round(self, state: types_pb2.MigrationState.ValueType, hashes: list[bytes]) -> None:
         began_s = time.monotonic()

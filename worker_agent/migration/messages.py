@@ -70,4 +70,5 @@ def pause_of(paused: worker_pb2.ExportPaused) -> ExportedPause:
         predicted_remaining_tokens=(
             paused.predicted_remaining_tokens if paused.HasField("predicted_remaining_tokens") else None
         ),
+        waited_s=paused.waited_s,
     )

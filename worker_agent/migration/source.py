@@ -198,6 +198,7 @@ class Export:
             token_interval_ms=pause.token_interval_ms,
             predicted_remaining_tokens=pause.predicted_remaining_tokens,
             answer_pace=self._answer_pace(pause),
+            waited_s=pause.waited_s,
         )
         self._lease.send(worker_pb2.ExportEvent(paused=paused))
         return None

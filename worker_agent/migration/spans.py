@@ -38,16 +38,16 @@ class TransferSpans:
             },
         )
 
-    def paused(self, traceparent: str, asked_s: float, pause_s: float) -> None:
-        """The pause, from asking the source until this instance may emit."""
+    def paused(self, traceparent: str, since_s: float, pause_s: float) -> None:
+        """The pause, from when the request stood still at its source until this instance may emit."""
         if not self._tracing.continues(traceparent):
             return
         record_span(
             self._tracer,
             "pause",
             traceparent,
-            wall_ns(asked_s),
-            wall_ns(asked_s + pause_s),
+            wall_ns(since_s),
+            wall_ns(since_s + pause_s),
             attributes={
                 attributes.INSTANCE: self._instance_id,
                 attributes.MIGRATION_PAUSE_MS: pause_s * 1000,

@@ -284,18 +284,19 @@ class Import:
             self._parts.carried.remove(key)
             self._fail(key, next_index)
         phase = self._phase(opened)
-        pause_s = time.monotonic() - paused.asked_s
+        pause_s = time.monotonic() - paused.since_s
         interval_ms = paused.pause.token_interval_ms
         self.committed = True
         self._parts.metrics.imports["committed"] += 1
         self._parts.metrics.pause_seconds.observe(pause_s)
         self._parts.news.changed(self.request_id)
-        self._parts.spans.paused(self._request.traceparent, paused.asked_s, pause_s)
+        self._parts.spans.paused(self._request.traceparent, paused.since_s, pause_s)
         self._tell(
             worker_pb2.ImportEvent(
                 state=types_pb2.MIGRATION_STATE_COMMITTED,
                 pause_ms=pause_s * 1000,
                 pause_steps=pause_s * 1000 / interval_ms if interval_ms > 0 else 0.0,
+                step_wait_ms=paused.pause.waited_s * 1000,
                 phase=phase,
                 tokens=next_index,
             )

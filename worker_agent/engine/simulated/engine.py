@@ -278,13 +278,15 @@ class SimulatedEngine:
 
     async def export_pause(self, request_id: str, have_blocks: int) -> ExportedPause:
         """Engine.export_pause."""
+        asked_s = self._live_clock().time()
         if self._step is not None:
-            return await self._boundary.call(lambda: self._pause(request_id, have_blocks))
-        return self._pause(request_id, have_blocks)
+            return await self._boundary.call(lambda: self._pause(request_id, have_blocks, asked_s))
+        return self._pause(request_id, have_blocks, asked_s)
 
-    def _pause(self, request_id: str, have_blocks: int) -> ExportedPause:
-        interval_ms, _ = self._intervals.mean_and_p99_ms(self._live_clock().time())
-        return self._exports.pause(request_id, have_blocks, interval_ms)
+    def _pause(self, request_id: str, have_blocks: int, asked_s: float) -> ExportedPause:
+        now_s = self._live_clock().time()
+        interval_ms, _ = self._intervals.mean_and_p99_ms(now_s)
+        return self._exports.pause(request_id, have_blocks, interval_ms, now_s - asked_s)
 
     async def export_resume(self, request_id: str) -> None:
         """Engine.export_resume."""

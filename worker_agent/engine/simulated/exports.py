@@ -61,7 +61,9 @@ class Exports:
         request = self._exporting(request_id)
         return request.chain.full(have_blocks, self._full_blocks(request))
 
-    def pause(self, request_id: str, have_blocks: int, token_interval_ms: float) -> ExportedPause:
+    def pause(
+        self, request_id: str, have_blocks: int, token_interval_ms: float, waited_s: float
+    ) -> ExportedPause:
         """Engine.export_pause, between two steps."""
         request = self._exporting(request_id)
         if request.state is State.PAUSED:
@@ -79,6 +81,7 @@ class Exports:
                 SamplingState(request.script.identity, len(request.outputs))
             ),
             token_interval_ms=token_interval_ms,
+            waited_s=waited_s,
         )
 
     def resume(self, request_id: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -125,7 +126,10 @@ class VllmEngine:
 
     async def export_pause(self, request_id: str, have_blocks: int) -> ExportedPause:
         """Stop scheduling the request. Its outputs were handed to the loop before this answer."""
-        return await self._ask(lambda parts: parts.exports.pause(request_id, have_blocks))
+        asked_s = time.monotonic()
+        return await self._ask(
+            lambda parts: parts.exports.pause(request_id, have_blocks, time.monotonic() - asked_s)
+        )
 
     async def export_resume(self, request_id: str) -> None:
         """Unpin, and go on."""

@@ -107,8 +107,11 @@ class Exports:
         self._pin_full(export)
         return export.hashes[have_blocks:]
 
-    def pause(self, request_id: str, have_blocks: int) -> ExportedPause:
-        """Stop stepping the request; pin all its blocks, the partial one included."""
+    def pause(self, request_id: str, have_blocks: int, waited_s: float) -> ExportedPause:
+        """Stop stepping the request; pin all its blocks, the partial one included.
+
+        `waited_s`: since this was asked for.
+        """
         export = self._live(request_id)
         entry, request, scheduler = export.entry, export.entry.request, self._core.scheduler
         if request_id in scheduler.paused:
@@ -134,6 +137,7 @@ class Exports:
             predicted_remaining_tokens=(
                 None if entry.prediction is None else entry.prediction.remaining_at(entry.emitted)
             ),
+            waited_s=waited_s,
         )
 
     def resume(self, request_id: str) -> None:
