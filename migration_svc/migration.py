@@ -100,6 +100,8 @@ class MigrationRun:
                 self._end(ABORTED, "the migration service stopped")
             metrics.ended(record)
             traces.end(trace, record)
+            # Only now that its place is free: whoever hears of the end may move the request again at once.
+            self._on_change(record)
 
     async def _import(self, channels: Channels, trace: MigrationTrace) -> None:
         stub = worker_pb2_grpc.WorkerStub(channels.get(self._order.target_address))
@@ -156,7 +158,6 @@ class MigrationRun:
         record.closed_s = time.time()
         if state == ABORTED:
             log.warning("migration %s of %s aborted: %s", record.migration_id, record.request_id, error)
-        self._on_change(record)
 
     def _opened(self) -> Opened:
         record = self.record

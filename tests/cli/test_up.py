@@ -116,7 +116,7 @@ def test_a_whole_cluster(here: Here) -> None:
     assert "worker-1" in down.stdout
     assert not any(part.identity.session_members() for part in state.parts)
     assert here.tailrace("down").stdout == "no local cluster runs here\n"
-    assert here.tailrace("get", "instances").returncode == 2
+    assert here.tailrace("get", "instances").returncode == 3
 
 
 def test_port_taken(here: Here) -> None:
