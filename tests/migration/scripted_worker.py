@@ -16,7 +16,7 @@ ABORTED = types_pb2.MIGRATION_STATE_ABORTED
 
 
 class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
-    """Answers each Import by what is in `script`: events, "hang" or "vanish"."""
+    """Answers each Import by what is in `script`: events, "hang" or "linger"."""
 
     def __init__(self) -> None:
         self.script: list[worker_pb2.ImportEvent | str] = []
@@ -37,6 +37,10 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                 except asyncio.CancelledError:
                     self.cancelled_calls.set()
                     raise
+            elif step == "linger":
+                # Some turns of the event loop.
+                for _ in range(100):
+                    await asyncio.sleep(0)
             elif isinstance(step, worker_pb2.ImportEvent):
                 yield step
 

@@ -103,6 +103,15 @@ async def test_a_migration_that_commits_is_recorded_with_what_it_cost() -> None:
         assert b.history.list("r", 0) == [last]
 
 
+async def test_who_hears_of_the_end_may_move_the_request_again() -> None:
+    async with bench() as b:
+        # The target tells the outcome, and then has the source let go.
+        b.worker.script = [*commit(), "linger"]
+        for _ in range(3):
+            ended = [record async for record in b.start() if record.state in (COMMITTED, ABORTED)]
+            assert [(record.state, record.error) for record in ended] == [(COMMITTED, "")]
+
+
 async def test_a_target_that_aborts_says_why() -> None:
     async with bench() as b:
         b.worker.script = [worker_pb2.ImportEvent(state=ABORTED, reason="no room")]
