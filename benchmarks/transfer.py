@@ -177,7 +177,8 @@ def main() -> int:
 
 
 def _print(moves: list[Move], ceilings: list[float], lengths: list[int], console: Console) -> None:
-    table = Table(title="Medians. Pause: from asking the source to stop until the target may emit")
+    pause = "from when the request stood still at its source until the target may emit"
+    table = Table(title=f"Medians. Pause: {pause}")
     for column in ("KV", "live: pause ms", "steps", "rounds", "stop and copy: pause ms", "steps", "ratio"):
         table.add_column(column, justify="right")
     for tokens in lengths:
