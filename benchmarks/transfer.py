@@ -177,8 +177,8 @@ def main() -> int:
 
 
 def _print(moves: list[Move], ceilings: list[float], lengths: list[int], console: Console) -> None:
-    pause = "from when the request stood still at its source until the target may emit"
-    table = Table(title=f"Medians. Pause: {pause}")
+    meant = "from when the request stood still at its source until the target may emit"
+    table = Table(title=f"Medians. Pause: {meant}")
     for column in ("KV", "live: pause ms", "steps", "rounds", "stop and copy: pause ms", "steps", "ratio"):
         table.add_column(column, justify="right")
     for tokens in lengths:

@@ -39,7 +39,7 @@ class Watched:
 
     @property
     def pauses_ms(self) -> list[float]:
-        """Of committed migrations: from when the request stood still at its source until the target may go on."""
+        """Of committed migrations: while the request stood still."""
         committed = types_pb2.MIGRATION_STATE_COMMITTED
         return [record.pause_ms for record in self.migrations if record.state == committed]
 
