@@ -405,6 +405,24 @@ def test_the_wrong_block_is_caught_before_it_is_used() -> None:
         now(fleet.engines[1].import_prepare(request_id, pause))
 
 
+@pytest.mark.parametrize("stopped_first", [True, False])
+async def test_who_pauses_on_an_engine_that_stops_in_mid_step_is_refused(stopped_first: bool) -> None:
+    fleet = Fleet(SMALL, SMALL)
+    request_id = _decoding(fleet)
+    source = fleet.engines[0]
+    now(source.export_open(request_id))
+    if stopped_first:
+        await source.stop()
+    pausing = asyncio.ensure_future(source.export_pause(request_id, 0))
+    await asyncio.sleep(0)
+    if not stopped_first:
+        assert not pausing.done(), "a step is under way"
+        await source.stop()
+    async with asyncio.timeout(10):
+        with pytest.raises(EngineRefusal, match="not on this engine"):
+            await pausing
+
+
 def test_a_missing_block_is_caught() -> None:
     fleet = Fleet(SMALL, SMALL)
     request_id = _decoding(fleet)

@@ -16,18 +16,15 @@ class Boundary:
 
     def __init__(self) -> None:
         self._waiting: list[Callable[[], None]] = []
-        self._stopped = False
 
     async def call(self, made: Callable[[], T]) -> T:
-        """What `made` returns. Raises what it raises, and EngineRefusal when the engine stops meanwhile."""
+        """What `made` returns, or its EngineRefusal."""
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def make() -> None:
             if result.cancelled():
                 return
             try:
-                if self._stopped:
-                    raise EngineRefusal("the engine has stopped")
                 result.set_result(made())
             except EngineRefusal as refusal:
                 result.set_exception(refusal)
@@ -36,12 +33,7 @@ class Boundary:
         return await result
 
     def reached(self) -> None:
-        """The step is over."""
+        """The step is over, or will never be."""
         waiting, self._waiting = self._waiting, []
         for make in waiting:
             make()
-
-    def stop(self) -> None:
-        """There will be no other step."""
-        self._stopped = True
-        self.reached()

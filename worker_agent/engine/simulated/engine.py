@@ -154,10 +154,11 @@ class SimulatedEngine:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._sink = self._emitter = None
-        self._boundary.stop()
+        self._sink = self._emitter = self._step = None
         for request in list(self._table):
             self._free(request)
+        # Who waits for the end of the step learns that the request is gone.
+        self._boundary.reached()
 
     # ---- the data path
 
