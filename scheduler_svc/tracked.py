@@ -9,6 +9,7 @@ from typing import Final
 from scheduler_svc.phase_counts import PhaseCounts
 from scheduler_svc.wire import PHASES, request_view
 from tailrace.cluster import InstanceState, InstanceView, Phase, Pool, RequestState, RequestView
+from tailrace.policy.arrow.ttft import TtftPredictor
 from tailrace.policy.measured import Measured
 from tailrace.policy.room import kv_needed_tokens
 from tailrace.records import InstanceRecord
@@ -54,8 +55,6 @@ class Tracked:
         self._context_tokens = 0
         self._kv_used_tokens = 0
         self._pending_tokens = 0
-        # Sum of the squares of the same lengths.
-        self._pending_squares = 0
         self._future_load: tuple[float, ...] = ()
 
     @property
@@ -100,7 +99,6 @@ class Tracked:
             self._take_pending(forgotten)
         self.pending[request.request_id] = Pending(request, now_s)
         self._pending_tokens += request.context_tokens
-        self._pending_squares += request.context_tokens**2
         self._phases.add(request)
         return forgotten
 
@@ -200,7 +198,6 @@ class Tracked:
         pending = self.pending.pop(request_id, None)
         if pending is not None:
             self._pending_tokens -= pending.request.context_tokens
-            self._pending_squares -= pending.request.context_tokens**2
             self._phases.remove(pending.request)
         return pending
 
@@ -247,9 +244,6 @@ class Tracked:
         """As reported, and for what was placed since. None: the worker has no profile."""
         if not load.HasField("prefill_delay_s"):
             return None
-        return (
-            load.prefill_delay_s
-            + len(self.pending) * load.prefill_base_s
-            + self._pending_tokens * load.prefill_s_per_token
-            + self._pending_squares * load.prefill_s_per_token_squared
-        )
+        curve = TtftPredictor(load.prefill_base_s, load.prefill_s_per_token, load.prefill_s_per_token_squared)
+        placed = (pending.request.context_tokens for pending in self.pending.values())
+        return load.prefill_delay_s + curve.queue_s(placed)

@@ -38,10 +38,7 @@ class Speeds:
 
     @staticmethod
     def _of(ttft: TtftPredictor, profile: Profile, tpot_s: float) -> Speeds:
-        return Speeds(
-            ttft,
-            max_running_tokens(profile, tpot_s, CONTEXT_TOKENS),
-        )
+        return Speeds(ttft, max_running_tokens(profile, tpot_s, CONTEXT_TOKENS))
 
     def prefill_delay_s(self, backlog_tokens: int, prompts: Sequence[int]) -> float:
         """Seconds until a prefill that arrives now would start, behind prompts of these lengths (Eq. 2).
