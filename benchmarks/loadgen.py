@@ -120,11 +120,11 @@ def completion_request(url: str, model: str, prompt: str, max_tokens: int, seed:
 async def run_stream(url: str, request: bytes, timeout_s: float = 300.0) -> StreamResult:
     """Run one request; when it failed, its result has `error` set."""
     parts = urlsplit(url)
+    if parts.hostname is None or parts.port is None:
+        raise ValueError(f"{url} names no host and port")
     loop = asyncio.get_running_loop()
     done: asyncio.Future[StreamResult] = loop.create_future()
     protocol = _Stream(request, done)
-    if parts.hostname is None or parts.port is None:
-        raise ValueError(f"{url} names no host and port")
     try:
         async with asyncio.timeout(timeout_s):
             await loop.create_connection(lambda: protocol, parts.hostname, parts.port)

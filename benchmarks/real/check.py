@@ -59,9 +59,8 @@ class References:
                 self.tokens += done.tokens
                 return
             # Three may have met on one worker, where one had just ended and another was not seen yet.
-            self.answers = {prompt: known for prompt, known in self.answers.items() if prompt not in unknown}
         raise Disturbed(
-            f"{done.preemptions} preemptions while the undisturbed answers were taken, {_TRIES} times"
+            f"something was preempted or moved in each of {_TRIES} tries to take undisturbed answers"
         )
 
     async def _ask(self, fleet: Fleet, asked: Task, slots: asyncio.Semaphore) -> None:

@@ -16,6 +16,7 @@ from monitor_svc.servicer import MonitorServicer
 from monitor_svc.traces import TraceStore
 from tailrace.v1 import monitor_pb2, types_pb2
 from tests.monitor.conftest import Monitor
+from tests.streamed import next_of
 
 
 def steady(name: str, seq: int = 0, requests: int = 0, incarnation: str = "1") -> monitor_pb2.WorkerReport:
@@ -144,15 +145,6 @@ async def test_a_subscriber_that_falls_behind_gets_a_snapshot() -> None:
     assert feed.subscribers == 0
 
 
-async def next_delta(
-    watch: grpc.aio.UnaryStreamCall[monitor_pb2.WatchRequest, monitor_pb2.StateDelta],
-) -> monitor_pb2.StateDelta:
-    """What the monitor says next; it does not end by itself."""
-    delta = await watch.read()
-    assert isinstance(delta, monitor_pb2.StateDelta)
-    return delta
-
-
 async def test_report_and_watch(monitor: Monitor) -> None:
     async def stream() -> AsyncIterator[monitor_pb2.WorkerReport]:
         yield steady("a", 1, requests=2)
@@ -161,13 +153,13 @@ async def test_report_and_watch(monitor: Monitor) -> None:
     acks = [ack.seq async for ack in monitor.stub.Report(stream())]
     assert acks == [1, 0]
     watch = monitor.stub.Watch(monitor_pb2.WatchRequest(subscriber="test"))
-    first = await next_delta(watch)
+    first = await next_of(watch, monitor_pb2.StateDelta)
     assert first.snapshot
     assert len(first.reports[0].requests) == 2
     assert [e.phase for e in first.reports[0].phase_events] == [types_pb2.PHASE_ANSWERING]
     async for _ in monitor.stub.Report(iter([steady("b", 7)])):
         pass
-    delta = await next_delta(watch)
+    delta = await next_of(watch, monitor_pb2.StateDelta)
     assert not delta.snapshot
     assert [(r.instance_id, r.seq) for r in delta.reports] == [("b", 7)]
     watch.cancel()
@@ -176,7 +168,7 @@ async def test_report_and_watch(monitor: Monitor) -> None:
 async def test_a_subscriber_that_does_not_read_costs_a_bounded_queue(monitor: Monitor) -> None:
     """It reads nothing while far more is reported than transport buffers hold, and then is told the truth."""
     watch = monitor.stub.Watch(monitor_pb2.WatchRequest(subscriber="slow"))
-    assert (await next_delta(watch)).snapshot
+    assert (await next_of(watch, monitor_pb2.StateDelta)).snapshot
 
     def stream() -> Iterator[monitor_pb2.WorkerReport]:
         for seq in range(1, 601):
@@ -187,7 +179,7 @@ async def test_a_subscriber_that_does_not_read_costs_a_bounded_queue(monitor: Mo
     last, snapshots = 0, 0
     async with asyncio.timeout(20):
         while last < 600:
-            delta = await next_delta(watch)
+            delta = await next_of(watch, monitor_pb2.StateDelta)
             snapshots += delta.snapshot
             last = max([last, *(r.seq for r in delta.reports)])
     assert snapshots >= 1

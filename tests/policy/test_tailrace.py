@@ -158,14 +158,12 @@ def test_what_joining_costs_at_least(view: ClusterView, tokens: int, remaining: 
 
 
 def test_installed_under_its_name() -> None:
-    policy = load("tailrace")
-    assert type(policy) is Tailrace and policy.summary
-    fcfs = load("tailrace_fcfs")
-    assert type(fcfs) is TailraceFcfs
-    # The order inside the instances yields what the policy believes that it yields.
-    for each in (policy, fcfs):
-        order = make_intra(intra_for_policy("tailrace" if each is policy else "tailrace_fcfs"))
-        assert isinstance(order, AnswersFirst) and order.prefills == each.costs.prefills
+    for name, kind in (("tailrace", Tailrace), ("tailrace_fcfs", TailraceFcfs)):
+        policy = load(name)
+        assert type(policy) is kind and policy.summary
+        # The order inside the instances yields what the policy believes that it yields.
+        order = make_intra(intra_for_policy(name))
+        assert isinstance(order, AnswersFirst) and order.prefills == policy.costs.prefills
 
 
 def test_nothing_is_known() -> None:

@@ -16,6 +16,7 @@ from tailrace.v1 import admin_pb2, migration_pb2, scheduler_pb2, types_pb2
 from tests.migration.scripted_worker import ABORTED, COMMITTED, commit
 from tests.scheduler.conftest import WAIT_S, Control, open_control
 from tests.scheduler.facts import PREFILL, REASONING, event, request, steady
+from tests.streamed import next_of
 
 if TYPE_CHECKING:
     from tailrace.v1.admin_pb2_grpc import AdminAsyncStub
@@ -291,20 +292,12 @@ async def test_prefill_done_hands_over_by_policy(control: Control) -> None:
         assert (imported.request_id, imported.source_instance_id) == (request_id, "a")
 
 
-async def _next_event(
-    draining: grpc.aio.UnaryStreamCall[admin_pb2.DrainRequest, admin_pb2.DrainEvent],
-) -> admin_pb2.DrainEvent:
-    told = await draining.read()
-    assert isinstance(told, admin_pb2.DrainEvent)
-    return told
-
-
 async def test_drain_and_undrain(control: Control) -> None:
     admin, scheduler = await control.admin(), await control.scheduler()
     await running(control, admin, "one", "two")
     control.workers["b"].script = commit(1)
     draining = admin.Drain(admin_pb2.DrainRequest(instance_id="a"), timeout=WAIT_S)
-    first = await _next_event(draining)
+    first = await next_of(draining, admin_pb2.DrainEvent)
     assert (first.remaining, first.done) == (2, False)
     imported = {
         (await asyncio.wait_for(control.workers["b"].imports.get(), WAIT_S)).request_id for _ in range(2)
@@ -322,7 +315,7 @@ async def test_drain_and_undrain(control: Control) -> None:
     try:
         last = first
         while not last.done:
-            last = await _next_event(draining)
+            last = await next_of(draining, admin_pb2.DrainEvent)
     finally:
         worker.cancel()
         await asyncio.wait([worker])
@@ -330,7 +323,7 @@ async def test_drain_and_undrain(control: Control) -> None:
     listed = await admin.ListMigrations(migration_pb2.ListMigrationsRequest(), timeout=5)
     assert {m.reason for m in listed.migrations} == {"drain"}
     undraining = admin.Drain(admin_pb2.DrainRequest(instance_id="a", undrain=True), timeout=WAIT_S)
-    assert (await _next_event(undraining)).done
+    assert (await next_of(undraining, admin_pb2.DrainEvent)).done
     await until(lambda: _both_active(admin))
 
 
