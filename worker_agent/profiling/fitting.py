@@ -121,13 +121,14 @@ def _qoe(lived: list[Lived]) -> QoeRecord | None:
     batches = np.array([each.features for each in lived])
     latencies = np.array([_ALPHA * each.ttft_s + each.tpot_s for each in lived])
     kept = np.ones(batches.shape[1])
-    while True:
-        model = QoeModel.fit(batches * kept, latencies)
+    while kept.any():
+        found = QoeModel.fit(batches * kept, latencies)
+        # One that is left out comes out as nothing but for rounding, which may be negative.
+        d0, d1, d2, d3, d4 = (float(value) for value in np.where(kept > 0.0, found.d, 0.0))
+        model = QoeModel((d0, d1, d2, d3, d4))
         worst = int(np.argmin(model.d))
         if model.d[worst] >= 0.0:
-            break
+            error = mean_relative_error(model.requests(batches), latencies)
+            return QoeRecord(d=model.d, error=error, samples=len(lived))
         kept[worst] = 0.0
-        if not kept.any():
-            return None
-    error = mean_relative_error(model.requests(batches), latencies)
-    return QoeRecord(d=model.d, error=error, samples=len(lived))
+    return None
