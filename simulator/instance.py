@@ -8,23 +8,24 @@ step in flight: the run is cut there (`wake`).
 
 from __future__ import annotations
 
-import heapq
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from simulator.blocks import DecodeBlocks, blocks_for
+from simulator.batch import Batch
+from simulator.blocks import blocks_for
 from simulator.cluster import InstanceSpec
 from simulator.events import NEVER, EventQueue
+from simulator.intervals import RecentIntervals
 from simulator.job import Job, JobState
-from simulator.steplog import StepLog, elapsed, steps_within
+from simulator.prompts import Prompts, rank_of
+from simulator.steplog import StepLog
+from simulator.steprun import StepRun
 from simulator.steptime import StepTime
 from tailrace.cluster import Pool
 from tailrace.intra.allocate import Claim, Room, Wanting, allocate, within_budget
 from tailrace.intra.base import IntraPolicy, Rank
+from tailrace.intra.due import nominal_s
 
 # Steps for which the length-heterogeneity penalty of a batch is taken as constant.
 _PENALTY_STEPS = 32
@@ -74,12 +75,9 @@ class Instance:
         self.total_blocks = spec.kv_blocks
         self.block_tokens = spec.block_tokens
         self.log = StepLog()
-        self.boundary = 0
         # Where the instance's stage ends, in tokens of context.
         self.stage_end = NEVER
-        self.decoding: dict[Job, None] = {}
         # Sorted by rank.
-        self.prefilling: list[tuple[Rank, Job]] = []
         self.waiting: list[tuple[Rank, Job]] = []
         # Jobs that are held back, with blocks of their own.
         self.paused: dict[Job, None] = {}
@@ -97,69 +95,69 @@ class Instance:
         self._host_capacity = spec.host_kv_bytes // spec.block_bytes
         self._swap_block_s = spec.block_bytes / spec.swap_bytes_per_s
         self._watermark = int(intra.watermark * self.total_blocks)
-        self._blocks = DecodeBlocks(spec.block_tokens)
-        # Context tokens of the decoding batch.
-        self._kv_tokens = 0
+        self._batch = Batch(spec.block_tokens)
+        self._prompts = Prompts(self._time)
         # Blocks and seats of all others on the device: prefilling, paused, reserved for imports.
         self._other_blocks = 0
         self._reserved_seats = 0
         # Context of all jobs here that are not decoding.
         self.idle_context = 0
-        # Prompt tokens still to compute.
-        self._backlog = 0
-        # Seconds that those prompt tokens take, without the steps' bases.
-        self._backlog_s = 0.0
-        # (boundary, order, version, job): next milestone of each decoding job.
-        self._milestones: list[tuple[int, int, int, Job]] = []
         # Called at the next boundary, in order.
         self._at_boundary: list[Callable[[float], None]] = []
         # Imports that wait for room: asked at each boundary, until one is refused.
         self.imports: list[tuple[Rank, Callable[[float], bool]]] = []
-        # The run: version tells stale end events; steps 0: idle.
+        self._run = StepRun()
+        # Tells stale ends of runs.
         self._version = 0
-        self._steps = 0
-        self._start_s = 0.0
-        self._first_s = 0.0
-        self._increment_s = 0.0
-        self._chunks: list[tuple[Job, int]] = []
         self._starting = False
+        self._intervals = RecentIntervals()
         # Told before anything that they could see changes, once.
         self.watchers: list[Watcher] = []
 
     # ---- what others may ask, at any time
 
+    @property
+    def boundary(self) -> int:
+        """Steps that have ended, but for those of the run under way."""
+        return self._batch.boundary
+
+    @property
+    def decoding(self) -> Mapping[Job, None]:
+        """The decoding batch."""
+        return self._batch.jobs
+
+    @property
+    def prefilling(self) -> Sequence[tuple[Rank, Job]]:
+        """Whose prompts have a place on the device, by rank."""
+        return self._prompts.placed
+
     def begun_boundary(self, now: float) -> int:
         """The last boundary reached by now."""
-        if not self._steps:
-            return self.boundary
-        within = steps_within(self._first_s, self._increment_s, now - self._start_s, self._steps)
-        return self.boundary + within
+        return self._batch.boundary + self._run.ended(now)
 
     def used_blocks_at(self, boundary: int) -> int:
         """Blocks in use or reserved on the device at a boundary of the current run."""
-        return (
-            self._blocks.used
-            + self._blocks.taken(self.boundary, boundary - self.boundary)
-            + self._other_blocks
-        )
+        batch = self._batch
+        taken = batch.blocks.taken(batch.boundary, boundary - batch.boundary)
+        return batch.blocks.used + taken + self._other_blocks
 
     def decode_tokens_at(self, boundary: int) -> int:
         """Context tokens of the decoding batch at a boundary of the current run."""
-        return self._kv_tokens + (boundary - self.boundary) * len(self.decoding)
+        batch = self._batch
+        return batch.kv_tokens + (boundary - batch.boundary) * len(batch)
+
+    def token_interval_s(self, now: float) -> float:
+        """Mean time between tokens over the last one to two seconds, as a worker tells it; 0: none."""
+        run = self._run
+        return self._intervals.mean_s(now, run, run.ended(now), len(self._batch))
 
     def backlog_at(self, boundary: int) -> int:
         """Prompt tokens not computed yet at a boundary of the current run."""
-        if not self._chunks:
-            return self._backlog
-        return self._backlog - (boundary - self.boundary) * sum(tokens for _, tokens in self._chunks)
+        return self._prompts.left_after(boundary - self._batch.boundary)[0]
 
     def backlog_s_at(self, boundary: int) -> float:
         """Seconds to compute those prompt tokens, without what each step takes besides."""
-        done_s, steps = 0.0, boundary - self.boundary
-        if steps:
-            for job, tokens in self._chunks:
-                done_s += self._time.chunk_s(job.prefill_done, job.prefill_done + tokens * steps)
-        return max(0.0, self._backlog_s - done_s)
+        return self._prompts.seconds_after(boundary - self._batch.boundary)
 
     def prefill_s(self, tokens: int) -> float:
         """Seconds to compute one whole prompt, without what each step takes besides."""
@@ -179,10 +177,10 @@ class Instance:
     def is_empty(self) -> bool:
         """It holds no request, and room for none."""
         return not (
-            self._steps
-            or self.decoding
+            self._run.steps
+            or self._batch.jobs
             or self.waiting
-            or self.prefilling
+            or self._prompts.placed
             or self.paused
             or self._other_blocks
             or self.host_blocks
@@ -191,7 +189,7 @@ class Instance:
     @property
     def seats_taken(self) -> int:
         """Places in the batch that are taken, held back or reserved."""
-        return len(self.decoding) + len(self.prefilling) + len(self.paused) + self._reserved_seats
+        return len(self._batch) + len(self._prompts.placed) + len(self.paused) + self._reserved_seats
 
     # ---- what others may do, at any time
 
@@ -199,11 +197,12 @@ class Instance:
         """A request arrives; it waits for its turn."""
         self._changing()
         job.instance = self
+        job.found_s = nominal_s(*self._prompts.left_after(self._run.ended(now)))
         job.state = JobState.QUEUED
         job.prefill_done = 0
         job.prefill_total = job.prompt + job.tokens
         job.blocks = 0
-        self._owe(job)
+        self._prompts.owe(job)
         self.idle_context += job.prompt + job.tokens
         self._set_stage(job)
         if self._wait(job):
@@ -211,13 +210,8 @@ class Instance:
 
     def wake(self, now: float) -> None:
         """Something has changed: decide anew at the next boundary."""
-        if self._steps:
-            # The step in flight ends first; a step that ends now has ended.
-            cut = steps_within(self._first_s, self._increment_s, now - self._start_s, self._steps)
-            if not cut or self._start_s + elapsed(self._first_s, self._increment_s, cut) < now:
-                cut += 1
-            if cut < self._steps:
-                self._steps = cut
+        if self._run.steps:
+            if self._run.cut(now):
                 self._schedule_end()
         elif not self._starting:
             self._starting = True
@@ -248,9 +242,9 @@ class Instance:
         self.wake(now)
 
     def _set_aside(self, blocks: int, watermark: int, now: float) -> bool:
-        inflight = self.boundary
-        if self._steps:
-            inflight = min(self.begun_boundary(now) + 1, self.boundary + self._steps)
+        run = self._run
+        # The step in flight takes what it needs.
+        inflight = self.boundary + min(run.ended(now) + 1, run.steps)
         if blocks + watermark > self.total_blocks - self.used_blocks_at(inflight):
             return False
         self._changing()
@@ -280,7 +274,7 @@ class Instance:
 
     def pause(self, job: Job) -> None:
         """Hold a decoding job back; it keeps the blocks of the KV that it has, all but its latest token's."""
-        self._leave_batch(job)
+        self._batch.leave(job, self.log)
         job.blocks = blocks_for(job.prompt + job.tokens - 1, self.block_tokens)
         job.state = JobState.PAUSED
         self.paused[job] = None
@@ -293,7 +287,7 @@ class Instance:
             job.state = JobState.SWAPPED
             return
         self._unpause(job)
-        self._join_batch(job)
+        self._batch.join(job)
 
     def release(self, job: Job, now: float) -> None:
         """A paused job has gone elsewhere: free what it held."""
@@ -313,7 +307,7 @@ class Instance:
         job.instance = self
         job.rank_until = 0
         self._set_stage(job)
-        self._join_batch(job)
+        self._batch.join(job)
 
     def receive_on_host(self, job: Job, blocks: int) -> None:
         """An imported job waits here, its KV in the host memory reserved for it."""
@@ -331,9 +325,9 @@ class Instance:
             return
         self.stage_end = end
         for job in [
-            *self.decoding,
+            *self._batch.jobs,
             *self.paused,
-            *(j for _, j in self.prefilling),
+            *(j for _, j in self._prompts.placed),
             *(j for _, j in self.waiting),
         ]:
             self._set_stage(job)
@@ -352,7 +346,7 @@ class Instance:
                 and job.prompt + tokens >= self.stage_end
             ):
                 job.boundary_tokens = tokens + after_tokens
-                self._mark(job)
+                self._batch.mark(job)
 
         self.at_boundary(arm, now)
 
@@ -360,7 +354,7 @@ class Instance:
 
     def _start(self, now: float) -> None:
         self._starting = False
-        if self._steps:
+        if self._run.steps:
             # Somebody woke the instance while it was deciding.
             self.wake(now)
         else:
@@ -374,8 +368,7 @@ class Instance:
             if self._version == version:
                 self._end(now)
 
-        end_s = self._start_s + elapsed(self._first_s, self._increment_s, self._steps)
-        self._events.at(end_s, end)
+        self._events.at(self._run.end_s(), end)
 
     def _changing(self) -> None:
         """Whoever has put off looking must look now."""
@@ -386,23 +379,17 @@ class Instance:
 
     def _end(self, now: float) -> None:
         self._changing()
-        steps = self._steps
-        before = self.boundary
-        self._steps = 0
+        run, batch = self._run, self._batch
+        steps = run.steps
         self.log.close(steps)
-        self._blocks.advance(before, steps)
-        self._kv_tokens += steps * len(self.decoding)
-        self.boundary = boundary = before + steps
-        self.step_s = self._first_s + self._increment_s * (steps - 1)
-        self.busy_s += now - self._start_s
-        milestones = self._milestones
-        while milestones and milestones[0][0] <= boundary:
-            _, _, version, job = heapq.heappop(milestones)
-            if job.version == version:
-                self._milestone(job, now)
-        chunks = self._chunks
-        self._chunks = []
-        for job, tokens in chunks:
+        self._intervals.add(run, steps, len(batch))
+        self.step_s = run.last_step_s()
+        self.busy_s += now - run.start_s
+        run.steps = 0
+        batch.advance(steps)
+        for job in batch.due():
+            self._milestone(job, now)
+        for job, tokens in self._prompts.take_chunks():
             self._computed(job, tokens * steps, now)
         self._begin(now)
 
@@ -415,92 +402,43 @@ class Instance:
                 action(now)
         while self.imports and self.imports[0][1](now):
             self.imports.pop(0)
+        batch, prompts = self._batch, self._prompts
         stall_blocks = 0
         most = self._most_steps
         preempted = False
-        if self.waiting or self._blocks.used + self._other_blocks > self.total_blocks:
+        if self.waiting or batch.blocks.used + self._other_blocks > self.total_blocks:
             stall_blocks, preempted = self._allocate(now)
             if preempted:
                 most = 1
             elif self.waiting and self._intra.preemptive:
-                most = min(most, self._rank_steps())
-        decoding = len(self.decoding)
+                most = min(most, batch.steps_to_rank_change(self._intra))
+        decoding = len(batch)
         chunk_s = growth_s = 0.0
-        if self.prefilling:
-            chunk_s, growth_s, whole = self._fill_chunks(decoding)
-            if self._chunks:
+        if prompts.placed:
+            budget = self._intra.prefill_budget(self.spec.chunk_budget_tokens, decoding)
+            chunk_s, growth_s, whole = prompts.fill(budget)
+            if prompts.chunks:
                 most = min(most, whole)
-        if not decoding and not self._chunks:
+        if not decoding and not prompts.chunks:
             self.step_s = 0.0
             if preempted:
                 # What was taken may do for somebody else.
                 self.wake(now)
             return
-        first_s, increment_s = self._time.run(chunk_s, decoding, self._kv_tokens, self._lengths)
+        first_s, increment_s = self._time.run(chunk_s, decoding, batch.kv_tokens, batch.lengths)
         if decoding:
-            most = min(most, self._next_milestone() - self.boundary)
-            free = self.total_blocks - self._blocks.used - self._other_blocks
-            most = self._blocks.steps_until(self.boundary, free, most)
+            most = min(most, batch.steps_to_milestone())
+            free = self.total_blocks - batch.blocks.used - self._other_blocks
+            most = batch.blocks.steps_until(batch.boundary, free, most)
         stall_s = stall_blocks * self._swap_block_s
         self.swap_s += stall_s
-        self._steps = most
-        self._start_s = now + stall_s
-        self._first_s = first_s
-        self._increment_s = increment_s + growth_s
+        self._run = run = StepRun(now + stall_s, first_s, increment_s + growth_s, most)
         self.step_s = first_s
-        self.log.open(self.boundary, self._start_s, first_s, self._increment_s)
-        for job, _ in self._chunks:
+        self.log.open(batch.boundary, run.start_s, first_s, run.increment_s)
+        for job, _ in prompts.chunks:
             if job.queue_s is None:
                 job.queue_s = now - job.request.arrival_s
         self._schedule_end()
-
-    def _fill_chunks(self, decoding: int) -> tuple[float, float, int]:
-        """Chunks of the next steps; (seconds of the first, growth by step, steps they stay the same for)."""
-        budget = self._intra.prefill_budget(self.spec.chunk_budget_tokens, decoding)
-        if budget <= 0:
-            return 0.0, 0.0, NEVER
-        time = self._time
-        job = self.prefilling[0][1]
-        left = job.prefill_total - job.prefill_done
-        if left >= budget:
-            self._chunks = [(job, budget)]
-            start = job.prefill_done
-            return time.chunk_s(start, start + budget), time.chunk_growth_s(budget), left // budget
-        seconds = 0.0
-        for _, job in self.prefilling:
-            start = job.prefill_done
-            tokens = min(budget, job.prefill_total - start)
-            self._chunks.append((job, tokens))
-            seconds += time.chunk_s(start, start + tokens)
-            budget -= tokens
-            if not budget:
-                break
-        return seconds, 0.0, 1
-
-    def _next_milestone(self) -> int:
-        milestones = self._milestones
-        while milestones[0][3].version != milestones[0][2]:
-            heapq.heappop(milestones)
-        return milestones[0][0]
-
-    def _rank_steps(self) -> int:
-        """Steps for which no rank in the batch changes."""
-        boundary = self.boundary
-        intra = self._intra
-        least = NEVER
-        for job in self.decoding:
-            tokens = job.tokens + boundary - job.joined
-            if tokens >= job.rank_until:
-                job.rank_at(tokens, intra)
-            left = job.rank_until - tokens
-            if left < least:
-                least = left
-        return least
-
-    def _lengths(self) -> NDArray[np.int64]:
-        boundary = self.boundary
-        lengths = [job.prompt + job.tokens + boundary - job.joined for job in self.decoding]
-        return np.array(lengths, np.int64)
 
     # ---- memory
 
@@ -508,7 +446,7 @@ class Instance:
         """Admit and preempt. (Blocks swapped, whether anybody was preempted.)"""
         room = Room(
             self.total_blocks,
-            self.total_blocks - self._blocks.used - self._other_blocks,
+            self.total_blocks - self._batch.blocks.used - self._other_blocks,
             self.spec.max_num_seqs - self.seats_taken,
         )
         grants = allocate(self._intra, self._running_claims, self._waiting_claims(), room)
@@ -520,21 +458,13 @@ class Instance:
         return swapped, bool(grants.preempt)
 
     def _running_claims(self) -> list[Claim[Job]]:
-        boundary = self.boundary
-        size = self.block_tokens
-        intra = self._intra
-        claims = []
-        for job in self.decoding:
-            tokens = job.tokens + boundary - job.joined
-            rank = job.rank if tokens < job.rank_until else job.rank_at(tokens, intra)
-            claims.append(Claim(rank, job, blocks_for(job.prompt + tokens, size)))
-        claims.extend(Claim(rank, job, job.blocks) for rank, job in self.prefilling)
-        return claims
+        prefilling = (Claim(rank, job, job.blocks) for rank, job in self._prompts.placed)
+        return [*self._batch.claims(self._intra), *prefilling]
 
     def _waiting_claims(self) -> Iterator[Claim[Job]]:
         """Those that wait, in order, until the step has no prefill budget left for the next."""
-        budget = self._intra.prefill_budget(self.spec.chunk_budget_tokens, len(self.decoding))
-        ahead = ((rank, job.prefill_total - job.prefill_done) for rank, job in self.prefilling)
+        budget = self._intra.prefill_budget(self.spec.chunk_budget_tokens, len(self._batch))
+        ahead = ((rank, job.prefill_total - job.prefill_done) for rank, job in self._prompts.placed)
         paused = JobState.PAUSED
         wanting = (self._wanting(rank, job) for rank, job in self.waiting if job.state is not paused)
         return within_budget(wanting, ahead, budget)
@@ -551,19 +481,19 @@ class Instance:
         if job.state is JobState.SWAPPED:
             self.idle_context -= job.prompt + job.tokens
             self.host_blocks -= job.blocks
-            self._join_batch(job)
+            self._batch.join(job)
             return job.blocks
         job.state = JobState.PREFILLING
         job.blocks = blocks_for(job.prefill_total, self.block_tokens)
         self._other_blocks += job.blocks
-        insort(self.prefilling, (job.rank, job), key=_rank_of)
+        self._prompts.place(job)
         return 0
 
     def _preempt(self, job: Job, now: float) -> int:
         """Take a job's place; blocks that are swapped out."""
         swapped = 0
         if job.state is JobState.DECODING:
-            blocks = self._leave_batch(job)
+            blocks = self._batch.leave(job, self.log)
             self.idle_context += job.prompt + job.tokens
             if self.host_blocks + blocks <= self._host_capacity:
                 self.host_blocks += blocks
@@ -574,9 +504,9 @@ class Instance:
             else:
                 self._forget_kv(job)
         else:
-            self.prefilling.remove((job.rank, job))
+            self._prompts.remove(job)
             self._other_blocks -= job.blocks
-            self._pay(job, job.prefill_total - job.prefill_done)
+            self._prompts.pay(job, job.prefill_total - job.prefill_done)
             self._forget_kv(job)
         self._wait(job)
         self._listener.preempted(self, job, now)
@@ -588,69 +518,22 @@ class Instance:
         job.blocks = 0
         job.prefill_done = 0
         job.prefill_total = job.prompt + job.tokens
-        self._owe(job)
-
-    def _owe(self, job: Job) -> None:
-        """A prompt is to be computed."""
-        self._backlog += job.prefill_total
-        self._backlog_s += self._time.chunk_s(0, job.prefill_total)
-
-    def _pay(self, job: Job, tokens: int) -> None:
-        """The next tokens of a prompt need not be computed any more."""
-        self._backlog -= tokens
-        done = job.prefill_done
-        # What rounding leaves must not pile up.
-        left_s = self._backlog_s - self._time.chunk_s(done, done + tokens)
-        self._backlog_s = left_s if self._backlog else 0.0
+        self._prompts.owe(job)
 
     def _wait(self, job: Job) -> bool:
         """Queue a job by its rank; whether it is the first."""
         rank = job.rank_at(job.tokens, self._intra)
-        insort(self.waiting, (rank, job), key=_rank_of)
+        insort(self.waiting, (rank, job), key=rank_of)
         return self.waiting[0][1] is job
-
-    # ---- the batch
-
-    def _join_batch(self, job: Job) -> None:
-        boundary = self.boundary
-        context = job.prompt + job.tokens
-        job.state = JobState.DECODING
-        job.joined = boundary
-        job.residue = self._blocks.add(context, boundary)
-        self._kv_tokens += context
-        self.decoding[job] = None
-        self._mark(job)
-
-    def _leave_batch(self, job: Job) -> int:
-        """Blocks that the job held."""
-        boundary = self.boundary
-        job.decoded(self.log, job.joined, boundary)
-        job.tokens += boundary - job.joined
-        job.joined = boundary
-        job.version += 1
-        del self.decoding[job]
-        context = job.prompt + job.tokens
-        self._kv_tokens -= context
-        return self._blocks.remove(context, job.residue)
 
     def _unpause(self, job: Job) -> None:
         del self.paused[job]
         self._other_blocks -= job.blocks
         self.idle_context -= job.prompt + job.tokens
 
-    def _mark(self, job: Job) -> None:
-        """Note the next milestone of a decoding job."""
-        job.version += 1
-        tokens = job.tokens + self.boundary - job.joined
-        if tokens >= job.boundary_tokens:
-            # It came beyond its stage's end unnoticed: the stage was moved, or it was.
-            job.boundary_tokens = tokens + 1
-        at = self.boundary + job.next_milestone(tokens) - tokens
-        heapq.heappush(self._milestones, (at, job.order, job.version, job))
-
     def _remark(self, now: float) -> None:
-        for job in self.decoding:
-            self._mark(job)
+        for job in self._batch.jobs:
+            self._batch.mark(job)
 
     def _set_stage(self, job: Job) -> None:
         job.boundary_tokens = NEVER if self.stage_end == NEVER else max(1, self.stage_end - job.prompt)
@@ -658,28 +541,28 @@ class Instance:
     # ---- what steps bring about
 
     def _milestone(self, job: Job, now: float) -> None:
-        tokens = job.tokens + self.boundary - job.joined
+        tokens = self._batch.tokens_of(job)
         self._emitted(job, tokens, now)
         if tokens < job.total:
-            self._mark(job)
+            self._batch.mark(job)
         else:
-            self._leave_batch(job)
+            self._batch.leave(job, self.log)
             self._finish(job, now)
 
     def _computed(self, job: Job, tokens: int, now: float) -> None:
         """Prompt tokens were computed; with the last of them comes a token."""
-        self._pay(job, tokens)
+        self._prompts.pay(job, tokens)
         job.prefill_done += tokens
         if job.prefill_done < job.prefill_total:
             return
-        self.prefilling.remove((job.rank, job))
+        self._prompts.remove(job)
         self._other_blocks -= job.blocks
         self.idle_context -= job.prompt + job.tokens
         job.decoded(self.log, self.boundary - 1, self.boundary)
         job.tokens += 1
         self._emitted(job, job.tokens, now)
         if job.tokens < job.total:
-            self._join_batch(job)
+            self._batch.join(job)
         else:
             self._finish(job, now)
 
@@ -710,7 +593,3 @@ class Instance:
         job.version += 1
         job.finish_s = now
         self._listener.finished(self, job, now)
-
-
-def _rank_of(entry: tuple[Rank, Job]) -> Rank:
-    return entry[0]

@@ -44,6 +44,7 @@ class Job:
         "finish_s",
         "first_answer_s",
         "first_token_s",
+        "found_s",
         "history",
         "instance",
         "joined",
@@ -104,6 +105,8 @@ class Job:
         self.history: list[tuple[StepLog, int, int]] = []
         self.placements: list[PlacementRecord] = []
         self.refused = ""
+        # What was left to compute on its instance when it came there (JobView.queue_s).
+        self.found_s = 0.0
         self.queue_s: float | None = None
         self.first_token_s: float | None = None
         self.reasoning_end_s: float | None = None
@@ -129,7 +132,8 @@ class Job:
         """What the intra-instance policy sees."""
         phase = self.phase_of(tokens)
         in_phase = tokens - self.reasoning if phase is Phase.ANSWERING else tokens
-        return JobView(self.order, phase, self.prompt, tokens, in_phase, self.request.arrival_s)
+        arrived_s = self.request.arrival_s
+        return JobView(self.order, phase, self.prompt, tokens, in_phase, arrived_s, self.found_s)
 
     def rank_at(self, tokens: int, intra: IntraPolicy) -> Rank:
         """Its rank, asked anew only when it may have changed."""

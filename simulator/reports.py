@@ -36,7 +36,7 @@ class Report:
         "placed_before",
         "prefill_s",
         "running",
-        "step_s",
+        "token_interval_s",
         "waiting",
     )
 
@@ -50,8 +50,8 @@ class Report:
     decoding: int
     decode_tokens: int
     host: int
-    # Seconds of the last step begun.
-    step_s: float
+    # Mean over the last one to two seconds.
+    token_interval_s: float
     # Prompt tokens not computed yet; seconds that they take, without what each step takes besides.
     backlog: int
     prefill_s: float
@@ -83,7 +83,7 @@ class Report:
         self.kv_used = instance.used_blocks_at(boundary) * size
         self.context = self.decode_tokens + instance.idle_context
         self.host = instance.host_blocks * size
-        self.step_s = instance.step_s
+        self.token_interval_s = instance.token_interval_s(self.at_s)
         self.backlog = instance.backlog_at(boundary)
         self.prefill_s = instance.backlog_s_at(boundary) if self.backlog else 0.0
 

@@ -187,9 +187,10 @@ class Simulation:
         tokens = job.tokens_at(instance.boundary)
         # A decision point that the policy leaves empty needs no view.
         decides = call not in self._idle_calls
-        request = (
-            self._views.request_view(job, instance, tokens, JobState.DECODING, -1, now) if decides else None
-        )
+        request = None
+        if decides:
+            interval_s = instance.token_interval_s(now)
+            request = self._views.request_view(job, instance, tokens, JobState.DECODING, -1, interval_s, now)
 
         def told(then: float) -> None:
             if job.state is JobState.DONE:

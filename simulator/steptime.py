@@ -41,6 +41,10 @@ class StepTime:
         """Prefill of tokens [start, end) of one prompt, without the base."""
         return self._per_token * (end - start) + self._per_token_squared * (end * end - start * start)
 
+    def prompts_s(self, tokens: int, squares: int) -> float:
+        """Prefill of parts of prompts, without the base: tokens and end ** 2 - start ** 2, over all."""
+        return self._per_token * tokens + self._per_token_squared * squares
+
     def chunk_growth_s(self, tokens: int) -> float:
         """How much longer each chunk of `tokens` of one prompt takes than the one before."""
         return 2 * self._per_token_squared * tokens * tokens

@@ -315,7 +315,7 @@ class Views:
             waiting=report.waiting + len(pending),
             prefill_backlog_tokens=backlog,
             context_tokens=context if context > 0 else 0,
-            token_interval_s=report.step_s,
+            token_interval_s=report.token_interval_s,
             host_kv_tokens=report.host,
             host_kv_capacity_tokens=instance.host_capacity_blocks * block_tokens if self._host_imports else 0,
             prefill_delay_s=report.prefill_delay_s(known.pending_tokens, known.pending_s),
@@ -333,7 +333,7 @@ class Views:
     ) -> tuple[RequestView, ...]:
         """The requests of a report that are still there, moved on by events, and those come since."""
         return tuple(
-            self.request_view(job, instance, tokens, state, blocks, report.at_s)
+            self.request_view(job, instance, tokens, state, blocks, report.token_interval_s, report.at_s)
             for job, tokens, state, blocks in self.rows(instance, report, told, pending)
         )
 
@@ -391,7 +391,14 @@ class Views:
         return job.demoted
 
     def request_view(
-        self, job: Job, instance: Instance, tokens: int, state: JobState, blocks: int, now: float
+        self,
+        job: Job,
+        instance: Instance,
+        tokens: int,
+        state: JobState,
+        blocks: int,
+        token_interval_s: float,
+        now: float,
     ) -> RequestView:
         """One request; `blocks` -1: what its context needs if it is on the device."""
         context = job.prompt + tokens
@@ -418,7 +425,7 @@ class Views:
             reasoning_tokens=min(tokens, job.reasoning),
             kv_tokens=blocks * size,
             arrival_s=job.request.arrival_s,
-            token_interval_s=instance.step_s,
+            token_interval_s=token_interval_s,
             migrating=job.migration is not None,
             pacer_slack_tokens=slack,
             predicted_remaining_tokens=self._remaining(job, tokens),

@@ -36,6 +36,8 @@ class JobView:
     phase_tokens: int
     # When it came to the fleet, in seconds of a clock that all instances share.
     arrived_s: float = 0.0
+    # Prefill that was left to do on its instance when it came there, in seconds of `tailrace.intra.due`.
+    queue_s: float = 0.0
 
     @property
     def context_tokens(self) -> int:

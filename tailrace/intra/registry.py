@@ -14,7 +14,7 @@ from tailrace.intra.decode_first import DecodeFirst
 from tailrace.intra.fcfs import Fcfs
 from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.round_robin import QuantumRoundRobin
-from tailrace.intra.tailrace import AnswersFirst, AnswersFirstFcfs
+from tailrace.intra.tailrace import AnswersFirst
 
 # The engine's own order: no policy of ours. A simulation takes Fcfs for it, which is what vLLM's order is.
 ENGINE_ORDER: Final = "vllm"
@@ -26,7 +26,6 @@ INTRA_POLICIES: Final[Mapping[str, type[IntraPolicy]]] = MappingProxyType(
         "pascal": PascalQueue,
         "decode_first": DecodeFirst,
         "answers_first": AnswersFirst,
-        "answers_first_fcfs": AnswersFirstFcfs,
     }
 )
 
@@ -42,7 +41,6 @@ _GOES_WITH: Final[Mapping[str, str]] = MappingProxyType(
         "round_robin_pools": "decode_first",
         "static_pools": "decode_first",
         "tailrace": "answers_first",
-        "tailrace_fcfs": "answers_first_fcfs",
     }
 )
 

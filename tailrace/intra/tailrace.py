@@ -6,7 +6,7 @@ from typing import Final
 
 from tailrace.cluster import Phase
 from tailrace.intra.base import QUANTUM_TOKENS, IntraPolicy, JobView, Rank
-from tailrace.intra.due import PREFILLS, due_s
+from tailrace.intra.due import due_s
 
 ANSWERS: Final = 0
 # As far as ARES looks ahead, and its "2000 tokens" (section 5.3).
@@ -24,14 +24,12 @@ class AnswersFirst(IntraPolicy):
     the reader has not reached, and takes turns with the others, which is PASCAL's reason again. Turns are
     PASCAL's: one quantum, fewest quanta used first, so that a short reasoning need not wait for a long one.
     A plain request has nothing to read until its first token and is read from then on, so that for plain
-    models with answers of usual length this is decode-first. Among prompts that wait, a short one overtakes a
+    models with answers of usual length this is decode-first. Where prompts queue, a short one overtakes a
     long one that came not long before (`due`).
     """
 
     summary = "answers before prompts and reasoning, those and very long answers in turns of one quantum"
     preemptive = True
-    # How many times its own prefill a prompt yields to shorter ones.
-    prefills: float = PREFILLS
 
     def __init__(
         self,
@@ -52,7 +50,7 @@ class AnswersFirst(IntraPolicy):
         if self._protected(job):
             return (ANSWERS, _whole_us(job.arrived_s), job.arrival)
         if job.phase is Phase.PREFILL:
-            return (1, _whole_us(due_s(job.arrived_s, job.prompt_tokens, self.prefills)), job.arrival)
+            return (1, _whole_us(due_s(job.arrived_s, job.prompt_tokens, job.queue_s)), job.arrival)
         return (1 + job.phase_tokens // self.quantum_tokens, _whole_us(job.arrived_s), job.arrival)
 
     def level(self, rank: Rank) -> Rank:
@@ -67,13 +65,6 @@ class AnswersFirst(IntraPolicy):
 
     def _protected(self, job: JobView) -> bool:
         return job.phase is Phase.ANSWERING and job.phase_tokens < self.protected_tokens
-
-
-class AnswersFirstFcfs(AnswersFirst):
-    """No prompt overtakes another: the longest wait is as short as it can be, and fewer keep their SLO."""
-
-    summary = "answers first, then prompts as they came and reasoning in turns of one quantum"
-    prefills = 0.0
 
 
 def _whole_us(seconds: float) -> int:

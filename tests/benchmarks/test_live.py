@@ -141,3 +141,39 @@ def test_ratios_of_nothing_are_none() -> None:
     nothing, something = Spread.of([]), Spread.of([1.0, 3.0])
     assert something.over(Spread(1.0, 1.0, 1.0)).mean == 2.0
     assert math.isnan(nothing.over(something).p50)
+
+
+def test_a_verdict_for_the_mean_of_the_seeds_and_one_for_the_nearest() -> None:
+    even = Spread(1.0, 1.0, 1.0)
+    live = LiveRun(
+        outcome=Outcome(1, 1, ttft=even, tpot=even, latency=even, placed={}, migrations={}, preemptions=0),
+        lost=0,
+        lost_why="",
+        tokens=1,
+        machine=Machine(0.0, 0.0, 0.0, 0.064, {}),
+        placements=Placements(0.0, 0.0, 0.0, 0.0),
+        delays=Delays(0.0, 0.0, 0.0),
+        migrations_aborted=0,
+        wall_s=1.0,
+    )
+    row = Row(
+        trace="made up",
+        policy="fcfs",
+        speed=1.0,
+        live=live,
+        simulated=[],
+        ratios={"ttft": Spread(1.1, 1.0, float("nan")), "tpot": Spread(1.0, 1.0, 1.5)},
+        simulated_range={
+            "ttft": (even, even),
+            "tpot": (Spread(1.0, 1.0, 0.8), Spread(1.0, 1.0, 1.4)),
+        },
+        same_instance=1.0,
+        same_instance_simulated=1.0,
+        moved_share=0.0,
+        moved_share_simulated=0.0,
+    )
+    assert (row.within, row.within_range) == (False, True)
+    further = replace(row, ratios={"tpot": Spread(1.0, 1.0, 1.7)})
+    assert (further.within, further.within_range) == (False, False)
+    slow = replace(row, live=replace(live, machine=Machine(0.0, 0.05, 0.0, 0.064, {})))
+    assert (slow.within, slow.within_range) == (None, None)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from tailrace.cluster import Phase
 from tailrace.intra.base import ImportView, IntraPolicy, JobView
 from tailrace.intra.decode_first import DecodeFirst
-from tailrace.intra.due import PREFILLS, due_s
+from tailrace.intra.due import due_s
 from tailrace.intra.fcfs import Fcfs
 from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.round_robin import QuantumRoundRobin
-from tailrace.intra.tailrace import PROTECTED_TOKENS, AnswersFirst, AnswersFirstFcfs
+from tailrace.intra.tailrace import PROTECTED_TOKENS, AnswersFirst
 
 POLICIES: dict[str, IntraPolicy] = {
     "fcfs": Fcfs(),
@@ -24,7 +24,6 @@ POLICIES: dict[str, IntraPolicy] = {
     "pascal": PascalQueue(),
     "pascal_never_demotes": PascalQueue(demotion_tokens=None),
     "answers_first": AnswersFirst(),
-    "answers_first_fcfs": AnswersFirstFcfs(),
 }
 
 
@@ -121,12 +120,15 @@ def test_nobody_is_preempted_while_being_read(job: JobView, answer: JobView) -> 
 
 
 def test_a_short_prompt_overtakes_a_long_one_until_that_has_waited_its_time() -> None:
-    policy = AnswersFirst()
-    long, short = due_s(0.0, 20_000, PREFILLS), due_s(0.0, 200, PREFILLS)
-    first = policy.rank(JobView(0, Phase.PREFILL, 20_000, 0, 0, 100.0))
-    soon = policy.rank(JobView(1, Phase.PREFILL, 200, 0, 0, 101.0))
-    late = policy.rank(JobView(2, Phase.PREFILL, 200, 0, 0, 100.0 + long - short + 0.001))
+    policy, queue_s = AnswersFirst(), 60.0
+    long, short = due_s(0.0, 20_000, queue_s), due_s(0.0, 200, queue_s)
+    first = policy.rank(JobView(0, Phase.PREFILL, 20_000, 0, 0, 100.0, queue_s))
+    soon = policy.rank(JobView(1, Phase.PREFILL, 200, 0, 0, 101.0, queue_s))
+    late = policy.rank(JobView(2, Phase.PREFILL, 200, 0, 0, 100.0 + long - short + 0.001, queue_s))
     assert soon < first < late
+    # A long one that found next to nothing yields as little.
+    early = policy.rank(JobView(4, Phase.PREFILL, 20_000, 0, 0, 100.0, 0.0))
+    assert early < policy.rank(JobView(5, Phase.PREFILL, 200, 0, 0, 103.0, 0.5)) and early < first
     # None of them takes another's place, and one that reasons keeps its own.
     reasoning = policy.rank(JobView(3, Phase.REASONING, 200, 10, 10, 500.0))
     assert len({policy.level(rank) for rank in (first, soon, late, reasoning)}) == 1

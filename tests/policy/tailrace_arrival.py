@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tailrace.cluster import InstanceView, Phase
-from tailrace.intra.due import due_s
+from tailrace.intra.due import PREFILLS, due_s, nominal_s
 from tailrace.policy.phase_load import phase_load
 from tailrace.policy.tailrace.costs import Costs, Longest
 
@@ -18,12 +18,15 @@ def arrival_s(costs: Costs, instance: InstanceView, prompt: int, now: float, pat
     held = instance.kv_used_tokens + backlog
     step_s = steps.decode_s(instance.running, instance.kv_used_tokens)
     waiting = [r for r in instance.requests if r.phase is Phase.PREFILL] if backlog else []
-    prompts = sorted((due_s(r.arrival_s, r.prompt_tokens, costs.prefills), r.prompt_tokens) for r in waiting)
+    came = sorted((r.arrival_s, r.prompt_tokens) for r in waiting)
+    prompts = sorted(
+        (due_s(at_s, length, _queue_s(came[:n])), length) for n, (at_s, length) in enumerate(came)
+    )
 
     # What is served before it: what nobody names, then those that are due first, less what is computed.
     known = sum(length for _, length in prompts)
     unknown = max(0, backlog - known)
-    first = [length for due, length in prompts if due <= due_s(now, prompt, costs.prefills)]
+    first = [length for due, length in prompts if due <= due_s(now, prompt, _queue_s(came))]
     left = max(0, sum(first) - max(0, known - backlog))
     before_s = 0.0
     for length in first:
@@ -55,8 +58,12 @@ def arrival_s(costs: Costs, instance: InstanceView, prompt: int, now: float, pat
     return cost_s + costs.shortage_s(instance, prompt + remaining)
 
 
+def _queue_s(prompts: Sequence[tuple[float, int]]) -> float:
+    return sum(nominal_s(length, length * length) for _, length in prompts)
+
+
 def cheapest(costs: Costs, instances: Sequence[InstanceView], prompt: int, now: float) -> InstanceView:
     """The first of those where it costs least."""
     own_s = costs.steps_of(instances[0]).compute_s(prompt)
-    patience_s = costs.patience_s + costs.prefills * own_s
+    patience_s = costs.patience_s + PREFILLS * own_s
     return min(instances, key=lambda i: arrival_s(costs, i, prompt, now, patience_s))

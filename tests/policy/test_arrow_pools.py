@@ -293,6 +293,16 @@ def test_slow_tokens_flip_a_prefill_instance() -> None:
     assert list(ARROW.on_tick(cluster(instance("b", pool=P), slow), 0.0)) == []
 
 
+def test_prompts_left_on_a_flipped_instance_flip_no_more() -> None:
+    flipped = instance("d", (request("y", "d"), *queue("d", 2)), pool=P2D, token_interval_s=0.4)
+    prefill = (instance("a", queue("a", 3), pool=P), instance("b", queue("b", 1), pool=P))
+    well = instance("c", (request("x", "c"),), pool=D, token_interval_s=0.05)
+    assert list(ARROW.on_tick(cluster(*prefill, well, flipped), 0.0)) == []
+    # Where nobody else decodes, theirs is the only interval that there is.
+    idle = instance("c", pool=D)
+    assert list(ARROW.on_tick(cluster(*prefill, idle, flipped), 0.0)) == [SetPool("b", P2D)]
+
+
 def test_idle_prefill_instances_help_busy_decode_instances() -> None:
     busy_one = instance("c", (request("x", "c", 300_000),), pool=D, capacity=400_000)
     view = cluster(instance("a", pool=P), instance("b", pool=P), busy_one)

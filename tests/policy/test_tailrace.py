@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tailrace.actions import Action, Migrate, Place, Refuse, SetPool
 from tailrace.cluster import Arrival, ClusterView, InstanceState, InstanceView, Phase, Pool, Stage
-from tailrace.intra.due import PREFILLS, due_s
+from tailrace.intra.due import due_s, nominal_s
 from tailrace.intra.registry import intra_for_policy, make_intra
 from tailrace.intra.tailrace import AnswersFirst
 from tailrace.perf.length_penalty import load_length_penalty
@@ -27,7 +27,7 @@ from tailrace.policy.registry import load
 from tailrace.policy.tailrace.costs import Costs, Longest
 from tailrace.policy.tailrace.expect import remaining_tokens
 from tailrace.policy.tailrace.offers import FEW, Offers
-from tailrace.policy.tailrace.policy import Tailrace, TailraceFcfs
+from tailrace.policy.tailrace.policy import Tailrace
 from tailrace.policy.tailrace.queue import Queue
 from tailrace.policy.tailrace.staged import within_stage
 from tailrace.policy.tailrace.steps import StepModel
@@ -43,7 +43,6 @@ POLICIES = [
     Tailrace(load_profile("r1-distill-qwen-32b-h100"), PENALTY),
     # Nothing costs anything: whatever saves anything at all goes.
     Tailrace(margin=0.0),
-    TailraceFcfs(),
 ]
 views = fleets(pools=(None, *Pool)) | fleets(staged=True) | fleets() | clusters()
 
@@ -158,12 +157,9 @@ def test_what_joining_costs_at_least(view: ClusterView, tokens: int, remaining: 
 
 
 def test_installed_under_its_name() -> None:
-    for name, kind in (("tailrace", Tailrace), ("tailrace_fcfs", TailraceFcfs)):
-        policy = load(name)
-        assert type(policy) is kind and policy.summary
-        # The order inside the instances yields what the policy believes that it yields.
-        order = make_intra(intra_for_policy(name))
-        assert isinstance(order, AnswersFirst) and order.prefills == policy.costs.prefills
+    policy = load("tailrace")
+    assert type(policy) is Tailrace and policy.summary
+    assert isinstance(make_intra(intra_for_policy("tailrace")), AnswersFirst)
 
 
 def test_nothing_is_known() -> None:
@@ -247,8 +243,8 @@ def reporting(draw: st.DrawFn) -> ClusterView:
 )
 def test_an_arrival_goes_where_the_plain_formula_says(views: list[ClusterView], lengths: list[int]) -> None:
     """One by one or in columns, kept from one view to the next, of which some instances report anew."""
-    for kind, penalty, few in itertools.product((Tailrace, TailraceFcfs), (None, PENALTY), (0, FEW)):
-        policy = kind(penalty=penalty)
+    for penalty, few in itertools.product((None, PENALTY), (0, FEW)):
+        policy = Tailrace(penalty=penalty)
         policy.offers = Offers(policy.costs, few)
         for n, prompt in enumerate(lengths):
             view = views[n % len(views)]
@@ -292,15 +288,21 @@ def test_the_cheapest_of_a_stage(view: ClusterView, prompt: int) -> None:
 @given(lengths=st.lists(st.integers(1, 50_000), max_size=8), new=st.integers(1, 50_000))
 def test_a_queue_says_what_comes_first(lengths: list[int], new: int) -> None:
     steps = StepModel.of_profile(None)
-    queue = Queue.of([(0.0, length) for length in lengths], sum(lengths), steps, PREFILLS)
-    tokens, seconds, after = queue.before(due_s(0.0, new, PREFILLS))
-    first = [length for length in lengths if length <= new]
+    queue = Queue.of([(0.0, length) for length in lengths], sum(lengths), steps)
+    assert queue.found_s == pytest.approx(sum(nominal_s(length, length * length) for length in lengths))
+    tokens, seconds, after = queue.before(due_s(0.0, new, queue.found_s))
+    # All came at one time, the shorter ones first.
+    found_s, dues = 0.0, []
+    for length in sorted(lengths):
+        dues.append((due_s(0.0, length, found_s), length))
+        found_s += nominal_s(length, length * length)
+    first = [length for due, length in dues if due <= due_s(0.0, new, queue.found_s)]
     assert (tokens, after) == (sum(first), len(lengths) - len(first))
     assert seconds == pytest.approx(sum(map(steps.compute_s, first)))
 
 
 def test_what_is_computed_of_a_prompt_is_not_waited_for() -> None:
-    queue = Queue.of([(0.0, 4_000)], 1_000, StepModel.of_profile(None), PREFILLS)
+    queue = Queue.of([(0.0, 4_000)], 1_000, StepModel.of_profile(None))
     assert queue.before(1e9)[0] == 1_000
 
 
@@ -311,13 +313,12 @@ def test_prompts_that_nobody_names_come_before_everybody() -> None:
     assert Tailrace().place(cluster(told, long), Arrival("new", 500, 100, 0), 0.0) == Place("w1")
 
 
-def test_first_come_first_served_a_short_prompt_waits_for_the_long_one_before_it() -> None:
+def test_a_short_prompt_goes_where_it_overtakes() -> None:
     # On w0 one long prompt waits, on w1 two middling ones.
     waits = instance("w0", (request("q0", "w0", 30_000, 0, Phase.PREFILL),))
     others = tuple(request(f"q{n}", "w1", 6_000, 0, Phase.PREFILL) for n in (1, 2))
     view, new = cluster(waits, instance("w1", others)), Arrival("new", 500, 100, 0)
     assert Tailrace().place(view, new, 0.0) == Place("w0")
-    assert TailraceFcfs().place(view, new, 0.0) == Place("w1")
 
 
 def test_reading_is_in_less_of_a_hurry_than_reasoning() -> None:

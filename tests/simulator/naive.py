@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ from simulator.request import SimRequest
 from tailrace.cluster import Phase
 from tailrace.intra.allocate import Claim, Room, allocate
 from tailrace.intra.base import IntraPolicy, JobView, Rank
+from tailrace.intra.due import nominal_s
 
 
 @dataclass(eq=False)
@@ -20,6 +22,7 @@ class NaiveJob:
     times: list[float] = field(default_factory=list)
     prefilled: int = 0
     to_prefill: int = 0
+    found_s: float = 0.0
     swaps: int = 0
     recomputes: int = 0
 
@@ -34,7 +37,7 @@ class NaiveJob:
         if not made:
             phase, in_phase = Phase.PREFILL, 0
         prompt, arrived_s = self.request.prompt_tokens, self.request.arrival_s
-        return intra.rank(JobView(self.order, phase, prompt, made, in_phase, arrived_s))
+        return intra.rank(JobView(self.order, phase, prompt, made, in_phase, arrived_s, self.found_s))
 
 
 class Naive:
@@ -62,10 +65,7 @@ class Naive:
         busy = self.decoding or self.prefilling or self.waiting
         if not busy:
             self.now = max(self.now, self.coming[0].request.arrival_s)
-        while self.coming and self.coming[0].request.arrival_s <= self.now:
-            job = self.coming.pop(0)
-            job.to_prefill = job.request.prompt_tokens
-            self.waiting.append(job)
+        self.come(self.now)
         swapped, preempted = self.share_memory()
         if preempted and not self.decoding and not self.prefilling:
             again, _ = self.share_memory()
@@ -82,7 +82,10 @@ class Naive:
         prefill_ms = sum(profile.prefill.ms(job.prefilled, job.prefilled + n) for job, n in chunks)
         kv_tokens = sum(job.context for job in self.decoding)
         stall_s = swapped * self.spec.block_bytes / self.spec.swap_bytes_per_s
-        self.now += stall_s + profile.step_ms(prefill_ms, len(self.decoding), kv_tokens) / 1e3
+        end = self.now + stall_s + profile.step_ms(prefill_ms, len(self.decoding), kv_tokens) / 1e3
+        # Who comes during the step finds what was there when it began.
+        self.come(math.nextafter(end, 0.0))
+        self.now = end
         for job in list(self.decoding):
             self.emit(job)
         for job, tokens in chunks:
@@ -91,6 +94,15 @@ class Naive:
                 self.prefilling.remove(job)
                 self.decoding.append(job)
                 self.emit(job)
+
+    def come(self, until: float) -> None:
+        while self.coming and self.coming[0].request.arrival_s <= until:
+            job = self.coming.pop(0)
+            job.to_prefill = job.request.prompt_tokens
+            queued = [j for j in self.waiting if j.where == "queued"]
+            left = [(j.to_prefill, j.prefilled) for j in (*queued, *self.prefilling)]
+            job.found_s = nominal_s(sum(n - c for n, c in left), sum(n * n - c * c for n, c in left))
+            self.waiting.append(job)
 
     def emit(self, job: NaiveJob) -> None:
         job.times.append(self.now)

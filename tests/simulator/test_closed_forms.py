@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from simulator.blocks import DecodeBlocks, blocks_for
 from simulator.cluster import ClusterSpec, LinkSpec
 from simulator.events import EventQueue
+from simulator.intervals import RecentIntervals
 from simulator.network import Network
 from simulator.request import SimRequest
 from simulator.run import simulate
 from simulator.steplog import StepLog, TokenTimes, elapsed, last_s, steps_within
+from simulator.steprun import StepRun
 from tailrace.intra.fcfs import Fcfs
 from tailrace.policy.round_robin import RoundRobin
 from tests.simulator.worlds import PROFILE
@@ -143,3 +145,49 @@ def test_a_penalty_slows_batches_of_unequal_lengths() -> None:
     kv_tokens = np.mean([2 * n + 400 + 2 for n in range(100)])
     slow = 3.0 * (7.0 + 0.2 + 2.0 * 0.003 * kv_tokens) / 1e3
     assert last_s((300, 100), Skewed()) == pytest.approx(slow, rel=1e-3)
+
+
+@given(
+    runs=st.lists(
+        st.tuples(
+            st.sampled_from([0.0, 0.1, 0.7, 2.5]),
+            st.sampled_from([0.01, 0.07, 0.3, 1.3]),
+            st.sampled_from([0.0, 1e-4, 1e-3]),
+            st.integers(1, 60),
+            st.integers(0, 4),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    share=st.floats(0.0, 1.0),
+    later_s=st.sampled_from([0.0, 0.4, 1.0, 3.0]),
+)
+def test_recent_intervals_are_those_of_each_step(
+    runs: list[tuple[float, float, float, int, int]], share: float, later_s: float
+) -> None:
+    """Runs after pauses, the last under way or over for a while; asking changes nothing."""
+    recent = RecentIntervals()
+    ended_s = 0.0
+    tokens: list[tuple[float, float, int]] = []
+    for number, (pause_s, first_s, increment_s, steps, requests) in enumerate(runs):
+        start_s = ended_s + pause_s
+        last = number == len(runs) - 1
+        if last:
+            steps = round(steps * share)
+        ended_s = start_s + elapsed(first_s, increment_s, steps)
+        run = StepRun(start_s, first_s, increment_s, steps)
+        tokens += [
+            (start_s + elapsed(first_s, increment_s, k + 1), first_s + increment_s * k, requests)
+            for k in range(steps)
+        ]
+        if not last:
+            recent.add(run, steps, requests)
+    now_s = ended_s + later_s
+    since_s = int(now_s) - 1.0
+    # A step that ends on a second may be told on either side.
+    assume(all(abs(end_s - round(end_s)) > 1e-6 for end_s, _, _ in tokens))
+    seen = [(length_s * n, n) for end_s, length_s, n in tokens if end_s > since_s]
+    count = sum(n for _, n in seen)
+    expected = sum(s for s, _ in seen) / count if count else 0.0
+    for _ in range(2):
+        assert recent.mean_s(now_s, run, steps, requests) == pytest.approx(expected, rel=1e-6)

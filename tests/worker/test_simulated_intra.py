@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from tailrace.intra.registry import intra_names
+from tests.worker.by_length import ByLength
 from tests.worker.simulated import SMALL, Fleet, Stream, at_boundary, now, undisturbed
 from worker_agent.engine.base import EngineRefusal, Exported, ExportedPause
 from worker_agent.engine.simulated import SimulatedEngine, SimulatedSettings
@@ -143,3 +144,21 @@ def test_an_import_waits_in_host_memory_if_the_order_says_so() -> None:
     assert all(not other.live for other in others)
     nothing_left(source)
     nothing_left(target)
+
+
+def test_a_prompt_overtakes_one_that_is_under_way() -> None:
+    fleet = Fleet(small(0))
+    engine = fleet.engines[0]
+    engine._scheduler.use(ByLength())
+    chunk = SMALL.max_num_batched_tokens
+    long = fleet.submit(0, [*range(64)], max_tokens=2)
+    while engine.stats().prefill_backlog_tokens > 63 - chunk:
+        assert fleet.clock.advance(1)
+    # The next step has begun without it.
+    short = fleet.submit(0, [*range(12)], max_tokens=1)
+    while short.live:
+        assert not long.tokens and fleet.clock.advance(1)
+    # What the short one left of its step went to the long one.
+    assert engine.stats().prefill_backlog_tokens == 63 - 2 * chunk - (chunk - 12)
+    fleet.clock.drain()
+    assert len(long.tokens) == 2

@@ -18,11 +18,13 @@ from simulator.request import SimRequest
 from tailrace.cluster import Phase
 from tailrace.intra.allocate import Claim, Grants, Room, allocate
 from tailrace.intra.base import IntraPolicy, Rank
+from tailrace.intra.fcfs import Fcfs
 from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.registry import INTRA_POLICIES, UnknownIntraError, intra_for_policy, make_intra
 from tailrace.intra.round_robin import QuantumRoundRobin
 from tailrace.policy.registry import names as policy_names
 from tests.simulator.worlds import INTRA, PROFILE
+from tests.worker.by_length import ByLength
 from worker_agent.engine.host_ledger import HostLedger
 from worker_agent.engine.step_order import Device, StepOrder, StepPlan
 from worker_agent.engine.turns import Turn, arrival_order, view_of
@@ -86,7 +88,7 @@ def rank_of(policy: IntraPolicy, member: Member) -> Rank:
     turn = Turn(it.arrival)
     turn.ask(
         policy,
-        view_of(it.arrival, it.tokens < it.reasoning, it.prompt, it.tokens, min(it.tokens, it.reasoning)),
+        view_of(turn, it.tokens < it.reasoning, it.prompt, it.tokens, min(it.tokens, it.reasoning)),
     )
     return turn.rank
 
@@ -103,7 +105,12 @@ def order_for(policy: IntraPolicy, exempt: frozenset[int] = frozenset()) -> Step
 
 
 def planned(
-    policy: IntraPolicy, state: list[Facts], total: int, seats: int, exempt: frozenset[int] = frozenset()
+    policy: IntraPolicy,
+    state: list[Facts],
+    total: int,
+    seats: int,
+    exempt: frozenset[int] = frozenset(),
+    entering: int = 0,
 ) -> StepPlan[Member]:
     """The worker's decisions."""
     members = [Member(each) for each in state]
@@ -114,8 +121,19 @@ def planned(
     held = sum(-(-m.num_computed_tokens // BLOCK) for m in running)
     prompts = [m for m in running if m.facts.place == "prefilling"]
     promised = sum(m.facts.blocks - -(-m.num_computed_tokens // BLOCK) for m in prompts)
-    device = Device(total, total - held, promised, seats - len(running), 0, STEP_TOKENS)
+    device = Device(total, total - held, promised, seats - len(running), entering, STEP_TOKENS)
     return order_for(policy, exempt).plan(running, waiting, device)
+
+
+def computed(plan: StepPlan[Member]) -> dict[int, int]:
+    """What an engine computes of each in the step: those that run first, then those that it admits."""
+    made = {member.facts.arrival: 0 for member in plan.withheld}
+    left = plan.step_tokens
+    for member in (*plan.running, *plan.admit):
+        want = 1 if member.facts.place == "swapped" else member.num_tokens - member.num_computed_tokens
+        made[member.facts.arrival] = chunk = min(want, left, plan.longest_chunk or left)
+        left -= chunk
+    return made
 
 
 def simulated(
@@ -133,12 +151,12 @@ def simulated(
         job.instance = instance
         job.prefill_total = each.total
         if each.place == "decoding":
-            instance._join_batch(job)
+            instance._batch.join(job)
         elif each.place == "prefilling":
             job.state, job.blocks, job.prefill_done = JobState.PREFILLING, each.blocks, each.computed
             instance._other_blocks += job.blocks
-            instance.prefilling.append((job.rank_at(job.tokens, policy), job))
-            instance.prefilling.sort(key=lambda entry: entry[0])
+            job.rank_at(job.tokens, policy)
+            instance._prompts.place(job)
         else:
             swapped = each.place == "swapped"
             job.state = JobState.SWAPPED if swapped else JobState.QUEUED
@@ -195,11 +213,16 @@ def test_the_worker_decides_as_the_simulator(name: str, monkeypatch: pytest.Monk
         assert {m.facts.arrival for m in served} == {each.arrival for each in running} - {
             m.facts.arrival for m in plan.preempt
         }
+        made = computed(plan)
         # Whoever returns finds a token left for it.
-        left = plan.step_tokens
-        for member in plan.running:
-            left -= min(left, member.num_tokens - member.num_computed_tokens)
-        assert left >= len([n for n in admitted if n in swapped]) or not plan.running
+        assert all(made[n] == 1 for n in admitted if n in swapped) or not plan.running
+        # Prompts share the rest in order of rank, but for one that sits out where it would cut another.
+        prompts = [m for m in (*served, *plan.admit) if m.facts.place in ("prefilling", "queued")]
+        left = plan.step_tokens - (len(served) + len(plan.admit) - len(prompts))
+        for member in sorted(prompts, key=lambda m: rank_of(policy, m)):
+            chunk = min(left, member.num_tokens - member.num_computed_tokens)
+            left -= chunk
+            assert made[member.facts.arrival] in ((0, chunk) if member in plan.withheld else (chunk,))
 
     check()
 
@@ -229,11 +252,38 @@ def test_a_used_quantum_gives_way_and_an_unused_one_does_not() -> None:
     assert (exported.preempt, exported.admit) == ([], [])
 
 
-def test_a_prompt_sits_out_the_step_in_which_somebody_returns() -> None:
+def test_a_prompt_leaves_a_token_for_whoever_returns() -> None:
     state = [Facts(0, 60, 0, 0, "prefilling", 8), Facts(1, 8, 0, 9, "swapped", 0)]
-    plan = planned(make("fcfs"), state, 100, 8)
-    assert [m.facts.arrival for m in plan.withheld] == [0]
-    assert [m.facts.arrival for m in plan.admit] == [1]
+    assert computed(planned(make("fcfs"), state, 100, 8)) == {0: STEP_TOKENS - 1, 1: 1}
+
+
+def test_a_prompt_leaves_a_token_for_whoever_enters() -> None:
+    plan = planned(make("fcfs"), [Facts(0, 60, 0, 0, "prefilling", 8)], 100, 8, entering=2)
+    assert (computed(plan), plan.step_tokens) == ({0: STEP_TOKENS - 2}, STEP_TOKENS)
+
+
+def test_a_prompt_that_overtakes_is_computed_before_one_that_is_under_way() -> None:
+    long, short = Facts(0, 4_000, 0, 0, "prefilling", 8), Facts(1, 10, 0, 0, "queued", 0)
+    fcfs = planned(make("fcfs"), [long, short], 2_000, 8)
+    assert (computed(fcfs), fcfs.admit) == ({0: STEP_TOKENS}, [])
+    assert computed(planned(ByLength(), [long, short], 2_000, 8)) == {0: STEP_TOKENS - 10, 1: 10}
+    # With more of the step for the one that comes than is left for the other, that sits out.
+    middling = Facts(1, 30, 0, 0, "queued", 0)
+    assert computed(planned(ByLength(), [long, middling], 2_000, 8)) == {0: 0, 1: 30}
+
+
+def test_a_step_is_never_empty() -> None:
+    """With no budget at all a lone prompt still goes on, and beside decodes it waits."""
+    prompt, decode = Facts(0, 60, 0, 0, "prefilling", 8), Facts(1, 8, 0, 4, "decoding", 0)
+    assert computed(planned(NoPrompts(), [prompt], 100, 8)) == {0: 1}
+    assert computed(planned(NoPrompts(), [prompt, decode], 100, 8)) == {0: 0, 1: 1}
+
+
+class NoPrompts(Fcfs):
+    """No step is to carry any prompt."""
+
+    def prefill_budget(self, step_tokens: int, decoding: int) -> int:
+        return 0
 
 
 def make(name: str) -> IntraPolicy:
@@ -245,7 +295,7 @@ def make(name: str) -> IntraPolicy:
 def test_a_rank_is_asked_again_when_it_may_have_changed() -> None:
     policy = PascalQueue(quantum_tokens=10)
     turn = Turn(7)
-    turn.ask(policy, view_of(7, True, 20, 3, 3))
+    turn.ask(policy, view_of(turn, True, 20, 3, 3))
     assert turn.rank == (0, 0, 7)
     assert turn.holds(policy, Phase.REASONING, 9)
     assert not turn.holds(policy, Phase.REASONING, 10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -22,8 +23,9 @@ from tailrace.intra.fcfs import Fcfs
 from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.registry import UnknownIntraError
 from tailrace.intra.round_robin import QuantumRoundRobin
+from tests.worker.by_length import ByLength
 from tests.worker.test_vllm_engine import ANSWERING, NO_THINK_END, QUESTION, REASONING, idle, params
-from tests.worker.vllm_front import Front, Stream
+from tests.worker.vllm_front import DEADLINE_S, Front, Stream
 from worker_agent.engine.vllm.engine import VllmEngine
 from worker_agent.engine.vllm.orders import use_policy
 from worker_agent.engine.vllm.ranked_queue import RankedQueue
@@ -180,15 +182,38 @@ async def test_decodes_go_before_prompts(engine: VllmEngine, front: Front) -> No
     await front.until(lambda: prompt.finished and decode.finished)
 
 
+async def test_a_prompt_overtakes_one_that_is_under_way(engine: VllmEngine, front: Front) -> None:
+    preemptions = engine.stats().preemptions
+    # So slow that it is under way for as long as it takes to see that it is.
+    await serve_by(engine, Stingy(1))
+    # Nothing of these is in the prefix cache either.
+    long, short = UNSEEN[2:] * 9, UNSEEN[5:30]
+    first = front.stream(long, params(max_tokens=3))
+    front.submit(engine, first)
+    async with asyncio.timeout(DEADLINE_S):
+        while not 0 < engine.stats().prefill_backlog_tokens < len(long):
+            await idle(engine)
+    second = front.stream(short, params(max_tokens=3))
+    front.submit(engine, second)
+    await serve_by(engine, ByLength())
+    assert await ends(front, [first, second]) == [1, 0]
+    assert engine.stats().preemptions == preemptions
+    for stream, prompt in ((first, long), (second, short)):
+        assert stream.tokens == (await front.run(engine, prompt, params(max_tokens=3))).tokens
+
+
 class Stingy(Fcfs):
-    """Eight prompt tokens a step."""
+    """Few prompt tokens a step."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
 
     def prefill_budget(self, step_tokens: int, decoding: int) -> int:
-        return 8
+        return self.tokens
 
 
 async def test_a_step_carries_no_more_prompt_than_the_policy_allows(engine: VllmEngine, front: Front) -> None:
-    await serve_by(engine, Stingy())
+    await serve_by(engine, Stingy(8))
     steps = engine.stats().steps
     stream = await front.run(engine, UNSEEN, params(max_tokens=1))
     assert len(stream.tokens) == 1
@@ -226,13 +251,6 @@ async def test_a_grammar_that_does_not_compile_ends_its_request_alone(
 
 
 # ---- the queue
-
-
-class ByLength(IntraPolicy):
-    """Shortest prompt first."""
-
-    def rank(self, job: JobView) -> Rank:
-        return (job.prompt_tokens, job.arrival)
 
 
 def queued(lengths: list[int]) -> tuple[RankedQueue, list[Request]]:

@@ -57,9 +57,11 @@ class StepPlan(Generic[M]):
     running: list[M]
     # Of those that stay: prompts that sit out this step.
     withheld: list[M]
-    # In the order in which the step's tokens go to them.
+    # In the order in which the step's tokens go to them, after those that run.
     admit: list[M]
     step_tokens: int
+    # Most tokens that the step may compute of one request; None: as many as there are.
+    longest_chunk: int | None
 
 
 class StepOrder(Generic[M]):
@@ -114,32 +116,21 @@ class StepOrder(Generic[M]):
             decoding.sort(key=self.rank)
         returning = [member for member in grants.admit if self._swapped(member)]
         decodes = len(decoding) + len(returning) + device.entering
-        step_tokens = min(
-            device.step_tokens, decodes + self.policy.prefill_budget(device.step_tokens, decodes)
-        )
-        stay = self._served(prompts, step_tokens - len(decoding), len(returning) + device.entering)
+        wanted = decodes + self.policy.prefill_budget(device.step_tokens, decodes)
+        # A policy that allows a lone prompt nothing must not stop the engine.
+        step_tokens = max(1, min(device.step_tokens, wanted))
+        fresh = [(self.rank(member), member) for member in grants.admit if not self._swapped(member)]
+        follow = bool(grants.admit or device.entering)
+        share = _share(prompts, fresh, max(0, step_tokens - decodes), follow)
         return StepPlan(
             preempt=grants.preempt,
-            running=[*decoding, *(member for _, member in prompts[:stay])],
-            withheld=[member for _, member in prompts[stay:]],
+            running=[*decoding, *share.served],
+            withheld=share.withheld,
             # Those that decode take a token each; the prompts share what is left.
-            admit=[*returning, *(member for member in grants.admit if not self._swapped(member))],
-            step_tokens=max(1, step_tokens),
+            admit=[*returning, *(member for _, member in fresh)],
+            step_tokens=step_tokens,
+            longest_chunk=share.longest_chunk,
         )
-
-    def _served(self, prompts: Sequence[tuple[Rank, M]], tokens: int, returning: int) -> int:
-        """How many of the prompts on the device compute in this step.
-
-        The engine serves them before whoever returns to it, so a prompt that would leave no token for those
-        sits out one step.
-        """
-        if not returning:
-            return len(prompts)
-        for number, (_, member) in enumerate(prompts):
-            tokens -= min(tokens, _left(member))
-            if tokens < returning:
-                return number
-        return len(prompts)
 
     def _growth(self, member: M) -> int:
         """1 if its next token begins a block that it does not have yet."""
@@ -157,6 +148,50 @@ class StepOrder(Generic[M]):
     def _wanting(self, rank: Rank, member: M) -> Wanting[M]:
         left = 0 if self._swapped(member) else member.num_tokens
         return Wanting(Claim(rank, member, self._blocks(member)), left)
+
+
+@dataclass(frozen=True, slots=True)
+class _Share(Generic[M]):
+    """Prompts on the device: who computes in this step, who does not; StepPlan.longest_chunk."""
+
+    served: list[M]
+    withheld: list[M]
+    longest_chunk: int | None
+
+
+def _share(
+    prompts: Sequence[tuple[Rank, M]], fresh: Sequence[tuple[Rank, M]], tokens: int, follow: bool
+) -> _Share[M]:
+    """The step's tokens go to prompts in order of rank. `prompts`: on the device; `fresh`: admitted just now.
+
+    `follow`: others, admitted or entering, are served after those that run. A prompt that is to have what these
+    leave is held to that, by the longest chunk that the step allows; where this would cut another one, it sits
+    out.
+    """
+    served: list[M] = []
+    withheld: list[M] = []
+    running = {member for _, member in prompts}
+    longest, partly = 0, None
+    for _, member in sorted([*prompts, *fresh], key=_first):
+        chunk = min(tokens, _left(member))
+        tokens -= chunk
+        if member not in running:
+            longest = max(longest, chunk)
+        elif not chunk:
+            withheld.append(member)
+        elif chunk < _left(member):
+            partly = (member, chunk)
+        else:
+            served.append(member)
+            longest = max(longest, chunk)
+    if partly is None:
+        return _Share(served, withheld, None)
+    member, chunk = partly
+    if not follow:
+        return _Share([*served, member], withheld, None)
+    if chunk < longest:
+        return _Share(served, [member, *withheld], None)
+    return _Share([*served, member], withheld, chunk)
 
 
 def _decodes(member: Member) -> bool:

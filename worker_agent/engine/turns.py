@@ -6,6 +6,7 @@ from typing import Final
 
 from tailrace.cluster import Phase
 from tailrace.intra.base import IntraPolicy, JobView, Rank
+from tailrace.intra.due import nominal_s
 
 _NEVER: Final = 1 << 62
 _NUMBERS: Final = 1 << 20
@@ -32,22 +33,33 @@ def serving_phase(output_tokens: int, reasons: bool) -> Phase:
     return Phase.REASONING if reasons else Phase.ANSWERING
 
 
+def left_s(total_tokens: int, computed_tokens: int) -> float:
+    """Prefill that a request still asks for, as JobView.queue_s has it; all but one token computed: none."""
+    if total_tokens - computed_tokens <= 1:
+        return 0.0
+    squares = total_tokens * total_tokens - computed_tokens * computed_tokens
+    return nominal_s(total_tokens - computed_tokens, squares)
+
+
 def view_of(
-    arrival: int, reasons: bool, prompt_tokens: int, output_tokens: int, reasoning_tokens: int
+    turn: Turn, reasons: bool, prompt_tokens: int, output_tokens: int, reasoning_tokens: int
 ) -> JobView:
     """A request as an intra-instance policy sees it."""
     phase = serving_phase(output_tokens, reasons)
     in_phase = output_tokens - reasoning_tokens if phase is Phase.ANSWERING else output_tokens
-    return JobView(arrival, phase, prompt_tokens, output_tokens, in_phase, arrived_s(arrival))
+    arrival = turn.arrival
+    return JobView(arrival, phase, prompt_tokens, output_tokens, in_phase, arrived_s(arrival), turn.queue_s)
 
 
 class Turn:
     """One request's place in the order: `rank`, once it was asked for."""
 
-    __slots__ = ("_phase", "_policy", "_until", "arrival", "rank")
+    __slots__ = ("_phase", "_policy", "_until", "arrival", "queue_s", "rank")
 
-    def __init__(self, arrival: int) -> None:
+    def __init__(self, arrival: int, queue_s: float = 0.0) -> None:
+        """`queue_s`: as JobView has it."""
         self.arrival = arrival
+        self.queue_s = queue_s
         self.rank: Rank = ()
         self._until = 0
         self._phase: Phase | None = None

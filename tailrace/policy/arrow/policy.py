@@ -169,7 +169,7 @@ class Arrow(Policy):
         decoders = pools.decode + pools.prefill_to_decode
         if not decoders:
             return None
-        if mean_token_interval_s(decoders) > self.tpot_slo_s:
+        if _decode_interval_s(pools) > self.tpot_slo_s:
             return try_move_prefill_to_decode(pools, self.loads)
         idle = tuple(i for i in pools.prefill if i.load == 0 and not i.prefill_backlog_tokens)
         if idle and self._share_carried(decoders, len(decoders)) > self.low_load_share:
@@ -213,7 +213,7 @@ class Arrow(Policy):
     def _decode_load_is_low(self, pools: Pools) -> bool:
         """The overload guard: would the decode instances do with one less?"""
         decoders = pools.decode + pools.prefill_to_decode
-        if len(decoders) < 2 or mean_token_interval_s(decoders) > self.tpot_slo_s:
+        if len(decoders) < 2 or _decode_interval_s(pools) > self.tpot_slo_s:
             return False
         return self._share_carried(decoders, len(decoders) - 1) <= self.low_load_share
 
@@ -221,6 +221,15 @@ class Arrow(Policy):
         """Running tokens of decode instances over what `by` of them may run."""
         most = sum(self.loads.most_tokens(i) for i in decoders) * by / len(decoders)
         return sum(running_tokens(i) for i in decoders) / most if most > 0 else float("inf")
+
+
+def _decode_interval_s(pools: Pools) -> float:
+    """The decode instances' mean token interval; 0: nothing runs.
+
+    P->D instances count only where no other runs anything: the prompts that they still compute lengthen their
+    steps, and each further flip would make it more of them.
+    """
+    return mean_token_interval_s(pools.decode) or mean_token_interval_s(pools.prefill_to_decode)
 
 
 def _ledger(view: ClusterView) -> Ledger:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from math import inf
 
 from tailrace.cluster import InstanceView
-from tailrace.intra.due import PREFILLS
 from tailrace.perf.length_penalty import FittedLengthPenalty
 from tailrace.policy.tailrace.steps import Number, StepModel
 
@@ -26,11 +25,9 @@ class Costs:
     - `penalty`: what unequal lengths cost where these instances run; None: nothing.
     - `expected_tokens`: what an arrival is expected to put out, of which nothing is known. 256: near the mean
       of ShareGPT's answers, as in CascadeInfer's QoE model here.
-    - `prefills`: how many times its own prefill a prompt yields to others inside an instance
-      (`tailrace.intra.due`).
-    - `patience_s`: a wait for the first token counts double when it is as long as that and what the prompt
-      yields. Half a second is half of what a person notices as an
-      interruption (Nielsen's one second), for prompts of next to no length.
+    - `patience_s`: a wait for the first token counts double when it is as long as that and the most that the
+      prompt yields inside an instance (`tailrace.intra.due`). Half a second is half of what a person notices
+      as an interruption (Nielsen's one second), for prompts of next to no length.
     - `tpot_slo_s`: what the time of those who read an answer is measured against (`offers`).
     - `open_s`, `link_bytes_per_s`: opening and committing a migration, and its copy: 100 Gbit/s.
     """
@@ -38,7 +35,6 @@ class Costs:
     steps: StepModel
     penalty: FittedLengthPenalty | None = None
     expected_tokens: float = 256.0
-    prefills: float = PREFILLS
     patience_s: float = 0.5
     tpot_slo_s: float = 0.15
     open_s: float = 0.01

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.cluster import InstanceState, InstanceView
-from tailrace.intra.due import due_s
+from tailrace.intra.due import PREFILLS, nominal_s, yielded_s
 from tailrace.policy.phase_load import phase_load
 from tailrace.policy.prompts import prompts
 from tailrace.policy.tailrace.arrival import (
@@ -108,14 +108,15 @@ class Offers:
         costs, offers, queues = self._costs, self._offers, self._queues
         patience_s = self._patience_s(prefill_s(offers[positions[0]], prompt_tokens))
         more_tokens = prompt_tokens + costs.expected_tokens
-        due = due_s(now, prompt_tokens, costs.prefills)
+        own_s = nominal_s(prompt_tokens, prompt_tokens * prompt_tokens)
         costs_s: list[float] = []
         shortages_s: list[float] = []
         for position in positions:
             offered = offers[position]
             tokens, seconds, after = offered.unknown, offered.unknown_s, 0
             if position in queues:
-                known, known_s, after = queues[position].before(due)
+                queue = queues[position]
+                known, known_s, after = queue.before(now + yielded_s(own_s, queue.found_s))
                 tokens, seconds = tokens + known, seconds + known_s
             before = Before(tokens, seconds, after)
             costs_s.append(without_kv_s(offered, prompt_tokens, before, patience_s, OF_ONE))
@@ -132,9 +133,9 @@ class Offers:
         before = Before(offered.unknown, offered.unknown_s, np.zeros(len(offered.unknown)))
         if self._queues:
             before = Before(before.tokens.copy(), before.seconds.copy(), before.after)
-            due = due_s(now, prompt_tokens, costs.prefills)
+            own_s = nominal_s(prompt_tokens, prompt_tokens * prompt_tokens)
             for position, queue in self._queues.items():
-                known, known_s, after = queue.before(due)
+                known, known_s, after = queue.before(now + yielded_s(own_s, queue.found_s))
                 before.tokens[position] += known
                 before.seconds[position] += known_s
                 before.after[position] = after
@@ -176,7 +177,7 @@ class Offers:
 
     def _patience_s(self, own_s: float) -> float:
         """A user's, so the same for all, however fast they are: by the prefill on the first."""
-        return self._costs.patience_s + self._costs.prefills * own_s
+        return self._costs.patience_s + PREFILLS * own_s
 
     # ---- what is kept
 
@@ -243,7 +244,7 @@ class Offers:
         waiting = prompts(instance) if backlog else ()
         tokens = 0
         if waiting:
-            queue = Queue.of(waiting, backlog, steps, self._costs.prefills)
+            queue = Queue.of(waiting, backlog, steps)
             self._queues[position] = queue
             tokens = queue.tokens[-1]
         else:

@@ -7,7 +7,6 @@ from typing import Final
 
 from tailrace.actions import Action, Place, Placement, SetPool
 from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestView
-from tailrace.intra.due import PREFILLS
 from tailrace.perf.length_penalty import FittedLengthPenalty
 from tailrace.policy.arrow.policy import Arrow
 from tailrace.policy.base import Policy
@@ -39,8 +38,6 @@ class Tailrace(Policy):
     """
 
     summary = "ours: the four papers' mechanisms under one cost, in predicted seconds"
-    # What a prompt yields to shorter ones, in the order inside the instances that goes with this policy.
-    prefills: float = PREFILLS
 
     def __init__(
         self,
@@ -54,7 +51,7 @@ class Tailrace(Policy):
     ) -> None:
         profile = profile if profile is not None else load_profile(NOMINAL)
         steps = StepModel.of_profile(profile)
-        self.costs = Costs(steps, penalty, prefills=self.prefills, tpot_slo_s=tpot_slo_s)
+        self.costs = Costs(steps, penalty, tpot_slo_s=tpot_slo_s)
         self.offers = Offers(self.costs)
         self.margin = margin
         self.ttft_slo_s = ttft_slo_s
@@ -141,10 +138,3 @@ class Tailrace(Policy):
 
     def _mover(self, view: ClusterView) -> Mover:
         return Mover(self.costs, Ledger(view.instances, _TRANSFERS, _TRANSFERS), self.margin)
-
-
-class TailraceFcfs(Tailrace):
-    """For those to whom the longest wait matters more than how many keep their SLO."""
-
-    summary = "tailrace with prompts first come, first served: a shorter tail, fewer SLOs kept under load"
-    prefills = 0.0

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tailrace.intra.due import due_s
+from tailrace.intra.due import nominal_s, yielded_s
 from tailrace.policy.prompts import Prompt
 from tailrace.policy.tailrace.steps import StepModel
 
@@ -21,21 +21,29 @@ class Queue:
     seconds: tuple[float, ...]
     # Tokens of them that are computed already.
     computed: int
+    # What an arrival finds, as `due_s` counts it.
+    found_s: float
 
     @staticmethod
-    def of(prompts: Iterable[Prompt], backlog_tokens: int, steps: StepModel, prefills: float) -> Queue:
+    def of(prompts: Iterable[Prompt], backlog_tokens: int, steps: StepModel) -> Queue:
         """Of these prompts so many tokens are not computed yet; where it is more, of others besides.
 
-        `prefills`: as `due_s` has it.
+        What each found when it came is what came before it and is still there: what has been served since
+        is not known.
         """
+        found_s = 0.0
+        known: list[tuple[float, int]] = []
+        for arrived_s, length in sorted(prompts):
+            own_s = nominal_s(length, length * length)
+            known.append((arrived_s + yielded_s(own_s, found_s), length))
+            found_s += own_s
         dues, tokens, seconds = [], [0], [0.0]
-        for due, length in sorted(
-            (due_s(arrived_s, length, prefills), length) for arrived_s, length in prompts
-        ):
+        for due, length in sorted(known):
             dues.append(due)
             tokens.append(tokens[-1] + length)
             seconds.append(seconds[-1] + steps.compute_s(length))
-        return Queue(tuple(dues), tuple(tokens), tuple(seconds), max(0, tokens[-1] - backlog_tokens))
+        computed = max(0, tokens[-1] - backlog_tokens)
+        return Queue(tuple(dues), tuple(tokens), tuple(seconds), computed, found_s)
 
     def before(self, due: float) -> tuple[int, float, int]:
         """(tokens, seconds of prefill) before a prompt that is due then, and how many prompts after it.

@@ -46,6 +46,7 @@ from worker_agent.engine.simulated.speed import at_speed
 from worker_agent.engine.simulated.table import RequestTable
 from worker_agent.engine.simulated.utilities import answer_utility
 from worker_agent.engine.simulated.vocabulary import read_vocabulary
+from worker_agent.engine.turns import left_s
 
 # Plain ints: arithmetic on enum flags costs a microsecond, and this happens for every token.
 _PREFILL_DONE: Final = int(OutputFlag.PREFILL_DONE)
@@ -192,6 +193,9 @@ class SimulatedEngine:
             emitter.add(request, len(outputs), [], _FINISHED, reason, stop)
             emitter.flush()
             return
+        request.turn.queue_s = sum(
+            left_s(other.total, other.computed) for other in self._table if other.state is not State.IMPORTING
+        )
         self._table.add(request)
         self._scheduler.enqueue(request)
         self._wake()

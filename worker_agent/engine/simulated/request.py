@@ -135,7 +135,7 @@ class Request:
     def view(self) -> JobView:
         """What an intra-instance policy sees."""
         reasons = self.reasons and self.closes_at is None
-        return view_of(self.turn.arrival, reasons, len(self.prompt), len(self.outputs), self.reasoning_tokens)
+        return view_of(self.turn, reasons, len(self.prompt), len(self.outputs), self.reasoning_tokens)
 
     @property
     def decodes(self) -> bool:

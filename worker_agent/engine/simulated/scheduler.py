@@ -157,7 +157,8 @@ class Scheduler:
     def _plan_in_turn(self, step: Step) -> tuple[float, int]:
         """(Milliseconds of the prompts, KV tokens of the decodes)."""
         before = self.preemptions
-        budget, prefill_ms, kv_tokens = self._plan_running(step, self._max_batched_tokens)
+        most = self._max_batched_tokens
+        budget, prefill_ms, kv_tokens = self._plan_running(step, most, most)
         # Who was preempted just now must not take the room that was made.
         idle = not step.decodes and not step.chunks
         if self.waiting and (idle or self.preemptions == before):
@@ -185,12 +186,14 @@ class Scheduler:
         for request in plan.preempt:
             self._preempt(request)
         self.running = plan.running
-        budget, prefill_ms, kv_tokens = self._plan_running(step, plan.step_tokens)
+        longest = plan.longest_chunk or plan.step_tokens
+        budget, prefill_ms, kv_tokens = self._plan_running(step, plan.step_tokens, longest)
         admitted_ms, admitted_tokens = self._admit(step, budget, plan.admit)
         self.running += plan.withheld
         return prefill_ms + admitted_ms, kv_tokens + admitted_tokens
 
-    def _plan_running(self, step: Step, budget: int) -> tuple[int, float, int]:
+    def _plan_running(self, step: Step, budget: int, longest: int) -> tuple[int, float, int]:
+        """(Tokens left, milliseconds of the prompts, KV tokens of the decodes). `longest`: most of one."""
         prefill_ms = 0.0
         kv_tokens = 0
         running = self.running
@@ -198,9 +201,7 @@ class Scheduler:
         at = 0
         while at < len(running) and budget > 0:
             request = running[at]
-            tokens = request.total - request.computed
-            if tokens > budget:
-                tokens = budget
+            tokens = min(request.total - request.computed, longest, budget)
             end = request.computed + tokens
             if end > len(request.blocks) * block_tokens and not self._make_room(at, end):
                 continue

@@ -11,6 +11,7 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import Request, RequestStatus
 
 from worker_agent.engine.base import EngineRefusal, RequestKey, StepColumns, Submission
+from worker_agent.engine.turns import left_s
 from worker_agent.engine.vllm.imports import Imports
 from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.outputs import OutputWriter
@@ -95,7 +96,7 @@ class Admission:
             phases=phases,
             pace=Pace(),
             emitted=len(outputs),
-            turn=self._table.new_turn(request),
+            turn=self._table.new_turn(request, self._queue_s()),
         )
         self._core.start_grammar(request)
         self._table.add(entry)
@@ -145,6 +146,14 @@ class Admission:
         request.status = RequestStatus.PREEMPTED
         self._core.adopt(request, b"")
         self._core.core.add_request(request)
+
+    def _queue_s(self) -> float:
+        """What a prompt that comes now finds (JobView.queue_s). Swapped requests have nothing to compute."""
+        return sum(
+            left_s(entry.request.num_tokens, entry.request.num_computed_tokens)
+            for entry in self._table
+            if self._core.host.get(entry.request_id) is None
+        )
 
     def _remove(self, entry: Entry) -> None:
         self._table.remove(entry)

@@ -30,7 +30,7 @@ def job_view(entry: Entry) -> JobView:
     """The request as an intra-instance policy sees it."""
     request, phases = entry.request, entry.phases
     return view_of(
-        entry.turn.arrival,
+        entry.turn,
         phases.reasons,
         request.num_prompt_tokens,
         request.num_output_tokens,

@@ -60,9 +60,9 @@ class RequestTable:
         # One step under the GIL, so that the event loop can take a look while the engine thread works.
         return iter(list(self._by_id.values()))
 
-    def new_turn(self, request: Request) -> Turn:
-        """A place in the order of this instance."""
-        return Turn(arrival_order(request.arrival_time, next(self._numbers)))
+    def new_turn(self, request: Request, queue_s: float = 0.0) -> Turn:
+        """A place in the order of this instance. `queue_s`: what a prompt that comes finds (JobView)."""
+        return Turn(arrival_order(request.arrival_time, next(self._numbers)), queue_s)
 
     def add(self, entry: Entry) -> None:
         """Take a request whose id and key are not in the table."""

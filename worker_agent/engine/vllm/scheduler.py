@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import RequestQueue, create_request_queue
@@ -32,6 +33,7 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
     running: list[Request]
     waiting: RequestQueue
     max_num_scheduled_tokens: int
+    adaptive_long_prefill_threshold: bool
     paused: dict[str, Request]
     adopted: set[str]
     # Requests with an open export: preempting them frees nothing, as their blocks are pinned.
@@ -137,11 +139,26 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
         queue.open([*self._broken(), *plan.admit])
         self.max_num_scheduled_tokens = plan.step_tokens
         try:
-            return super().schedule(throttle_prefills)
+            with self._longest_chunk(plan.longest_chunk):
+                return super().schedule(throttle_prefills)
         finally:
             self.max_num_scheduled_tokens = limit
             queue.close()
             self.running.extend(plan.withheld)
+
+    @contextmanager
+    def _longest_chunk(self, tokens: int | None) -> Iterator[None]:
+        """For one step: no request computes more than this. None: as configured."""
+        config = self.scheduler_config
+        threshold, adaptive = config.long_prefill_token_threshold, self.adaptive_long_prefill_threshold
+        if tokens is not None:
+            config.long_prefill_token_threshold = min(tokens, threshold or tokens)
+            self.adaptive_long_prefill_threshold = False
+        try:
+            yield
+        finally:
+            config.long_prefill_token_threshold = threshold
+            self.adaptive_long_prefill_threshold = adaptive
 
     def _startable(self, queue: RankedQueue) -> Iterator[tuple[Rank, Request]]:
         """Those that wait for nothing but their turn."""

@@ -1,0 +1,47 @@
+"""The run that an instance is making: steps of one batch whose durations grow evenly (steplog.py)."""
+
+from __future__ import annotations
+
+from simulator.steplog import elapsed, steps_within
+
+
+class StepRun:
+    """Steps since `start_s`, the first `first_s` long, each `increment_s` longer; none: idle."""
+
+    __slots__ = ("first_s", "increment_s", "start_s", "steps")
+
+    def __init__(
+        self, start_s: float = 0.0, first_s: float = 0.0, increment_s: float = 0.0, steps: int = 0
+    ) -> None:
+        self.start_s = start_s
+        self.first_s = first_s
+        self.increment_s = increment_s
+        self.steps = steps
+
+    def ended(self, now: float) -> int:
+        """Steps that have ended by now."""
+        if not self.steps:
+            return 0
+        return steps_within(self.first_s, self.increment_s, now - self.start_s, self.steps)
+
+    def elapsed_s(self, steps: int) -> float:
+        """Seconds from the start to the end of step number `steps`."""
+        return elapsed(self.first_s, self.increment_s, steps)
+
+    def end_s(self) -> float:
+        """When the last step ends."""
+        return self.start_s + self.elapsed_s(self.steps)
+
+    def last_step_s(self) -> float:
+        """How long the last step takes."""
+        return self.first_s + self.increment_s * (self.steps - 1)
+
+    def cut(self, now: float) -> bool:
+        """End with the step in flight; whether that is earlier. A step that ends now has ended."""
+        steps = self.ended(now)
+        if not steps or self.start_s + self.elapsed_s(steps) < now:
+            steps += 1
+        if steps >= self.steps:
+            return False
+        self.steps = steps
+        return True
