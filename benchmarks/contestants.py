@@ -18,11 +18,10 @@ from tailrace.policy.base import Policy
 from tailrace.profiles import load_profile
 
 PAPERS: Final = ("pascal", "ares", "arrow", "cascade")
-# The second serves prompts as they came: what the order of the first buys, and what it costs.
-OURS: Final = ("tailrace", "tailrace_fcfs")
+OURS: Final = "tailrace"
 # Usual ones that no paper claims.
 OTHERS: Final = ("least_loaded", "llumnix")
-ALL: Final = (*PAPERS, *OURS, *OTHERS)
+ALL: Final = (*PAPERS, OURS, *OTHERS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from rich.progress import Progress
 
 from benchmarks.contestants import ALL, OURS, PAPERS, prepare
 from benchmarks.grounds import GROUNDS, Ground
-from benchmarks.policy_tables import group_table, summary_table
+from benchmarks.policy_tables import group_table, rivals_table, summary_table
 from benchmarks.report import machine, save
 from simulator.run import simulate
 
@@ -173,8 +173,8 @@ def report(outcomes: Sequence[Outcome], console: Console) -> None:
     """Tables for a terminal."""
     for ground in dict.fromkeys(o.ground for o in outcomes):
         console.print(group_table(ground, [o for o in outcomes if o.ground == ground]))
-    for ours in OURS:
-        console.print(summary_table(ours, outcomes))
+    console.print(summary_table(OURS, outcomes))
+    console.print(rivals_table(OURS, outcomes))
 
 
 def main(arguments: Iterable[str] | None = None) -> Path:

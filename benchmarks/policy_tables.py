@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from rich.table import Table
@@ -72,6 +72,27 @@ def verdict(difference: float, half: float, better: int) -> str:
     return "ahead" if difference * better > 0 else "BEHIND"
 
 
+def paired(ours: str, rival: str, at: Sequence[Outcome], figure: Figure) -> tuple[float, float]:
+    """Mean of `ours` less `rival` by seed at one rate, and half-width of its 95% confidence interval."""
+    of = {policy: {o.seed: figure(o) for o in at if o.policy == policy} for policy in (ours, rival)}
+    return interval([of[ours][seed] - value for seed, value in of[rival].items()])
+
+
+def rivals_table(ours: str, outcomes: Sequence[Outcome]) -> Table:
+    """`ours` against each paper's policy, in the SLOs that are kept and in tail TTFT at once."""
+    table = Table(title=f"{ours} against each: in SLO, TTFT P99", title_justify="left")
+    for heading in ("ground", "rate", *PAPERS):
+        table.add_column(heading, no_wrap=True)
+    both = [column for column in COLUMNS if column[0] in ("in SLO %", "TTFT P99 s")]
+    for heads, at in _by_rate(outcomes):
+        cells = (
+            ", ".join(verdict(*paired(ours, rival, at, figure), better) for _, figure, better, _ in both)
+            for rival in PAPERS
+        )
+        table.add_row(*heads, *cells)
+    return table
+
+
 def summary_table(ours: str, outcomes: Sequence[Outcome]) -> Table:
     """`ours` less the best of the four papers' policies by that figure's mean, paired by seed."""
     table = Table(title=f"{ours} less the best paper's policy, paired by seed", title_justify="left")
@@ -79,18 +100,23 @@ def summary_table(ours: str, outcomes: Sequence[Outcome]) -> Table:
     table.add_column("rate")
     for title, _, _, _ in COLUMNS[1:]:
         table.add_column(title)
+    for heads, at in _by_rate(outcomes):
+        cells: list[str] = []
+        for _, figure, better, digits in COLUMNS[1:]:
+            means = {p: statistics.fmean(figure(o) for o in at if o.policy == p) for p in PAPERS}
+            rival = max(PAPERS, key=lambda p: better * means[p])
+            difference, half = paired(ours, rival, at, figure)
+            cells.append(
+                f"{difference:+.{digits}f} ±{half:.{digits}f} vs {rival}: {verdict(difference, half, better)}"
+            )
+        table.add_row(*heads, *cells)
+    return table
+
+
+def _by_rate(outcomes: Sequence[Outcome]) -> Iterator[tuple[tuple[str, str], list[Outcome]]]:
+    """Those of each ground and rate, with the first cells of their row: a ground is named once."""
     for ground in dict.fromkeys(o.ground for o in outcomes):
         shares = sorted({o.share for o in outcomes if o.ground == ground})
         for share in shares:
             at = [o for o in outcomes if o.ground == ground and o.share == share]
-            cells: list[str] = []
-            for _, figure, better, digits in COLUMNS[1:]:
-                of = {p: {o.seed: figure(o) for o in at if o.policy == p} for p in (*PAPERS, ours)}
-                rival = max(PAPERS, key=lambda p: better * statistics.fmean(of[p].values()))
-                difference, half = interval([of[ours][seed] - value for seed, value in of[rival].items()])
-                cells.append(
-                    f"{difference:+.{digits}f} ±{half:.{digits}f} vs {rival}: "
-                    f"{verdict(difference, half, better)}"
-                )
-            table.add_row(ground if share == shares[0] else "", f"{share:.0%}", *cells)
-    return table
+            yield (ground if share == shares[0] else "", f"{share:.0%}"), at

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,9 +82,13 @@ class Spread:
         p50, p99 = np.percentile(column, [50, 99])
         return Spread(float(column.mean()), float(p50), float(p99))
 
+    def __iter__(self) -> Iterator[float]:
+        """The three, in this order."""
+        yield from (self.mean, self.p50, self.p99)
+
     def over(self, other: Spread) -> Spread:
         """Ratios."""
-        return Spread(_ratio(self.mean, other.mean), _ratio(self.p50, other.p50), _ratio(self.p99, other.p99))
+        return Spread(*(_ratio(ours, theirs) for ours, theirs in zip(self, other, strict=True)))
 
 
 def _ratio(one: float, other: float) -> float:

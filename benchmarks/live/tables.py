@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
@@ -12,6 +13,8 @@ from benchmarks.live.compare import Row
 from benchmarks.live.figures import Spread
 from benchmarks.live.scheduler_cost import SchedulerCost
 from benchmarks.live.slices import Slice
+
+_VERDICTS: Final = {True: "yes", False: "no", None: "machine too slow"}
 
 
 def print_slice(taken: Slice, console: Console) -> None:
@@ -30,12 +33,12 @@ def print_rows(rows: Sequence[Row], console: Console) -> None:
     table = Table(title="Live / simulated: mean, P50, P99 (1.00 = equal)")
     table.add_column("trace", no_wrap=True)
     table.add_column("policy", no_wrap=True)
-    for heading in ("speed", "lost", "TTFT", "TPOT", "end to end", "within 15%"):
+    for heading in ("speed", "lost", "TTFT", "TPOT", "end to end", "within 15%", "of its range"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        verdict = {True: "yes", False: "no", None: "machine too slow"}[row.within]
+        verdicts = [_VERDICTS[verdict] for verdict in (row.within, row.within_range)]
         ratios = [_three(row.ratios[name]) for name in ("ttft", "tpot", "latency")]
-        table.add_row(row.trace, row.policy, f"x{row.speed:g}", str(row.live.lost), *ratios, verdict)
+        table.add_row(row.trace, row.policy, f"x{row.speed:g}", str(row.live.lost), *ratios, *verdicts)
     console.print(table)
     table = Table(
         title="Decisions: live with simulated (simulated with simulated, reports due at other times)"
@@ -101,7 +104,7 @@ def print_costs(costs: Sequence[SchedulerCost], console: Console) -> None:
 
 
 def _three(ratio: Spread) -> str:
-    return " ".join("-" if math.isnan(each) else f"{each:.2f}" for each in (ratio.mean, ratio.p50, ratio.p99))
+    return " ".join("-" if math.isnan(each) else f"{each:.2f}" for each in ratio)
 
 
 def _ms(seconds: float) -> str:
