@@ -164,9 +164,9 @@ def _share(
 ) -> _Share[M]:
     """The step's tokens go to prompts in order of rank. `prompts`: on the device; `fresh`: admitted just now.
 
-    `follow`: others, admitted or entering, are served after those that run. A prompt that is to have what these
-    leave is held to that, by the longest chunk that the step allows; where this would cut another one, it sits
-    out.
+    `follow`: others, admitted or entering, are served after those that run. A prompt that is to have what
+    these leave is held to that, by the longest chunk that the step allows; where this would cut another one,
+    it sits out.
     """
     served: list[M] = []
     withheld: list[M] = []
