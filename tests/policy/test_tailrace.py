@@ -114,6 +114,20 @@ def test_decisions_on_one_request_are_sound(view: ClusterView, pick: int) -> Non
             check(view, actions)
 
 
+def test_a_flip_is_a_place_to_go_and_no_exception_to_the_rules() -> None:
+    """When no decode instance takes more, Arrow flips one. What is leaving it may forbid to go there."""
+    policy, done = Tailrace(), request("r", "a")
+    source = instance("a", (done,), pool=Pool.PREFILL, migrations=(1, 0))
+    late = instance("b", (request("x", "b"),), pool=Pool.DECODE, token_interval_s=0.5)
+    for leaving, target in ((0, "c"), (1, "b")):
+        spare = instance("c", pool=Pool.PREFILL, migrations=(0, leaving))
+        view = cluster(source, late, spare)
+        assert list(policy.on_prefill_done(view, done, 0.0)) == [
+            SetPool("c", Pool.DECODE),
+            Migrate("r", "a", target, "prefill done"),
+        ]
+
+
 @quick
 @given(view=fleets(pools=(Pool.PREFILL, Pool.DECODE), all_active=True), arrival=arrivals)
 def test_pools_hold(view: ClusterView, arrival: Arrival) -> None:
@@ -372,7 +386,7 @@ def test_a_request_leaves_a_prefill_instance() -> None:
     done = request("r0", "w0", 1_000, 1)
     members = instance("w0", (done,), pool=Pool.PREFILL), instance("w1", pool=Pool.DECODE)
     actions = Tailrace().on_prefill_done(cluster(*members), done, 0.0)
-    assert actions == (Migrate("r0", "w0", "w1", "prefill done"),)
+    assert actions == [Migrate("r0", "w0", "w1", "prefill done")]
     unpooled = cluster(instance("w0", (done,)), instance("w1"))
     assert Tailrace().on_prefill_done(unpooled, done, 0.0) == ()
 

@@ -87,11 +87,14 @@ class Tailrace(Policy):
         if source is None or source.pool is None:
             return ()
         arrow = self.arrow.on_prefill_done(view, request, now)
-        if not arrow or any(isinstance(action, SetPool) for action in arrow):
-            return arrow
-        mover = self._mover(view)
-        found = mover.cheapest(request, source, decoders(view.placeable()))
-        return () if found is None else (mover.book(request, found[0], "prefill done"),)
+        flips = [action for action in arrow if isinstance(action, SetPool)]
+        flipped = {flip.instance_id for flip in flips}
+        if not arrow or source.instance_id in flipped:
+            return flips
+        mover, active = self._mover(view), view.placeable()
+        targets = [*decoders(active), *(i for i in active if i.instance_id in flipped)]
+        found = mover.cheapest(request, source, targets)
+        return flips if found is None else [*flips, mover.book(request, found[0], "prefill done")]
 
     def on_reasoning_ended(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
         """Where the answer costs least, if moving there pays."""
