@@ -16,8 +16,8 @@ from typing import Final
 # the mean prompt yields a quarter of the time that it has, and only one of four times that length all of it.
 PREFILLS: Final = 20.0
 # Times its own prefill and that of the queue that it found. With less the tail is shorter, and where not all
-# can be in time fewer are (docs/policy-tailrace.md).
-STRETCH: Final = 4.0
+# can be in time fewer are: the table in docs/policy-tailrace.md.
+STRETCH: Final = 2.0
 # Seconds of one prompt's prefill by its tokens and their square: `llama-3.1-8b-h100` of `tailrace/profiles`.
 # An order needs no more than how lengths stand to each other, and that differs little between dense models.
 _PER_TOKEN_S: Final = 1.74934e-5
