@@ -38,7 +38,9 @@ flock 9 2>/dev/null || true # two installs at once would break each other; witho
 if command -v nvidia-smi >/dev/null; then engine=gpu; else engine=cpu; fi
 extras=dev,simulated
 etcd=PATH
-if ! PATH=${PATH//"$PWD/.venv/bin"/} command -v etcd >/dev/null; then
+found=$(PATH=${PATH//"$PWD/.venv/bin"/} command -v etcd || true)
+# A script is the wheel's launcher, of another virtual environment that happens to be active.
+if [[ -z $found || $(head -c 2 "$found") == "#!" ]]; then
   etcd=wheel
   extras+=,etcd
 fi
