@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import Final
 
 from scheduler_svc.active_policy import ActivePolicy
@@ -15,8 +15,9 @@ from scheduler_svc.refused import Refused
 from scheduler_svc.settings import Settings
 from scheduler_svc.state import ClusterState
 from tailrace.actions import Action, Migrate, SetPool, SetStages
+from tailrace.cluster import Pool, RequestView, Stage
 from tailrace.store.errors import StoreUnavailable
-from tailrace.v1 import types_pb2, worker_pb2
+from tailrace.v1 import migration_pb2, types_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
 
@@ -45,13 +46,19 @@ class Actuator:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def submit(self, actions: Sequence[Action], policy: str) -> None:
-        """Begin to carry out what was decided in one go; no wait."""
+        """Begin to carry out what was decided in one go; no wait. It counts at once: what is decided next, in
+        the same report even, goes by it."""
         for action in without_swaps(actions):
             kind = type(action).__name__
             if len(self._tasks) >= _OPEN_MAX:
                 self._metrics.actions.labels(kind, "dropped").inc()
                 continue
-            task = asyncio.create_task(self._carry_out(action, policy), name=f"action {kind}")
+            try:
+                work = self._begin(action, policy)
+            except Refused as error:
+                self._refused(kind, policy, error)
+                continue
+            task = asyncio.create_task(self._carry_out(kind, policy, work), name=f"action {kind}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -62,49 +69,69 @@ class Actuator:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _carry_out(self, action: Action, policy: str) -> None:
-        kind, outcome = type(action).__name__, "failed"
+    def _begin(self, action: Action, policy: str) -> Coroutine[None, None, str]:
+        """Count it in; what is left to do, and how that ends. Raises Refused."""
+        match action:
+            case Migrate():
+                return self._begin_migration(action, policy)
+            case SetPool():
+                before = self._state.pool_ordered(action.instance_id, action.pool)
+                return self._set_pool(action, before)
+            case SetStages():
+                return self._set_stages(action, self._state.view().stages)
+
+    async def _carry_out(self, kind: str, policy: str, work: Coroutine[None, None, str]) -> None:
+        outcome = "failed"
         try:
-            outcome = await self._do(action, policy)
+            outcome = await work
         except (Refused, StoreUnavailable) as error:
-            log.info("%s by %s: %s", kind, policy, error)
-            outcome = "refused"
+            self._refused(kind, policy, error)
+            return
         except Exception:
             # A mistake of ours: said, counted as failed, and the next action goes on.
             log.exception("%s by %s failed", kind, policy)
-        finally:
-            self._metrics.actions.labels(kind, outcome).inc()
+        self._metrics.actions.labels(kind, outcome).inc()
 
-    async def _do(self, action: Action, policy: str) -> str:
-        match action:
-            case Migrate():
-                return await self._migrate(action, policy)
-            case SetPool():
-                view = self._state.view().instances.get(action.instance_id)
-                expected = view.pool if view is not None else None
-                await self._settings.swap_pool(action.instance_id, expected, action.pool)
-            case SetStages():
-                await self._settings.swap_stages(self._state.view().stages, action.stages)
+    def _refused(self, kind: str, policy: str, error: Exception) -> None:
+        log.info("%s by %s: %s", kind, policy, error)
+        self._metrics.actions.labels(kind, "refused").inc()
+
+    async def _set_pool(self, action: SetPool, before: Pool | None) -> str:
+        try:
+            await self._settings.swap_pool(action.instance_id, before, action.pool)
+        except (Refused, StoreUnavailable):
+            self._state.pool_refused(action.instance_id)
+            raise
         return "done"
 
-    async def _migrate(self, action: Migrate, policy: str) -> str:
+    async def _set_stages(self, action: SetStages, before: tuple[Stage, ...]) -> str:
+        await self._settings.swap_stages(before, action.stages)
+        return "done"
+
+    def _begin_migration(self, action: Migrate, policy: str) -> Coroutine[None, None, str]:
         request = self._state.request(action.request_id)
         if request is None or request.instance_id != action.source_id:
-            return "outdated"
+            return _outdated()
         takers = self._takers(action, policy)
         if takers:
-            try:
-                moved = await self._negotiator.offer(request, takers, action.reason, policy)
-                return "committed" if moved else "aborted"
-            except CannotNegotiate as error:
-                log.debug("%s does not negotiate; its request goes where the view says", error)
-        last = types_pb2.MIGRATION_STATE_UNSPECIFIED
-        records = self._mover.move(
-            request, action.target_id, action.reason, policy, worker_pb2.COPY_MODE_PRE_COPY
-        )
-        async for record in records:
-            last = record.state
-        return "committed" if last == types_pb2.MIGRATION_STATE_COMMITTED else "aborted"
+            offered = self._negotiator.offer(request, takers, action.reason, policy)
+            return self._negotiated(offered, request, action, policy)
+        return _ended(self._move(request, action, policy))
+
+    async def _negotiated(
+        self, offered: Coroutine[None, None, bool], request: RequestView, action: Migrate, policy: str
+    ) -> str:
+        try:
+            return "committed" if await offered else "aborted"
+        except CannotNegotiate as error:
+            log.debug("%s does not negotiate; its request goes where the view says", error)
+        return await _ended(self._move(request, action, policy))
+
+    def _move(
+        self, request: RequestView, action: Migrate, policy: str
+    ) -> AsyncGenerator[migration_pb2.MigrationRecord]:
+        mode = worker_pb2.COPY_MODE_PRE_COPY
+        return self._mover.move(request, action.target_id, action.reason, policy, mode)
 
     def _takers(self, action: Migrate, policy: str) -> Sequence[str]:
         """Who may be asked; nobody once another policy decides, or when this one fails."""
@@ -116,6 +143,18 @@ class Actuator:
             log.exception("policy %s failed to name takers", policy)
             self._metrics.policy_errors.labels(policy, "takers").inc()
             return ()
+
+
+async def _outdated() -> str:
+    return "outdated"
+
+
+async def _ended(records: AsyncGenerator[migration_pb2.MigrationRecord]) -> str:
+    """How the migration of these records ended."""
+    last = types_pb2.MIGRATION_STATE_UNSPECIFIED
+    async for record in records:
+        last = record.state
+    return "committed" if last == types_pb2.MIGRATION_STATE_COMMITTED else "aborted"
 
 
 def without_swaps(actions: Sequence[Action]) -> list[Action]:

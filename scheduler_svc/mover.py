@@ -24,7 +24,7 @@ class Mover:
         self._migrations = migrations
         self._traceparents = traceparents
 
-    async def move(
+    def move(
         self,
         request: RequestView,
         target_id: str,
@@ -32,10 +32,20 @@ class Mover:
         policy: str,
         mode: worker_pb2.CopyMode.ValueType,
     ) -> AsyncGenerator[migration_pb2.MigrationRecord]:
-        """Records until it is over. Raises Refused."""
+        """Count the migration in at once; records until it is over. Raises Refused, at once too."""
         self.check(request, target_id)
         if not self._state.migration_opened(request, target_id):
             raise Refused(_PRECONDITION, f"request {request.request_id}: a migration of it is open")
+        return self._records(request, target_id, reason, policy, mode)
+
+    async def _records(
+        self,
+        request: RequestView,
+        target_id: str,
+        reason: str,
+        policy: str,
+        mode: worker_pb2.CopyMode.ValueType,
+    ) -> AsyncGenerator[migration_pb2.MigrationRecord]:
         records = self._migrations.migrate(
             migration_pb2.MigrateRequest(
                 request_id=request.request_id,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Final
 
 import grpc
@@ -33,8 +33,13 @@ class Negotiator:
         self._channels = channels
         self._traceparents = traceparents
 
-    async def offer(self, request: RequestView, takers: Sequence[str], reason: str, policy: str) -> bool:
-        """Whether one of `takers` has the request when this returns. Raises Refused, CannotNegotiate."""
+    def offer(
+        self, request: RequestView, takers: Sequence[str], reason: str, policy: str
+    ) -> Coroutine[None, None, bool]:
+        """Count the migration in at once; to await: whether one of `takers` has the request.
+
+        Raises Refused, at once too; CannotNegotiate when awaited.
+        """
         source = self._state.tracked(request.instance_id)
         receivers = [
             bidask_pb2.Receiver(instance_id=name, address=tracked.record.address)
@@ -48,8 +53,18 @@ class Negotiator:
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"request {request.request_id}: a migration of it is open",
             )
+        return self._offer(request, source.record.address, receivers, reason, policy)
+
+    async def _offer(
+        self,
+        request: RequestView,
+        address: str,
+        receivers: Sequence[bidask_pb2.Receiver],
+        reason: str,
+        policy: str,
+    ) -> bool:
         request_id = request.request_id
-        stub = bidask_pb2_grpc.BidAskStub(self._channels.get(source.record.address))
+        stub = bidask_pb2_grpc.BidAskStub(self._channels.get(address))
         try:
             reply = await stub.Offer(
                 bidask_pb2.OfferRequest(

@@ -73,6 +73,8 @@ class ClusterState:
         self._suspects: frozenset[str] = frozenset()
         self._draining: frozenset[str] = frozenset()
         self._pools: Mapping[str, Pool] = {}
+        # Pools that instances were ordered to and that etcd does not tell of yet.
+        self._ordered: dict[str, Pool | None] = {}
         self._stages: tuple[Stage, ...] = ()
         # By kind of instance, beside the records that they were made from.
         self._measured: dict[str, tuple[ProfileRecord, Measured]] = {}
@@ -97,6 +99,11 @@ class ClusterState:
         self._forget([r for r, where in self._where.items() if where.instance_id not in tracked])
         self._suspects = members.suspects
         self._draining = members.draining
+        self._ordered = {
+            name: pool
+            for name, pool in self._ordered.items()
+            if name in tracked and members.pools.get(name) is self._pools.get(name)
+        }
         self._pools = members.pools
         self._stages = members.stages
         self._measured = {
@@ -191,6 +198,21 @@ class ClusterState:
                 tracked.migrated(request_id)
                 self._touch(tracked.record.instance_id)
         self._mark(request_id, False)
+
+    def pool_ordered(self, instance_id: str, pool: Pool | None) -> Pool | None:
+        """An order to move an instance to a pool goes out. It counts until etcd tells where the instance is:
+        what is decided meanwhile must not order the next one for the same reason. Returns where it was."""
+        before = self._pool(instance_id)
+        if instance_id in self._tracked:
+            self._ordered[instance_id] = pool
+            self._touch(instance_id)
+        return before
+
+    def pool_refused(self, instance_id: str) -> None:
+        """The order was not carried out: the instance is where etcd says."""
+        if instance_id in self._ordered:
+            del self._ordered[instance_id]
+            self._touch(instance_id)
 
     # ---- what is known
 
@@ -288,7 +310,10 @@ class ClusterState:
     def _instance_view(self, name: str) -> InstanceView:
         tracked = self._tracked[name]
         _, measured = self._measured.get(tracked.record.profile_kind, (None, None))
-        return tracked.view(self._instance_state(name), self._pools.get(name), measured)
+        return tracked.view(self._instance_state(name), self._pool(name), measured)
+
+    def _pool(self, name: str) -> Pool | None:
+        return self._ordered[name] if name in self._ordered else self._pools.get(name)
 
     def _touch(self, name: str) -> None:
         self._dirty.add(name)

@@ -213,6 +213,10 @@ class Fleet:
         wait_until(there, f"request {part!r} to have {output_tokens} tokens", timeout_s)
         return found[0]
 
+    def find_request(self, part: str) -> admin_pb2.RequestInfo | None:
+        """The first request whose id contains `part`, if one is listed now."""
+        return next((r for r in self.requests() if part in r.request_id), None)
+
     def wait_listed(self, part: str) -> list[admin_pb2.RequestInfo]:
         """What the scheduler lists for a request that has ended, once it has heard of the end: nothing."""
         wait_until(lambda: not [r for r in self.requests() if part in r.request_id], f"{part} to be gone", 10)

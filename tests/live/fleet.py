@@ -149,6 +149,12 @@ class Fleet:
                     return float(sample.value)
         return 0.0
 
+    async def counts(self, least: float, metric: str, **labels: str) -> None:
+        """Until it was counted so often: others may know of it a moment before it is."""
+        async with asyncio.timeout(WAIT_S):
+            while await self.counted(metric, **labels) < least:  # noqa: ASYNC110 - nobody is told of a metric
+                await asyncio.sleep(0.05)
+
     async def owners(self) -> dict[str, str]:
         """Who has which request, as the front end knows."""
         return {s.request_id: s.owner or "" for s in self.engine.table}

@@ -1,0 +1,145 @@
+"""What is decided counts at once: the next decision, of the same report even, goes by it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from scheduler_svc.active_policy import ActivePolicy
+from scheduler_svc.actuator import Actuator
+from scheduler_svc.decider import Decider
+from scheduler_svc.metrics import SchedulerMetrics
+from scheduler_svc.migrations import Migrations
+from scheduler_svc.mover import Mover
+from scheduler_svc.negotiator import Negotiator
+from scheduler_svc.settings import Settings
+from scheduler_svc.state import ClusterState
+from scheduler_svc.traceparents import Traceparents
+from tailrace.actions import Action, Migrate, SetPool
+from tailrace.cluster import ClusterView, Pool, RequestView
+from tailrace.policy.least_loaded import LeastLoaded
+from tailrace.service.channels import Channels
+from tailrace.store.membership import Membership
+from tailrace.store.store import Store
+from tests.scheduler.facts import PREFILL, REASONING, Members, event, instance, request, steady
+
+WAIT_S = 20.0
+
+
+class Decides(LeastLoaded):
+    """Flips the first prefill instance, and sends requests to where the fewest are on their way."""
+
+    def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
+        others = [i for i in view.instances.values() if i.instance_id != request.instance_id]
+        target = min(others, key=lambda i: (i.migrations_in, i.instance_id))
+        flips = [i for i in view.instances.values() if i.pool is Pool.PREFILL and i is not others[-1]]
+        decodes = any(i.pool is Pool.DECODE for i in view.instances.values())
+        moved = Migrate(request.request_id, request.instance_id, target.instance_id, "test")
+        return (moved,) if decodes else (SetPool(flips[0].instance_id, Pool.DECODE), moved)
+
+
+@dataclass
+class Scheduler:
+    """The half of a scheduler that decides and acts, on a real etcd; no migration service is there."""
+
+    store: Store
+    membership: Membership
+    state: ClusterState
+    actuator: Actuator
+    decider: Decider
+
+    @property
+    def pools(self) -> list[Pool | None]:
+        """As policies see them."""
+        return [instance.pool for instance in self.state.view().instances.values()]
+
+    @property
+    def coming(self) -> list[int]:
+        """Open migrations to each instance."""
+        return [instance.migrations_in for instance in self.state.view().instances.values()]
+
+    async def ended(self) -> None:
+        """Until all that was submitted is over."""
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*self.actuator._tasks)
+
+    async def pool_in_etcd(self, name: str, pool: Pool) -> None:
+        """Until the watch tells of it."""
+        changed = asyncio.Event()
+        self.membership.add_listener(changed.set)
+        async with asyncio.timeout(WAIT_S):
+            while self.membership.pools.get(name) is not pool:
+                await changed.wait()
+                changed.clear()
+
+
+def told(pools: dict[str, Pool]) -> Members:
+    """Instances a, b and c in these pools, as etcd has them."""
+    return Members(instances={name: instance(name) for name in "abc"}, pools=pools)
+
+
+@pytest.fixture
+async def scheduler(etcd: str, cluster: str) -> AsyncIterator[Scheduler]:
+    """Three prefill instances, two requests that a prefills."""
+    async with contextlib.AsyncExitStack() as stack:
+        store = await Store.connect([etcd], cluster)
+        stack.push_async_callback(store.close)
+        membership = await Membership.start(store)
+        stack.push_async_callback(membership.close)
+        channels = Channels()
+        stack.push_async_callback(channels.close)
+        for name in "abc":
+            await store.put(f"pools/{name}", b"prefill")
+        state, active, leading = ClusterState(), ActivePolicy("least_loaded"), asyncio.Event()
+        active.policy = Decides()
+        leading.set()
+        metrics, traceparents = SchedulerMetrics(CollectorRegistry()), Traceparents()
+        mover = Mover(state, Migrations(membership, channels), traceparents)
+        negotiator = Negotiator(state, channels, traceparents)
+        actuator = Actuator(state, active, mover, negotiator, Settings(store), metrics)
+        stack.push_async_callback(actuator.close)
+        state.set_members(told(dict.fromkeys("abc", Pool.PREFILL)), 0.0)
+        state.apply(steady("a", [request("r", PREFILL), request("q", PREFILL)]), 1.0)
+        decider = Decider(state, active, actuator, leading, metrics)
+        yield Scheduler(store, membership, state, actuator, decider)
+
+
+async def test_two_prefills_that_end_at_once_flip_one_instance_and_go_two_ways(scheduler: Scheduler) -> None:
+    both = event("a", "r", REASONING)
+    both.phase_events.extend(event("a", "q", REASONING).phase_events)
+    scheduler.decider.take(both, 2.0)
+    # Neither etcd nor anybody else has been heard of.
+    assert scheduler.pools == [Pool.DECODE, Pool.PREFILL, Pool.PREFILL]
+    assert scheduler.coming == [0, 1, 1]
+    await scheduler.ended()
+    assert await scheduler.store.get("pools/a") == b"decode"
+    assert await scheduler.store.get("pools/b") == b"prefill"
+    # Nobody carried the migrations out: the room is free again.
+    assert scheduler.coming == [0, 0, 0]
+
+
+async def test_an_order_counts_until_etcd_tells_of_the_pool(scheduler: Scheduler) -> None:
+    scheduler.actuator.submit([SetPool("b", Pool.DECODE)], "test")
+    await scheduler.ended()
+    # What etcd tells of something else meanwhile may be older than the order.
+    scheduler.state.set_members(told(dict.fromkeys("abc", Pool.PREFILL)), 2.0)
+    assert scheduler.pools == [Pool.PREFILL, Pool.DECODE, Pool.PREFILL]
+    await scheduler.pool_in_etcd("b", Pool.DECODE)
+    scheduler.state.set_members(told({"a": Pool.PREFILL, "b": Pool.DECODE, "c": Pool.PREFILL}), 3.0)
+    # From then on an operator's word is the last.
+    scheduler.state.set_members(told(dict.fromkeys("abc", Pool.PREFILL)), 4.0)
+    assert scheduler.pools == [Pool.PREFILL, Pool.PREFILL, Pool.PREFILL]
+
+
+async def test_an_order_that_somebody_was_before_counts_no_longer(scheduler: Scheduler) -> None:
+    await scheduler.store.put("pools/c", b"decode_to_prefill")
+    scheduler.actuator.submit([SetPool("c", Pool.DECODE)], "test")
+    assert scheduler.pools == [Pool.PREFILL, Pool.PREFILL, Pool.DECODE]
+    await scheduler.ended()
+    assert await scheduler.store.get("pools/c") == b"decode_to_prefill"
+    assert scheduler.pools == [Pool.PREFILL, Pool.PREFILL, Pool.PREFILL]
