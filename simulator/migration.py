@@ -98,7 +98,7 @@ class Migrations:
         self._listener = listener
         self._sending: Counter[str] = Counter()
         self._receiving: Counter[str] = Counter()
-        # Have room and wait for a place.
+        # Wait for a place.
         self._queue: list[Migration] = []
         self._asked = 0
 
@@ -116,7 +116,10 @@ class Migrations:
         source.migrations_out += 1
         target.migrations_in += 1
         self._listener.migration_opened(migration)
-        self._find_room(migration, now)
+        if self._spec.when_full is WhenFull.WAIT:
+            self._find_room(migration, now)
+        else:
+            self._enqueue(migration, now)
 
     def preempted(self, job: Job, now: float) -> None:
         """A request lost its place on the device; KV that was swapped out goes on from the host."""
@@ -149,33 +152,40 @@ class Migrations:
         return ""
 
     def _find_room(self, migration: Migration, now: float) -> None:
+        """Room, or a place in the target's line for it; then a place on the link."""
         target = migration.target
         if not target.imports and self._take_room(migration, now):
+            self._enqueue(migration, now)
             return
-        if self._spec.when_full is WhenFull.WAIT:
-            source = migration.source
-            used = source.used_blocks_at(source.boundary) * source.block_tokens
-            view = ImportView(self._asked, migration.asked_tokens, used)
-            rank = self._intra.import_rank(view)
-            migration.in_line = (rank, self._taker(migration))
-            insort(target.imports, migration.in_line, key=_rank_of)
-            self._expect(migration, lambda: not migration.blocks, MigrationOutcome.NO_ROOM, now)
-        elif self._spec.when_full is WhenFull.HOST:
-            blocks = self._needed(migration, now)
-            if target.reserve_host(blocks):
-                migration.on_host = True
-                migration.blocks = blocks
-                self._enqueue(migration, now)
-            else:
-                self._close(migration, MigrationOutcome.NO_ROOM, "host memory full", now)
-        else:
-            self._close(migration, MigrationOutcome.NO_ROOM, "no room", now)
+        source = migration.source
+        used = source.used_blocks_at(source.boundary) * source.block_tokens
+        view = ImportView(self._asked, migration.asked_tokens, used)
+        rank = self._intra.import_rank(view)
+        migration.in_line = (rank, self._taker(migration))
+        insort(target.imports, migration.in_line, key=_rank_of)
+        self._expect(migration, lambda: not migration.blocks, MigrationOutcome.NO_ROOM, now)
+
+    def _ask_for_room(self, migration: Migration, now: float) -> bool:
+        """Whether the target has room; else the migration is over.
+
+        As live: the target is asked once the migration has its place.
+        """
+        if self._take_room(migration, now):
+            return True
+        blocks = self._needed(migration, now)
+        if self._spec.when_full is WhenFull.HOST and migration.target.reserve_host(blocks):
+            migration.on_host = True
+            migration.blocks = blocks
+            return True
+        self._close(migration, MigrationOutcome.NO_ROOM, "no room", now)
+        return False
 
     def _taker(self, migration: Migration) -> Callable[[float], bool]:
         def take(now: float) -> bool:
             taken = self._take_room(migration, now)
             if taken:
                 migration.in_line = None
+                self._enqueue(migration, now)
             return taken
 
         return take
@@ -185,7 +195,6 @@ class Migrations:
         if not migration.target.reserve(blocks, now):
             return False
         migration.blocks = blocks
-        self._enqueue(migration, now)
         return True
 
     def _enqueue(self, migration: Migration, now: float) -> None:
@@ -233,6 +242,8 @@ class Migrations:
     def _precopy(self, migration: Migration, now: float) -> None:
         """Copy the full blocks that are not copied yet, or hold the request back for what is left."""
         source = migration.source
+        if not migration.blocks and not self._ask_for_room(migration, now):
+            return
         if migration.started_s is None:
             migration.started_s = now
         if migration.job.state is JobState.SWAPPED:
