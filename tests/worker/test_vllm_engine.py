@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import subprocess
@@ -126,6 +127,9 @@ async def nothing_left(engine: VllmEngine, front: Front) -> AsyncIterator[None]:
     stats = engine.stats()
     # So that one test's failure is not every later one's.
     engine.abort_client(0)
+    for stream in front.streams.values() if stats.kv_blocks_used else ():
+        with contextlib.suppress(EngineRefusal):
+            await engine.export_release(stream.request_id)
     assert (stats.kv_blocks_used, stats.requests) == (0, [])
     assert not front.dead
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from worker_agent.engine.base import Frames, OutputFlag, RequestKey, StepColumns
 from worker_agent.engine.vllm.engine import VllmEngine
 
 DEADLINE_S = 60.0
+# A loop that reads nothing for so long waits for the engine itself.
+READ_S = 1.0
 
 
 @dataclass
@@ -57,7 +60,16 @@ class Front:
     # ---- EngineSink
 
     def on_step(self, columns: StepColumns) -> None:
-        self._loop.call_soon_threadsafe(self._take, columns)
+        """The engine waits for its reader: no request ends while a busy machine keeps the test from it."""
+        read = threading.Event()
+        self._loop.call_soon_threadsafe(self._read, columns, read)
+        read.wait(READ_S)
+
+    def _read(self, columns: StepColumns, read: threading.Event) -> None:
+        try:
+            self._take(columns)
+        finally:
+            read.set()
 
     def _take(self, columns: StepColumns) -> None:
         message: EngineCoreOutputs = self._decoder.decode(columns.frames)
