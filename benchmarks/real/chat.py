@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
@@ -67,13 +68,13 @@ class _Event(msgspec.Struct):
     usage: _Usage | None = None
 
 
-def chat_request(url: str, model: str, prompt: str, max_tokens: int) -> bytes:
+def chat_request(url: str, model: str, messages: Sequence[Mapping[str, str]], max_tokens: int) -> bytes:
     """The bytes of a streamed, greedy /v1/chat/completions request."""
     parts = urlsplit(url)
     body = json.dumps(
         {
             "model": model,
-            "messages": [{"role": "user", "content": prompt}],
+            "messages": messages,
             "max_tokens": max_tokens,
             "temperature": 0,
             "stream": True,

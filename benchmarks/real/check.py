@@ -11,7 +11,7 @@ from typing import Final
 from benchmarks.loadgen import run_stream
 from benchmarks.real.chat import Answer, chat_request, read_chat
 from benchmarks.real.fleet import WORKERS, Fleet
-from benchmarks.real.prompts import longest
+from benchmarks.real.prompts import longest, messages
 from benchmarks.servers import MODEL
 from tailrace.tiny.task import Task
 from tailrace.tiny.task import check as check_task
@@ -26,9 +26,9 @@ class Disturbed(RuntimeError):
 
 @dataclass(slots=True)
 class References:
-    """Undisturbed answers by prompt, and how fast they came."""
+    """Undisturbed answers, and how fast they came."""
 
-    answers: dict[str, Answer] = field(default_factory=dict)
+    answers: dict[Task, Answer] = field(default_factory=dict)
     tokens: int = 0
     seconds: float = 0.0
 
@@ -43,7 +43,7 @@ class References:
         Asks again when something was preempted or migrated. Raises Disturbed when that goes on, or when an
         answer is not the only right one.
         """
-        unknown = {each.prompt: each for each in tasks if each.prompt not in self.answers}
+        unknown = [each for each in dict.fromkeys(tasks) if each not in self.answers]
         if not unknown:
             return
         for _ in range(_TRIES):
@@ -51,7 +51,7 @@ class References:
             before, moved = await fleet.counted(), len(await fleet.migrations())
             slots = asyncio.Semaphore(2 * WORKERS)
             began_s = time.perf_counter()
-            await asyncio.gather(*(self._ask(fleet, each, slots) for each in unknown.values()))
+            await asyncio.gather(*(self._ask(fleet, each, slots) for each in unknown))
             took_s = time.perf_counter() - began_s
             done = (await fleet.counted()).since(before)
             if not done.preemptions and len(await fleet.migrations()) == moved:
@@ -65,15 +65,15 @@ class References:
 
     async def _ask(self, fleet: Fleet, asked: Task, slots: asyncio.Semaphore) -> None:
         async with slots:
-            request = chat_request(fleet.url, MODEL, asked.prompt, longest([asked]))
+            request = chat_request(fleet.url, MODEL, messages(asked), longest([asked]))
             result = await run_stream(fleet.url, request)
         if result.error:
             raise Disturbed(f"{asked.prompt!r}: {result.error}")
         answer, _ = read_chat(result, 1.0)
         if not check_task(asked, answer.reasoning, answer.text).right:
             raise Disturbed(f"{asked.prompt!r}: the model's own answer is not the right one: {answer}")
-        self.answers[asked.prompt] = answer
+        self.answers[asked] = answer
 
-    def same(self, prompt: str, answer: Answer) -> bool:
+    def same(self, asked: Task, answer: Answer) -> bool:
         """Whether it is the undisturbed answer: text, reasoning, usage and finish reason."""
-        return self.answers[prompt] == answer
+        return self.answers[asked] == answer

@@ -13,7 +13,7 @@ from benchmarks.loadgen import run_stream
 from benchmarks.real.chat import Timing, chat_request, read_chat
 from benchmarks.real.check import References
 from benchmarks.real.fleet import Fleet
-from benchmarks.real.prompts import longest
+from benchmarks.real.prompts import longest, messages
 from benchmarks.servers import MODEL
 from tailrace.tiny.task import Task
 
@@ -57,12 +57,12 @@ async def offer(fleet: Fleet, arrivals: Sequence[Arrival], references: Reference
     async def one(arrival: Arrival) -> Outcome:
         await asyncio.sleep(began_s + arrival.at_s - time.perf_counter())
         asked = arrival.asked
-        request = chat_request(fleet.url, MODEL, asked.prompt, longest([asked]))
+        request = chat_request(fleet.url, MODEL, messages(asked), longest([asked]))
         result = await run_stream(fleet.url, request, timeout_s=180.0)
         if result.error:
             return Outcome(asked, False, result.error, None)
         answer, timing = read_chat(result, TPOT_S)
-        equal = references.same(asked.prompt, answer)
+        equal = references.same(asked, answer)
         return Outcome(asked, equal, "" if equal else f"another answer: {answer}", timing)
 
     return list(await asyncio.gather(*(one(arrival) for arrival in arrivals)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import string
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tailrace.tiny.task import Task, task
 
@@ -30,6 +31,28 @@ def answers(seed: int) -> list[Task]:
     """Little reasoning, answers of 90 to 720 tokens: a burst of them fills what decodes."""
     draw = random.Random(seed)
     return tasks(draw, 16, (3, 10), (10, 80))
+
+
+@dataclass(frozen=True, slots=True)
+class Later(Task):
+    """A task late in a conversation: the tasks before it stand in the prompt, each with its answer."""
+
+    before: tuple[Task, ...]
+
+
+def conversations(seed: int) -> list[Task]:
+    """Prompts of 1,000 to 2,500 tokens, little reasoning, answers of 45 to 135 tokens."""
+    draw = random.Random(seed)
+    asked = tasks(draw, 16, (3, 10), (5, 15))
+    before = [tasks(draw, draw.randint(12, 24), (1, 99), (1, 8)) for _ in asked]
+    return [Later(a.prompt, a.thought, a.answer, tuple(b)) for a, b in zip(asked, before, strict=True)]
+
+
+def messages(asked: Task) -> list[dict[str, str]]:
+    """As /v1/chat/completions takes them."""
+    before = asked.before if isinstance(asked, Later) else ()
+    turns = [turn for each in before for turn in (("user", each.prompt), ("assistant", each.answer))]
+    return [{"role": role, "content": text} for role, text in [*turns, ("user", asked.prompt)]]
 
 
 def longest(chosen: Sequence[Task]) -> int:

@@ -12,7 +12,7 @@ from benchmarks.real.check import References
 from benchmarks.real.figures import Figures, figures
 from benchmarks.real.fleet import Counts
 from benchmarks.real.load import Outcome, poisson
-from benchmarks.real.prompts import longest, mix
+from benchmarks.real.prompts import Later, longest, messages, mix
 from benchmarks.real.report import Comparison
 from benchmarks.real.watch import Watched
 from tailrace.tiny.task import task
@@ -24,6 +24,7 @@ def event(*, content: str = "", reasoning: str = "", finish: str | None = None) 
     return b"data: " + json.dumps({"choices": [{"delta": delta, "finish_reason": finish}]}).encode() + b"\n\n"
 
 
+ASKED = task("abcd", 3, 2)
 EVENTS = [
     event(reasoning="a"),
     event(reasoning="b"),
@@ -70,14 +71,25 @@ def test_the_load_is_the_seed_s() -> None:
     assert longest(tasks) > max(each.completion_tokens for each in tasks)
 
 
+def test_a_later_question_brings_the_conversation_along() -> None:
+    asked = Later(ASKED.prompt, ASKED.thought, ASKED.answer, (task("wxyz", 5, 1),))
+    assert messages(ASKED) == [{"role": "user", "content": ASKED.prompt}]
+    assert messages(asked) == [
+        {"role": "user", "content": "Count down from 5 with wxyz, then from 1."},
+        {"role": "assistant", "content": "001:zyxw"},
+        *messages(ASKED),
+    ]
+    # Its answer is another question's, though the last words are the same.
+    assert References({asked: Answer("", "", "", 0)}).answers.keys() != {ASKED}
+
+
 def run(contestant: str, *, equal: bool, preemptions: int) -> Figures:
-    asked = task("abcd", 3, 2)
     _, timing = read_chat(stream(chunked(EVENTS)), 0.1)
     watched = Watched(counts=Counts(preemptions, 0, 10, 20, 0, 0))
     for state in (types_pb2.MIGRATION_STATE_COMMITTED, types_pb2.MIGRATION_STATE_ABORTED):
         watched.migrations.append(migration_pb2.MigrationRecord(reason="load", state=state, pause_ms=5.0))
     return figures(
-        contestant, 1, [Outcome(asked, equal, "" if equal else "another answer", timing)], watched, 4.0
+        contestant, 1, [Outcome(ASKED, equal, "" if equal else "another answer", timing)], watched, 4.0
     )
 
 
@@ -93,7 +105,7 @@ def test_one_wrong_answer_fails_the_comparison() -> None:
 
 def test_an_answer_is_compared_in_all_that_a_user_sees() -> None:
     answer = Answer("ab", "xy", "stop", 7)
-    references = References({"p": answer})
-    assert references.same("p", Answer("ab", "xy", "stop", 7))
-    assert not references.same("p", Answer("ab", "xy", "length", 7))
-    assert not references.same("p", Answer("ab", "xy", "stop", 8))
+    references = References({ASKED: answer})
+    assert references.same(ASKED, Answer("ab", "xy", "stop", 7))
+    assert not references.same(ASKED, Answer("ab", "xy", "length", 7))
+    assert not references.same(ASKED, Answer("ab", "xy", "stop", 8))
