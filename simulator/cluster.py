@@ -84,7 +84,7 @@ class MigrationSpec:
     max_rounds: int = 4
     # Pause when no more than this many full blocks are left to copy.
     pause_blocks: int = 2
-    # From the decision to the first byte, and from the last byte to the first step on the target.
+    # From its place to the first byte, and from the last byte to the first step on the target.
     open_s: float = 0.002
     commit_s: float = 0.001
 

@@ -1,8 +1,9 @@
 """Live migration in rounds (design, section 6), with room and admission as the live services have them.
 
-Room on the target first (blocks and a seat, or host memory), then a place (at most three transfers an
-instance and direction), then rounds of pre-copy while the source decodes on, then the last round with the
+A place first (at most three transfers an instance and direction), then room on the target (blocks and a seat,
+or host memory) or refusal, then rounds of pre-copy while the source decodes on, then the last round with the
 request held back, then the commit. Until the commit, whatever goes wrong leaves the request at its source.
+Where requests wait at a full target (`WhenFull.WAIT`) it is room first, then a place.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Migration:
         "on_host",
         "over",
         "paused_s",
+        "reserved_s",
         "rounds",
         "sent",
         "source",
@@ -62,6 +64,8 @@ class Migration:
         self.sent = 0
         self.rounds = 0
         self.has_place = False
+        # When its room on the target was set aside.
+        self.reserved_s: float | None = None
         # Its entry in the target's `imports`, while it waits for room.
         self.in_line: tuple[Rank, Callable[[float], bool]] | None = None
         self.started_s: float | None = None
@@ -175,7 +179,7 @@ class Migrations:
         blocks = self._needed(migration, now)
         if self._spec.when_full is WhenFull.HOST and migration.target.reserve_host(blocks):
             migration.on_host = True
-            migration.blocks = blocks
+            migration.blocks, migration.reserved_s = blocks, now
             return True
         self._close(migration, MigrationOutcome.NO_ROOM, "no room", now)
         return False
@@ -194,7 +198,7 @@ class Migrations:
         blocks = self._needed(migration, now)
         if not migration.target.reserve(blocks, now):
             return False
-        migration.blocks = blocks
+        migration.blocks, migration.reserved_s = blocks, now
         return True
 
     def _enqueue(self, migration: Migration, now: float) -> None:

@@ -105,6 +105,7 @@ class _Known:
     """What the scheduler knows of one instance."""
 
     __slots__ = (
+        "coming",
         "context_change",
         "instance",
         "kv_change",
@@ -119,6 +120,8 @@ class _Known:
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
         self.report = Report(instance, 0.0, 0)
+        # Open migrations to here, with the tokens that they will take and that no report counts yet.
+        self.coming: dict[Migration, int] = {}
         # Placements that no report shows yet: job -> running number; their prompts' tokens and seconds.
         self.pending: dict[Job, int] = {}
         self.pending_tokens = 0
@@ -153,6 +156,7 @@ class _Known:
         return (
             self.report.empty
             and not self.pending
+            and not self.coming
             and not self.told
             and not (self.running_change or self.context_change or self.kv_change)
         )
@@ -202,6 +206,9 @@ class Views:
                 continue
             known.report = report
             known.forget_changes()
+            for migration in known.coming:
+                if migration.reserved_s is not None and migration.reserved_s <= report.at_s:
+                    known.coming[migration] = 0
             if known.pending:
                 for job in [job for job, n in known.pending.items() if n <= report.placed_before]:
                     known.expects_no_more(job)
@@ -246,23 +253,24 @@ class Views:
         """A migration was opened: its target will need the room."""
         if self._exact:
             return
-        self._known[migration.target.instance_id].kv_change += migration.asked_tokens
+        self._known[migration.target.instance_id].coming[migration] = migration.asked_tokens
         self.touch(migration.source, migration.target)
 
     def not_coming(self, migration: Migration) -> None:
         """A migration was given up."""
         if self._exact:
             return
-        self._known[migration.target.instance_id].kv_change -= migration.asked_tokens
+        del self._known[migration.target.instance_id].coming[migration]
         self.touch(migration.source, migration.target)
 
     def came(self, migration: Migration) -> None:
-        """A migration was committed; the target's KV was counted in when it was opened."""
+        """A migration was committed."""
         if self._exact:
             return
         job = migration.job
         self.left(job, migration.source, job.tokens)
         known = self._known[migration.target.instance_id]
+        known.kv_change += known.coming.pop(migration)
         known.running_change += 1
         known.context_change += job.prompt + job.tokens
         known.told[job] = job.tokens
@@ -299,7 +307,7 @@ class Views:
         spec = instance.spec
         block_tokens = instance.block_tokens
         capacity = instance.total_blocks * block_tokens
-        used = report.kv_used + known.kv_change
+        used = report.kv_used + known.kv_change + sum(known.coming.values())
         running = report.running + known.running_change
         context = report.context + known.context_change
         backlog = report.backlog + known.pending_tokens

@@ -15,7 +15,7 @@ from simulator.instance import Instance
 from simulator.reports import Report
 from simulator.request import SimRequest
 from simulator.run import simulate
-from tailrace.actions import Action, Place, Placement
+from tailrace.actions import Action, Migrate, Place, Placement
 from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestView, Stage
 from tailrace.intra.fcfs import Fcfs
 from tailrace.policy.ares.future_load import FutureLoad
@@ -189,3 +189,43 @@ def test_future_load_is_as_old_as_the_report() -> None:
     assert [view.waiting for view in policy.views] == [0, 1, 2]
     assert all(load == 0.0 for view in policy.views for load in view.future_load)
     assert math.isclose(policy.views[2].context_tokens, 60)
+
+
+class SendsOne(Policy):
+    """Sends the request `r0` from i000 to i001 once it decodes; notes what i001 seems to hold at each tick."""
+
+    summary = "one migration"
+    tick_interval_s = 0.02
+
+    def __init__(self) -> None:
+        self.asked_tokens = 0
+        # KV in use, and open migrations to there.
+        self.held: list[tuple[int, int]] = []
+
+    def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
+        return Place("i000" if arrival.request_id == "r0" else "i001")
+
+    def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
+        target = view.instances["i001"]
+        self.held.append((target.kv_used_tokens, target.migrations_in))
+        sent = [r for r in view.instances["i000"].requests if r.output_tokens and not self.asked_tokens]
+        self.asked_tokens += sum(r.context_tokens for r in sent)
+        return [Migrate(r.request_id, "i000", "i001", "test") for r in sent]
+
+
+@pytest.mark.parametrize(("resident_tokens", "outcome"), [(40, "COMMITTED"), (230, "NO_ROOM")])
+def test_what_a_migration_takes_counts_from_its_order_to_its_end(resident_tokens: int, outcome: str) -> None:
+    """Also where reports come before the target was asked for room, and whether it has any or refuses."""
+    spec = cluster(interval_s=0.005, when_full=WhenFull.REFUSE)
+    # Time for several reports before the target is asked.
+    spec = replace(spec, stages=(), migration=replace(spec.migration, open_s=0.1, commit_s=0.1))
+    policy = SendsOne()
+    moving, resident = prompts(90, resident_tokens)
+    requests = [replace(moving, answer_tokens=60), replace(resident, answer_tokens=60)]
+    (migration,) = simulate(spec, requests, policy, Fcfs()).migrations
+    assert migration.outcome.name == outcome
+    coming = [held for held, open_ in policy.held if open_]
+    assert len(coming) > 3 and min(coming) >= min(330, resident_tokens + policy.asked_tokens)
+    # And no longer: of one that was refused nothing is taken off what is there.
+    ended = next(n for n, (_, open_) in enumerate(policy.held) if open_) + len(coming)
+    assert policy.held[ended][0] >= resident_tokens
