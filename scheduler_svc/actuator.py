@@ -7,15 +7,17 @@ import logging
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import Final
 
+import grpc
+
 from scheduler_svc.active_policy import ActivePolicy
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.mover import Mover
 from scheduler_svc.negotiator import CannotNegotiate, Negotiator
 from scheduler_svc.refused import Refused
 from scheduler_svc.settings import Settings
-from scheduler_svc.state import ClusterState
+from scheduler_svc.state import ClusterState, PoolOrder
 from tailrace.actions import Action, Migrate, SetPool, SetStages
-from tailrace.cluster import Pool, RequestView, Stage
+from tailrace.cluster import RequestView, Stage
 from tailrace.store.errors import StoreUnavailable
 from tailrace.v1 import migration_pb2, types_pb2, worker_pb2
 
@@ -23,6 +25,9 @@ log = logging.getLogger(__name__)
 
 # Actions under way at once. Migrations beyond the migration service's own limits wait there, not here.
 _OPEN_MAX: Final = 512
+# What etcd's watch has not told by then it will not tell.
+_TOLD_S: Final = 5.0
+_PRECONDITION: Final = grpc.StatusCode.FAILED_PRECONDITION
 
 
 class Actuator:
@@ -46,8 +51,8 @@ class Actuator:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def submit(self, actions: Sequence[Action], policy: str) -> None:
-        """Begin to carry out what was decided in one go; no wait. It counts at once: what is decided next, in
-        the same report even, goes by it."""
+        """Begin to carry out what was decided in one go; no wait. Pools and migrations count at once: what is
+        decided next, in the same report even, goes by them."""
         for action in without_swaps(actions):
             kind = type(action).__name__
             if len(self._tasks) >= _OPEN_MAX:
@@ -75,8 +80,10 @@ class Actuator:
             case Migrate():
                 return self._begin_migration(action, policy)
             case SetPool():
-                before = self._state.pool_ordered(action.instance_id, action.pool)
-                return self._set_pool(action, before)
+                order = self._state.pool_ordered(action.instance_id, action.pool)
+                if order is None:
+                    raise Refused(_PRECONDITION, f"{action.instance_id} is gone or under another order")
+                return self._set_pool(order)
             case SetStages():
                 return self._set_stages(action, self._state.view().stages)
 
@@ -96,12 +103,16 @@ class Actuator:
         log.info("%s by %s: %s", kind, policy, error)
         self._metrics.actions.labels(kind, "refused").inc()
 
-    async def _set_pool(self, action: SetPool, before: Pool | None) -> str:
+    async def _set_pool(self, order: PoolOrder) -> str:
+        written = False
         try:
-            await self._settings.swap_pool(action.instance_id, before, action.pool)
-        except (Refused, StoreUnavailable):
-            self._state.pool_refused(action.instance_id)
-            raise
+            await self._settings.swap_pool(order.instance_id, order.before, order.pool)
+            written = True
+        finally:
+            if not written:
+                self._state.pool_settled(order)
+        # Etcd's watch tells of it in a moment, unless somebody has put the instance back in that moment.
+        asyncio.get_running_loop().call_later(_TOLD_S, self._state.pool_settled, order)
         return "done"
 
     async def _set_stages(self, action: SetStages, before: tuple[Stage, ...]) -> str:

@@ -102,15 +102,16 @@ class Decider:
             if request.context_tokens < stage.hi or self._outgrown.get(request.request_id) == instance_id:
                 continue
             self._outgrown[request.request_id] = instance_id
-            self._outgrew(view, request)
+            self._outgrew(request)
         here = {request.request_id for request in instance.requests}
         for request_id, where in list(self._outgrown.items()):
             # Gone from here, or here itself is gone.
             if where not in view.instances or (where == instance_id and request_id not in here):
                 del self._outgrown[request_id]
 
-    def _outgrew(self, view: ClusterView, request: RequestView) -> None:
-        policy = self._active.policy
+    def _outgrew(self, request: RequestView) -> None:
+        # What was decided about the one before counts.
+        policy, view = self._active.policy, self._state.view()
         self._decide("length_boundary", lambda now_s: policy.on_length_boundary(view, request, now_s))
 
     def _decide(self, point: str, ask: Callable[[float], Sequence[Action]]) -> None:

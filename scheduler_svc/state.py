@@ -52,6 +52,15 @@ class PhaseChange:
     left: Phase
 
 
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class PoolOrder:
+    """An instance was ordered from one pool to another."""
+
+    instance_id: str
+    before: Pool | None
+    pool: Pool | None
+
+
 @dataclasses.dataclass(slots=True)
 class _Where:
     """Who has a request, as far as reports tell."""
@@ -73,8 +82,8 @@ class ClusterState:
         self._suspects: frozenset[str] = frozenset()
         self._draining: frozenset[str] = frozenset()
         self._pools: Mapping[str, Pool] = {}
-        # Pools that instances were ordered to and that etcd does not tell of yet.
-        self._ordered: dict[str, Pool | None] = {}
+        # Orders that etcd does not tell of yet, by instance.
+        self._ordered: dict[str, PoolOrder] = {}
         self._stages: tuple[Stage, ...] = ()
         # By kind of instance, beside the records that they were made from.
         self._measured: dict[str, tuple[ProfileRecord, Measured]] = {}
@@ -100,8 +109,8 @@ class ClusterState:
         self._suspects = members.suspects
         self._draining = members.draining
         self._ordered = {
-            name: pool
-            for name, pool in self._ordered.items()
+            name: order
+            for name, order in self._ordered.items()
             if name in tracked and members.pools.get(name) is self._pools.get(name)
         }
         self._pools = members.pools
@@ -199,20 +208,23 @@ class ClusterState:
                 self._touch(tracked.record.instance_id)
         self._mark(request_id, False)
 
-    def pool_ordered(self, instance_id: str, pool: Pool | None) -> Pool | None:
-        """An order to move an instance to a pool goes out. It counts until etcd tells where the instance is:
-        what is decided meanwhile must not order the next one for the same reason. Returns where it was."""
-        before = self._pool(instance_id)
-        if instance_id in self._tracked:
-            self._ordered[instance_id] = pool
-            self._touch(instance_id)
-        return before
+    def pool_ordered(self, instance_id: str, pool: Pool | None) -> PoolOrder | None:
+        """An order to move an instance to a pool goes out. It counts until etcd tells that the instance has
+        moved: what is decided meanwhile must not order the next one for the same reason.
 
-    def pool_refused(self, instance_id: str) -> None:
-        """The order was not carried out: the instance is where etcd says."""
-        if instance_id in self._ordered:
-            del self._ordered[instance_id]
-            self._touch(instance_id)
+        None: there is one already, or no such instance.
+        """
+        if instance_id in self._ordered or instance_id not in self._tracked:
+            return None
+        order = self._ordered[instance_id] = PoolOrder(instance_id, self._pools.get(instance_id), pool)
+        self._touch(instance_id)
+        return order
+
+    def pool_settled(self, order: PoolOrder) -> None:
+        """The order counts no longer, if it still does: the instance is where etcd says."""
+        if self._ordered.get(order.instance_id) is order:
+            del self._ordered[order.instance_id]
+            self._touch(order.instance_id)
 
     # ---- what is known
 
@@ -313,7 +325,8 @@ class ClusterState:
         return tracked.view(self._instance_state(name), self._pool(name), measured)
 
     def _pool(self, name: str) -> Pool | None:
-        return self._ordered[name] if name in self._ordered else self._pools.get(name)
+        order = self._ordered.get(name)
+        return self._pools.get(name) if order is None else order.pool
 
     def _touch(self, name: str) -> None:
         self._dirty.add(name)

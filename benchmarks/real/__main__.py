@@ -12,7 +12,7 @@ from typing import Final
 from rich.console import Console
 
 from benchmarks.real import ares, arrow, cascade, pascal, switch
-from benchmarks.real.fleet import BLOCK_TOKENS, KV_BLOCKS, WORKERS
+from benchmarks.real.fleet import WORKERS
 from benchmarks.real.plan import Bench, Scale, progress
 from benchmarks.real.report import Comparison
 from benchmarks.report import machine, save
@@ -20,10 +20,12 @@ from benchmarks.report import machine, save
 # PASCAL first: its last fleet is the one that the others use.
 _COMPARISONS: Final[Mapping[str, Callable[[Bench], Awaitable[Comparison]]]] = {
     "pascal": pascal.run,
-    "arrow": arrow.run,
+    "arrow": arrow.run_answers,
     "ares": ares.run,
     "cascade": cascade.run,
     "switch": switch.run,
+    # Last, since its workers are set up in another way.
+    "arrow-prompts": arrow.run_prompts,
 }
 
 
@@ -40,9 +42,10 @@ async def run(names: Sequence[str], scale: Scale) -> list[Comparison]:
             done.append(comparison)
             about: dict[str, object] = {
                 "workers": WORKERS,
-                "kv_tokens_a_worker": (KV_BLOCKS - 1) * BLOCK_TOKENS,
-                "undisturbed_tokens_per_s": bench.references.tokens_per_s,
+                "kv_tokens_a_worker": bench.kv_tokens,
             }
+            if bench.references.seconds:
+                about["undisturbed_tokens_per_s"] = bench.references.tokens_per_s
             if scale.lasting:
                 save(f"real-{name}", about | comparison.json())
     return done

@@ -32,6 +32,9 @@ class Figures:
     seconds: float
     ttft_p50_s: float
     ttft_p90_s: float
+    # To the first token of any kind.
+    first_p50_s: float
+    first_p90_s: float
     # By bin of reasoning tokens: requests, mean, P90.
     ttft_by_reasoning: dict[str, tuple[int, float, float]]
     qoe_mean: float
@@ -87,6 +90,8 @@ def figures(
         seconds=seconds,
         ttft_p50_s=percentile([t.ttft_s for t in timings], 0.5),
         ttft_p90_s=percentile([t.ttft_s for t in timings], 0.9),
+        first_p50_s=percentile([t.first_token_s for t in timings], 0.5),
+        first_p90_s=percentile([t.first_token_s for t in timings], 0.9),
         ttft_by_reasoning=_binned(timed),
         qoe_mean=statistics.fmean(t.qoe for t in timings) if timings else 0.0,
         longest_gap_s=max((t.longest_gap_s for t in timings), default=0.0),

@@ -18,7 +18,7 @@ from benchmarks.servers import TailraceCluster
 from tailrace.cluster import Pool
 from tailrace.store.membership import Membership
 from tailrace.store.store import Store
-from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, types_pb2
+from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, profile_pb2, types_pb2
 
 WORKERS: Final = 3
 BLOCK_TOKENS: Final = 32
@@ -30,7 +30,27 @@ MAX_LEN: Final = 2_900
 _CALL_S: Final = 10.0
 _SETTLE_S: Final = 60.0
 _POLL_S: Final = 0.05
+_PROFILE_S: Final = 20.0
 _POOLS: Final = {pool: getattr(types_pb2, f"POOL_{pool.name}") for pool in Pool}
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """How the workers are set up."""
+
+    # The order in which they serve.
+    intra: str = "policy"
+    kv_blocks: int = KV_BLOCKS
+    # Most tokens of a step. None: vLLM's own.
+    step_tokens: int | None = None
+
+    def arguments(self) -> list[str]:
+        """For `tailrace serve worker`."""
+        given = ["--kv-blocks", str(self.kv_blocks), "--block-size", str(BLOCK_TOKENS)]
+        given += ["--max-model-len", str(MAX_LEN), "--max-num-seqs", "32", "--intra", self.intra]
+        if self.step_tokens is not None:
+            given += ["--engine-arg", f"max_num_batched_tokens={self.step_tokens}"]
+        return given
 
 
 class Fleet:
@@ -82,6 +102,16 @@ class Fleet:
         instances = (await self.instances()).values()
         return not any(i.running or i.waiting or i.kv_blocks_used for i in instances)
 
+    async def profile(self) -> profile_pb2.MeasuredProfile:
+        """As `tailrace profile`: measures one instance; policies go by it for all of them."""
+        request = admin_pb2.AdminProfileRequest(
+            instance_id=min(self.members.instances), budget_s=_PROFILE_S, force=True
+        )
+        async for event in self.admin.Profile(request, timeout=_PROFILE_S + _SETTLE_S):
+            if event.HasField("profile"):
+                return event.profile
+        raise RuntimeError("measuring ended without a profile")
+
     async def migrations(self) -> list[migration_pb2.MigrationRecord]:
         """The latest migrations, committed or not."""
         request = migration_pb2.ListMigrationsRequest(limit=100_000)
@@ -124,12 +154,11 @@ class Counts:
 
 
 @contextlib.asynccontextmanager
-async def running_fleet(intra: str) -> AsyncIterator[Fleet]:
-    """A fleet of its own for the block. `intra`: the order in which its workers serve requests."""
+async def running_fleet(engines: Engines) -> AsyncIterator[Fleet]:
+    """A fleet of its own for the block."""
     front = "rust" if (Path(sys.executable).parent / "vllm-rs").exists() else "python"
     arguments = ["--workers", str(WORKERS), "--policy", "least_loaded", "--no-traces", "--"]
-    arguments += ["--kv-blocks", str(KV_BLOCKS), "--block-size", str(BLOCK_TOKENS)]
-    arguments += ["--max-model-len", str(MAX_LEN), "--max-num-seqs", "32", "--intra", intra]
+    arguments += engines.arguments()
     cluster = await asyncio.to_thread(TailraceCluster, "tailrace", arguments, front)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(asyncio.to_thread, cluster.__exit__, None, None, None)

@@ -6,6 +6,7 @@ from typing import Final
 
 from benchmarks.real.contest import contest, rate_for
 from benchmarks.real.figures import BINS, QOE_SLO, Figures
+from benchmarks.real.fleet import Engines
 from benchmarks.real.load import TPOT_S, poisson
 from benchmarks.real.plan import Bench
 from benchmarks.real.prompts import mix
@@ -28,7 +29,7 @@ async def run(bench: Bench) -> Comparison:
     runs: list[Figures] = []
     rate = 0.0
     for name, intra, policy in _CONTESTANTS:
-        fleet = await bench.fleet(intra)
+        fleet = await bench.fleet(Engines(intra=intra))
         await bench.references.learn(fleet, tasks)
         # Once for all of them.
         rate = rate or rate_for(_LOAD, bench.references, tasks)

@@ -7,10 +7,13 @@ import sys
 import time
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from benchmarks.real.check import References
-from benchmarks.real.fleet import Fleet, running_fleet
+from benchmarks.real.fleet import BLOCK_TOKENS, Engines, Fleet, running_fleet
+
+# Little KV, orders by policy: what most comparisons run on.
+PRESSED: Final = Engines()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +45,22 @@ class Bench:
 
     def __post_init__(self) -> None:
         self._stack = contextlib.AsyncExitStack()
-        self._intra: str | None = None
+        self._engines = PRESSED
         self._fleet: Fleet | None = None
 
-    async def fleet(self, intra: str = "policy") -> Fleet:
-        """A fleet whose workers serve in this order; the present one, if it does."""
-        if self._fleet is None or self._intra != intra:
+    async def fleet(self, engines: Engines = PRESSED) -> Fleet:
+        """A fleet of such workers; the present one, if it is."""
+        if self._fleet is None or self._engines != engines:
             await self.close()
-            progress(f"starting a fleet, --intra {intra}")
-            self._fleet = await self._stack.enter_async_context(running_fleet(intra))
-            self._intra = intra
+            progress(f"starting a fleet, {' '.join(engines.arguments())}")
+            self._fleet = await self._stack.enter_async_context(running_fleet(engines))
+            self._engines = engines
         return self._fleet
+
+    @property
+    def kv_tokens(self) -> int:
+        """Of one of its workers; vLLM keeps one block for itself."""
+        return (self._engines.kv_blocks - 1) * BLOCK_TOKENS
 
     async def close(self) -> None:
         """Stop the fleet."""

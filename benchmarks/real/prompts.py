@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tailrace.tiny.task import Task, task
+from tailrace.tiny.tokens import encode_turns
 
 
 def tasks(draw: random.Random, count: int, thought: tuple[int, int], answer: tuple[int, int]) -> list[Task]:
@@ -40,12 +41,20 @@ class Later(Task):
     before: tuple[Task, ...]
 
 
-def conversations(seed: int) -> list[Task]:
-    """Prompts of 1,000 to 2,500 tokens, little reasoning, answers of 45 to 135 tokens."""
+def conversations(seed: int, count: int) -> list[Task]:
+    """Prompts of some 300 to 500 tokens, all different, little reasoning and short answers.
+
+    The tiny model loses its way in conversations that are much longer than that.
+    """
     draw = random.Random(seed)
-    asked = tasks(draw, 16, (3, 10), (5, 15))
-    before = [tasks(draw, draw.randint(12, 24), (1, 99), (1, 8)) for _ in asked]
+    asked = tasks(draw, count, (1, 2), (1, 3))
+    before = [tasks(draw, draw.randint(2, 4), (1, 99), (1, 8)) for _ in asked]
     return [Later(a.prompt, a.thought, a.answer, tuple(b)) for a, b in zip(asked, before, strict=True)]
+
+
+def prompt_tokens(asked: Task) -> int:
+    """Of the whole prompt: a token is a byte, and one or two more begin and end each turn."""
+    return len(encode_turns([(turn["role"], turn["content"]) for turn in messages(asked)]))
 
 
 def messages(asked: Task) -> list[dict[str, str]]:

@@ -13,6 +13,8 @@ from benchmarks.real.figures import Figures, ratio
 _WORDS = {
     "ttft_p50_s": "TTFT, median, s",
     "ttft_p90_s": "TTFT, P90, s",
+    "first_p50_s": "first token of any kind, median, s",
+    "first_p90_s": "first token of any kind, P90, s",
     "attained": "SLO kept, share",
     "moved": "migrations committed",
     "flips": "pool flips seen in etcd",

@@ -26,7 +26,13 @@ def arrival_s(costs: Costs, instance: InstanceView, prompt: int, now: float, pat
     # What is served before it: what nobody names, then those that are due first, less what is computed.
     known = sum(length for _, length in prompts)
     unknown = max(0, backlog - known)
-    first = [length for due, length in prompts if due <= due_s(now, prompt, _queue_s(came))]
+    done = max(0, known - backlog)
+    found_s = 0.0
+    for _, length in prompts:
+        computed = min(done, length)
+        done -= computed
+        found_s += nominal_s(length - computed, length**2 - computed**2)
+    first = [length for due, length in prompts if due <= due_s(now, prompt, found_s)]
     left = max(0, sum(first) - max(0, known - backlog))
     before_s = 0.0
     for length in first:

@@ -21,7 +21,7 @@ from scheduler_svc.settings import Settings
 from scheduler_svc.state import ClusterState
 from scheduler_svc.traceparents import Traceparents
 from tailrace.actions import Action, Migrate, SetPool
-from tailrace.cluster import ClusterView, Pool, RequestView
+from tailrace.cluster import ClusterView, Pool, RequestView, Stage
 from tailrace.policy.least_loaded import LeastLoaded
 from tailrace.service.channels import Channels
 from tailrace.store.membership import Membership
@@ -33,6 +33,10 @@ WAIT_S = 20.0
 
 class Decides(LeastLoaded):
     """Flips the first prefill instance, and sends requests to where the fewest are on their way."""
+
+    def on_length_boundary(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
+        target = min(("b", "c"), key=lambda name: view.instances[name].migrations_in)
+        return (Migrate(request.request_id, request.instance_id, target, "test"),)
 
     def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
         others = [i for i in view.instances.values() if i.instance_id != request.instance_id]
@@ -123,6 +127,15 @@ async def test_two_prefills_that_end_at_once_flip_one_instance_and_go_two_ways(s
     assert scheduler.coming == [0, 0, 0]
 
 
+async def test_two_that_outgrow_a_stage_in_one_report_go_two_ways(scheduler: Scheduler) -> None:
+    members = told(dict.fromkeys("abc", Pool.PREFILL))
+    members.stages = (Stage(0, 50, ("a",)), Stage(50, 1_000, ("b", "c")))
+    scheduler.state.set_members(members, 1.5)
+    scheduler.decider.take(steady("a", [request("r"), request("q")]), 2.0)
+    assert scheduler.coming == [0, 1, 1]
+    await scheduler.ended()
+
+
 async def test_an_order_counts_until_etcd_tells_of_the_pool(scheduler: Scheduler) -> None:
     scheduler.actuator.submit([SetPool("b", Pool.DECODE)], "test")
     await scheduler.ended()
@@ -134,6 +147,14 @@ async def test_an_order_counts_until_etcd_tells_of_the_pool(scheduler: Scheduler
     # From then on an operator's word is the last.
     scheduler.state.set_members(told(dict.fromkeys("abc", Pool.PREFILL)), 4.0)
     assert scheduler.pools == [Pool.PREFILL, Pool.PREFILL, Pool.PREFILL]
+
+
+async def test_one_order_an_instance_at_a_time(scheduler: Scheduler) -> None:
+    scheduler.actuator.submit([SetPool("b", Pool.PREFILL_TO_DECODE), SetPool("b", Pool.DECODE)], "test")
+    await scheduler.ended()
+    # The second was dropped: the policy sees the instance again a moment later.
+    assert await scheduler.store.get("pools/b") == b"prefill_to_decode"
+    assert scheduler.pools == [Pool.PREFILL, Pool.PREFILL_TO_DECODE, Pool.PREFILL]
 
 
 async def test_an_order_that_somebody_was_before_counts_no_longer(scheduler: Scheduler) -> None:

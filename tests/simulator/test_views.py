@@ -192,7 +192,7 @@ def test_future_load_is_as_old_as_the_report() -> None:
 
 
 class SendsOne(Policy):
-    """Sends the request `r0` from i000 to i001 once it decodes; notes what i001 seems to hold at each tick."""
+    """Sends the request `r0` from i000 to i001 once it decodes; notes what i001 seems to hold."""
 
     summary = "one migration"
     tick_interval_s = 0.02

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from tailrace.intra.fcfs import Fcfs
 from tailrace.intra.registry import intra_names
 from tests.worker.by_length import ByLength
 from tests.worker.simulated import SMALL, Fleet, Stream, at_boundary, now, undisturbed
@@ -162,3 +163,28 @@ def test_a_prompt_overtakes_one_that_is_under_way() -> None:
     assert engine.stats().prefill_backlog_tokens == 63 - 2 * chunk - (chunk - 12)
     fleet.clock.drain()
     assert len(long.tokens) == 2
+
+
+class OneAtATime(Fcfs):
+    """A prompt token a step."""
+
+    def prefill_budget(self, step_tokens: int, decoding: int) -> int:
+        return 1
+
+
+def test_what_is_recomputed_token_by_token_makes_none_before_its_end() -> None:
+    fleet = Fleet(small(0), small(0))
+    stream = fleet.submit(0, PROMPT, max_tokens=10)
+    while len(stream.tokens) < 4:
+        assert fleet.clock.advance(1)
+    fleet.engines[0].abort([fleet.key(stream)])
+    engine, known = fleet.engines[1], len(stream.tokens)
+    engine._scheduler.use(OneAtATime())
+    stream.owner, stream.epoch = 1, 1
+    fleet.resubmit(stream)
+    while len(stream.tokens) == known:
+        assert fleet.clock.advance(1)
+    # The step that computes the last of them makes the next one.
+    assert engine.stats().steps == len(PROMPT) + known
+    fleet.clock.drain()
+    assert stream.tokens == undisturbed(PROMPT, max_tokens=10).tokens

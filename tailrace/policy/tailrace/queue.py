@@ -38,11 +38,14 @@ class Queue:
             known.append((arrived_s + yielded_s(own_s, found_s), length))
             found_s += own_s
         dues, tokens, seconds = [], [0], [0.0]
+        computed = left = max(0, sum(length for _, length in known) - backlog_tokens)
         for due, length in sorted(known):
             dues.append(due)
             tokens.append(tokens[-1] + length)
             seconds.append(seconds[-1] + steps.compute_s(length))
-        computed = max(0, tokens[-1] - backlog_tokens)
+            done = min(left, length)
+            left -= done
+            found_s -= nominal_s(done, done * done)
         return Queue(tuple(dues), tuple(tokens), tuple(seconds), computed, found_s)
 
     def before(self, due: float) -> tuple[int, float, int]:

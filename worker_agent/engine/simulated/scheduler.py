@@ -207,7 +207,7 @@ class Scheduler:
                 continue
             at += 1
             budget -= tokens
-            if tokens == 1 and request.outputs:
+            if request.decodes:
                 step.decodes.append(request)
                 kv_tokens += end
             else:
