@@ -37,13 +37,24 @@ class References:
         """Of the whole fleet, with two streams a worker."""
         return self.tokens / self.seconds
 
-    async def learn(self, fleet: Fleet, tasks: Sequence[Task]) -> None:
+    async def learn(self, fleet: Fleet, tasks: Sequence[Task], most_wrong: float = 0.0) -> list[Task]:
         """Ask for each prompt not yet known, two at a time a worker, under a policy that moves nothing.
 
-        Asks again when something was preempted or migrated. Raises Disturbed when that goes on, or when an
-        answer is not the only right one.
+        Asks again when something was preempted or migrated. Returns those that the model answers rightly.
+        Raises Disturbed when asking again does not help, or when more than this share of answers is wrong.
         """
         unknown = [each for each in dict.fromkeys(tasks) if each not in self.answers]
+        await self._learn(fleet, unknown)
+        wrong = {each for each in tasks if not _right(each, self.answers[each])}
+        if len(wrong) > most_wrong * len(tasks):
+            first = next(iter(wrong))
+            raise Disturbed(
+                f"{len(wrong)} of {len(tasks)} undisturbed answers are not the only right one; "
+                f"to {first.prompt!r} it is {self.answers[first]}"
+            )
+        return [each for each in tasks if each not in wrong]
+
+    async def _learn(self, fleet: Fleet, unknown: Sequence[Task]) -> None:
         if not unknown:
             return
         for _ in range(_TRIES):
@@ -70,10 +81,12 @@ class References:
         if result.error:
             raise Disturbed(f"{asked.prompt!r}: {result.error}")
         answer, _ = read_chat(result, 1.0)
-        if not check_task(asked, answer.reasoning, answer.text).right:
-            raise Disturbed(f"{asked.prompt!r}: the model's own answer is not the right one: {answer}")
         self.answers[asked] = answer
 
     def same(self, asked: Task, answer: Answer) -> bool:
         """Whether it is the undisturbed answer: text, reasoning, usage and finish reason."""
         return self.answers[asked] == answer
+
+
+def _right(asked: Task, answer: Answer) -> bool:
+    return check_task(asked, answer.reasoning, answer.text).right

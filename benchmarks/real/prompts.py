@@ -42,13 +42,13 @@ class Later(Task):
 
 
 def conversations(seed: int, count: int) -> list[Task]:
-    """Prompts of some 300 to 500 tokens, all different, little reasoning and short answers.
+    """Prompts of some 400 to 700 tokens, all different, little reasoning and short answers.
 
     The tiny model loses its way in conversations that are much longer than that.
     """
     draw = random.Random(seed)
     asked = tasks(draw, count, (1, 2), (1, 3))
-    before = [tasks(draw, draw.randint(2, 4), (1, 99), (1, 8)) for _ in asked]
+    before = [tasks(draw, draw.randint(4, 6), (1, 99), (1, 8)) for _ in asked]
     return [Later(a.prompt, a.thought, a.answer, tuple(b)) for a, b in zip(asked, before, strict=True)]
 
 
