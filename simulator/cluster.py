@@ -80,6 +80,9 @@ class MigrationSpec:
     queue_limit: int = 256
     patience_s: float = 10.0
     when_full: WhenFull = WhenFull.WAIT
+    # Whether the target is asked for room only once the migration has its place, as the live services do: one
+    # that is refused then has held a place. Not with WAIT. False: the papers', whose receivers agree first.
+    room_last: bool = False
     # Pre-copy rounds while the source decodes on, before the last round that pauses the request.
     max_rounds: int = 4
     # Pause when no more than this many full blocks are left to copy.
@@ -87,6 +90,10 @@ class MigrationSpec:
     # From its place to the first byte, and from the last byte to the first step on the target.
     open_s: float = 0.002
     commit_s: float = 0.001
+
+    def __post_init__(self) -> None:
+        if self.room_last and self.when_full is WhenFull.WAIT:
+            raise ValueError("room_last: who waits for room at the target has no place yet")
 
 
 @dataclass(frozen=True, slots=True)

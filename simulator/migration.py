@@ -1,9 +1,9 @@
 """Live migration in rounds (design, section 6), with room and admission as the live services have them.
 
-A place first (at most three transfers an instance and direction), then room on the target (blocks and a seat,
-or host memory) or refusal, then rounds of pre-copy while the source decodes on, then the last round with the
-request held back, then the commit. Until the commit, whatever goes wrong leaves the request at its source.
-Where requests wait at a full target (`WhenFull.WAIT`) it is room first, then a place.
+Room on the target first (blocks and a seat, or host memory), then a place (at most three transfers an
+instance and direction), or the other way round; then rounds of pre-copy while the source decodes on, then the
+last round with the request held back, then the commit. Until the commit, whatever goes wrong leaves the
+request at its source.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Migrations:
         self._listener.migration_opened(migration)
         if self._spec.when_full is WhenFull.WAIT:
             self._find_room(migration, now)
-        else:
+        elif self._spec.room_last or self._ask_for_room(migration, now):
             self._enqueue(migration, now)
 
     def preempted(self, job: Job, now: float) -> None:
@@ -170,10 +170,7 @@ class Migrations:
         self._expect(migration, lambda: not migration.blocks, MigrationOutcome.NO_ROOM, now)
 
     def _ask_for_room(self, migration: Migration, now: float) -> bool:
-        """Whether the target has room; else the migration is over.
-
-        As live: the target is asked once the migration has its place.
-        """
+        """Whether the target has room; else the migration is over."""
         if self._take_room(migration, now):
             return True
         blocks = self._needed(migration, now)

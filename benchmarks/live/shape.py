@@ -96,8 +96,9 @@ def cluster_of(shape: FleetShape, delays: Delays, intra_name: str, pooled: bool)
     """The same fleet in the simulator.
 
     Migrations are as the live services have them, whatever the policy: three an instance and direction; a
-    target without room refuses, or takes the request into host memory. The bytes that a live simulated
-    engine really sends are few, so that the link costs nothing and the handshakes are what a migration takes.
+    target that is asked then, and has no room, refuses or takes the request into host memory. The bytes that
+    a live simulated engine really sends are few, so that the link costs nothing and the handshakes are what a
+    migration takes.
     """
     profile = shape.slowed
     instance = InstanceSpec(
@@ -117,7 +118,9 @@ def cluster_of(shape: FleetShape, delays: Delays, intra_name: str, pooled: bool)
     return ClusterSpec(
         tuple(replace(instance, instance_id=name, pool=pools.get(name)) for name in shape.names),
         link=LinkSpec(bytes_per_s=1e15, latency_s=0.0),
-        migration=MigrationSpec(when_full=when_full, open_s=delays.open_s, commit_s=delays.commit_s),
+        migration=MigrationSpec(
+            when_full=when_full, room_last=True, open_s=delays.open_s, commit_s=delays.commit_s
+        ),
         report=ReportSpec(REPORT_S, delays.report_s),
         tpot_target_s=TPOT_S,
         max_tokens=shape.max_tokens,

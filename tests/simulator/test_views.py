@@ -218,7 +218,9 @@ def test_what_a_migration_takes_counts_from_its_order_to_its_end(resident_tokens
     """Also where reports come before the target was asked for room, and whether it has any or refuses."""
     spec = cluster(interval_s=0.005, when_full=WhenFull.REFUSE)
     # Time for several reports before the target is asked.
-    spec = replace(spec, stages=(), migration=replace(spec.migration, open_s=0.1, commit_s=0.1))
+    spec = replace(
+        spec, stages=(), migration=replace(spec.migration, room_last=True, open_s=0.1, commit_s=0.1)
+    )
     policy = SendsOne()
     moving, resident = prompts(90, resident_tokens)
     requests = [replace(moving, answer_tokens=60), replace(resident, answer_tokens=60)]
