@@ -29,9 +29,9 @@ _POLICIES: Final = {"static": "minimal_load", "arrow": "arrow"}
 # Answers: times what the fleet makes with two streams a worker, in the burst six times as much as around it.
 _QUIET: Final = 1.0
 _BURST: Final = 6.0
-# Prompts: times what one instance prefills that does nothing else.
-_QUIET_PROMPTS: Final = 0.3
-_BURST_PROMPTS: Final = 2.0
+# Prompts: times what one instance prefills that has a core to itself; here three and the services share two.
+_QUIET_PROMPTS: Final = 0.1
+_BURST_PROMPTS: Final = 0.8
 # So few tokens a step that prefill is what is scarce, as on a GPU with long prompts; KV for a dozen of them.
 _SMALL_STEPS: Final = Engines(kv_blocks=256, step_tokens=32)
 # So many that a prompt has left the prefix cache, of 8,000 tokens, when it is asked again.
