@@ -63,6 +63,11 @@ class Actuator:
             except Refused as error:
                 self._refused(kind, policy, error)
                 continue
+            except Exception:
+                # A mistake of ours, here and below: said, counted as failed, and the next action goes on.
+                log.exception("%s by %s failed", kind, policy)
+                self._metrics.actions.labels(kind, "failed").inc()
+                continue
             task = asyncio.create_task(self._carry_out(kind, policy, work), name=f"action {kind}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -95,7 +100,6 @@ class Actuator:
             self._refused(kind, policy, error)
             return
         except Exception:
-            # A mistake of ours: said, counted as failed, and the next action goes on.
             log.exception("%s by %s failed", kind, policy)
         self._metrics.actions.labels(kind, outcome).inc()
 

@@ -149,6 +149,18 @@ async def test_an_order_counts_until_etcd_tells_of_the_pool(scheduler: Scheduler
     assert scheduler.pools == [Pool.PREFILL, Pool.PREFILL, Pool.PREFILL]
 
 
+async def test_a_mistake_in_one_action_does_not_keep_the_next_from_being_done(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mistaken(request_id: str) -> RequestView | None:
+        raise RuntimeError(f"a mistake about {request_id}")
+
+    monkeypatch.setattr(scheduler.state, "request", mistaken)
+    scheduler.actuator.submit([Migrate("r", "a", "b", "test"), SetPool("b", Pool.DECODE)], "test")
+    assert scheduler.pools == [Pool.PREFILL, Pool.DECODE, Pool.PREFILL]
+    await scheduler.ended()
+
+
 async def test_one_order_an_instance_at_a_time(scheduler: Scheduler) -> None:
     scheduler.actuator.submit([SetPool("b", Pool.PREFILL_TO_DECODE), SetPool("b", Pool.DECODE)], "test")
     await scheduler.ended()
