@@ -173,6 +173,12 @@ class Fleet:
                 await asyncio.sleep(0.05)
         return found
 
+    async def moved_by(self, policy: str) -> None:
+        """Until a migration that this policy decided on was committed."""
+        async with asyncio.timeout(WAIT_S):
+            while policy not in {m.policy for m in await self.migrations()}:  # noqa: ASYNC110 - as above
+                await asyncio.sleep(0.05)
+
 
 @contextlib.asynccontextmanager
 async def open_fleet(
