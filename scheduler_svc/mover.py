@@ -36,17 +36,7 @@ class Mover:
         self.check(request, target_id)
         if not self._state.migration_opened(request, target_id):
             raise Refused(_PRECONDITION, f"request {request.request_id}: a migration of it is open")
-        return self._records(request, target_id, reason, policy, mode)
-
-    async def _records(
-        self,
-        request: RequestView,
-        target_id: str,
-        reason: str,
-        policy: str,
-        mode: worker_pb2.CopyMode.ValueType,
-    ) -> AsyncGenerator[migration_pb2.MigrationRecord]:
-        records = self._migrations.migrate(
+        return self._records(
             migration_pb2.MigrateRequest(
                 request_id=request.request_id,
                 source_instance_id=request.instance_id,
@@ -59,12 +49,17 @@ class Mover:
                 or self._state.traceparent(request.request_id),
             )
         )
+
+    async def _records(
+        self, asked: migration_pb2.MigrateRequest
+    ) -> AsyncGenerator[migration_pb2.MigrationRecord]:
+        records = self._migrations.migrate(asked)
         try:
             async for record in records:
                 yield record
         finally:
             await records.aclose()
-            self._state.migration_closed(request.request_id)
+            self._state.migration_closed(asked.request_id)
 
     def check(self, request: RequestView, target_id: str) -> None:
         """Whether the request can go there now. Raises Refused."""

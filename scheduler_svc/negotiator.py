@@ -12,6 +12,7 @@ from scheduler_svc.refused import Refused
 from scheduler_svc.state import ClusterState
 from scheduler_svc.traceparents import Traceparents
 from tailrace.cluster import RequestView
+from tailrace.records import InstanceRecord
 from tailrace.service.channels import Channels
 from tailrace.v1 import bidask_pb2, bidask_pb2_grpc
 
@@ -53,37 +54,28 @@ class Negotiator:
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"request {request.request_id}: a migration of it is open",
             )
-        return self._offer(request, source.record.address, receivers, reason, policy)
+        offered = bidask_pb2.OfferRequest(
+            request_id=request.request_id,
+            from_epoch=request.epoch,
+            tokens=request.context_tokens,
+            receivers=receivers,
+            reason=reason,
+            policy=policy,
+            traceparent=self._traceparents.get(request.request_id)
+            or self._state.traceparent(request.request_id),
+        )
+        return self._offer(source.record, offered)
 
-    async def _offer(
-        self,
-        request: RequestView,
-        address: str,
-        receivers: Sequence[bidask_pb2.Receiver],
-        reason: str,
-        policy: str,
-    ) -> bool:
-        request_id = request.request_id
-        stub = bidask_pb2_grpc.BidAskStub(self._channels.get(address))
+    async def _offer(self, source: InstanceRecord, offered: bidask_pb2.OfferRequest) -> bool:
+        stub = bidask_pb2_grpc.BidAskStub(self._channels.get(source.address))
         try:
-            reply = await stub.Offer(
-                bidask_pb2.OfferRequest(
-                    request_id=request_id,
-                    from_epoch=request.epoch,
-                    tokens=request.context_tokens,
-                    receivers=receivers,
-                    reason=reason,
-                    policy=policy,
-                    traceparent=self._traceparents.get(request_id) or self._state.traceparent(request_id),
-                ),
-                timeout=_OFFER_S,
-            )
+            reply = await stub.Offer(offered, timeout=_OFFER_S)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise CannotNegotiate(request.instance_id) from error
+                raise CannotNegotiate(source.instance_id) from error
             raise Refused(error.code(), error.details() or error.code().name) from error
         finally:
-            self._state.migration_closed(request_id)
+            self._state.migration_closed(offered.request_id)
         if not reply.taker_instance_id:
-            log.debug("%s stays on %s: %s", request_id, request.instance_id, reply.reason)
+            log.debug("%s stays on %s: %s", offered.request_id, source.instance_id, reply.reason)
         return bool(reply.taker_instance_id)

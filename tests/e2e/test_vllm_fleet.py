@@ -87,13 +87,9 @@ def test_migrated_three_times_it_is_the_same_answer(vllm_fleet: Fleet, vllm_chat
         ("half the thought", lambda chat: len(chat.reasoning) > len(LONGER.thought) // 2),
         ("some answer", lambda chat: len(chat.answer) > 20),
     ]
-    records: list[migration_pb2.MigrationRecord] = []
-    for _ in range(TRIES):
-        records, chat = moved_on_its_way(vllm_fleet, vllm_chats, LONGER.prompt, {}, moments)
-        assert_right(chat, LONGER)
-        if len(records) == 3:
-            break
-    assert len(records) == 3, f"it ended before it was moved three times, {TRIES} times"
+    records = moved_at_each(
+        vllm_fleet, vllm_chats, LONGER.prompt, {}, moments, lambda chat: assert_right(chat, LONGER)
+    )
     assert all(record.bytes > 0 and record.rounds for record in records)
     assert {record.phase for record in records} == {types_pb2.PHASE_REASONING, types_pb2.PHASE_ANSWERING}
 
@@ -128,14 +124,28 @@ SCHEMA = {
 def test_sampling_state_travels(vllm_fleet: Fleet, vllm_chats: Chats, options: dict[str, object]) -> None:
     alone = vllm_chats.run(LONG.prompt, **options)
     moments: list[Moment] = [(f"{length} characters", longer_than(length)) for length in (30, 100)]
-    moves = 0
-    for _ in range(TRIES):
-        records, chat = moved_on_its_way(vllm_fleet, vllm_chats, LONG.prompt, options, moments)
+
+    def check(chat: Chat) -> None:
         assert chat.same_text_and_usage(alone)
-        moves = len(records)
-        if moves == 2:
-            break
-    assert moves == 2, f"it ended before it was moved twice, {TRIES} times"
+
+    moved_at_each(vllm_fleet, vllm_chats, LONG.prompt, options, moments, check)
+
+
+def moved_at_each(
+    fleet: Fleet,
+    chats: Chats,
+    prompt: str,
+    options: Mapping[str, object],
+    moments: Sequence[Moment],
+    check: Callable[[Chat], None],
+) -> list[migration_pb2.MigrationRecord]:
+    """Ask and move the request at each of these moments; again if it ended before. `check`: each answer."""
+    for _ in range(TRIES):
+        records, chat = moved_on_its_way(fleet, chats, prompt, options, moments)
+        check(chat)
+        if len(records) == len(moments):
+            return records
+    pytest.fail(f"it ended before it was moved {len(moments)} times, {TRIES} times")
 
 
 def moved_on_its_way(

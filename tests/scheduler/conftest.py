@@ -138,24 +138,33 @@ async def control(etcd: str, cluster: str) -> AsyncIterator[Control]:
         yield opened
 
 
+async def connect(
+    stack: contextlib.AsyncExitStack, etcd: str, cluster: str
+) -> tuple[Store, Membership, Channels]:
+    """What every service stands on; `stack` closes it."""
+    store = await Store.connect([etcd], cluster)
+    stack.push_async_callback(store.close)
+    members = await Membership.start(store)
+    stack.push_async_callback(members.close)
+    channels = Channels()
+    stack.push_async_callback(channels.close)
+    return store, members, channels
+
+
 @contextlib.asynccontextmanager
 async def open_control(etcd: str, cluster: str) -> AsyncIterator[Control]:
     """A monitor, a migration service, a scheduler s1 that leads, and workers a and b."""
     async with contextlib.AsyncExitStack() as stack:
-        store = await Store.connect([etcd], cluster)
-        stack.push_async_callback(store.close)
-        members = await Membership.start(store)
-        stack.push_async_callback(members.close)
-        channels = Channels()
-        stack.push_async_callback(channels.close)
+        store, members, channels = await connect(stack, etcd, cluster)
         control = Control(etcd, cluster, store, members, stack, channels)
         members.add_listener(control._changed.set)
         try:
+            # First, so that each service knows them from its start: each watches etcd by itself.
+            await control.start_worker("a")
+            await control.start_worker("b")
             await control.start_monitor()
             await control.start_migration()
             await control.start_scheduler("s1")
-            await control.start_worker("a")
-            await control.start_worker("b")
             await control.members_show(lambda m: {"scheduler", "monitor"} <= m.leaders.keys())
             yield control
         finally:

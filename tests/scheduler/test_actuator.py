@@ -23,9 +23,9 @@ from scheduler_svc.traceparents import Traceparents
 from tailrace.actions import Action, Migrate, SetPool
 from tailrace.cluster import ClusterView, Pool, RequestView, Stage
 from tailrace.policy.least_loaded import LeastLoaded
-from tailrace.service.channels import Channels
 from tailrace.store.membership import Membership
 from tailrace.store.store import Store
+from tests.scheduler.conftest import connect
 from tests.scheduler.facts import PREFILL, REASONING, Members, event, instance, request, steady
 
 WAIT_S = 20.0
@@ -91,12 +91,7 @@ def told(pools: dict[str, Pool]) -> Members:
 async def scheduler(etcd: str, cluster: str) -> AsyncIterator[Scheduler]:
     """Three prefill instances, two requests that a prefills."""
     async with contextlib.AsyncExitStack() as stack:
-        store = await Store.connect([etcd], cluster)
-        stack.push_async_callback(store.close)
-        membership = await Membership.start(store)
-        stack.push_async_callback(membership.close)
-        channels = Channels()
-        stack.push_async_callback(channels.close)
+        store, membership, channels = await connect(stack, etcd, cluster)
         for name in "abc":
             await store.put(f"pools/{name}", b"prefill")
         state, active, leading = ClusterState(), ActivePolicy("least_loaded"), asyncio.Event()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tailrace.intra.fcfs import Fcfs
 from tailrace.intra.registry import intra_names
 from tests.worker.by_length import ByLength
 from tests.worker.simulated import SMALL, Fleet, Stream, at_boundary, now, undisturbed
+from tests.worker.stingy import Stingy
 from worker_agent.engine.base import EngineRefusal, Exported, ExportedPause
 from worker_agent.engine.simulated import SimulatedEngine, SimulatedSettings
 
@@ -165,13 +165,6 @@ def test_a_prompt_overtakes_one_that_is_under_way() -> None:
     assert len(long.tokens) == 2
 
 
-class OneAtATime(Fcfs):
-    """A prompt token a step."""
-
-    def prefill_budget(self, step_tokens: int, decoding: int) -> int:
-        return 1
-
-
 def test_what_is_recomputed_token_by_token_makes_none_before_its_end() -> None:
     fleet = Fleet(small(0), small(0))
     stream = fleet.submit(0, PROMPT, max_tokens=10)
@@ -179,7 +172,7 @@ def test_what_is_recomputed_token_by_token_makes_none_before_its_end() -> None:
         assert fleet.clock.advance(1)
     fleet.engines[0].abort([fleet.key(stream)])
     engine, known = fleet.engines[1], len(stream.tokens)
-    engine._scheduler.use(OneAtATime())
+    engine._scheduler.use(Stingy(1))
     stream.owner, stream.epoch = 1, 1
     fleet.resubmit(stream)
     while len(stream.tokens) == known:

@@ -18,13 +18,13 @@ from simulator.request import SimRequest
 from tailrace.cluster import Phase
 from tailrace.intra.allocate import Claim, Grants, Room, allocate
 from tailrace.intra.base import IntraPolicy, Rank
-from tailrace.intra.fcfs import Fcfs
 from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.registry import INTRA_POLICIES, UnknownIntraError, intra_for_policy, make_intra
 from tailrace.intra.round_robin import QuantumRoundRobin
 from tailrace.policy.registry import names as policy_names
 from tests.simulator.worlds import INTRA, PROFILE
 from tests.worker.by_length import ByLength
+from tests.worker.stingy import Stingy
 from worker_agent.engine.host_ledger import HostLedger
 from worker_agent.engine.step_order import Device, StepOrder, StepPlan
 from worker_agent.engine.turns import Turn, arrival_order, view_of
@@ -275,15 +275,8 @@ def test_a_prompt_that_overtakes_is_computed_before_one_that_is_under_way() -> N
 def test_a_step_is_never_empty() -> None:
     """With no budget at all a lone prompt still goes on, and beside decodes it waits."""
     prompt, decode = Facts(0, 60, 0, 0, "prefilling", 8), Facts(1, 8, 0, 4, "decoding", 0)
-    assert computed(planned(NoPrompts(), [prompt], 100, 8)) == {0: 1}
-    assert computed(planned(NoPrompts(), [prompt, decode], 100, 8)) == {0: 0, 1: 1}
-
-
-class NoPrompts(Fcfs):
-    """No step is to carry any prompt."""
-
-    def prefill_budget(self, step_tokens: int, decoding: int) -> int:
-        return 0
+    assert computed(planned(Stingy(0), [prompt], 100, 8)) == {0: 1}
+    assert computed(planned(Stingy(0), [prompt, decode], 100, 8)) == {0: 0, 1: 1}
 
 
 def make(name: str) -> IntraPolicy:

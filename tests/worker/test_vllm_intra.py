@@ -24,6 +24,7 @@ from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.registry import UnknownIntraError
 from tailrace.intra.round_robin import QuantumRoundRobin
 from tests.worker.by_length import ByLength
+from tests.worker.stingy import Stingy
 from tests.worker.test_vllm_engine import ANSWERING, NO_THINK_END, QUESTION, REASONING, idle, params
 from tests.worker.vllm_front import DEADLINE_S, Front, Stream
 from worker_agent.engine.vllm.engine import VllmEngine
@@ -200,16 +201,6 @@ async def test_a_prompt_overtakes_one_that_is_under_way(engine: VllmEngine, fron
     assert engine.stats().preemptions == preemptions
     for stream, prompt in ((first, long), (second, short)):
         assert stream.tokens == (await front.run(engine, prompt, params(max_tokens=3))).tokens
-
-
-class Stingy(Fcfs):
-    """Few prompt tokens a step."""
-
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
-
-    def prefill_budget(self, step_tokens: int, decoding: int) -> int:
-        return self.tokens
 
 
 async def test_a_step_carries_no_more_prompt_than_the_policy_allows(engine: VllmEngine, front: Front) -> None:
