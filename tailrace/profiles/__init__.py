@@ -5,6 +5,7 @@ A profile is a JSON file. Built-in ones stand beside this module; `load_profile`
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +21,10 @@ class PrefillModel(msgspec.Struct, frozen=True, kw_only=True):
     ms_per_token: float
     ms_per_token_squared: float
 
+    def __post_init__(self) -> None:
+        """Raise ValueError that names the coefficient when one is negative or not finite."""
+        _require_times("prefill", self)
+
     def ms(self, start: int, end: int) -> float:
         """Milliseconds for tokens [start, end) of one prompt, without the base."""
         return self.ms_per_token * (end - start) + self.ms_per_token_squared * (end * end - start * start)
@@ -31,6 +36,10 @@ class DecodeModel(msgspec.Struct, frozen=True, kw_only=True):
     base_ms: float
     ms_per_request: float
     ms_per_kv_token: float
+
+    def __post_init__(self) -> None:
+        """Raise ValueError that names the coefficient when one is negative or not finite, or all are zero."""
+        _require_times("decode", self)
 
     def ms(self, requests: int, kv_tokens: int) -> float:
         """Milliseconds for this many requests with this many tokens of KV in all, without the base."""
@@ -50,6 +59,12 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     # Where each number comes from.
     sources: dict[str, str]
 
+    def __post_init__(self) -> None:
+        """Raise ValueError that names the field when a size is not positive."""
+        for name in ("kv_bytes_per_token", "kv_capacity_tokens"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}: must be positive")
+
     def step_ms(self, prefill_ms: float, requests: int, kv_tokens: int) -> float:
         """Milliseconds of a step that prefills chunks (their PrefillModel.ms summed) and decodes a batch."""
         if not requests:
@@ -59,6 +74,16 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
             return self.decode.base_ms + decode_ms
         # One pass over the weights serves both; the larger base is that pass.
         return max(self.prefill.base_ms, self.decode.base_ms) + prefill_ms + decode_ms
+
+
+def _require_times(stage: str, model: PrefillModel | DecodeModel) -> None:
+    """Raise ValueError unless every coefficient is a time and a step of this stage takes some."""
+    times: dict[str, float] = msgspec.structs.asdict(model)
+    for name, value in times.items():
+        if not (math.isfinite(value) and value >= 0.0):
+            raise ValueError(f"{stage}.{name} is {value}: must be finite and not negative")
+    if not any(times.values()):
+        raise ValueError(f"{stage}: every coefficient is 0, so that no step takes any time")
 
 
 class ProfileError(Exception):

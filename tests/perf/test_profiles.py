@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import pytest
 
 from tailrace.profiles import ProfileError, built_in_profiles, load_profile
@@ -89,3 +91,29 @@ def test_ares_decode_step_at_half_the_kv() -> None:
 def test_unknown_profile_is_named_with_those_that_exist() -> None:
     with pytest.raises(ProfileError, match=r"no-such.*r1-distill-qwen-32b-h100"):
         load_profile("no-such")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"decode": {"base_ms": -1.0, "ms_per_request": 0.0, "ms_per_kv_token": 0.0}},
+            r"decode\.base_ms is -1",
+        ),
+        ({"decode": {"base_ms": 0.0, "ms_per_request": 0.0, "ms_per_kv_token": 0.0}}, "decode: every"),
+        (
+            {"prefill": {"base_ms": 1.0, "ms_per_token": -0.1, "ms_per_token_squared": 0.0}},
+            r"prefill\.ms_per_token is -0\.1",
+        ),
+        ({"kv_capacity_tokens": 0}, "kv_capacity_tokens is 0"),
+        ({"kv_bytes_per_token": -4}, "kv_bytes_per_token is -4"),
+    ],
+)
+def test_a_profile_that_cannot_be_names_its_field(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    known = msgspec.to_builtins(load_profile("llama-3.1-8b-h100"))
+    path = tmp_path / "bad.json"
+    path.write_bytes(msgspec.json.encode({**known, **change}))
+    with pytest.raises(ProfileError, match=message):
+        load_profile(str(path))

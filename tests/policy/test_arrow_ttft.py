@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.policy.arrow.load import max_running_tokens
+from tailrace.policy.arrow.load import UNLIMITED_TOKENS, max_running_tokens
 from tailrace.policy.arrow.ttft import TtftPredictor
-from tailrace.profiles import load_profile
+from tailrace.profiles import DecodeModel, load_profile
 from tests.policy.fleets import quick
 
 LENGTHS = (16, 128, 512, 1_024, 4_096, 16_384, 65_536)
@@ -74,3 +75,12 @@ def test_max_running_tokens_is_the_most_that_keeps_the_slo() -> None:
 
     assert step_s(most) <= 0.05 < step_s(most + 2)
     assert max_running_tokens(profile, 0.001, 1_000) == 0
+
+
+@pytest.mark.parametrize("slope_ms", [0.0, 1e-300])
+def test_max_running_tokens_of_a_profile_whose_steps_do_not_grow_is_unlimited(slope_ms: float) -> None:
+    measured = load_profile("llama-3.1-8b-h100")
+    flat = DecodeModel(base_ms=20.0, ms_per_request=slope_ms, ms_per_kv_token=slope_ms)
+    profile = msgspec.structs.replace(measured, decode=flat)
+    assert max_running_tokens(profile, 0.05, 1_000) == UNLIMITED_TOKENS
+    assert max_running_tokens(profile, 0.02, 1_000) == 0

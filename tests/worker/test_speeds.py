@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.profiles import load_profile
+from tailrace.policy.arrow.load import UNLIMITED_TOKENS
+from tailrace.profiles import DecodeModel, PrefillModel, load_profile
 from worker_agent.speeds import Speeds
 
 SPEEDS = Speeds.of(load_profile("llama-3.1-8b-h100"), 0.1)
@@ -29,3 +33,26 @@ def test_what_is_computed_anew_is_waited_for_too() -> None:
     assert SPEEDS.prefill_delay_s(3_000, [1_000]) == pytest.approx(
         SPEEDS.ttft.prefill_s(1_000) + SPEEDS.ttft.prefill_s(2_000)
     )
+
+
+times_ms = st.floats(0.0, 1e3)
+
+
+@given(
+    decode=st.tuples(times_ms, times_ms, times_ms).filter(any),
+    prefill=st.tuples(times_ms, times_ms, times_ms).filter(any),
+    tpot_s=st.floats(1e-3, 1.0),
+)
+def test_whatever_was_fitted_can_be_reported(
+    decode: tuple[float, float, float], prefill: tuple[float, float, float], tpot_s: float
+) -> None:
+    """Fits of flat, noisy steps leave slopes of zero; a worker with such a profile goes on reporting."""
+    profile = msgspec.structs.replace(
+        load_profile("llama-3.1-8b-h100"),
+        prefill=PrefillModel(base_ms=prefill[0], ms_per_token=prefill[1], ms_per_token_squared=prefill[2]),
+        decode=DecodeModel(base_ms=decode[0], ms_per_request=decode[1], ms_per_kv_token=decode[2]),
+    )
+    speeds = Speeds.of(profile, tpot_s)
+    assert 0 <= speeds.max_running_tokens <= UNLIMITED_TOKENS
+    delay_s = speeds.prefill_delay_s(3_000, [1_000, 2_000])
+    assert math.isfinite(delay_s) and delay_s >= 0.0

@@ -82,7 +82,7 @@ def profile_of(
         decode_samples=decode.samples,
         ttft=_curve(samples.ttft),
         tpot_s=tpot_s,
-        max_running_tokens=min(capacity, _running_tokens(profile, tpot_s, capacity)),
+        max_running_tokens=min(capacity, max_running_tokens(profile, tpot_s, CONTEXT_TOKENS)),
         qoe=_qoe(samples.lived),
     )
 
@@ -91,14 +91,6 @@ def kind_of(info: EngineInfo) -> str:
     """The name that equal instances have in common."""
     fingerprint = info.kv_shape.model_fingerprint
     return profile_kind(info.engine, info.model, fingerprint, info.hardware, info.step_tokens)
-
-
-def _running_tokens(profile: Profile, tpot_s: float, capacity: int) -> int:
-    decode = profile.decode
-    if decode.ms_per_request == decode.ms_per_kv_token == 0.0:
-        # Nothing that was measured makes a step longer.
-        return capacity
-    return max_running_tokens(profile, tpot_s, CONTEXT_TOKENS)
 
 
 def _curve(samples: list[tuple[int, float]]) -> TtftRecord:
