@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -47,6 +48,8 @@ class Decider:
         # Requests that have outgrown the stage of their instance: a policy is asked once about each.
         self._outgrown: dict[str, str] = {}
         self._asked: Policy = active.policy
+        # When the last tick was, and whose.
+        self._ticked: tuple[Policy, float] | None = None
 
     def take(self, report: monitor_pb2.WorkerReport, now_s: float) -> None:
         """Apply a report and decide on what it tells."""
@@ -65,7 +68,10 @@ class Decider:
         """Call on_tick as often as the policy wants, while leading; until cancelled."""
         ticked_s = time.monotonic()
         while True:
-            await self._leading.wait()
+            if not self._leading.is_set():
+                # Another scheduler ticks meanwhile, and when is not known here.
+                self._ticked = None
+                await self._leading.wait()
             interval_s = self._active.policy.tick_interval_s
             if interval_s is None:
                 await asyncio.sleep(_LOOK_S)
@@ -80,7 +86,14 @@ class Decider:
     def tick(self) -> None:
         """One tick."""
         policy, view = self._active.policy, self._state.view()
-        self._decide("tick", lambda now_s: policy.on_tick(view, now_s))
+        last_s = self._ticked[1] if self._ticked is not None and self._ticked[0] is policy else None
+        view = dataclasses.replace(view, last_tick_s=last_s)
+
+        def ask(now_s: float) -> Sequence[Action]:
+            self._ticked = policy, now_s
+            return policy.on_tick(view, now_s)
+
+        self._decide("tick", ask)
 
     def _phase_changed(self, change: PhaseChange) -> None:
         policy, view, request = self._active.policy, self._state.view(), change.request

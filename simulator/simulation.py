@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from simulator.blocks import blocks_for
 from simulator.cluster import ClusterSpec
@@ -69,6 +70,7 @@ class Simulation:
         self._next = 0
         self._placements = 0
         self._idle_ticks = 0
+        self._last_tick_s: float | None = None
         # The monitor's clock is not the workload's.
         self._report_offset_s = random.Random(seed).random() * max(0.0, spec.report.interval_s)
         self._idle_calls = [
@@ -215,7 +217,9 @@ class Simulation:
         self._idle_ticks = 0 if self._events.foreground else self._idle_ticks + 1
         if self._idle_ticks > _IDLE_TICKS:
             raise SimulationError(f"{len(self.jobs) - self._concluded.count} requests wait for nothing")
-        self._carry_out(self._policy.on_tick(self._view(now), now), now)
+        view = replace(self._view(now), last_tick_s=self._last_tick_s)
+        self._last_tick_s = now
+        self._carry_out(self._policy.on_tick(view, now), now)
         self._events.background(now + interval_s, self._tick)
 
     def _sample(self, now: float) -> None:

@@ -167,6 +167,9 @@ class ClusterView:
 
     instances: Mapping[str, InstanceView]
     stages: tuple[Stage, ...] = ()
+    # Only in views for on_tick: when this policy's previous one was, by the clock of its `now`. None: it is
+    # the first since this scheduler began to decide by this policy (tailrace.policy.periods).
+    last_tick_s: float | None = None
 
     def placeable(self) -> list[InstanceView]:
         """Instances that may get new work, in instance-id order."""

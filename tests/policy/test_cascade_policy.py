@@ -108,8 +108,36 @@ def test_else_it_goes_on_where_it_is(why: str) -> None:
 
 def test_what_found_no_room_is_handed_over_at_the_next_refinement() -> None:
     source, _ = outgrown()
-    assert not migrations(POLICY.on_tick(staged(source), 3.0))
-    assert migrations(POLICY.on_tick(staged(source), 5.0))[0].request_id == "a0"
+    assert not migrations(POLICY.on_tick(ticked(staged(source), 2.0), 3.0))
+    assert migrations(POLICY.on_tick(ticked(staged(source), 4.0), 5.0))[0].request_id == "a0"
+
+
+def ticked(view: ClusterView, last_tick_s: float | None) -> ClusterView:
+    """As on_tick gets it: the previous one was then."""
+    return replace(view, last_tick_s=last_tick_s)
+
+
+@quick
+@given(st.lists(st.floats(0.0, 0.9), min_size=1, max_size=120))
+def test_a_late_tick_misses_no_period(lateness: list[float]) -> None:
+    """Handovers that are due, once every five seconds, from ticks of a second of which each may be late."""
+    source, _ = outgrown()
+    last_s, worked = 0.0, 0
+    for number, late_s in enumerate(lateness, start=1):
+        now = number + late_s
+        worked += bool(migrations(POLICY.on_tick(ticked(staged(source), last_s), now)))
+        last_s = now
+    assert worked == int(last_s // 5.0)
+
+
+def test_a_tick_that_missed_refinements_makes_up_for_them() -> None:
+    """Two steps of the moving average in one are the two one after the other."""
+    view = staged(instance("a", held("a", 100, 200, 300)), instance("c", held("c", 2_000, 2_500, 3_000)))
+    (first,) = set_stages(POLICY.on_tick(ticked(view, 4.0), 5.0))
+    (second,) = set_stages(POLICY.on_tick(ticked(replace_stages(view, first), 9.0), 10.0))
+    (both,) = set_stages(POLICY.on_tick(ticked(view, 4.0), 10.0))
+    ends = [[stage.hi for stage in action.stages] for action in (second, both)]
+    assert ends[0] == pytest.approx(ends[1], abs=1)
 
 
 def migrations(actions: Iterable[Action]) -> list[Migrate]:
@@ -135,7 +163,7 @@ def test_plans_once_there_is_something_to_plan_for() -> None:
     (planned,) = set_stages(POLICY.on_tick(crowded(), 1.0))
     assert tiles(planned.stages, MAX_LENGTH)
     assert len(planned.stages) > 1
-    assert not set_stages(POLICY.on_tick(replace_stages(crowded(), planned), 1.0))
+    assert not set_stages(POLICY.on_tick(ticked(replace_stages(crowded(), planned), 1.0), 2.0))
 
 
 def replace_stages(view: ClusterView, action: SetStages) -> ClusterView:
@@ -155,7 +183,7 @@ def test_replans_when_it_pays() -> None:
     (planned,) = set_stages(POLICY.on_tick(replace_stages(view, one), 60.0))
     assert len(planned.stages) > 1
     # Not off its time, and not for a plan that is hardly better.
-    assert not set_stages(POLICY.on_tick(replace_stages(view, one), 61.0))
+    assert not set_stages(POLICY.on_tick(ticked(replace_stages(view, one), 60.0), 61.0))
     unmoved = Cascade(least_plan_gain=0.99)
     assert not set_stages(unmoved.on_tick(replace_stages(view, one), 60.0))
 
@@ -198,7 +226,7 @@ def test_an_overloaded_outlier_hands_to_its_peers() -> None:
 def test_rebalance_stays_in_the_stage_and_makes_no_outliers(view: ClusterView, outlier: float) -> None:
     policy = Cascade(outlier=outlier)
     brought: dict[str, int] = {}
-    for move in migrations(policy.on_tick(view, 1.0)):
+    for move in migrations(policy.on_tick(ticked(view, 0.5), 1.0)):
         assert move.reason == "overloaded"
         stage = next(s for s in view.stages if move.source_id in s.instance_ids)
         source = view.instances[move.source_id]

@@ -107,6 +107,59 @@ def test_a_standby_follows_but_does_not_decide(scheduler: Scheduler) -> None:
     assert scheduler.place("q") == ("a", "")
 
 
+def test_a_tick_is_told_of_the_one_before_it(scheduler: Scheduler) -> None:
+    """Of the same policy's: what another one did by its periods says nothing about this one's."""
+    told: list[tuple[float | None, float]] = []
+
+    class Ticks(Recorder):
+        def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
+            told.append((view.last_tick_s, now))
+            return ()
+
+    scheduler.active.policy = Ticks()
+    for _ in range(3):
+        scheduler.decider.tick()
+    assert [last_s for last_s, _ in told] == [None, told[0][1], told[1][1]]
+    scheduler.active.policy = Ticks()
+    scheduler.decider.tick()
+    assert told[-1][0] is None
+
+
+async def test_who_leads_again_knows_of_no_tick_before(scheduler: Scheduler) -> None:
+    told: list[float | None] = []
+    ticked = asyncio.Event()
+
+    class Ticks(Recorder):
+        tick_interval_s = 0.01
+
+        def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
+            told.append(view.last_tick_s)
+            ticked.set()
+            return ()
+
+    async def wait_for_ticks(count: int) -> None:
+        async with asyncio.timeout(20.0):
+            while len(told) < count:
+                await ticked.wait()
+                ticked.clear()
+
+    scheduler.active.policy = Ticks()
+    async with asyncio.TaskGroup() as tasks:
+        ticking = tasks.create_task(scheduler.decider.run_ticks())
+        await wait_for_ticks(2)
+        assert told[0] is None and told[1] is not None
+        scheduler.leading.clear()
+        # Until it waits to lead.
+        async with asyncio.timeout(20.0):
+            while scheduler.decider._ticked is not None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        told.clear()
+        scheduler.leading.set()
+        await wait_for_ticks(1)
+        assert told[0] is None
+        ticking.cancel()
+
+
 def test_an_outgrown_stage_is_told_of_once(scheduler: Scheduler) -> None:
     facts = members("a", "b")
     facts.stages = (Stage(0, 120, ("a",)), Stage(120, 4096, ("b",)))

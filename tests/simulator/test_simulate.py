@@ -57,6 +57,20 @@ def test_static_pools_prefill_here_and_decode_there() -> None:
             assert record.migrations == 1
 
 
+def test_a_tick_is_told_of_the_one_before_it() -> None:
+    told: list[tuple[float | None, float]] = []
+
+    class Ticks(LeastLoaded):
+        tick_interval_s = 0.5
+
+        def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
+            told.append((view.last_tick_s, now))
+            return ()
+
+    simulate(SPEC, _requests(20), Ticks(), Fcfs())
+    assert [last_s for last_s, _ in told] == [None, *(now for _, now in told[:-1])]
+
+
 def test_records_in_the_order_given_whatever_the_order_of_arrival() -> None:
     requests = _requests(20)[::-1]
     result = simulate(SPEC, requests, RoundRobin(), Fcfs())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -33,6 +32,7 @@ from tailrace.policy.cascade.refinement import (
 )
 from tailrace.policy.cascade.workload import Workload, bucket_edges
 from tailrace.policy.ledger import Ledger
+from tailrace.policy.periods import periods_elapsed
 from tailrace.profiles import Profile, load_profile
 
 # Of the profiles that come with Tailrace, the one of a model that the paper uses (section 6.1).
@@ -172,18 +172,13 @@ class Cascade(Policy):
         stages = self._stages(view, now)
         actions: list[Action] = [SetStages(stages)] if stages != view.stages else []
         ledger = open_ledger(view)
-        if self._due(self.refine_s, now):
+        if periods_elapsed(self.refine_s, view.last_tick_s, now):
             actions += self._overdue(view, stages, ledger)
         if self.rebalances:
             # Without stages the whole cluster is one.
             for peers in [_active(view, stage) for stage in stages] or [view.placeable()]:
                 actions += self._rebalance(peers, ledger)
         return actions
-
-    def _due(self, period_s: float, now: float) -> bool:
-        """Whether a multiple of the period lies in the last tick: a clock that needs no memory."""
-        tick_s = self.tick_interval_s or period_s
-        return math.floor(now / period_s) != math.floor((now - tick_s) / period_s)
 
     def _stages(self, view: ClusterView, now: float) -> tuple[Stage, ...]:
         members = _members(view)
@@ -192,14 +187,17 @@ class Cascade(Policy):
             plan = self._first_plan(members)
             return plan.stages(sorted(demand)) if plan is not None else ()
         stages = repaired(view.stages, demand.keys(), demand)
-        if self._due(self.replan_s, now):
+        if periods_elapsed(self.replan_s, view.last_tick_s, now):
             workload = self._in_flight(members)
             planned = self._replanned(members, workload, stages)
             if planned is not None:
                 return planned
-        if self._due(self.refine_s, now) and len(stages) > 1:
+        refinements = periods_elapsed(self.refine_s, view.last_tick_s, now)
+        if refinements and len(stages) > 1:
             model, _ = self._models(members)
-            refinement = Refinement(model, self.split, self.smoothing, share=self.share)
+            # What a late tick has missed is made up for: n steps of the moving average at once.
+            smoothing = 1.0 - (1.0 - self.smoothing) ** refinements
+            refinement = Refinement(model, self.split, smoothing, share=self.share)
             return refinement.refine(stages, _rows(members))
         return stages
 
