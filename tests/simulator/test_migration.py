@@ -125,6 +125,32 @@ def test_source_decodes_on_while_full_blocks_are_copied_and_pauses_for_the_rest(
     )
 
 
+def test_prompts_that_wait_keep_no_import_out() -> None:
+    """A seat that nobody runs in is free, however many wait for KV; as in the engines."""
+    spec = _spec(1_000, WhenFull.REFUSE, 1e9, 0.5)
+    long = [SimRequest(f"long{n}", 0.0, 800, 0, 100) for n in range(6)]
+    simulation = Watched(spec, [*long, SimRequest("r", 0.01, 40, 0, 60)], ByName(), INTRA["fcfs"])
+    result = simulation.run(None)
+    [migration] = result.migrations
+    assert migration.outcome is MigrationOutcome.COMMITTED
+    # All but the first long one still wait.
+    first, *others = (record for record in result.requests if record.request_id != "r")
+    assert first.finish_s is not None and migration.end_s < first.finish_s
+    assert all((record.first_token_s or 0.0) > migration.end_s for record in others)
+
+
+class ByName(Policy):
+    """Long requests to the second instance; the others move there when prefill is done."""
+
+    def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
+        return Place("i001" if arrival.request_id.startswith("long") else "i000")
+
+    def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> list[Action]:
+        if request.instance_id == "i001":
+            return []
+        return [Migrate(request.request_id, request.instance_id, "i001", "test")]
+
+
 def test_transfers_share_the_port_and_only_so_many_go_at_a_time() -> None:
     spec = _spec(4_000, WhenFull.WAIT, 1e8, 0.5)
     spec = replace(spec, migration=replace(spec.migration, limit=3, patience_s=10.0))

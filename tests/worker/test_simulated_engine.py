@@ -508,6 +508,26 @@ def test_no_room_reserves_nothing() -> None:
     assert fleet.engines[1].stats().kv_blocks_used == used
 
 
+def test_prompts_that_wait_keep_no_import_out() -> None:
+    """As on vLLM: who waits for KV has no seat, so a migrated request that fits is taken in and runs."""
+    fleet = Fleet(SMALL, SMALL)
+    request_id = _decoding(fleet)
+    hog = fleet.submit(1, [7] * 48, max_tokens=20, ignore_eos=True)
+    fleet.clock.advance(4)
+    for number in range(SMALL.max_num_seqs):
+        fleet.submit(1, [number] * 68, max_tokens=2)
+    fleet.clock.advance(2)
+    states = [request.state for request in fleet.engines[1].stats().requests]
+    assert states.count("waiting") == SMALL.max_num_seqs
+    pause = _hand_over(fleet, request_id)
+    now(fleet.engines[1].import_prepare(request_id, pause))
+    now(fleet.engines[1].import_activate(request_id))
+    assert {r.request_id: r.state for r in fleet.engines[1].stats().requests}[request_id] == "running"
+    assert hog.live
+    fleet.engines[1].abort_client(0)
+    fleet.engines[0].abort_client(0)
+
+
 def test_large_blocks_in_parts() -> None:
     """More bytes than are made between two looks at the event loop."""
     large = SimulatedSettings(kv_bytes_per_token=16384, kv_blocks=64, max_model_len=1024, num_layers=4)

@@ -592,6 +592,51 @@ async def test_import_without_room_reserves_nothing(engine: VllmEngine, front: F
     engine.abort_client(0)
 
 
+async def test_prompts_that_wait_keep_no_import_out(engine: VllmEngine, front: Front) -> None:
+    """Seats are free and so is KV, for all but the long prompts that wait: a migrated request is taken in."""
+    reference = front.stream(ANSWERING, params(max_tokens=60))
+    front.submit(engine, reference)
+    await front.until(lambda: reference.finished)
+    stream = front.stream(ANSWERING, params(max_tokens=60))
+    front.submit(engine, stream)
+    bundle = await take_out(engine, front, stream, 20)
+    await engine.export_release(stream.request_id)
+    hog = front.stream(list(range(32, 128)) * 12, params(max_tokens=600, min_tokens=600))
+    front.submit(engine, hog)
+    await front.until_tokens(hog, 2)
+    # Each longer than what the hog leaves of the KV; as many as the engine has seats.
+    for number in range(16):
+        front.submit(engine, front.stream([number, *range(32, 128)] * 20, params(max_tokens=5)))
+    await front.until_tokens(hog, 5)
+    assert sum(entry.state == "waiting" for entry in engine.stats().requests) == 16
+    await bundle.bring_in(stream)
+    await front.until(lambda: stream.finished)
+    same(stream, reference)
+    assert not hog.finished
+    engine.abort_client(0)
+
+
+async def test_without_a_free_seat_an_import_is_refused(engine: VllmEngine, front: Front) -> None:
+    """Every seat taken, reserved or held for a paused request."""
+    paused, stream = (front.stream(ANSWERING, params()) for _ in range(2))
+    for one in (paused, stream):
+        front.submit(engine, one)
+    await take_out(engine, front, paused, 5)
+    bundle = await take_out(engine, front, stream, 5)
+    await engine.export_release(stream.request_id)
+    crowd = [front.stream(ANSWERING, params(max_tokens=400, ignore_eos=True)) for _ in range(15)]
+    for one in crowd:
+        front.submit(engine, one)
+    await front.until_tokens(crowd[-1], 2)
+    with pytest.raises(EngineRefusal, match="no room"):
+        await bundle.reserve(stream)
+    engine.abort([crowd[0].key])
+    await bundle.reserve(stream)
+    await engine.import_drop(stream.request_id)
+    await engine.export_resume(paused.request_id)
+    engine.abort_client(0)
+
+
 async def test_a_block_that_changed_on_the_way_is_refused(engine: VllmEngine, front: Front) -> None:
     stream = front.stream(ANSWERING, params())
     front.submit(engine, stream)

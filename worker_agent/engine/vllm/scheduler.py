@@ -83,8 +83,12 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
     # ---- places in the batch
 
     def free_slots(self) -> int:
-        """Places in the batch that nobody has or waits for."""
-        taken = len(self.running) + len(self.waiting) + len(self.kv_holding_waiting) + self._paused_slots()
+        """Places in the batch that no request runs in, is paused in or has reserved.
+
+        A request that waits has none yet: a request that arrives with its KV does not queue behind prompts.
+        It holds blocks, so vLLM resumes it before it admits anybody from the waiting queue.
+        """
+        taken = len(self.running) + len(self.kv_holding_waiting) + self._paused_slots()
         return self._active_limit - taken - self._reserved_slots
 
     def hold_slots(self, change: int) -> None:
