@@ -11,11 +11,13 @@ from typing import Final
 
 from benchmarks.grounds import Ground
 from simulator.cluster import ClusterSpec
-from simulator.setups import Known, setup_for
+from simulator.setups import setup_for
 from tailrace.intra.base import IntraPolicy
 from tailrace.perf.length_penalty import load_length_penalty
 from tailrace.policy.base import Policy
+from tailrace.policy.deployment import Deployment
 from tailrace.profiles import load_profile
+from tailrace.slo import Slo
 
 PAPERS: Final = ("pascal", "ares", "arrow", "cascade")
 OURS: Final = "tailrace"
@@ -41,5 +43,5 @@ def prepare(name: str, ground: Ground, mean_output_tokens: float) -> Contestant:
     profile, penalty = load_profile(ground.profile), load_length_penalty(ground.penalty)
     spec = setup.apply(ClusterSpec.uniform(ground.instances, profile, penalty=penalty), mean_output_tokens)
     ttft_s, tpot_s = ground.strictest()
-    known = Known(profile, penalty, ttft_s, tpot_s)
-    return Contestant(spec, setup.policy(known), setup.intra())
+    deployment = Deployment(Slo(ttft_s, tpot_s), profile, penalty)
+    return Contestant(spec, setup.policy(deployment), setup.intra())

@@ -26,11 +26,12 @@ from benchmarks.report import machine, save
 from simulator.cluster import ClusterSpec, LinkSpec
 from simulator.request import SimRequest
 from simulator.run import simulate
-from simulator.setups import Known, setup_for, setup_names
+from simulator.setups import setup_for, setup_names
 from simulator.workloads import azure
 from simulator.workloads.arrivals import poisson_requests
 from simulator.workloads.clip import Clip
 from simulator.workloads.generators import GENERATORS
+from tailrace.policy.deployment import Deployment
 from tailrace.profiles import load_profile
 
 # Where `traces/` of the public data is.
@@ -105,7 +106,11 @@ def measure(case: Case) -> Cost:
     """Run it once."""
     setup = setup_for(case.policy)
     profile = case.cluster.instances[0].profile
-    policy, intra, cluster = setup.policy(Known(profile)), setup.intra(), setup.apply(case.cluster)
+    policy, intra, cluster = (
+        setup.policy(Deployment(profile=profile)),
+        setup.intra(),
+        setup.apply(case.cluster),
+    )
     gc.collect()
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     result = simulate(cluster, case.requests, policy, intra)

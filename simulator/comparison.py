@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from simulator.estimate import Best, Estimate, best_of, estimate
-from simulator.goodput import Slo
 from simulator.parallel import Progress, Task, run_tasks
 from simulator.scenario import Fleet, Outcome, Scenario, run_brief, run_scenario
 from simulator.workloads.base import Workload
 from simulator.workloads.resolve import WorkloadOptions
+from tailrace.slo import Slo
 
 # Figures that are compared: 1 where more is better, -1 where less is.
 BETTER: Mapping[str, int] = {

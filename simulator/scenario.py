@@ -10,15 +10,17 @@ from pathlib import PurePath
 import numpy as np
 
 from simulator.cluster import ClusterSpec
-from simulator.goodput import Slo, attainment, offered_rate_per_s
+from simulator.goodput import attainment, offered_rate_per_s
 from simulator.records import MigrationOutcome, MigrationRecord, Series, SimResult
 from simulator.run import simulate
-from simulator.setups import Known, Setup, setup_for
+from simulator.setups import Setup, setup_for
 from simulator.tails import tail_by_bin
 from simulator.workloads.base import Workload
 from simulator.workloads.resolve import WorkloadOptions, resolve_workload
 from tailrace.perf.length_penalty import load_length_penalty
+from tailrace.policy.deployment import Deployment
 from tailrace.profiles import load_profile
+from tailrace.slo import Slo
 
 # Samples of a run's series: enough for a plot, few enough for a page.
 _SAMPLES = 240
@@ -149,15 +151,10 @@ def run_scenario(scenario: Scenario, progress: Callable[[float], None] | None = 
     spec = ClusterSpec.uniform(scenario.fleet.instances, profile, penalty=penalty)
     mean_output = float(np.mean([request.output_tokens for request in workload.requests]))
     slo = scenario.slo
-    known = Known(profile, penalty)
-    if slo.ttft_s is not None:
-        known = replace(known, ttft_slo_s=slo.ttft_s)
-    if slo.tpot_s is not None:
-        known = replace(known, tpot_slo_s=slo.tpot_s)
     result = simulate(
         setup.apply(spec, mean_output),
         workload.requests,
-        setup.policy(known),
+        setup.policy(Deployment(slo, profile, penalty)),
         setup.intra(),
         seed=scenario.options.seed,
         sample_interval_s=_sample_interval_s(workload),

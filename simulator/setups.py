@@ -8,7 +8,6 @@ its paper has it, and the same on every workload. Names are those of `tailrace.p
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -21,12 +20,12 @@ from simulator.predictors import NoisyPredictor, OraclePredictor
 from tailrace.cluster import Pool
 from tailrace.intra.base import IntraPolicy
 from tailrace.intra.fcfs import Fcfs
-from tailrace.intra.registry import intra_for_policy, make_intra
-from tailrace.perf.length_penalty import FittedLengthPenalty
+from tailrace.intra.registry import intra_for_policy, intra_parameters, make_intra
 from tailrace.policy import registry
 from tailrace.policy.ares.future_load import FutureLoad
 from tailrace.policy.base import Policy
-from tailrace.profiles import Profile
+from tailrace.policy.deployment import Deployment
+from tailrace.policy.parameters import Parameter, Value
 
 # Names of predictions that workers can be given, whatever the policy.
 PREDICTIONS: Final = ("none", "noisy", "oracle")
@@ -34,20 +33,6 @@ PREDICTIONS: Final = ("none", "noisy", "oracle")
 
 class UnknownSetupError(ValueError):
     """No such policy; the message names those that there are, or says what is wrong with the class."""
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What a policy may know of the cluster before it starts.
-
-    A policy gets each of these that its constructor has a parameter for, by the parameter's name.
-    """
-
-    profile: Profile
-    penalty: FittedLengthPenalty | None = None
-    # The service level asked for; times in seconds.
-    ttft_slo_s: float = 2.0
-    tpot_slo_s: float = 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +50,26 @@ class Setup:
     # One of PREDICTIONS.
     predicts: str = "none"
 
-    def policy(self, known: Known) -> Policy:
-        """A new policy, told what it can be told. Raises UnknownSetupError."""
+    def policy(self, deployment: Deployment, parameters: Mapping[str, Value] | None = None) -> Policy:
+        """A new policy. Raises UnknownSetupError, ParameterError."""
         kind = _policy_class(self.policy_name)
-        given = {
-            "profile": known.profile,
-            "penalty": known.penalty,
-            "ttft_slo_s": known.ttft_slo_s,
-            "tpot_slo_s": known.tpot_slo_s,
-        }
-        takes = inspect.signature(kind).parameters
-        return kind(**{name: value for name, value in given.items() if name in takes})
+        try:
+            return registry.make_policy(self.name, kind, self.intra_name, parameters or {}, deployment)
+        except registry.UnusablePolicyError as error:
+            raise UnknownSetupError(str(error)) from error
 
-    def intra(self) -> IntraPolicy:
-        """A new order inside the instance; vLLM's own is first come, first served."""
-        return make_intra(self.intra_name) or Fcfs()
+    def intra(self, parameters: Mapping[str, Value] | None = None) -> IntraPolicy:
+        """A new order inside the instance; vLLM's own is first come, first served.
+
+        Of the policy's `parameters` it takes its own. Raises ParameterError.
+        """
+        own = {parameter.name for parameter in intra_parameters(self.intra_name)}
+        given = {name: value for name, value in (parameters or {}).items() if name in own}
+        return make_intra(self.intra_name, given) or Fcfs()
+
+    def parameters(self) -> tuple[Parameter, ...]:
+        """What can be set. Raises UnknownSetupError."""
+        return registry.declared_parameters(_policy_class(self.policy_name), self.intra_name)
 
     def with_pools(self, prefill: int, instances: int) -> Setup:
         """The same with `prefill` of `instances` in the prefill pool, if it starts with pools at all."""
@@ -193,7 +183,7 @@ def setup_for(name: str) -> Setup:
 def _policy_class(name: str) -> type[Policy]:
     if ":" not in name:
         try:
-            return type(registry.load(name))
+            return registry.policy_class(name)
         except registry.UnusablePolicyError as error:
             raise UnknownSetupError(str(error)) from error
     module, _, attribute = name.partition(":")

@@ -10,7 +10,6 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from simulator.goodput import Slo
 from simulator.parallel import TaskError
 from simulator.scenario import Fleet
 from simulator.setups import PREDICTIONS, UnknownSetupError, setup_for
@@ -19,6 +18,7 @@ from simulator.workloads.base import WorkloadError
 from tailrace.cli.errors import CliError, UsageProblem
 from tailrace.perf.length_penalty import LengthPenaltyError, load_length_penalty
 from tailrace.profiles import ProfileError, load_profile
+from tailrace.slo import Slo
 
 F = TypeVar("F", bound=Callable[..., Any])
 

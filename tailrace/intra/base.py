@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 from tailrace.cluster import Phase
+from tailrace.policy.parameters import Parameter
 
 # Smaller is served earlier. The last element is the arrival order, which makes ranks of one instance
 # distinct. A policy says which of those before it are the level, within which nobody is preempted for
@@ -21,6 +22,26 @@ Rank = tuple[int, ...]
 
 # Token quantum of PASCAL's evaluation, section V-A.
 QUANTUM_TOKENS: Final = 500
+
+# Shared by every policy and order that counts in quanta.
+QUANTUM: Final = Parameter(
+    "quantum_tokens",
+    int,
+    QUANTUM_TOKENS,
+    "output tokens of one turn; an answer with fewer is fresh",
+    unit="tokens",
+    source="PASCAL, section V-A",
+    minimum=1,
+)
+WATERMARK: Final = Parameter(
+    "watermark",
+    float,
+    0.01,
+    "share of an instance's KV blocks that an admission leaves free, so that the batch can grow",
+    source="vLLM 0.6",
+    minimum=0.0,
+    maximum=1.0,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +80,9 @@ class ImportView:
 class IntraPolicy(ABC):
     """Pure; constructor parameters are its only state."""
 
+    # Keyword arguments of the constructor. Those that a policy of the fleet shares with the order that goes
+    # with it have the same name and mean the same.
+    parameters: ClassVar[tuple[Parameter, ...]] = ()
     summary: str = ""
     # A waiting request takes the place of the last-ranked running ones whose level is below its own.
     preemptive: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tailrace.cluster import Phase
-from tailrace.intra.base import IntraPolicy, JobView, Rank
+from tailrace.intra.base import WATERMARK, IntraPolicy, JobView, Rank
 
 
 class DecodeFirst(IntraPolicy):
@@ -13,6 +13,7 @@ class DecodeFirst(IntraPolicy):
     every prompt, so that a prompt is what gives way when KV is short. Nobody is preempted for an admission.
     """
 
+    parameters = (WATERMARK,)
     summary = "decodes before prompts, chunked prefill in the rest, KV migrations in order"
 
     def __init__(self, *, watermark: float = 0.01) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tailrace.intra.base import IntraPolicy, JobView, Rank
+from tailrace.intra.base import WATERMARK, IntraPolicy, JobView, Rank
 
 
 class Fcfs(IntraPolicy):
@@ -13,6 +13,7 @@ class Fcfs(IntraPolicy):
     II-C and V-A).
     """
 
+    parameters = (WATERMARK,)
     summary = "arrival order; preempts the last when KV is short"
 
     def __init__(self, *, watermark: float = 0.01) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Final
 
 from tailrace.cluster import Phase
-from tailrace.intra.base import QUANTUM_TOKENS, IntraPolicy, JobView, Rank
+from tailrace.intra.base import QUANTUM, QUANTUM_TOKENS, WATERMARK, IntraPolicy, JobView, Rank
+from tailrace.policy.parameters import Parameter
 
 HIGH: Final = 0
 LOW: Final = 1
+# Section V-A.
+DEMOTION_TOKENS: Final = 5_000
 
 
 class PascalQueue(IntraPolicy):
@@ -20,6 +23,19 @@ class PascalQueue(IntraPolicy):
     treated as a low-priority answering request".
     """
 
+    parameters = (
+        QUANTUM,
+        Parameter(
+            "demotion_tokens",
+            int,
+            DEMOTION_TOKENS,
+            "tokens of context beyond which a reasoning request is demoted to the low-priority queue",
+            unit="tokens",
+            source="PASCAL, section V-A",
+            minimum=1,
+        ),
+        WATERMARK,
+    )
     summary = "reasoning before answering, quanta in each, long reasoning demoted"
     preemptive = True
     # Without room on the device an answering request spills "its KV cache to CPU memory" (on Algorithm 2).
@@ -29,7 +45,7 @@ class PascalQueue(IntraPolicy):
         self,
         *,
         quantum_tokens: int = QUANTUM_TOKENS,
-        demotion_tokens: int | None = 5_000,
+        demotion_tokens: int | None = DEMOTION_TOKENS,
         watermark: float = 0.01,
     ) -> None:
         """`demotion_tokens`: KV beyond which reasoning is demoted (section V-A); None: never."""

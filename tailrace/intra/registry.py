@@ -15,6 +15,7 @@ from tailrace.intra.fcfs import Fcfs
 from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.round_robin import QuantumRoundRobin
 from tailrace.intra.tailrace import AnswersFirst
+from tailrace.policy.parameters import Parameter, Value, parse_parameters
 
 # The engine's own order: no policy of ours. A simulation takes Fcfs for it, which is what vLLM's order is.
 ENGINE_ORDER: Final = "vllm"
@@ -54,14 +55,23 @@ def intra_names() -> list[str]:
     return sorted([ENGINE_ORDER, *INTRA_POLICIES])
 
 
-def make_intra(name: str) -> IntraPolicy | None:
-    """A policy with its default parameters; None for the engine's own order. Raises UnknownIntraError."""
+def make_intra(name: str, parameters: Mapping[str, Value] | None = None) -> IntraPolicy | None:
+    """The order of that name; None for the engine's own. Without `parameters` it has its defaults.
+
+    Raises UnknownIntraError, ParameterError.
+    """
+    values = parse_parameters(f"order {name!r}", intra_parameters(name), parameters or {})
+    return INTRA_POLICIES[name](**values) if name != ENGINE_ORDER else None
+
+
+def intra_parameters(name: str) -> tuple[Parameter, ...]:
+    """What the order of that name declares. Raises UnknownIntraError."""
     if name == ENGINE_ORDER:
-        return None
+        return ()
     found = INTRA_POLICIES.get(name)
     if found is None:
         raise UnknownIntraError(f"unknown order {name!r}; known: {', '.join(intra_names())}")
-    return found()
+    return found.parameters
 
 
 def intra_for_policy(policy: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tailrace.intra.base import QUANTUM_TOKENS, IntraPolicy, JobView, Rank
+from tailrace.intra.base import QUANTUM, QUANTUM_TOKENS, WATERMARK, IntraPolicy, JobView, Rank
 
 
 class QuantumRoundRobin(IntraPolicy):
@@ -13,6 +13,7 @@ class QuantumRoundRobin(IntraPolicy):
     somebody who has had less wants its place.
     """
 
+    parameters = (QUANTUM, WATERMARK)
     summary = "fewest token quanta used goes first"
     preemptive = True
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from tailrace.cluster import Phase
-from tailrace.intra.base import QUANTUM_TOKENS, IntraPolicy, JobView, Rank
+from tailrace.intra.base import QUANTUM, QUANTUM_TOKENS, WATERMARK, IntraPolicy, JobView, Rank
 from tailrace.intra.due import due_s
+from tailrace.policy.parameters import Parameter
 
 ANSWERS: Final = 0
 # As far as ARES looks ahead, and its "2000 tokens" (section 5.3).
@@ -28,6 +29,19 @@ class AnswersFirst(IntraPolicy):
     long one that came not long before (`due`).
     """
 
+    parameters = (
+        QUANTUM,
+        Parameter(
+            "protected_tokens",
+            int,
+            PROTECTED_TOKENS,
+            "output tokens of an answer during which it is not preempted",
+            unit="tokens",
+            source="ours; as far as ARES looks ahead (section 5.3)",
+            minimum=0,
+        ),
+        WATERMARK,
+    )
     summary = "answers before prompts and reasoning, those and very long answers in turns of one quantum"
     preemptive = True
 

@@ -8,14 +8,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 from tailrace.actions import Action, Migrate, Placement
 from tailrace.cluster import Arrival, ClusterView, RequestView
+from tailrace.policy.deployment import Fact
+from tailrace.policy.parameters import Parameter
 
 
 class Policy(ABC):
-    """Only `place` must be given; every other decision point does nothing by default."""
+    """Only `place` must be given; every other decision point does nothing by default.
 
+    The constructor gets a keyword argument for each of `parameters`, and one for each of `needs` that is
+    known; all of them have defaults, so that a policy can be made without any.
+    """
+
+    # What users may set with `tailrace set policy NAME key=value` and `--set key=value`.
+    parameters: ClassVar[tuple[Parameter, ...]] = ()
+    # Facts of the deployment that it plans with.
+    needs: ClassVar[tuple[Fact, ...]] = ()
     # One line for `tailrace get policies`.
     summary: str = ""
     # Seconds between calls of on_tick; None: never called.

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from tailrace.actions import Place, Placement
 from tailrace.cluster import Arrival, ClusterView, InstanceView
 from tailrace.policy.base import Policy
 from tailrace.policy.candidates import NO_INSTANCE, candidates
+from tailrace.policy.parameters import Parameter
 from tailrace.policy.room import footprint_tokens
+
+QUEUED_WEIGHT: Final = Parameter(
+    "queued_weight",
+    float,
+    1.0,
+    "weight in an instance's KV footprint (m_i) of prompts sent there that have no KV yet",
+    source="ours; PASCAL's letter is 0",
+    minimum=0.0,
+)
 
 
 class MinKv(Policy):
     """ "Requests are placed on the instance with the smallest KV footprint", and stay there."""
 
+    parameters = (QUEUED_WEIGHT,)
     summary = "each arrival to the instance with the smallest KV footprint; no migration"
 
     def __init__(self, *, queued_weight: float = 1.0) -> None:

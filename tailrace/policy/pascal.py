@@ -26,16 +26,33 @@ from collections.abc import Sequence
 
 from tailrace.actions import Action, Migrate, Place, Placement
 from tailrace.cluster import Arrival, ClusterView, InstanceView, PhaseLoad, RequestView
-from tailrace.intra.base import QUANTUM_TOKENS
+from tailrace.intra.base import QUANTUM, QUANTUM_TOKENS
 from tailrace.policy.base import Policy
 from tailrace.policy.candidates import NO_INSTANCE, candidates
+from tailrace.policy.min_kv import QUEUED_WEIGHT
+from tailrace.policy.parameters import Parameter
 from tailrace.policy.phase_load import phase_load
 from tailrace.policy.room import fits_device, fits_host, footprint_tokens
+
+_PLACEMENT: tuple[Parameter, ...] = (
+    Parameter(
+        "behind_tokens",
+        float,
+        1.0,
+        "an answering request that is so far behind its reader, or further, fails its SLO (t_i)",
+        unit="tokens",
+        source="ours, of PASCAL's Algorithm 1, line 3",
+        minimum=0.0,
+    ),
+    QUEUED_WEIGHT,
+    QUANTUM,
+)
 
 
 class PascalNoMigration(Policy):
     """Algorithm 1: the smallest footprint among instances whose answering requests meet their SLO."""
 
+    parameters = _PLACEMENT
     summary = "PASCAL's placement by SLO and KV footprint; answers where it reasoned"
 
     def __init__(
@@ -120,6 +137,18 @@ class PascalNonAdaptive(PascalNoMigration):
 class Pascal(PascalNonAdaptive):
     """All of it, with adaptive migration (section IV-B, figure 7)."""
 
+    parameters = (
+        *_PLACEMENT,
+        Parameter(
+            "growth_tokens",
+            int,
+            QUANTUM_TOKENS,
+            "KV beyond what a request holds that is sufficient memory for its answering phase",
+            unit="tokens",
+            source="ours, of PASCAL's section IV-B (adaptive migration): one quantum",
+            minimum=0,
+        ),
+    )
     summary = "PASCAL: reasoning to small KV, answering to few reasoning, migrating where memory allows"
 
     def __init__(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 
+from tailrace.intra.registry import intra_for_policy, intra_parameters
 from tailrace.policy.base import Policy
+from tailrace.policy.deployment import Deployment
+from tailrace.policy.parameters import Parameter, ParameterError, Value, parse_parameters
+from tailrace.slo import Slo
 
 GROUP = "tailrace.policies"
 
@@ -23,11 +28,19 @@ def names() -> list[str]:
     return sorted(_points())
 
 
-def load(name: str) -> Policy:
-    """An instance of the policy called `name`.
+def load(name: str, *, parameters: Mapping[str, Value] | None = None, slo: Slo | None = None) -> Policy:
+    """An instance of the policy called `name`, planning for `slo`.
 
-    Raises UnknownPolicyError with the known names, UnusablePolicyError when its package fails.
+    `parameters` may name those of the batch order that goes with the policy, too; they are checked, and are
+    for the workers. Raises UnknownPolicyError with the known names, UnusablePolicyError when its package
+    fails, ParameterError for parameters that it does not take.
     """
+    deployment = Deployment() if slo is None else Deployment(slo)
+    return make_policy(name, policy_class(name), intra_for_policy(name), parameters or {}, deployment)
+
+
+def policy_class(name: str) -> type[Policy]:
+    """The class behind a name. Raises UnknownPolicyError, UnusablePolicyError."""
     if name not in _points():
         # Perhaps it has been installed since.
         _points.cache_clear()
@@ -35,14 +48,40 @@ def load(name: str) -> Policy:
     if point is None:
         raise UnknownPolicyError(f"unknown policy {name!r}; installed: {', '.join(names())}")
     try:
-        policy = point.load()()
+        found: object = point.load()
     # Somebody else's package, which may fail in any way; a scheduler must outlive that.
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-        raise UnusablePolicyError(f"policy {name!r} ({point.value}) cannot be loaded: {said}") from error
-    if not isinstance(policy, Policy):
+        reason = f"{type(error).__name__}: {error}"
+        raise UnusablePolicyError(f"policy {name!r} ({point.value}) cannot be loaded: {reason}") from error
+    if not (isinstance(found, type) and issubclass(found, Policy)):
         raise UnusablePolicyError(f"policy {name!r} ({point.value}) is not a tailrace.policy.base.Policy")
-    return policy
+    return found
+
+
+def declared_parameters(kind: type[Policy], order: str) -> tuple[Parameter, ...]:
+    """What users may set of a policy: its own parameters, and those of its batch order that it has not."""
+    own = {parameter.name for parameter in kind.parameters}
+    return (*kind.parameters, *(p for p in intra_parameters(order) if p.name not in own))
+
+
+def make_policy(
+    name: str, kind: type[Policy], order: str, parameters: Mapping[str, Value], deployment: Deployment
+) -> Policy:
+    """An instance of `kind`, which users know as `name` and run with the batch order `order`.
+
+    Raises UnusablePolicyError, ParameterError.
+    """
+    values = parse_parameters(f"policy {name!r}", declared_parameters(kind, order), parameters)
+    own = {parameter.name: values[parameter.name] for parameter in kind.parameters}
+    try:
+        return kind(**own, **deployment.facts(kind.needs))
+    # Somebody else's package again.
+    except Exception as error:
+        if parameters and isinstance(error, ValueError):
+            # Each value is allowed, but not together with the others.
+            raise ParameterError(f"policy {name!r}: {error}") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise UnusablePolicyError(f"policy {name!r} cannot be loaded: {reason}") from error
 
 
 @lru_cache(maxsize=1)

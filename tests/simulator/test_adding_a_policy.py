@@ -19,7 +19,8 @@ PAGE = (ROOT / "docs" / "adding-a-policy.md").read_text()
 
 
 def run(*command: str, folder: Path, installed: Path | None = None) -> str:
-    path = {"PYTHONPATH": str(installed)} if installed else {}
+    # Beside the tailrace that is tested, which need not be the one that is installed.
+    path = {"PYTHONPATH": f"{installed}{os.pathsep}{ROOT}"} if installed else {}
     done = subprocess.run(
         [sys.executable, *command],
         cwd=folder,

@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from simulator.goodput import Slo
 from simulator.scenario import Fleet, Scenario, run_scenario
 from simulator.workloads.resolve import WorkloadOptions
+from tailrace.slo import Slo
 from tests.simulator.command_lines import done, profile, run, workload
 
 

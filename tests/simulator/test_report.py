@@ -15,7 +15,6 @@ from rich.console import Console
 from simulator.cli.group_table import group_table
 from simulator.comparison import Comparison, Plan, compare
 from simulator.figure_text import half_text, mean_text
-from simulator.goodput import Slo
 from simulator.records import MigrationOutcome, StageChange
 from simulator.report.over_time import stages
 from simulator.report.page import Cell, cards, table
@@ -25,6 +24,7 @@ from simulator.report.side_by_side import comparison_report
 from simulator.scenario import Detail, Fleet, Outcome, Scenario, run_scenario
 from simulator.workloads.resolve import WorkloadOptions
 from tailrace.cluster import Stage
+from tailrace.slo import Slo
 from tests.simulator.command_lines import profile
 
 

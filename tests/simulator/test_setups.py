@@ -8,7 +8,7 @@ from simulator.cluster import ClusterSpec, WhenFull
 from simulator.predictors import NoisyPredictor, OraclePredictor
 from simulator.request import SimRequest
 from simulator.run import simulate
-from simulator.setups import Known, UnknownSetupError, predictor_for, setup_for, setup_names
+from simulator.setups import UnknownSetupError, predictor_for, setup_for, setup_names
 from tailrace.cluster import Pool
 from tailrace.intra.decode_first import DecodeFirst
 from tailrace.intra.fcfs import Fcfs
@@ -16,9 +16,12 @@ from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.round_robin import QuantumRoundRobin
 from tailrace.policy import registry
 from tailrace.policy.arrow.policy import Arrow
+from tailrace.policy.deployment import Deployment
 from tailrace.policy.min_kv import MinKv
+from tailrace.slo import Slo
 from tests.simulator.worlds import PROFILE
 
+KNOWN = Deployment(profile=PROFILE)
 SPEC = ClusterSpec.uniform(4, PROFILE)
 REQUESTS = [SimRequest(f"r{n}", n * 0.02, 30 + n, (n % 2) * 40, 20 + n) for n in range(24)]
 
@@ -30,7 +33,7 @@ def test_every_policy_has_one() -> None:
 @pytest.mark.parametrize("name", setup_names())
 def test_every_one_serves_every_request(name: str) -> None:
     setup = setup_for(name)
-    result = simulate(setup.apply(SPEC, 60.0), REQUESTS, setup.policy(Known(PROFILE)), setup.intra())
+    result = simulate(setup.apply(SPEC, 60.0), REQUESTS, setup.policy(KNOWN), setup.intra())
     assert all(record.finish_s is not None for record in result.requests)
 
 
@@ -61,11 +64,11 @@ def test_as_the_papers_have_it(name: str, intra: type, when_full: WhenFull, pref
 
 def test_baselines_of_pascal_are_placed_by_least_kv() -> None:
     for name in ("fcfs", "rr"):
-        assert isinstance(setup_for(name).policy(Known(PROFILE)), MinKv)
+        assert isinstance(setup_for(name).policy(KNOWN), MinKv)
 
 
 def test_policies_are_told_what_they_take() -> None:
-    arrow = setup_for("arrow").policy(Known(PROFILE, ttft_slo_s=0.5, tpot_slo_s=0.03))
+    arrow = setup_for("arrow").policy(Deployment(Slo(0.5, 0.03), PROFILE))
     assert isinstance(arrow, Arrow)
     assert (arrow.ttft_slo_s, arrow.tpot_slo_s) == (0.5, 0.03)
 
@@ -98,7 +101,7 @@ def test_the_error_of_the_predictor_scales_with_the_workload() -> None:
 
 def test_own_class() -> None:
     setup = setup_for("tailrace.policy.arrow.policy:Arrow")
-    assert isinstance(setup.policy(Known(PROFILE)), Arrow)
+    assert isinstance(setup.policy(KNOWN), Arrow)
     # Nothing is assumed of a class that is not known by name.
     assert isinstance(setup.intra(), Fcfs)
 

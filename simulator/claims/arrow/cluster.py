@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Final
 
 from simulator.cluster import ClusterSpec, LinkSpec
-from simulator.goodput import Slo
 from simulator.records import SimResult
 from simulator.run import simulate
-from simulator.setups import Known, setup_for
+from simulator.setups import setup_for
 from simulator.workloads import azure
 from simulator.workloads.arrivals import at_rate
 from simulator.workloads.base import Workload
+from tailrace.policy.deployment import Deployment
 from tailrace.profiles import Profile, load_profile
+from tailrace.slo import Slo
 
 PROFILE: Final = "llama-3.1-8b-h800"
 INSTANCES: Final = 8
@@ -64,9 +65,7 @@ def half_capacity_per_s(profile: Profile, workload: Workload) -> float:
 def replay(trace: Trace, workload: Workload, policy: str, rate_per_s: float, instances: int) -> SimResult:
     """The trace at another mean rate under one scheduler."""
     profile = load_profile(PROFILE)
-    assert trace.slo.ttft_s is not None and trace.slo.tpot_s is not None
-    known = Known(profile, ttft_slo_s=trace.slo.ttft_s, tpot_slo_s=trace.slo.tpot_s)
     setup = setup_for(policy)
     spec = replace(ClusterSpec.uniform(instances, profile), link=LinkSpec(bytes_per_s=LINK_BYTES_PER_S))
     requests = at_rate(workload, rate_per_s).requests
-    return simulate(setup.apply(spec), requests, setup.policy(known), setup.intra())
+    return simulate(setup.apply(spec), requests, setup.policy(Deployment(trace.slo, profile)), setup.intra())

@@ -8,10 +8,11 @@ from typing import Final
 
 from simulator.claims.arrow.cluster import INSTANCES, PROFILE, Trace, half_capacity_per_s, replay
 from simulator.claims.base import Figures
-from simulator.goodput import Slo, attainment
+from simulator.goodput import attainment
 from simulator.records import SimResult
 from tailrace.cluster import Pool
 from tailrace.profiles import load_profile
+from tailrace.slo import Slo
 
 # The paper's SLO attainment target.
 TARGET: Final = 0.9

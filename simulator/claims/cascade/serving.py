@@ -9,12 +9,13 @@ import numpy as np
 
 from simulator.claims.base import Figures
 from simulator.claims.cascade.cluster import cluster, llama_on_h20, policy_for, requests
-from simulator.goodput import Slo, attainment
+from simulator.goodput import attainment
 from simulator.records import MigrationOutcome, RequestRecord
 from simulator.request import SimRequest
 from simulator.run import simulate
 from simulator.setups import setup_for
 from tailrace.profiles import Profile
+from tailrace.slo import Slo
 
 # Section 6.4 scales the SLO by these.
 SLO_SCALES: Final = (5, 20)

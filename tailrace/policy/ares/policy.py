@@ -9,6 +9,7 @@ handed in.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from tailrace.actions import Action, Migrate, Place, Placement
 from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestView
@@ -21,9 +22,10 @@ from tailrace.policy.ares.dispatch import (
 )
 from tailrace.policy.ares.horizon import HORIZON, NOW, Horizon, floats, prediction
 from tailrace.policy.ares.loads import collect
-from tailrace.policy.ares.rescheduling import Rescheduling
+from tailrace.policy.ares.rescheduling import PARAMETERS, Rescheduling
 from tailrace.policy.base import Policy
 from tailrace.policy.candidates import NO_INSTANCE, candidates
+from tailrace.policy.parameters import Parameter
 from tailrace.policy.room import fits_device, with_request
 
 
@@ -95,11 +97,22 @@ class CurrentLoad(Policy):
 class AresNoPrediction(CurrentLoad):
     """Rescheduling by Algorithm 1 on current loads alone, whatever is predicted."""
 
+    parameters: ClassVar[tuple[Parameter, ...]] = (
+        *PARAMETERS,
+        Parameter(
+            "migrations_per_tick",
+            int,
+            1,
+            "migrations of one interval, at most",
+            source="ARES, Algorithm 1, line 10",
+            minimum=1,
+        ),
+    )
     summary = "current-load dispatch and ARES's rescheduling without prediction"
 
-    def __init__(self, rescheduling: Rescheduling | None = None, *, migrations_per_tick: int = 1) -> None:
-        """`migrations_per_tick`: line 10 makes one an interval."""
-        self.rescheduling = rescheduling or Rescheduling()
+    def __init__(self, *, migrations_per_tick: int = 1, **rescheduling: float) -> None:
+        """`rescheduling`: keyword arguments of `Rescheduling`."""
+        self.rescheduling = Rescheduling(**rescheduling)
         self.migrations_per_tick = migrations_per_tick
         self.horizon = NOW
 
@@ -121,18 +134,53 @@ class AresNoPrediction(CurrentLoad):
 class Ares(AresNoPrediction):
     """Dispatch and rescheduling by current and predicted load."""
 
+    parameters = (
+        *AresNoPrediction.parameters,
+        Parameter(
+            "horizon_tokens",
+            int,
+            HORIZON.length,
+            "decode steps that are looked ahead (H)",
+            unit="tokens",
+            source="ARES, section 5.3 (the paper's one length scale)",
+            minimum=1,
+        ),
+        Parameter(
+            "horizon_points",
+            int,
+            HORIZON.points,
+            "equidistant steps of the horizon at which loads are compared; 0: the present alone",
+            minimum=0,
+            maximum=4096,
+        ),
+        Parameter(
+            "horizon_end_weight",
+            float,
+            HORIZON.end_weight,
+            "weight of the horizon's last step over that of the present (beta_H / beta_0)",
+            source="ours, of ARES's equation 4",
+            minimum=1e-9,
+            maximum=1.0,
+        ),
+    )
     summary = "ARES: dispatch and rescheduling by current and predicted token load"
 
     def __init__(
         self,
-        rescheduling: Rescheduling | None = None,
         *,
-        horizon: Horizon = HORIZON,
+        horizon_tokens: int = HORIZON.length,
+        horizon_points: int = HORIZON.points,
+        horizon_end_weight: float = HORIZON.end_weight,
         migrations_per_tick: int = 1,
+        **rescheduling: float,
     ) -> None:
-        """`horizon`: the one that workers report by; for others the loads are simulated here."""
-        super().__init__(rescheduling, migrations_per_tick=migrations_per_tick)
-        self.horizon = horizon
+        """`rescheduling`: keyword arguments of `Rescheduling`.
+
+        The default horizon is the one that workers report by; for others the loads are simulated here.
+        Raises ValueError when the horizon has more points than tokens.
+        """
+        super().__init__(migrations_per_tick=migrations_per_tick, **rescheduling)
+        self.horizon = Horizon(horizon_tokens, horizon_points, horizon_end_weight)
 
     def choose(self, instances: Sequence[InstanceView], tokens: int, remaining: float | None) -> InstanceView:
         """The least time-weighted variance with the request added (see `dispatch`); the first of equals."""

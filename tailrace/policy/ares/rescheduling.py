@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,7 @@ from tailrace.cluster import Phase, RequestState, RequestView
 from tailrace.policy.ares.horizon import Floats, floats, prediction
 from tailrace.policy.ares.loads import Loads
 from tailrace.policy.ares.variance import time_weighted_variance
+from tailrace.policy.parameters import Parameter
 from tailrace.policy.room import with_request
 
 Indices = NDArray[np.intp]
@@ -39,6 +41,68 @@ Mask = NDArray[np.bool_]
 
 # Sources whose requests are looked at together.
 _SOURCES = 4
+
+PARAMETERS: Final = (
+    Parameter(
+        "theta",
+        float,
+        0.1,
+        "an instance is overloaded from (1 + theta) times the mean weighted load",
+        source="ours, of ARES's Algorithm 1, line 14",
+        minimum=0.0,
+    ),
+    Parameter(
+        "theta_under",
+        float,
+        0.1,
+        "an instance is underloaded below (1 + theta_under) times the mean weighted load",
+        source="ours, of ARES's Algorithm 1, line 15",
+        minimum=-1.0,
+    ),
+    Parameter(
+        "open_s",
+        float,
+        0.01,
+        "time to open and commit a migration, part of C_mig",
+        unit="s",
+        source="ours, of ARES's Algorithm 1, line 20",
+        minimum=0.0,
+    ),
+    Parameter(
+        "copy_tokens_per_s",
+        float,
+        50_000.0,
+        "speed at which KV is copied, part of C_mig",
+        unit="tokens/s",
+        source="ours, of ARES's Algorithm 1, line 20",
+        minimum=1.0,
+    ),
+    Parameter(
+        "token_interval_s",
+        float,
+        0.01823,
+        "T_exec of a source that reports no token interval",
+        unit="s",
+        source="ARES, section 5.3",
+        minimum=1e-6,
+    ),
+    Parameter(
+        "memory_share",
+        float,
+        0.9,
+        "C_mem: share of the target's KV capacity that load and prediction may reach",
+        source="ours, of ARES's Algorithm 1, line 21",
+        minimum=0.0,
+    ),
+    Parameter(
+        "least_gain",
+        float,
+        0.0,
+        "share of the variance that a migration must take away to be worth it",
+        source="ARES, Algorithm 1, line 26",
+        minimum=0.0,
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)

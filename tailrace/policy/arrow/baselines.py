@@ -11,10 +11,11 @@ from zlib import crc32
 from tailrace.actions import Action, Migrate, Place, Placement, Refuse, SetPool
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, Pool, RequestView
 from tailrace.policy.arrow.load import LoadModel, running_tokens
-from tailrace.policy.arrow.policy import PROFILE
+from tailrace.policy.arrow.policy import PREFILL_SHARE, PROFILE, TICK_INTERVAL
 from tailrace.policy.arrow.pools import Pools, assign
 from tailrace.policy.arrow.ttft import TtftPredictor
 from tailrace.policy.base import Policy
+from tailrace.policy.deployment import Fact
 from tailrace.policy.ledger import Ledger
 from tailrace.profiles import Profile, load_profile
 
@@ -35,6 +36,8 @@ class MinimalLoad(Policy):
     4P+4D. A request that found no room on a decode instance is asked about again each tick, as in `Arrow`.
     """
 
+    needs = (Fact.PROFILE,)
+    parameters = (PREFILL_SHARE, TICK_INTERVAL)
     summary = "Arrow's baseline: static prefill and decode pools, minimal load within each"
 
     def __init__(

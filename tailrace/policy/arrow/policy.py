@@ -24,13 +24,34 @@ from tailrace.policy.arrow.pools import (
 )
 from tailrace.policy.arrow.ttft import TtftPredictor
 from tailrace.policy.base import Policy
+from tailrace.policy.deployment import Fact
 from tailrace.policy.ledger import Ledger
+from tailrace.policy.parameters import Parameter
 from tailrace.profiles import Profile, load_profile
 
 # The paper's model (section 7.1) on the GPU nearest to its H800 that there is a profile of.
 PROFILE: Final = "llama-3.1-8b-h100"
 # Most requests that a tick finds a decode instance for; it takes a few milliseconds for a thousand instances.
 _HANDOVERS: Final = 64
+
+PREFILL_SHARE: Final = Parameter(
+    "prefill_share",
+    float,
+    0.5,
+    "share of the instances in no pool that are put into the prefill pool at first",
+    source="Arrow, section 7.3 (4P+4D)",
+    minimum=0.0,
+    maximum=1.0,
+)
+TICK_INTERVAL: Final = Parameter(
+    "tick_interval_s",
+    float,
+    0.5,
+    "period of the monitor's rules",
+    unit="s",
+    source="ours, of Arrow's section 5.5",
+    minimum=0.01,
+)
 
 
 class Arrow(Policy):
@@ -54,6 +75,28 @@ class Arrow(Policy):
       shorter than the shortest queue that breaks a TTFT SLO of seconds.
     """
 
+    needs = (Fact.TTFT_SLO, Fact.TPOT_SLO, Fact.PROFILE)
+    parameters = (
+        Parameter(
+            "profiled_context_tokens",
+            int,
+            1024,
+            "length of the requests that Max Running Tokens is profiled with",
+            unit="tokens",
+            source="ours, of Arrow's section 5.3",
+            minimum=1,
+        ),
+        Parameter(
+            "low_load_share",
+            float,
+            0.5,
+            "decode load is low if the others could carry it within this share of Max Running Tokens",
+            source="ours, of Arrow's Algorithm 1 (overload guard)",
+            minimum=0.0,
+        ),
+        PREFILL_SHARE,
+        TICK_INTERVAL,
+    )
     summary = "Arrow: SLO-aware dispatch over elastic prefill and decode pools"
 
     def __init__(

@@ -12,6 +12,7 @@ from tailrace.actions import Action, Place, Placement, Refuse
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, RequestState, RequestView
 from tailrace.policy.base import Policy
 from tailrace.policy.ledger import Ledger, room_for
+from tailrace.policy.parameters import Parameter
 
 
 class Llumnix(Policy):
@@ -24,6 +25,27 @@ class Llumnix(Policy):
     - One request a pair and tick, the shortest ("SJF"): the pair goes on at the next.
     """
 
+    parameters = (
+        Parameter(
+            "migrate_below",
+            float,
+            3.0,
+            "freeness below which an instance sends requests away, and from which on it receives them",
+            unit="blocks a request",
+            source="Llumnix's published code",
+            minimum=0.0,
+        ),
+        Parameter(
+            "tick_interval_s",
+            float,
+            0.1,
+            "how often instances are paired",
+            unit="s",
+            source="ours; Llumnix's published code has 0.05 s",
+            minimum=0.01,
+        ),
+        Parameter("transfers", int, 3, "migrations open at a time, an instance and direction", minimum=1),
+    )
     summary = "Llumnix: dispatch to the freest instance, migration from the fullest to the emptiest"
 
     def __init__(self, migrate_below: float = 3.0, tick_interval_s: float = 0.1, transfers: int = 3) -> None:

@@ -31,12 +31,96 @@ from tailrace.policy.cascade.refinement import (
     whole,
 )
 from tailrace.policy.cascade.workload import Workload, bucket_edges
+from tailrace.policy.deployment import Fact
 from tailrace.policy.ledger import Ledger
+from tailrace.policy.parameters import Parameter
 from tailrace.policy.periods import periods_elapsed
 from tailrace.profiles import Profile, load_profile
 
 # Of the profiles that come with Tailrace, the one of a model that the paper uses (section 6.1).
 PROFILE: Final = "llama-3.1-8b-h100"
+
+PARAMETERS: Final = (
+    Parameter(
+        "history_in_flight",
+        float,
+        64.0,
+        "how many of the history's requests an instance has at a time, for the first plan",
+        unit="requests",
+        source="ours, of CascadeInfer's Eq. (1)",
+        minimum=1.0,
+    ),
+    Parameter(
+        "plan_requests",
+        float,
+        5.0,
+        "requests in flight an instance, on average, below which nothing is planned",
+        unit="requests",
+        source="CascadeInfer, section 4.3",
+        minimum=0.0,
+    ),
+    Parameter("replan_s", float, 60.0, "how often stages are planned anew", unit="s", minimum=0.1),
+    Parameter(
+        "least_plan_gain",
+        float,
+        0.05,
+        "share by which a plan must be better, by Eq. (1), than the present layout",
+        minimum=0.0,
+        maximum=1.0,
+    ),
+    Parameter(
+        "refine_s",
+        float,
+        5.0,
+        "how often boundaries are refined",
+        unit="s",
+        source="ours, of CascadeInfer's section 4.3",
+        minimum=0.1,
+    ),
+    Parameter(
+        "smoothing",
+        float,
+        0.2,
+        "weight of a new boundary in the moving average",
+        source="ours, of CascadeInfer's section 4.3",
+        minimum=0.0,
+        maximum=1.0,
+    ),
+    Parameter(
+        "outlier",
+        float,
+        1.25,
+        "an instance is overloaded from so many times its stage's mean demand",
+        source="CascadeInfer, section 4.4",
+        minimum=1.0,
+    ),
+    Parameter(
+        "bandwidth_bytes_per_s",
+        float,
+        50e9,
+        "bandwidth of a KV transfer, for the cost of cuts",
+        unit="bytes/s",
+        source="CascadeInfer, section 6.1 (400 Gbit/s)",
+        minimum=1.0,
+    ),
+    Parameter(
+        "max_length",
+        int,
+        131_072,
+        "longest context that is planned for",
+        unit="tokens",
+        source="CascadeInfer, section 6 (128K)",
+        minimum=1,
+    ),
+    Parameter(
+        "tick_interval_s",
+        float,
+        1.0,
+        "how often outliers are looked for, and what is due is done",
+        unit="s",
+        minimum=0.01,
+    ),
+)
 
 
 class Cascade(Policy):
@@ -65,6 +149,8 @@ class Cascade(Policy):
     - Within the stage, an arrival goes where a request handed over would: the least demand.
     """
 
+    needs = (Fact.PROFILE,)
+    parameters = PARAMETERS
     summary = "CascadeInfer: length stages, bid-ask handover and rebalance, adaptive boundaries"
 
     planner = staticmethod(exact)

@@ -11,7 +11,9 @@ from tailrace.perf.length_penalty import FittedLengthPenalty
 from tailrace.policy.arrow.policy import Arrow
 from tailrace.policy.base import Policy
 from tailrace.policy.candidates import NO_INSTANCE, candidates
+from tailrace.policy.deployment import Fact
 from tailrace.policy.ledger import Ledger
+from tailrace.policy.parameters import Parameter
 from tailrace.policy.tailrace.costs import Costs
 from tailrace.policy.tailrace.moves import Mover
 from tailrace.policy.tailrace.offers import Offers
@@ -37,6 +39,19 @@ class Tailrace(Policy):
     - `tick_interval_s`: one second, as ARES (Algorithm 1, line 3).
     """
 
+    needs = (Fact.PROFILE, Fact.PENALTY, Fact.TTFT_SLO, Fact.TPOT_SLO)
+    parameters = (
+        Parameter("margin", float, 2.0, "how many times its transfer a migration must save", minimum=0.0),
+        Parameter(
+            "tick_interval_s",
+            float,
+            1.0,
+            "period of rebalancing and of the pools' rules",
+            unit="s",
+            source="ARES, Algorithm 1, line 3",
+            minimum=0.01,
+        ),
+    )
     summary = "ours: the four papers' mechanisms under one cost, in predicted seconds"
 
     def __init__(

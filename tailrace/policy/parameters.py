@@ -1,0 +1,147 @@
+"""Parameters that policies and batch orders declare, and the values that users give for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+Value: TypeAlias = bool | int | float | str
+
+_TYPE_NAMES: Final[Mapping[type[Value], str]] = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a word",
+}
+_BOOLEANS: Final = {"true": True, "false": False}
+
+
+class ParameterError(ValueError):
+    """A parameter is unknown or has a value that is not allowed; the message names the policy, the parameter,
+    the value and what is allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter, as a policy class lists it in `parameters`.
+
+    The constructor takes it as a keyword argument of the same name, with the same default.
+    """
+
+    name: str
+    type: type[Value]
+    default: Value
+    description: str
+    # Empty: a pure number or a word.
+    unit: str = ""
+    # Where the default is from: section, algorithm and line of a paper, or "ours".
+    source: str = "ours"
+    # Both inclusive.
+    minimum: float | None = None
+    maximum: float | None = None
+    # Allowed values of a `str` parameter; empty: any.
+    choices: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises TypeError, ValueError for a declaration that contradicts itself."""
+        if self.type not in _TYPE_NAMES:
+            raise TypeError(f"parameter {self.name!r}: type {self.type!r} is not bool, int, float or str")
+        if not self.name.isidentifier():
+            raise ValueError(f"parameter {self.name!r}: the name is not an identifier")
+        if self.choices and self.type is not str:
+            raise TypeError(f"parameter {self.name!r}: only a str parameter has choices")
+        if type(self.parse(self.default)) is not type(self.default):
+            raise TypeError(f"parameter {self.name!r}: the default {self.default!r} is not {self.allowed}")
+
+    @property
+    def type_name(self) -> str:
+        """`bool`, `int`, `float` or `str`."""
+        return self.type.__name__
+
+    @property
+    def allowed(self) -> str:
+        """What values are allowed, in words."""
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        words = _TYPE_NAMES[self.type]
+        if self.minimum is not None and self.maximum is not None:
+            return f"{words} from {self.minimum:g} to {self.maximum:g}"
+        if self.minimum is not None:
+            return f"{words} of at least {self.minimum:g}"
+        if self.maximum is not None:
+            return f"{words} of at most {self.maximum:g}"
+        return words
+
+    def parse(self, given: Value) -> Value:
+        """The value in the parameter's type, from a word of a command line or a value of JSON.
+
+        Raises ValueError, which says only what is allowed.
+        """
+        value = self._convert(given)
+        in_range = True
+        if isinstance(value, str):
+            in_range = not self.choices or value in self.choices
+        elif not isinstance(value, bool):
+            in_range = (
+                math.isfinite(value)
+                and (self.minimum is None or value >= self.minimum)
+                and (self.maximum is None or value <= self.maximum)
+            )
+        if not in_range:
+            raise ValueError(self.allowed)
+        return value
+
+    def _convert(self, given: Value) -> Value:
+        try:
+            if self.type is str and isinstance(given, str):
+                return given
+            if self.type is bool:
+                return given if isinstance(given, bool) else _BOOLEANS[str(given).lower()]
+            if self.type is float and not isinstance(given, bool):
+                return float(given)
+            if self.type is int and not isinstance(given, bool):
+                # JSON and protobuf have no integers of their own: 500.0 is 500.
+                if isinstance(given, float) and given.is_integer():
+                    return int(given)
+                if isinstance(given, (int, str)):
+                    return int(given)
+        except (ValueError, KeyError, OverflowError):
+            pass
+        raise ValueError(self.allowed)
+
+
+def parse_parameters(
+    owner: str, declared: Iterable[Parameter], given: Mapping[str, Value]
+) -> dict[str, Value]:
+    """A value for every declared parameter: the given one, else the default.
+
+    `owner` names the policy in errors ("policy 'pascal'"). Raises ParameterError for a name that is not
+    declared or a value that is not allowed.
+    """
+    by_name = {parameter.name: parameter for parameter in declared}
+    for name in given:
+        if name not in by_name:
+            known = f"its parameters: {', '.join(sorted(by_name))}" if by_name else "it has no parameters"
+            raise ParameterError(f"{owner} has no parameter {name!r}; {known}")
+    values: dict[str, Value] = {}
+    for name, parameter in by_name.items():
+        if name not in given:
+            values[name] = parameter.default
+            continue
+        try:
+            values[name] = parameter.parse(given[name])
+        except ValueError as error:
+            raise ParameterError(
+                f"{owner}, parameter {name!r}: {format_value(given[name])!r} is not allowed; "
+                f"it is {error}{f' ({parameter.unit})' if parameter.unit else ''}"
+            ) from error
+    return values
+
+
+def format_value(value: Value) -> str:
+    """As a user types it, and as `parse` reads it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return repr(value) if isinstance(value, float) else str(value)
