@@ -20,6 +20,7 @@ from tailrace.policy.arrow.pools import (
     repair,
     settle,
     try_move_decode_to_prefill,
+    try_move_idle_to_decode,
     try_move_prefill_to_decode,
 )
 from tests.policy.fleets import arrivals, cluster, fleets, instance, quick, request
@@ -311,13 +312,39 @@ def test_idle_prefill_instances_help_busy_decode_instances() -> None:
     assert list(ARROW.on_tick(cluster(instance("a", pool=P), instance("b", pool=P), calm), 0.0)) == []
 
 
+def test_the_idle_rule_moves_an_idle_instance_not_one_with_prompts() -> None:
+    """Section 5.5, case 3: "idle prefill instances are added", though Alg. 4 prefers D->P instances."""
+    busy_one = instance("c", (request("x", "c", 300_000),), pool=D, capacity=400_000)
+    turning = instance("b", (request("y", "b"), *queue("b", 2)), pool=D2P)
+    view = cluster(instance("a", pool=P), turning, busy_one)
+    assert list(ARROW.on_tick(view, 0.0)) == [SetPool("a", D)]
+    # Without an idle one nobody moves.
+    prefilling = instance("a", queue("a", 1), pool=P)
+    assert list(ARROW.on_tick(cluster(prefilling, turning, busy_one), 0.0)) == []
+    # A D->P instance whose prompts are done is idle as to prefill, and decodes already.
+    done = instance("b", (request("y", "b"),), pool=D2P)
+    assert list(ARROW.on_tick(cluster(instance("a", pool=P), done, busy_one), 0.0)) == [SetPool("b", D)]
+
+
+@quick
+@given(fleets(pools=ANY))
+def test_the_idle_rule_leaves_prompts_and_the_last_prefill_instance_alone(view: ClusterView) -> None:
+    pools = Pools.of(view)
+    move = try_move_idle_to_decode(pools)
+    if move is not None:
+        assert both_able(pools.after(move))
+        assert not prefills_left(view.instances[move.instance_id])
+        assert move.pool is D
+
+
 @quick
 @given(view=fleets(pools=tuple(Pool), all_active=True), arrival=arrivals)
 def test_a_flip_and_its_undoing_do_not_alternate(view: ClusterView, arrival: Arrival) -> None:
     """What the idle-prefill rule gives to decode, Alg. 1 does not take back on the same loads."""
     moves = [a for a in ARROW.on_tick(view, 0.0) if isinstance(a, SetPool)]
     after = moved(view, [*moves])
-    given_to_decode = {m.instance_id for m in moves if view.instances[m.instance_id].pool is P}
+    given_to_decode = {m.instance_id for m in moves if view.instances[m.instance_id].pool in (P, D2P)}
+    given_to_decode &= {m.instance_id for m in moves if m.pool in (D, P2D)}
     decoders = Pools.of(view)
     if not given_to_decode or not (decoders.prefill or decoders.decode_to_prefill):
         return

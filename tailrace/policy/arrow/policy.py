@@ -20,6 +20,7 @@ from tailrace.policy.arrow.pools import (
     repair,
     settle,
     try_move_decode_to_prefill,
+    try_move_idle_to_decode,
     try_move_prefill_to_decode,
 )
 from tailrace.policy.arrow.ttft import TtftPredictor
@@ -214,9 +215,8 @@ class Arrow(Policy):
             return None
         if _decode_interval_s(pools) > self.tpot_slo_s:
             return try_move_prefill_to_decode(pools, self.loads)
-        idle = tuple(i for i in pools.prefill if i.load == 0 and not i.prefill_backlog_tokens)
-        if idle and self._share_carried(decoders, len(decoders)) > self.low_load_share:
-            return try_move_prefill_to_decode(pools, self.loads)
+        if self._share_carried(decoders, len(decoders)) > self.low_load_share:
+            return try_move_idle_to_decode(pools)
         return None
 
     def _waiting_to_decode(self, view: ClusterView, pools: Pools) -> list[Action]:

@@ -120,6 +120,20 @@ def try_move_prefill_to_decode(pools: Pools, loads: LoadModel) -> SetPool | None
     return to_decode(chosen) if chosen is not None else None
 
 
+def try_move_idle_to_decode(pools: Pools) -> SetPool | None:
+    """An idle prefill instance for decode work (section 5.5, case 3), or None if there is none to spare.
+
+    "Idle prefill instances are added to decode computation": one with prompts is not idle, and is not moved,
+    though Alg. 4 would prefer it. A D->P instance without prompts only decodes; it goes first, as in Alg. 4.
+    """
+    if len(pools.prefill) + len(pools.decode_to_prefill) + len(pools.unpooled) <= 1:
+        return None
+    promptless = [i for i in pools.decode_to_prefill if not prefills_left(i)]
+    idle = [i for i in pools.prefill if i.load == 0 and not prefills_left(i)]
+    chosen = _least(promptless or idle, running_tokens)
+    return to_decode(chosen) if chosen is not None else None
+
+
 def assign(pools: Pools, prefill_share: float) -> list[SetPool]:
     """Give instances in no pool one: prefill until `prefill_share` of all are able to, decode beyond.
 
