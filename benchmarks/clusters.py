@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, RequestState, RequestView
 from tailrace.policy.ares.future_load import FutureLoad
+from tailrace.policy.ares.horizon import expected_remaining
 from tailrace.policy.phase_load import phase_load
 
 REQUESTS_PER_INSTANCE = 100
@@ -46,7 +47,7 @@ def _instance(random: Random, name: str) -> InstanceView:
         context_tokens=context,
         token_interval_s=random.uniform(0.015, 0.03),
         host_kv_capacity_tokens=1_000_000,
-        future_load=FutureLoad()([(r.context_tokens, r.predicted_remaining_tokens) for r in held]),
+        future_load=FutureLoad()([(r.context_tokens, expected_remaining(r)) for r in held]),
         phase_load=phase_load(held),
         prompts=tuple((r.arrival_s, r.prompt_tokens) for r in held if r.phase is Phase.PREFILL),
         requests=held,

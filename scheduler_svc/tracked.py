@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from typing import Final
 
 from scheduler_svc.phase_counts import PhaseCounts
-from scheduler_svc.wire import PHASES, request_view
+from scheduler_svc.wire import PHASES, predicted_remaining, request_view
 from tailrace.cluster import InstanceState, InstanceView, Phase, Pool, RequestState, RequestView
 from tailrace.policy.arrow.ttft import TtftPredictor
 from tailrace.policy.measured import Measured
@@ -71,7 +71,13 @@ class Tracked:
         before = self.requests.keys() | self.pending.keys()
         block_tokens = load.block_tokens or self.block_tokens
         self.requests = {
-            r.request_id: request_view(self.record.instance_id, block_tokens, r, r.request_id in migrating)
+            r.request_id: request_view(
+                self.record.instance_id,
+                block_tokens,
+                self.record.max_model_len,
+                r,
+                r.request_id in migrating,
+            )
             for r in report.requests
         }
         self.traceparents = {r.request_id: r.traceparent for r in report.requests if r.traceparent}
@@ -124,6 +130,7 @@ class Tracked:
             epoch=event.epoch,
             output_tokens=known.output_tokens + grown,
             phase_tokens=event.phase_tokens,
+            predicted_remaining_tokens=self._predicted(event, known, grown),
         )
         self._phases.remove(known)
         self._phases.add(moved)
@@ -182,6 +189,7 @@ class Tracked:
             arrival_s=event.time_s,
             frontend_id=event.frontend_id,
             phase_tokens=event.phase_tokens,
+            predicted_remaining_tokens=predicted_remaining(event, self.record.max_model_len),
         )
         self._phases.add(request)
         self.requests[event.request_id] = request
@@ -193,6 +201,13 @@ class Tracked:
         if event.request_id in self._coming:
             self._coming[event.request_id] = 0
         return request
+
+    def _predicted(self, event: monitor_pb2.PhaseEvent, known: RequestView, grown: int) -> float | None:
+        """As the event tells; if it tells nothing, what is left of what was known."""
+        told = predicted_remaining(event, self.record.max_model_len)
+        if told is not None or known.predicted_remaining_tokens is None:
+            return told
+        return max(0.0, known.predicted_remaining_tokens - grown)
 
     def _take_pending(self, request_id: str) -> Pending | None:
         pending = self.pending.pop(request_id, None)

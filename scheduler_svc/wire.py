@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from tailrace.cluster import InstanceState, Phase, Pool, RequestState, RequestView
+from tailrace.predictor.limits import limited, tokens_left
 from tailrace.v1 import monitor_pb2, types_pb2
 
 PHASES: Final = {
@@ -42,8 +43,22 @@ def pool_number(pool: Pool | None) -> types_pb2.Pool.ValueType:
     return types_pb2.POOL_UNSPECIFIED if pool is None else POOL_NUMBERS[pool]
 
 
+def predicted_remaining(
+    told: monitor_pb2.RequestReport | monitor_pb2.PhaseEvent, max_model_len: int
+) -> float | None:
+    """The prediction that a worker tells of a request, no more than may come; None: it tells none."""
+    if not told.HasField("predicted_remaining_tokens"):
+        return None
+    left = tokens_left(told.prompt_tokens, told.output_tokens, told.max_tokens, max_model_len)
+    return limited(told.predicted_remaining_tokens, left)
+
+
 def request_view(
-    instance_id: str, block_tokens: int, report: monitor_pb2.RequestReport, migrating: bool
+    instance_id: str,
+    block_tokens: int,
+    max_model_len: int,
+    report: monitor_pb2.RequestReport,
+    migrating: bool,
 ) -> RequestView:
     """One request as its instance reported it."""
     state = REQUEST_STATES.get(report.state, RequestState.WAITING)
@@ -63,9 +78,7 @@ def request_view(
         frontend_id=report.frontend_id,
         migrating=migrating or state is RequestState.PAUSED,
         pacer_slack_tokens=report.pacer_slack_tokens if report.HasField("pacer_slack_tokens") else None,
-        predicted_remaining_tokens=report.predicted_remaining_tokens
-        if report.HasField("predicted_remaining_tokens")
-        else None,
+        predicted_remaining_tokens=predicted_remaining(report, max_model_len),
         phase_tokens=report.phase_tokens,
         demoted=report.demoted,
         qoe=report.qoe if report.HasField("qoe") else None,

@@ -38,11 +38,11 @@ class FutureLoad(Protocol):
     """A worker's own simulation of its coming load (ARES, section 5.2)."""
 
     def of_each(
-        self, tokens: Sequence[int], remaining: Sequence[float | None], counts: Sequence[int]
+        self, tokens: Sequence[int], remaining: Sequence[float], counts: Sequence[int]
     ) -> list[tuple[float, ...]]:
         """Token loads of several instances at the coming steps.
 
-        `tokens`, `remaining`: context and predicted remaining tokens of each request, one instance after the
+        `tokens`, `remaining`: context and expected remaining tokens of each request, one instance after the
         other; `counts`: requests of each instance.
         """
         ...

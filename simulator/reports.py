@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from simulator.hooks import FutureLoad, LengthPredictor
 from simulator.instance import Instance
 from simulator.job import Job, JobState
+from tailrace.predictor.limits import tokens_left
 
 # A job, its output tokens, its state, and its KV blocks; -1: what its context needs.
 Row = tuple[Job, int, JobState, int]
@@ -68,6 +69,11 @@ class Report:
         self._rows: list[Row] | None = None
         self.future = None
 
+    @property
+    def max_model_len(self) -> int:
+        """The longest context that its engine takes."""
+        return self._instance.spec.max_model_len
+
     def look(self) -> None:
         """Read everything but the requests off the instance, once."""
         if self._looked:
@@ -118,22 +124,27 @@ class Report:
         return self._rows
 
 
-def foresee(reports: Iterable[Report], load: FutureLoad, predictor: LengthPredictor | None) -> None:
-    """Give each report its `future` if it has none, all of them in one computation."""
+def foresee(
+    reports: Iterable[Report], load: FutureLoad, predictor: LengthPredictor | None, max_tokens: int
+) -> None:
+    """Give each report its `future` if it has none, all of them in one computation.
+
+    `max_tokens`: what requests are announced with; nobody predicts more than that leaves.
+    """
     due = [report for report in reports if report.future is None]
     if not due:
         return
     tokens: list[int] = []
-    remaining: list[float | None] = []
+    remaining: list[float] = []
     counts: list[int] = []
     for report in due:
         rows = report.rows
         counts.append(len(rows))
         tokens += [job.prompt + made for job, made, _, _ in rows]
-        if predictor is None:
-            remaining += [None] * len(rows)
-        else:
-            predicted = predictor.remaining
-            remaining += [predicted(job.request, made) for job, made, _, _ in rows]
+        longest = report.max_model_len
+        for job, made, _, _ in rows:
+            left = tokens_left(job.prompt, made, max_tokens, longest)
+            predicted = None if predictor is None else predictor.remaining(job.request, made)
+            remaining.append(left if predicted is None or predicted > left else predicted)
     for report, future in zip(due, load.of_each(tokens, remaining, counts), strict=True):
         report.future = future

@@ -32,6 +32,7 @@ from tailrace.cluster import (
 from tailrace.intra.base import IntraPolicy
 from tailrace.policy.phase_load import CountsPhases
 from tailrace.policy.prompts import ListsPrompts, Prompt
+from tailrace.predictor.limits import limited, tokens_left
 from tailrace.qoe import slack_tokens
 
 _STATES: Mapping[JobState, RequestState] = {
@@ -297,7 +298,8 @@ class Views:
         known = self._known
         future_load = self._spec.future_load
         if future_load is not None:
-            foresee((known[name].report for name in names), future_load, self._spec.predictor)
+            spec = self._spec
+            foresee((known[name].report for name in names), future_load, spec.predictor, spec.max_tokens)
         for name in names:
             self._views[name] = self._instance_view(known[name])
 
@@ -436,11 +438,14 @@ class Views:
             token_interval_s=token_interval_s,
             migrating=job.migration is not None,
             pacer_slack_tokens=slack,
-            predicted_remaining_tokens=self._remaining(job, tokens),
+            predicted_remaining_tokens=self._remaining(job, tokens, instance.spec.max_model_len),
             phase_tokens=tokens - job.reasoning if answering else tokens,
             demoted=self._demotes and phase is Phase.REASONING and self._demoted(job, tokens),
         )
 
-    def _remaining(self, job: Job, tokens: int) -> float | None:
+    def _remaining(self, job: Job, tokens: int, max_model_len: int) -> float | None:
         predictor = self._spec.predictor
-        return None if predictor is None else predictor.remaining(job.request, tokens)
+        if predictor is None:
+            return None
+        left = tokens_left(job.prompt, tokens, self._spec.max_tokens, max_model_len)
+        return limited(predictor.remaining(job.request, tokens), left)

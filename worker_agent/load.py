@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Final
 
 from tailrace.policy.ares.future_load import FutureLoad
+from tailrace.predictor.limits import tokens_left
 from tailrace.v1 import monitor_pb2, types_pb2
 from worker_agent.carried import Carried
 from worker_agent.engine.base import EnginePhase, EngineStats, RequestStats
@@ -54,12 +55,19 @@ def load_of(
         migrations_in=migrations[0],
         migrations_out=migrations[1],
         future_load=_future_load(
-            [(r.prompt_tokens + r.output_tokens, r.predicted_remaining_tokens) for r in stats.requests]
+            [(r.prompt_tokens + r.output_tokens, _remaining(r)) for r in stats.requests]
         ),
     )
     if speeds is not None:
         _add_profiled(load, stats, speeds)
     return load
+
+
+def _remaining(request: RequestStats) -> float:
+    """As predicted; without a prediction, what the request may still make."""
+    predicted = request.predicted_remaining_tokens
+    left = tokens_left(request.prompt_tokens, request.output_tokens, request.max_tokens)
+    return left if predicted is None else predicted
 
 
 def _add_profiled(load: monitor_pb2.InstanceLoad, stats: EngineStats, speeds: Speeds) -> None:

@@ -81,6 +81,7 @@ class PhaseNews:
                     max_tokens=request.max_tokens,
                     phase_tokens=request.phase_tokens,
                     traceparent=_traceparent(carried.by_id(request.request_id)),
+                    predicted_remaining_tokens=request.predicted_remaining_tokens,
                 )
                 for request in requests
                 if request.request_id in changed

@@ -23,6 +23,7 @@ from tailrace.cluster import (
     RequestView,
 )
 from tailrace.policy.ares.future_load import FutureLoad
+from tailrace.policy.ares.horizon import expected_remaining
 from tailrace.policy.phase_load import phase_load
 
 IDS = [f"w{n}" for n in range(6)]
@@ -44,7 +45,7 @@ def _request(random: Random, request_id: str, instance_id: str) -> RequestView:
         state=random.choice([*_RUNNING, *RequestState]),
         prompt_tokens=prompt,
         output_tokens=output,
-        max_tokens=32_768,
+        max_tokens=random.choice([0, output + random.randrange(1, 400), 32_768]),
         kv_tokens=random.choice([0, prompt + output]),
         migrating=random.random() < 0.2,
         pacer_slack_tokens=random.choice([None, 5.0, 5.0, 5.0, -1.0, random.uniform(-3.0, 20.0)]),
@@ -60,7 +61,7 @@ def _instance(random: Random, name: str, state: InstanceState, count: int) -> In
     context = sum(r.context_tokens for r in held)
     capacity = context + _length(random) * random.choice([1, 3])
     host = _length(random)
-    tokens = [(r.context_tokens, r.predicted_remaining_tokens) for r in held]
+    tokens = [(r.context_tokens, expected_remaining(r)) for r in held]
     return InstanceView(
         instance_id=name,
         state=state,

@@ -22,7 +22,7 @@ from tailrace.cluster import (
     RequestView,
 )
 from tailrace.policy.ares.future_load import FutureLoad
-from tailrace.policy.ares.horizon import HORIZON, NOW, Floats, Horizon
+from tailrace.policy.ares.horizon import HORIZON, NOW, Floats, Horizon, expected_remaining
 from tailrace.policy.ares.loads import Loads, collect
 from tailrace.policy.ares.policy import Ares, AresNoPrediction, CurrentLoad
 from tailrace.policy.ares.rescheduling import Move, Rescheduling
@@ -34,11 +34,10 @@ HORIZONS = [HORIZON, NOW, Horizon(length=40, points=40)]
 EAGER = Rescheduling(theta=0.0, theta_under=1.0)
 
 
-def load_at(requests: list[tuple[int, float | None]], step: int) -> int:
+def load_at(requests: list[tuple[int, float]], step: int) -> int:
     """Token load after `step` steps, by stepping."""
     total = 0
-    for tokens, remaining in requests:
-        left = math.inf if remaining is None else remaining
+    for tokens, left in requests:
         for _ in range(step):
             if left <= 0:
                 break
@@ -48,8 +47,8 @@ def load_at(requests: list[tuple[int, float | None]], step: int) -> int:
     return total
 
 
-@given(st.lists(st.tuples(st.integers(1, 300), st.none() | st.integers(0, 60)), max_size=8))
-def test_future_load_is_that_of_stepping(requests: list[tuple[int, float | None]]) -> None:
+@given(st.lists(st.tuples(st.integers(1, 300), st.just(math.inf) | st.integers(0, 60)), max_size=8))
+def test_future_load_is_that_of_stepping(requests: list[tuple[int, float]]) -> None:
     horizon = Horizon(length=50, points=10)
     assert FutureLoad(horizon)(requests) == tuple(load_at(requests, int(t)) for t in horizon.steps)
 
@@ -109,7 +108,8 @@ def brute_candidates(loads: Loads, over: set[int], under: set[int]) -> set[tuple
                 remaining = r.predicted_remaining_tokens if predicts else None
                 interval_s = source.token_interval_s or 0.01823
                 migration_s = 0.01 + r.context_tokens / 50_000
-                if remaining is not None and not remaining > migration_s / interval_s:
+                to_come = expected_remaining(r) if predicts else math.inf
+                if not to_come > migration_s / interval_s:
                     continue
                 limit = 0.9 * target.kv_capacity_tokens
                 if loads.tokens[t, 0] + r.context_tokens + (remaining or 0.0) > limit:
@@ -126,9 +126,9 @@ def loads_after(loads: Loads, request: RequestView, source: int, target: int) ->
     """All loads with the request moved, step by step."""
     tokens = loads.tokens.copy()
     predicts = loads.horizon.points > 0
-    remaining = request.predicted_remaining_tokens if predicts else None
+    remaining = expected_remaining(request) if predicts else math.inf
     for k, step in enumerate(loads.horizon.steps):
-        if k == 0 or remaining is None or step < remaining:
+        if k == 0 or step < remaining:
             tokens[source, k] -= request.context_tokens + step
             tokens[target, k] += request.context_tokens + step
     return tokens
@@ -192,14 +192,14 @@ def test_loads_after_a_move_are_those_of_the_variance(horizon: Horizon, view: Cl
 
 
 @given(
-    view=clusters(active=True, least=1), tokens=st.integers(1, 5_000), remaining=st.none() | st.floats(0, 5e3)
+    view=clusters(active=True, least=1),
+    tokens=st.integers(1, 5_000),
+    remaining=st.just(math.inf) | st.floats(0, 5e3),
 )
-def test_dispatch_leaves_the_least_variance(view: ClusterView, tokens: int, remaining: float | None) -> None:
+def test_dispatch_leaves_the_least_variance(view: ClusterView, tokens: int, remaining: float) -> None:
     instances = list(view.instances.values())
     loads = collect(instances, HORIZON)
-    added = HORIZON.contributions(np.array([float(tokens)]), np.array([remaining or math.inf]))[0]
-    if remaining == 0.0:
-        added = np.array([float(tokens)] + [0.0] * HORIZON.points)
+    added = HORIZON.contributions(np.array([float(tokens)]), np.array([remaining]))[0]
     variances = []
     for i in range(len(instances)):
         after = loads.tokens.copy()
@@ -243,7 +243,7 @@ def instance(name: str, held: list[RequestView], pool: Pool | None = Pool.DECODE
         kv_used_tokens=tokens,
         context_tokens=tokens,
         token_interval_s=0.02,
-        future_load=FutureLoad()([(r.context_tokens, r.predicted_remaining_tokens) for r in held]),
+        future_load=FutureLoad()([(r.context_tokens, expected_remaining(r)) for r in held]),
         requests=tuple(held),
     )
 

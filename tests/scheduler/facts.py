@@ -98,6 +98,7 @@ def event(
     epoch: int = 0,
     output_tokens: int = 1,
     incarnation: str = "1",
+    predicted: float | None = None,
 ) -> monitor_pb2.WorkerReport:
     """A report of one phase event alone."""
     return monitor_pb2.WorkerReport(
@@ -111,6 +112,7 @@ def event(
                 phase=phase,
                 prompt_tokens=100,
                 output_tokens=output_tokens,
+                predicted_remaining_tokens=predicted,
             )
         ],
     )

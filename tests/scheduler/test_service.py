@@ -104,6 +104,19 @@ async def test_place_and_list(control: Control) -> None:
     }
 
 
+async def test_a_phase_event_brings_the_prediction(control: Control) -> None:
+    """Through worker's report, monitor and scheduler: known with the event, before any steady report."""
+    admin = await control.admin()
+    await until(lambda: _both_active(admin))
+
+    async def told() -> bool:
+        await control.report(event("a", "e", REASONING, predicted=123.0))
+        return "e" in await requests(admin)
+
+    await until(told)
+    assert (await requests(admin))["e"].predicted_remaining_tokens == 123.0
+
+
 async def _both_active(admin: AdminAsyncStub) -> bool:
     return await states(admin) == {"a": ACTIVE, "b": ACTIVE}
 

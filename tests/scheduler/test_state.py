@@ -286,6 +286,37 @@ def test_what_policies_want_comes_from_reports() -> None:
     assert answering.phase_tokens == 40
 
 
+def test_predictions_come_with_phase_events() -> None:
+    """The dispatch to decode is decided on the event: no report has shown the request by then."""
+    state = cluster("a")
+    state.place(arrival("r"), "a", "f", 1.0)
+    (change,) = state.apply(event("a", "r", REASONING, predicted=600.0), 1.1)
+    assert change.request.predicted_remaining_tokens == 600.0
+    (seen,) = state.view().instances["a"].requests
+    assert seen.predicted_remaining_tokens == 600.0
+    # Nothing new is predicted: what was counts down. Then it is.
+    (change,) = state.apply(event("a", "r", ANSWERING, output_tokens=51), 1.2)
+    assert change.request.predicted_remaining_tokens == 550.0
+    state.apply(event("a", "r", ANSWERING, output_tokens=61, predicted=20.0), 1.3)
+    (seen,) = state.view().instances["a"].requests
+    assert seen.predicted_remaining_tokens == 20.0
+
+
+def test_nobody_is_predicted_to_make_more_than_may_come() -> None:
+    """Of max_tokens 1,000 and of the instance's longest context, 4,096 tokens."""
+    state = cluster("a")
+    told = request("r", output_tokens=900)
+    told.predicted_remaining_tokens = 8_000.0
+    long = request("q", prompt_tokens=3_500, output_tokens=10)
+    long.predicted_remaining_tokens = 8_000.0
+    state.apply(steady("a", [told, long]), 1.0)
+    predicted = {r.request_id: r.predicted_remaining_tokens for r in state.view().instances["a"].requests}
+    assert predicted == {"r": 100.0, "q": 4_096.0 - 3_510.0}
+    state.apply(event("a", "new", REASONING, predicted=8_000.0), 1.1)
+    found = state.request("new")
+    assert found is not None and found.predicted_remaining_tokens == 4_096.0 - 101.0
+
+
 def test_placements_that_no_report_ever_shows_do_not_pile_up() -> None:
     state = cluster("a")
     # The monitor is away: nothing says what became of them.

@@ -79,6 +79,40 @@ def cluster(interval_s: float = 0.0517, when_full: WhenFull = WhenFull.HOST) -> 
     )
 
 
+class Longwinded:
+    def remaining(self, request: SimRequest, output_tokens: int) -> float:
+        return 10_000.0
+
+
+class Predictions(Looking):
+    """Compares what is predicted with what may come; `loads`: what the reports say is to come of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checked = 0
+
+    def look(self, view: ClusterView, now: float) -> None:
+        for instance in view.instances.values():
+            for request in instance.requests:
+                left = min(
+                    request.max_tokens - request.output_tokens,
+                    instance.max_model_len - request.context_tokens,
+                )
+                assert request.predicted_remaining_tokens == max(0, left)
+                self.checked += 1
+            assert not any(instance.future_load[1:])
+
+
+def test_nobody_is_predicted_to_make_more_than_may_come() -> None:
+    """At the first step of the horizon, 256 on, nobody can be there who ends at 200 tokens."""
+    spec = replace(cluster(), max_tokens=200, predictor=Longwinded(), stages=())
+    spec = replace(spec, instances=tuple(replace(i, max_model_len=230) for i in spec.instances))
+    requests = [SimRequest(f"r{n}", 0.05 * n, 20 + n, 10, 60 + n) for n in range(12)]
+    policy = Predictions()
+    simulate(spec, requests, policy, Fcfs())
+    assert policy.checked > 50
+
+
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(requests=workloads(most=10, span_s=1.0), intra=st.sampled_from(sorted(INTRA)))
 def test_a_report_looked_at_late_says_what_it_said_at_once(intra: str, requests: list[SimRequest]) -> None:

@@ -74,8 +74,24 @@ async def serving(monitor: ScriptedMonitor, port: int = 0) -> AsyncIterator[int]
         await server.stop(None)
 
 
-def request(number: int, phase: EnginePhase, state: str = "running") -> RequestStats:
-    return RequestStats(f"r{number}", "fe", 2, phase, state, 100, 20, 5, 400, 8, 1.0, 12.5)
+def request(
+    number: int, phase: EnginePhase, state: str = "running", predicted: float | None = None
+) -> RequestStats:
+    return RequestStats(
+        f"r{number}",
+        "fe",
+        2,
+        phase,
+        state,
+        100,
+        20,
+        5,
+        400,
+        8,
+        1.0,
+        12.5,
+        predicted_remaining_tokens=predicted,
+    )
 
 
 def carried() -> CarriedRequests:
@@ -89,7 +105,7 @@ def carried() -> CarriedRequests:
 
 STATS = EngineStats(
     requests=[
-        request(1, EnginePhase.REASONING),
+        request(1, EnginePhase.REASONING, predicted=250.0),
         request(2, EnginePhase.ANSWERING, "paused"),
         request(3, EnginePhase.PREFILL, "preempted"),
     ],
@@ -167,11 +183,14 @@ async def test_phase_changes_are_told_at_once() -> None:
     async with serving(monitor) as port, reporting(f"127.0.0.1:{port}", news, 3600):
         assert (await monitor.next()).HasField("load")
         news.changed("r1")
+        news.changed("r2")
         news.gone(Carried("r9", "fe", 4), 33)
         report = await monitor.next()
     assert not report.HasField("load")
     events = {event.request_id: event for event in report.phase_events}
     assert events["r1"].phase == types_pb2.PHASE_REASONING and events["r1"].epoch == 2
+    assert events["r1"].predicted_remaining_tokens == 250.0
+    assert not events["r2"].HasField("predicted_remaining_tokens")
     assert events["r9"].phase == types_pb2.PHASE_UNSPECIFIED and events["r9"].output_tokens == 33
 
 

@@ -38,6 +38,7 @@ from worker_agent.engine.base import (
     OutputFlag,
     RequestKey,
 )
+from worker_agent.engine.vllm.core import EngineParts
 from worker_agent.engine.vllm.engine import VllmEngine
 from worker_agent.engine.vllm.hidden_states import StepStates
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging
@@ -394,6 +395,56 @@ async def test_states_are_those_that_the_next_tokens_come_from(engine: VllmEngin
                 assert by_id[request_id].tokens[generated] == token
                 checked += 1
     assert checked == 150
+
+
+async def test_each_prompt_s_last_state_is_seen_in_whichever_step_it_comes(
+    engine: VllmEngine, front: Front
+) -> None:
+    """What the first prediction is made from; other steps and other rows are left alone."""
+    seen: list[StepStates] = []
+
+    def take(states: StepStates) -> None:
+        seen.append(states)
+        tap.arm_for_prompts()
+
+    tap = await engine._ask(lambda parts: parts.core.tap(take))
+    tap.arm_for_prompts()
+    greedy = params(max_tokens=30)
+    streams = [front.stream(prompt, greedy) for prompt in (ANSWERING, [*QUESTION] * 5, QUESTION)]
+    for stream in streams:
+        front.submit(engine, stream)
+        await front.until_tokens(stream, 3)
+    await front.until(lambda: all(stream.finished for stream in streams))
+    tap.close()
+    assert sorted(request_id for states in seen for request_id in states.request_ids) == sorted(
+        stream.request_id for stream in streams
+    )
+    assert all(made == 0 for states in seen for made in states.generated)
+    assert all(len(states.hidden) == len(states.request_ids) for states in seen)
+
+
+async def test_predictions_stay_within_what_may_come(engine: VllmEngine, front: Front) -> None:
+    """A thousand more are predicted; max_tokens leaves five of eight, and the model's length six."""
+    stream = front.stream(REASONING, params(logit_bias=NO_THINK_END, max_tokens=600))
+    front.submit(engine, stream)
+    await front.until_tokens(stream, 3)
+
+    def bounds(parts: EngineParts) -> tuple[float | None, ...]:
+        (entry,) = parts.table
+        made, prompt = entry.emitted, entry.request.num_prompt_tokens
+        entry.prediction = LengthPrediction(made, 1_000.0)
+        longest = entry.request.max_tokens
+        entry.request.max_tokens = made + 5
+        by_max_tokens = entry.predicted_remaining(8_192)
+        by_length = entry.predicted_remaining(prompt + made + 4)
+        most = entry.most_tokens(prompt + made + 4)
+        entry.request.max_tokens = longest
+        entry.prediction = None
+        nothing = entry.predicted_remaining(8_192)
+        return by_max_tokens, by_length, most - made, nothing
+
+    assert await engine._ask(bounds) == (5.0, 4.0, 4, None)
+    engine.abort([stream.key])
 
 
 # ---- migration

@@ -149,13 +149,15 @@ class RequestStats:
     prompt_tokens: int
     output_tokens: int
     reasoning_tokens: int
+    # Most output tokens that it may make: as asked for, and as the model's longest context allows.
     max_tokens: int
     kv_blocks: int
     arrival_s: float
     token_interval_ms: float
     # It reasons, and the engine's order of requests treats it as answering (PASCAL, section IV-C).
     demoted: bool = False
-    # Predicted output tokens still to come (ARES, section 4). None: nobody predicts.
+    # Predicted output tokens still to come (ARES, section 4), no more than `max_tokens` leaves. None: nobody
+    # predicts.
     predicted_remaining_tokens: float | None = None
 
     @property

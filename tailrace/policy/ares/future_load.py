@@ -19,24 +19,22 @@ class FutureLoad:
 
     horizon: Horizon = HORIZON
 
-    def __call__(self, requests: Sequence[tuple[int, float | None]]) -> tuple[float, ...]:
-        """From each request's (context tokens, predicted remaining tokens); 1 + points values."""
+    def __call__(self, requests: Sequence[tuple[int, float]]) -> tuple[float, ...]:
+        """From each request's (context tokens, expected remaining tokens); 1 + points values."""
         if not requests:
             return (0.0,) * len(self.horizon.steps)
         tokens, remaining = zip(*requests, strict=True)
         return self.simulate(tokens, remaining)
 
-    def simulate(self, tokens: Sequence[int], remaining: Sequence[float | None]) -> tuple[float, ...]:
+    def simulate(self, tokens: Sequence[int], remaining: Sequence[float]) -> tuple[float, ...]:
         """The same from columns."""
         return self.of_each(tokens, remaining, (len(tokens),))[0]
 
     def of_each(
-        self, tokens: Sequence[int], remaining: Sequence[float | None], counts: Sequence[int]
+        self, tokens: Sequence[int], remaining: Sequence[float], counts: Sequence[int]
     ) -> list[tuple[float, ...]]:
         """The same for several instances, whose requests follow each other: `counts` of each."""
-        known = np.array(remaining, dtype=np.float64)
-        # None became NaN: a request without prediction is taken to outlive the horizon.
-        loads = self.horizon.contributions(floats(tokens), np.where(np.isnan(known), np.inf, known))
+        loads = self.horizon.contributions(floats(tokens), floats(remaining))
         # Tokens are whole numbers: sums and their differences are exact.
         sums = np.zeros((len(tokens) + 1, len(self.horizon.steps)))
         loads.cumsum(axis=0, out=sums[1:])

@@ -19,6 +19,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from tailrace.cluster import RequestView
+from tailrace.predictor.limits import tokens_left
+
 Floats = NDArray[np.float64]
 
 
@@ -52,8 +55,8 @@ class Horizon:
     def contributions(self, tokens: Floats, remaining: Floats) -> Floats:
         """What each request adds to its instance's load now and at each step, [requests, 1 + points].
 
-        `tokens`: N(r). `remaining`: predicted tokens to come, infinite where there is no prediction. A
-        request grows by one token a step, and its load is gone when its last token is made.
+        `tokens`: N(r). `remaining`: tokens to come, infinite where nothing bounds them. A request grows by
+        one token a step, and its load is gone when its last token is made.
         """
         alive = self.steps < remaining[:, None]
         alive[:, 0] = True
@@ -61,9 +64,12 @@ class Horizon:
         return loads
 
 
-def prediction(value: float | None) -> float:
-    """A request without prediction is taken to outlive the horizon."""
-    return np.inf if value is None else value
+def expected_remaining(request: RequestView) -> float:
+    """Tokens to come as predicted; without a prediction as many as may come, infinite where that is open."""
+    predicted = request.predicted_remaining_tokens
+    if predicted is not None:
+        return predicted
+    return tokens_left(request.prompt_tokens, request.output_tokens, request.max_tokens)
 
 
 def floats(values: Sequence[float]) -> Floats:

@@ -10,7 +10,7 @@ import numpy as np
 
 from tailrace.cluster import InstanceView
 from tailrace.policy.ares.future_load import FutureLoad
-from tailrace.policy.ares.horizon import Floats, Horizon, floats
+from tailrace.policy.ares.horizon import Floats, Horizon, expected_remaining, floats
 
 
 @dataclass(frozen=True)
@@ -57,5 +57,5 @@ def _simulated(instance: InstanceView, horizon: Horizon) -> tuple[float, ...]:
         return (float(instance.context_tokens),)
     return FutureLoad(horizon).simulate(
         [request.context_tokens for request in instance.requests],
-        [request.predicted_remaining_tokens for request in instance.requests],
+        [expected_remaining(request) for request in instance.requests],
     )

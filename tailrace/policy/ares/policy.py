@@ -20,13 +20,14 @@ from tailrace.policy.ares.dispatch import (
     prefillers,
     waiting_to_leave,
 )
-from tailrace.policy.ares.horizon import HORIZON, NOW, Horizon, floats, prediction
+from tailrace.policy.ares.horizon import HORIZON, NOW, Horizon, expected_remaining, floats
 from tailrace.policy.ares.loads import collect
 from tailrace.policy.ares.rescheduling import PARAMETERS, Rescheduling
 from tailrace.policy.base import Policy
 from tailrace.policy.candidates import NO_INSTANCE, candidates
 from tailrace.policy.parameters import Parameter
 from tailrace.policy.room import fits_device, with_request
+from tailrace.predictor.limits import tokens_left
 
 
 class CurrentLoad(Policy):
@@ -45,7 +46,8 @@ class CurrentLoad(Policy):
         if prefilling:
             return Place(least_backlog(prefilling).instance_id)
         tokens = arrival.prompt_tokens + arrival.output_tokens
-        return Place(self.choose(decoders(instances) or instances, tokens, None).instance_id)
+        left = tokens_left(arrival.prompt_tokens, arrival.output_tokens, arrival.max_tokens)
+        return Place(self.choose(decoders(instances) or instances, tokens, left).instance_id)
 
     def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
         """To decode, from an instance that only prefills. No room anywhere: a tick will try again."""
@@ -59,8 +61,8 @@ class CurrentLoad(Policy):
         """Handovers that found no room before."""
         return self.late_handovers(view, decoders(view.placeable()))
 
-    def choose(self, instances: Sequence[InstanceView], tokens: int, remaining: float | None) -> InstanceView:
-        """The decode instance for a request of so many tokens and so many predicted to come; not empty."""
+    def choose(self, instances: Sequence[InstanceView], tokens: int, remaining: float) -> InstanceView:
+        """The decode instance for a request of so many tokens and so many expected to come; not empty."""
         return min(instances, key=_kv_load)
 
     def safe(self, target: InstanceView, request: RequestView) -> bool:
@@ -76,7 +78,7 @@ class CurrentLoad(Policy):
         if not roomy:
             return None
         safe = [i for i in roomy if self.safe(i, request)]
-        target = self.choose(safe or roomy, tokens, request.predicted_remaining_tokens)
+        target = self.choose(safe or roomy, tokens, expected_remaining(request))
         return Migrate(request.request_id, here, target.instance_id, "prefill done")
 
     def late_handovers(self, view: ClusterView, instances: list[InstanceView]) -> list[Migrate]:
@@ -182,9 +184,9 @@ class Ares(AresNoPrediction):
         super().__init__(migrations_per_tick=migrations_per_tick, **rescheduling)
         self.horizon = Horizon(horizon_tokens, horizon_points, horizon_end_weight)
 
-    def choose(self, instances: Sequence[InstanceView], tokens: int, remaining: float | None) -> InstanceView:
+    def choose(self, instances: Sequence[InstanceView], tokens: int, remaining: float) -> InstanceView:
         """The least time-weighted variance with the request added (see `dispatch`); the first of equals."""
-        added = self.horizon.contributions(floats([tokens]), floats([prediction(remaining)]))[0]
+        added = self.horizon.contributions(floats([tokens]), floats([remaining]))[0]
         loads = collect(instances, self.horizon).tokens
         return instances[int((loads @ (self.horizon.weights * added)).argmin())]
 

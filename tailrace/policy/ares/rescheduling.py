@@ -12,8 +12,8 @@ What the paper leaves open is settled here by parameters of `Rescheduling`:
 - T_exec: the source's own mean token interval; `token_interval_s` (section 5.3's 18.23 ms) if it has none.
 - C_mem (line 21): `memory_share` of the target's KV capacity; the rest is for what others grow by meanwhile.
 - Line 21 adds only N^(r) to the target's load. What is moved has N(r) tokens of KV too: here both are added.
-- A request without prediction passes line 20, and counts with N(r) alone in line 21. Without a horizon no
-  prediction is looked at.
+- A request without prediction is taken to use what its `max_tokens` leaves, and counts with N(r) alone in
+  line 21. Without a horizon no prediction is looked at.
 - Line 26's "0" is `least_gain`: a share of the variance that a migration must take away to be worth it.
 - An instance with a migration out under way is no source: its load is about to change, by how much the view
   does not say.
@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.cluster import Phase, RequestState, RequestView
-from tailrace.policy.ares.horizon import Floats, floats, prediction
+from tailrace.policy.ares.horizon import Floats, expected_remaining, floats
 from tailrace.policy.ares.loads import Loads
 from tailrace.policy.ares.variance import time_weighted_variance
 from tailrace.policy.parameters import Parameter
@@ -134,7 +134,7 @@ class Candidates:
     """The set C of line 23: requests that pass line 20, and targets; `allowed` says which pairs."""
 
     requests: Sequence[RequestView]
-    # One entry a request: position of its source, N(r), N^(r) (infinite: no prediction).
+    # One entry a request: position of its source, N(r), N^(r) (without a prediction what may come).
     sources: Indices
     tokens: Floats
     remaining: Floats
@@ -211,7 +211,7 @@ class Rescheduling:
         """Loads as they will be, for the next choice of the same interval."""
         request = move.request
         horizon = loads.horizon
-        remaining = prediction(request.predicted_remaining_tokens if horizon.points else None)
+        remaining = expected_remaining(request) if horizon.points else np.inf
         moved = horizon.contributions(floats([request.context_tokens]), floats([remaining]))[0]
         tokens = loads.tokens.copy()
         tokens[move.source] = (tokens[move.source] - moved).clip(min=0.0)
@@ -267,10 +267,13 @@ class Rescheduling:
         interval_s = np.repeat(floats([interval for _, interval, _ in origins]), counts)
         tokens = floats([r.prompt_tokens + r.output_tokens for r in requests])
         remaining = np.full(len(requests), np.inf)
+        promised = np.zeros(len(requests))
         if loads.horizon.points:
             # None becomes NaN.
             known = np.array([r.predicted_remaining_tokens for r in requests], dtype=np.float64)
-            np.copyto(remaining, known, where=~np.isnan(known))
+            predicted = ~np.isnan(known)
+            remaining = floats([expected_remaining(r) for r in requests]) if not predicted.all() else known
+            np.copyto(promised, known, where=predicted)
         migration_s = self.open_s + tokens / self.copy_tokens_per_s
         kept = np.flatnonzero(remaining > migration_s / interval_s)  # line 20
         tokens, remaining = tokens[kept], remaining[kept]
@@ -280,7 +283,7 @@ class Rescheduling:
             sources=sources[kept],
             tokens=tokens,
             remaining=remaining,
-            demand=tokens + np.where(np.isfinite(remaining), remaining, 0.0),
+            demand=tokens + promised[kept],
             needed=(np.ceil(tokens / block_tokens) + 1.0) * block_tokens,
             targets=targets,
         )

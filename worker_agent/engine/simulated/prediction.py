@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from tailrace.predictor.limits import limited, tokens_left
 from worker_agent.engine.simulated.request import Request
 
 _HALF: Final = 1 << 63
@@ -16,6 +17,8 @@ def predicted_remaining(request: Request, error: float | None) -> float | None:
     """
     if error is None:
         return None
-    left = max(0, request.finish_at + 1 - len(request.outputs))
+    made = len(request.outputs)
+    left = max(0, request.finish_at + 1 - made)
     draw = int.from_bytes(request.script.identity[16:24], "little") / _HALF - 1.0
-    return max(0.0, left * (1.0 + error * draw))
+    # The script's own limit holds the model's longest context too.
+    return limited(left * (1.0 + error * draw), tokens_left(len(request.prompt), made, request.length_limit))

@@ -134,9 +134,7 @@ class Exports:
             block_hashes=export.hashes[have_blocks:],
             sampling_state=state,
             token_interval_ms=entry.pace.interval_ms,
-            predicted_remaining_tokens=(
-                None if entry.prediction is None else entry.prediction.remaining_at(entry.emitted)
-            ),
+            predicted_remaining_tokens=entry.predicted_remaining(self._core.max_model_len),
             waited_s=waited_s,
         )
 

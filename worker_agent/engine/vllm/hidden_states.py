@@ -35,6 +35,7 @@ class HiddenStateTap:
         self._runner = runner
         self._take = take
         self._armed = False
+        self._prompts_only = False
         processors = [m for m in runner.get_model().modules() if isinstance(m, LogitsProcessor)]
         if not processors:
             raise RuntimeError("the model has no LogitsProcessor, so its lengths cannot be predicted")
@@ -42,7 +43,12 @@ class HiddenStateTap:
 
     def arm(self) -> None:
         """Hand over the states of the next step that samples."""
-        self._armed = True
+        self._armed, self._prompts_only = True, False
+
+    def arm_for_prompts(self) -> None:
+        """Hand over the next states of requests without an output token, whose prompts have just been
+        computed; of such requests alone, and of a step with at least one."""
+        self._armed = self._prompts_only = True
 
     def close(self) -> None:
         """Watch no longer."""
@@ -57,13 +63,19 @@ class HiddenStateTap:
         # The first call of a step is for what is sampled; log-probabilities of prompts come after it.
         if not isinstance(hidden, torch.Tensor) or len(hidden) != batch.num_reqs:
             return
-        self._armed = False
         in_prompt = self._runner.discard_request_mask.np[: batch.num_reqs]
         request_ids = list(batch.req_ids)
         generated = [
             -1 if unfinished else len(self._runner.requests[request_id].output_token_ids)
             for request_id, unfinished in zip(request_ids, in_prompt, strict=True)
         ]
+        if self._prompts_only:
+            rows = [row for row, made in enumerate(generated) if made == 0]
+            if not rows:
+                return
+            request_ids, generated = [request_ids[row] for row in rows], [0] * len(rows)
+            hidden = hidden[rows]
+        self._armed = False
         ready: torch.Event | None = None
         if hidden.device.type != "cpu":
             ready = torch.Event(hidden.device)

@@ -1,5 +1,8 @@
 """Predicted lengths of the running requests: ARES, section 4.3 and 5.3, every k = 20 steps, in one batch.
 
+A request is predicted for the first time from the state of its last prompt token, in whichever step that is
+computed: the dispatch from prefill to decode (section 3) goes by it.
+
 The engine thread arms the tap and hands over a tensor; the network runs in a thread of its own, and what it
 says shows up in the requests' entries when it is there. A batch that comes while the one before is still
 worked on is let go: predictions then come less often, and no step waits.
@@ -50,9 +53,11 @@ class LengthPredictions:
         self._thread.start()
 
     def step_begins(self, tap: HiddenStateTap) -> None:
-        """Count a step; every k-th is watched."""
+        """Count a step; every k-th is watched, and any that may end a prompt."""
         if self._steps % INTERVAL_STEPS == 0:
             tap.arm()
+        elif self._table.has_prompts:
+            tap.arm_for_prompts()
         self._steps += 1
 
     def take(self, states: StepStates) -> None:

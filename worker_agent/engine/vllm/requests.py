@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from vllm.v1.request import Request
 
+from tailrace.predictor.limits import limited, tokens_left
 from worker_agent.engine.base import Frames, RequestKey
 from worker_agent.engine.turns import Turn, arrival_order
 from worker_agent.engine.vllm.pace import Pace
@@ -44,6 +45,22 @@ class Entry:
     # Set by the predictor's thread.
     prediction: LengthPrediction | None = None
 
+    def most_tokens(self, max_model_len: int) -> int:
+        """Most output tokens that it may make on an engine with this longest context."""
+        room: int = max_model_len - self.request.num_prompt_tokens
+        asked: int = self.request.max_tokens
+        return max(0, min(room, asked))
+
+    def predicted_remaining(self, max_model_len: int) -> float | None:
+        """Predicted output tokens still to come, no more than may come; None: nothing was predicted."""
+        prediction = self.prediction
+        if prediction is None:
+            return None
+        left = tokens_left(
+            self.request.num_prompt_tokens, self.emitted, self.request.max_tokens, max_model_len
+        )
+        return limited(prediction.remaining_at(self.emitted), left)
+
 
 class RequestTable:
     """Entries by request id and by key, kept in step."""
@@ -59,6 +76,11 @@ class RequestTable:
     def __iter__(self) -> Iterator[Entry]:
         # One step under the GIL, so that the event loop can take a look while the engine thread works.
         return iter(list(self._by_id.values()))
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether a request has not made an output token yet."""
+        return any(entry.emitted == 0 for entry in self._by_id.values())
 
     def new_turn(self, request: Request, queue_s: float = 0.0) -> Turn:
         """A place in the order of this instance. `queue_s`: what a prompt that comes finds (JobView)."""

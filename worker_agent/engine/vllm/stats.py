@@ -37,7 +37,7 @@ def engine_stats(core: LoadedCore, table: RequestTable, writer: OutputWriter) ->
 
 
 def _request_stats(core: LoadedCore, entry: Entry) -> RequestStats:
-    request, prediction = entry.request, entry.prediction
+    request = entry.request
     return RequestStats(
         request_id=entry.request_id,
         frontend_id=entry.frontend_id,
@@ -47,12 +47,12 @@ def _request_stats(core: LoadedCore, entry: Entry) -> RequestStats:
         prompt_tokens=request.num_prompt_tokens,
         output_tokens=entry.emitted,
         reasoning_tokens=entry.phases.reasoning_tokens,
-        max_tokens=request.max_tokens,
+        max_tokens=entry.most_tokens(core.max_model_len),
         kv_blocks=-(-request.num_computed_tokens // core.block_tokens),
         arrival_s=request.arrival_time,
         token_interval_ms=entry.pace.interval_ms,
         demoted=core.intra is not None and core.intra.demoted(job_view(entry)),
-        predicted_remaining_tokens=None if prediction is None else prediction.remaining_at(entry.emitted),
+        predicted_remaining_tokens=entry.predicted_remaining(core.max_model_len),
     )
 
 
