@@ -22,6 +22,7 @@ from tailrace.cluster import (
     RequestView,
     Stage,
 )
+from tailrace.intra.base import QUANTUM_TOKENS
 from tailrace.policy.measured import Measured
 from tailrace.records import InstanceRecord, ProfileRecord
 from tailrace.v1 import monitor_pb2, types_pb2
@@ -75,6 +76,7 @@ class ClusterState:
 
     def __init__(self) -> None:
         self._tracked: dict[str, Tracked] = {}
+        self._quantum_tokens = QUANTUM_TOKENS
         self._where: dict[str, _Where] = {}
         # Open migrations by request: from where, and to where if that is known.
         self._migrating: dict[str, tuple[str, str | None]] = {}
@@ -100,7 +102,7 @@ class ClusterState:
             record = members.instances[name]
             known = self._tracked.get(name)
             if known is None or known.record.incarnation != record.incarnation:
-                known = Tracked(record, now_s)
+                known = Tracked(record, now_s, self._quantum_tokens)
                 self._forget([r for r, where in self._where.items() if where.instance_id == name])
             known.record = record
             tracked[name] = known
@@ -122,6 +124,14 @@ class ClusterState:
             for kind, record in members.profiles.items()
         }
         self._rebuild()
+
+    def count_fresh_by(self, quantum_tokens: int) -> None:
+        """Count fresh answers by the quantum of the policy that decides."""
+        if quantum_tokens != self._quantum_tokens:
+            self._quantum_tokens = quantum_tokens
+            for tracked in self._tracked.values():
+                tracked.count_by(quantum_tokens)
+            self._rebuild()
 
     def set_silent(self, names: Collection[str]) -> None:
         """Take over which instances have stopped reporting.

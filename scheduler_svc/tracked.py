@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterator
 from typing import Final
 
 from scheduler_svc.phase_counts import PhaseCounts
-from scheduler_svc.wire import PHASES, predicted_remaining, request_view
+from scheduler_svc.wire import PHASES, REQUEST_STATES, predicted_remaining, request_view
 from tailrace.cluster import InstanceState, InstanceView, Phase, Pool, RequestState, RequestView
+from tailrace.intra.base import QUANTUM_TOKENS
 from tailrace.policy.arrow.ttft import TtftPredictor
 from tailrace.policy.measured import Measured
 from tailrace.policy.room import kv_needed_tokens
@@ -36,7 +37,8 @@ class Pending:
 class Tracked:
     """Counts are those of the last steady report, moved on by phase events and placements."""
 
-    def __init__(self, record: InstanceRecord, now_s: float) -> None:
+    def __init__(self, record: InstanceRecord, now_s: float, quantum_tokens: int = QUANTUM_TOKENS) -> None:
+        """`quantum_tokens`: that the policy counts fresh answers by."""
         self.record = record
         # None until the first steady report of this incarnation.
         self.load: monitor_pb2.InstanceLoad | None = None
@@ -49,7 +51,7 @@ class Tracked:
         # they will take.
         self._coming: dict[str, int] = {}
         self._leaving: set[str] = set()
-        self._phases = PhaseCounts()
+        self._phases = PhaseCounts(quantum_tokens)
         self._running = 0
         self._waiting = 0
         self._context_tokens = 0
@@ -63,6 +65,11 @@ class Tracked:
         return max(1, self.record.block_tokens)
 
     # ---- what happens
+
+    def count_by(self, quantum_tokens: int) -> None:
+        """Count fresh answers by another quantum from now on."""
+        self._phases = PhaseCounts(quantum_tokens)
+        self._phases.reset(self._held())
 
     def report(self, report: monitor_pb2.WorkerReport, migrating: Collection[str], now_s: float) -> set[str]:
         """A steady report; the ids of requests that were here and are no longer."""
@@ -127,6 +134,7 @@ class Tracked:
         moved = dataclasses.replace(
             known,
             phase=phase,
+            state=REQUEST_STATES.get(event.state, RequestState.RUNNING),
             epoch=event.epoch,
             output_tokens=known.output_tokens + grown,
             phase_tokens=event.phase_tokens,
@@ -134,6 +142,8 @@ class Tracked:
         )
         self._phases.remove(known)
         self._phases.add(moved)
+        self._count_seat(known, -1)
+        self._count_seat(moved, 1)
         self.requests[event.request_id] = moved
         return moved
 
@@ -145,10 +155,7 @@ class Tracked:
         if request is None:
             return
         self._phases.remove(request)
-        if request.state in _RUNNING:
-            self._running = max(0, self._running - 1)
-        else:
-            self._waiting = max(0, self._waiting - 1)
+        self._count_seat(request, -1)
         self._context_tokens = max(0, self._context_tokens - request.context_tokens)
         self._kv_used_tokens = max(0, self._kv_used_tokens - request.kv_tokens)
 
@@ -180,7 +187,7 @@ class Tracked:
             request_id=event.request_id,
             instance_id=self.record.instance_id,
             phase=phase,
-            state=RequestState.RUNNING,
+            state=REQUEST_STATES.get(event.state, RequestState.RUNNING),
             prompt_tokens=event.prompt_tokens,
             output_tokens=event.output_tokens,
             max_tokens=event.max_tokens or (pending.request.max_tokens if pending is not None else 0),
@@ -192,8 +199,8 @@ class Tracked:
             predicted_remaining_tokens=predicted_remaining(event, self.record.max_model_len),
         )
         self._phases.add(request)
+        self._count_seat(request, 1)
         self.requests[event.request_id] = request
-        self._running += 1
         self._context_tokens += context
         # Of a migration that a report has shown, the room is counted in already.
         if self._coming.get(event.request_id) != 0:
@@ -215,6 +222,13 @@ class Tracked:
             self._pending_tokens -= pending.request.context_tokens
             self._phases.remove(pending.request)
         return pending
+
+    def _count_seat(self, request: RequestView, by: int) -> None:
+        """The request has come to run or wait, or no longer does."""
+        if request.state in _RUNNING:
+            self._running = max(0, self._running + by)
+        else:
+            self._waiting = max(0, self._waiting + by)
 
     def _held(self) -> Iterator[RequestView]:
         yield from self.requests.values()

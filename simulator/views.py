@@ -388,7 +388,7 @@ class Views:
                         least = ahead
             elif state is JobState.SWAPPED or state is JobState.QUEUED:
                 least = -math.inf
-        return PhaseLoad(reasoning, fresh, least - (at_s / pace_s + 1.0))
+        return PhaseLoad(reasoning, fresh, least - (at_s / pace_s + 1.0), quantum_tokens)
 
     def _demoted(self, job: Job, tokens: int) -> bool:
         """Asked anew only when the job's rank may have changed, which demotion changes."""

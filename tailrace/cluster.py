@@ -98,6 +98,8 @@ class PhaseLoad:
     fresh_answering: int = 0
     # The least pacer slack of all answering requests; infinite: none is known to be behind.
     least_pacer_slack_tokens: float = math.inf
+    # Output tokens of the quantum that `fresh_answering` was counted with; 0: not known.
+    quantum_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

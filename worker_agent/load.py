@@ -7,19 +7,11 @@ from typing import Final
 
 from tailrace.policy.ares.future_load import FutureLoad
 from tailrace.predictor.limits import tokens_left
-from tailrace.v1 import monitor_pb2, types_pb2
+from tailrace.v1 import monitor_pb2
 from worker_agent.carried import Carried
 from worker_agent.engine.base import EnginePhase, EngineStats, RequestStats
-from worker_agent.phase_news import PHASES
+from worker_agent.phase_news import PHASES, STATES
 from worker_agent.speeds import Speeds
-
-_STATES: Final = {
-    "waiting": types_pb2.REQUEST_STATE_WAITING,
-    "running": types_pb2.REQUEST_STATE_RUNNING,
-    "paused": types_pb2.REQUEST_STATE_PAUSED,
-    "preempted": types_pb2.REQUEST_STATE_PREEMPTED,
-}
-
 
 _future_load: Final = FutureLoad()
 
@@ -93,7 +85,7 @@ def request_report(request: RequestStats, carried: Carried | None, now_s: float)
         frontend_id=request.frontend_id,
         epoch=request.epoch,
         phase=PHASES[request.phase],
-        state=_STATES[request.state],
+        state=STATES[request.state],
         prompt_tokens=request.prompt_tokens,
         output_tokens=request.output_tokens,
         reasoning_tokens=request.reasoning_tokens,

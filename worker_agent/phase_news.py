@@ -19,6 +19,12 @@ PHASES: Final = {
     EnginePhase.REASONING: types_pb2.PHASE_REASONING,
     EnginePhase.ANSWERING: types_pb2.PHASE_ANSWERING,
 }
+STATES: Final = {
+    "waiting": types_pb2.REQUEST_STATE_WAITING,
+    "running": types_pb2.REQUEST_STATE_RUNNING,
+    "paused": types_pb2.REQUEST_STATE_PAUSED,
+    "preempted": types_pb2.REQUEST_STATE_PREEMPTED,
+}
 
 
 class PhaseNews:
@@ -80,6 +86,7 @@ class PhaseNews:
                     time_s=now_s,
                     max_tokens=request.max_tokens,
                     phase_tokens=request.phase_tokens,
+                    state=STATES[request.state],
                     traceparent=_traceparent(carried.by_id(request.request_id)),
                     predicted_remaining_tokens=request.predicted_remaining_tokens,
                 )

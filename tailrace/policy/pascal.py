@@ -82,7 +82,10 @@ class PascalNoMigration(Policy):
 
     def load_of(self, instance: InstanceView) -> PhaseLoad:
         """r_i, a_i and the slack that decides t_i."""
-        return instance.phase_load or phase_load(instance.requests, quantum_tokens=self.quantum_tokens)
+        counted = instance.phase_load
+        if counted is not None and counted.quantum_tokens == self.quantum_tokens:
+            return counted
+        return phase_load(instance.requests, quantum_tokens=self.quantum_tokens)
 
     def footprint(self, instance: InstanceView) -> float:
         """m_i."""

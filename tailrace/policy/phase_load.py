@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from typing import Final, NamedTuple
 
 from tailrace.cluster import Phase, PhaseLoad, RequestState, RequestView
 from tailrace.intra.base import QUANTUM_TOKENS
@@ -37,13 +38,33 @@ def phase_load(
     for request in requests:
         if without and request.request_id == without:
             continue
-        if request.phase is not Phase.ANSWERING:
-            reasoning += not request.demoted
-            continue
-        fresh += request.phase_tokens < quantum_tokens
-        slack = request.pacer_slack_tokens
-        if slack is None and not request.phase_tokens and request.state in _OFF_DEVICE:
-            slack = -math.inf
-        if slack is not None and slack < least_slack:
-            least_slack = slack
-    return PhaseLoad(reasoning, fresh, least_slack)
+        share = phase_share(request, quantum_tokens)
+        reasoning += share.reasoning
+        fresh += share.fresh
+        if share.slack_tokens < least_slack:
+            least_slack = share.slack_tokens
+    return PhaseLoad(reasoning, fresh, least_slack, quantum_tokens)
+
+
+class PhaseShare(NamedTuple):
+    """What one request adds to its instance's counts."""
+
+    reasoning: bool
+    fresh: bool
+    # Infinite: it does not tell whether its instance meets the SLO.
+    slack_tokens: float
+
+
+def phase_share(request: RequestView, quantum_tokens: int) -> PhaseShare:
+    """The one place where it is decided what a request counts for; see `phase_load`."""
+    if request.phase is not Phase.ANSWERING:
+        return _DEMOTED if request.demoted else _REASONING
+    slack = request.pacer_slack_tokens
+    if slack is None:
+        blocked = not request.phase_tokens and request.state in _OFF_DEVICE
+        slack = -math.inf if blocked else math.inf
+    return PhaseShare(False, request.phase_tokens < quantum_tokens, slack)
+
+
+_REASONING: Final = PhaseShare(True, False, math.inf)
+_DEMOTED: Final = PhaseShare(False, False, math.inf)

@@ -14,19 +14,25 @@ requests = st.builds(
     request_id=st.just("r"),
     instance_id=st.just("a"),
     phase=st.sampled_from(Phase),
-    state=st.just(RequestState.RUNNING),
+    state=st.sampled_from(RequestState),
     prompt_tokens=st.integers(1, 2),
     output_tokens=st.just(1),
     max_tokens=st.just(1),
     pacer_slack_tokens=st.none() | st.sampled_from([-2.0, 0.0, 3.0]),
-    phase_tokens=st.sampled_from([0, 499, 500]),
+    phase_tokens=st.sampled_from([0, 1, 199, 200, 499, 500]),
     demoted=st.booleans(),
 )
 
 
-@given(st.lists(requests, max_size=6), st.lists(st.tuples(st.booleans(), requests), max_size=20))
-def test_as_counted_anew(first: list[RequestView], changes: list[tuple[bool, RequestView]]) -> None:
-    counts, held = PhaseCounts(), list(first)
+@given(
+    st.sampled_from([200, 500]),
+    st.lists(requests, max_size=6),
+    st.lists(st.tuples(st.booleans(), requests), max_size=20),
+)
+def test_as_counted_anew(
+    quantum: int, first: list[RequestView], changes: list[tuple[bool, RequestView]]
+) -> None:
+    counts, held = PhaseCounts(quantum), list(first)
     counts.reset(held)
     for goes, request in changes:
         if goes and held:
@@ -34,6 +40,6 @@ def test_as_counted_anew(first: list[RequestView], changes: list[tuple[bool, Req
         else:
             counts.add(request)
             held.append(request)
-        assert counts.load(held) == phase_load(held)
+        assert counts.load(held) == phase_load(held, quantum_tokens=quantum)
         told = [(r.arrival_s, r.prompt_tokens) for r in held if r.phase is Phase.PREFILL]
         assert sorted(counts.prompts()) == sorted(told)

@@ -274,7 +274,7 @@ def test_what_policies_want_comes_from_reports() -> None:
     state.apply(report, 1.0)
     state.place(arrival("p"), "a", "f", 1.1)
     seen = state.view().instances["a"]
-    assert seen.phase_load == PhaseLoad(reasoning=2, fresh_answering=1, least_pacer_slack_tokens=-3.5)
+    assert seen.phase_load == PhaseLoad(2, 1, -3.5, quantum_tokens=500)
     assert seen.phase_load == phase_load(seen.requests)
     assert (seen.host_kv_tokens, seen.host_kv_capacity_tokens) == (100, 1_000)
     placed = arrival("p").prompt_tokens

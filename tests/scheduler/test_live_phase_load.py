@@ -1,0 +1,102 @@
+"""What PASCAL's algorithms decide by, as the live scheduler counts it from reports and phase events."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler_svc.state import ClusterState
+from tailrace.actions import Migrate, Place
+from tailrace.cluster import Arrival, Phase, PhaseLoad
+from tailrace.policy.pascal import Pascal
+from tailrace.policy.phase_load import phase_load
+from tailrace.v1 import monitor_pb2, types_pb2
+from tests.scheduler.facts import ANSWERING, REASONING, event, members, request, steady
+
+ARRIVAL = Arrival("new", 100, 1_000, 0)
+
+
+def blocked(request_id: str, state: types_pb2.RequestState.ValueType) -> monitor_pb2.RequestReport:
+    """An answer that is off the device and has no token yet."""
+    told = request(request_id, ANSWERING, output_tokens=50)
+    told.state, told.kv_blocks = state, 0
+    return told
+
+
+def cluster(*reports: monitor_pb2.WorkerReport) -> ClusterState:
+    """A state that has heard these."""
+    state = ClusterState()
+    state.set_members(members(*[report.instance_id for report in reports]), 0.0)
+    for report in reports:
+        state.apply(report, 1.0)
+    return state
+
+
+@pytest.mark.parametrize("off", [types_pb2.REQUEST_STATE_WAITING, types_pb2.REQUEST_STATE_PREEMPTED])
+def test_algorithm_1_sends_nothing_where_an_answer_is_blocked(off: types_pb2.RequestState.ValueType) -> None:
+    # Instance a has the smaller footprint: by that alone it would be chosen.
+    state = cluster(steady("a", [blocked("r", off)]), steady("b", [request("q"), request("p")]))
+    assert Pascal().place(state.view(), ARRIVAL, 1.0) == Place("b")
+
+
+def test_algorithm_2_sends_nothing_where_an_answer_is_blocked() -> None:
+    waits = blocked("r", types_pb2.REQUEST_STATE_WAITING)
+    # Nobody reasons on a, which would be Algorithm 2's choice by r_i.
+    state = cluster(
+        steady("a", [waits]), steady("b", [request("q")]), steady("c", [request("p"), request("ends")])
+    )
+    ends = state.request("ends")
+    assert ends is not None
+    # c itself has one other reasoning request, as b has: the tie is for staying.
+    assert Pascal().on_reasoning_ended(state.view(), ends, 1.0) == ()
+    state.apply(steady("c", [request("p"), request("o"), request("ends")]), 1.1)
+    moves = Pascal(growth_tokens=10**6).on_reasoning_ended(state.view(), ends, 1.1)
+    assert [move.target_id for move in moves if isinstance(move, Migrate)] == ["b"]
+
+
+def test_an_event_tells_that_an_answer_is_blocked() -> None:
+    state = cluster(steady("a", [request("r", REASONING)]))
+    told = event("a", "r", ANSWERING, output_tokens=50)
+    told.phase_events[0].state = types_pb2.REQUEST_STATE_PREEMPTED
+    state.apply(told, 1.1)
+    seen = state.view().instances["a"]
+    assert seen.phase_load == phase_load(seen.requests)
+    assert seen.phase_load is not None and seen.phase_load.least_pacer_slack_tokens == float("-inf")
+    assert (seen.running, seen.waiting) == (0, 1)
+
+
+def test_a_request_that_enters_a_phase_runs_if_nothing_else_is_told() -> None:
+    waits = request("r", types_pb2.PHASE_PREFILL)
+    waits.state = types_pb2.REQUEST_STATE_WAITING
+    report = steady("a", [waits])
+    report.load.running, report.load.waiting = 0, 1
+    state = cluster(report)
+    state.apply(event("a", "r", ANSWERING, output_tokens=0), 1.1)
+    seen = state.view().instances["a"]
+    assert (seen.running, seen.waiting) == (1, 0)
+    assert seen.requests[0].phase is Phase.ANSWERING
+    assert seen.phase_load == PhaseLoad(0, 1, float("inf"), quantum_tokens=500)
+
+
+def test_fresh_answers_are_counted_by_the_quantum_of_the_policy() -> None:
+    told = request("r", ANSWERING, output_tokens=400)
+    told.phase_tokens, told.pacer_slack_tokens = 300, -2.0
+    state = cluster(steady("a", [told]))
+    state.count_fresh_by(200)
+    seen = state.view().instances["a"]
+    assert seen.phase_load == PhaseLoad(0, 0, -2.0, quantum_tokens=200)
+    # Also for what comes from now on, and for other instances.
+    told.phase_tokens = 150
+    state.apply(steady("a", [told]), 2.0)
+    assert state.view().instances["a"].phase_load == PhaseLoad(0, 1, -2.0, quantum_tokens=200)
+    state.set_members(members("a", "b"), 2.0)
+    state.apply(steady("b", [request("q", ANSWERING)]), 2.0)
+    counted = state.view().instances["b"].phase_load
+    assert counted is not None and counted.quantum_tokens == 200
+
+
+def test_counts_by_another_quantum_are_not_believed() -> None:
+    told = request("r", ANSWERING, output_tokens=400)
+    told.phase_tokens, told.pacer_slack_tokens = 300, 2.0
+    seen = cluster(steady("a", [told])).view().instances["a"]
+    assert Pascal(quantum_tokens=200).load_of(seen).fresh_answering == 0
+    assert Pascal(quantum_tokens=500).load_of(seen).fresh_answering == 1
