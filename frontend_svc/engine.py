@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 DEFAULT_PLACE_WAIT_S: Final = 5.0
 # A front half that died shows first as a broken socket; its exit status, which says more, comes within this.
 _LAST_WORD_S: Final = 1.0
+# Seconds between two looks at whether all streams have ended.
+_LOOK_S: Final = 0.05
 
 
 class FrontHalfStuck(Exception):
@@ -98,6 +100,16 @@ class FleetEngine:
             await self.carrier.close()
             await self._placement.close()
             self._socket.close()
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Until no stream is left; False: some are after that time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while len(self.table) or self.pacer:  # noqa: ASYNC110
+                    await asyncio.sleep(_LOOK_S)
+        except TimeoutError:
+            return False
+        return True
 
     # ---- the links' sink: admission and start-up look at it, then the carrier
 

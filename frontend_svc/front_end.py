@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from frontend_svc.admission import AdmissionFlag
 from frontend_svc.engine import FleetEngine
 from frontend_svc.fleet import Members
+from frontend_svc.front_half.listener import stop_accepting
 from frontend_svc.front_half.process import FrontHalf
 from frontend_svc.front_half.python import python_launch
 from frontend_svc.front_half.rust import rust_launch
@@ -25,11 +26,14 @@ from frontend_svc.settings import Front, Settings
 from frontend_svc.traces import RequestTraces
 from tailrace.cluster import Phase
 from tailrace.service.channels import Channels
+from tailrace.service.shutdown import Shutdown
 
 log = logging.getLogger(__name__)
 
 # Seconds between two looks whether the front half listens.
 _LOOK_S: Final = 0.05
+# For the listener to be given up, and for whatever the drain's own bound does not hold.
+_MARGIN_S: Final = 5.0
 
 
 class FrontHalfExited(Exception):
@@ -43,9 +47,11 @@ async def run_front_end(
     http: socket.socket,
     registry: CollectorRegistry,
     traces: RequestTraces | None,
-    on_serving: Callable[[], None],
+    set_serving: Callable[[bool], Awaitable[None]],
+    shutdown: Shutdown,
 ) -> None:
-    """Serve until cancelled. `on_serving` is called once users can connect.
+    """Serve until cancelled. `set_serving(True)` is awaited once users can connect, `set_serving(False)` when
+    the drain begins: nothing new is accepted, and streams have `settings.drain_timeout_s` to end.
 
     Raises FrontHalfExited, FrontHalfStuck, OSError; none of them leaves a process behind.
     """
@@ -71,17 +77,61 @@ async def run_front_end(
             Phase.REASONING if settings.reasoning_parser else Phase.ANSWERING,
             settings.pace_s,
         )
+        drain = _Drain(settings, http, front_half, engine, set_serving)
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(engine.run(), name="engine core")
-                if front_half is not None:
-                    group.create_task(_watch(front_half), name="front half")
-                    group.create_task(_announce(http, on_serving), name="wait for listen")
-                else:
-                    on_serving()
+            with shutdown.draining(drain.run, settings.drain_timeout_s + _MARGIN_S):
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(engine.run(), name="engine core")
+                    if front_half is not None:
+                        group.create_task(_watch(front_half), name="front half")
+                    group.create_task(drain.announce(), name="wait for listen")
         finally:
             if front_half is not None:
                 await front_half.stop()
+
+
+class _Drain:
+    """From the first user who can connect to the last stream that ends."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        http: socket.socket,
+        front_half: FrontHalf | None,
+        engine: FleetEngine,
+        set_serving: Callable[[bool], Awaitable[None]],
+    ) -> None:
+        """`front_half` None: somebody else's, which nobody here can tell to accept nothing more."""
+        self._timeout_s = settings.drain_timeout_s
+        self._http = http
+        self._front_half = front_half
+        self._engine = engine
+        self._set_serving = set_serving
+        self._serving = False
+
+    async def announce(self) -> None:
+        """Tell once users can connect."""
+        # The socket is shared with the child, which alone calls listen(): there is no event for that.
+        while self._front_half is not None and not is_listening(self._http):  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_S)
+        self._serving = True
+        await self._set_serving(True)
+
+    async def run(self) -> None:
+        """Accept nothing more, and wait for the streams to end."""
+        await self._set_serving(False)
+        if not self._serving:
+            return
+        log.info("%d streams to finish", len(self._engine.table))
+        if self._front_half is None:
+            finished = await self._engine.wait_idle(self._timeout_s)
+        else:
+            await stop_accepting(self._http)
+            # Each process that has it open keeps it listening.
+            self._http.close()
+            finished = await self._front_half.finish(self._timeout_s)
+        if not finished:
+            log.warning("%d streams are cut after %g s", len(self._engine.table), self._timeout_s)
 
 
 def _launch(settings: Settings, http: socket.socket, sockets: EngineSockets, admission: Path) -> Launch:
@@ -91,6 +141,7 @@ def _launch(settings: Settings, http: socket.socket, sockets: EngineSockets, adm
         model=settings.model,
         served_model_name=settings.served_model_name,
         reasoning_parser=settings.reasoning_parser,
+        drain_timeout_s=settings.drain_timeout_s,
         vllm_arguments=settings.vllm_arguments,
     )
     if settings.front is Front.RUST:
@@ -100,12 +151,7 @@ def _launch(settings: Settings, http: socket.socket, sockets: EngineSockets, adm
 
 async def _watch(front_half: FrontHalf) -> None:
     status = await front_half.wait()
+    if front_half.finishing:
+        return
     how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
     raise FrontHalfExited(f"the front half {how}")
-
-
-async def _announce(http: socket.socket, on_serving: Callable[[], None]) -> None:
-    # The socket is shared with the child, which alone calls listen(): there is no event for that.
-    while not is_listening(http):  # noqa: ASYNC110
-        await asyncio.sleep(_LOOK_S)
-    on_serving()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import shutil
 import sys
@@ -24,7 +23,8 @@ from tailrace.records import ServiceRecord
 from tailrace.service.channels import Channels
 from tailrace.service.options import CommonOptions, common_options, fresh_incarnation
 from tailrace.service.run import run_service
-from tailrace.service.server import GrpcServer, serve_grpc
+from tailrace.service.server import serve_grpc
+from tailrace.service.shutdown import Shutdown
 from tailrace.store.membership import Membership
 from tailrace.store.store import Store
 from tailrace.telemetry.metrics import new_registry, serve_metrics
@@ -77,6 +77,14 @@ KIND: Final = "frontend"
     help="Show each answer at this many milliseconds a token at least; 0: as it is made. A request says "
     "otherwise by tailrace_pace_tpot_ms in vllm_xargs.",
 )
+@click.option(
+    "--drain-timeout",
+    type=click.FloatRange(min=0),
+    default=300.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Once told to stop, streams under way have so long to end; then they are cut.",
+)
 @click.argument("vllm_arguments", nargs=-1, type=click.UNPROCESSED)
 def command(
     common: CommonOptions,
@@ -89,6 +97,7 @@ def command(
     ipc: Path | None,
     place_wait: float,
     pace_tpot: float,
+    drain_timeout: float,
     vllm_arguments: tuple[str, ...],
 ) -> None:
     """Serve the fleet to users through vLLM's own API server.
@@ -117,12 +126,13 @@ def command(
         vllm_rs=_vllm_rs(vllm_rs) if front == Front.RUST.value else Path(),
         ipc_folder=ipc,
         place_wait_s=place_wait,
+        drain_timeout_s=drain_timeout,
         pace_s=pace_tpot / 1e3,
     )
-    run_service(lambda: serve(common, settings))
+    run_service(lambda shutdown: serve(common, settings, shutdown))
 
 
-async def serve(common: CommonOptions, settings: Settings) -> None:
+async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -> None:
     """Everything of one front end, until cancelled. Raises StoreUnavailable, ListenError (PortTaken)."""
     async with AsyncExitStack() as stack:
         store = await Store.connect(common.etcd, common.cluster)
@@ -151,24 +161,20 @@ async def serve(common: CommonOptions, settings: Settings) -> None:
         )
         stack.push_async_callback(registration.withdraw)
         traces = RequestTraces(tracing.tracer(KIND), common.member_id) if tracing.enabled else None
-        ready = asyncio.Event()
-        announcer = asyncio.create_task(_announce(ready, server, record.http_address))
+
+        async def set_serving(serving: bool) -> None:
+            await server.set_serving(serving)
+            if serving:
+                log.info("serving users on http://%s", record.http_address)
+
         try:
-            await run_front_end(settings, members, channels, http, registry, traces, ready.set)
+            await run_front_end(settings, members, channels, http, registry, traces, set_serving, shutdown)
         except ExceptionGroup as failures:
             known, unknown = failures.split((FrontHalfExited, FrontHalfStuck))
             if unknown is not None or known is None:
                 raise
             log.error("%s", _first(known))
             raise SystemExit(1) from None
-        finally:
-            announcer.cancel()
-
-
-async def _announce(ready: asyncio.Event, server: GrpcServer, http_address: str) -> None:
-    await ready.wait()
-    await server.set_serving(True)
-    log.info("serving users on http://%s", http_address)
 
 
 def _is_shared(common: CommonOptions, settings: Settings, members: Membership) -> bool:

@@ -33,5 +33,7 @@ class Settings:
     ipc_folder: Path | None
     # Seconds that a request may wait for an instance.
     place_wait_s: float
+    # Seconds for streams under way once it is told to stop.
+    drain_timeout_s: float = 0.0
     # Seconds a token at which answers are shown to users; 0: as they are made.
     pace_s: float = 0.0

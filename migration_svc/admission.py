@@ -37,7 +37,7 @@ class Admission:
         """`queue_limit`: migrations that may wait; `patience_s`: for how long each may."""
         self._limit = limit
         self._queue_limit = queue_limit
-        self._patience_s = patience_s
+        self.patience_s = patience_s
         self._sending: Counter[str] = Counter()
         self._receiving: Counter[str] = Counter()
         self._requests: set[str] = set()
@@ -70,7 +70,7 @@ class Admission:
         self._queue.append(waiting)
         self._admit()
         try:
-            async with asyncio.timeout(self._patience_s):
+            async with asyncio.timeout(self.patience_s):
                 await waiting.admitted
         except BaseException as error:
             if waiting in self._queue:
@@ -80,7 +80,7 @@ class Admission:
                 self._leave(source, target)
             if isinstance(error, TimeoutError):
                 raise NotAdmitted(
-                    f"{source} or {target} had {self._limit} migrations open for {self._patience_s:g} s"
+                    f"{source} or {target} had {self._limit} migrations open for {self.patience_s:g} s"
                 ) from error
             raise
 

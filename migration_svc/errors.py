@@ -9,3 +9,10 @@ class UnknownInstance(Exception):
 
 class BadMigration(Exception):
     """The request for a migration makes no sense; the message names the field."""
+
+
+class Stopping(Exception):
+    """This service finishes what is under way and begins nothing more."""
+
+    def __init__(self) -> None:
+        super().__init__("this migration service is stopping")

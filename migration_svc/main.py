@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +22,7 @@ from tailrace.service.frame import open_frame
 from tailrace.service.options import CommonOptions, common_options
 from tailrace.service.run import run_service
 from tailrace.service.server import Servicer, serve_grpc
+from tailrace.service.shutdown import Shutdown
 from tailrace.store.election import Election
 from tailrace.v1.migration_pb2_grpc import add_MigrationServicer_to_server
 
@@ -28,6 +30,8 @@ log = logging.getLogger(__name__)
 
 KIND: Final = "migration"
 _DEFAULTS: Final = CopyRules()
+# For handing leadership over, beyond what migrations may take.
+_MARGIN_S: Final = 10.0
 
 
 @click.command("migration")
@@ -91,11 +95,16 @@ def command(
 ) -> None:
     """Carry out migrations; a second service stands by."""
     admission = Admission(limit, queue, patience)
-    run_service(lambda: serve(common, journal, admission, CopyRules(stop_threshold, max_rounds, timeout)))
+    rules = CopyRules(stop_threshold, max_rounds, timeout)
+    run_service(lambda shutdown: serve(common, journal, admission, rules, shutdown))
 
 
 async def serve(
-    common: CommonOptions, journal_path: Path | None, admission: Admission, rules: CopyRules
+    common: CommonOptions,
+    journal_path: Path | None,
+    admission: Admission,
+    rules: CopyRules,
+    shutdown: Shutdown,
 ) -> None:
     """Until cancelled. Raises StoreUnavailable, ListenError, JournalDamaged, OSError."""
     async with open_frame(KIND, common) as frame:
@@ -107,17 +116,26 @@ async def serve(
         services = [Servicer(add_MigrationServicer_to_server, servicer, "tailrace.v1.Migration")]
         try:
             await runs.clean_up()
-            async with (
-                serve_grpc(common.listen, services) as server,
-                frame.announced(server.address) as record,
-            ):
+            async with serve_grpc(common.listen, services) as server, AsyncExitStack() as membership:
+                record = await membership.enter_async_context(frame.announced(server.address))
                 log.info("%s serves on %s", record.service_id, server.address)
                 election = Election(frame.store, record)
                 election.start()
-                try:
-                    await asyncio.get_running_loop().create_future()
-                finally:
-                    await election.close()
-                    await runs.close()
+                membership.push_async_callback(election.close)
+
+                async def drain() -> None:
+                    await server.set_serving(False)
+                    # Two services would admit more at once than the limit: this one first stops admitting.
+                    runs.stop_admitting()
+                    await membership.aclose()
+                    await runs.wait()
+
+                longest_s = admission.patience_s + rules.timeout_s + _MARGIN_S
+                with shutdown.draining(drain, longest_s):
+                    try:
+                        await asyncio.get_running_loop().create_future()
+                    finally:
+                        await membership.aclose()
+                        await runs.close()
         finally:
             journal.close()

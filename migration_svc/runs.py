@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Final
 
 from migration_svc.admission import Admission
-from migration_svc.errors import BadMigration, UnknownInstance
+from migration_svc.errors import BadMigration, Stopping, UnknownInstance
 from migration_svc.history import History
 from migration_svc.journal import Closed, Journal
 from migration_svc.metrics import MigrationMetrics
@@ -50,6 +50,7 @@ class Runs:
         self._traces = traces
         self._rules = rules
         self._tasks: set[asyncio.Task[None]] = set()
+        self._admitting = True
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -84,8 +85,10 @@ class Runs:
     ) -> AsyncIterator[migration_pb2.MigrationRecord]:
         """Begin a migration; its states, the last of which is its end.
 
-        It goes on whether or not anybody reads them. Raises BadMigration, UnknownInstance.
+        It goes on whether or not anybody reads them. Raises BadMigration, UnknownInstance, Stopping.
         """
+        if not self._admitting:
+            raise Stopping
         order = _order(request, instances)
         record = migration_pb2.MigrationRecord(
             migration_id=uuid.uuid4().hex[:16],
@@ -109,6 +112,10 @@ class Runs:
         self._tasks.add(task)
         task.add_done_callback(self._done)
         return _watch(updates)
+
+    def stop_admitting(self) -> None:
+        """Begin no more migrations; those that were begun go on."""
+        self._admitting = False
 
     async def wait(self) -> None:
         """Until what is under way now has ended; each migration has a deadline of its own."""

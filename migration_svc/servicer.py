@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 import grpc
 
-from migration_svc.errors import BadMigration, UnknownInstance
+from migration_svc.errors import BadMigration, Stopping, UnknownInstance
 from migration_svc.history import History
 from migration_svc.runs import Runs
 from tailrace.records import InstanceRecord
@@ -35,6 +35,8 @@ class MigrationServicer(migration_pb2_grpc.MigrationServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except UnknownInstance as error:
             await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+        except Stopping as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         async for record in updates:
             yield record
 

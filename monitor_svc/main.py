@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import AsyncExitStack
 from typing import Final
 
 import click
@@ -19,6 +20,7 @@ from tailrace.service.frame import open_frame
 from tailrace.service.options import CommonOptions, common_options
 from tailrace.service.run import run_service
 from tailrace.service.server import Servicer, serve_grpc
+from tailrace.service.shutdown import Shutdown
 from tailrace.store.election import Election
 from tailrace.v1.monitor_pb2_grpc import add_MonitorServicer_to_server
 
@@ -26,6 +28,8 @@ log = logging.getLogger(__name__)
 
 KIND: Final = "monitor"
 MONITOR_SERVICE: Final = "tailrace.v1.Monitor"
+# Handing leadership over is two calls to etcd.
+_DRAIN_S: Final = 10.0
 
 
 @click.command("monitor")
@@ -63,10 +67,12 @@ def command(
 ) -> None:
     """Collect worker reports and publish the cluster's state; a second monitor stands by."""
     limits = Limits(ttft_s=slo_ttft, tpot_s=slo_tpot)
-    run_service(lambda: serve(common, patience, limits, trace_spans))
+    run_service(lambda shutdown: serve(common, patience, limits, trace_spans, shutdown))
 
 
-async def serve(common: CommonOptions, patience_s: float, limits: Limits, trace_spans: int) -> None:
+async def serve(
+    common: CommonOptions, patience_s: float, limits: Limits, trace_spans: int, shutdown: Shutdown
+) -> None:
     """Until cancelled. Raises StoreUnavailable, ListenError, OSError."""
     async with open_frame(KIND, common) as frame:
         reports = Reports(patience_s)
@@ -78,12 +84,18 @@ async def serve(common: CommonOptions, patience_s: float, limits: Limits, trace_
             Servicer(add_MonitorServicer_to_server, servicer, MONITOR_SERVICE),
             Servicer(add_TraceServiceServicer_to_server, OtlpServicer(traces), OTLP_SERVICE),
         ]
-        async with serve_grpc(common.listen, servicers) as server, frame.announced(server.address) as record:
+        async with serve_grpc(common.listen, servicers) as server, AsyncExitStack() as membership:
+            record = await membership.enter_async_context(frame.announced(server.address))
             log.info("%s serves on %s", record.service_id, server.address)
             election = Election(frame.store, record)
             election.start()
-            try:
+            membership.push_async_callback(election.close)
+
+            async def drain() -> None:
+                # Workers and schedulers go over to another while this one still answers.
+                await server.set_serving(False)
+                await membership.aclose()
+
+            with shutdown.draining(drain, _DRAIN_S):
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(watch_silence(reports, feed, frame.members, patience_s))
-            finally:
-                await election.close()

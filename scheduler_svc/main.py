@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import AsyncExitStack
 from typing import Final
 
 import click
@@ -30,6 +31,7 @@ from tailrace.service.frame import Frame, open_frame
 from tailrace.service.options import CommonOptions, common_options
 from tailrace.service.run import run_service
 from tailrace.service.server import Servicer, serve_grpc
+from tailrace.service.shutdown import Shutdown
 from tailrace.store.election import Election
 from tailrace.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from tailrace.v1.scheduler_pb2_grpc import add_SchedulerServicer_to_server
@@ -38,6 +40,8 @@ log = logging.getLogger(__name__)
 
 KIND: Final = "scheduler"
 DEFAULT_POLICY: Final = "least_loaded"
+# Handing leadership over is two calls to etcd.
+_DRAIN_S: Final = 10.0
 
 
 @click.command("scheduler")
@@ -55,26 +59,32 @@ def command(common: CommonOptions, policy: str) -> None:
         load(policy)
     except (UnknownPolicyError, UnusablePolicyError) as error:
         raise click.BadParameter(str(error), param_hint="--policy") from error
-    run_service(lambda: serve(common, policy))
+    run_service(lambda shutdown: serve(common, policy, shutdown))
 
 
-async def serve(common: CommonOptions, policy: str) -> None:
+async def serve(common: CommonOptions, policy: str, shutdown: Shutdown) -> None:
     """Until cancelled. Raises StoreUnavailable, ListenError, OSError."""
     async with open_frame(KIND, common) as frame:
         leading = asyncio.Event()
         parts = Parts(frame, policy, leading)
-        async with (
-            serve_grpc(common.listen, parts.servicers) as server,
-            frame.announced(server.address) as record,
-        ):
+        async with serve_grpc(common.listen, parts.servicers) as server, AsyncExitStack() as membership:
+            record = await membership.enter_async_context(frame.announced(server.address))
             log.info("%s serves on %s", record.service_id, server.address)
             election = Election(frame.store, record, leading)
             election.start()
-            try:
-                await parts.run()
-            finally:
-                await election.close()
-                await parts.actuator.close()
+            membership.push_async_callback(election.close)
+
+            async def drain() -> None:
+                # Another leads, and front ends ask another, before this one stops answering.
+                await server.set_serving(False)
+                await membership.aclose()
+
+            with shutdown.draining(drain, _DRAIN_S):
+                try:
+                    await parts.run()
+                finally:
+                    await membership.aclose()
+                    await parts.actuator.close()
 
 
 class Parts:

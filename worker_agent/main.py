@@ -16,6 +16,7 @@ from tailrace.profiles import Profile, ProfileError, load_profile
 from tailrace.service.channels import Channels
 from tailrace.service.options import CommonOptions, common_options
 from tailrace.service.run import run_service
+from tailrace.service.shutdown import Shutdown
 from tailrace.store.membership import Membership
 from tailrace.store.store import Store
 from tailrace.telemetry.metrics import new_registry, serve_metrics
@@ -182,7 +183,7 @@ def command(
         profile_at_start=profile_at_start,
         migration_bandwidth_share=migration_bandwidth_share,
     )
-    run_service(lambda: _serve_or_say(common, options, count, settings))
+    run_service(lambda shutdown: _serve_or_say(common, options, count, settings, shutdown))
 
 
 def _profile(name: str | None) -> Profile | None:
@@ -193,12 +194,12 @@ def _profile(name: str | None) -> Profile | None:
 
 
 async def _serve_or_say(
-    common: CommonOptions, options: EngineOptions, count: int, settings: WorkerSettings
+    common: CommonOptions, options: EngineOptions, count: int, settings: WorkerSettings, shutdown: Shutdown
 ) -> None:
     """What an operator can mend is one line, not a traceback. Told to stop, it ends as soon as all is closed:
     the interpreter would take seconds more to take an engine's modules apart."""
     try:
-        await serve(common, options, count, settings)
+        await serve(common, options, count, settings, shutdown)
     except asyncio.CancelledError:
         log.info("stopped")
         logging.shutdown()
@@ -208,7 +209,9 @@ async def _serve_or_say(
         sys.exit(1)
 
 
-async def serve(common: CommonOptions, options: EngineOptions, count: int, settings: WorkerSettings) -> None:
+async def serve(
+    common: CommonOptions, options: EngineOptions, count: int, settings: WorkerSettings, shutdown: Shutdown
+) -> None:
     """Run `count` workers until cancelled. Raises EngineDied when an engine failed for good."""
     names = numbered(common.member_id, count)
     registry = new_registry("worker", common.member_id)

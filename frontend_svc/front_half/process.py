@@ -22,6 +22,8 @@ class FrontHalf:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
+        # Told to end once its responses have.
+        self.finishing = False
 
     @classmethod
     async def launch(cls, command: Sequence[str], env: Mapping[str, str], fds: Sequence[int]) -> FrontHalf:
@@ -42,9 +44,23 @@ class FrontHalf:
         """The exit status once it has ended; negative: ended by that signal."""
         return await self._process.wait()
 
-    async def stop(self) -> None:
-        """SIGTERM, and SIGKILL when that does not end it."""
+    async def finish(self, timeout_s: float) -> bool:
+        """Have it accept nothing more, finish its responses and end. False: it has not within the time."""
+        self.finishing = True
         with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._process.wait()
+            except TimeoutError:
+                return False
+        return True
+
+    async def stop(self) -> None:
+        """SIGTERM, and SIGKILL when that does not end it. SIGKILL at once if it has been told to finish."""
+        with suppress(ProcessLookupError):
+            if self.finishing:
+                self._process.kill()
             self._process.send_signal(signal.SIGTERM)
             try:
                 async with asyncio.timeout(_GRACE_S):

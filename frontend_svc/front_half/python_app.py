@@ -27,6 +27,7 @@ from vllm.utils.system_utils import set_ulimit
 from frontend_svc.admission import AdmissionReader
 from frontend_svc.front_half.boot import PythonBoot
 from frontend_svc.front_half.engine_client import FleetClient
+from frontend_svc.front_half.graceful_stop import GracefulStop
 from frontend_svc.front_half.retry_after import RetryAfter
 
 
@@ -40,7 +41,8 @@ def parse_args(arguments: list[str]) -> Namespace:
     configure_logging_from_args(args)
     validate_parsed_serve_args(args)
     validate_api_server_args(args)
-    args.middleware = [*args.middleware, f"{RetryAfter.__module__}.{RetryAfter.__qualname__}"]
+    ours = (RetryAfter, GracefulStop)
+    args.middleware = [*args.middleware, *(f"{each.__module__}.{each.__qualname__}" for each in ours)]
     return args
 
 
@@ -53,7 +55,7 @@ def import_plugins(args: Namespace) -> None:
 
 
 async def serve(boot: PythonBoot, args: Namespace) -> None:
-    """Serve until SIGTERM."""
+    """Serve until SIGTERM, and finish the responses under way."""
     import_plugins(args)
     engine_args = AsyncEngineArgs.from_cli_args(args)
     vllm_config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)

@@ -7,6 +7,7 @@ them by their long names with underscores, so flags can be translated without vL
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 from collections.abc import Sequence
@@ -48,6 +49,8 @@ def rust_arguments(spec: FrontHalfSpec) -> dict[str, JsonValue]:
         "port": port,
         "engine_ready_timeout_secs": int(os.environ.get("VLLM_ENGINE_READY_TIMEOUT_S", READY_TIMEOUT_S)),
         "http_timeout_keep_alive": int(os.environ.get("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", _KEEP_ALIVE_S)),
+        # Without it SIGTERM cuts every response.
+        "shutdown_timeout": math.ceil(spec.drain_timeout_s),
     }
     if spec.served_model_name:
         arguments["served_model_name"] = [spec.served_model_name]

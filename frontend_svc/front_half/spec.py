@@ -19,6 +19,8 @@ class FrontHalfSpec:
     model: str
     served_model_name: str = ""
     reasoning_parser: str = ""
+    # Seconds for responses under way once it is told to stop.
+    drain_timeout_s: float = 0.0
     vllm_arguments: tuple[str, ...] = ()
 
 

@@ -13,7 +13,9 @@ from tailrace.local.plan import Tier
 from tailrace.local.state import Part
 
 GRACE_S: Final = 8.0
-"""How long the parts of a tier may take to end by themselves."""
+"""How long the parts of a tier may take to finish or hand over what is under way, and end."""
+CLOSE_S: Final = 5.0
+"""How long they may then take to end without."""
 _KILL_S: Final = 5.0
 _POLL_S: Final = 0.05
 _TIERS: Final = {tier.value: order for order, tier in enumerate(Tier)}
@@ -22,8 +24,8 @@ _TIERS: Final = {tier.value: order for order, tier in enumerate(Tier)}
 def stop_parts(parts: Sequence[Part], reap: Callable[[], None] = lambda: None) -> list[str]:
     """End every process of every part, front ends first and etcd last. Returns the names of those that ran.
 
-    SIGTERM to the part itself; SIGKILL to what is left of its session when the tier's time is up. `reap` is
-    called while waiting, for a caller whose children the parts are.
+    SIGTERM to the part itself, and again when its time to drain is up; then SIGKILL to what is left of its
+    session. `reap` is called while waiting, for a caller whose children the parts are.
     """
     stopped: list[str] = []
     order = sorted(parts, key=lambda part: -_TIERS.get(part.tier, 0))
@@ -34,10 +36,11 @@ def stop_parts(parts: Sequence[Part], reap: Callable[[], None] = lambda: None) -
 
 def _stop_tier(tier: list[Part], reap: Callable[[], None]) -> list[str]:
     running = [part.name for part in tier if part.identity.session_members()]
-    for part in tier:
-        if part.identity.alive():
-            _signal(part.identity.pid, signal.SIGTERM)
-    _wait(lambda: any(part.identity.alive() for part in tier), GRACE_S, reap)
+    for patience_s in (GRACE_S, CLOSE_S):
+        for part in tier:
+            if part.identity.alive():
+                _signal(part.identity.pid, signal.SIGTERM)
+        _wait(lambda: any(part.identity.alive() for part in tier), patience_s, reap)
     # What is left: a part that did not end, or children that it left behind.
     for part in tier:
         for pid in part.identity.session_members():

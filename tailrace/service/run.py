@@ -12,6 +12,8 @@ from typing import Final
 
 import uvloop
 
+from tailrace.service.failure import failure
+from tailrace.service.shutdown import Shutdown
 from tailrace.store.errors import StoreUnavailable
 
 log = logging.getLogger(__name__)
@@ -22,11 +24,12 @@ _LEVEL: Final = "TAILRACE_LOG_LEVEL"
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
-def run_service(main: Callable[[], Coroutine[None, None, None]]) -> None:
-    """Run `main` under uvloop until it returns or SIGTERM or SIGINT cancels it; never returns.
+def run_service(main: Callable[[Shutdown], Coroutine[None, None, None]]) -> None:
+    """Run `main` under uvloop until it returns or is told to stop; never returns.
 
-    `main` cleans up when it is cancelled. Exit codes: 0 it returned or was told to stop; 1 it failed, with
-    one line on stderr for what an operator can mend, a traceback for what is our mistake.
+    The first SIGTERM or SIGINT runs the drain that `main` has set in its Shutdown, if any, and then cancels
+    `main`, which cleans up; a second one cuts the drain short. Exit codes: 0 it returned or was told to stop;
+    1 it failed, with one line on stderr for what an operator can mend, a traceback for what is our mistake.
     """
     level = os.environ.get(_LEVEL, "INFO").upper()
     if level not in logging.getLevelNamesMapping():
@@ -51,25 +54,40 @@ def run_service(main: Callable[[], Coroutine[None, None, None]]) -> None:
     sys.exit(0)
 
 
-async def _until_signalled(main: Callable[[], Coroutine[None, None, None]]) -> None:
+async def _until_signalled(main: Callable[[Shutdown], Coroutine[None, None, None]]) -> None:
     loop = asyncio.get_running_loop()
-    task = asyncio.create_task(main(), name="main")
-    signalled = asyncio.Event()
+    shutdown = Shutdown()
+    task = asyncio.create_task(main(shutdown), name="main")
+    stopping: asyncio.Task[None] | None = None
+
+    def drained(done: asyncio.Task[None]) -> None:
+        if (error := failure(done)) is not None:
+            log.error("draining failed", exc_info=error)
+        task.cancel()
+        loop.call_later(_GRACE_S, _give_up)
 
     def stop(signum: int) -> None:
-        if not signalled.is_set():
-            log.info("%s: stopping", signal.Signals(signum).name)
-            signalled.set()
-            task.cancel()
-            loop.call_later(_GRACE_S, _give_up)
+        nonlocal stopping
+        name = signal.Signals(signum).name
+        if stopping is None:
+            log.info("%s: stopping", name)
+            stopping = asyncio.create_task(shutdown.run_drain(), name="drain")
+            stopping.add_done_callback(drained)
+        elif not stopping.done():
+            log.info("%s again: stopping without draining", name)
+            stopping.cancel()
 
     for number in _SIGNALS:
         loop.add_signal_handler(number, stop, number)
     try:
         await task
     except asyncio.CancelledError:
-        if not signalled.is_set():
+        if stopping is None:
             raise
+    finally:
+        if stopping is not None:
+            stopping.cancel()
+            await asyncio.gather(stopping, return_exceptions=True)
 
 
 def _give_up() -> None:

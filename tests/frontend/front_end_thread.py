@@ -14,6 +14,7 @@ from frontend_svc.front_end import run_front_end
 from frontend_svc.front_half.sockets import bind_http
 from frontend_svc.settings import Front, Settings
 from tailrace.service.channels import Channels
+from tailrace.service.shutdown import Shutdown
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 from tests.frontend.echo_worker import EchoWorker
 from tests.frontend.fleet import StaticMembers, record
@@ -22,17 +23,21 @@ from tests.frontend.scripted_worker import serving
 T = TypeVar("T")
 START_S = 120.0
 PLACE_WAIT_S = 0.5
+DRAIN_S = 30.0
 
 
 class FrontEndThread:
     """`url` is where users connect. `members` may be changed through `call`."""
 
-    def __init__(self, front: Front, vllm_rs: Path) -> None:
+    def __init__(self, front: Front, vllm_rs: Path, worker: EchoWorker | None = None) -> None:
         self.front = front
         self.url = ""
-        self.worker = EchoWorker("w0")
+        self.worker = worker or EchoWorker("w0")
         self.members = StaticMembers()
         self.registry = CollectorRegistry()
+        self.shutdown = Shutdown()
+        # What the health check would say.
+        self.serving = False
         self._vllm_rs = vllm_rs
         self._loop: asyncio.AbstractEventLoop | None = None
         self._main: asyncio.Task[None] | None = None
@@ -57,6 +62,11 @@ class FrontEndThread:
         """Run in the front end's loop."""
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+
+    async def _set_serving(self, serving: bool) -> None:
+        self.serving = serving
+        if serving:
+            self._ready.set()
 
     def _run(self) -> None:
         try:
@@ -86,10 +96,18 @@ class FrontEndThread:
                     vllm_rs=self._vllm_rs,
                     ipc_folder=None,
                     place_wait_s=PLACE_WAIT_S,
+                    drain_timeout_s=DRAIN_S,
                 )
                 try:
                     await run_front_end(
-                        settings, self.members, channels, http, self.registry, None, self._ready.set
+                        settings,
+                        self.members,
+                        channels,
+                        http,
+                        self.registry,
+                        None,
+                        self._set_serving,
+                        self.shutdown,
                     )
                 finally:
                     await channels.close()

@@ -29,6 +29,7 @@ from monitor_svc.gauges import Limits
 from scheduler_svc import main as scheduler_main
 from tailrace.service.channels import Channels
 from tailrace.service.options import CommonOptions
+from tailrace.service.shutdown import Shutdown
 from tailrace.store.membership import Membership
 from tailrace.store.store import Store
 from tailrace.v1 import admin_pb2, migration_pb2, types_pb2
@@ -196,10 +197,15 @@ async def open_fleet(
         def options(kind: str) -> CommonOptions:
             return CommonOptions((etcd,), cluster, "127.0.0.1:0", "127.0.0.1:0", kind, "")
 
+        # They are cancelled at the end, not drained.
+        undrained = Shutdown()
         for kind, serving in (
-            ("monitor", monitor_main.serve(options("monitor"), 2.0, Limits(10.0, 0.1), 100_000)),
-            ("migration", migration_main.serve(options("migration"), None, Admission(), CopyRules())),
-            ("scheduler", scheduler_main.serve(options("scheduler"), "round_robin")),
+            ("monitor", monitor_main.serve(options("monitor"), 2.0, Limits(10.0, 0.1), 100_000, undrained)),
+            (
+                "migration",
+                migration_main.serve(options("migration"), None, Admission(), CopyRules(), Shutdown()),
+            ),
+            ("scheduler", scheduler_main.serve(options("scheduler"), "round_robin", undrained)),
         ):
             stack.push_async_callback(_stop, asyncio.create_task(serving, name=kind))
         process = await stack.enter_async_context(

@@ -19,6 +19,14 @@ from tailrace.local.stop import stop_parts
 _STUBBORN = (
     "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); input()"
 )
+_DRAINS = """
+import signal
+signals = iter([lambda: None, lambda: exit(7)])
+signal.signal(signal.SIGTERM, lambda *_: next(signals)())
+print('up', flush=True)
+while True:
+    signal.pause()
+"""
 _WITH_CHILD = (
     "import subprocess, sys; child = subprocess.Popen(['sleep', '60']); print(child.pid, flush=True); input()"
 )
@@ -55,6 +63,11 @@ def _part(pid: int, tier: Tier = Tier.WORKER) -> Part:
     return Part(name=f"{tier}-{pid}", tier=tier, identity=identify(pid), log="")
 
 
+def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tailrace.local.stop.GRACE_S", 0.2)
+    monkeypatch.setattr("tailrace.local.stop.CLOSE_S", 0.2)
+
+
 def _runs(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists() and identify(pid).alive()
 
@@ -84,15 +97,24 @@ def test_a_stranger_with_the_same_pid_is_left_alone(started: list[Started]) -> N
 def test_a_part_that_ignores_sigterm_is_killed(
     started: list[Started], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tailrace.local.stop.GRACE_S", 0.2)
+    _hurry(monkeypatch)
     process, _ = _start(started, _STUBBORN)
     part = _part(process.pid)
     assert stop_parts([part], lambda: None) == [part.name]
     assert process.wait(5) == -signal.SIGKILL
 
 
-def test_a_frozen_part_is_killed(started: list[Started], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_drains_for_too_long_is_told_again(
+    started: list[Started], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tailrace.local.stop.GRACE_S", 0.2)
+    process, _ = _start(started, _DRAINS)
+    stop_parts([_part(process.pid)], lambda: None)
+    assert process.wait(5) == 7
+
+
+def test_a_frozen_part_is_killed(started: list[Started], monkeypatch: pytest.MonkeyPatch) -> None:
+    _hurry(monkeypatch)
     process, _ = _start(started, "print('up', flush=True); input()")
     os.kill(process.pid, signal.SIGSTOP)
     stop_parts([_part(process.pid)], lambda: None)

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from migration_svc.admission import Admission
-from migration_svc.errors import BadMigration, UnknownInstance
+from migration_svc.errors import BadMigration, Stopping, UnknownInstance
 from migration_svc.history import History
 from migration_svc.journal import Journal
 from migration_svc.metrics import MigrationMetrics
@@ -192,3 +192,14 @@ async def test_bad_requests_name_the_field(
     async with bench() as b:
         with pytest.raises(error, match=message):
             b.start(**changes)
+
+
+async def test_one_that_stops_finishes_what_it_began_and_begins_nothing(tmp_path: Path) -> None:
+    async with bench(tmp_path / "journal") as b:
+        b.worker.script = commit()
+        b.start()
+        b.runs.stop_admitting()
+        with pytest.raises(Stopping):
+            b.start()
+        await asyncio.wait_for(b.runs.wait(), 5)
+        assert b.history.list("", 0)[0].state == COMMITTED

@@ -21,6 +21,7 @@ from scheduler_svc import main as scheduler_main
 from tailrace.service.channels import Channels
 from tailrace.service.options import CommonOptions
 from tailrace.service.server import Servicer, serve_grpc
+from tailrace.service.shutdown import Shutdown
 from tailrace.store.membership import Membership
 from tailrace.store.registration import Registration
 from tailrace.store.store import Store
@@ -59,6 +60,7 @@ class Control:
     channels: Channels
     workers: dict[str, Worker] = field(default_factory=dict)
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    shutdowns: dict[str, Shutdown] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def options(self, kind: str, name: str) -> CommonOptions:
@@ -74,21 +76,23 @@ class Control:
 
     async def start_monitor(self) -> None:
         """A monitor."""
-        serving = monitor_main.serve(self.options("monitor", "monitor"), 2.0, Limits(10.0, 0.1), 1_000)
+        shutdown = self.shutdowns["monitor"] = Shutdown()
+        options = self.options("monitor", "monitor")
+        serving = monitor_main.serve(options, 2.0, Limits(10.0, 0.1), 1_000, shutdown)
         await self._start("monitor", "monitor", serving)
 
     async def start_migration(self) -> None:
         """A migration service without a journal."""
+        shutdown = self.shutdowns["migration"] = Shutdown()
         options = self.options("migration", "migration")
-        await self._start(
-            "migration", "migration", migration_main.serve(options, None, Admission(), CopyRules())
-        )
+        serving = migration_main.serve(options, None, Admission(), CopyRules(), shutdown)
+        await self._start("migration", "migration", serving)
 
     async def start_scheduler(self, name: str) -> None:
         """A scheduler."""
-        await self._start(
-            "scheduler", name, scheduler_main.serve(self.options("scheduler", name), "least_loaded")
-        )
+        shutdown = self.shutdowns[name] = Shutdown()
+        serving = scheduler_main.serve(self.options("scheduler", name), "least_loaded", shutdown)
+        await self._start("scheduler", name, serving)
 
     async def _start(self, kind: str, name: str, serving: object) -> None:
         assert asyncio.iscoroutine(serving)
@@ -96,8 +100,9 @@ class Control:
         await self.members_show(lambda m: (kind, name) in m.services)
 
     async def stop(self, name: str) -> None:
-        """Stop a service as SIGTERM does."""
+        """Stop a service as SIGTERM does: drain it, then cancel it."""
         task = self.tasks.pop(name)
+        await self.shutdowns.pop(name).run_drain()
         task.cancel()
         await asyncio.wait([task])
 

@@ -1,0 +1,87 @@
+"""A front end that is told to stop, with vLLM's real front halves: streams end, nothing new is accepted."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from frontend_svc.settings import Front
+from tailrace.tiny.tokens import END_THINK, IM_END, THINK
+from tailrace.v1 import worker_pb2
+from tests.frontend.echo_worker import ANSWER, THOUGHT, EchoWorker
+from tests.frontend.front_end_thread import FrontEndThread
+from tests.frontend.scripted_worker import FINISHED, PREFILL_DONE, REASONING_ENDED, outputs
+from tests.frontend.test_http import find_vllm_rs
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120)]
+
+BODY = {"model": "tiny", "prompt": "x", "stream": True, "max_tokens": 100}
+
+
+class HeldWorker(EchoWorker):
+    """Begins to answer at once, and ends when it is told to."""
+
+    async def on_submit(self, submit: worker_pb2.Submit) -> None:
+        self.submits.append(submit)
+        self.say(outputs(submit, [THINK, *THOUGHT.encode()], 0, PREFILL_DONE))
+
+    async def finish(self) -> None:
+        """End every answer."""
+        for submit in self.submits:
+            rest = [END_THINK, *ANSWER.encode(), IM_END]
+            self.say(outputs(submit, rest, len(THOUGHT) + 1, REASONING_ENDED | FINISHED))
+
+
+@pytest.fixture(
+    params=[pytest.param(Front.PYTHON, marks=pytest.mark.slow), Front.RUST], ids=lambda front: front.value
+)
+def front_end(request: pytest.FixtureRequest) -> Iterator[FrontEndThread]:
+    """A front end of its own: the test ends it."""
+    vllm_rs = find_vllm_rs()
+    if request.param is Front.RUST and vllm_rs is None:
+        pytest.skip("no vllm-rs")
+    thread = FrontEndThread(request.param, vllm_rs or Path(), HeldWorker("w0"))
+    thread.start()
+    yield thread
+    thread.stop()
+
+
+def test_it_finishes_its_streams_and_accepts_nothing_new(front_end: FrontEndThread) -> None:
+    worker = front_end.worker
+    assert isinstance(worker, HeldWorker)
+    with httpx.stream("POST", f"{front_end.url}/v1/completions", json=BODY, timeout=60) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        drained = threading.Event()
+
+        async def drain() -> None:
+            await front_end.shutdown.run_drain()
+            drained.set()
+
+        async def begin() -> asyncio.Task[None]:
+            return asyncio.create_task(drain())
+
+        front_end.call(begin())
+        while _accepts(front_end.url):
+            pass
+        assert not front_end.serving
+        assert not drained.is_set()
+        front_end.call(worker.finish())
+        rest = list(lines)
+    assert rest[-1] == "data: [DONE]" or rest[-2] == "data: [DONE]"
+    assert ANSWER[-1] in "".join(rest)
+    assert drained.wait(30)
+
+
+def _accepts(url: str) -> bool:
+    """Whether anybody listens."""
+    try:
+        httpx.get(f"{url}/health", timeout=5)
+    except httpx.ConnectError:
+        return False
+    return True

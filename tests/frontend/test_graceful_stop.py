@@ -1,0 +1,60 @@
+"""vLLM's launcher of its Python app with our middleware: SIGTERM lets responses end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+
+import fastapi
+import httpx
+import pytest
+from fastapi.responses import StreamingResponse
+
+from frontend_svc.front_half.graceful_stop import GracefulStop
+
+pytestmark = pytest.mark.vllm
+
+
+async def test_sigterm_lets_a_response_end_and_then_ends_the_server() -> None:
+    from vllm.entrypoints.launchers.launcher import serve_http
+
+    app, told = fastapi.FastAPI(), asyncio.Event()
+    app.add_middleware(GracefulStop)
+    app.state.engine_client = None
+
+    async def words() -> AsyncIterator[str]:
+        yield "before "
+        await told.wait()
+        yield "after"
+
+    @app.get("/stream")
+    async def stream() -> StreamingResponse:
+        return StreamingResponse(words())
+
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        serving = asyncio.create_task(serve_http(app, listening, host="127.0.0.1", port=0, log_level="error"))
+        async with asyncio.timeout(30), httpx.AsyncClient(base_url=url) as client:
+            while True:
+                try:
+                    response = await client.send(client.build_request("GET", "/stream"), stream=True)
+                    break
+                except httpx.ConnectError:
+                    await asyncio.sleep(0.02)
+            text = response.aiter_text()
+            assert await anext(text) == "before "
+            os.kill(os.getpid(), signal.SIGTERM)
+            async with httpx.AsyncClient(base_url=url) as other:
+                with pytest.raises(httpx.ConnectError):
+                    while True:
+                        await other.get("/nothing")
+                        await asyncio.sleep(0.02)
+            assert not serving.done()
+            told.set()
+            assert await anext(text) == "after"
+            await response.aclose()
+            await (await serving)

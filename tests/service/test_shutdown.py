@@ -1,0 +1,126 @@
+"""How a service process ends: what it does on the first signal, on the second, and while it starts."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+# A service that says where it is; MODE decides how its drain goes.
+SERVICE = """
+import asyncio, sys
+from tailrace.service.run import run_service
+
+MODE = sys.argv[1]
+
+def say(word):
+    print(word, flush=True)
+
+async def drain():
+    say("draining")
+    if MODE.startswith("hangs"):
+        await asyncio.sleep(3600)
+    if MODE == "fails":
+        raise RuntimeError("broken drain")
+    if MODE == "slow":
+        await asyncio.sleep(0.05)
+    say("drained")
+
+async def main(shutdown):
+    try:
+        if MODE == "starting":
+            say("starting")
+            await asyncio.sleep(3600)
+        with shutdown.draining(drain, 0.2 if MODE == "hangs-bounded" else 60):
+            say("serving")
+            await asyncio.sleep(3600)
+    finally:
+        say("closed")
+
+run_service(main)
+"""
+
+
+class Service:
+    """The service as a process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    async def line(self) -> str:
+        assert self._process.stdout is not None
+        async with asyncio.timeout(30):
+            return (await self._process.stdout.readline()).decode().strip()
+
+    async def rest(self) -> tuple[list[str], str, int | None]:
+        """The lines left, what it logged, and its exit code."""
+        async with asyncio.timeout(30):
+            out, err = await self._process.communicate()
+        return out.decode().split(), err.decode(), self._process.returncode
+
+
+@asynccontextmanager
+async def service(mode: str) -> AsyncIterator[Service]:
+    process = await asyncio.create_subprocess_exec(
+        *[sys.executable, "-c", SERVICE, mode],
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield Service(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_the_first_signal_drains_before_anything_is_closed(number: signal.Signals) -> None:
+    async with service("slow") as running:
+        assert await running.line() == "serving"
+        running.signal(number)
+        assert (await running.rest())[::2] == (["draining", "drained", "closed"], 0)
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+async def test_a_second_signal_cuts_the_drain_short(second: signal.Signals) -> None:
+    async with service("hangs") as running:
+        assert await running.line() == "serving"
+        running.signal(signal.SIGTERM)
+        assert await running.line() == "draining"
+        running.signal(second)
+        lines, said, code = await running.rest()
+    assert (lines, code) == (["closed"], 0)
+    assert "without draining" in said
+
+
+async def test_while_it_starts_there_is_nothing_to_drain() -> None:
+    async with service("starting") as running:
+        assert await running.line() == "starting"
+        running.signal(signal.SIGTERM)
+        assert (await running.rest())[::2] == (["closed"], 0)
+
+
+async def test_a_drain_has_a_bound() -> None:
+    async with service("hangs-bounded") as running:
+        assert await running.line() == "serving"
+        running.signal(signal.SIGTERM)
+        lines, said, code = await running.rest()
+    assert (lines, code) == (["draining", "closed"], 0)
+    assert "not drained within 0.2 s" in said
+
+
+async def test_a_drain_that_fails_is_logged_and_the_service_ends() -> None:
+    async with service("fails") as running:
+        assert await running.line() == "serving"
+        running.signal(signal.SIGTERM)
+        lines, said, code = await running.rest()
+    assert (lines, code) == (["draining", "closed"], 0)
+    assert "broken drain" in said
