@@ -23,6 +23,21 @@ log = logging.getLogger(__name__)
 _DEADLINE_S: Final = 30.0
 # The same for the whole fleet and for its whole life; asked by front halves at their start.
 _CACHED: Final = frozenset({"get_supported_tasks"})
+# Methods that mean the same of a fleet as of one engine. All others (sleep, pause_scheduler, collective_rpc,
+# weight updates) control a single engine; carried out behind the scheduler's back they would strand streams.
+FLEET_METHODS: Final = frozenset(
+    {
+        "add_lora",
+        "get_supported_tasks",
+        "list_loras",
+        "pin_lora",
+        "profile",
+        "remove_lora",
+        "reset_encoder_cache",
+        "reset_mm_cache",
+        "reset_prefix_cache",
+    }
+)
 
 
 class _Output(msgspec.Struct, array_like=True):
@@ -72,6 +87,11 @@ class Utilities:
             return
         if call.call_id in self._asked:
             log.error("the front half uses call id %d twice", call.call_id)
+            return
+        if call.method not in FLEET_METHODS:
+            log.warning("refused the engine-core call %s: not available on a fleet", call.method)
+            text = f"{call.method} controls a single engine and is not available on a fleet"
+            self._answer(utility_failure(call.call_id, text))
             return
         timer = asyncio.get_running_loop().call_later(_DEADLINE_S, self._expire, call.call_id)
         self._asked[call.call_id] = asked = _Asked(call, list(frames), timer)

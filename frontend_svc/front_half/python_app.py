@@ -27,6 +27,7 @@ from vllm.utils.system_utils import set_ulimit
 from frontend_svc.admission import AdmissionReader
 from frontend_svc.front_half.boot import PythonBoot
 from frontend_svc.front_half.engine_client import FleetClient
+from frontend_svc.front_half.engine_control import RefuseEngineControl
 from frontend_svc.front_half.graceful_stop import GracefulStop
 from frontend_svc.front_half.retry_after import RetryAfter
 
@@ -41,7 +42,7 @@ def parse_args(arguments: list[str]) -> Namespace:
     configure_logging_from_args(args)
     validate_parsed_serve_args(args)
     validate_api_server_args(args)
-    ours = (RetryAfter, GracefulStop)
+    ours = (RetryAfter, GracefulStop, RefuseEngineControl)
     args.middleware = [*args.middleware, *(f"{each.__module__}.{each.__qualname__}" for each in ours)]
     return args
 

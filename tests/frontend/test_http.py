@@ -37,10 +37,13 @@ def front_end(request: pytest.FixtureRequest) -> Iterator[FrontEndThread]:
     vllm_rs = find_vllm_rs()
     if request.param is Front.RUST and vllm_rs is None:
         pytest.skip("no vllm-rs")
-    thread = FrontEndThread(request.param, vllm_rs or Path())
-    thread.start()
-    yield thread
-    thread.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        # Its routes must not be a way around the scheduler.
+        patch.setenv("VLLM_SERVER_DEV_MODE", "1")
+        thread = FrontEndThread(request.param, vllm_rs or Path())
+        thread.start()
+        yield thread
+        thread.stop()
 
 
 @pytest.fixture
@@ -127,6 +130,19 @@ def test_bad_input_has_openais_error_shape_and_reaches_no_worker(
     assert reply.status_code == status
     assert reply.json()["error"]["message"]
     assert len(front_end.worker.requests) == seen
+
+
+@pytest.mark.parametrize("path", ["/sleep", "/wake_up", "/pause", "/resume"])
+def test_routes_that_control_one_engine_are_refused(front_end: FrontEndThread, path: str) -> None:
+    reply = post(front_end, path, {})
+    if front_end.front is Front.PYTHON:
+        assert reply.status_code == 501
+        assert reply.json()["error"]["code"] == 501
+        assert path in reply.json()["error"]["message"]
+    else:
+        # vllm-rs takes no middleware: the refusal of the engine-core call is what its client sees.
+        assert reply.status_code >= 400
+    assert post(front_end, "/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 1}).is_success
 
 
 def test_an_abandoned_stream_is_aborted_at_its_owner(front_end: FrontEndThread) -> None:

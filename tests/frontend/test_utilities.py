@@ -53,7 +53,7 @@ async def test_the_first_success_wins_and_later_answers_are_dropped(answers: lis
 
 async def test_when_all_fail_a_failure_is_the_answer(answers: list[Sequence[bytes]]) -> None:
     utilities = Utilities(Instances("a", "b"), answers.append)
-    utilities.call(UtilityCall(0, 7, "sleep", NO_ARGS), [b""])
+    utilities.call(UtilityCall(0, 7, "add_lora", NO_ARGS), [b""])
     failure = utility_failure(7, "not allowed")
     utilities.result("a", answer(7, failure))
     assert answers == []
@@ -63,7 +63,7 @@ async def test_when_all_fail_a_failure_is_the_answer(answers: list[Sequence[byte
 
 async def test_an_answer_to_another_call_never_reaches_the_front_half(answers: list[Sequence[bytes]]) -> None:
     utilities = Utilities(Instances("a"), answers.append)
-    utilities.call(UtilityCall(0, 7, "is_sleeping", NO_ARGS), [b""])
+    utilities.call(UtilityCall(0, 7, "list_loras", NO_ARGS), [b""])
     utilities.result("a", answer(7, utility_result(8, True)))
     utilities.result("a", answer(7, [b"junk"]))
     assert answers == []
@@ -83,3 +83,17 @@ async def test_a_call_waits_for_the_first_instance(answers: list[Sequence[bytes]
     outputs = msgspec.msgpack.decode(answers[1][0])
     assert outputs[4] == [9, None, [None, ["generate"]]]
     assert instances.sent == [("a", 7)]
+
+
+@pytest.mark.parametrize(
+    "method", ["sleep", "wake_up", "pause_scheduler", "collective_rpc", "no_such_method"]
+)
+async def test_what_controls_a_single_engine_reaches_no_instance(
+    method: str, answers: list[Sequence[bytes]]
+) -> None:
+    instances = Instances("a")
+    utilities = Utilities(instances, answers.append)
+    utilities.call(UtilityCall(0, 7, method, NO_ARGS), [b""])
+    assert instances.sent == []
+    [[frame]] = answers
+    assert f"{method} controls a single engine and is not available on a fleet".encode() in frame
