@@ -1,21 +1,45 @@
-"""The last words of `tailrace up`: where everything is, and lines to try that work."""
+"""What `tailrace up` prints at its end: where everything is, and commands to try."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import sysconfig
 from pathlib import Path
+from typing import Final
 
 from tailrace.local.state import RunState
 from tailrace.tiny.task import MAX_SCORED_COUNT, task
 
-_SHORT = task("wxyz", 12, 9).prompt
-_LONG = task("wxyz", MAX_SCORED_COUNT, MAX_SCORED_COUNT - 40).prompt
+# The shipped model answers these alone; any other one gets something that it may talk about at length.
+_TINY_PROMPTS: Final = (
+    task("wxyz", 12, 9).prompt,
+    task("wxyz", MAX_SCORED_COUNT, MAX_SCORED_COUNT - 40).prompt,
+)
+_PROMPTS: Final = (
+    "Why is the sky blue? Answer in one sentence.",
+    "Write a story of two thousand words about a lighthouse keeper.",
+)
 
 
-def greeting(state: RunState, logs: Path) -> str:
-    """Text for stdout: addresses, a curl line for a streamed answer, and what to do next."""
-    count = sum(part.tier == "worker" for part in state.parts)
-    workers = "1 worker" if count == 1 else f"{count} workers"
+def tailrace_command() -> str:
+    """Return how this installation's `tailrace` can be typed here: by name if on PATH, else by path."""
+    installed = Path(sysconfig.get_path("scripts")) / "tailrace"
+    on_path = shutil.which("tailrace")
+    if not installed.exists() or (on_path is not None and Path(on_path).samefile(installed)):
+        return "tailrace"
+    here = Path.cwd()
+    return str(installed.relative_to(here)) if installed.is_relative_to(here) else str(installed)
+
+
+def greeting(state: RunState, logs: Path, command: str) -> str:
+    """Text for stdout: addresses, a curl line for a streamed answer, and what to do next.
+
+    `command`: how `tailrace` is typed here.
+    """
+    workers = "1 worker" if state.workers == 1 else f"{state.workers} workers"
+    short, long = _TINY_PROMPTS if state.tiny else _PROMPTS
     return "\n".join(
         [
             "",
@@ -23,18 +47,18 @@ def greeting(state: RunState, logs: Path) -> str:
             f"  admin API  {state.admin}",
             f"  logs       {logs}",
             "",
-            "A streamed answer, reasoning and answer apart:",
+            "A streamed answer, reasoning and answer apart:" if state.tiny else "A streamed answer:",
             "",
-            f"  {_curl(state, _SHORT)}",
+            f"  {_curl(state, short)}",
             "",
             "Then start a long one, and move it while it streams:",
             "",
-            f"  {_curl(state, _LONG)} >/dev/null &",
-            "  tailrace get requests",
-            "  tailrace migrate REQUEST --to INSTANCE     (any part of the id that only it has)",
-            "  tailrace top",
+            f"  {_curl(state, long)} >/dev/null &",
+            f"  {command} get requests",
+            f"  {command} migrate REQUEST --to INSTANCE     (any part of the id that only it has)",
+            f"  {command} top",
             "",
-            "tailrace down stops it all.",
+            f"{command} down stops it all.",
         ]
     )
 
@@ -47,4 +71,5 @@ def _curl(state: RunState, prompt: str) -> str:
         "messages": [{"role": "user", "content": prompt}],
     }
     url = f"{state.http}/v1/chat/completions"
-    return f"curl -sN {url} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+    key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if os.environ.get("VLLM_API_KEY") else ""
+    return f"curl -sN {url} -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"

@@ -13,8 +13,9 @@ from typing import Final
 import click
 
 from tailrace.cli.errors import CliError, UsageProblem
-from tailrace.cli.greeting import greeting
+from tailrace.cli.greeting import greeting, tailrace_command
 from tailrace.cli.output import note
+from tailrace.local.float32 import loses_precision
 from tailrace.local.gpus import visible_gpus
 from tailrace.local.options import MONITOR_TRACES, ClusterOptions, Engine, Front
 from tailrace.local.plan import Plan, make_plan
@@ -59,7 +60,17 @@ which it is sure of every token, and which vLLM would lower."""
     "--frontends", type=click.IntRange(1, 32), default=1, show_default=True, help="They share the port."
 )
 @click.option("--model", metavar="PATH", help="Model folder or name.  [default: the tiny reasoning model]")
+@click.option("--served-model-name", metavar="NAME", help="What clients call the model.  [default: --model]")
 @click.option("--reasoning-parser", metavar="NAME", help="vLLM's parser for the model's reasoning.")
+@click.option(
+    "--frontend-arg",
+    "frontend_arguments",
+    multiple=True,
+    metavar="FLAG[=VALUE]",
+    help="A flag of `vllm serve` for the API server, such as --frontend-arg=--enable-auto-tool-choice "
+    "--frontend-arg=--tool-call-parser=hermes; repeat. An API key is better given as VLLM_API_KEY in the "
+    "environment, where `ps` does not show it.",
+)
 @click.option("--predictor", metavar="PATH", help="Length predictor of the model (vLLM only); '' for none.")
 @click.option("--profile", is_flag=True, help="Measure the engine first, for the policies (about a minute).")
 @click.option("--no-traces", is_flag=True, help="Export no spans.")
@@ -73,7 +84,9 @@ def up(
     schedulers: int,
     frontends: int,
     model: str | None,
+    served_model_name: str | None,
     reasoning_parser: str | None,
+    frontend_arguments: tuple[str, ...],
     predictor: str | None,
     profile: bool,
     no_traces: bool,
@@ -96,7 +109,7 @@ def up(
         schedulers=schedulers,
         frontends=frontends,
         model=model or str(MODEL_PATH),
-        served_name=_TINY_NAME if model is None else model,
+        served_name=served_model_name or (_TINY_NAME if model is None else model),
         reasoning_parser=reasoning_parser or (REASONING_PARSER if model is None else None),
         policy=policy,
         cores=len(os.sched_getaffinity(0)),
@@ -104,6 +117,7 @@ def up(
         predictor=predictor,
         profile=profile,
         worker_arguments=worker_arguments,
+        frontend_arguments=frontend_arguments,
         traces=None if no_traces else os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", MONITOR_TRACES),
     )
     folder = RunFolder.default()
@@ -116,7 +130,12 @@ def up(
                 state = _start(options, folder)
     except (RunFolderBusy, RunFolderUnusable) as error:
         raise CliError(str(error)) from error
-    click.echo(greeting(state, folder.logs))
+    click.echo(greeting(state, folder.logs, tailrace_command()))
+    if options.engine is Engine.VLLM and loses_precision(options.model, worker_arguments):
+        note(
+            f"tailrace up: the weights of {options.model} are float32, and vLLM serves them in 16 bits; "
+            "to keep their precision: tailrace up ... -- --engine-arg dtype=float32"
+        )
 
 
 def _already_up(folder: RunFolder) -> RunState | None:
@@ -153,6 +172,9 @@ def _plan(options: ClusterOptions, folder: RunFolder) -> Plan:
         raise UsageProblem(f"--policy: no policy {options.policy!r}; installed: {', '.join(policy_names())}")
     if options.model.startswith((".", "/", "~")) and not Path(options.model).expanduser().is_dir():
         raise UsageProblem(f"--model: no folder {options.model}")
+    for flag in options.frontend_arguments:
+        if not flag.startswith("--"):
+            raise UsageProblem(f"--frontend-arg: {flag!r} is no flag of vllm serve (--NAME or --NAME=VALUE)")
     try:
         require_installed(options)
         require_free(options.host, options.port)
@@ -178,4 +200,4 @@ async def _run(plan: Plan, folder: RunFolder, options: ClusterOptions) -> RunSta
         loop.add_signal_handler(number, task.cancel)
     with make_progress([part.name for part in plan.parts]) as progress:
         starter = Starter(plan, folder, progress, options.cores)
-        return await starter.run(options.policy, options.served_name)
+        return await starter.run(options.policy, options.served_name, tiny=options.serves_tiny_model)

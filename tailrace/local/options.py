@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from pathlib import Path
+
+from tailrace.tiny import MODEL_PATH
 
 
 class Engine(enum.StrEnum):
@@ -45,8 +48,15 @@ class ClusterOptions:
     profile: bool = False
     # Further options of `tailrace serve worker`.
     worker_arguments: tuple[str, ...]
+    # Flags of `vllm serve` for the API server of each front end.
+    frontend_arguments: tuple[str, ...] = ()
     # Where spans go; None: nowhere. MONITOR_TRACES: to the cluster's own monitor.
     traces: str | None
+
+    @property
+    def serves_tiny_model(self) -> bool:
+        """Whether the model is the one that Tailrace ships."""
+        return Path(self.model).resolve() == MODEL_PATH
 
 
 MONITOR_TRACES = "monitor"

@@ -152,6 +152,8 @@ def _frontend(options: ClusterOptions, service: Callable[..., PartSpec], number:
     arguments += ["--served-model-name", options.served_name]
     if options.reasoning_parser:
         arguments += ["--reasoning-parser", options.reasoning_parser]
+    if options.frontend_arguments:
+        arguments += ["--", *options.frontend_arguments]
     part = service("frontend", _numbered("frontend", number, options.frontends), Tier.FRONTEND, *arguments)
     return replace(
         part, http=f"http://{http}", heavy=options.front is Front.PYTHON, timeout_s=_VLLM_TIMEOUT_S

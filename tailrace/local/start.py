@@ -36,10 +36,14 @@ class Starter:
         self._heavy = asyncio.Semaphore(max(1, cores))
         self._light = asyncio.Semaphore(_LIGHT_AT_ONCE)
         self._processes: list[PartProcess] = []
-        self._state = RunState(etcd=plan.etcd)
+        self._state = RunState(
+            etcd=plan.etcd, workers=sum(len(spec.members) for spec in plan.tier(Tier.WORKER))
+        )
 
-    async def run(self, policy: str | None, model: str) -> RunState:
+    async def run(self, policy: str | None, model: str, *, tiny: bool = False) -> RunState:
         """Start everything and return the state, ready.
+
+        `model` is what clients call it; `tiny` tells that it is the shipped one.
 
         Raises PartFailed when a part ends or is late. After any error, and when cancelled, nothing that was
         started is left.
@@ -51,6 +55,7 @@ class Starter:
             raise
         self._state.http = self._plan.http
         self._state.model = model
+        self._state.tiny = tiny
         self._folder.write(self._state)
         return self._state
 

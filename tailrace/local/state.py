@@ -37,6 +37,10 @@ class RunState(msgspec.Struct, kw_only=True):
     http: str = ""
     # Name that clients give as `model`.
     model: str = ""
+    # Whether it is the model that Tailrace ships, whose answers the examples know.
+    tiny: bool = False
+    # Instances; a process may hold several simulated ones.
+    workers: int = 0
     etcd: str = ""
 
     @property

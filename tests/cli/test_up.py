@@ -135,6 +135,7 @@ def test_port_taken(here: Here) -> None:
         (("--model", "/no/such/model"), "no folder /no/such/model"),
         (("--workers", "0"), "--workers"),
         (("--port", "99999"), "--port"),
+        (("--frontend-arg", "api-key=x"), "--frontend-arg: 'api-key=x' is no flag of vllm serve"),
     ],
 )
 def test_wrong_usage(

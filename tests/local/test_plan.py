@@ -56,6 +56,13 @@ def test_two_schedulers_are_one_admin_address() -> None:
     assert plan.admin == ",".join(part.address for part in schedulers)
 
 
+def test_flags_for_the_api_server_reach_each_front_end() -> None:
+    flags = ("--enable-auto-tool-choice", "--tool-call-parser=hermes")
+    for part in _plan(frontends=2, front=Front.RUST, frontend_arguments=flags).tier(Tier.FRONTEND):
+        assert tuple(part.command[-3:]) == ("--", *flags)
+    assert "--" not in _plan().tier(Tier.FRONTEND)[0].command
+
+
 def test_front_ends_share_the_port() -> None:
     fronts = _plan(frontends=2, front=Front.RUST).tier(Tier.FRONTEND)
     assert [_option(part, "--http") for part in fronts] == ["127.0.0.1:8000"] * 2

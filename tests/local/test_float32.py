@@ -1,0 +1,33 @@
+"""A user is told before vLLM serves their float32 weights in 16 bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tailrace.local.float32 import loses_precision
+from tailrace.tiny import MODEL_PATH
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "loses"),
+    [
+        ({"torch_dtype": "float32"}, (), True),
+        ({"dtype": "float32"}, ("--kv-blocks", "64"), True),
+        ({"dtype": "float32"}, ("--engine-arg", "dtype=float32"), False),
+        ({"dtype": "bfloat16"}, (), False),
+        ([], (), False),
+    ],
+)
+def test_by_the_configuration(
+    tmp_path: Path, config: object, arguments: tuple[str, ...], loses: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert loses_precision(str(tmp_path), arguments) is loses
+
+
+def test_the_shipped_model_and_names_on_a_hub_are_left_alone() -> None:
+    assert not loses_precision(str(MODEL_PATH), ())
+    assert not loses_precision("org/model", ())
