@@ -26,4 +26,5 @@ def _check(spec: PartSpec) -> None:
         return
     check_grpc(spec.address, "", _TIMEOUT_S)
     if spec.http:
-        check_http(f"{spec.http}/v1/models", _TIMEOUT_S)
+        # Not /v1/models: an API key protects that.
+        check_http(f"{spec.http}/health", _TIMEOUT_S)
