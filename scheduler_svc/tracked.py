@@ -266,6 +266,9 @@ class Tracked:
             measured=measured,
             migrations_in=max(load.migrations_in, len(self._coming)),
             migrations_out=max(load.migrations_out, len(self._leaving)),
+            migration_tokens_per_s=load.migration_bytes_per_s / kv_bytes
+            if load.HasField("migration_bytes_per_s")
+            else None,
             requests=requests,
         )
 

@@ -73,6 +73,7 @@ def request_view(
         epoch=report.epoch,
         reasoning_tokens=report.reasoning_tokens,
         kv_tokens=report.kv_blocks * block_tokens,
+        host_kv_tokens=report.host_kv_blocks * block_tokens,
         arrival_s=report.arrival_s,
         token_interval_s=report.token_interval_ms / 1e3,
         frontend_id=report.frontend_id,

@@ -26,6 +26,7 @@ from tailrace.cluster import Pool
 from tailrace.intra.allocate import Claim, Room, Wanting, allocate, within_budget
 from tailrace.intra.base import IntraPolicy, Rank
 from tailrace.intra.due import nominal_s
+from tailrace.perf.transfer_rate import TransferRate
 
 # Steps for which the length-heterogeneity penalty of a batch is taken as constant.
 _PENALTY_STEPS = 32
@@ -83,6 +84,8 @@ class Instance:
         self.paused: dict[Job, None] = {}
         self.migrations_in = 0
         self.migrations_out = 0
+        # How fast KV of migrations comes in.
+        self.incoming = TransferRate()
         self.host_blocks = 0
         self.step_s = 0.0
         self.busy_s = 0.0

@@ -289,6 +289,7 @@ class Migrations:
     ) -> None:
         def arrived(at: float) -> None:
             migration.copied += blocks
+            target.incoming.add(size, at - now)
             then(migration, at)
 
         migration.sent += blocks

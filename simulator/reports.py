@@ -33,6 +33,7 @@ class Report:
         "empty",
         "future",
         "host",
+        "incoming_bytes_per_s",
         "kv_used",
         "placed_before",
         "prefill_s",
@@ -64,6 +65,7 @@ class Report:
         # Placements counted so far: those are in the report.
         self.placed_before = placed_before
         self.empty = instance.is_empty
+        self.incoming_bytes_per_s = instance.incoming.bytes_per_s
         self._instance = instance
         self._looked = False
         self._rows: list[Row] | None = None

@@ -333,6 +333,9 @@ class Views:
             future_load=report.future or (),
             migrations_in=instance.migrations_in,
             migrations_out=instance.migrations_out,
+            migration_tokens_per_s=None
+            if report.incoming_bytes_per_s is None
+            else report.incoming_bytes_per_s / spec.profile.kv_bytes_per_token,
             requests=ReportedRequests(
                 self, instance, report, dict(told) if told else _NOTHING_TOLD, tuple(pending)
             ),
@@ -413,6 +416,7 @@ class Views:
         """One request; `blocks` -1: what its context needs if it is on the device."""
         context = job.prompt + tokens
         size = instance.block_tokens
+        host_blocks = blocks if state is JobState.SWAPPED else 0
         if blocks < 0:
             blocks = -(-context // size) if state is JobState.DECODING else 0
         elif state is JobState.SWAPPED:
@@ -434,6 +438,7 @@ class Views:
             epoch=job.migrations,
             reasoning_tokens=min(tokens, job.reasoning),
             kv_tokens=blocks * size,
+            host_kv_tokens=host_blocks * size,
             arrival_s=job.request.arrival_s,
             token_interval_s=token_interval_s,
             migrating=job.migration is not None,

@@ -65,6 +65,8 @@ class RequestView:
     reasoning_tokens: int = 0
     # KV blocks held, in tokens of capacity.
     kv_tokens: int = 0
+    # KV in host memory of a request that was preempted, in tokens of capacity.
+    host_kv_tokens: int = 0
     arrival_s: float = 0.0
     token_interval_s: float = 0.0
     frontend_id: str = ""
@@ -140,6 +142,8 @@ class InstanceView:
     measured: Measured | None = None
     migrations_in: int = 0
     migrations_out: int = 0
+    # Tokens of KV a second that migrations to here have reached lately, as measured. None: none yet.
+    migration_tokens_per_s: float | None = None
     # A tuple from the live scheduler; the simulator makes them only when somebody looks.
     requests: Sequence[RequestView] = ()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import Final
 
 from tailrace.policy.ares.future_load import FutureLoad
@@ -16,10 +17,19 @@ from worker_agent.speeds import Speeds
 _future_load: Final = FutureLoad()
 
 
+@dataclass(frozen=True, slots=True)
+class MigrationLoad:
+    """Open migrations of an instance, and how fast KV has come in lately; None: there was none yet."""
+
+    incoming: int
+    outgoing: int
+    bytes_per_s: float | None
+
+
 def load_of(
-    stats: EngineStats, block_tokens: int, migrations: tuple[int, int], speeds: Speeds | None
+    stats: EngineStats, block_tokens: int, migrations: MigrationLoad, speeds: Speeds | None
 ) -> monitor_pb2.InstanceLoad:
-    """The instance as a whole; `migrations`: open ones (in, out). Preempted requests count as waiting."""
+    """The instance as a whole. Preempted requests count as waiting."""
     states = Counter(request.state for request in stats.requests)
     phases = Counter(request.phase for request in stats.requests)
     load = monitor_pb2.InstanceLoad(
@@ -44,8 +54,9 @@ def load_of(
         swaps_out=stats.swaps_out,
         swaps_in=stats.swaps_in,
         swaps_refused=stats.swaps_refused,
-        migrations_in=migrations[0],
-        migrations_out=migrations[1],
+        migrations_in=migrations.incoming,
+        migrations_out=migrations.outgoing,
+        migration_bytes_per_s=migrations.bytes_per_s,
         future_load=_future_load(
             [(r.prompt_tokens + r.output_tokens, _remaining(r)) for r in stats.requests]
         ),
@@ -91,6 +102,7 @@ def request_report(request: RequestStats, carried: Carried | None, now_s: float)
         reasoning_tokens=request.reasoning_tokens,
         max_tokens=request.max_tokens,
         kv_blocks=request.kv_blocks,
+        host_kv_blocks=request.host_kv_blocks,
         arrival_s=request.arrival_s,
         token_interval_ms=request.token_interval_ms,
         phase_tokens=request.phase_tokens,

@@ -15,7 +15,7 @@ from tailrace.service.said import said
 from tailrace.v1 import monitor_pb2, monitor_pb2_grpc
 from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import EngineStats
-from worker_agent.load import load_of, request_report
+from worker_agent.load import MigrationLoad, load_of, request_report
 from worker_agent.phase_news import PhaseNews
 from worker_agent.speeds import Speeds
 
@@ -45,7 +45,7 @@ class Reports:
         incarnation: str,
         block_tokens: int,
         stats: Callable[[], EngineStats],
-        migrations: Callable[[], tuple[int, int]],
+        migrations: Callable[[], MigrationLoad],
         carried: CarriedRequests,
         news: PhaseNews,
         speeds: Callable[[], Speeds | None],
@@ -53,7 +53,7 @@ class Reports:
         channels: Channels,
         interval_s: float,
     ) -> None:
-        """`migrations`: open ones (in, out). `monitor`: address of the monitor, while there is one."""
+        """`monitor`: address of the monitor, while there is one."""
         self._instance_id = instance_id
         self._incarnation = incarnation
         self._block_tokens = block_tokens

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+from tailrace.perf.transfer_rate import TransferRate
 from tailrace.records import InstanceRecord
 from tailrace.service.channels import Channels
 from tailrace.service.failure import failure
@@ -35,6 +36,7 @@ from worker_agent.kv.client import KvClient
 from worker_agent.kv.server import KvServer
 from worker_agent.kv.sessions import Sessions
 from worker_agent.kv.staging import StagingPool
+from worker_agent.load import MigrationLoad
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.migration.exports import Exports
 from worker_agent.migration.imports import Imports
@@ -149,6 +151,7 @@ async def running_worker(
             )
         )
         stack.push_async_callback(exports.close)
+        incoming = TransferRate()
         imports = Imports(
             TargetParts(
                 instance_id=instance_id,
@@ -164,6 +167,7 @@ async def running_worker(
                 settings=settings,
                 resubmit=admission.submit,
                 link=LinkBudget(settings.migration_bandwidth_share),
+                incoming=incoming,
             ),
             lambda address, seconds: GrpcSourceLink(around.channels.get(address), seconds),
         )
@@ -214,7 +218,7 @@ async def running_worker(
             incarnation,
             shape.block_tokens,
             stats,
-            lambda: (len(imports), len(exports)),
+            lambda: MigrationLoad(len(imports), len(exports), incoming.bytes_per_s),
             carried,
             news,
             speeds.now,

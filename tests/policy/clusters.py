@@ -47,6 +47,7 @@ def _request(random: Random, request_id: str, instance_id: str) -> RequestView:
         output_tokens=output,
         max_tokens=random.choice([0, output + random.randrange(1, 400), 32_768]),
         kv_tokens=random.choice([0, prompt + output]),
+        host_kv_tokens=random.choice([0, prompt + output]),
         migrating=random.random() < 0.2,
         pacer_slack_tokens=random.choice([None, 5.0, 5.0, 5.0, -1.0, random.uniform(-3.0, 20.0)]),
         predicted_remaining_tokens=random.choice([None, 0.0, random.random() * _length(random)]),
@@ -79,6 +80,7 @@ def _instance(random: Random, name: str, state: InstanceState, count: int) -> In
         future_load=FutureLoad()(tokens) if random.random() < 0.5 else (),
         phase_load=phase_load(held) if random.random() < 0.5 else None,
         migrations_out=random.choice([0, 0, 0, 1]),
+        migration_tokens_per_s=random.choice([None, 500.0, 5_000.0, 100_000.0]),
         requests=tuple(held),
     )
 

@@ -24,7 +24,7 @@ from tailrace.cluster import (
 from tailrace.policy.ares.future_load import FutureLoad
 from tailrace.policy.ares.horizon import HORIZON, NOW, Floats, Horizon, expected_remaining
 from tailrace.policy.ares.loads import Loads, collect
-from tailrace.policy.ares.policy import Ares, AresNoPrediction, CurrentLoad
+from tailrace.policy.ares.policy import VARIANCE, Ares, AresNoPrediction, AresOracle, CurrentLoad
 from tailrace.policy.ares.rescheduling import Move, Rescheduling
 from tailrace.policy.ares.variance import change, time_weighted_variance
 from tailrace.policy.room import kv_needed_tokens
@@ -103,11 +103,14 @@ def brute_candidates(loads: Loads, over: set[int], under: set[int]) -> set[tuple
         for t in under - {s}:
             source, target = loads.instances[s], loads.instances[t]
             for r in source.requests:
-                if r.state is not RequestState.RUNNING or r.phase is Phase.PREFILL or r.migrating:
+                on_host = r.state is RequestState.PREEMPTED and r.host_kv_tokens > 0
+                if not on_host and r.state is not RequestState.RUNNING:
+                    continue
+                if r.phase is Phase.PREFILL or r.migrating:
                     continue
                 remaining = r.predicted_remaining_tokens if predicts else None
                 interval_s = source.token_interval_s or 0.01823
-                migration_s = 0.01 + r.context_tokens / 50_000
+                migration_s = 0.01 + r.context_tokens / (target.migration_tokens_per_s or 50_000)
                 to_come = expected_remaining(r) if predicts else math.inf
                 if not to_come > migration_s / interval_s:
                     continue
@@ -205,7 +208,7 @@ def test_dispatch_leaves_the_least_variance(view: ClusterView, tokens: int, rema
         after = loads.tokens.copy()
         after[i] += added
         variances.append(time_weighted_variance(after, HORIZON.weights))
-    chosen = instances.index(Ares().choose(instances, tokens, remaining))
+    chosen = instances.index(Ares(dispatch=VARIANCE).choose(instances, tokens, remaining))
     assert variances[chosen] == pytest.approx(min(variances), rel=1e-9, abs=1e-3)
 
 
@@ -277,8 +280,40 @@ def test_prefill_hands_over_to_the_least_load_to_come() -> None:
     growing = [request(f"a{n}", "d0", 1_000, 20_000.0) for n in range(8)]
     ending = [request(f"b{n}", "d1", 1_050, 200.0) for n in range(8)]
     view = cluster(instance("d0", growing), instance("d1", ending), instance("p0", [ready], Pool.PREFILL))
-    assert Ares().on_prefill_done(view, ready, 0.0) == (Migrate("r", "p0", "d1", "prefill done"),)
-    assert CurrentLoad().on_prefill_done(view, ready, 0.0) == (Migrate("r", "p0", "d0", "prefill done"),)
+    foreseeing = Ares(dispatch=VARIANCE)
+    assert foreseeing.on_prefill_done(view, ready, 0.0) == (Migrate("r", "p0", "d1", "prefill done"),)
+    # All that the paper compares dispatch by KV load (section 6.1).
+    for policy in (CurrentLoad(), AresNoPrediction(), Ares(), AresOracle()):
+        assert policy.on_prefill_done(view, ready, 0.0) == (Migrate("r", "p0", "d0", "prefill done"),)
+
+
+def test_a_copy_takes_as_long_as_copies_have_taken() -> None:
+    """Line 20: 300 tokens to come are 6 s; 20,000 tokens are copied there in 0.4 s, in 5 s or in 20 s."""
+    moving = [request("r", "w0", 20_000, 300.0), request("s", "w0", 20_000, 5.0)]
+    idle = instance("w1", [])
+    for measured, worth_it in ((None, True), (4_000.0, True), (1_000.0, False)):
+        target = dataclasses.replace(idle, migration_tokens_per_s=measured)
+        actions = Ares().on_tick(cluster(instance("w0", moving), target), 0.0)
+        assert [a.request_id for a in actions if isinstance(a, Migrate)] == (["r"] if worth_it else [])
+
+
+def test_the_slower_of_equal_targets_is_not_the_only_one_looked_at() -> None:
+    moving = [request("r", "w0", 20_000, 300.0), request("s", "w0", 20_000, 5.0)]
+    slow = dataclasses.replace(instance("w1", []), migration_tokens_per_s=10.0)
+    quick = dataclasses.replace(instance("w2", []), migration_tokens_per_s=50_000.0)
+    (action,) = Ares().on_tick(cluster(instance("w0", moving), slow, quick), 0.0)
+    assert isinstance(action, Migrate) and action.target_id == "w2"
+
+
+def test_what_was_preempted_can_be_sent_while_its_kv_is_in_host_memory() -> None:
+    out = dataclasses.replace(request("r", "w0", 20_000, 9_000.0), state=RequestState.PREEMPTED, kv_tokens=0)
+    for host_kv_tokens, moved in ((20_000, ["r"]), (0, [])):
+        held = dataclasses.replace(out, host_kv_tokens=host_kv_tokens)
+        staying = dataclasses.replace(request("s", "w0", 40_000, 9_000.0), migrating=True)
+        view = cluster(instance("w0", [held, staying]), instance("w1", []))
+        for policy in (Ares(), AresNoPrediction()):
+            actions = policy.on_tick(view, 0.0)
+            assert [a.request_id for a in actions if isinstance(a, Migrate)] == moved
 
 
 def test_a_handover_without_room_is_made_later() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tailrace.predictor.limits import limited, tokens_left
 from worker_agent.engine.base import EnginePhase, EngineStats, RequestStats
-from worker_agent.load import load_of
+from worker_agent.load import MigrationLoad, load_of
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,6 @@ def test_a_request_without_prediction_weighs_no_longer_than_it_may_run() -> None
         ),
     ]
     stats = EngineStats(requests, 16, 100, 0, 0, 0, 1, 1, 0, 10.0, 10.0)
-    load = load_of(stats, 16, (0, 0), None).future_load
+    load = load_of(stats, 16, MigrationLoad(0, 0, None), None).future_load
     assert load[0] == 1_600.0
     assert load[1] == 500.0 + 256.0

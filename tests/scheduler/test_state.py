@@ -265,12 +265,14 @@ def test_what_policies_want_comes_from_reports() -> None:
     told = request("r", ANSWERING, output_tokens=50)
     told.phase_tokens, told.pacer_slack_tokens, told.predicted_remaining_tokens = 40, -3.5, 200.0
     told.traceparent = "00-1-2-01"
+    told.host_kv_blocks = 3
     report = steady("a", [told, request("q", REASONING)])
     load = report.load
     load.host_kv_bytes_used, load.host_kv_bytes_total = 800, 8_000
     load.prefill_delay_s, load.max_running_tokens = 0.5, 9_000
     load.prefill_base_s, load.prefill_s_per_token, load.prefill_s_per_token_squared = 0.01, 1e-3, 1e-6
     load.future_load.extend([260.0, 100.0])
+    load.migration_bytes_per_s = 40_000.0
     state.apply(report, 1.0)
     state.place(arrival("p"), "a", "f", 1.1)
     seen = state.view().instances["a"]
@@ -280,10 +282,11 @@ def test_what_policies_want_comes_from_reports() -> None:
     placed = arrival("p").prompt_tokens
     assert seen.prefill_delay_s == pytest.approx(0.51 + placed * 1e-3 + placed**2 * 1e-6)
     assert (seen.max_running_tokens, seen.future_load) == (9_000, (260.0, 100.0))
+    assert seen.migration_tokens_per_s == 5_000.0
     assert state.traceparent("r") == "00-1-2-01" and state.traceparent("q") == ""
     answering = state.request("r")
     assert answering is not None and answering.predicted_remaining_tokens == 200.0
-    assert answering.phase_tokens == 40
+    assert (answering.phase_tokens, answering.host_kv_tokens) == (40, 48)
 
 
 def test_predictions_come_with_phase_events() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.cluster import ClusterSpec, MigrationSpec, ReportSpec, WhenFull
+from simulator.cluster import ClusterSpec, LinkSpec, MigrationSpec, ReportSpec, WhenFull
 from simulator.instance import Instance
 from simulator.reports import Report
 from simulator.request import SimRequest
@@ -265,3 +265,27 @@ def test_what_a_migration_takes_counts_from_its_order_to_its_end(resident_tokens
     # And no longer: of one that was refused nothing is taken off what is there.
     ended = next(n for n, (_, open_) in enumerate(policy.held) if open_) + len(coming)
     assert policy.held[ended][0] >= resident_tokens
+
+
+class Rates(Stirring):
+    """Notes how fast migrations are said to reach each instance."""
+
+    def __init__(self) -> None:
+        self.rates: dict[str, set[float | None]] = {}
+
+    def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
+        for name, instance in view.instances.items():
+            self.rates.setdefault(name, set()).add(instance.migration_tokens_per_s)
+        return super().on_tick(view, now)
+
+
+def test_how_fast_migrations_come_in_is_measured_from_them() -> None:
+    spec = replace(cluster(), link=LinkSpec(bytes_per_s=1e8, latency_s=0.0))
+    requests = [SimRequest(f"r{n}", 0.05 * n, 20 + n, 10, 60 + n) for n in range(12)]
+    policy = Rates()
+    simulate(spec, requests, policy, Fcfs())
+    line = 1e8 / PROFILE.kv_bytes_per_token
+    seen = {rate for rates in policy.rates.values() for rate in rates}
+    assert None in seen
+    told = seen - {None}
+    assert told and all(0.1 * line < rate < 1.001 * line for rate in told if rate is not None)

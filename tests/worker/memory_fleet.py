@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
 
+from tailrace.perf.transfer_rate import TransferRate
 from tailrace.telemetry.tracing import Tracing
 from tailrace.v1 import types_pb2, worker_pb2
 from tests.worker.simulated import request_frames
@@ -158,6 +159,7 @@ class Node:
         self.metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
         self.engine = SimulatedEngine(ENGINE, clock=asyncio.get_running_loop())
         self.leases: list[MemorySourceLink] = []
+        self.incoming = TransferRate()
         self._news = PhaseNews()
         self._fleet = fleet
 
@@ -195,6 +197,7 @@ class Node:
                 TransferSpans(Tracing(None), str(self.number)),
                 SETTINGS,
                 admission.submit,
+                incoming=self.incoming,
             ),
             lambda address, seconds: MemorySourceLink(self._fleet.links, self._fleet.alive(int(address))),
         )

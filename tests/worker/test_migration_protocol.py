@@ -95,3 +95,19 @@ def test_without_failures_every_migration_is_committed(seed: int) -> None:
     tokens, commits = run_virtually(play(seed, script))
     assert tokens == undisturbed()
     assert commits >= 1
+
+
+def test_a_worker_knows_how_fast_kv_has_come_to_it() -> None:
+    async def moved() -> list[bool]:
+        fleet = Fleet(0)
+        await fleet.start()
+        await asyncio.sleep(0.6)
+        fleet.migrate(1, MODES[0])
+        await asyncio.sleep(0.6)
+        await fleet.settle()
+        known = [node.incoming.bytes_per_s is not None for node in fleet.nodes]
+        assert fleet.commits == 1
+        await fleet.close()
+        return known
+
+    assert run_virtually(moved()) == [False, True, False]

@@ -15,6 +15,7 @@ from tailrace.service.channels import Channels
 from tailrace.v1 import admin_pb2, monitor_pb2, monitor_pb2_grpc, types_pb2
 from worker_agent.carried import Carried, CarriedRequests
 from worker_agent.engine.base import EnginePhase, EngineStats, RequestKey, RequestStats
+from worker_agent.load import MigrationLoad
 from worker_agent.phase_news import PhaseNews
 from worker_agent.reports import Reports
 from worker_agent.speeds import Speeds
@@ -130,7 +131,7 @@ async def reporting(address: str, news: PhaseNews, interval_s: float) -> AsyncIt
         "i",
         16,
         lambda: STATS,
-        lambda: (1, 2),
+        lambda: MigrationLoad(1, 2, 3e6),
         carried(),
         news,
         lambda: Speeds.of(load_profile("llama-3.1-8b-h100"), 0.1),
@@ -156,7 +157,7 @@ async def test_steady_reports_say_all_there_is() -> None:
     load = second.load
     assert (load.running, load.waiting, load.paused) == (1, 1, 1)
     assert (load.prefilling, load.reasoning, load.answering) == (1, 1, 1)
-    assert (load.migrations_in, load.migrations_out) == (1, 2)
+    assert (load.migrations_in, load.migrations_out, load.migration_bytes_per_s) == (1, 2, 3e6)
     assert load.context_tokens == 360 and load.kv_blocks_used == 24
     assert [each.request_id for each in second.requests] == ["r1", "r2", "r3"]
     assert second.requests[1].state == types_pb2.REQUEST_STATE_PAUSED

@@ -156,6 +156,8 @@ class RequestStats:
     token_interval_ms: float
     # It reasons, and the engine's order of requests treats it as answering (PASCAL, section IV-C).
     demoted: bool = False
+    # KV in host memory of a preempted request.
+    host_kv_blocks: int = 0
     # Predicted output tokens still to come (ARES, section 4), no more than `max_tokens` leaves. None: nobody
     # predicts.
     predicted_remaining_tokens: float | None = None

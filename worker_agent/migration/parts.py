@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tailrace.perf.transfer_rate import TransferRate
 from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import Engine, KvShape, Submission
 from worker_agent.faults import Faults
@@ -37,6 +38,8 @@ class TargetParts:
     resubmit: Callable[[Submission], None]
     # For transfers that nobody waits for.
     link: LinkBudget = field(default_factory=LinkBudget)
+    # How fast KV comes in, waits for a turn on the link included.
+    incoming: TransferRate = field(default_factory=TransferRate)
 
 
 @dataclass(frozen=True, slots=True)

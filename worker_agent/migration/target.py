@@ -343,6 +343,7 @@ class Import:
 
     def _round_done(self, done: Round) -> None:
         self._rounds.append(done)
+        self._parts.incoming.add(done.message.bytes, done.ended_s - done.began_s)
         self._parts.spans.round_done(self._request.traceparent, done)
         self._tell(worker_pb2.ImportEvent(state=done.state, round=done.message))
 

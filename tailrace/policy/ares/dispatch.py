@@ -1,10 +1,10 @@
 """From prefill to decode (section 3): which instances do which, and which decode instance gets a request.
 
-The paper says that a request goes "to a decode instance according to its input length, predicted output
-length, and the current load of each", not how. Settled here: the choice that leaves the least time-weighted
-variance (equation 4), among those with the memory of line 21. For load x added to one of n instances equation
-4 differs between targets only by 2/n sum_k weights[k] x_k N_i,k. Without predictions and horizon that is the
-least current load.
+All systems that the paper compares dispatch by "prefill-decode real-time KV cache load balancing (serving as
+the common foundation)" (section 6.1), and so do all policies here. Section 3 has a request go "to a decode
+instance according to its input length, predicted output length, and the current load of each", but not how:
+the parameter `dispatch=variance` takes the choice that leaves the least time-weighted variance (equation 4),
+among those with the memory of line 21.
 
 Whether the view's pools are used is up to the cluster. An instance in no pool does both kinds of work; one
 that Arrow is turning into a prefill instance gets no more decodes.

@@ -9,7 +9,7 @@ handed in.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from tailrace.actions import Action, Migrate, Place, Placement
 from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestView
@@ -28,6 +28,10 @@ from tailrace.policy.candidates import NO_INSTANCE, candidates
 from tailrace.policy.parameters import Parameter
 from tailrace.policy.room import fits_device, with_request
 from tailrace.predictor.limits import tokens_left
+
+# How a request gets its decode instance.
+KV_LOAD: Final = "kv_load"
+VARIANCE: Final = "variance"
 
 
 class CurrentLoad(Policy):
@@ -102,6 +106,14 @@ class AresNoPrediction(CurrentLoad):
     parameters: ClassVar[tuple[Parameter, ...]] = (
         *PARAMETERS,
         Parameter(
+            "dispatch",
+            str,
+            KV_LOAD,
+            "prefill to decode: to the least KV load, or where equation 4 is least afterwards",
+            source="ARES, section 6.1 (all its systems dispatch by KV load)",
+            choices=(KV_LOAD, VARIANCE),
+        ),
+        Parameter(
             "migrations_per_tick",
             int,
             1,
@@ -112,11 +124,34 @@ class AresNoPrediction(CurrentLoad):
     )
     summary = "current-load dispatch and ARES's rescheduling without prediction"
 
-    def __init__(self, *, migrations_per_tick: int = 1, **rescheduling: float) -> None:
+    def __init__(
+        self, *, dispatch: str = KV_LOAD, migrations_per_tick: int = 1, **rescheduling: float
+    ) -> None:
         """`rescheduling`: keyword arguments of `Rescheduling`."""
         self.rescheduling = Rescheduling(**rescheduling)
+        self.dispatch = dispatch
         self.migrations_per_tick = migrations_per_tick
         self.horizon = NOW
+
+    def choose(self, instances: Sequence[InstanceView], tokens: int, remaining: float) -> InstanceView:
+        """The least KV load, or the least of equation 4 with the request added; the first of equals.
+
+        For load x added to one of n instances equation 4 differs between targets only by
+        2/n sum_k weights[k] x_k N_i,k. Without a horizon that is the least current load.
+        """
+        if self.dispatch == KV_LOAD:
+            return super().choose(instances, tokens, remaining)
+        added = self.horizon.contributions(floats([tokens]), floats([remaining]))[0]
+        loads = collect(instances, self.horizon).tokens
+        return instances[int((loads @ (self.horizon.weights * added)).argmin())]
+
+    def safe(self, target: InstanceView, request: RequestView) -> bool:
+        """With dispatch by equation 4: Algorithm 1, line 21. Without a horizon nothing is foreseen."""
+        if self.dispatch == KV_LOAD or not self.horizon.points:
+            return True
+        to_come = request.predicted_remaining_tokens or 0.0
+        limit = self.rescheduling.memory_share * target.kv_capacity_tokens
+        return target.context_tokens + request.context_tokens + to_come <= limit
 
     def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
         """Algorithm 1."""
@@ -134,7 +169,7 @@ class AresNoPrediction(CurrentLoad):
 
 
 class Ares(AresNoPrediction):
-    """Dispatch and rescheduling by current and predicted load."""
+    """Rescheduling by current and predicted load."""
 
     parameters = (
         *AresNoPrediction.parameters,
@@ -165,7 +200,7 @@ class Ares(AresNoPrediction):
             maximum=1.0,
         ),
     )
-    summary = "ARES: dispatch and rescheduling by current and predicted token load"
+    summary = "ARES: rescheduling of decodes by current and predicted token load"
 
     def __init__(
         self,
@@ -173,6 +208,7 @@ class Ares(AresNoPrediction):
         horizon_tokens: int = HORIZON.length,
         horizon_points: int = HORIZON.points,
         horizon_end_weight: float = HORIZON.end_weight,
+        dispatch: str = KV_LOAD,
         migrations_per_tick: int = 1,
         **rescheduling: float,
     ) -> None:
@@ -181,20 +217,8 @@ class Ares(AresNoPrediction):
         The default horizon is the one that workers report by; for others the loads are simulated here.
         Raises ValueError when the horizon has more points than tokens.
         """
-        super().__init__(migrations_per_tick=migrations_per_tick, **rescheduling)
+        super().__init__(dispatch=dispatch, migrations_per_tick=migrations_per_tick, **rescheduling)
         self.horizon = Horizon(horizon_tokens, horizon_points, horizon_end_weight)
-
-    def choose(self, instances: Sequence[InstanceView], tokens: int, remaining: float) -> InstanceView:
-        """The least time-weighted variance with the request added (see `dispatch`); the first of equals."""
-        added = self.horizon.contributions(floats([tokens]), floats([remaining]))[0]
-        loads = collect(instances, self.horizon).tokens
-        return instances[int((loads @ (self.horizon.weights * added)).argmin())]
-
-    def safe(self, target: InstanceView, request: RequestView) -> bool:
-        """Algorithm 1, line 21."""
-        to_come = request.predicted_remaining_tokens or 0.0
-        limit = self.rescheduling.memory_share * target.kv_capacity_tokens
-        return target.context_tokens + request.context_tokens + to_come <= limit
 
 
 class AresOracle(Ares):

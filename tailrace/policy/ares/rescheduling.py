@@ -7,14 +7,18 @@ What the paper leaves open is settled here by parameters of `Rescheduling`:
 - Line 15 admits to U what is below (1 + theta) w_bar, not (1 - theta): kept as it stands (`theta_under`,
   which may be negative). With the other reading an overloaded instance among many average ones has nowhere
   to send to, and the more targets there are, the better the best one.
-- C_mig (line 20): opening and committing, and copying the request's KV, `copy_tokens_per_s` of it. 50,000: 25
-  Gbit/s for the paper's 7B model (57 KB a token), and 100 Gbit/s for a 32B model of 262 KB a token.
+- C_mig (line 20): opening and committing, and copying the request's KV at the speed that migrations to the
+  target have reached lately (`InstanceView.migration_tokens_per_s`). Where there was none yet,
+  `copy_tokens_per_s`: 50,000 are 25 Gbit/s for the paper's 7B model (57 KB a token), and 100 Gbit/s for a 32B
+  model of 262 KB a token.
 - T_exec: the source's own mean token interval; `token_interval_s` (section 5.3's 18.23 ms) if it has none.
 - C_mem (line 21): `memory_share` of the target's KV capacity; the rest is for what others grow by meanwhile.
 - Line 21 adds only N^(r) to the target's load. What is moved has N(r) tokens of KV too: here both are added.
 - A request without prediction is taken to use what its `max_tokens` leaves, and counts with N(r) alone in
   line 21. Without a horizon no prediction is looked at.
 - Line 26's "0" is `least_gain`: a share of the variance that a migration must take away to be worth it.
+- B_s (line 20) holds what the source decodes, and what it has preempted with its KV in host memory: that can
+  be sent from there. What was preempted without has no KV to send, and stays until it is recomputed.
 - An instance with a migration out under way is no source: its load is about to change, by how much the view
   does not say.
 """
@@ -72,7 +76,7 @@ PARAMETERS: Final = (
         "copy_tokens_per_s",
         float,
         50_000.0,
-        "speed at which KV is copied, part of C_mig",
+        "speed at which KV is copied to an instance of which none has been measured, part of C_mig",
         unit="tokens/s",
         source="ours, of ARES's Algorithm 1, line 20",
         minimum=1.0,
@@ -125,27 +129,32 @@ class Targets:
     headroom: Floats
     # KV free by its own view, for a request that it can run.
     free: Floats
+    # Seconds to copy the KV of one token there.
+    copy_s: Floats
     # The largest KV block of all.
     block_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The set C of line 23: requests that pass line 20, and targets; `allowed` says which pairs."""
+    """The set C of line 23: requests, and targets; `allowed` says which pairs."""
 
     requests: Sequence[RequestView]
     # One entry a request: position of its source, N(r), N^(r) (without a prediction what may come).
     sources: Indices
     tokens: Floats
     remaining: Floats
+    # Seconds that it may take to copy: what N^(r) leaves of line 20 when it has been opened.
+    patience_s: Floats
     # N(r) + N^(r), and the KV capacity that it takes at once.
     demand: Floats
     needed: Floats
     targets: Targets
 
     def allowed(self) -> Mask:
-        """[requests, targets]: whether the pair is in C (lines 19 and 21)."""
+        """[requests, targets]: whether the pair is in C (lines 19 to 21)."""
         mask: Mask = self.demand[:, None] <= self.targets.headroom
+        mask &= self.tokens[:, None] * self.targets.copy_s < self.patience_s[:, None]
         mask &= self.needed[:, None] <= self.targets.free
         mask &= self.sources[:, None] != self.targets.positions
         return mask
@@ -243,13 +252,14 @@ class Rescheduling:
             positions=under,
             headroom=self.memory_share * capacity - loads.tokens[under, 0],
             free=np.minimum(floats([view.kv_free_tokens for view in views]), longest),
+            copy_s=floats([1.0 / (view.migration_tokens_per_s or self.copy_tokens_per_s) for view in views]),
             block_tokens=max((view.block_tokens for view in views), default=1),
         )
 
     def enumerate(self, loads: Loads, over: Indices, targets: Targets) -> Candidates:
         """Lines 17-23."""
         requests: list[RequestView] = []
-        running, prefill = RequestState.RUNNING, Phase.PREFILL
+        running, preempted, prefill = RequestState.RUNNING, RequestState.PREEMPTED, Phase.PREFILL
         origins: list[tuple[int, float, int]] = []
         for position in over.tolist():
             source = loads.instances[position]
@@ -258,7 +268,9 @@ class Rescheduling:
             decoding = [
                 r
                 for r in source.requests
-                if r.state is running and r.phase is not prefill and not r.migrating
+                if (r.state is running or (r.state is preempted and r.host_kv_tokens))
+                and r.phase is not prefill
+                and not r.migrating
             ]
             requests += decoding
             origins.append((position, source.token_interval_s or self.token_interval_s, len(decoding)))
@@ -274,8 +286,9 @@ class Rescheduling:
             predicted = ~np.isnan(known)
             remaining = floats([expected_remaining(r) for r in requests]) if not predicted.all() else known
             np.copyto(promised, known, where=predicted)
-        migration_s = self.open_s + tokens / self.copy_tokens_per_s
-        kept = np.flatnonzero(remaining > migration_s / interval_s)  # line 20
+        patience_s = remaining * interval_s - self.open_s
+        # Line 20 for the fastest of the targets.
+        kept = np.flatnonzero(tokens * targets.copy_s.min(initial=np.inf) < patience_s)
         tokens, remaining = tokens[kept], remaining[kept]
         block_tokens = targets.block_tokens
         return Candidates(
@@ -283,6 +296,7 @@ class Rescheduling:
             sources=sources[kept],
             tokens=tokens,
             remaining=remaining,
+            patience_s=patience_s[kept],
             demand=tokens + promised[kept],
             needed=(np.ceil(tokens / block_tokens) + 1.0) * block_tokens,
             targets=targets,
@@ -326,13 +340,13 @@ def _bounds(loads: Loads, over: Indices, under: Indices) -> Floats:
 
 
 def _unbeaten(loads: Loads, targets: Targets) -> Targets:
-    """Targets to which no other has at most the load at every step and at least the room.
+    """Targets to which no other has at most the load at every step, at least the room, and as fast a copy.
 
     Exact: x and the weights are not negative, so the beaten target is never the better choice; and where the
     one that beats it is the source itself, no target as loaded as the source lowers the variance.
     """
     tokens = loads.tokens[targets.positions]
-    traits = np.column_stack((tokens, -targets.headroom, -targets.free))
+    traits = np.column_stack((tokens, -targets.headroom, -targets.free, targets.copy_s))
     left = np.argsort(tokens.sum(axis=1), kind="stable")
     kept: list[int] = []
     while len(left):
@@ -345,4 +359,5 @@ def _unbeaten(loads: Loads, targets: Targets) -> Targets:
         positions=targets.positions[index],
         headroom=targets.headroom[index],
         free=targets.free[index],
+        copy_s=targets.copy_s[index],
     )

@@ -243,6 +243,7 @@ class SimulatedEngine:
                 arrival_s=request.arrival_s,
                 token_interval_ms=mean_ms,
                 demoted=intra is not None and intra.demoted(request.view),
+                host_kv_blocks=self._host_blocks(request),
                 predicted_remaining_tokens=predicted_remaining(request, self._settings.prediction_error),
             )
             for request in self._table
@@ -270,6 +271,10 @@ class SimulatedEngine:
             token_interval_ms_mean=mean_ms,
             token_interval_ms_p99=p99_ms,
         )
+
+    def _host_blocks(self, request: Request) -> int:
+        swapped = self._scheduler.host.get(request.request_id)
+        return 0 if swapped is None else len(swapped.slots)
 
     # ---- source of a migration
 

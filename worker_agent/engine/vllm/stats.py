@@ -37,7 +37,7 @@ def engine_stats(core: LoadedCore, table: RequestTable, writer: OutputWriter) ->
 
 
 def _request_stats(core: LoadedCore, entry: Entry) -> RequestStats:
-    request = entry.request
+    request, swapped = entry.request, core.host.get(entry.request_id)
     return RequestStats(
         request_id=entry.request_id,
         frontend_id=entry.frontend_id,
@@ -52,6 +52,7 @@ def _request_stats(core: LoadedCore, entry: Entry) -> RequestStats:
         arrival_s=request.arrival_time,
         token_interval_ms=entry.pace.interval_ms,
         demoted=core.intra is not None and core.intra.demoted(job_view(entry)),
+        host_kv_blocks=0 if swapped is None else len(swapped.slots),
         predicted_remaining_tokens=entry.predicted_remaining(core.max_model_len),
     )
 
