@@ -23,7 +23,7 @@ from simulator.steplog import StepLog
 from simulator.steprun import StepRun
 from simulator.steptime import StepTime
 from tailrace.cluster import Pool
-from tailrace.intra.allocate import Claim, Room, Wanting, allocate, within_budget
+from tailrace.intra.allocate import Claim, Room, allocate
 from tailrace.intra.base import IntraPolicy, Rank
 from tailrace.intra.due import nominal_s
 from tailrace.perf.transfer_rate import TransferRate
@@ -451,13 +451,17 @@ class Instance:
             self.total_blocks,
             self.total_blocks - self._batch.blocks.used - self._other_blocks,
             self.spec.max_num_seqs - self.seats_taken,
+            self._intra.prefill_budget(self.spec.chunk_budget_tokens, len(self._batch)),
         )
-        grants = allocate(self._intra, self._running_claims, self._waiting_claims(), room)
+        prefilling = ((rank, job.prefill_total - job.prefill_done) for rank, job in self._prompts.placed)
+        grants = allocate(self._intra, self._running_claims, self._waiting_claims(), room, prefilling)
         swapped = 0
         for job in grants.preempt:
             swapped += self._preempt(job, now)
         for job in grants.admit:
             swapped += self._admit(job)
+        for job, blocks in grants.passed:
+            job.passed_blocks += blocks
         return swapped, bool(grants.preempt)
 
     def _running_claims(self) -> list[Claim[Job]]:
@@ -465,18 +469,14 @@ class Instance:
         return [*self._batch.claims(self._intra), *prefilling]
 
     def _waiting_claims(self) -> Iterator[Claim[Job]]:
-        """Those that wait, in order, until the step has no prefill budget left for the next."""
-        budget = self._intra.prefill_budget(self.spec.chunk_budget_tokens, len(self._batch))
-        ahead = ((rank, job.prefill_total - job.prefill_done) for rank, job in self._prompts.placed)
         paused = JobState.PAUSED
-        wanting = (self._wanting(rank, job) for rank, job in self.waiting if job.state is not paused)
-        return within_budget(wanting, ahead, budget)
+        return (self._wanting(rank, job) for rank, job in self.waiting if job.state is not paused)
 
-    def _wanting(self, rank: Rank, job: Job) -> Wanting[Job]:
+    def _wanting(self, rank: Rank, job: Job) -> Claim[Job]:
         if job.state is JobState.SWAPPED:
-            return Wanting(Claim(rank, job, job.blocks), 0)
+            return Claim(rank, job, job.blocks, 0, job.passed_blocks)
         blocks = blocks_for(job.prefill_total, self.block_tokens)
-        return Wanting(Claim(rank, job, blocks), job.prefill_total)
+        return Claim(rank, job, blocks, job.prefill_total, job.passed_blocks)
 
     def _admit(self, job: Job) -> int:
         """Give a waiting job its place; blocks that are swapped in for it."""
@@ -526,6 +526,7 @@ class Instance:
     def _wait(self, job: Job) -> bool:
         """Queue a job by its rank; whether it is the first."""
         rank = job.rank_at(job.tokens, self._intra)
+        job.passed_blocks = 0
         insort(self.waiting, (rank, job), key=rank_of)
         return self.waiting[0][1] is job
 

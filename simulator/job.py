@@ -51,6 +51,7 @@ class Job:
         "migration",
         "migrations",
         "order",
+        "passed_blocks",
         "pause_s",
         "placements",
         "prefill_done",
@@ -90,6 +91,8 @@ class Job:
         self.version = 0
         # Blocks held while not decoding (device, or host if swapped).
         self.blocks = 0
+        # As `tailrace.intra.allocate.Claim` has it.
+        self.passed_blocks = 0
         self.prefill_done = 0
         self.prefill_total = self.prompt
         self.rank: Rank = ()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from tailrace.intra.base import IntraPolicy, Rank
 
 Name = TypeVar("Name", bound=Hashable)
+
+# Requests that one step passes over at most: a bound on the time of a decision. At about a microsecond each
+# it is a hundredth of a decode step of 6 ms, the shortest that the built-in profiles have for an 8B model.
+LOOKAHEAD: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +23,8 @@ class Room:
     # Negative: the running requests' next tokens need that many blocks more than there are.
     free_blocks: int
     free_seats: int
+    # Prompt tokens that the step may compute.
+    prompt_tokens: int
 
 
 class Claim(NamedTuple, Generic[Name]):
@@ -27,6 +33,10 @@ class Claim(NamedTuple, Generic[Name]):
     rank: Rank
     name: Name
     blocks: int
+    # Of a waiting request: tokens to compute before it decodes; 0: none, its KV is swapped out.
+    prompt_tokens: int = 0
+    # Of a waiting request: blocks that others were given past it since it began to wait.
+    passed_blocks: int = 0
 
 
 @dataclass(slots=True)
@@ -35,6 +45,9 @@ class Grants(Generic[Name]):
 
     preempt: list[Name] = field(default_factory=list)
     admit: list[Name] = field(default_factory=list)
+    # Requests that did not fit, and the blocks that others were given past each of them (above 0): the caller
+    # adds them to the request's `passed_blocks`, which go back to 0 when it is admitted.
+    passed: list[tuple[Name, int]] = field(default_factory=list)
 
 
 def allocate(
@@ -42,83 +55,145 @@ def allocate(
     running: Callable[[], Sequence[Claim[Name]]],
     waiting: Iterable[Claim[Name]],
     room: Room,
+    prefilling: Iterable[tuple[Rank, int]] = (),
 ) -> Grants[Name]:
     """Decide for one step boundary.
 
-    `running`: those that may be preempted, in any order; called only if their list is needed. `waiting`:
-    in order of rank; read only as far as there is hope. A request that is preempted here cannot come back
-    at the same boundary, so the caller must ask again at the next.
+    `running`: those that may be preempted, in any order; called only if their list is needed. `waiting`: in
+    order of rank; read only as far as there is hope. `prefilling`: (rank, tokens left) of the prompts on the
+    device, in order of rank; they have the step's prompt tokens before the waiting prompts that rank behind
+    them, and a prompt is admitted only if some are left for it. A request that is preempted here cannot come
+    back at the same boundary, so the caller must ask again at the next.
 
-    Admission stops at the first that does not fit: a small request does not slip past a large one, or the
-    large one would starve.
+    A request that does not fit is passed over by later ones of its level while `policy.pass_over` allows:
+    until that many times the device's blocks were given past it. Then nobody behind it is admitted before it,
+    so that it cannot starve. With `pass_over` 0 admission stops at the first that does not fit.
     """
     grants: Grants[Name] = Grants()
-    free = room.free_blocks
-    seats = room.free_seats
-    last_first: list[Claim[Name]] | None = None
-    taken = 0
-    if free < 0:
-        last_first = _last_first(running())
-        while free < 0 and taken < len(last_first):
-            victim = last_first[taken]
-            taken += 1
-            grants.preempt.append(victim.name)
-            free += victim.blocks
-            seats += 1
+    if room.free_blocks < 0:
         # Whoever waits is not to profit from a shortage: the victims' room is what the rest grows into.
+        _make_room(running(), -room.free_blocks, grants)
         return grants
-    watermark = int(policy.watermark * room.total_blocks)
-    for claim in waiting:
-        # An empty device takes any request that fits at all.
-        reserve = min(watermark, room.total_blocks - claim.blocks)
-        short = claim.blocks + reserve - free
-        if short > 0 or seats < 1:
-            if not policy.preemptive:
-                break
-            if last_first is None:
-                # Those that wait behind this one have no lower level: nobody else can become a victim.
-                level = policy.level(claim.rank)
-                last_first = _last_first([other for other in running() if policy.level(other.rank) > level])
-            end = _victims(policy, claim, last_first, taken, short, seats)
-            if end == taken:
-                break
-            for victim in last_first[taken:end]:
-                grants.preempt.append(victim.name)
-                free += victim.blocks
-                seats += 1
-            taken = end
-        grants.admit.append(claim.name)
-        free -= claim.blocks
-        seats -= 1
-    return grants
-
-
-class Wanting(NamedTuple, Generic[Name]):
-    """One request that waits. `prefill_tokens`: to compute first; 0: none, its KV is swapped out."""
-
-    claim: Claim[Name]
-    prefill_tokens: int
-
-
-def within_budget(
-    waiting: Iterable[Wanting[Name]], prefilling: Iterable[tuple[Rank, int]], budget: int
-) -> Iterator[Claim[Name]]:
-    """Claims of those that wait, in order, until the step has no prefill budget left for the next.
-
-    `waiting`: in order of rank. `prefilling`: (rank, tokens left) of the prompts on the device, in order of
-    rank; those before a waiting prompt have the budget first. A swapped request needs none of it.
-    """
+    admission = _Admission(policy, running, room, grants)
     ahead = iter(prefilling)
     following = next(ahead, None)
-    for claim, prefill_tokens in waiting:
+    budget = room.prompt_tokens
+    for claim in waiting:
         while following is not None and following[0] < claim.rank:
             budget -= following[1]
             following = next(ahead, None)
-        if prefill_tokens:
-            if budget <= 0:
-                return
-            budget -= prefill_tokens
-        yield claim
+        if claim.prompt_tokens and budget <= 0:
+            break
+        if admission.admits(claim):
+            budget -= claim.prompt_tokens
+        elif not admission.goes_on:
+            break
+    grants.passed = admission.passed()
+    return grants
+
+
+class _Admission(Generic[Name]):
+    """Those that wait, one after the other."""
+
+    def __init__(
+        self,
+        policy: IntraPolicy,
+        running: Callable[[], Sequence[Claim[Name]]],
+        room: Room,
+        grants: Grants[Name],
+    ) -> None:
+        self.goes_on = True
+        self._policy = policy
+        self._running = running
+        self._total = room.total_blocks
+        self._free = room.free_blocks
+        self._seats = room.free_seats
+        self._grants = grants
+        self._watermark = int(policy.watermark * room.total_blocks)
+        # Blocks that may be given past one request.
+        self._limit = int(policy.pass_over * room.total_blocks)
+        # Of lower level than the first that needed one, last in rank first; the first `_taken` are preempted.
+        self._victims: list[Claim[Name]] | None = None
+        self._taken = 0
+        # Passed over so far: (name, blocks given at this boundary before it was).
+        self._passed: list[tuple[Name, int]] = []
+        self._level: Rank = ()
+        # No claim of so many blocks fits any more.
+        self._too_many = room.total_blocks + 1
+        # Blocks given since the first was passed over, and how many more may be.
+        self._given = 0
+        self._allowance = self._limit
+
+    def admits(self, claim: Claim[Name]) -> bool:
+        """Whether it is admitted. It ranks behind all that were asked about."""
+        if self._passed:
+            self.goes_on = self._allowance > 0 and self._policy.level(claim.rank) == self._level
+            if not self.goes_on:
+                return False
+        # An empty device takes any request that fits at all.
+        short = min(claim.blocks + self._watermark, self._total) - self._free
+        if claim.blocks >= self._too_many or not self._fits(claim, short):
+            self._pass_over(claim)
+            return False
+        self._grants.admit.append(claim.name)
+        self._free -= claim.blocks
+        self._seats -= 1
+        if self._passed:
+            self._given += claim.blocks
+            self._allowance -= claim.blocks
+        return True
+
+    def passed(self) -> list[tuple[Name, int]]:
+        """As Grants has it."""
+        return [(name, self._given - before) for name, before in self._passed if self._given > before]
+
+    def _fits(self, claim: Claim[Name], short: int) -> bool:
+        """Whether there is room for it, if need be by preempting those of lower level."""
+        if short <= 0 and self._seats > 0:
+            return True
+        if not self._policy.preemptive:
+            return False
+        level = self._policy.level(claim.rank)
+        if self._victims is None:
+            # Those that wait behind this one have no lower level: nobody else can become a victim.
+            self._victims = _last_first(
+                [other for other in self._running() if self._policy.level(other.rank) > level]
+            )
+        end, seats = self._taken, self._seats
+        while short > 0 or seats < 1:
+            if end >= len(self._victims) or self._policy.level(self._victims[end].rank) <= level:
+                return False
+            short -= self._victims[end].blocks
+            seats += 1
+            end += 1
+        for victim in self._victims[self._taken : end]:
+            self._grants.preempt.append(victim.name)
+            self._free += victim.blocks
+        self._taken, self._seats = end, seats
+        return True
+
+    def _pass_over(self, claim: Claim[Name]) -> None:
+        """It does not fit: whether others of its level may take what there is."""
+        self.goes_on = (
+            claim.passed_blocks < self._limit
+            and len(self._passed) < LOOKAHEAD
+            and (self._seats > 0 or self._policy.preemptive)
+        )
+        if not self.goes_on:
+            return
+        self._level = self._policy.level(claim.rank)
+        self._too_many = min(self._too_many, claim.blocks)
+        self._allowance = min(self._allowance, self._limit - claim.passed_blocks)
+        self._passed.append((claim.name, self._given))
+
+
+def _make_room(running: Sequence[Claim[Name]], blocks: int, grants: Grants[Name]) -> None:
+    """Preempt the last in rank until they hold so many blocks."""
+    for victim in _last_first(running):
+        if blocks <= 0:
+            return
+        grants.preempt.append(victim.name)
+        blocks -= victim.blocks
 
 
 def _last_first(claims: Sequence[Claim[Name]]) -> list[Claim[Name]]:
@@ -127,23 +202,3 @@ def _last_first(claims: Sequence[Claim[Name]]) -> list[Claim[Name]]:
 
 def _rank(claim: Claim[Name]) -> Rank:
     return claim.rank
-
-
-def _victims(
-    policy: IntraPolicy,
-    claim: Claim[Name],
-    last_first: Sequence[Claim[Name]],
-    taken: int,
-    short: int,
-    seats: int,
-) -> int:
-    """Index after the last victim that makes room for `claim`; `taken` if there are not enough of them."""
-    level = policy.level(claim.rank)
-    end = taken
-    while short > 0 or seats < 1:
-        if end >= len(last_first) or policy.level(last_first[end].rank) <= level:
-            return taken
-        short -= last_first[end].blocks
-        seats += 1
-        end += 1
-    return end

@@ -42,6 +42,15 @@ WATERMARK: Final = Parameter(
     minimum=0.0,
     maximum=1.0,
 )
+PASS_OVER: Final = Parameter(
+    "pass_over",
+    float,
+    0.0,
+    "how many times an instance's KV may be given to later requests of its level past a waiting request that "
+    "does not fit, before that one holds them back",
+    source="vLLM: admission stops at the first request that does not fit",
+    minimum=0.0,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +99,8 @@ class IntraPolicy(ABC):
     receives_on_host: bool = False
     # Share of the KV blocks that an admission leaves free, so that the batch can grow; 0.01: vLLM 0.6's.
     watermark: float = 0.01
+    # PASS_OVER; see `tailrace.intra.allocate`.
+    pass_over: float = 0.0
 
     @abstractmethod
     def rank(self, job: JobView) -> Rank:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tailrace.cluster import Phase
-from tailrace.intra.base import WATERMARK, IntraPolicy, JobView, Rank
+from tailrace.intra.base import PASS_OVER, WATERMARK, IntraPolicy, JobView, Rank
 
 
 class DecodeFirst(IntraPolicy):
@@ -13,12 +13,13 @@ class DecodeFirst(IntraPolicy):
     every prompt, so that a prompt is what gives way when KV is short. Nobody is preempted for an admission.
     """
 
-    parameters = (WATERMARK,)
+    parameters = (WATERMARK, PASS_OVER)
     summary = "decodes before prompts, chunked prefill in the rest, KV migrations in order"
 
-    def __init__(self, *, watermark: float = 0.01) -> None:
-        """`watermark`: share of KV blocks that an admission leaves free."""
+    def __init__(self, *, watermark: float = 0.01, pass_over: float = 0.0) -> None:
+        """See `parameters`."""
         self.watermark = watermark
+        self.pass_over = pass_over
 
     def rank(self, job: JobView) -> Rank:
         """(prefill after decode, arrival)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from tailrace.cluster import Phase
-from tailrace.intra.base import QUANTUM, QUANTUM_TOKENS, WATERMARK, IntraPolicy, JobView, Rank
+from tailrace.intra.base import PASS_OVER, QUANTUM, QUANTUM_TOKENS, WATERMARK, IntraPolicy, JobView, Rank
 from tailrace.policy.parameters import Parameter
 
 HIGH: Final = 0
@@ -35,6 +35,7 @@ class PascalQueue(IntraPolicy):
             minimum=1,
         ),
         WATERMARK,
+        PASS_OVER,
     )
     summary = "reasoning before answering, quanta in each, long reasoning demoted"
     preemptive = True
@@ -47,6 +48,7 @@ class PascalQueue(IntraPolicy):
         quantum_tokens: int = QUANTUM_TOKENS,
         demotion_tokens: int | None = DEMOTION_TOKENS,
         watermark: float = 0.01,
+        pass_over: float = 0.0,
     ) -> None:
         """`demotion_tokens`: KV beyond which reasoning is demoted (section V-A); None: never."""
         if quantum_tokens < 1:
@@ -54,6 +56,7 @@ class PascalQueue(IntraPolicy):
         self.quantum_tokens = quantum_tokens
         self.demotion_tokens = demotion_tokens
         self.watermark = watermark
+        self.pass_over = pass_over
 
     def rank(self, job: JobView) -> Rank:
         """(queue, quanta used up in it, arrival)."""

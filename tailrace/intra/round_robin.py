@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tailrace.intra.base import QUANTUM, QUANTUM_TOKENS, WATERMARK, IntraPolicy, JobView, Rank
+from tailrace.intra.base import PASS_OVER, QUANTUM, QUANTUM_TOKENS, WATERMARK, IntraPolicy, JobView, Rank
 
 
 class QuantumRoundRobin(IntraPolicy):
@@ -13,16 +13,19 @@ class QuantumRoundRobin(IntraPolicy):
     somebody who has had less wants its place.
     """
 
-    parameters = (QUANTUM, WATERMARK)
+    parameters = (QUANTUM, WATERMARK, PASS_OVER)
     summary = "fewest token quanta used goes first"
     preemptive = True
 
-    def __init__(self, *, quantum_tokens: int = QUANTUM_TOKENS, watermark: float = 0.01) -> None:
-        """`quantum_tokens`: output tokens of one turn."""
+    def __init__(
+        self, *, quantum_tokens: int = QUANTUM_TOKENS, watermark: float = 0.01, pass_over: float = 0.0
+    ) -> None:
+        """See `parameters`."""
         if quantum_tokens < 1:
             raise ValueError(f"a quantum has at least one token, not {quantum_tokens}")
         self.quantum_tokens = quantum_tokens
         self.watermark = watermark
+        self.pass_over = pass_over
 
     def rank(self, job: JobView) -> Rank:
         """(quanta used up, arrival)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from tailrace.cluster import Phase
-from tailrace.intra.base import QUANTUM, QUANTUM_TOKENS, WATERMARK, IntraPolicy, JobView, Rank
+from tailrace.intra.base import PASS_OVER, QUANTUM, QUANTUM_TOKENS, WATERMARK, IntraPolicy, JobView, Rank
 from tailrace.intra.due import due_s
 from tailrace.policy.parameters import Parameter
 
@@ -41,6 +41,7 @@ class AnswersFirst(IntraPolicy):
             minimum=0,
         ),
         WATERMARK,
+        PASS_OVER,
     )
     summary = "answers before prompts and reasoning, those and very long answers in turns of one quantum"
     preemptive = True
@@ -51,13 +52,15 @@ class AnswersFirst(IntraPolicy):
         quantum_tokens: int = QUANTUM_TOKENS,
         protected_tokens: int = PROTECTED_TOKENS,
         watermark: float = 0.01,
+        pass_over: float = 0.0,
     ) -> None:
-        """`quantum_tokens`: PASCAL's; `watermark`: share of KV blocks that an admission leaves free."""
+        """`quantum_tokens`: PASCAL's."""
         if quantum_tokens < 1 or protected_tokens < 0:
             raise ValueError(f"no turns of {quantum_tokens} tokens after {protected_tokens}")
         self.quantum_tokens = quantum_tokens
         self.protected_tokens = protected_tokens
         self.watermark = watermark
+        self.pass_over = pass_over
 
     def rank(self, job: JobView) -> Rank:
         """(answers, then by quanta used up in the phase; when it was due; arrival)."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.intra.allocate import Claim, Grants, Room, allocate
+from tailrace.intra.allocate import LOOKAHEAD, Claim, Grants, Room, allocate
 from tailrace.intra.base import IntraPolicy
 from tailrace.intra.fcfs import Fcfs
 from tailrace.intra.round_robin import QuantumRoundRobin
@@ -19,19 +19,32 @@ POLICIES: list[IntraPolicy] = [
     QuantumRoundRobin(),
     QuantumRoundRobin(watermark=0.0),
 ]
+PASSING: list[IntraPolicy] = [
+    Fcfs(pass_over=0.5),
+    Fcfs(pass_over=2.0, watermark=0.0),
+    QuantumRoundRobin(pass_over=0.5),
+    QuantumRoundRobin(pass_over=2.0, watermark=0.0),
+]
+PROMPT_TOKENS = 2_048
+
+
+def room(total: int, free: int, seats: int) -> Room:
+    return Room(total, free, seats, PROMPT_TOKENS)
 
 
 @st.composite
 def claims(draw: st.DrawFn, prefix: str) -> list[Claim[str]]:
     levels = draw(st.lists(st.integers(0, 3), max_size=8))
     offset = 0 if prefix == "r" else 100
+    passed = st.integers(0, 30) if prefix == "w" else st.just(0)
     return [
-        Claim((level, n + offset), f"{prefix}{n}", draw(st.integers(1, 12))) for n, level in enumerate(levels)
+        Claim((level, n + offset), f"{prefix}{n}", draw(st.integers(1, 12)), 0, draw(passed))
+        for n, level in enumerate(levels)
     ]
 
 
 @given(
-    policy=st.sampled_from(POLICIES),
+    policy=st.sampled_from([*POLICIES, *PASSING]),
     running=claims("r"),
     waiting=claims("w"),
     spare=st.integers(-8, 30),
@@ -43,25 +56,31 @@ def test_rules(
     waiting = sorted(waiting, key=lambda claim: claim.rank)
     held = sum(claim.blocks for claim in running)
     total = max(held + spare, 12)
-    room = Room(total, total - held if spare >= 0 else spare, seats)
-    grants: Grants[str] = allocate(policy, lambda: running, waiting, room)
+    free = total - held if spare >= 0 else spare
+    grants: Grants[str] = allocate(policy, lambda: running, waiting, room(total, free, seats))
     by_name = {claim.name: claim for claim in [*running, *waiting]}
     freed = sum(by_name[name].blocks for name in grants.preempt)
     taken = sum(by_name[name].blocks for name in grants.admit)
-    # In order of rank, from the front, each at most once.
-    assert grants.admit == [claim.name for claim in waiting[: len(grants.admit)]]
+    names = [claim.name for claim in waiting]
+    # In order of rank, each at most once.
+    assert grants.admit == [name for name in names if name in grants.admit]
+    if not policy.pass_over:
+        # From the front.
+        assert grants.admit == names[: len(grants.admit)]
+        assert not grants.passed
     # From the back of the running ones.
     last_first = sorted(running, key=lambda claim: claim.rank, reverse=True)
     assert grants.preempt == [claim.name for claim in last_first[: len(grants.preempt)]]
     assert len(grants.admit) <= seats + len(grants.preempt)
-    if room.free_blocks < 0:
+    if free < 0:
         assert not grants.admit
-        assert room.free_blocks + freed >= 0 or len(grants.preempt) == len(running)
+        assert not grants.passed
+        assert free + freed >= 0 or len(grants.preempt) == len(running)
         if grants.preempt:
             # No more than needed.
-            assert room.free_blocks + freed - by_name[grants.preempt[-1]].blocks < 0
+            assert free + freed - by_name[grants.preempt[-1]].blocks < 0
         return
-    assert taken <= room.free_blocks + freed
+    assert taken <= free + freed
     if not policy.preemptive:
         assert not grants.preempt
     if grants.preempt:
@@ -71,13 +90,81 @@ def test_rules(
         assert all(by_name[name].rank[:-1] > best_admitted for name in grants.preempt)
 
 
+@given(
+    policy=st.sampled_from(PASSING),
+    running=claims("r"),
+    waiting=claims("w"),
+    spare=st.integers(0, 30),
+    seats=st.integers(0, 4),
+)
+def test_who_is_passed_over_is_accounted_for(
+    policy: IntraPolicy, running: list[Claim[str]], waiting: list[Claim[str]], spare: int, seats: int
+) -> None:
+    waiting = sorted(waiting, key=lambda claim: claim.rank)
+    total = max(sum(claim.blocks for claim in running) + spare, 12)
+    free = total - sum(claim.blocks for claim in running)
+    grants: Grants[str] = allocate(policy, lambda: running, waiting, room(total, free, seats))
+    limit = int(policy.pass_over * total)
+    passed = dict(grants.passed)
+    admitted = [claim for claim in waiting if claim.name in grants.admit]
+    for claim in waiting:
+        behind = [other for other in admitted if other.rank > claim.rank]
+        if claim in admitted:
+            assert claim.name not in passed
+            continue
+        assert passed.get(claim.name, 0) == sum(other.blocks for other in behind)
+        if behind:
+            # Only by its own level, and only while it has been passed by no more than the limit.
+            assert {policy.level(other.rank) for other in behind} == {policy.level(claim.rank)}
+            assert claim.passed_blocks + sum(other.blocks for other in behind[:-1]) < limit
+            # Whoever passed it needs less than it does.
+            assert all(other.blocks < claim.blocks for other in behind)
+
+
+@given(
+    policy=st.sampled_from(PASSING),
+    large=st.integers(2, 20),
+    others=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 4)), min_size=1, max_size=30),
+)
+def test_nobody_starves(policy: IntraPolicy, large: int, others: Sequence[tuple[int, int]]) -> None:
+    """A large request at the head, and smaller ones of its level that never cease to come."""
+    total = 20
+    limit = int(policy.pass_over * total)
+    longest = max(rounds for _, rounds in others)
+    # Until the device has run empty somebody passes it, or it is admitted.
+    bound = (longest + 1) * (limit + 2)
+    # Rounds left, and blocks, of those on the device; it is full when the large one comes.
+    running: dict[str, tuple[int, int]] = {"before": (longest, total - 1)}
+    waiting = [Claim((0, 0), "large", large)]
+    passed = 0
+    for number in range(bound):
+        blocks, _ = others[number % len(others)]
+        waiting.append(Claim((0, number + 1), str(number), min(blocks, large - 1)))
+        on_device = [
+            Claim((0, 10_000 + n), name, held) for n, (name, (_, held)) in enumerate(running.items())
+        ]
+        free = total - sum(held for _, held in running.values())
+        grants: Grants[str] = allocate(policy, on_device.copy, waiting, room(total, free, 8))
+        assert not grants.preempt
+        if "large" in grants.admit:
+            return
+        passed += dict(grants.passed).get("large", 0)
+        assert passed < limit + large
+        waiting[0] = waiting[0]._replace(passed_blocks=passed)
+        for claim in [claim for claim in waiting if claim.name in grants.admit]:
+            waiting.remove(claim)
+            running[claim.name] = (others[int(claim.name) % len(others)][1], claim.blocks)
+        running = {name: (left - 1, held) for name, (left, held) in running.items() if left > 1}
+    raise AssertionError(f"still waiting after {bound} rounds, passed by {passed} blocks")
+
+
 def test_the_running_are_not_listed_for_nothing() -> None:
     def never() -> list[Claim[str]]:
         raise AssertionError("not needed")
 
     claim = Claim((0,), "w", 5)
-    assert allocate(Fcfs(), never, [claim], Room(100, 50, 4)).admit == ["w"]
-    assert allocate(Fcfs(), never, [claim], Room(100, 3, 4)).admit == []
+    assert allocate(Fcfs(), never, [claim], room(100, 50, 4)).admit == ["w"]
+    assert allocate(Fcfs(), never, [claim], room(100, 3, 4)).admit == []
 
 
 def test_the_waiting_are_read_only_as_far_as_there_is_hope() -> None:
@@ -86,17 +173,56 @@ def test_the_waiting_are_read_only_as_far_as_there_is_hope() -> None:
         yield Claim((1,), "b", 70)
         raise AssertionError("read too far")
 
-    assert allocate(Fcfs(), list, waiting(), Room(100, 100, 4)).admit == ["a"]
+    assert allocate(Fcfs(), list, waiting(), room(100, 100, 4)).admit == ["a"]
+
+
+def test_vllm_stops_at_the_first_that_does_not_fit_and_passing_over_does_not() -> None:
+    waiting = [Claim((0,), "large", 60), Claim((1,), "small", 20), Claim((2,), "middling", 50)]
+    half = room(100, 55, 4)
+    assert allocate(Fcfs(), list, waiting, half).admit == []
+    grants = allocate(Fcfs(pass_over=1.0), list, waiting, half)
+    assert (grants.admit, grants.passed) == (["small"], [("large", 20)])
+    waiting[0] = waiting[0]._replace(passed_blocks=100)
+    assert allocate(Fcfs(pass_over=1.0), list, waiting, half).admit == []
+
+
+def test_a_better_level_is_not_passed_over() -> None:
+    """What a request of a better level lacks, it may yet preempt for: it would only be swapped out again."""
+    waiting = [Claim((0, 0), "large", 60), Claim((1, 1), "small", 20)]
+    assert allocate(QuantumRoundRobin(pass_over=1.0), list, waiting, room(100, 55, 4)).admit == []
+
+
+def test_a_step_passes_over_only_so_many() -> None:
+    def waiting() -> Iterator[Claim[str]]:
+        for number in range(LOOKAHEAD + 1):
+            yield Claim((number,), str(number), 60)
+        raise AssertionError("read too far")
+
+    assert allocate(Fcfs(pass_over=1.0), list, waiting(), room(100, 55, 4)).admit == []
+
+
+def test_a_prompt_that_is_passed_over_takes_no_prompt_tokens() -> None:
+    waiting = [Claim((0,), "large", 60, PROMPT_TOKENS), Claim((1,), "small", 20, 320)]
+    grants = allocate(Fcfs(pass_over=1.0), list, waiting, room(100, 55, 4))
+    assert grants.admit == ["small"]
+
+
+def test_prompts_under_way_come_before_those_behind_them() -> None:
+    claim = Claim((5,), "w", 10, 160)
+    ample = room(100, 100, 4)
+    assert allocate(Fcfs(), list, [claim], ample, [((3,), PROMPT_TOKENS)]).admit == []
+    assert allocate(Fcfs(), list, [claim], ample, [((3,), PROMPT_TOKENS - 1)]).admit == ["w"]
+    assert allocate(Fcfs(), list, [claim], ample, [((7,), PROMPT_TOKENS)]).admit == ["w"]
 
 
 def test_an_empty_device_takes_any_request_that_fits() -> None:
-    assert allocate(Fcfs(watermark=0.1), list, [Claim((0,), "w", 100)], Room(100, 100, 4)).admit == ["w"]
-    assert allocate(Fcfs(watermark=0.1), list, [Claim((0,), "w", 90)], Room(100, 99, 4)).admit == []
+    assert allocate(Fcfs(watermark=0.1), list, [Claim((0,), "w", 100)], room(100, 100, 4)).admit == ["w"]
+    assert allocate(Fcfs(watermark=0.1), list, [Claim((0,), "w", 90)], room(100, 99, 4)).admit == []
 
 
 @pytest.mark.parametrize("seats", [0, 1])
 def test_a_seat_is_taken_like_memory(seats: int) -> None:
     running = [Claim((1, 0), "r", 1)]
-    grants = allocate(QuantumRoundRobin(), lambda: running, [Claim((0, 1), "w", 1)], Room(100, 90, seats))
+    grants = allocate(QuantumRoundRobin(), lambda: running, [Claim((0, 1), "w", 1)], room(100, 90, seats))
     assert grants.admit == ["w"]
     assert grants.preempt == ([] if seats else ["r"])

@@ -25,6 +25,7 @@ class NaiveJob:
     found_s: float = 0.0
     swaps: int = 0
     recomputes: int = 0
+    passed_blocks: int = 0
 
     @property
     def context(self) -> int:
@@ -115,20 +116,16 @@ class Naive:
         running += [Claim(j.rank(intra), j, self.blocks(j.to_prefill)) for j in self.prefilling]
         free = self.spec.kv_blocks - sum(claim.blocks for claim in running)
         waiting = []
-        budget = intra.prefill_budget(self.spec.chunk_budget_tokens, len(self.decoding))
-        ahead = 0
         for job in sorted(self.waiting, key=lambda job: job.rank(intra)):
-            rank = job.rank(intra)
-            if job.where == "queued":
-                outstanding = sum(j.to_prefill - j.prefilled for j in self.prefilling if j.rank(intra) < rank)
-                if budget - ahead - outstanding <= 0:
-                    break
-                ahead += job.to_prefill
-                waiting.append(Claim(rank, job, self.blocks(job.to_prefill)))
-            else:
-                waiting.append(Claim(rank, job, self.blocks(job.context)))
-        room = Room(self.spec.kv_blocks, free, self.spec.max_num_seqs - len(running))
-        grants = allocate(intra, lambda: running, waiting, room)
+            prompt = job.to_prefill if job.where == "queued" else 0
+            blocks = self.blocks(prompt or job.context)
+            waiting.append(Claim(job.rank(intra), job, blocks, prompt, job.passed_blocks))
+        budget = intra.prefill_budget(self.spec.chunk_budget_tokens, len(self.decoding))
+        room = Room(self.spec.kv_blocks, free, self.spec.max_num_seqs - len(running), budget)
+        prefilling = sorted((j.rank(intra), j.to_prefill - j.prefilled) for j in self.prefilling)
+        grants = allocate(intra, lambda: running, waiting, room, prefilling)
+        for job, blocks in grants.passed:
+            job.passed_blocks += blocks
         swapped = 0
         for job in grants.preempt:
             swapped += self.preempt(job)
@@ -147,6 +144,7 @@ class Naive:
 
     def preempt(self, job: NaiveJob) -> int:
         self.waiting.append(job)
+        job.passed_blocks = 0
         blocks = self.blocks(job.context)
         if job in self.decoding:
             self.decoding.remove(job)

@@ -40,6 +40,8 @@ INTRA: dict[str, IntraPolicy] = {
     "decode_first": DecodeFirst(),
     "round_robin": QuantumRoundRobin(quantum_tokens=13),
     "pascal": PascalQueue(quantum_tokens=13, demotion_tokens=120),
+    "fcfs_passing": Fcfs(pass_over=0.4),
+    "pascal_passing": PascalQueue(quantum_tokens=13, demotion_tokens=120, pass_over=1.0),
 }
 
 

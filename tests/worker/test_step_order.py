@@ -46,6 +46,8 @@ class Facts:
     place: str
     # Of prompt and output, what is computed (prefilling only).
     computed: int
+    # Blocks given past it so far (waiting only).
+    passed: int = 0
 
     @property
     def total(self) -> int:
@@ -67,7 +69,9 @@ def facts(draw: st.DrawFn) -> list[Facts]:
         least = 1 if place in ("decoding", "swapped") else 0
         tokens = draw(st.integers(least, 80)) if draw(st.booleans()) else least
         computed = draw(st.integers(0, prompt + tokens - 2)) if place == "prefilling" else 0
-        made.append(Facts(arrival, prompt, draw(st.sampled_from([0, 3, 40, 200])), tokens, place, computed))
+        reasoning = draw(st.sampled_from([0, 3, 40, 200]))
+        passed = draw(st.integers(0, 20)) if place in ("swapped", "queued") else 0
+        made.append(Facts(arrival, prompt, reasoning, tokens, place, computed, passed))
     return made
 
 
@@ -81,6 +85,8 @@ class Member:
         waits = given.place in ("swapped", "queued")
         computed = given.total - 1 if given.place == "decoding" else given.computed
         self.num_computed_tokens = 0 if waits else computed
+        self.turn = Turn(given.arrival)
+        self.turn.passed_blocks = given.passed
 
 
 def rank_of(policy: IntraPolicy, member: Member) -> Rank:
@@ -98,6 +104,7 @@ def order_for(policy: IntraPolicy, exempt: frozenset[int] = frozenset()) -> Step
         policy,
         BLOCK,
         lambda member: rank_of(policy, member),
+        lambda member: member.turn,
         lambda member: -(-member.num_computed_tokens // BLOCK),
         lambda member: member.facts.place == "swapped",
         lambda member: member.facts.arrival in exempt,
@@ -162,6 +169,7 @@ def simulated(
             job.state = JobState.SWAPPED if swapped else JobState.QUEUED
             job.blocks = each.blocks if swapped else 0
             instance._wait(job)
+            job.passed_blocks = each.passed
     made: list[Grants[Job]] = []
 
     def record(
@@ -169,8 +177,9 @@ def simulated(
         running: Callable[[], Sequence[Claim[Job]]],
         waiting: Iterable[Claim[Job]],
         room: Room,
+        prefilling: Iterable[tuple[Rank, int]],
     ) -> Grants[Job]:
-        made.append(allocate(policy, running, waiting, room))
+        made.append(allocate(policy, running, waiting, room, prefilling))
         return made[-1]
 
     with monkeypatch.context() as patch:
@@ -209,6 +218,7 @@ def test_the_worker_decides_as_the_simulator(name: str, monkeypatch: pytest.Monk
         swapped = {each.arrival for each in state if each.place == "swapped"}
         expected = [n for n in admitted if n in swapped] + [n for n in admitted if n not in swapped]
         assert [m.facts.arrival for m in plan.admit] == expected
+        assert all(member.turn.passed_blocks == 0 for member in plan.admit)
         served = plan.running + plan.withheld
         assert {m.facts.arrival for m in served} == {each.arrival for each in running} - {
             m.facts.arrival for m in plan.preempt

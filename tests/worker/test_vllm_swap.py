@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 import pytest_asyncio
 
+from tailrace.intra.fcfs import Fcfs
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 
 pytest.importorskip("vllm", reason="the vLLM engine is not installed")
@@ -30,6 +31,7 @@ from tests.worker.test_vllm_engine import (
 from tests.worker.vllm_front import Front, Stream
 from worker_agent.engine.base import EngineRefusal
 from worker_agent.engine.vllm.engine import VllmEngine
+from worker_agent.engine.vllm.orders import use_policy
 from worker_agent.engine.vllm.settings import VllmSettings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
@@ -295,3 +297,21 @@ async def test_an_abandoned_request_frees_its_host_memory(engine: VllmEngine, fr
     engine.abort([stream.key for stream in streams])
     await idle(engine)
     assert engine.stats().host_kv_bytes_used == 0
+
+
+@pytest.mark.parametrize("pass_over", [0.0, 1.0])
+async def test_a_small_request_passes_one_that_does_not_fit_only_where_the_order_lets_it(
+    engine: VllmEngine, front: Front, pass_over: float
+) -> None:
+    await engine._ask(lambda parts: use_policy(Fcfs(pass_over=pass_over), parts.core, parts.table))
+    # Half of the device for longer than the small one needs, all of it, and a quarter.
+    running = front.stream(ANSWERING, params(max_tokens=BLOCK * 5 - len(ANSWERING)))
+    front.submit(engine, running)
+    await front.until_tokens(running, 2)
+    large = front.stream((ANSWERING * 4)[: BLOCK * 9], params(max_tokens=2))
+    small = front.stream(ANSWERING[:BLOCK], params(max_tokens=2))
+    for stream in (large, small):
+        front.submit(engine, stream)
+    await front.until_tokens(small, 1)
+    assert bool(large.tokens) == (not pass_over)
+    await front.until(lambda: all(stream.finished for stream in (running, large, small)))

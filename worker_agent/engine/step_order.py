@@ -10,8 +10,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from tailrace.intra.allocate import Claim, Room, Wanting, allocate, within_budget
+from tailrace.intra.allocate import Claim, Room, allocate
 from tailrace.intra.base import IntraPolicy, Rank
+from worker_agent.engine.turns import Turn
 
 
 class Member(Hashable, Protocol):
@@ -65,13 +66,14 @@ class StepPlan(Generic[M]):
 
 
 class StepOrder(Generic[M]):
-    """One policy on one engine. Keeps nothing between steps."""
+    """One policy on one engine. All that it keeps between steps is the requests' `Turn.passed_blocks`."""
 
     def __init__(
         self,
         policy: IntraPolicy,
         block_tokens: int,
         rank: Callable[[M], Rank],
+        turn: Callable[[M], Turn],
         held_blocks: Callable[[M], int],
         swapped: Callable[[M], bool],
         exempt: Callable[[M], bool],
@@ -81,6 +83,7 @@ class StepOrder(Generic[M]):
         self.policy = policy
         self._block_tokens = block_tokens
         self.rank = rank
+        self._turn = turn
         self._held_blocks = held_blocks
         self._swapped = swapped
         self._exempt = exempt
@@ -96,18 +99,19 @@ class StepOrder(Generic[M]):
             device.total_blocks,
             device.free_blocks - device.promised_blocks - growth,
             device.free_seats,
+            self.policy.prefill_budget(device.step_tokens, len(decoding) + device.entering),
         )
-        budget = self.policy.prefill_budget(device.step_tokens, len(decoding) + device.entering)
         grants = allocate(
             self.policy,
             lambda: [self._claim(member) for member in running if not self._exempt(member)],
-            within_budget(
-                (self._wanting(rank, member) for rank, member in waiting),
-                ((rank, _left(member)) for rank, member in prompts),
-                budget,
-            ),
+            (self._wanting(rank, member) for rank, member in waiting),
             room,
+            ((rank, _left(member)) for rank, member in prompts),
         )
+        for member in grants.admit:
+            self._turn(member).passed_blocks = 0
+        for member, blocks in grants.passed:
+            self._turn(member).passed_blocks += blocks
         if grants.preempt:
             victims = set(grants.preempt)
             decoding = [member for member in decoding if member not in victims]
@@ -145,9 +149,9 @@ class StepOrder(Generic[M]):
     def _claim(self, member: M) -> Claim[M]:
         return Claim(self.rank(member), member, self._blocks(member))
 
-    def _wanting(self, rank: Rank, member: M) -> Wanting[M]:
-        left = 0 if self._swapped(member) else member.num_tokens
-        return Wanting(Claim(rank, member, self._blocks(member)), left)
+    def _wanting(self, rank: Rank, member: M) -> Claim[M]:
+        prompt = 0 if self._swapped(member) else member.num_tokens
+        return Claim(rank, member, self._blocks(member), prompt, self._turn(member).passed_blocks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,12 +54,14 @@ def view_of(
 class Turn:
     """One request's place in the order: `rank`, once it was asked for."""
 
-    __slots__ = ("_phase", "_policy", "_until", "arrival", "queue_s", "rank")
+    __slots__ = ("_phase", "_policy", "_until", "arrival", "passed_blocks", "queue_s", "rank")
 
     def __init__(self, arrival: int, queue_s: float = 0.0) -> None:
         """`queue_s`: as JobView has it."""
         self.arrival = arrival
         self.queue_s = queue_s
+        # As `tailrace.intra.allocate.Claim` has it.
+        self.passed_blocks = 0
         self.rank: Rank = ()
         self._until = 0
         self._phase: Phase | None = None

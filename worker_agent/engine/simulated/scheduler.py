@@ -77,6 +77,7 @@ class Scheduler:
             policy,
             self.pool.block_tokens,
             lambda request: _rank(policy, request),
+            lambda request: request.turn,
             lambda request: len(request.blocks),
             self.on_host,
             lambda request: request.exporting,

@@ -7,7 +7,7 @@ from vllm.v1.request import Request
 from tailrace.intra.base import IntraPolicy, JobView, Rank
 from tailrace.intra.registry import make_intra
 from worker_agent.engine.step_order import StepOrder
-from worker_agent.engine.turns import serving_phase, view_of
+from worker_agent.engine.turns import Turn, serving_phase, view_of
 from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.requests import Entry, RequestTable
 
@@ -39,10 +39,17 @@ def job_view(entry: Entry) -> JobView:
 
 
 def _step_order(policy: IntraPolicy, core: LoadedCore, table: RequestTable) -> StepOrder[Request]:
-    def rank(request: Request) -> Rank:
+    def entry_of(request: Request) -> Entry:
         entry = table.get(request.request_id)
         # Every request is in the table before the scheduler has it, and until it has left it.
         assert entry is not None
+        return entry
+
+    def turn_of(request: Request) -> Turn:
+        return entry_of(request).turn
+
+    def rank(request: Request) -> Rank:
+        entry = entry_of(request)
         turn, outputs = entry.turn, request.num_output_tokens
         if not turn.holds(policy, serving_phase(outputs, entry.phases.reasons), outputs):
             turn.ask(policy, job_view(entry))
@@ -57,4 +64,4 @@ def _step_order(policy: IntraPolicy, core: LoadedCore, table: RequestTable) -> S
     def exempt(request: Request) -> bool:
         return request.request_id in core.scheduler.exporting
 
-    return StepOrder(policy, core.block_tokens, rank, held_blocks, swapped, exempt)
+    return StepOrder(policy, core.block_tokens, rank, turn_of, held_blocks, swapped, exempt)
