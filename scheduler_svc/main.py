@@ -33,6 +33,7 @@ from tailrace.service.run import run_service
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.service.shutdown import Shutdown
 from tailrace.store.election import Election
+from tailrace.store.leadership import Leadership
 from tailrace.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from tailrace.v1.scheduler_pb2_grpc import add_SchedulerServicer_to_server
 
@@ -65,7 +66,7 @@ def command(common: CommonOptions, policy: str) -> None:
 async def serve(common: CommonOptions, policy: str, shutdown: Shutdown) -> None:
     """Until cancelled. Raises StoreUnavailable, ListenError, OSError."""
     async with open_frame(KIND, common) as frame:
-        leading = asyncio.Event()
+        leading = Leadership()
         parts = Parts(frame, policy, leading)
         async with serve_grpc(common.listen, parts.servicers) as server, AsyncExitStack() as membership:
             record = await membership.enter_async_context(frame.announced(server.address))

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
@@ -76,9 +76,11 @@ def etcd_command(data_dir: Path, port: int) -> list[str]:
 class LocalEtcd:
     """One etcd process that can be killed, frozen and started again on the same data and port."""
 
-    def __init__(self, data_dir: Path, port: int) -> None:
+    def __init__(self, data_dir: Path, port: int, arguments: Sequence[str] = ()) -> None:
+        """`arguments`: further ones of etcd's."""
         self.data_dir = data_dir
         self.port = port
+        self._arguments = arguments
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -91,7 +93,10 @@ class LocalEtcd:
         self.data_dir.mkdir(parents=True, exist_ok=True)
         with (self.data_dir.parent / f"{self.data_dir.name}.log").open("ab") as log:
             self._process = subprocess.Popen(
-                etcd_command(self.data_dir, self.port), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                [*etcd_command(self.data_dir, self.port), *self._arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
             )
 
     def answers(self) -> bool:
@@ -144,9 +149,11 @@ class LocalEtcd:
 
 
 @asynccontextmanager
-async def local_etcd(data_dir: Path, port: int = 0) -> AsyncIterator[LocalEtcd]:
+async def local_etcd(
+    data_dir: Path, port: int = 0, arguments: Sequence[str] = ()
+) -> AsyncIterator[LocalEtcd]:
     """A running etcd (port 0: any free one) for as long as the block lasts; its data stays."""
-    etcd = LocalEtcd(data_dir, port or free_ports(1)[0])
+    etcd = LocalEtcd(data_dir, port or free_ports(1)[0], arguments)
     try:
         await etcd.start()
         yield etcd

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import click
 
+from tailrace.store.endpoints import parse_endpoints
+
 
 @dataclass(frozen=True, slots=True)
 class CommonOptions:
@@ -85,7 +87,10 @@ def _address(context: click.Context, parameter: click.Parameter, value: str) -> 
 
 def _endpoints(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
     """Check HOST:PORT[,..]."""
-    return tuple(_address(context, parameter, part.strip()) for part in value.split(","))
+    try:
+        return tuple(map(str, parse_endpoints(part.strip() for part in value.split(","))))
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
 
 
 def _name(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:

@@ -39,9 +39,8 @@ def run_service(main: Callable[[Shutdown], Coroutine[None, None, None]]) -> None
         level=level,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    # They tell of every lost connection again and again; what matters of it is ours to say.
-    for library in ("grpc", "etcd3aio"):
-        logging.getLogger(library).setLevel(logging.ERROR)
+    # It tells of every lost connection again and again; what matters of it is ours to say.
+    logging.getLogger("grpc").setLevel(logging.ERROR)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_until_signalled(main))

@@ -5,19 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
+import random
 from typing import Final
 
 import msgspec
 
 from tailrace.records import ServiceRecord
-from tailrace.store.store import Store, StoreUnavailable
+from tailrace.store.leadership import Leadership, lease_clock
+from tailrace.store.store import LeaseExpired, Store, StoreUnavailable
 
 log = logging.getLogger(__name__)
 
 # How long a dead leader stays one. etcd's own smallest lease is 2 s.
 _TTL_S: Final = 5.0
 _RETRY_S: Final = 0.5
+# Share of a lease's time after which it counts as lost here: its owner goes before etcd lets another one
+# come.
+_SAFE: Final = 0.8
+
+_random = random.SystemRandom()
 
 
 class Election:
@@ -25,18 +31,19 @@ class Election:
 
     `leading` is set while this process is the leader, `following` while it is not. `leading` is cleared
     before the lease can have expired by this process's clock, so that two never lead at once while etcd keeps
-    its data; what a leader writes is compare-and-swap besides.
+    its data; what a leader writes is compare-and-swap besides. A leader that etcd could not hear for a while
+    leads again as soon as it can, if its lease still holds.
     """
 
     def __init__(
         self,
         store: Store,
         record: ServiceRecord,
-        leading: asyncio.Event | None = None,
+        leading: Leadership | None = None,
         ttl_s: float = _TTL_S,
     ) -> None:
-        # An event of the caller's own where parts that need it are made before the election can be.
-        self.leading = leading if leading is not None else asyncio.Event()
+        # The caller's own where parts that need it are made before the election can be.
+        self.leading = leading if leading is not None else Leadership()
         self.following = asyncio.Event()
         self.following.set()
         self._store = store
@@ -55,8 +62,7 @@ class Election:
         """Stop, and hand the leadership to whoever is next at once."""
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait([self._task])
         if self._lease is not None:
             with contextlib.suppress(StoreUnavailable):
                 await self._store.revoke_lease(self._lease)
@@ -64,51 +70,56 @@ class Election:
     async def _campaign(self) -> None:
         while True:
             try:
-                if self._lease is not None:
-                    # After etcd was away our own old key may still stand in our way.
-                    await self._store.revoke_lease(self._lease)
-                    self._lease = None
-                asked_s = time.monotonic()
-                self._lease = await self._store.grant_lease(self._ttl_s)
+                await self._wait_vacant()
+                asked_s = lease_clock()
+                # The lease of the last attempt, where it still holds: our own key may hang on it.
+                if self._lease is None or not await self._store.renew_lease(self._lease):
+                    asked_s = lease_clock()
+                    self._lease = await self._store.grant_lease(self._ttl_s)
+                # A lease that wins nothing is left to expire: nothing hangs on it.
                 if await self._store.create_leased(self._key, self._value, self._lease):
                     await self._lead(self._lease, asked_s)
-                else:
-                    await self._store.revoke_lease(self._lease)
-                    self._lease = None
-                    await self._wait_vacant()
+            except LeaseExpired:
+                self._lease = None
             except StoreUnavailable as error:
                 log.debug("election %s: %s", self._key, error)
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(_RETRY_S * _random.uniform(0.5, 1.5))
             except Exception:
                 # Without this task the process would never lead again, and say nothing.
                 log.exception("election %s", self._key)
                 await asyncio.sleep(_RETRY_S)
 
     async def _wait_vacant(self) -> None:
+        """Until nobody leads, or etcd takes this very process for the leader."""
         watch = self._store.watch_prefix(self._key)
         try:
             async for mapping in watch:
-                if self._key not in mapping:
+                if mapping.get(self._key) in (None, self._value):
                     return
         finally:
             await watch.aclose()
 
     async def _lead(self, lease: int, renewed_s: float) -> None:
         """Lead until the lease is lost or may be."""
+        until_s = renewed_s + self._ttl_s * _SAFE
+        if lease_clock() >= until_s:
+            return
         log.info("%s leads", self._name)
         self.following.clear()
-        self.leading.set()
+        self.leading.hold_until(until_s)
         try:
-            while (left_s := renewed_s + self._ttl_s * 0.8 - time.monotonic()) > 0:
+            while (left_s := until_s - lease_clock()) > 0:
                 await asyncio.sleep(min(left_s, self._ttl_s / 4))
-                asked_s = time.monotonic()
+                asked_s = lease_clock()
                 try:
-                    async with asyncio.timeout(max(0.0, renewed_s + self._ttl_s * 0.8 - asked_s)):
+                    async with asyncio.timeout(max(0.0, until_s - asked_s)):
                         if not await self._store.renew_lease(lease):
                             return
-                    renewed_s = asked_s
                 except (StoreUnavailable, TimeoutError) as error:
                     log.warning("%s: %s", self._name, error or "no answer in time")
+                    continue
+                until_s = asked_s + self._ttl_s * _SAFE
+                self.leading.hold_until(until_s)
         finally:
             self.leading.clear()
             self.following.set()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from tailrace.store.errors import StoreUnavailable
+from tailrace.store.errors import LeaseExpired, StoreUnavailable
 
 if TYPE_CHECKING:
     from tailrace.store.store import Store
@@ -22,12 +22,14 @@ from a process that died, both of which only delete the key."""
 _TOMBSTONE_TTL_S: Final = 120.0
 _RETRY_S: Final = 0.5
 
+_random = random.SystemRandom()
+
 
 class Registration:
     """A leased key. Renews the lease; puts the value again when the lease was lost.
 
     A key that another process has taken meanwhile (a restarted worker of the same name) is left to it, and
-    taken back only when it is free.
+    taken back only when it is free; `on_replaced` tells.
     """
 
     def __init__(self, store: Store, key: str, value: bytes, ttl_s: float) -> None:
@@ -38,12 +40,24 @@ class Registration:
         self._lease = 0
         self._task: asyncio.Task[None] | None = None
         self._withdrawn: list[Callable[[Registration], None]] = []
+        self._replaced: list[Callable[[bytes], None]] = []
+        # The value that was last told of as another's.
+        self._other = b""
         # Writes of the key, one at a time: an update must not race with a re-registration.
         self._writing = asyncio.Lock()
 
     def on_withdrawn(self, callback: Callable[[Registration], None]) -> None:
         """Call back once it has been withdrawn."""
         self._withdrawn.append(callback)
+
+    def on_replaced(self, callback: Callable[[bytes], None]) -> None:
+        """Call back when another process is found to have put its own value in place of ours, with that
+        value.
+
+        Found at the next renewal, which is after a third of the lease's time; once for each other value. The
+        callback must not block or raise.
+        """
+        self._replaced.append(callback)
 
     async def start(self) -> None:
         """Put the value, whoever had the key before, and begin to keep it. Raises StoreUnavailable."""
@@ -62,8 +76,7 @@ class Registration:
         if self._task is None:
             return
         self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        await asyncio.wait([self._task])
         self._task = None
         try:
             await self._store.withdraw(self.key, self._value, _TOMBSTONE_TTL_S)
@@ -78,28 +91,38 @@ class Registration:
         while True:
             await asyncio.sleep(pause_s)
             try:
-                if not await self._store.renew_lease(self._lease):
-                    log.warning("lease of %s was lost; registering again", self.key)
-                    await self._again()
+                await self._renew()
                 pause_s = self._ttl_s / 3
             except StoreUnavailable as error:
                 log.warning("keeping %s: %s", self.key, error)
-                pause_s = _RETRY_S
+                pause_s = _RETRY_S * _random.uniform(0.5, 1.5)
             except Exception:
                 # Without this task the process would leave the fleet while it serves.
                 log.exception("keeping %s", self.key)
                 pause_s = _RETRY_S
 
-    async def _again(self) -> None:
+    async def _renew(self) -> None:
+        """Renew the lease, and see that what hangs on it is still there. Raises StoreUnavailable."""
         async with self._writing:
-            lease = await self._store.grant_lease(self._ttl_s)
-            if await self._store.create_leased(self.key, self._value, lease):
-                self._lease = lease
+            alive = await self._store.renew_lease(self._lease)
+            held = await self._store.get_leased(self.key)
+            if held is not None and held.lease != self._lease and held.value != self._value:
+                self._tell(held.value)
                 return
-            present = await self._store.get(self.key)
-            if present == self._value:
-                await self._store.put_leased(self.key, self._value, lease)
-                self._lease = lease
-            else:
-                await self._store.revoke_lease(lease)
-                log.warning("%s is now another process's; waiting until it is free", self.key)
+            if alive and held is not None and (held.value, held.lease) == (self._value, self._lease):
+                return
+            if not alive:
+                log.warning("lease of %s was lost; registering again", self.key)
+                self._lease = await self._store.grant_lease(self._ttl_s)
+            try:
+                await self._store.swap_leased(self.key, held, self._value, self._lease)
+            except LeaseExpired:
+                log.warning("lease of %s was lost again", self.key)
+
+    def _tell(self, other: bytes) -> None:
+        if other == self._other:
+            return
+        self._other = other
+        log.error("%s is now another process's; waiting until it is free", self.key)
+        for callback in self._replaced:
+            callback(other)

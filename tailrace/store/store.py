@@ -1,151 +1,140 @@
-"""Access to etcd: leases, reads, writes, compare-and-swap and watches under one cluster's prefix.
-
-The one module that knows the etcd client (`etcd3aio`). Its service classes are used on a channel of our own,
-because the client's `Etcd3Client` takes IPv4 addresses alone and leaves gRPC's reconnect back-off at two
-minutes, and its keep-alive has no deadline.
-"""
+"""Access to etcd: leases, reads, writes, compare-and-swap and watches under one cluster's prefix."""
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import logging
+import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Final
 
 import grpc
-from etcd3aio import EtcdError, prefix_range_end
-from etcd3aio.kv import KVService
-from etcd3aio.lease import LeaseService
-from etcd3aio.watch import WatchService
 
+from tailrace.store.client import Answer, EtcdClient, Rejected
+from tailrace.store.endpoints import parse_endpoints
+from tailrace.store.errors import LeaseExpired as LeaseExpired
 from tailrace.store.errors import StoreUnavailable as StoreUnavailable
+from tailrace.store.etcd_api import (
+    LEASE_GRANT,
+    LEASE_REVOKE,
+    RANGE,
+    TXN,
+    Method,
+    Reply,
+    Request,
+    delete_op,
+    get_op,
+    prefix_end,
+    put_op,
+    unchanged,
+)
 from tailrace.store.registration import TOMBSTONES, Registration
+from tailrace.store.watch import PrefixWatch
+from tailrace.v1 import etcd_pb2
 
-log = logging.getLogger(__name__)
-
-_DEADLINE_S: Final = 3.0
-_CONNECT_DEADLINE_S: Final = 15.0
+_CONNECT_S: Final = 15.0
 _RETRY_S: Final = 0.25
-_MAX_RETRY_S: Final = 1.0
-_EVENT_DELETE: Final = 1
-# How a call to etcd fails; gRPC's streams raise InvalidStateError once they are over.
-_FAILURES: Final = (
-    EtcdError,
-    TimeoutError,
-    grpc.aio.AioRpcError,
-    grpc.aio.UsageError,
-    asyncio.InvalidStateError,
-)
-_CHANNEL_OPTIONS: Final = (
-    ("grpc.lb_policy_name", "round_robin"),
-    # etcd refuses pings that come more often than every 5 s, or with no call open.
-    ("grpc.keepalive_time_ms", 6_000),
-    ("grpc.keepalive_timeout_ms", 3_000),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    # How long one attempt to connect may take.
-    ("grpc.min_reconnect_backoff_ms", 2_000),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-)
+# How often a write is tried that loses to others' writes of the same key.
+_TRIES: Final = 8
+
+_Present = etcd_pb2.KeyValue | None
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A value, and the lease that it hangs on (0: none)."""
+
+    value: bytes
+    lease: int
 
 
 class Store:
-    """One cluster's part of etcd. Keys are relative to `/tailrace/<cluster>/`; every call has a deadline."""
+    """One cluster's part of etcd. Keys are relative to `/tailrace/<cluster>/`.
 
-    def __init__(self, channel: grpc.aio.Channel, cluster: str) -> None:
-        self._channel = channel
+    Every method ends within seconds, whatever etcd does, and raises StoreUnavailable when no member answered.
+    Requests go on at another member when one fails or stalls. A write may then be sent twice; it carries the
+    revision at which its key was read, so that it is carried out once at most, and never late.
+    """
+
+    def __init__(self, client: EtcdClient, cluster: str) -> None:
+        self._client = client
         self._prefix = f"/tailrace/{cluster}/"
-        self._kv = KVService(channel)
-        self._leases = LeaseService(channel)
-        self._watches = WatchService(
-            channel, reconnect_backoff_seconds=_RETRY_S, max_reconnect_backoff_seconds=_MAX_RETRY_S
-        )
         self._registrations: set[Registration] = set()
 
     @classmethod
     async def connect(cls, endpoints: Sequence[str], cluster: str) -> Store:
-        """A store whose etcd has answered. Waits some seconds for an etcd that is just starting.
+        """A store of which one etcd member has answered. Waits some seconds for an etcd that is just
+        starting.
 
         Raises StoreUnavailable; ValueError when a name is not an endpoint or a cluster name.
         """
         if not cluster or "/" in cluster:
             raise ValueError(f"cluster name {cluster!r}: must not be empty nor contain '/'")
-        channel = grpc.aio.insecure_channel(await _target(endpoints), options=_CHANNEL_OPTIONS)
-        store = cls(channel, cluster)
-        give_up_s = time.monotonic() + _CONNECT_DEADLINE_S
+        client = EtcdClient(parse_endpoints(endpoints))
+        store = cls(client, cluster)
+        give_up_s = time.monotonic() + _CONNECT_S
         while True:
             try:
                 await store.get("config")
                 return store
             except StoreUnavailable as error:
                 if time.monotonic() > give_up_s:
-                    await channel.close()
+                    await client.close()
                     raise StoreUnavailable(f"no etcd at {', '.join(endpoints)}: {error}") from error
                 await asyncio.sleep(_RETRY_S)
             except BaseException:
-                await channel.close()
+                await client.close()
                 raise
 
     async def close(self) -> None:
-        """Withdraw every registration and close the connection."""
+        """Withdraw every registration and close the connections."""
         await asyncio.gather(*(r.withdraw() for r in list(self._registrations)), return_exceptions=True)
-        await self._channel.close()
+        await self._client.close()
 
     # ---- values
 
     async def get(self, key: str) -> bytes | None:
         """The value, or None when there is none."""
-        with _unavailable("get", key):
-            reply = await self._kv.get(self._prefix + key, timeout=_DEADLINE_S)
-        return bytes(reply.kvs[0].value) if reply.kvs else None
+        present = await self._read(key)
+        return None if present is None else present.value
 
     async def get_prefix(self, prefix: str) -> dict[str, bytes]:
         """Every key (relative, whole) that begins with the prefix, in key order."""
-        mapping, _ = await self._list(prefix)
-        return mapping
+        start = self._key(prefix)
+        request = etcd_pb2.RangeRequest(key=start, range_end=prefix_end(start))
+        reply = (await self._call(RANGE, request, f"list {prefix}")).reply
+        return {self._relative(kv.key): kv.value for kv in reply.kvs}
 
     async def put(self, key: str, value: bytes) -> None:
         """Set a value that stays until it is deleted."""
-        with _unavailable("put", key):
-            await self._kv.put(self._prefix + key, value, timeout=_DEADLINE_S)
+        await self._write(key, [put_op(self._key(key), value)], f"put {key}", _any, _is_value(value))
 
     async def delete(self, key: str) -> None:
         """Delete a value; nothing happens when there is none."""
-        with _unavailable("delete", key):
-            await self._kv.delete(self._prefix + key, timeout=_DEADLINE_S)
+        await self._write(
+            key, [delete_op(self._key(key))], f"delete {key}", lambda present: present is not None, _deleted
+        )
 
     async def compare_and_swap(self, key: str, expected: bytes | None, value: bytes) -> bool:
-        """Set a value if the present one is `expected` (None: there is none). False: it was not."""
-        return await self._swap(key, expected, self._kv.txn_op_put(self._prefix + key, value))
+        """Set a value if the present one is `expected` (None: there is none). False: it was not.
+
+        Raises StoreUnavailable also when an attempt's outcome is unknown and others have written since.
+        """
+        return await self._write(
+            key,
+            [put_op(self._key(key), value)],
+            f"compare and swap {key}",
+            _has_value(expected),
+            _swapped(value),
+        )
 
     async def compare_and_delete(self, key: str, expected: bytes) -> bool:
-        """Delete a value if it is `expected`. False: it was not."""
-        return await self._swap(key, expected, self._kv.txn_op_delete(self._prefix + key))
-
-    async def _swap(self, key: str, expected: bytes | None, operation: object) -> bool:
-        with _unavailable("compare and swap", key):
-            reply = await self._kv.txn(
-                [self._is(key, expected)], [operation], timeout=_DEADLINE_S, max_attempts=1
-            )
-        return bool(reply.succeeded)
-
-    def _is(self, key: str, expected: bytes | None) -> object:
-        if expected is None:
-            return self._kv.txn_compare_create_revision(self._prefix + key, 0)
-        return self._kv.txn_compare_value(self._prefix + key, expected)
-
-    async def _list(self, prefix: str) -> tuple[dict[str, bytes], int]:
-        """The mapping and the revision at which it held."""
-        start = self._prefix + prefix
-        with _unavailable("list", prefix):
-            reply = await self._kv.get(start, range_end=prefix_range_end(start), timeout=_DEADLINE_S)
-        return {self._relative(kv.key): bytes(kv.value) for kv in reply.kvs}, int(reply.header.revision)
-
-    def _relative(self, key: bytes) -> str:
-        return key.decode(errors="replace")[len(self._prefix) :]
+        """Delete a value if it is `expected`. False: it was not. Raises as compare_and_swap."""
+        return await self._write(
+            key, [delete_op(self._key(key))], f"compare and delete {key}", _has_value(expected), _deleted
+        )
 
     # ---- watches
 
@@ -155,47 +144,9 @@ class Store:
         While etcd is away nothing comes. Once it is back (even with a compacted history, or without its data)
         the mapping is read anew, so what happened meanwhile shows as one change.
         """
-        last: dict[str, bytes] | None = None
-        while True:
-            changes = self._follow(prefix)
-            try:
-                async for mapping in changes:
-                    if mapping != last:
-                        last = mapping
-                        yield dict(mapping)
-            except (StoreUnavailable, *_FAILURES) as error:
-                log.debug("watch of %r ended: %s", prefix, error)
-            finally:
-                await changes.aclose()
-            await asyncio.sleep(_RETRY_S)
-
-    async def _follow(self, prefix: str) -> AsyncGenerator[dict[str, bytes]]:
-        """One watch. It is opened before the listing, so nothing falls between and no history is needed."""
-        start = self._prefix + prefix
-        current: dict[str, bytes] = {}
-        listed_at: int | None = None
-        stream = self._watches.watch(start, prefix_range_end(start))
-        try:
-            async for reply in stream:
-                # A second `created` is the client's own reconnect, which trusts etcd to have kept history.
-                if reply.canceled or reply.compact_revision or (reply.created and listed_at is not None):
-                    return
-                if reply.created:
-                    current, listed_at = await self._list(prefix)
-                    yield dict(current)
-                    continue
-                for event in reply.events:
-                    if listed_at is not None and event.kv.mod_revision <= listed_at:
-                        continue
-                    key = self._relative(event.kv.key)
-                    if event.type == _EVENT_DELETE:
-                        current.pop(key, None)
-                    else:
-                        current[key] = bytes(event.kv.value)
-                if reply.events:
-                    yield dict(current)
-        finally:
-            await stream.aclose()
+        async with aclosing(PrefixWatch(self._client, self._key(prefix)).values()) as changes:
+            async for values in changes:
+                yield {self._relative(key): value for key, value in values.items()}
 
     # ---- leases
 
@@ -209,94 +160,169 @@ class Store:
 
     async def grant_lease(self, ttl_s: float) -> int:
         """A new lease; its id."""
-        with _unavailable("grant lease", ""):
-            reply = await self._leases.grant(max(1, round(ttl_s)), timeout=_DEADLINE_S)
-        return int(reply.ID)
+        # Chosen here, so that asking twice grants one. Not by `random`, which engines seed alike in all
+        # workers.
+        lease = secrets.randbits(62) + 1
+        request = etcd_pb2.LeaseGrantRequest(ID=lease, TTL=max(1, round(ttl_s)))
+        try:
+            await self._client.call(LEASE_GRANT, request, "grant a lease")
+        except Rejected as error:
+            # It exists: an attempt that seemed lost was carried out.
+            if error.code is not grpc.StatusCode.FAILED_PRECONDITION:
+                raise StoreUnavailable(f"etcd: grant a lease: {error}") from error
+        return lease
 
     async def renew_lease(self, lease: int) -> bool:
         """Give the lease its whole time again. False: it has expired."""
-        with _unavailable("renew lease", str(lease)):
-            stream = self._leases.keep_alive(lease)
-            try:
-                async with asyncio.timeout(_DEADLINE_S):
-                    reply = await stream.read()
-            finally:
-                stream.cancel()
-            if reply is grpc.aio.EOF:
-                raise TimeoutError("etcd closed the stream")
-        return int(reply.TTL) > 0
+        try:
+            return await self._client.keep_alive(lease) > 0
+        except Rejected as error:
+            if error.code is grpc.StatusCode.NOT_FOUND:
+                return False
+            raise StoreUnavailable(f"etcd: renew a lease: {error}") from error
 
     async def revoke_lease(self, lease: int) -> None:
         """End a lease and delete what hangs on it; nothing happens when it has expired."""
-        with _unavailable("revoke lease", str(lease)):
-            try:
-                await self._leases.revoke(lease, timeout=_DEADLINE_S)
-            except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.NOT_FOUND:
-                    raise
+        try:
+            await self._client.call(LEASE_REVOKE, etcd_pb2.LeaseRevokeRequest(ID=lease), "revoke a lease")
+        except Rejected as error:
+            if error.code is not grpc.StatusCode.NOT_FOUND:
+                raise StoreUnavailable(f"etcd: revoke a lease: {error}") from error
+
+    async def get_leased(self, key: str) -> Held | None:
+        """The value with its lease, or None when there is none."""
+        return _held(await self._read(key))
 
     async def put_leased(self, key: str, value: bytes, lease: int) -> None:
-        """Set a value that goes with the lease, and take back the word that its owner withdrew it."""
-        operations = [
-            self._kv.txn_op_put(self._prefix + key, value, lease=lease),
-            self._kv.txn_op_delete(f"{self._prefix}{TOMBSTONES}{key}"),
-        ]
-        with _unavailable("put", key):
-            await self._kv.txn([], operations, timeout=_DEADLINE_S)
+        """Set a value that goes with the lease, and take back the word that its owner withdrew it.
+
+        Raises LeaseExpired.
+        """
+        operations = [put_op(self._key(key), value, lease), delete_op(self._key(TOMBSTONES + key))]
+        await self._write(key, operations, f"put {key}", _any, _is_leased(value, lease))
 
     async def create_leased(self, key: str, value: bytes, lease: int) -> bool:
-        """Set a value that goes with the lease, if there is none. False: there is one."""
-        operation = self._kv.txn_op_put(self._prefix + key, value, lease=lease)
-        return await self._swap(key, None, operation)
+        """Set a value that goes with the lease, if there is none. True also when it is there already, with
+        this very lease; False: there is another. Raises LeaseExpired."""
+        return await self.swap_leased(key, None, value, lease)
+
+    async def swap_leased(self, key: str, expected: Held | None, value: bytes, lease: int) -> bool:
+        """The same if what is there is `expected`."""
+        before = _holds(expected)
+        operations = [put_op(self._key(key), value, lease)]
+        if await self._write(key, operations, f"register {key}", before, _is_leased(value, lease)):
+            return True
+        return await self.get_leased(key) == Held(value, lease)
 
     async def withdraw(self, key: str, value: bytes, ttl_s: float) -> None:
         """Delete a registered value that is `value` and say for some seconds that its owner took it away."""
         lease = await self.grant_lease(ttl_s)
-        operations = [
-            self._kv.txn_op_delete(self._prefix + key),
-            self._kv.txn_op_put(f"{self._prefix}{TOMBSTONES}{key}", value, lease=lease),
-        ]
-        with _unavailable("withdraw", key):
-            await self._kv.txn([self._is(key, value)], operations, timeout=_DEADLINE_S)
+        operations = [delete_op(self._key(key)), put_op(self._key(TOMBSTONES + key), value, lease)]
+        await self._write(key, operations, f"withdraw {key}", _has_value(value), _deleted)
+
+    # ---- inside
+
+    def _key(self, relative: str) -> bytes:
+        return (self._prefix + relative).encode()
+
+    def _relative(self, key: bytes) -> str:
+        return key.decode(errors="replace")[len(self._prefix) :]
+
+    async def _read(self, key: str) -> _Present:
+        request = etcd_pb2.RangeRequest(key=self._key(key))
+        reply = (await self._call(RANGE, request, f"get {key}")).reply
+        return reply.kvs[0] if reply.kvs else None
+
+    async def _write(
+        self,
+        key: str,
+        operations: Sequence[etcd_pb2.RequestOp],
+        what: str,
+        accept: Callable[[_Present], bool],
+        ours: Callable[[_Present, _Present], bool | None],
+    ) -> bool:
+        """Carry the operations out, once, if what is at the key is accepted; False: it is not.
+
+        They hold only for the revision of the key that was read, and change it: of a request that was sent
+        several times one at most is carried out, and one that arrives late does nothing. Where an attempt
+        seemed lost and the key has changed, `ours(before, after)` tells whether it was carried out; None:
+        that cannot be known any more, StoreUnavailable is raised.
+        """
+        name = self._key(key)
+        for _ in range(_TRIES):
+            before = await self._read(key)
+            if not accept(before):
+                return False
+            request = etcd_pb2.TxnRequest(
+                compare=[unchanged(name, before)], success=operations, failure=[get_op(name)]
+            )
+            answer = await self._call(TXN, request, what)
+            if answer.reply.succeeded:
+                return True
+            if answer.attempts > 1:
+                kvs = answer.reply.responses[0].response_range.kvs
+                carried_out = ours(before, kvs[0] if kvs else None)
+                if carried_out:
+                    return True
+                if carried_out is None:
+                    raise StoreUnavailable(f"etcd: {what}: whether it was done is not known; changed since")
+        raise StoreUnavailable(f"etcd: {what}: others keep changing it")
+
+    async def _call(self, method: Method[Request, Reply], request: Request, what: str) -> Answer[Reply]:
+        try:
+            return await self._client.call(method, request, what)
+        except Rejected as error:
+            # Of what we send, only a lease may not be found.
+            kind = LeaseExpired if error.code is grpc.StatusCode.NOT_FOUND else StoreUnavailable
+            raise kind(f"etcd: {what}: {error}") from error
 
 
-@contextmanager
-def _unavailable(what: str, key: str) -> Iterator[None]:
-    """Turn the client's errors into StoreUnavailable."""
-    try:
-        yield
-    except _FAILURES as error:
-        raise StoreUnavailable(f"etcd: {what} {key}: {_short(error)}".replace(" :", ":")) from error
+# What may be at a key before a write.
 
 
-def _short(error: BaseException) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name} {error.details()}"
-    return str(error) or "no answer in time"
+def _any(present: _Present) -> bool:
+    return True
 
 
-async def _target(endpoints: Sequence[str]) -> str:
-    """One endpoint stays a name, so that a changed address is found; several become addresses."""
-    for endpoint in endpoints:
-        host, colon, port = endpoint.rpartition(":")
-        if not colon or not host or not port.isdigit():
-            raise ValueError(f"etcd endpoint {endpoint!r}: HOST:PORT expected")
-    if not endpoints:
-        raise ValueError("no etcd endpoint given")
-    if len(endpoints) == 1:
-        return f"dns:///{endpoints[0]}"
-    return "ipv4:" + ",".join([await _resolve(endpoint) for endpoint in endpoints])
+def _has_value(expected: bytes | None) -> Callable[[_Present], bool]:
+    return lambda present: (None if present is None else present.value) == expected
 
 
-async def _resolve(endpoint: str) -> str:
-    host, _, port = endpoint.rpartition(":")
-    try:
-        ipaddress.IPv4Address(host)
-        return endpoint
-    except ipaddress.AddressValueError:
-        pass
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, int(port), family=2)
-    except OSError as error:
-        raise StoreUnavailable(f"etcd endpoint {endpoint!r}: {error}") from error
-    return f"{found[0][4][0]}:{port}"
+def _holds(expected: Held | None) -> Callable[[_Present], bool]:
+    return lambda present: _held(present) == expected
+
+
+def _held(present: _Present) -> Held | None:
+    return None if present is None else Held(present.value, present.lease)
+
+
+# Whether what is at a key after a write with a lost attempt is that attempt's doing.
+
+
+def _is_value(value: bytes) -> Callable[[_Present, _Present], bool]:
+    """Of a write that may be repeated until its value is there."""
+    return lambda before, after: after is not None and after.value == value
+
+
+def _is_leased(value: bytes, lease: int) -> Callable[[_Present, _Present], bool]:
+    """Nobody else knows the lease."""
+    return lambda before, after: after is not None and (after.value, after.lease) == (value, lease)
+
+
+def _swapped(value: bytes) -> Callable[[_Present, _Present], bool | None]:
+    def ours(before: _Present, after: _Present) -> bool | None:
+        if after is None or after.version != (1 if before is None else before.version + 1):
+            return None
+        if before is None:
+            # A key that was created, deleted and created again looks no different.
+            return True if after.value == value else None
+        return after.value == value if before.create_revision == after.create_revision else None
+
+    return ours
+
+
+def _deleted(before: _Present, after: _Present) -> bool | None:
+    if after is None:
+        return True
+    # Written anew after it was deleted: by whom it was deleted is not known.
+    return False if before is not None and before.create_revision == after.create_revision else None

@@ -47,7 +47,7 @@ async def test_takeover_when_the_leader_is_killed(etcd: str, store: Store, clust
     first.start()
     await leads(first)
     second.start()
-    await doomed._channel.close()
+    await doomed._client.close()
     await leads(second)
     assert not first.leading.is_set()
     await first.close()

@@ -101,7 +101,7 @@ async def test_a_name_that_another_took_is_left_to_it(etcd: str, store: Store, c
     other = await Store.connect([etcd], cluster)
     await other.register("instances/a", b"new", ttl_s=2)
     await store.revoke_lease(registration._lease)
-    await registration._again()
+    await registration._renew()
     assert await store.get("instances/a") == b"new"
     await registration.withdraw()
     assert await store.get("instances/a") == b"new"

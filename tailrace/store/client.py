@@ -1,0 +1,299 @@
+"""Calls to an etcd cluster that go on at another member when one fails, stalls or has lost its leader."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
+
+import grpc
+
+from tailrace.store.endpoints import Endpoint
+from tailrace.store.errors import StoreUnavailable
+from tailrace.store.etcd_api import LEASE_KEEP_ALIVE, RANGE, REQUIRE_LEADER, Method, Reply, Request
+from tailrace.v1 import etcd_pb2
+
+log = logging.getLogger(__name__)
+
+# A whole call, all its attempts together.
+_DEADLINE_S: Final = 3.0
+# An attempt without an answer for so long (or a share of the deadline, with many members) gets company: the
+# same request goes to the next member, and the first answer counts.
+_HEDGE_S: Final = 1.0
+# Between two rounds through all members, when a member said that the cluster has no leader yet.
+_ROUND_S: Final = 0.2
+
+_CHANNEL_OPTIONS: Final = (
+    # A name with several addresses is several members: each call goes to the next that answers.
+    ("grpc.lb_policy_name", "round_robin"),
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
+    ("grpc.use_local_subchannel_pool", 1),
+    # etcd refuses pings that come more often than every 5 s, or with no call open.
+    ("grpc.keepalive_time_ms", 6_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    # How long one attempt to connect may take.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+
+# These say something of the member that was asked, or of the way to it. Any other status is etcd's answer.
+_MEMBER_FAILED: Final = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.ABORTED,
+        grpc.StatusCode.DATA_LOSS,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+    }
+)
+
+_Result = TypeVar("_Result")
+
+# Engines seed Python's own generator alike in all workers.
+_random = random.SystemRandom()
+
+
+class Rejected(Exception):
+    """etcd answered with an error that no other member would answer differently."""
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        hint = "; compact, defragment, disarm the alarm" if "space exceeded" in details else ""
+        super().__init__(f"{code.name}: {details}{hint}")
+        self.code = code
+
+
+class StreamEnded(Exception):
+    """The member ended a stream, or said something else on it than was expected."""
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One endpoint and its channel."""
+
+    endpoint: Endpoint
+    channel: grpc.aio.Channel
+
+    async def unary(self, method: Method[Request, Reply], request: Request, timeout_s: float) -> Reply:
+        """One call. Raises AioRpcError."""
+        call = self.channel.unary_unary(
+            method.path, request_serializer=method.encode, response_deserializer=method.decode
+        )
+        return await call(request, timeout=timeout_s, metadata=REQUIRE_LEADER)
+
+    def stream(
+        self, method: Method[Request, Reply], timeout_s: float | None = None
+    ) -> grpc.aio.StreamStreamCall[Request, Reply]:
+        """One stream both ways. The caller cancels it."""
+        call = self.channel.stream_stream(
+            method.path, request_serializer=method.encode, response_deserializer=method.decode
+        )
+        return call(timeout=timeout_s, metadata=REQUIRE_LEADER)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Generic[Reply]):
+    """A reply. `attempts` above 1: the same request was sent before, and may have been carried out then."""
+
+    reply: Reply
+    attempts: int
+
+
+class EtcdClient:
+    """Every call ends within three seconds. The member that answered last is asked first.
+
+    A call is sent again only as it was: who sends a write makes it one that cannot be carried out twice.
+    """
+
+    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+        # In random order, so that a fleet's members spread over etcd's.
+        chosen = _random.sample(endpoints, len(endpoints))
+        self._members = [
+            Member(e, grpc.aio.insecure_channel(e.target, options=_CHANNEL_OPTIONS)) for e in chosen
+        ]
+
+    async def close(self) -> None:
+        """Close the channels; calls under way end with StoreUnavailable."""
+        await asyncio.gather(*(member.channel.close() for member in self._members))
+
+    @property
+    def preferred(self) -> Member:
+        """The member to ask first."""
+        return self._members[0]
+
+    def demote(self, member: Member, reason: str) -> None:
+        """Ask this member after all others: it failed, or keeps silent."""
+        first = self.preferred
+        self._members.remove(member)
+        self._members.append(member)
+        if first is member and len(self._members) > 1:
+            log.warning("etcd member %s: %s; asking %s", member.endpoint, reason, self.preferred.endpoint)
+
+    async def call(self, method: Method[Request, Reply], request: Request, what: str) -> Answer[Reply]:
+        """Ask one member after the other. `what` names the call in errors.
+
+        Raises StoreUnavailable when none answered in time, Rejected when etcd refuses.
+        """
+        return await self._failover(lambda member, left_s: member.unary(method, request, left_s), what)
+
+    async def keep_alive(self, lease: int) -> int:
+        """Give the lease its whole time again; seconds that it has now, 0 when it is gone.
+
+        Raises StoreUnavailable.
+        """
+
+        async def attempt(member: Member, left_s: float) -> etcd_pb2.LeaseKeepAliveResponse:
+            stream = member.stream(LEASE_KEEP_ALIVE, left_s)
+            try:
+                await stream.write(etcd_pb2.LeaseKeepAliveRequest(ID=lease))
+                reply = await stream.read()
+            finally:
+                stream.cancel()
+            if not isinstance(reply, etcd_pb2.LeaseKeepAliveResponse):
+                raise StreamEnded("it ended the stream")
+            return reply
+
+        answer = await self._failover(attempt, f"renew lease {lease:x}")
+        return int(answer.reply.TTL)
+
+    async def header(self) -> etcd_pb2.ResponseHeader:
+        """Cluster and revision as of now, by a linearizable read. Raises StoreUnavailable."""
+        request = etcd_pb2.RangeRequest(key=b"/tailrace", count_only=True)
+        return (await self.call(RANGE, request, "read the revision")).reply.header
+
+    async def _failover(
+        self, attempt: Callable[[Member, float], Awaitable[_Result]], what: str
+    ) -> Answer[_Result]:
+        call = _Call(self, list(self._members), attempt)
+        try:
+            return await call.run()
+        except _NoAnswer as error:
+            raise StoreUnavailable(f"etcd: {what}: {error}") from error.__cause__
+
+
+class _NoAnswer(Exception):
+    """No member answered; the message says what each did."""
+
+
+class _Call(Generic[_Result]):
+    """One call's attempts."""
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        members: list[Member],
+        attempt: Callable[[Member, float], Awaitable[_Result]],
+    ) -> None:
+        self._client = client
+        self._members = members
+        self._attempt = attempt
+        self._pending: dict[asyncio.Task[_Result], Member] = {}
+        self._turn = 0
+        # Failures in this round through the members, and whether one of them was a member that lives.
+        self._failed = 0
+        self._alive = False
+        self._reasons: dict[Member, str] = {}
+        self._cause: BaseException | None = None
+
+    async def run(self) -> Answer[_Result]:
+        """Until an answer, the deadline, or nobody is there."""
+        give_up_s = time.monotonic() + _DEADLINE_S
+        hedge_s = min(_HEDGE_S, _DEADLINE_S / len(self._members))
+        attempts, due_s = 0, time.monotonic()
+        try:
+            while (left_s := give_up_s - time.monotonic()) > 0:
+                if time.monotonic() >= due_s:
+                    self._begin(left_s)
+                    attempts += 1
+                    due_s = time.monotonic() + hedge_s
+                for task in await self._finished(min(due_s, give_up_s)):
+                    member = self._pending.pop(task)
+                    if self._succeeded(task, member):
+                        return Answer(task.result(), attempts)
+                    due_s = time.monotonic()
+                if self._failed >= len(self._members):
+                    if not self._alive and not self._pending:
+                        break
+                    self._failed, self._alive = 0, False
+                    due_s = time.monotonic() + _random.uniform(0.5, 1.0) * _ROUND_S
+            for member in self._pending.values():
+                self._reasons[member] = "no answer in time"
+                self._client.demote(member, "no answer in time")
+            raise _NoAnswer(self._told()) from self._cause
+        finally:
+            for task in self._pending:
+                task.cancel()
+            if self._pending:
+                await asyncio.wait(self._pending)
+
+    def _begin(self, left_s: float) -> None:
+        """Ask the next member that is not being asked; all are: the next in turn, once more."""
+        asked = set(self._pending.values())
+        count = len(self._members)
+        turns = [(self._turn + step) % count for step in range(count)]
+        turn = next((turn for turn in turns if self._members[turn] not in asked), turns[0])
+        self._turn = turn + 1
+        member = self._members[turn]
+
+        async def ask() -> _Result:
+            return await self._attempt(member, left_s)
+
+        self._pending[asyncio.create_task(ask(), name=f"etcd {member.endpoint}")] = member
+
+    async def _finished(self, until_s: float) -> list[asyncio.Task[_Result]]:
+        wait_s = max(0.0, until_s - time.monotonic())
+        if not self._pending:
+            await asyncio.sleep(wait_s)
+            return []
+        done, _ = await asyncio.wait(self._pending, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        return list(done)
+
+    def _succeeded(self, task: asyncio.Task[_Result], member: Member) -> bool:
+        """Look at an attempt that is over. Raises Rejected, and what is no failure of etcd's."""
+        # gRPC cancels what is under way when the channel is closed.
+        error = StreamEnded("the channel was closed") if task.cancelled() else task.exception()
+        if error is None:
+            # Whoever was asked before and is still silent is slower than this one by a hedge at least.
+            for slow in self._pending.values():
+                self._client.demote(slow, "slow to answer")
+            return True
+        if not isinstance(error, (grpc.aio.AioRpcError, *CALL_FAILURES)):
+            raise error
+        if isinstance(error, grpc.aio.AioRpcError) and _is_answer(error):
+            raise Rejected(error.code(), error.details() or "") from error
+        reason = short(error)
+        self._cause = error
+        self._failed += 1
+        # What a member says itself begins so; the rest is gRPC's word on a member that cannot be reached.
+        self._alive = self._alive or "etcdserver:" in reason
+        self._reasons[member] = reason
+        self._client.demote(member, reason)
+        return False
+
+    def _told(self) -> str:
+        return "; ".join(f"{member.endpoint}: {reason}" for member, reason in self._reasons.items())
+
+
+def _is_answer(error: grpc.aio.AioRpcError) -> bool:
+    """Whether every member would say so."""
+    # The alarm that a member's quota raises is the whole cluster's.
+    return error.code() not in _MEMBER_FAILED or "space exceeded" in (error.details() or "")
+
+
+# How a call or stream ends besides by a status: the channel was closed, or the stream was over already.
+CALL_FAILURES: Final = (StreamEnded, TimeoutError, grpc.aio.UsageError, asyncio.InvalidStateError)
+
+
+def short(error: BaseException) -> str:
+    """An error in a few words."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name} {error.details()}"
+    return str(error) or type(error).__name__

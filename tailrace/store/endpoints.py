@@ -1,0 +1,58 @@
+"""etcd endpoints as an operator gives them."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+_PORT_MAX: Final = 65_535
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a member listens for clients. `host`: a name, an IPv4 address, or an IPv6 address."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def target(self) -> str:
+        """gRPC's name for it. A host name is resolved by gRPC, again at each reconnect."""
+        try:
+            version = ipaddress.ip_address(self.host.partition("%")[0]).version
+        except ValueError:
+            return f"dns:///{self}"
+        return f"ipv{version}:{self}"
+
+
+def parse_endpoint(text: str) -> Endpoint:
+    """Read HOST:PORT or [IPV6]:PORT. Raises ValueError that says what is expected."""
+    if "://" in text:
+        raise ValueError(f"etcd endpoint {text!r}: HOST:PORT expected, without {text.partition('://')[0]}://")
+    host, colon, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if bracketed:
+        host = host[1:-1]
+    if not colon or not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) <= _PORT_MAX:
+        raise ValueError(f"etcd endpoint {text!r}: HOST:PORT expected")
+    if bracketed:
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError as error:
+            raise ValueError(f"etcd endpoint {text!r}: not an IPv6 address in the brackets") from error
+    elif ":" in host:
+        raise ValueError(f"etcd endpoint {text!r}: put an IPv6 address in brackets, as in [::1]:2379")
+    return Endpoint(host, int(port))
+
+
+def parse_endpoints(texts: Iterable[str]) -> list[Endpoint]:
+    """Read several; each is kept once. Raises ValueError, also when there is none."""
+    endpoints = list(dict.fromkeys(map(parse_endpoint, texts)))
+    if not endpoints:
+        raise ValueError("no etcd endpoint given")
+    return endpoints

@@ -1,0 +1,98 @@
+"""etcd's public v3 gRPC API: its methods, and the requests that we send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
+
+from tailrace.v1 import etcd_pb2
+
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+
+# A member without a leader refuses at once, and ends streams that it can no longer serve, instead of keeping
+# silent.
+REQUIRE_LEADER: Final = (("hasleader", "true"),)
+
+
+@dataclass(frozen=True, slots=True)
+class Method(Generic[Request, Reply]):
+    """A method of etcd's, and how its messages are written and read."""
+
+    path: str
+    encode: Callable[[Request], bytes]
+    decode: Callable[[bytes], Reply]
+
+
+RANGE: Final[Method[etcd_pb2.RangeRequest, etcd_pb2.RangeResponse]] = Method(
+    "/etcdserverpb.KV/Range", etcd_pb2.RangeRequest.SerializeToString, etcd_pb2.RangeResponse.FromString
+)
+TXN: Final[Method[etcd_pb2.TxnRequest, etcd_pb2.TxnResponse]] = Method(
+    "/etcdserverpb.KV/Txn", etcd_pb2.TxnRequest.SerializeToString, etcd_pb2.TxnResponse.FromString
+)
+LEASE_GRANT: Final[Method[etcd_pb2.LeaseGrantRequest, etcd_pb2.LeaseGrantResponse]] = Method(
+    "/etcdserverpb.Lease/LeaseGrant",
+    etcd_pb2.LeaseGrantRequest.SerializeToString,
+    etcd_pb2.LeaseGrantResponse.FromString,
+)
+LEASE_REVOKE: Final[Method[etcd_pb2.LeaseRevokeRequest, etcd_pb2.LeaseRevokeResponse]] = Method(
+    "/etcdserverpb.Lease/LeaseRevoke",
+    etcd_pb2.LeaseRevokeRequest.SerializeToString,
+    etcd_pb2.LeaseRevokeResponse.FromString,
+)
+# Streams both ways.
+LEASE_KEEP_ALIVE: Final[Method[etcd_pb2.LeaseKeepAliveRequest, etcd_pb2.LeaseKeepAliveResponse]] = Method(
+    "/etcdserverpb.Lease/LeaseKeepAlive",
+    etcd_pb2.LeaseKeepAliveRequest.SerializeToString,
+    etcd_pb2.LeaseKeepAliveResponse.FromString,
+)
+WATCH: Final[Method[etcd_pb2.WatchRequest, etcd_pb2.WatchResponse]] = Method(
+    "/etcdserverpb.Watch/Watch", etcd_pb2.WatchRequest.SerializeToString, etcd_pb2.WatchResponse.FromString
+)
+
+
+def prefix_end(prefix: bytes) -> bytes:
+    """The first key after all that begin with the prefix, which must not be empty."""
+    kept = prefix.rstrip(b"\xff")
+    # Of a prefix of 0xff alone nothing is after it: etcd writes that as one zero byte.
+    return kept[:-1] + bytes([kept[-1] + 1]) if kept else b"\0"
+
+
+def put_op(key: bytes, value: bytes, lease: int = 0) -> etcd_pb2.RequestOp:
+    """Set a value in a transaction; lease 0: it stays until it is deleted."""
+    return etcd_pb2.RequestOp(request_put=etcd_pb2.PutRequest(key=key, value=value, lease=lease))
+
+
+def delete_op(key: bytes) -> etcd_pb2.RequestOp:
+    """Delete one key in a transaction."""
+    return etcd_pb2.RequestOp(request_delete_range=etcd_pb2.DeleteRangeRequest(key=key))
+
+
+def get_op(key: bytes) -> etcd_pb2.RequestOp:
+    """Read one key in a transaction."""
+    return etcd_pb2.RequestOp(request_range=etcd_pb2.RangeRequest(key=key))
+
+
+def unchanged(key: bytes, present: etcd_pb2.KeyValue | None) -> etcd_pb2.Compare:
+    """True while nobody has written the key since it was read so (None: there was none).
+
+    By its revision and not by its value: a value may come back, a revision never does.
+    """
+    return etcd_pb2.Compare(
+        result=etcd_pb2.Compare.EQUAL,
+        target=etcd_pb2.Compare.MOD,
+        key=key,
+        mod_revision=0 if present is None else present.mod_revision,
+    )
+
+
+def watch_prefix_request(prefix: bytes) -> etcd_pb2.WatchRequest:
+    """Watch all keys that begin with the prefix, from now on."""
+    create = etcd_pb2.WatchCreateRequest(key=prefix, range_end=prefix_end(prefix), progress_notify=True)
+    return etcd_pb2.WatchRequest(create_request=create)
+
+
+def progress_request() -> etcd_pb2.WatchRequest:
+    """Ask how far the member is; the answer comes on the watch's own stream."""
+    return etcd_pb2.WatchRequest(progress_request=etcd_pb2.WatchProgressRequest())

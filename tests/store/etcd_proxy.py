@@ -1,0 +1,117 @@
+"""An etcd member that misbehaves on purpose: a gRPC proxy in front of a real one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+
+TXN = "/etcdserverpb.KV/Txn"
+LEASE_GRANT = "/etcdserverpb.Lease/LeaseGrant"
+_STREAMS = ("/etcdserverpb.Watch/Watch", "/etcdserverpb.Lease/LeaseKeepAlive")
+
+
+class EtcdProxy(grpc.GenericRpcHandler):
+    """Passes bytes on, both ways; `lost`, `held` and `silent` say of what not."""
+
+    def __init__(self, upstream: grpc.aio.Channel) -> None:
+        self._upstream = upstream
+        self.endpoint = ""
+        # Methods whose next reply is lost, after etcd has carried the request out.
+        self.lost: list[str] = []
+        # Requests to these methods wait until `release` is set, and are sent on even if their caller left.
+        self.held: set[str] = set()
+        self.release = asyncio.Event()
+        self.arrived = asyncio.Event()
+        # While it is set, nothing passes but the opening of streams, and nothing is answered.
+        self.silent = asyncio.Event()
+        # Methods asked for, in order.
+        self.asked: list[str] = []
+        self.late: list[asyncio.Task[bytes]] = []
+
+    def service(
+        self, handler_call_details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler[bytes, bytes] | None:
+        """By the method's name alone."""
+        path = handler_call_details.method
+
+        async def unary(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
+            return await self._unary(path, request, context)
+
+        async def stream(
+            requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
+        ) -> AsyncIterator[bytes]:
+            async for reply in self._stream(path, requests):
+                yield reply
+
+        if path in _STREAMS:
+            return grpc.stream_stream_rpc_method_handler(stream)
+        return grpc.unary_unary_rpc_method_handler(unary)
+
+    async def _unary(
+        self, path: str, request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]
+    ) -> bytes:
+        self.asked.append(path)
+        if self.silent.is_set():
+            await asyncio.Event().wait()
+        call = self._upstream.unary_unary(path, request_serializer=bytes, response_deserializer=bytes)
+
+        async def forward() -> bytes:
+            if path in self.held:
+                self.arrived.set()
+                await self.release.wait()
+            return await call(request, timeout=10)
+
+        if path in self.held:
+            late = asyncio.create_task(forward())
+            self.late.append(late)
+            return await asyncio.shield(late)
+        try:
+            reply = await forward()
+        except grpc.aio.AioRpcError as error:
+            await context.abort(error.code(), error.details() or "")
+        if path in self.lost:
+            self.lost.remove(path)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "etcdserver: the reply is lost")
+        return reply
+
+    async def _stream(self, path: str, requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        self.asked.append(path)
+        call = self._upstream.stream_stream(path, request_serializer=bytes, response_deserializer=bytes)()
+
+        async def pump() -> None:
+            async for request in requests:
+                if not self.silent.is_set():
+                    await call.write(request)
+
+        pumping = asyncio.create_task(pump())
+        try:
+            while isinstance(reply := await call.read(), bytes):
+                if self.silent.is_set():
+                    await asyncio.Event().wait()
+                yield reply
+        finally:
+            pumping.cancel()
+            call.cancel()
+            await asyncio.wait([pumping])
+
+
+@asynccontextmanager
+async def etcd_proxy(etcd: str, listen: str = "127.0.0.1:0") -> AsyncIterator[EtcdProxy]:
+    """A member at an endpoint of its own, in front of the etcd at HOST:PORT."""
+    async with grpc.aio.insecure_channel(etcd) as upstream:
+        proxy = EtcdProxy(upstream)
+        server = grpc.aio.server()
+        server.add_generic_rpc_handlers((proxy,))
+        host = listen.rpartition(":")[0]
+        proxy.endpoint = f"{host}:{server.add_insecure_port(listen)}"
+        await server.start()
+        try:
+            yield proxy
+        finally:
+            proxy.release.set()
+            await server.stop(None)
+            if proxy.late:
+                await asyncio.wait(proxy.late)
