@@ -9,14 +9,13 @@ from typing import Final
 
 import grpc
 
-from scheduler_svc.active_policy import ActivePolicy
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.mover import Mover
 from scheduler_svc.negotiator import CannotNegotiate, Negotiator
 from scheduler_svc.refused import Refused
 from scheduler_svc.settings import Settings
 from scheduler_svc.state import ClusterState, PoolOrder
-from tailrace.actions import Action, Migrate, SetPool, SetStages
+from tailrace.actions import Action, Migrate, Offer, SetPool, SetStages
 from tailrace.cluster import RequestView, Stage
 from tailrace.store.errors import StoreUnavailable
 from tailrace.v1 import migration_pb2, types_pb2, worker_pb2
@@ -36,14 +35,12 @@ class Actuator:
     def __init__(
         self,
         state: ClusterState,
-        active: ActivePolicy,
         mover: Mover,
         negotiator: Negotiator,
         settings: Settings,
         metrics: SchedulerMetrics,
     ) -> None:
         self._state = state
-        self._active = active
         self._negotiator = negotiator
         self._mover = mover
         self._settings = settings
@@ -84,6 +81,8 @@ class Actuator:
         match action:
             case Migrate():
                 return self._begin_migration(action, policy)
+            case Offer():
+                return self._begin_offer(action, policy)
             case SetPool():
                 order = self._state.pool_ordered(action.instance_id, action.pool)
                 if order is None:
@@ -127,37 +126,29 @@ class Actuator:
         request = self._state.request(action.request_id)
         if request is None or request.instance_id != action.source_id:
             return _outdated()
-        takers = self._takers(action, policy)
-        if takers:
-            offered = self._negotiator.offer(request, takers, action.reason, policy)
-            return self._negotiated(offered, request, action, policy)
         return _ended(self._move(request, action, policy))
 
+    def _begin_offer(self, action: Offer, policy: str) -> Coroutine[None, None, str]:
+        request = self._state.request(action.request_id)
+        if request is None or request.instance_id != action.source_id:
+            return _outdated()
+        return self._negotiated(self._negotiator.offer(request, action, policy), request, action, policy)
+
     async def _negotiated(
-        self, offered: Coroutine[None, None, bool], request: RequestView, action: Migrate, policy: str
+        self, offered: Coroutine[None, None, bool], request: RequestView, action: Offer, policy: str
     ) -> str:
         try:
             return "committed" if await offered else "aborted"
         except CannotNegotiate as error:
             log.debug("%s does not negotiate; its request goes where the view says", error)
-        return await _ended(self._move(request, action, policy))
+        first = Migrate(action.request_id, action.source_id, action.receiver_ids[0], action.reason)
+        return await _ended(self._move(request, first, policy))
 
     def _move(
         self, request: RequestView, action: Migrate, policy: str
     ) -> AsyncGenerator[migration_pb2.MigrationRecord]:
         mode = worker_pb2.COPY_MODE_PRE_COPY
         return self._mover.move(request, action.target_id, action.reason, policy, mode)
-
-    def _takers(self, action: Migrate, policy: str) -> Sequence[str]:
-        """Who may be asked; nobody once another policy decides, or when this one fails."""
-        if self._active.name != policy:
-            return ()
-        try:
-            return self._active.policy.takers(self._state.view(), action)
-        except Exception:
-            log.exception("policy %s failed to name takers", policy)
-            self._metrics.policy_errors.labels(policy, "takers").inc()
-            return ()
 
 
 async def _outdated() -> str:
@@ -178,7 +169,11 @@ def without_swaps(actions: Sequence[Action]) -> list[Action]:
     requests: set[str] = set()
     kept: list[Action] = []
     for action in actions:
-        if isinstance(action, Migrate):
+        if isinstance(action, Offer):
+            if action.request_id in requests:
+                continue
+            requests.add(action.request_id)
+        elif isinstance(action, Migrate):
             if (action.target_id, action.source_id) in pairs or action.request_id in requests:
                 continue
             pairs.add((action.source_id, action.target_id))

@@ -104,7 +104,7 @@ class Parts:
         migrations = Migrations(frame.members, frame.channels)
         mover = Mover(self.state, migrations, traceparents)
         negotiator = Negotiator(self.state, frame.channels, traceparents)
-        self.actuator = Actuator(self.state, self.active, mover, negotiator, settings, self.metrics)
+        self.actuator = Actuator(self.state, mover, negotiator, settings, self.metrics)
         self._decider = Decider(self.state, self.active, self.actuator, leading, self.metrics)
         self._drainer = Drainer(self.state, self.actuator, leading)
         name = frame.common.member_id

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from typing import Final
 
 import grpc
@@ -11,7 +11,9 @@ import grpc
 from scheduler_svc.refused import Refused
 from scheduler_svc.state import ClusterState
 from scheduler_svc.traceparents import Traceparents
+from tailrace.actions import Offer
 from tailrace.cluster import RequestView
+from tailrace.policy.cascade.bid_ask import OFFER_S
 from tailrace.records import InstanceRecord
 from tailrace.service.channels import Channels
 from tailrace.v1 import bidask_pb2, bidask_pb2_grpc
@@ -19,7 +21,7 @@ from tailrace.v1 import bidask_pb2, bidask_pb2_grpc
 log = logging.getLogger(__name__)
 
 # Longer than a worker keeps a request on offer.
-_OFFER_S: Final = 75.0
+_OFFER_S: Final = OFFER_S + 15.0
 
 
 class CannotNegotiate(Exception):
@@ -34,17 +36,15 @@ class Negotiator:
         self._channels = channels
         self._traceparents = traceparents
 
-    def offer(
-        self, request: RequestView, takers: Sequence[str], reason: str, policy: str
-    ) -> Coroutine[None, None, bool]:
-        """Count the migration in at once; to await: whether one of `takers` has the request.
+    def offer(self, request: RequestView, offer: Offer, policy: str) -> Coroutine[None, None, bool]:
+        """Count the migration in at once; to await: whether one of those who are asked has the request.
 
         Raises Refused, at once too; CannotNegotiate when awaited.
         """
         source = self._state.tracked(request.instance_id)
         receivers = [
             bidask_pb2.Receiver(instance_id=name, address=tracked.record.address)
-            for name in takers
+            for name in offer.receiver_ids
             if (tracked := self._state.tracked(name)) is not None
         ]
         if source is None or not receivers:
@@ -59,8 +59,9 @@ class Negotiator:
             from_epoch=request.epoch,
             tokens=request.context_tokens,
             receivers=receivers,
-            reason=reason,
+            reason=offer.reason,
             policy=policy,
+            most_tokens=offer.most_tokens,
             traceparent=self._traceparents.get(request.request_id)
             or self._state.traceparent(request.request_id),
         )

@@ -90,6 +90,8 @@ class MigrationSpec:
     # From its place to the first byte, and from the last byte to the first step on the target.
     open_s: float = 0.002
     commit_s: float = 0.001
+    # One message of bid-ask between two instances, on average; each takes half to one and a half of it.
+    message_s: float = 0.001
 
     def __post_init__(self) -> None:
         if self.room_last and self.when_full is WhenFull.WAIT:

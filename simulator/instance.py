@@ -336,23 +336,6 @@ class Instance:
             self._set_stage(job)
         self.at_boundary(self._remark, now)
 
-    def remind(self, job: Job, after_tokens: int, now: float) -> None:
-        """Tell again that the job is beyond its stage when it has grown by so much."""
-        if self.stage_end == NEVER:
-            return
-
-        def arm(_: float) -> None:
-            tokens = job.tokens_at(self.boundary)
-            if (
-                job.instance is self
-                and job.state is JobState.DECODING
-                and job.prompt + tokens >= self.stage_end
-            ):
-                job.boundary_tokens = tokens + after_tokens
-                self._batch.mark(job)
-
-        self.at_boundary(arm, now)
-
     # ---- the run
 
     def _start(self, now: float) -> None:

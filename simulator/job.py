@@ -50,6 +50,7 @@ class Job:
         "joined",
         "migration",
         "migrations",
+        "on_offer",
         "order",
         "passed_blocks",
         "pause_s",
@@ -82,6 +83,8 @@ class Job:
         self.state = JobState.QUEUED
         self.instance: Instance | None = None
         self.migration: Migration | None = None
+        # Its instance looks for somebody to take it over.
+        self.on_offer = False
         # Output tokens, at boundary `joined` of its instance.
         self.tokens = 0
         self.joined = 0

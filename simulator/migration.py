@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Protocol
 
 from simulator.blocks import blocks_for
 from simulator.cluster import MigrationSpec, WhenFull
@@ -23,8 +23,8 @@ from simulator.records import MigrationOutcome, MigrationRecord, PlacementRecord
 from tailrace.actions import Migrate
 from tailrace.intra.base import ImportView, IntraPolicy, Rank
 
-# A request that is beyond its stage and could not go is spoken of again after so many tokens.
-REMIND_TOKENS: Final = 64
+# Called at the end of a migration: whether it was committed, and when.
+Ended = Callable[[bool, float], None]
 
 
 class Migration:
@@ -36,6 +36,7 @@ class Migration:
         "asked_tokens",
         "blocks",
         "copied",
+        "ended",
         "has_place",
         "in_line",
         "job",
@@ -50,8 +51,12 @@ class Migration:
         "target",
     )
 
-    def __init__(self, action: Migrate, job: Job, source: Instance, target: Instance, now: float) -> None:
+    def __init__(
+        self, action: Migrate, job: Job, source: Instance, target: Instance, now: float, ended: Ended | None
+    ) -> None:
         self.action = action
+        # Who fetched it, if its target did by bid-ask; the scheduler then learns of it by reports alone.
+        self.ended = ended
         self.job = job
         self.source = source
         self.target = target
@@ -106,14 +111,18 @@ class Migrations:
         self._queue: list[Migration] = []
         self._asked = 0
 
-    def ask(self, action: Migrate, job: Job, target: Instance, now: float) -> None:
-        """A policy wants this."""
+    def ask(
+        self, action: Migrate, job: Job, target: Instance, now: float, ended: Ended | None = None
+    ) -> None:
+        """A policy wants this, or the target, which is then told how it `ended`."""
         source = job.instance
         refusal = self._refusal(action, job, target)
         if source is None or refusal:
             self._record_refusal(action, job, refusal or "no such request", now)
+            if ended is not None:
+                ended(False, now)
             return
-        migration = Migration(action, job, source, target, now)
+        migration = Migration(action, job, source, target, now, ended)
         self._asked += 1
         migration.asked_tokens = self._context(migration, now)
         job.migration = migration
@@ -354,8 +363,6 @@ class Migrations:
             job.pause_s += now - migration.paused_s
             source.at_boundary(lambda _: source.resume(job), now)
         self._end(migration, outcome, detail, now)
-        if job.state is not JobState.DONE and outcome is not MigrationOutcome.COMMITTED:
-            source.remind(job, REMIND_TOKENS, now)
 
     def _end(self, migration: Migration, outcome: MigrationOutcome, detail: str, now: float) -> None:
         migration.over = True
@@ -387,6 +394,8 @@ class Migrations:
             self._sending[source.instance_id] -= 1
             self._receiving[target.instance_id] -= 1
             self._admit(now)
+        if migration.ended is not None:
+            migration.ended(outcome is MigrationOutcome.COMMITTED, now)
 
     def _record_refusal(self, action: Migrate, job: Job, detail: str, now: float) -> None:
         self.records.append(

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from simulator.bidding import Bidding
 from simulator.blocks import blocks_for
 from simulator.cluster import ClusterSpec
 from simulator.events import NEVER, EventQueue
@@ -19,7 +20,7 @@ from simulator.reports import Report
 from simulator.request import SimRequest
 from simulator.sampling import Sampler
 from simulator.views import Views
-from tailrace.actions import Action, Migrate, Refuse, SetPool, SetStages
+from tailrace.actions import Action, Migrate, Offer, Refuse, SetPool, SetStages
 from tailrace.cluster import Arrival, ClusterView, RequestView, Stage
 from tailrace.intra.base import IntraPolicy
 from tailrace.policy.base import Policy
@@ -65,6 +66,9 @@ class Simulation:
         self._jobs_by_id = {job.request.request_id: job for job in self.jobs}
         if len(self._jobs_by_id) != len(self.jobs):
             raise ValueError("request ids are not distinct")
+        self.bidding = Bidding(
+            self.instances, self._jobs_by_id, self.migrations, events, spec.migration.message_s, seed, self
+        )
         self._given = [request.request_id for request in requests]
         self._concluded = Concluded(spec.tpot_target_s)
         self._next = 0
@@ -121,6 +125,7 @@ class Simulation:
     def finished(self, instance: Instance, job: Job, now: float) -> None:
         """The request is done."""
         self.migrations.finished(job, now)
+        self.bidding.finished(job, now)
         self._views.left(job, instance, job.tokens)
         self._conclude(job)
 
@@ -140,6 +145,12 @@ class Simulation:
             self._views.came(migration)
         else:
             self._views.not_coming(migration)
+
+    # ---- BiddingListener (simulator/bidding.py)
+
+    def offer_changed(self, source: Instance) -> None:
+        """A request on offer counts as being migrated, as the live scheduler has it."""
+        self._views.touch(source)
 
     # ---- events
 
@@ -236,12 +247,12 @@ class Simulation:
         for action in actions:
             match action:
                 case Migrate():
-                    job = self._jobs_by_id.get(action.request_id)
-                    if job is None:
-                        raise SimulationError(
-                            f"the policy migrates {action.request_id!r}, which does not exist"
-                        )
+                    job = self._job(action.request_id)
                     self.migrations.ask(action, job, self._instance(action.target_id), now)
+                case Offer():
+                    for name in action.receiver_ids:
+                        self._instance(name)
+                    self.bidding.offer(action, self._job(action.request_id), now)
                 case SetPool():
                     instance = self._instance(action.instance_id)
                     instance.pool = action.pool
@@ -267,6 +278,12 @@ class Simulation:
         for instance in self.instances:
             end = ends.get(instance.instance_id, last)
             instance.set_stage_end(NEVER if end >= last else end, now)
+
+    def _job(self, request_id: str) -> Job:
+        job = self._jobs_by_id.get(request_id)
+        if job is None:
+            raise SimulationError(f"the policy migrates {request_id!r}, which does not exist")
+        return job
 
     def _instance(self, instance_id: str) -> Instance:
         instance = self._by_id.get(instance_id)

@@ -251,8 +251,11 @@ class Views:
         self._dirty.add(instance.instance_id)
 
     def coming(self, migration: Migration) -> None:
-        """A migration was opened: its target will need the room."""
-        if self._exact:
+        """A migration was opened: its target will need the room.
+
+        One that the target fetches, by bid-ask, the scheduler sees in reports alone.
+        """
+        if self._exact or migration.ended is not None:
             return
         self._known[migration.target.instance_id].coming[migration] = migration.asked_tokens
         self.touch(migration.source, migration.target)
@@ -261,7 +264,7 @@ class Views:
         """A migration was given up."""
         if self._exact:
             return
-        del self._known[migration.target.instance_id].coming[migration]
+        self._known[migration.target.instance_id].coming.pop(migration, None)
         self.touch(migration.source, migration.target)
 
     def came(self, migration: Migration) -> None:
@@ -271,7 +274,9 @@ class Views:
         job = migration.job
         self.left(job, migration.source, job.tokens)
         known = self._known[migration.target.instance_id]
-        known.kv_change += known.coming.pop(migration)
+        reserved_s = migration.reserved_s
+        seen = reserved_s is not None and reserved_s <= known.report.at_s
+        known.kv_change += known.coming.pop(migration, 0 if seen else migration.asked_tokens)
         known.running_change += 1
         known.context_change += job.prompt + job.tokens
         known.told[job] = job.tokens
@@ -441,7 +446,7 @@ class Views:
             host_kv_tokens=host_blocks * size,
             arrival_s=job.request.arrival_s,
             token_interval_s=token_interval_s,
-            migrating=job.migration is not None,
+            migrating=job.migration is not None or job.on_offer,
             pacer_slack_tokens=slack,
             predicted_remaining_tokens=self._remaining(job, tokens, instance.spec.max_model_len),
             phase_tokens=tokens - job.reasoning if answering else tokens,

@@ -37,6 +37,22 @@ class Migrate:
 
 
 @dataclass(frozen=True, slots=True)
+class Offer:
+    """Have a running request's instance find by bid-ask who takes it over (CascadeInfer, section 4.4).
+
+    `receiver_ids` are asked, the one that the view likes best first: an instance that cannot ask hands the
+    request to that one. `most_tokens`: who would hold more KV with it, queued and to come included, does not
+    bid; None: no limit. `reason` is recorded with the migration.
+    """
+
+    request_id: str
+    source_id: str
+    receiver_ids: tuple[str, ...]
+    reason: str
+    most_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SetPool:
     """Move an instance between pools; None takes it out of all pools."""
 
@@ -52,4 +68,4 @@ class SetStages:
 
 
 Placement = Place | Refuse
-Action = Migrate | SetPool | SetStages
+Action = Migrate | Offer | SetPool | SetStages

@@ -182,6 +182,7 @@ async def running_worker(
             engine,
             shape.block_tokens,
             carried,
+            imports,
             around.channels,
             lambda: first_address(around.membership, "migration"),
             metrics,

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from tailrace.actions import Action, Migrate, Placement
+from tailrace.actions import Action, Placement
 from tailrace.cluster import Arrival, ClusterView, RequestView
 from tailrace.policy.deployment import Fact
 from tailrace.policy.parameters import Parameter
@@ -46,11 +46,6 @@ class Policy(ABC):
 
     def on_length_boundary(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
         """The request outgrew the stage of its instance (only called when stages are set)."""
-        return ()
-
-    def takers(self, view: ClusterView, move: Migrate) -> Sequence[str]:
-        """Instances among which the source itself may find who takes this migration's request, by bid-ask
-        between workers; its target is then what the view alone would choose. Empty: it is settled."""
         return ()
 
     def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:

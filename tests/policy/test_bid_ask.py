@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.cluster import ClusterView
 from tailrace.policy.cascade.bid_ask import (
+    OFFERS_MAX,
     TRANSFERS,
     Ask,
     Award,
@@ -21,6 +21,7 @@ from tailrace.policy.cascade.bid_ask import (
     Grant,
     Receiver,
     Sender,
+    Space,
     Start,
     Starving,
     ToReceiver,
@@ -28,9 +29,7 @@ from tailrace.policy.cascade.bid_ask import (
     Withdraw,
     choose,
 )
-from tailrace.policy.cascade.market import Receivers, by_bids, demand_tokens
-from tailrace.policy.ledger import Ledger
-from tests.policy.fleets import fleets, quick, request
+from tests.policy.fleets import quick
 
 # More than this many steps for so few requests is a loop.
 MOST_STEPS = 20_000
@@ -50,14 +49,16 @@ class Market:
         self.unasked = list(self.tokens)
         self.wires: dict[tuple[str, str], deque[ToReceiver | ToSender]] = {}
         self.transmitting: dict[str, str] = {}
+        # Whose blocks the engine of its receiver has set aside: some time after the grant.
+        self.reserved: set[str] = set()
         self.finished: set[str] = set()
         self.starved: list[str] = []
 
     def _receiver(self, name: str) -> Receiver:
         return Receiver(
             name,
-            free_tokens=lambda: self.room[name],
-            load=lambda: -self.room[name],
+            lambda: Space(self.room[name], 10_000 - self.room[name]),
+            lambda request_id: request_id in self.reserved,
             throughput=1_000.0,
             starvation=1,
         )
@@ -71,7 +72,8 @@ class Market:
         for _ in range(MOST_STEPS):
             self.check()
             choices = [partial(self.deliver_next, key) for key, wire in self.wires.items() if wire]
-            choices += [partial(self.end_transfer, r) for r in self.transmitting]
+            choices += [partial(self.reserve, r) for r in self.transmitting if r not in self.reserved]
+            choices += [partial(self.end_transfer, r) for r in self.transmitting if r in self.reserved]
             choices += [partial(self.offer, r) for r in self.unasked]
             if not choices:
                 # Receivers whose senders were busy try again now and then.
@@ -137,6 +139,10 @@ class Market:
             case Done():
                 self.send(target, self.senders[target].on_done(message))
 
+    def reserve(self, request_id: str) -> None:
+        self.reserved.add(request_id)
+        self.room[self.transmitting[request_id]] -= self.tokens[request_id]
+
     def end_transfer(self, request_id: str) -> None:
         target = self.transmitting.pop(request_id)
         accepted = self.rng.random() < 0.9
@@ -144,7 +150,9 @@ class Market:
             assert self.owner[request_id] == self.home[request_id], "owned by two"
             assert request_id not in self.finished
             self.owner[request_id] = target
-            self.room[target] -= self.tokens[request_id]
+        else:
+            self.reserved.discard(request_id)
+            self.room[target] += self.tokens[request_id]
         self.send(target, self.receivers[target].finished(request_id, accepted))
 
     def check(self) -> None:
@@ -155,7 +163,8 @@ class Market:
         assert all(count == 1 for count in by_sender.values())
         for name, receiver in self.receivers.items():
             assert sum(target == name for target in self.transmitting.values()) <= TRANSFERS
-            assert receiver.buffered_tokens <= self.room[name]
+            # Whatever has been reserved already, all that was won fits.
+            assert receiver.tokens_to_come <= self.room[name]
         won = [request_id for receiver in self.receivers.values() for request_id in receiver.queue]
         # One that was withdrawn may still be in the queue of the receiver that is told of it.
         live = [r for r in won if r not in self.finished]
@@ -211,8 +220,79 @@ def test_the_choice_step_by_step() -> None:
     assert choose([]) is None
 
 
-def receiver(room: int = 10_000, starvation: int = 3) -> Receiver:
-    return Receiver("r", lambda: room, lambda: 0.0, 100.0, starvation=starvation)
+def receiver(
+    room: int = 10_000, starvation: int = 3, reserved: Callable[[str], bool] = lambda request_id: False
+) -> Receiver:
+    return Receiver("r", lambda: Space(room, 0), reserved, 100.0, starvation=starvation)
+
+
+def test_room_that_a_transfer_has_taken_is_counted_once() -> None:
+    """Its blocks are used from when the import is open: it is then no longer to come."""
+    room, reserved = [1_000], set[str]()
+    taker = Receiver("r", lambda: Space(room[0], 1_000 - room[0]), reserved.__contains__)
+    taker.on_award(Award("a", "qa", 400, 400))
+    taker.on_grant(Grant("a", "qa"))
+    assert taker.on_ask(Ask("b", "qb", 601, 601)) is None
+    bid = taker.on_ask(Ask("b", "qb", 600, 600))
+    assert bid is not None and bid.load == 400
+    # The engine has set the blocks aside.
+    reserved.add("qa")
+    room[0] -= 400
+    bid = taker.on_ask(Ask("b", "qb", 600, 600))
+    assert bid is not None and bid.load == 400
+    assert taker.on_award(Award("b", "qb", 600, 600)) == [("b", Start("r", "qb"))]
+
+
+def test_whose_load_would_exceed_the_limit_does_not_bid() -> None:
+    taker = Receiver("r", lambda: Space(10_000, 500), lambda request_id: False)
+    assert taker.on_ask(Ask("a", "q", 100, 100, most_tokens=599)) is None
+    assert taker.on_ask(Ask("a", "q", 100, 100, most_tokens=600)) is not None
+    # What was won since the bid counts.
+    taker.on_award(Award("b", "other", 1, 1))
+    declined = taker.on_award(Award("a", "q", 100, 100, most_tokens=600))
+    assert declined == [("a", Done("r", "q", False))]
+
+
+def test_bids_for_the_next_request_count_what_was_awarded_before() -> None:
+    """Two on offer at once; each is asked for when the one before it is awarded."""
+    giver = Sender("a")
+    takers = {name: Receiver(name, lambda: Space(1_000, 0), lambda request_id: False) for name in "xy"}
+    asks = giver.offer("q", 400, "xy", 450)
+    assert [ask for _, ask in asks] == [Ask("a", "q", 400, 400, 450)] * 2
+    assert giver.offer("p", 300, "xy", 450) == []
+    assert giver.buffered == {"q", "p"} and giver.load == 700 and giver.bidding == "q"
+    messages = list(asks)
+    won: dict[str, str] = {}
+    while messages:
+        name, message = messages.pop(0)
+        if isinstance(message, Ask):
+            bid = takers[name].on_ask(message)
+            reply = giver.on_bid(bid) if bid is not None else giver.on_no_bid(name, message.request_id)
+            messages += reply
+        else:
+            assert isinstance(message, Award)
+            assert takers[name].on_award(message) == [("a", Start(name, message.request_id))]
+            won[message.request_id] = name
+    assert set(won) == {"q", "p"} and len(set(won.values())) == 2
+    assert giver.bidding is None
+
+
+def test_what_waits_to_be_asked_for_can_go_and_come_back() -> None:
+    giver = Sender("a")
+    giver.offer("q", 10, ["r"])
+    giver.offer("p", 10, ["r"])
+    assert giver.withdraw("p") == [] and not giver.has("p")
+    assert giver.offer("p", 20, ["r"]) == []
+    # The bidding ends without a bid; the next is asked for, once.
+    assert giver.close("q") == [("r", Ask("a", "p", 20, 20))]
+    assert giver.close("p") == [] and giver.load == 0 and not giver.buffered
+
+
+def test_a_sender_has_only_so_many_on_offer() -> None:
+    giver = Sender("a")
+    for n in range(OFFERS_MAX + 1):
+        giver.offer(str(n), 1, ["r"])
+    assert len(giver.buffered) == OFFERS_MAX and not giver.has(str(OFFERS_MAX))
 
 
 def test_the_fullest_sender_first_and_three_at_a_time() -> None:
@@ -246,7 +326,8 @@ def test_a_request_that_starves_goes_next() -> None:
     for request_id in ("mine", "other"):
         giver.offer(request_id, 10, ["r", "x"])
     giver.on_no_bid("x", "mine")
-    (award,) = giver.on_bid(Bid("r", "mine", 0.0, 0.0))
+    award, *asks = giver.on_bid(Bid("r", "mine", 0.0, 0.0))
+    assert [ask for _, ask in asks] == [Ask("a", "other", 10, 20)] * 2
     giver.on_no_bid("r", "other")
     giver.on_bid(Bid("x", "other", 0.0, 0.0))
     assert giver.on_start(Start("x", "other")) == [("x", Grant("a", "other"))]
@@ -280,41 +361,3 @@ def test_nobody_to_ask() -> None:
     giver = Sender("a")
     assert giver.offer("q", 10, ["a"]) == []
     assert giver.load == 0
-
-
-@quick
-@given(fleets(), st.integers(0, 5))
-def test_a_view_settles_the_bidding_as_the_messages_would(view: ClusterView, seed: int) -> None:
-    """`by_bids` is `choose` with replies in order of load and starts by open transfers."""
-    receivers = [*view.instances.values()]
-    if not receivers:
-        return
-    asked = request("asked", "elsewhere", 100 + seed, 10)
-    ledger = Ledger(view.instances, transfers_in=None, transfers_out=None)
-    by_load = sorted(receivers, key=lambda i: (demand_tokens(i, ledger), i.instance_id))
-    bids = [
-        Bid(i.instance_id, "asked", demand_tokens(i, ledger), float(ledger.transfers_in(i))) for i in by_load
-    ]
-    won = choose(bids)
-    assert won is not None
-    assert by_bids(receivers, asked, ledger).instance_id == won.receiver
-
-
-@quick
-@given(fleets(), st.lists(st.integers(1, 20_000), min_size=1, max_size=8), st.floats(0.0, 60_000.0))
-def test_receivers_are_those_whom_each_request_alone_would_find(
-    view: ClusterView, lengths: list[int], limit: float
-) -> None:
-    instances = [*view.instances.values()]
-    ledger = Ledger(view.instances, transfers_in=1, transfers_out=None)
-    receivers = Receivers(instances, ledger, limit)
-    for n, length in enumerate(lengths):
-        asked = request(f"asked{n}", "elsewhere", length, 1)
-        alone = [
-            i
-            for i in instances
-            if ledger.may_receive(i, asked) and demand_tokens(i, ledger) + asked.context_tokens <= limit
-        ]
-        assert receivers.of(asked) == alone
-        if alone:
-            ledger.book(asked, by_bids(alone, asked, ledger), "test")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.actions import Action, Migrate, Place, Refuse, SetPool, SetStages
+from tailrace.actions import Action, Migrate, Offer, Place, Refuse, SetPool, SetStages
 from tailrace.cluster import Arrival, ClusterView, InstanceState, Phase, Pool
 from tailrace.policy.arrow.baselines import MinimalLoad, RoundRobinPools
 from tailrace.policy.arrow.policy import Arrow
@@ -58,6 +58,18 @@ def check(view: ClusterView, actions: Sequence[Action]) -> None:
                 moved.add(action.request_id)
                 taken[action.target_id] = taken.get(action.target_id, 0) + request.context_tokens
                 assert taken[action.target_id] <= target.kv_free_tokens
+            case Offer():
+                source = view.instances[action.source_id]
+                request = next(r for r in source.requests if r.request_id == action.request_id)
+                assert not request.migrating and action.request_id not in moved
+                moved.add(action.request_id)
+                assert action.receiver_ids and action.source_id not in action.receiver_ids
+                asked = [view.instances[name] for name in action.receiver_ids]
+                assert all(i.state is InstanceState.ACTIVE for i in asked)
+                # By the view the first of them has room for all that is offered to it first.
+                first = action.receiver_ids[0]
+                taken[first] = taken.get(first, 0) + request.context_tokens
+                assert taken[first] <= asked[0].kv_free_tokens
             case SetPool():
                 assert view.instances[action.instance_id].state is InstanceState.ACTIVE
             case SetStages():
@@ -104,6 +116,6 @@ def test_one_request(view: ClusterView, pick: int) -> None:
             actions = call(view, request, 0.0)
             check(view, actions)
             assert list(call(view, request, 1.0)) == list(actions)
-            migrations = [a for a in actions if isinstance(a, Migrate)]
-            assert len(migrations) <= 1
-            assert all(m.request_id == request.request_id for m in migrations)
+            moves = [a for a in actions if isinstance(a, Migrate | Offer)]
+            assert len(moves) <= 1
+            assert all(m.request_id == request.request_id for m in moves)

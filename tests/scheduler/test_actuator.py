@@ -100,7 +100,7 @@ async def scheduler(etcd: str, cluster: str) -> AsyncIterator[Scheduler]:
         metrics, traceparents = SchedulerMetrics(CollectorRegistry()), Traceparents()
         mover = Mover(state, Migrations(membership, channels), traceparents)
         negotiator = Negotiator(state, channels, traceparents)
-        actuator = Actuator(state, active, mover, negotiator, Settings(store), metrics)
+        actuator = Actuator(state, mover, negotiator, Settings(store), metrics)
         stack.push_async_callback(actuator.close)
         state.set_members(told(dict.fromkeys("abc", Pool.PREFILL)), 0.0)
         state.apply(steady("a", [request("r", PREFILL), request("q", PREFILL)]), 1.0)

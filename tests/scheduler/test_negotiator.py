@@ -11,6 +11,7 @@ from scheduler_svc.negotiator import CannotNegotiate, Negotiator
 from scheduler_svc.refused import Refused
 from scheduler_svc.state import ClusterState
 from scheduler_svc.traceparents import Traceparents
+from tailrace.actions import Offer
 from tailrace.service.channels import Channels
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.v1 import bidask_pb2, bidask_pb2_grpc
@@ -61,16 +62,18 @@ async def test_the_source_is_told_all_that_it_needs(taker: str) -> None:
         negotiator = Negotiator(state, channels, Traceparents())
         moving = state.request("r")
         assert moving is not None
-        moved = await negotiator.offer(moving, ["b", "c", "stranger"], "length boundary", "cascade")
+        asked = Offer("r", "a", ("b", "c", "stranger"), "length boundary", 5_000)
+        moved = await negotiator.offer(moving, asked, "cascade")
         assert moved is bool(taker)
         (offer,) = worker.offered
         assert (offer.request_id, offer.from_epoch, offer.tokens) == ("r", 3, 120)
         assert [r.instance_id for r in offer.receivers] == ["b", "c"]
+        assert offer.most_tokens == 5_000
         assert (offer.reason, offer.policy, offer.traceparent) == ("length boundary", "cascade", "00-1-2-01")
         # It may be moved again.
         assert state.migration_opened(moving, None)
         with pytest.raises(Refused, match="is open"):
-            await negotiator.offer(dataclasses.replace(moving), ["b"], "overloaded", "cascade")
+            await negotiator.offer(dataclasses.replace(moving), Offer("r", "a", ("b",), "load"), "cascade")
     await channels.close()
 
 
@@ -81,6 +84,8 @@ async def test_a_worker_that_knows_no_bid_ask() -> None:
         moving = state.request("r")
         assert moving is not None
         with pytest.raises(CannotNegotiate):
-            await Negotiator(state, channels, Traceparents()).offer(moving, ["b"], "overloaded", "cascade")
+            await Negotiator(state, channels, Traceparents()).offer(
+                moving, Offer("r", "a", ("b",), "load"), "cascade"
+            )
         assert state.migration_opened(moving, "b")
     await channels.close()

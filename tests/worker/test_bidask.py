@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tailrace.policy.cascade.bid_ask import Space
 from tailrace.service.channels import Channels
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.v1 import bidask_pb2
@@ -32,6 +33,9 @@ class Worker:
     free: int = 10_000
     load: float = 0.0
     requests: set[str] = field(default_factory=set)
+    # Whether blocks are set aside when a fetch begins, as an import does it; else when it ends.
+    reserves: bool = True
+    reserved: set[str] = field(default_factory=set)
     # Fetches under way, and the most there were.
     fetching: int = 0
     most: int = 0
@@ -58,6 +62,9 @@ class Market:
 
         async def fetch(won: Won) -> bool:
             worker.fetching += 1
+            if worker.reserves:
+                worker.reserved.add(won.request_id)
+                worker.free -= won.tokens
             worker.most = max(worker.most, worker.fetching)
             self.sending[won.sender] = self.sending.get(won.sender, 0) + 1
             self.most_sending = max(self.most_sending, self.sending[won.sender])
@@ -66,18 +73,22 @@ class Market:
             worker.fetching -= 1
             source = self.workers[won.sender]
             if not self.commits(won) or won.request_id not in source.requests:
+                if won.request_id in worker.reserved:
+                    worker.reserved.discard(won.request_id)
+                    worker.free += won.tokens
                 return False
             source.requests.discard(won.request_id)
             worker.requests.add(won.request_id)
-            worker.free -= won.tokens
+            if won.request_id not in worker.reserved:
+                worker.free -= won.tokens
             worker.fetched.append(won.request_id)
             return True
 
         coordinator = Coordinator(
             worker.name,
             lambda request_id: request_id in worker.requests,
-            lambda: worker.free,
-            lambda: worker.load,
+            lambda: Space(worker.free, round(worker.load)),
+            lambda request_id: request_id in worker.reserved or request_id in worker.requests,
             fetch,
             tell_over(self.channels),
             self.outcomes,
@@ -90,7 +101,7 @@ class Market:
         return worker
 
     async def offer(
-        self, source: str, request_id: str, tokens: int, *receivers: str
+        self, source: str, request_id: str, tokens: int, *receivers: str, most_tokens: int | None = None
     ) -> bidask_pb2.OfferReply:
         """As the scheduler does; receivers may be addresses of nobody."""
         stub = BidAskStub(self.channels.get(self.coordinators[source].address))
@@ -102,7 +113,13 @@ class Market:
             for name in receivers
         ]
         return await stub.Offer(
-            bidask_pb2.OfferRequest(request_id=request_id, tokens=tokens, receivers=named, reason="test"),
+            bidask_pb2.OfferRequest(
+                request_id=request_id,
+                tokens=tokens,
+                receivers=named,
+                reason="test",
+                most_tokens=most_tokens,
+            ),
             timeout=WAIT_S,
         )
 
@@ -148,6 +165,34 @@ async def test_receivers_that_do_not_answer_do_not_hold_it_up(market: Market) ->
     await market.add(Worker("a", load=5_000.0))
     # Nobody listens there.
     reply = await market.offer("s", "r", 500, "127.0.0.1:9", "a")
+    assert reply.taker_instance_id == "a"
+
+
+async def test_room_is_counted_once_while_a_request_is_fetched(market: Market) -> None:
+    """It has room for both; the blocks of the first are set aside when its fetch begins."""
+    await market.add(Worker("s", requests={"r"}))
+    await market.add(Worker("z", requests={"q"}))
+    target = await market.add(Worker("a", free=1_000))
+    market.hold.clear()
+    first = asyncio.create_task(market.offer("s", "r", 500, "a"))
+    async with asyncio.timeout(WAIT_S):
+        while not target.fetching:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    second = asyncio.create_task(market.offer("z", "q", 500, "a"))
+    async with asyncio.timeout(WAIT_S):
+        while target.fetching < 2 and not second.done():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    market.hold.set()
+    assert [reply.taker_instance_id for reply in (await first, await second)] == ["a", "a"]
+
+
+async def test_receivers_beyond_the_limit_do_not_bid(market: Market) -> None:
+    await market.add(Worker("s", requests={"r"}))
+    await market.add(Worker("a", load=700.0))
+    await market.add(Worker("b", load=900.0))
+    reply = await market.offer("s", "r", 500, "a", "b", most_tokens=1_199)
+    assert (reply.taker_instance_id, reply.reason) == ("", "nobody bids")
+    reply = await market.offer("s", "r", 500, "a", "b", most_tokens=1_200)
     assert reply.taker_instance_id == "a"
 
 

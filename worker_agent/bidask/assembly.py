@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from tailrace.policy.cascade.bid_ask import Space
 from tailrace.service.channels import Channels
 from tailrace.v1 import bidask_pb2_grpc
 from worker_agent.bidask.coordinator import Coordinator
@@ -14,6 +15,7 @@ from worker_agent.bidask.peers import Tell
 from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import Engine, EngineStats
 from worker_agent.metrics import WorkerMetrics
+from worker_agent.migration.imports import Imports
 
 _TELL_S: Final = 2.0
 
@@ -23,30 +25,32 @@ def coordinator_of(
     engine: Engine,
     block_tokens: int,
     carried: CarriedRequests,
+    imports: Imports,
     channels: Channels,
     migration_service: Callable[[], str | None],
     metrics: WorkerMetrics,
 ) -> Coordinator:
     """`migration_service`: its address, while there is one. The coordinator's own is still to be set."""
+
+    def here(request_id: str) -> bool:
+        return carried.by_id(request_id) is not None
+
     return Coordinator(
         instance_id,
-        lambda request_id: carried.by_id(request_id) is not None,
-        lambda: free_tokens(engine.stats(), block_tokens),
-        lambda: demand_tokens(engine.stats(), block_tokens),
+        here,
+        lambda: space_of(engine.stats(), block_tokens),
+        lambda request_id: imports.reserved(request_id) or here(request_id),
         Fetching(instance_id, channels, migration_service),
         tell_over(channels),
         metrics.offers,
     )
 
 
-def free_tokens(stats: EngineStats, block_tokens: int) -> int:
-    """Room for a request, with a block for it to grow into."""
-    return (stats.kv_blocks_total - stats.kv_blocks_used - 1) * block_tokens
-
-
-def demand_tokens(stats: EngineStats, block_tokens: int) -> int:
-    """KV held and queued: CascadeInfer's request-memory demand."""
-    return stats.kv_blocks_used * block_tokens + stats.prefill_backlog_tokens
+def space_of(stats: EngineStats, block_tokens: int) -> Space:
+    """Room for a request, less a block for it to grow into; KV held and queued."""
+    free = stats.kv_blocks_total - stats.kv_blocks_used - 1
+    held = stats.kv_blocks_used * block_tokens
+    return Space(free * block_tokens, held + stats.prefill_backlog_tokens)
 
 
 def tell_over(channels: Channels) -> Tell:

@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Final
 
-from tailrace.policy.cascade.bid_ask import Bid, Done, Start, Starving
+from tailrace.policy.cascade.bid_ask import Bid, Done, Space, Start, Starving
 from tailrace.v1 import bidask_pb2
 from worker_agent.bidask.messages import UnknownMessage, Wire, decode
 from worker_agent.bidask.offers import Offers
@@ -24,21 +24,21 @@ class Coordinator:
         self,
         name: str,
         here: Callable[[str], bool],
-        free_tokens: Callable[[], int],
-        load: Callable[[], float],
+        space: Callable[[], Space],
+        reserved: Callable[[str], bool],
         fetch: Fetch,
         tell: Tell,
         outcomes: Counter[str],
     ) -> None:
-        """`here(request_id)`: whether a request is on this worker; `free_tokens`, `load`: of its
-        engine; `outcomes` of offers are counted there."""
+        """`here(request_id)`: whether a request is on this worker; `space`, `reserved`: of its engine,
+        as `Receiver` has them; `outcomes` of offers are counted there."""
         # Where others reach this worker; set once it serves.
         self.address = ""
         self._name = name
         self._addresses: OrderedDict[str, str] = OrderedDict()
         self._peers = Peers(tell, self._lost)
         self._offers = Offers(name, here, self._post, outcomes)
-        self._takings = Takings(name, free_tokens, load, fetch, self._post)
+        self._takings = Takings(name, space, reserved, fetch, self._post)
 
     @property
     def on_offer(self) -> int:
@@ -52,6 +52,7 @@ class Coordinator:
 
     async def close(self) -> None:
         """Offer and fetch no more."""
+        self._offers.close()
         await self._takings.close()
         await self._peers.close()
 

@@ -33,11 +33,15 @@ def encode(message: Message) -> Wire:
     wire = Wire(request_id=message.request_id)
     match message:
         case Ask():
-            wire.ask.CopyFrom(bidask_pb2.Ask(tokens=message.tokens, load=message.load))
+            asked = bidask_pb2.Ask(tokens=message.tokens, load=message.load, most_tokens=message.most_tokens)
+            wire.ask.CopyFrom(asked)
         case Bid():
             wire.bid.CopyFrom(bidask_pb2.Bid(load=message.load, earliest_s=message.earliest_s))
         case Award():
-            wire.award.CopyFrom(bidask_pb2.Award(tokens=message.tokens, priority=message.priority))
+            award = bidask_pb2.Award(
+                tokens=message.tokens, priority=message.priority, most_tokens=message.most_tokens
+            )
+            wire.award.CopyFrom(award)
         case Done():
             wire.done.CopyFrom(bidask_pb2.Done(accepted=message.accepted))
         case Start():
@@ -69,10 +73,14 @@ def decode(wire: Wire) -> Message:
     return reader(wire)
 
 
+def _limit(body: bidask_pb2.Ask | bidask_pb2.Award) -> int | None:
+    return body.most_tokens if body.HasField("most_tokens") else None
+
+
 _READERS: Final[Mapping[str, Callable[[Wire], Message]]] = {
-    "ask": lambda w: Ask(w.sender_id, w.request_id, w.ask.tokens, w.ask.load),
+    "ask": lambda w: Ask(w.sender_id, w.request_id, w.ask.tokens, w.ask.load, _limit(w.ask)),
     "bid": lambda w: Bid(w.sender_id, w.request_id, w.bid.load, w.bid.earliest_s),
-    "award": lambda w: Award(w.sender_id, w.request_id, w.award.tokens, w.award.priority),
+    "award": lambda w: Award(w.sender_id, w.request_id, w.award.tokens, w.award.priority, _limit(w.award)),
     "start": lambda w: Start(w.sender_id, w.request_id),
     "busy": lambda w: Busy(w.sender_id, w.request_id),
     "starving": lambda w: Starving(w.sender_id, w.request_id),

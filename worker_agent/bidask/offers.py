@@ -6,17 +6,20 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
-from tailrace.policy.cascade.bid_ask import Award, Bid, Done, Sender, Start, Starving, ToReceiver
+from tailrace.policy.cascade.bid_ask import (
+    BID_S,
+    OFFER_S,
+    Award,
+    Bid,
+    Done,
+    Sender,
+    Start,
+    Starving,
+    ToReceiver,
+)
 from tailrace.v1 import bidask_pb2
 from worker_agent.bidask.messages import Wire, encode
-
-# How long receivers may think about a bid. The request goes on where it is meanwhile, so that nobody waits;
-# only a receiver that hangs makes it take so long.
-BID_S: Final = 1.0
-# From an offer to its end: waiting for a turn, and the transfer, which has deadlines of its own.
-OFFER_S: Final = 60.0
 
 # To (instance, address).
 Post = Callable[[str, str, Wire], None]
@@ -42,6 +45,9 @@ class Offers:
         self._post = post
         self._outcomes = outcomes
         self._offers: dict[str, _Offer] = {}
+        # For which request bids are awaited, and what ends it.
+        self._bidding: str | None = None
+        self._deadline: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._offers)
@@ -52,11 +58,12 @@ class Offers:
         if request_id in self._offers or not self._here(request_id):
             return bidask_pb2.OfferReply(reason="it is on offer already, or not here")
         offer = _Offer(request, {r.instance_id: r.address for r in request.receivers})
-        asks = self._sender.offer(request_id, request.tokens, offer.addresses)
-        if not asks:
-            return bidask_pb2.OfferReply(reason="nobody to ask")
         self._offers[request_id] = offer
-        deadline = asyncio.get_running_loop().call_later(BID_S, self._close, request_id)
+        limit = request.most_tokens if request.HasField("most_tokens") else None
+        asks = self._sender.offer(request_id, request.tokens, offer.addresses, limit)
+        if not self._sender.has(request_id):
+            del self._offers[request_id]
+            return bidask_pb2.OfferReply(reason="nobody to ask, or too many are on offer")
         try:
             self._say(asks)
             async with asyncio.timeout(OFFER_S):
@@ -64,9 +71,8 @@ class Offers:
         except TimeoutError:
             return bidask_pb2.OfferReply(reason=f"not over within {OFFER_S:g} s")
         finally:
-            deadline.cancel()
             self._outcomes["taken" if offer.taker else "kept"] += 1
-            self._forget(request_id, offer)
+            self._forget(request_id)
         why = "" if offer.taker else ("it did not move" if offer.winner else "nobody bids")
         return bidask_pb2.OfferReply(taker_instance_id=offer.taker, reason=why)
 
@@ -95,6 +101,11 @@ class Offers:
         """A receiver does not answer."""
         self._say(self._sender.lost(receiver))
 
+    def close(self) -> None:
+        """Ask nobody any more."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+
     def _close(self, request_id: str) -> None:
         self._drop_if_gone(request_id)
         self._say(self._sender.close(request_id))
@@ -103,12 +114,9 @@ class Offers:
         if not self._here(request_id):
             self._say(self._sender.withdraw(request_id))
 
-    def _forget(self, request_id: str, offer: _Offer) -> None:
+    def _forget(self, request_id: str) -> None:
         """Whatever it was waiting for, it waits no more."""
-        self._say(self._sender.withdraw(request_id))
-        if request_id in self._sender.buffered:
-            # Under transmission, and its receiver says nothing: the migration's own journal knows.
-            self._say(self._sender.on_done(Done(offer.winner, request_id, False)))
+        self._say(self._sender.give_up(request_id))
         self._offers.pop(request_id, None)
 
     def _say(self, messages: Sequence[tuple[str, ToReceiver]]) -> None:
@@ -126,5 +134,15 @@ class Offers:
                 wire.award.traceparent = offer.request.traceparent
             self._post(receiver, offer.addresses.get(receiver, ""), wire)
         for request_id, offer in self._offers.items():
-            if request_id not in self._sender.buffered:
+            if not self._sender.has(request_id):
                 offer.over.set()
+        self._set_deadline()
+
+    def _set_deadline(self) -> None:
+        bidding = self._sender.bidding
+        if bidding == self._bidding:
+            return
+        self.close()
+        self._bidding, self._deadline = bidding, None
+        if bidding is not None:
+            self._deadline = asyncio.get_running_loop().call_later(BID_S, self._close, bidding)

@@ -7,21 +7,27 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
-from tailrace.policy.cascade.bid_ask import Ask, Award, Bid, Busy, Done, Grant, Receiver, ToSender, Withdraw
+from tailrace.policy.cascade.bid_ask import (
+    ATTEMPT_S,
+    OFFER_S,
+    Ask,
+    Award,
+    Bid,
+    Busy,
+    Done,
+    Grant,
+    Receiver,
+    Space,
+    ToSender,
+    Withdraw,
+)
 from tailrace.service.failure import failure
 from tailrace.v1 import bidask_pb2
 from worker_agent.bidask.messages import Wire, encode, no_bid
-from worker_agent.bidask.offers import OFFER_S, Post
+from worker_agent.bidask.offers import Post
 
 log = logging.getLogger(__name__)
-
-# Requests whose senders were busy are asked for again so often.
-_ATTEMPT_S: Final = 0.05
-# Tokens a second of transfers until one has been measured, and the weight of each measurement.
-_TOKENS_PER_S: Final = 1e5
-_SMOOTHING: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +51,16 @@ class Takings:
     def __init__(
         self,
         name: str,
-        free_tokens: Callable[[], int],
-        load: Callable[[], float],
+        space: Callable[[], Space],
+        reserved: Callable[[str], bool],
         fetch: Fetch,
         post: Post,
     ) -> None:
-        self._receiver = Receiver(name, free_tokens, load, _TOKENS_PER_S)
+        self._receiver = Receiver(name, space, reserved)
         self._fetch = fetch
         self._post = post
         self._won: dict[str, Won] = {}
         self._addresses: dict[str, str] = {}
-        self._tokens_per_s = _TOKENS_PER_S
         self._fetching: dict[str, asyncio.Task[None]] = {}
         self._attempts: asyncio.TimerHandle | None = None
 
@@ -129,9 +134,7 @@ class Takings:
             self._say(messages)
             self._tidy()
         if accepted:
-            rate = won.tokens / max(1e-6, time.monotonic() - began_s)
-            self._tokens_per_s += _SMOOTHING * (rate - self._tokens_per_s)
-            self._receiver.measured(self._tokens_per_s)
+            self._receiver.transferred(won.tokens, time.monotonic() - began_s)
 
     def _attempt(self) -> None:
         self._attempts = None
@@ -153,7 +156,7 @@ class Takings:
         senders = {won.sender for won in self._won.values()}
         self._addresses = {name: at for name, at in self._addresses.items() if name in senders}
         if queue and self._attempts is None:
-            self._attempts = asyncio.get_running_loop().call_later(_ATTEMPT_S, self._attempt)
+            self._attempts = asyncio.get_running_loop().call_later(ATTEMPT_S, self._attempt)
 
     def _say(self, messages: Sequence[tuple[str, ToSender]]) -> None:
         for sender, message in messages:

@@ -57,6 +57,11 @@ class Imports:
         task.add_done_callback(lambda done: self._done(incoming, done))
         return incoming
 
+    def reserved(self, request_id: str) -> bool:
+        """Whether blocks are set aside on the engine for a request that is being imported."""
+        incoming = self._named(request_id)
+        return incoming is not None and incoming.reserved
+
     async def cancel(self, migration_id: str) -> bool:
         """Abort an import; False when there is none, or it was committed. Waits for its end."""
         incoming = self._migration(migration_id)

@@ -77,6 +77,11 @@ class Import:
         """What it moves."""
         return self._request.request_id
 
+    @property
+    def reserved(self) -> bool:
+        """Whether the engine has set blocks aside for it, or runs it."""
+        return self._reserved
+
     # ---- from outside
 
     async def events(self) -> AsyncIterator[worker_pb2.ImportEvent]:

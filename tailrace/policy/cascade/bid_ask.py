@@ -14,12 +14,18 @@ their destinations. Whoever runs them delivers messages in order for each pair.
                                     <--     Done(accepted)             it owns the request | sender keeps it
 
 A request is its sender's until a transmission of it is accepted, and that receiver's from then on; the sender
-awards it to one receiver at a time. A sender transmits one request at a time (section 4.4), a
-receiver takes up to three (section 5: "capped at three parallel transfers").
+awards it to one receiver at a time. A sender has bids made for one of its requests at a time, so that bids
+for the next count what was awarded before ("The sender continues to hand over other requests"). It transmits
+one request at a time (section 4.4); a receiver takes up to three (section 5: "capped at three parallel
+transfers").
+
+`BID_S`, `OFFER_S` and `ATTEMPT_S` are the clock's part of the protocol: the worker and the simulator run it
+by the same numbers.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -30,16 +36,32 @@ EARLIEST: Final = 3
 TRANSFERS: Final = 3
 # Busy answers to one request before its receiver says that it starves. The paper names no number.
 STARVATION: Final = 3
+# Requests that a sender may have buffered; beyond it they stay where they are. The paper names no number.
+OFFERS_MAX: Final = 256
+# Seconds that receivers have for their bids. The request goes on where it is meanwhile; only a receiver that
+# hangs makes it take so long.
+BID_S: Final = 1.0
+# Seconds from an offer to its end: waiting for a turn, and the transfer, which has deadlines of its own.
+OFFER_S: Final = 60.0
+# Seconds after which a receiver asks again for requests whose senders were busy.
+ATTEMPT_S: Final = 0.05
+# Tokens a second of transfers until one has been measured, and the weight of each measurement.
+TOKENS_PER_S: Final = 1e5
+SMOOTHING: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A sender would hand over a request of so many tokens. `load`: total length of all it has buffered."""
+    """A sender would hand over a request of so many tokens. `load`: total length of all it has buffered.
+
+    `most_tokens`: whose load would exceed it with the request does not bid. None: no limit.
+    """
 
     sender: str
     request_id: str
     tokens: int
     load: int
+    most_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +76,13 @@ class Bid:
 
 @dataclass(frozen=True, slots=True)
 class Award:
-    """The request is the receiver's to fetch. `priority`: the sender's load."""
+    """The request is the receiver's to fetch. `priority`: the sender's load; `most_tokens` as in `Ask`."""
 
     sender: str
     request_id: str
     tokens: int
     priority: int
+    most_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +153,10 @@ def choose(bids: Sequence[Bid]) -> Bid | None:
 @dataclass(slots=True)
 class _Offer:
     tokens: int
-    asked: set[str]
+    receivers: list[str]
+    most_tokens: int | None
+    # Asked, and has not replied yet. None: nobody has been asked yet.
+    awaited: set[str] | None = None
     bids: list[Bid] = field(default_factory=list)
     winner: str | None = None
 
@@ -141,6 +167,11 @@ class Sender:
     def __init__(self, name: str) -> None:
         self.name = name
         self._offers: dict[str, _Offer] = {}
+        self._load = 0
+        # Those that nobody has been asked about, in the order of their offers; some may be gone already.
+        self._unasked: deque[str] = deque()
+        # Whose bids are awaited.
+        self._bidding: str | None = None
         self._transmitting: str | None = None
         # Requests promised to starving receivers, in order.
         self._promised: list[str] = []
@@ -148,51 +179,65 @@ class Sender:
     @property
     def load(self) -> int:
         """Total length of all buffered requests."""
-        return sum(offer.tokens for offer in self._offers.values())
+        return self._load
 
     @property
     def buffered(self) -> frozenset[str]:
         """Requests that are still this side's, on offer or awarded."""
         return frozenset(self._offers)
 
-    def offer(self, request_id: str, tokens: int, receivers: Iterable[str]) -> list[tuple[str, Ask]]:
-        """Ask all candidates. Without any the request is not buffered: it stays where it is."""
+    def has(self, request_id: str) -> bool:
+        """Whether the request is buffered."""
+        return request_id in self._offers
+
+    @property
+    def bidding(self) -> str | None:
+        """The request for which bids are awaited: `close` it when BID_S are over."""
+        return self._bidding
+
+    def offer(
+        self, request_id: str, tokens: int, receivers: Iterable[str], most_tokens: int | None = None
+    ) -> list[tuple[str, ToReceiver]]:
+        """Buffer the request, and ask all candidates when its turn comes.
+
+        It is not buffered, and stays where it is, without candidates and with `OFFERS_MAX` buffered already.
+        """
         asked = sorted(set(receivers) - {self.name})
-        if not asked or request_id in self._offers:
+        if not asked or request_id in self._offers or len(self._offers) >= OFFERS_MAX:
             return []
-        self._offers[request_id] = _Offer(tokens, set(asked))
-        ask = Ask(self.name, request_id, tokens, self.load)
-        return [(receiver, ask) for receiver in asked]
+        self._offers[request_id] = _Offer(tokens, asked, most_tokens)
+        self._load += tokens
+        self._unasked.append(request_id)
+        return self._ask_next()
 
     def on_bid(self, bid: Bid) -> list[tuple[str, ToReceiver]]:
         """A bid; the last one that was waited for settles the matter. Late and strange ones are ignored."""
-        offer = self._offers.get(bid.request_id)
-        if offer is None or offer.winner is not None or bid.receiver not in offer.asked:
+        offer = self._awaiting(bid.request_id, bid.receiver)
+        if offer is None:
             return []
-        offer.asked.discard(bid.receiver)
         offer.bids.append(bid)
-        return self.close(bid.request_id) if not offer.asked else []
+        return self._replied(bid.request_id, bid.receiver)
 
     def on_no_bid(self, receiver: str, request_id: str) -> list[tuple[str, ToReceiver]]:
         """The receiver has no room, or is gone."""
-        offer = self._offers.get(request_id)
-        if offer is None or offer.winner is not None or receiver not in offer.asked:
+        if self._awaiting(request_id, receiver) is None:
             return []
-        offer.asked.discard(receiver)
-        return self.close(request_id) if not offer.asked else []
+        return self._replied(request_id, receiver)
 
     def close(self, request_id: str) -> list[tuple[str, ToReceiver]]:
         """The bidding is over (all replied, or the deadline passed): award, or keep the request."""
-        offer = self._offers.get(request_id)
-        if offer is None or offer.winner is not None:
+        if request_id != self._bidding:
             return []
+        offer = self._offers[request_id]
         won = choose(offer.bids)
         if won is None:
-            del self._offers[request_id]
-            return []
+            self._drop(request_id)
+            return self._ask_next()
+        self._bidding = None
         offer.winner = won.receiver
         # The priority is the load with this request and all others that wait (Figure 5).
-        return [(won.receiver, Award(self.name, request_id, offer.tokens, self.load))]
+        award = Award(self.name, request_id, offer.tokens, self.load, offer.most_tokens)
+        return [(won.receiver, award), *self._ask_next()]
 
     def on_start(self, start: Start) -> list[tuple[str, ToReceiver]]:
         """Grant if nothing is being transmitted and nobody starves; else Busy."""
@@ -226,24 +271,60 @@ class Sender:
         if offer is None or request_id == self._transmitting:
             return []
         self._drop(request_id)
-        messages = self._next_promised()
+        messages = [*self._next_promised(), *self._ask_next()]
         if offer.winner is not None:
             messages.insert(0, (offer.winner, Withdraw(self.name, request_id)))
         return messages
+
+    def give_up(self, request_id: str) -> list[tuple[str, ToReceiver]]:
+        """The request is on offer no longer, whatever it waits for.
+
+        Under transmission the receiver is told nothing: the migration's own journal knows how that ends.
+        """
+        if request_id != self._transmitting:
+            return self.withdraw(request_id)
+        self._drop(request_id)
+        return [*self._next_promised(), *self._ask_next()]
 
     def lost(self, receiver: str) -> list[tuple[str, ToReceiver]]:
         """The receiver is gone: what it was awarded is kept, and its bids are void.
 
         Whether a transmission to it was committed is for the migration's own journal to tell.
         """
-        messages: list[tuple[str, ToReceiver]] = []
         for request_id, offer in list(self._offers.items()):
             offer.bids = [bid for bid in offer.bids if bid.receiver != receiver]
-            if offer.winner == receiver:
+            if receiver in offer.receivers:
+                offer.receivers.remove(receiver)
+            if offer.winner == receiver or not offer.receivers:
                 self._drop(request_id)
-            else:
-                messages += self.on_no_bid(receiver, request_id)
+        bidding = self._bidding
+        messages = self.on_no_bid(receiver, bidding) if bidding is not None else self._ask_next()
         return messages + self._next_promised()
+
+    def _awaiting(self, request_id: str, receiver: str) -> _Offer | None:
+        offer = self._offers.get(request_id)
+        if offer is None or request_id != self._bidding or offer.awaited is None:
+            return None
+        return offer if receiver in offer.awaited else None
+
+    def _replied(self, request_id: str, receiver: str) -> list[tuple[str, ToReceiver]]:
+        awaited = self._offers[request_id].awaited
+        assert awaited is not None
+        awaited.discard(receiver)
+        return self.close(request_id) if not awaited else []
+
+    def _ask_next(self) -> list[tuple[str, ToReceiver]]:
+        """Ask for the next request, unless bids are awaited for one."""
+        while self._unasked and self._bidding is None:
+            request_id = self._unasked.popleft()
+            offer = self._offers.get(request_id)
+            # It may have been offered again since it was withdrawn.
+            if offer is not None and offer.awaited is None:
+                self._bidding = request_id
+                offer.awaited = set(offer.receivers)
+                ask = Ask(self.name, request_id, offer.tokens, self._load, offer.most_tokens)
+                return [(receiver, ask) for receiver in offer.receivers]
+        return []
 
     def _grant(self, request_id: str, offer: _Offer) -> list[tuple[str, ToReceiver]]:
         assert offer.winner is not None
@@ -257,11 +338,13 @@ class Sender:
         return self._grant(request_id, self._offers[request_id])
 
     def _drop(self, request_id: str) -> None:
-        del self._offers[request_id]
+        self._load -= self._offers.pop(request_id).tokens
         if request_id in self._promised:
             self._promised.remove(request_id)
         if self._transmitting == request_id:
             self._transmitting = None
+        if self._bidding == request_id:
+            self._bidding = None
 
 
 @dataclass(slots=True)
@@ -277,25 +360,38 @@ class _Won:
     starving: bool = False
 
 
-class Receiver:
-    """The side that takes requests over.
+@dataclass(frozen=True, slots=True)
+class Space:
+    """KV of an engine in tokens: what is left of it, and what is held and queued for."""
 
-    `free_tokens` and `load` tell of its own engine; `throughput` is its measured tokens a second of
-    transfers. Room is set aside from award to the end of the transmission.
-    """
+    free_tokens: int
+    load: int
+
+
+def _fits(asked: Ask | Award, space: Space) -> bool:
+    if asked.tokens > space.free_tokens:
+        return False
+    return asked.most_tokens is None or space.load + asked.tokens <= asked.most_tokens
+
+
+class Receiver:
+    """The side that takes requests over. Room for what it has won is set aside from the award on."""
 
     def __init__(
         self,
         name: str,
-        free_tokens: Callable[[], int],
-        load: Callable[[], float],
-        throughput: float,
+        space: Callable[[], Space],
+        reserved: Callable[[str], bool],
+        throughput: float = TOKENS_PER_S,
         transfers: int = TRANSFERS,
         starvation: int = STARVATION,
     ) -> None:
+        """`space`: its engine's, now. `reserved(request_id)`: whether that counts blocks that were set aside
+        for the request as used already. `throughput`: tokens a second of transfers, until some are measured.
+        """
         self.name = name
-        self._free_tokens = free_tokens
-        self._load = load
+        self._space = space
+        self._reserved = reserved
         self._throughput = throughput
         self._transfers = transfers
         self._starvation = starvation
@@ -310,28 +406,36 @@ class Receiver:
     @property
     def queue(self) -> list[str]:
         """Requests that it has won and does not own yet, highest priority first, then in order of award."""
-        return sorted(self._won, key=lambda r: (-self._won[r].priority, self._won[r].order))
+        won = self._won
+        return sorted(won, key=lambda r: (-won[r].priority, won[r].order)) if len(won) > 1 else list(won)
 
     @property
     def open_transfers(self) -> int:
         """Transmissions under way, and those that it has asked for."""
         return sum(won.asked or won.granted for won in self._won.values())
 
-    def measured(self, throughput: float) -> None:
-        """Tokens a second of transfers, as measured lately."""
-        self._throughput = throughput
+    @property
+    def tokens_to_come(self) -> int:
+        """Total length of the requests in its queue for which its engine has set no blocks aside yet."""
+        return sum(won.tokens for request_id, won in self._won.items() if not self._reserved(request_id))
+
+    def transferred(self, tokens: int, seconds: float) -> None:
+        """A transfer took so long, waiting included."""
+        rate = tokens / max(1e-6, seconds)
+        self._throughput += SMOOTHING * (rate - self._throughput)
 
     def on_ask(self, ask: Ask) -> Bid | None:
-        """A bid, or None without room for the request beside those already won."""
-        if ask.tokens > self._free_tokens() - self.buffered_tokens:
+        """A bid, or None without room for the request beside those already won, or beyond the limit."""
+        space = self._space_left()
+        if not _fits(ask, space):
             return None
-        return Bid(self.name, ask.request_id, self._load(), self.buffered_tokens / self._throughput)
+        return Bid(self.name, ask.request_id, space.load, self.buffered_tokens / self._throughput)
 
     def on_award(self, award: Award) -> list[tuple[str, ToSender]]:
-        """Into the queue; declined if room is gone since the bid."""
+        """Into the queue; declined if what the bid said holds no longer."""
         if award.request_id in self._won:
             return []
-        if award.tokens > self._free_tokens() - self.buffered_tokens:
+        if not _fits(award, self._space_left()):
             return [(award.sender, Done(self.name, award.request_id, False))]
         self._won[award.request_id] = _Won(award.sender, award.tokens, award.priority, self._order)
         self._order += 1
@@ -396,6 +500,11 @@ class Receiver:
             return []
         del self._won[withdraw.request_id]
         return self.attempt()
+
+    def _space_left(self) -> Space:
+        """The engine's, with what is still to come to it."""
+        space, to_come = self._space(), self.tokens_to_come
+        return Space(space.free_tokens - to_come, space.load + to_come)
 
     def lost(self, sender: str) -> list[tuple[str, ToSender]]:
         """The sender is gone, and what it had awarded with it."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from tailrace.cluster import Stage
+from tailrace.cluster import ClusterView, InstanceState, InstanceView, Stage
 
 
 def earliest_stage(stages: Sequence[Stage], length: int) -> int:
@@ -20,6 +20,13 @@ def earliest_stage(stages: Sequence[Stage], length: int) -> int:
 def stage_of(stages: Sequence[Stage], instance_id: str) -> int | None:
     """Number of the stage that an instance serves."""
     return next((at for at, stage in enumerate(stages) if instance_id in stage.instance_ids), None)
+
+
+def active_in(view: ClusterView, stage: Stage) -> list[InstanceView]:
+    """Instances of a stage that get new work, in its order."""
+    active = InstanceState.ACTIVE
+    found = (view.instances.get(name) for name in stage.instance_ids)
+    return [i for i in found if i is not None and i.state is active]
 
 
 def nearest_first(count: int, at: int) -> list[int]:

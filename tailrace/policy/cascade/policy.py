@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from tailrace.actions import Action, Migrate, Place, Placement, Refuse, SetStages
+from tailrace.actions import Action, Place, Placement, Refuse, SetStages
 from tailrace.cluster import (
     Arrival,
     ClusterView,
     InstanceState,
     InstanceView,
-    Phase,
     RequestView,
     Stage,
 )
 from tailrace.policy.base import Policy
-from tailrace.policy.cascade.layout import earliest_stage, nearest_first, repaired, stage_of
-from tailrace.policy.cascade.market import Choice, Receivers, by_bids, demand_tokens, in_turn, open_ledger
+from tailrace.policy.cascade.handover import Handovers, Settle, by_bids, demand_tokens, in_turn
+from tailrace.policy.cascade.layout import active_in, earliest_stage, nearest_first, repaired, stage_of
+from tailrace.policy.cascade.parameters import PARAMETERS
 from tailrace.policy.cascade.planner import Costs, Plan, chain, exact, layout_cost, no_pipeline
 from tailrace.policy.cascade.qoe import QoeModel
 from tailrace.policy.cascade.refinement import (
@@ -32,95 +32,11 @@ from tailrace.policy.cascade.refinement import (
 )
 from tailrace.policy.cascade.workload import Workload, bucket_edges
 from tailrace.policy.deployment import Fact
-from tailrace.policy.ledger import Ledger
-from tailrace.policy.parameters import Parameter
 from tailrace.policy.periods import periods_elapsed
 from tailrace.profiles import Profile, load_profile
 
 # Of the profiles that come with Tailrace, the one of a model that the paper uses (section 6.1).
 PROFILE: Final = "llama-3.1-8b-h100"
-
-PARAMETERS: Final = (
-    Parameter(
-        "history_in_flight",
-        float,
-        64.0,
-        "how many of the history's requests an instance has at a time, for the first plan",
-        unit="requests",
-        source="ours, of CascadeInfer's Eq. (1)",
-        minimum=1.0,
-    ),
-    Parameter(
-        "plan_requests",
-        float,
-        5.0,
-        "requests in flight an instance, on average, below which nothing is planned",
-        unit="requests",
-        source="CascadeInfer, section 4.3",
-        minimum=0.0,
-    ),
-    Parameter("replan_s", float, 60.0, "how often stages are planned anew", unit="s", minimum=0.1),
-    Parameter(
-        "least_plan_gain",
-        float,
-        0.05,
-        "share by which a plan must be better, by Eq. (1), than the present layout",
-        minimum=0.0,
-        maximum=1.0,
-    ),
-    Parameter(
-        "refine_s",
-        float,
-        5.0,
-        "how often boundaries are refined",
-        unit="s",
-        source="ours, of CascadeInfer's section 4.3",
-        minimum=0.1,
-    ),
-    Parameter(
-        "smoothing",
-        float,
-        0.2,
-        "weight of a new boundary in the moving average",
-        source="ours, of CascadeInfer's section 4.3",
-        minimum=0.0,
-        maximum=1.0,
-    ),
-    Parameter(
-        "outlier",
-        float,
-        1.25,
-        "an instance is overloaded from so many times its stage's mean demand",
-        source="CascadeInfer, section 4.4",
-        minimum=1.0,
-    ),
-    Parameter(
-        "bandwidth_bytes_per_s",
-        float,
-        50e9,
-        "bandwidth of a KV transfer, for the cost of cuts",
-        unit="bytes/s",
-        source="CascadeInfer, section 6.1 (400 Gbit/s)",
-        minimum=1.0,
-    ),
-    Parameter(
-        "max_length",
-        int,
-        131_072,
-        "longest context that is planned for",
-        unit="tokens",
-        source="CascadeInfer, section 6 (128K)",
-        minimum=1,
-    ),
-    Parameter(
-        "tick_interval_s",
-        float,
-        1.0,
-        "how often outliers are looked for, and what is due is done",
-        unit="s",
-        minimum=0.01,
-    ),
-)
 
 
 class Cascade(Policy):
@@ -156,10 +72,9 @@ class Cascade(Policy):
     planner = staticmethod(exact)
     split: Splitter = staticmethod(optimal_split)
     share: Sharing = staticmethod(divided)
-    choice: Choice = staticmethod(by_bids)
+    # How it is found who takes a request over.
+    settle: Settle = staticmethod(by_bids)
     rebalances = True
-    # Where workers can, they settle handovers by bid-ask among themselves.
-    bids = True
     # The planner's layout holds whatever it costs: for baselines that are a layout.
     insists = False
 
@@ -206,7 +121,7 @@ class Cascade(Policy):
         if stages:
             at = earliest_stage(stages, arrival.prompt_tokens + arrival.output_tokens)
             for number in nearest_first(len(stages), at):
-                usable = [i for i in _active(view, stages[number]) if i.instance_id not in arrival.excluded]
+                usable = [i for i in active_in(view, stages[number]) if i.instance_id not in arrival.excluded]
                 if usable:
                     return Place(self._dispatch(usable, arrival).instance_id)
         usable = [i for i in view.placeable() if i.instance_id not in arrival.excluded]
@@ -223,33 +138,8 @@ class Cascade(Policy):
         "Migration is skipped if no idle cache is available" (section 5); it is tried again at the next
         refinement.
         """
-        moved = self._hand_over(view, view.stages, request, open_ledger(view))
-        return (moved,) if moved is not None else ()
-
-    def _hand_over(
-        self, view: ClusterView, stages: Sequence[Stage], request: RequestView, ledger: Ledger
-    ) -> Migrate | None:
-        source = view.instances.get(request.instance_id)
-        at = stage_of(stages, request.instance_id)
-        if source is None or at is None or not _movable(request) or not ledger.may_send(source, request):
-            return None
-        to = earliest_stage(stages, request.context_tokens)
-        if to <= at:
-            return None
-        # Those who have no room do not bid.
-        receivers = [i for i in _active(view, stages[to]) if ledger.may_receive(i, request)]
-        if not receivers:
-            return None
-        return ledger.book(request, self.choice(receivers, request, ledger), "length boundary")
-
-    def takers(self, view: ClusterView, move: Migrate) -> Sequence[str]:
-        """Section 4.4: workers settle a handover among themselves. All active instances of the target's
-        stage are asked; those that have no room do not bid."""
-        if not self.bids:
-            return ()
-        stage = next((s for s in view.stages if move.target_id in s.instance_ids), None)
-        peers = _active(view, stage) if stage is not None else view.placeable()
-        return [i.instance_id for i in peers if i.instance_id != move.source_id]
+        at = stage_of(view.stages, request.instance_id)
+        return () if at is None else Handovers(view, self.settle).outgrown(view.stages, [(at, request)])
 
     # ---- tick
 
@@ -257,13 +147,13 @@ class Cascade(Policy):
         """Stages first (members, plan, boundaries), then handovers that are due, then outliers."""
         stages = self._stages(view, now)
         actions: list[Action] = [SetStages(stages)] if stages != view.stages else []
-        ledger = open_ledger(view)
+        handovers = Handovers(view, self.settle)
         if periods_elapsed(self.refine_s, view.last_tick_s, now):
-            actions += self._overdue(view, stages, ledger)
+            actions += handovers.outgrown(stages, _requests(view, stages))
         if self.rebalances:
             # Without stages the whole cluster is one.
-            for peers in [_active(view, stage) for stage in stages] or [view.placeable()]:
-                actions += self._rebalance(peers, ledger)
+            for peers in [active_in(view, stage) for stage in stages] or [view.placeable()]:
+                actions += handovers.rebalance(peers, self.outlier)
         return actions
 
     def _stages(self, view: ClusterView, now: float) -> tuple[Stage, ...]:
@@ -338,61 +228,6 @@ class Cascade(Policy):
         present = layout_cost(workload, *self._models(members), cuts, counts)
         return plan.stages(names) if self._gains(plan, present) else None
 
-    def _overdue(self, view: ClusterView, stages: Sequence[Stage], ledger: Ledger) -> list[Action]:
-        """Requests beyond the boundary of their stage that nobody had room for, or that it moved below.
-
-        Longest first: they disturb their batch the most.
-        """
-        overdue: list[RequestView] = []
-        for stage in stages[:-1]:
-            for name in stage.instance_ids:
-                overdue += [
-                    r for r in view.instances[name].requests if r.context_tokens >= stage.hi and _movable(r)
-                ]
-        overdue.sort(key=lambda r: (-r.context_tokens, r.request_id))
-        receivers: dict[int, Receivers] = {}
-        actions: list[Action] = []
-        for request in overdue:
-            source = view.instances[request.instance_id]
-            if not ledger.may_send(source, request):
-                continue
-            to = earliest_stage(stages, request.context_tokens)
-            if to not in receivers:
-                receivers[to] = Receivers(_active(view, stages[to]), ledger)
-            bidding = receivers[to].of(request)
-            if bidding:
-                actions.append(ledger.book(request, self.choice(bidding, request, ledger), "length boundary"))
-        return actions
-
-    # ---- section 4.4, intra-stage
-
-    def _rebalance(self, peers: Sequence[InstanceView], ledger: Ledger) -> list[Action]:
-        """Overloaded outliers of one stage hand requests to their peers, worst first.
-
-        The paper does not say which requests, nor when to stop: the longest that do not take the sender
-        below the stage's mean (the fewest transfers), to peers that do not become outliers by it.
-        """
-        if len(peers) < 2:
-            return []
-        mean = sum(demand_tokens(i) for i in peers) / len(peers)
-        actions: list[Action] = []
-        outliers = [i for i in peers if demand_tokens(i) > self.outlier * mean]
-        outliers.sort(key=lambda i: (-demand_tokens(i), i.instance_id))
-        receivers = Receivers(peers, ledger, limit=self.outlier * mean)
-        for sender in outliers:
-            excess = demand_tokens(sender) - mean
-            movable = [r for r in sender.requests if _movable(r) and r.context_tokens <= excess]
-            movable.sort(key=lambda r: (-r.context_tokens, r.request_id))
-            for request in movable:
-                length = request.context_tokens
-                if length > excess or not ledger.may_send(sender, request):
-                    continue
-                bidding = receivers.of(request)
-                if bidding:
-                    actions.append(ledger.book(request, self.choice(bidding, request, ledger), "overloaded"))
-                    excess -= length
-        return actions
-
 
 class CascadeInterStageOnly(Cascade):
     """Bid-ask between stages alone (section 6.5, Figure 16)."""
@@ -405,9 +240,8 @@ class CascadeRoundRobin(Cascade):
     """Whoever's turn it is within the stage, at arrival and at handover (section 6.5, Figure 16)."""
 
     summary = "CascadeInfer with round robin within a stage in place of bid-ask"
-    choice: Choice = staticmethod(in_turn)
+    settle: Settle = staticmethod(in_turn)
     rebalances = False
-    bids = False
 
     def _dispatch(self, instances: Sequence[InstanceView], arrival: Arrival) -> InstanceView:
         return instances[arrival.seq % len(instances)]
@@ -456,15 +290,12 @@ def _members(view: ClusterView) -> list[InstanceView]:
     return [i for i in view.instances.values() if i.state is not InstanceState.DRAINING]
 
 
-def _active(view: ClusterView, stage: Stage) -> list[InstanceView]:
-    active = InstanceState.ACTIVE
-    found = (view.instances.get(name) for name in stage.instance_ids)
-    return [i for i in found if i is not None and i.state is active]
-
-
-def _movable(request: RequestView) -> bool:
-    """A prefill cannot be taken away in its middle; it is soon over."""
-    return request.phase is not Phase.PREFILL and not request.migrating
+def _requests(view: ClusterView, stages: Sequence[Stage]) -> Iterator[tuple[int, RequestView]]:
+    """Those of all stages but the last, which nothing outgrows, with the numbers of their stages."""
+    for at, stage in enumerate(stages[:-1]):
+        for name in stage.instance_ids:
+            for request in view.instances[name].requests:
+                yield at, request
 
 
 def _rows(members: Sequence[InstanceView]) -> Mapping[str, list[tuple[int, int]]]:

@@ -1,0 +1,89 @@
+"""What users may set of CascadeInfer's policy."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tailrace.policy.parameters import Parameter
+
+PARAMETERS: Final = (
+    Parameter(
+        "history_in_flight",
+        float,
+        64.0,
+        "how many of the history's requests an instance has at a time, for the first plan",
+        unit="requests",
+        source="ours, of CascadeInfer's Eq. (1)",
+        minimum=1.0,
+    ),
+    Parameter(
+        "plan_requests",
+        float,
+        5.0,
+        "requests in flight an instance, on average, below which nothing is planned",
+        unit="requests",
+        source="CascadeInfer, section 4.3",
+        minimum=0.0,
+    ),
+    Parameter("replan_s", float, 60.0, "how often stages are planned anew", unit="s", minimum=0.1),
+    Parameter(
+        "least_plan_gain",
+        float,
+        0.05,
+        "share by which a plan must be better, by Eq. (1), than the present layout",
+        minimum=0.0,
+        maximum=1.0,
+    ),
+    Parameter(
+        "refine_s",
+        float,
+        5.0,
+        "how often boundaries are refined",
+        unit="s",
+        source="ours, of CascadeInfer's section 4.3",
+        minimum=0.1,
+    ),
+    Parameter(
+        "smoothing",
+        float,
+        0.2,
+        "weight of a new boundary in the moving average",
+        source="ours, of CascadeInfer's section 4.3",
+        minimum=0.0,
+        maximum=1.0,
+    ),
+    Parameter(
+        "outlier",
+        float,
+        1.25,
+        "an instance is overloaded from so many times its stage's mean demand",
+        source="CascadeInfer, section 4.4",
+        minimum=1.0,
+    ),
+    Parameter(
+        "bandwidth_bytes_per_s",
+        float,
+        50e9,
+        "bandwidth of a KV transfer, for the cost of cuts",
+        unit="bytes/s",
+        source="CascadeInfer, section 6.1 (400 Gbit/s)",
+        minimum=1.0,
+    ),
+    Parameter(
+        "max_length",
+        int,
+        131_072,
+        "longest context that is planned for",
+        unit="tokens",
+        source="CascadeInfer, section 6 (128K)",
+        minimum=1,
+    ),
+    Parameter(
+        "tick_interval_s",
+        float,
+        1.0,
+        "how often outliers are looked for, and what is due is done",
+        unit="s",
+        minimum=0.01,
+    ),
+)

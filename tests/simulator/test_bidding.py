@@ -1,0 +1,207 @@
+"""Bid-ask in the simulator: one owner each, every offer ends, equal seeds give equal runs."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulator.bidding import Bidding
+from simulator.cluster import ClusterSpec, LinkSpec, MigrationSpec, ReportSpec, WhenFull
+from simulator.events import NEVER
+from simulator.instance import Instance
+from simulator.records import MigrationOutcome, SimResult
+from simulator.request import SimRequest
+from simulator.run import simulate
+from tailrace.actions import Action, Offer, Place, Placement
+from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestView, Stage
+from tailrace.intra.fcfs import Fcfs
+from tailrace.policy.base import Policy
+from tailrace.policy.cascade.bid_ask import TRANSFERS
+from tailrace.policy.least_loaded import LeastLoaded
+from tests.simulator.moving import Stirring
+from tests.simulator.worlds import INTRA, PROFILE, Watched, assert_empty, recount, workloads
+
+
+class Offering(Stirring):
+    """Offers every request at every decision point, to all other instances."""
+
+    summary = "offers every request at every decision point"
+
+    def __init__(self, most_tokens: int | None = None) -> None:
+        self.most_tokens = most_tokens
+
+    def _move(self, view: ClusterView, request: RequestView, reason: str, by: int) -> Sequence[Action]:
+        others = tuple(name for name in view.instances if name != request.instance_id)
+        return (Offer(request.request_id, request.instance_id, others, reason, self.most_tokens),)
+
+
+def spec_of(kv_tokens: int, interval_s: float = 0.0517, count: int = 4) -> ClusterSpec:
+    spec = ClusterSpec.uniform(
+        count,
+        PROFILE,
+        kv_capacity_tokens=kv_tokens,
+        block_tokens=8,
+        host_kv_bytes=400 * PROFILE.kv_bytes_per_token,
+        max_num_seqs=6,
+        chunk_budget_tokens=64,
+    )
+    return replace(
+        spec,
+        link=LinkSpec(bytes_per_s=1e9, latency_s=0.00037),
+        migration=MigrationSpec(
+            when_full=WhenFull.REFUSE,
+            open_s=math.pi / 1e3,
+            commit_s=math.sqrt(2) / 1e3,
+            message_s=math.e / 1e3,
+        ),
+        report=ReportSpec(interval_s=interval_s, delay_s=0.0021),
+        stages=(Stage(0, 60, ("i000", "i001")), Stage(60, 1 << 20, ("i002", "i003"))),
+    )
+
+
+def run(spec: ClusterSpec, requests: list[SimRequest], intra: str, most: int) -> tuple[Watched, SimResult]:
+    simulation = Watched(spec, requests, Offering(), INTRA[intra], most)
+    return simulation, simulation.run(None)
+
+
+def one_receiver_each(bidding: Bidding) -> None:
+    """No request is in two receivers' queues; no receiver has more transfers than it may, no sender two."""
+    parties = bidding._parties.values()
+    won = Counter(request_id for party in parties for request_id in party.receiver.queue)
+    live = {request_id: count for request_id, count in won.items() if request_id in bidding._offers}
+    assert all(count == 1 for count in live.values()), won
+    assert all(party.receiver.open_transfers <= TRANSFERS for party in parties)
+    sending = Counter(
+        job.migration.source.instance_id
+        for job in bidding._jobs.values()
+        if job.migration is not None and job.migration.ended is not None
+    )
+    assert all(count == 1 for count in sending.values())
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    requests=workloads(most=12, span_s=1.0),
+    intra=st.sampled_from(sorted(INTRA)),
+    kv_tokens=st.sampled_from([330, 900]),
+    interval_s=st.sampled_from([0.0, 0.0517]),
+)
+def test_one_receiver_each_and_all_offers_end(
+    requests: list[SimRequest], intra: str, kv_tokens: int, interval_s: float
+) -> None:
+    spec = spec_of(kv_tokens, interval_s)
+    with pytest.MonkeyPatch.context() as patch:
+        begin, take = Instance._begin, Bidding._take
+
+        def checked(instance: Instance, now: float) -> None:
+            begin(instance, now)
+            recount(instance)
+
+        def watched(bidding: Bidding, *message: object) -> None:
+            take(bidding, *message)  # type: ignore[arg-type]
+            one_receiver_each(bidding)
+
+        patch.setattr(Instance, "_begin", checked)
+        patch.setattr(Bidding, "_take", watched)
+        jumping, result = run(spec, requests, intra, NEVER)
+        stepping, expected = run(spec, requests, intra, 1)
+    for record, other in zip(result.requests, expected.requests, strict=True):
+        times = jumping.token_times[record.request_id]
+        assert len(times) == record.output_tokens
+        assert (np.diff(times) > 0).all()
+        assert [p.instance_id for p in record.placements] == [p.instance_id for p in other.placements]
+    assert jumping.bidding.outcomes == stepping.bidding.outcomes
+    bidding = jumping.bidding
+    assert not bidding._offers
+    assert not any(job.on_offer for job in jumping.jobs)
+    assert all(not party.sender.buffered for party in bidding._parties.values())
+    committed = sum(m.outcome is MigrationOutcome.COMMITTED for m in result.migrations)
+    assert committed == sum(record.migrations for record in result.requests)
+    # The news of the very last one may not have reached its sender when the last request is done.
+    assert bidding.outcomes["taken"] <= committed
+    for instance in jumping.instances:
+        assert_empty(instance)
+
+
+def test_equal_seeds_give_equal_runs_and_others_differ() -> None:
+    requests = [SimRequest(f"r{n}", n * 0.02, 20 + n * 37 % 80, 0, 40 + n * 53 % 90) for n in range(60)]
+    spec = replace(spec_of(900), report=ReportSpec(0.0))
+
+    def taken(seed: int) -> list[tuple[str, str, float]]:
+        found = simulate(spec, requests, Offering(), Fcfs(), seed=seed).migrations
+        return [(m.request_id, m.target_id, m.end_s) for m in found]
+
+    assert taken(1) == taken(1)
+    # Views are exact: only the messages differ.
+    assert taken(1) != taken(2)
+
+
+class OfferOnce(Policy):
+    """All to i000; offered to the others when prefill is done."""
+
+    def __init__(self, most_tokens: int | None = None) -> None:
+        self.most_tokens = most_tokens
+        self.seen: list[InstanceView] = []
+
+    def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
+        self.seen.append(view.instances["i000"])
+        list(self.seen[-1].requests)
+        return Place("i000")
+
+    def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> list[Action]:
+        others = tuple(name for name in view.instances if name != "i000")
+        return [Offer(request.request_id, request.instance_id, others, "test", self.most_tokens)]
+
+
+def test_a_request_goes_to_one_of_those_with_the_lighter_load() -> None:
+    """Half are left out by their load; i003 holds what was handed over before."""
+    requests = [SimRequest(f"r{n}", n * 1.0, 100, 0, 400) for n in range(3)]
+    result = simulate(spec_of(4_000), requests, OfferOnce(), Fcfs())
+    taken = [m.target_id for m in result.migrations]
+    assert [m.outcome for m in result.migrations] == [MigrationOutcome.COMMITTED] * 3
+    assert len(set(taken)) == 3 and "i000" not in taken
+    assert all(m.source_id == "i000" and m.reason == "test" for m in result.migrations)
+
+
+def test_whose_load_would_exceed_the_limit_takes_nothing() -> None:
+    requests = [SimRequest("r", 0.0, 100, 0, 50)]
+    assert not simulate(spec_of(4_000), requests, OfferOnce(100), Fcfs()).migrations
+    assert len(simulate(spec_of(4_000), requests, OfferOnce(200), Fcfs()).migrations) == 1
+
+
+def test_without_room_anywhere_it_stays_and_nothing_is_transferred() -> None:
+    requests = [SimRequest("r", 0.0, 300, 0, 20)]
+    spec = spec_of(400)
+    small = tuple(
+        replace(i, kv_capacity_tokens=400 if i.instance_id == "i000" else 200) for i in spec.instances
+    )
+    simulation = Watched(replace(spec, instances=small), requests, OfferOnce(), INTRA["fcfs"])
+    result = simulation.run(None)
+    assert not result.migrations and result.requests[0].migrations == 0
+    assert simulation.bidding.outcomes == {"kept": 1}
+
+
+def test_a_request_on_offer_counts_as_being_migrated() -> None:
+    """A message takes so long that the second request arrives while the first is on offer."""
+    spec = spec_of(4_000, interval_s=0.0)
+    spec = replace(spec, migration=replace(spec.migration, message_s=1.0))
+    policy = OfferOnce()
+    simulate(spec, [SimRequest("a", 0.0, 50, 0, 300), SimRequest("b", 0.3, 50, 0, 300)], policy, Fcfs())
+    assert policy.seen[1].migrations_out == 1
+    assert [r.migrating for r in policy.seen[1].requests] == [True]
+
+
+def test_naming_a_receiver_that_is_not_there_ends_the_run() -> None:
+    class Lost(LeastLoaded):
+        def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> list[Action]:
+            return [Offer(request.request_id, request.instance_id, ("nobody",), "test")]
+
+    with pytest.raises(Exception, match="nobody"):
+        simulate(spec_of(900), [SimRequest("r", 0.0, 50, 0, 20)], Lost(), Fcfs())
