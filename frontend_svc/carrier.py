@@ -14,6 +14,7 @@ import msgspec
 
 from frontend_svc.adopt import Adoptions
 from frontend_svc.dispatch import Dispatch
+from frontend_svc.link import Loss
 from frontend_svc.observer import StreamObserver
 from frontend_svc.outbox import abort
 from frontend_svc.pacing import Pacer
@@ -136,12 +137,15 @@ class Carrier:
         """Membership has changed: streams that wait for an instance look again."""
         self._dispatch.fleet_changed()
 
-    def on_lost(self, instance_id: str, reason: str) -> None:
+    def on_lost(self, instance_id: str, loss: Loss) -> None:
         """Its streams go on elsewhere."""
         self._utilities.instance_lost(instance_id)
-        self._observer.lost(self._recovery.instance_lost(instance_id), instance_id, reason)
+        self._observer.lost(self._recovery.instance_lost(instance_id), instance_id, loss.reason)
         if self._adoptions.waiting:
             self._adoptions.progress()
+
+    def on_process_gone(self, instance_id: str) -> None:
+        """It was lost before; now it is known that its process has ended."""
 
     def on_message(self, instance_id: str, message: worker_pb2.AttachDown) -> None:
         """Anything an attached instance says."""
@@ -161,9 +165,10 @@ class Carrier:
         try:
             verdict = self._table.accept(instance_id, step)
         except MalformedStep as error:
-            # The instance does not speak as agreed; what it owns cannot go on there.
+            # What of it belongs to whom is not known: whatever the instance owns begins anew on another
+            # stream.
             log.error("malformed outputs from %s: %s", instance_id, error)
-            self.on_lost(instance_id, "malformed outputs")
+            self._workers.cut(instance_id, f"malformed outputs: {error}")
             return
         if self._pacer:
             self._send_paced(instance_id, step, verdict)

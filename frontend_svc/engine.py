@@ -15,6 +15,7 @@ from frontend_svc.admission_gate import AdmissionGate
 from frontend_svc.carrier import Carrier
 from frontend_svc.engine_core import EngineCoreSocket
 from frontend_svc.fleet import Members, usable
+from frontend_svc.link import Loss
 from frontend_svc.metrics import FrontendMetrics
 from frontend_svc.observer import StreamObserver
 from frontend_svc.pacing import Pacer
@@ -120,10 +121,14 @@ class FleetEngine:
         self._update_admission()
         self.carrier.on_attached(instance_id, hello)
 
-    def on_lost(self, instance_id: str, reason: str) -> None:
+    def on_lost(self, instance_id: str, loss: Loss) -> None:
         """See LinkSink."""
         self._update_admission()
-        self.carrier.on_lost(instance_id, reason)
+        self.carrier.on_lost(instance_id, loss)
+
+    def on_process_gone(self, instance_id: str) -> None:
+        """See LinkSink."""
+        self.carrier.on_process_gone(instance_id)
 
     def on_message(self, instance_id: str, message: worker_pb2.AttachDown) -> None:
         """See LinkSink."""

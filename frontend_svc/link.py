@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import Final, Protocol
 
+from frontend_svc.outbox import submit_bytes
 from tailrace.records import InstanceRecord
-from tailrace.service.message_stream import MessageStream, StreamBroken, connect_stream
+from tailrace.service.backoff import Backoff
+from tailrace.service.first_ended import first_ended
+from tailrace.service.message_stream import (
+    DEFAULT_MAX_MESSAGE_BYTES,
+    MessageStream,
+    StreamBroken,
+    connect_stream,
+)
 from tailrace.service.said import said
 from tailrace.v1 import worker_pb2
 
@@ -18,14 +28,47 @@ log = logging.getLogger(__name__)
 AttachStream = MessageStream[worker_pb2.AttachDown]
 
 HEARTBEAT_S: Final = 0.5
+# A worker from which nothing was heard for so long is lost; its stream stays open for GRACE_S more.
 SILENCE_S: Final = 3.0
+GRACE_S: Final = 2.0
+# A worker that takes no byte of what waits for it for so long is cut off.
+STALL_S: Final = 10.0
 # Seconds for a worker to answer the hello.
-_HELLO_S: Final = 5.0
-_BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0)
-# Messages that may wait for a worker that does not read; one that reads takes each at once.
+HELLO_S: Final = 5.0
+# A worker that lives is found again within a second.
+_RETRY_FIRST_S: Final = 0.1
+_RETRY_MOST_S: Final = 1.0
+# Between two attempts at a worker that refuses this front end.
+_REFUSED_S: Final = 2.0
+# Messages that may wait for a worker that does not read; one that reads takes each at once. Submissions are
+# turned away at half of it, so that there is room for aborts and answers.
 QUEUE_LIMIT: Final = 20_000
+# Bytes of submissions that may wait, in largest messages.
+_QUEUED_SUBMITS: Final = 4
 
 _HEARTBEAT: Final = worker_pb2.AttachUp(heartbeat=worker_pb2.Heartbeat())
+
+
+class LossCause(enum.Enum):
+    """How an instance was lost."""
+
+    # It said goodbye: it was told to stop.
+    STOPPED = "stopped"
+    # It said that its engine failed, or its process is known to be gone.
+    ENGINE_FAILED = "engine failed"
+    # The stream broke. Whether the process or the network is at fault is known after the next attempt to
+    # connect.
+    BROKEN = "broken"
+    # Nothing was heard for SILENCE_S.
+    SILENT = "silent"
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Why an instance does not answer any more."""
+
+    cause: LossCause
+    reason: str
 
 
 class LinkSink(Protocol):
@@ -34,22 +77,34 @@ class LinkSink(Protocol):
     def on_attached(self, instance_id: str, hello: worker_pb2.WorkerHello) -> None:
         """The worker answers (for the first time, or again)."""
 
-    def on_lost(self, instance_id: str, reason: str) -> None:
+    def on_lost(self, instance_id: str, loss: Loss) -> None:
         """It answers no more; whatever it owned must go on elsewhere."""
+
+    def on_process_gone(self, instance_id: str) -> None:
+        """After on_lost: nothing listens at its address any more, so its process has ended."""
 
     def on_message(self, instance_id: str, message: worker_pb2.AttachDown) -> None:
         """A message that is neither hello nor heartbeat."""
 
 
-class _Protocol(Exception):
-    """The worker does not read what it is sent, or does not speak as agreed."""
+class _Ended(Exception):
+    """The conversation is over."""
+
+    def __init__(self, reason: str, cause: LossCause = LossCause.BROKEN) -> None:
+        super().__init__(reason)
+        self.cause = cause
+
+
+class _Refused(Exception):
+    """The worker does not serve this front end."""
 
 
 class Link:
     """Keeps one stream to one worker open for as long as `run` runs.
 
-    A worker is lost when the stream breaks or when it is silent for SILENCE_S. Silence alone does not close
-    the stream: a stopped process that wakes up finds in it the Abort of what it no longer owns.
+    A worker is lost when the stream breaks or when it is silent for SILENCE_S. Silence does not close the
+    stream at once: a process that was stopped for a moment finds in it the Abort of what it no longer owns.
+    After GRACE_S more the stream is closed and another one tried, for the connection itself may be dead.
     """
 
     def __init__(
@@ -61,12 +116,21 @@ class Link:
         self.record = record
         self._hello = hello
         self._sink = sink
+        self._attempts = 0
+        self._backoff = Backoff(_RETRY_FIRST_S, _RETRY_MOST_S)
         self._queue: deque[worker_pb2.AttachUp] = deque()
         self._queued = asyncio.Event()
-        self._overflown = asyncio.Event()
+        self._queued_submit_bytes = 0
+        # Set when the conversation must end: why.
+        self._broken = asyncio.Event()
+        self._break_reason = ""
+        self._stream: AttachStream | None = None
         self._attached = False
+        # Seconds of the monotonic clock; moved on by as much as this process itself stood still.
         self._heard_s = 0.0
         self._worker_hello: worker_pb2.WorkerHello | None = None
+        # Why the worker refuses us, as last logged.
+        self._refusal = ""
         # Cleared when the instance has left the fleet: a stream that breaks then is not opened again.
         self.wanted = True
 
@@ -80,10 +144,24 @@ class Link:
         """Whether the worker answers now."""
         return self._attached
 
+    @property
+    def max_message_bytes(self) -> int:
+        """Largest message that the worker takes."""
+        hello = self._worker_hello
+        return hello.max_message_bytes or DEFAULT_MAX_MESSAGE_BYTES if hello else DEFAULT_MAX_MESSAGE_BYTES
+
     def send(self, message: worker_pb2.AttachUp) -> bool:
-        """Queue a message; False when the worker does not answer now, or does not read."""
+        """Queue a message; False when the worker does not answer now, or cannot be given more submissions."""
         if not self._attached:
             return False
+        if message.HasField("submit"):
+            size = submit_bytes(message.submit)
+            waits = self._queued_submit_bytes
+            if size > self.max_message_bytes or len(self._queue) >= QUEUE_LIMIT // 2:
+                return False
+            if waits and waits + size > _QUEUED_SUBMITS * self.max_message_bytes:
+                return False
+            self._queued_submit_bytes += size
         return self._append(message)
 
     def queue_for_wakeup(self, message: worker_pb2.AttachUp) -> None:
@@ -94,91 +172,129 @@ class Link:
         """Called every HEARTBEAT_S: beat, and notice silence. `late_s`: how late this call itself is; for as
         long as this process did not run, nobody could be heard."""
         self._heard_s += late_s
-        if not self._attached:
+        stream = self._stream
+        if stream is None:
             return
-        if now_s - self._heard_s > SILENCE_S:
-            self._lose(f"silent for {now_s - self._heard_s:.1f} s")
-        elif not self._queue:
-            self.send(_HEARTBEAT)
+        # A large message is heard while it comes in, not only once it is whole.
+        self._heard_s = max(self._heard_s, stream.received_s)
+        silent_s = now_s - self._heard_s
+        if self._attached and silent_s > SILENCE_S:
+            self._lose(Loss(LossCause.SILENT, f"silent for {silent_s:.1f} s"))
+        if silent_s > SILENCE_S + GRACE_S:
+            self.cut(f"silent for {silent_s:.1f} s")
+        elif stream.stalled_s(now_s) - late_s > STALL_S:
+            self.cut(f"took nothing of {stream.unsent_bytes} bytes for {STALL_S:g} s")
+        elif self._attached and not self._queue:
+            self._append(_HEARTBEAT)
+
+    def cut(self, reason: str) -> None:
+        """End the stream, on which the worker aborts all that came over it, and open another one."""
+        self._break_reason = reason
+        self._broken.set()
 
     async def run(self) -> None:
         """Attach, and attach again whenever the stream breaks, until cancelled or no longer wanted."""
-        failures = 0
         while self.wanted:
             opened_s = time.monotonic()
-            reason = await self._attempt()
-            self._lose(reason)
+            delay_s = 0.0
+            try:
+                await self._attempt()
+            except _Refused as error:
+                delay_s = _REFUSED_S
+                self._log_refusal(str(error))
+            except _Ended as error:
+                self._lose(Loss(error.cause, str(error)))
             if time.monotonic() - opened_s > SILENCE_S:
-                failures = 0
-            await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
-            failures += 1
+                self._backoff.reset()
+            await asyncio.sleep(delay_s + self._backoff.next_s())
 
-    async def _attempt(self) -> str:
-        """One stream from hello to its end; why it ended."""
+    async def _attempt(self) -> None:
+        """One stream from hello to its end. Raises _Ended, _Refused."""
         self._queue.clear()
-        self._overflown.clear()
+        self._queued_submit_bytes = 0
+        self._broken.clear()
+        stream = await self._connect()
         try:
-            async with asyncio.timeout(_HELLO_S):
-                stream = await connect_stream(self.record.stream_address, worker_pb2.AttachDown)
-        except TimeoutError:
-            return f"no connection within {_HELLO_S:g} s"
-        except (OSError, ValueError) as error:
-            # ValueError: what etcd has is no HOST:PORT. One bad record must not end a front end.
-            return said(error)
-        try:
-            async with asyncio.timeout(_HELLO_S):
-                await stream.write(worker_pb2.AttachUp(hello=self._hello))
+            async with asyncio.timeout(HELLO_S):
+                await stream.write(self._next_hello())
                 first = await stream.read()
-            if first is None:
-                return "closed by the worker"
-            if first.WhichOneof("body") != "hello":
-                return "the first message was no hello"
-            if first.hello.instance_id != self.instance_id:
-                return f"the worker calls itself {first.hello.instance_id}"
-            self._attach(first.hello)
-            return await self._converse(stream)
+            self._attach(stream, self._read_hello(first))
+            await first_ended(self._read(stream), self._write(stream), self._wait_for_break())
         except TimeoutError:
-            return f"no hello within {_HELLO_S:g} s"
+            raise _Ended(f"no hello within {HELLO_S:g} s") from None
         except StreamBroken as error:
-            return said(error)
+            raise _Ended(said(error)) from error
         finally:
+            self._stream = None
             stream.close()
 
-    async def _converse(self, stream: AttachStream) -> str:
-        """Read and write until the stream ends; why it ended."""
-        reason = ""
+    async def _connect(self) -> AttachStream:
+        """Connect. Raises _Ended."""
+        limit = self._hello.max_message_bytes or DEFAULT_MAX_MESSAGE_BYTES
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._read(stream))
-                group.create_task(self._write(stream))
-                group.create_task(self._break_on_overflow())
-        except* (StreamBroken, _Protocol) as errors:
-            reason = "; ".join(said(error) for error in errors.exceptions)
-        # A task group of Python 3.11 forgets that it was cancelled when a task of its failed as well.
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise asyncio.CancelledError
-        return reason
+            async with asyncio.timeout(HELLO_S):
+                return await connect_stream(self.record.stream_address, worker_pb2.AttachDown, limit)
+        except TimeoutError:
+            raise _Ended(f"no connection within {HELLO_S:g} s") from None
+        except ConnectionRefusedError as error:
+            if self._worker_hello is not None:
+                self._worker_hello = None
+                self._sink.on_process_gone(self.instance_id)
+            raise _Ended(said(error)) from error
+        except (OSError, ValueError) as error:
+            # ValueError: what etcd has is no HOST:PORT. One bad record must not end a front end.
+            raise _Ended(said(error)) from error
 
-    def _attach(self, hello: worker_pb2.WorkerHello) -> None:
+    def _next_hello(self) -> worker_pb2.AttachUp:
+        self._attempts += 1
+        hello = worker_pb2.FrontendHello()
+        hello.CopyFrom(self._hello)
+        hello.attempt = self._attempts
+        return worker_pb2.AttachUp(hello=hello)
+
+    def _read_hello(self, first: worker_pb2.AttachDown | None) -> worker_pb2.WorkerHello:
+        """Raises _Ended, _Refused."""
+        if first is None:
+            raise _Ended("closed by the worker")
+        if first.HasField("refused"):
+            raise _Refused(first.refused.reason)
+        if not first.HasField("hello"):
+            raise _Ended("the first message was no hello")
+        if first.hello.instance_id != self.instance_id:
+            raise _Ended(f"the worker calls itself {first.hello.instance_id}")
+        return first.hello
+
+    def _attach(self, stream: AttachStream, hello: worker_pb2.WorkerHello) -> None:
         self._worker_hello = hello
+        self._stream = stream
         self._heard_s = time.monotonic()
         self._attached = True
+        self._refusal = ""
         log.info("attached to %s at %s", self.instance_id, self.record.stream_address)
         self._sink.on_attached(self.instance_id, hello)
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, loss: Loss) -> None:
         if self._attached:
             self._attached = False
-            log.warning("lost %s: %s", self.instance_id, reason)
-            self._sink.on_lost(self.instance_id, reason)
+            log.warning("lost %s: %s", self.instance_id, loss.reason)
+            self._sink.on_lost(self.instance_id, loss)
+
+    def _log_refusal(self, reason: str) -> None:
+        """Once, not at every attempt."""
+        if reason != self._refusal:
+            self._refusal = reason
+            log.error("%s refuses this front end: %s", self.instance_id, reason)
 
     async def _read(self, stream: AttachStream) -> None:
         while True:
             message = await stream.read()
             if message is None:
-                raise _Protocol("closed by the worker")
+                raise _Ended("closed by the worker")
             self._heard_s = time.monotonic()
+            if message.HasField("goodbye"):
+                goodbye = message.goodbye
+                cause = LossCause.ENGINE_FAILED if goodbye.engine_failed else LossCause.STOPPED
+                raise _Ended(goodbye.reason or cause.value, cause)
             if not self._attached:
                 assert self._worker_hello is not None
                 log.info("%s answers again", self.instance_id)
@@ -192,16 +308,19 @@ class Link:
             await self._queued.wait()
             self._queued.clear()
             while self._queue:
-                await stream.write(self._queue.popleft())
+                message = self._queue.popleft()
+                if message.HasField("submit"):
+                    self._queued_submit_bytes -= submit_bytes(message.submit)
+                await stream.write(message)
 
-    async def _break_on_overflow(self) -> None:
-        await self._overflown.wait()
-        raise _Protocol(f"{QUEUE_LIMIT} messages unread")
+    async def _wait_for_break(self) -> None:
+        await self._broken.wait()
+        raise _Ended(self._break_reason)
 
     def _append(self, message: worker_pb2.AttachUp) -> bool:
         if len(self._queue) >= QUEUE_LIMIT:
             # Nothing may be left out: without its stream the worker aborts all that came over it.
-            self._overflown.set()
+            self.cut(f"{QUEUE_LIMIT} messages unread")
             return False
         self._queue.append(message)
         self._queued.set()

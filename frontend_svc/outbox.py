@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Final, Protocol
 
 from tailrace.v1 import worker_pb2
+
+# What a Submit takes beside its frames and its tokens, at most: ids and numbers.
+_SUBMIT_OVERHEAD_BYTES: Final = 2048
+# A token id as a varint.
+_TOKEN_BYTES: Final = 5
 
 
 class Outbox(Protocol):
@@ -16,7 +22,20 @@ class Outbox(Protocol):
     def attached(self) -> list[str]:
         """Instances that answer now."""
 
+    def max_message_bytes(self, instance_id: str) -> int:
+        """Largest message that the instance takes; 0 when it is not attached."""
+
 
 def abort(handles: list[int]) -> worker_pb2.AttachUp:
     """Free these requests."""
     return worker_pb2.AttachUp(abort=worker_pb2.Abort(handles=handles))
+
+
+def submit_bytes(submit: worker_pb2.Submit) -> int:
+    """An upper bound of the message's size, without encoding it."""
+    return request_bytes(submit.frames, len(submit.output_token_ids))
+
+
+def request_bytes(frames: Sequence[bytes], output_tokens: int) -> int:
+    """An upper bound of the size of the Submit of such a request."""
+    return sum(map(len, frames)) + _TOKEN_BYTES * output_tokens + _SUBMIT_OVERHEAD_BYTES

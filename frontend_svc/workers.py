@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from frontend_svc.link import HEARTBEAT_S, Link, LinkSink
+from frontend_svc.link import HEARTBEAT_S, Link, LinkSink, Loss, LossCause
 from tailrace.records import InstanceRecord
 from tailrace.v1 import worker_pb2
 
@@ -65,6 +65,7 @@ class Workers:
                     self._drop(instance_id)
             elif record.incarnation != kept.link.record.incarnation:
                 self._drop(instance_id)
+                self._sink.on_process_gone(instance_id)
             else:
                 kept.link.wanted = True
                 if kept.task.done():
@@ -84,9 +85,20 @@ class Workers:
         if kept is not None:
             kept.link.queue_for_wakeup(message)
 
+    def cut(self, instance_id: str, reason: str) -> None:
+        """Break the stream to an instance that does not keep to the protocol; it is opened again."""
+        kept = self._kept.get(instance_id)
+        if kept is not None:
+            kept.link.cut(reason)
+
     def attached(self) -> list[str]:
         """See Outbox."""
         return [instance_id for instance_id, kept in self._kept.items() if kept.link.attached]
+
+    def max_message_bytes(self, instance_id: str) -> int:
+        """See Outbox."""
+        kept = self._kept.get(instance_id)
+        return kept.link.max_message_bytes if kept is not None and kept.link.attached else 0
 
     def _keep(self, record: InstanceRecord) -> None:
         assert self._group is not None
@@ -99,7 +111,7 @@ class Workers:
         kept.task.cancel()
         if kept.link.attached:
             log.warning("lost %s: it was restarted", instance_id)
-            self._sink.on_lost(instance_id, "restarted")
+            self._sink.on_lost(instance_id, Loss(LossCause.BROKEN, "restarted"))
 
     async def _tick(self) -> None:
         due_s = time.monotonic() + HEARTBEAT_S

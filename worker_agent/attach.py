@@ -8,18 +8,17 @@ import time
 from collections.abc import AsyncIterator
 from typing import Final
 
+from tailrace.service.first_ended import first_ended
 from tailrace.service.message_stream import MessageStream, StreamBroken
 from tailrace.v1 import worker_pb2
 from worker_agent.dispatch import Dispatch
-from worker_agent.frontends import Downstream, FrontEnd, FrontEnds
+from worker_agent.frontends import AttachRefused, Downstream, FrontEnd, FrontEnds
 
 log = logging.getLogger(__name__)
 
 _HELLO_S: Final = 5.0
-
-
-class AttachRefused(Exception):
-    """The peer did not begin as agreed; the message says how."""
+# What a refused front end has to close its end.
+_REFUSED_S: Final = 1.0
 
 
 class AttachStreams:
@@ -40,22 +39,20 @@ class AttachStreams:
     async def serve(self, messages: AsyncIterator[worker_pb2.AttachUp], down: Downstream) -> None:
         """From hello until either end stops. Raises AttachRefused."""
         hello = await self._greeting(messages)
-        front_end = self._front_ends.attach(hello.frontend_id, hello.incarnation, down)
-        front_end.send(worker_pb2.AttachDown(hello=self._hello))
-        tasks = [
-            asyncio.create_task(self._read(front_end, messages), name="attach reader"),
-            asyncio.create_task(_wait(front_end.closed), name="attach cut"),
-        ]
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            front_end = self._front_ends.attach(hello, down)
+        except AttachRefused as refusal:
+            down.send(worker_pb2.AttachDown(refused=worker_pb2.AttachRefused(reason=str(refusal))))
+            await _until_closed(messages)
+            raise
+        front_end.send(worker_pb2.AttachDown(hello=self._hello))
+        try:
+            await first_ended(self._read(front_end, messages), front_end.wait_closed())
+        except StreamBroken:
+            pass
         finally:
             # At once, whatever the tasks are doing: what it had here must be freed now.
             self._front_ends.detach(front_end)
-            for task in tasks:
-                task.cancel()
-            for result in await asyncio.gather(*tasks, return_exceptions=True):
-                if isinstance(result, Exception) and not isinstance(result, StreamBroken):
-                    log.error("attach stream of %s", front_end.frontend_id, exc_info=result)
 
     async def _greeting(self, messages: AsyncIterator[worker_pb2.AttachUp]) -> worker_pb2.FrontendHello:
         try:
@@ -80,5 +77,11 @@ async def _incoming(stream: MessageStream[worker_pb2.AttachUp]) -> AsyncIterator
         yield message
 
 
-async def _wait(event: asyncio.Event) -> None:
-    await event.wait()
+async def _until_closed(messages: AsyncIterator[worker_pb2.AttachUp]) -> None:
+    """So that what was sent last is not lost; for a moment at most."""
+    try:
+        async with asyncio.timeout(_REFUSED_S):
+            async for _ in messages:
+                pass
+    except (TimeoutError, StreamBroken):
+        pass

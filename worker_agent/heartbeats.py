@@ -24,8 +24,6 @@ async def beat(front_ends: FrontEnds, silence_s: float) -> None:
         late_s = now_s - due_s
         due_s = now_s
         for front_end in front_ends:
-            front_end.heard_s += late_s
-            if now_s - front_end.heard_s > silence_s:
-                front_end.cut(f"silent for {now_s - front_end.heard_s:.1f} s")
-            elif front_end.reads:
+            front_end.check(now_s, late_s, silence_s)
+            if front_end.reads:
                 front_end.send(_HEARTBEAT)

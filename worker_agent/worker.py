@@ -115,6 +115,7 @@ async def running_worker(
     def on_dead(reason: str) -> None:
         # At once: an engine that hangs may hold the end of this process up for a while.
         log.error("%s: %s", instance_id, reason)
+        front_ends.say_goodbye(worker_pb2.Goodbye(engine_failed=True, reason=reason))
         if not died.done():
             died.set_result(f"{instance_id}: {reason}")
 
@@ -205,8 +206,7 @@ async def running_worker(
                 streams.serve_stream,
             )
         )
-        # So that each stream's end has a reason in the log.
-        stack.callback(front_ends.cut_all, "the worker is stopping")
+        stack.push_async_callback(front_ends.leave, worker_pb2.Goodbye(reason="the worker is stopping"))
         address = f"{around.host}:{server.address.rpartition(':')[2]}"
         coordinator.address = address
         speeds = KnownSpeeds(info.profile, settings, profiler.kind, around.membership)

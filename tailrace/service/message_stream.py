@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import socket
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -17,13 +18,15 @@ from typing import Final, Generic, Protocol, Self, TypeVar, cast
 
 from google.protobuf.message import DecodeError
 
-from tailrace.service.channels import MESSAGE_BYTES_MAX
 from tailrace.service.failure import failure
 from tailrace.service.said import said
 from tailrace.service.server import ListenError
 from tailrace.service.socket_writer import SocketWriter
 
 log = logging.getLogger(__name__)
+
+DEFAULT_MAX_MESSAGE_BYTES: Final = 64 << 20
+"""Largest message that an end takes unless told otherwise; each end announces its own in its hello."""
 
 _LENGTH_BYTES: Final = 4
 # What is read ahead of its reader; beyond it the sender has to wait.
@@ -56,9 +59,13 @@ Received = TypeVar("Received", bound=Message)
 class MessageStream(asyncio.Protocol, Generic[Received]):
     """One end. One task reads; any thread sends. A read or write may be cancelled."""
 
-    def __init__(self, received: type[Received]) -> None:
-        """`received`: the class of the messages that come in."""
+    def __init__(self, received: type[Received], max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> None:
+        """`received`: the class of the messages that come in. A larger one than `max_message_bytes`
+        breaks the stream: who sends has to keep to what it was told."""
         self._parse = received.FromString
+        self._max_message_bytes = max_message_bytes
+        # When bytes last came in, in seconds of the monotonic clock.
+        self.received_s = time.monotonic()
         self._transport: asyncio.Transport | None = None
         # Set for as long as it is connected.
         self._writer: SocketWriter | None = None
@@ -104,6 +111,11 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
         """Bytes that wait for the other end to read."""
         return 0 if self._writer is None else self._writer.kept_bytes
 
+    def stalled_s(self, now_s: float) -> float:
+        """For how many seconds the other end has taken nothing of what waits for it; 0 while nothing
+        waits."""
+        return 0.0 if self._writer is None else self._writer.stalled_s(now_s)
+
     async def write(self, message: Message) -> None:
         """Send; waits while the other end does not keep up. Raises StreamBroken."""
         await self._writable.wait()
@@ -142,14 +154,18 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
         self._writable.set()
 
     def data_received(self, data: bytes) -> None:
+        self.received_s = time.monotonic()
         buffer = self._buffer
         buffer += data
         start = 0
         while len(buffer) - start >= _LENGTH_BYTES:
             begin = start + _LENGTH_BYTES
             size = int.from_bytes(buffer[start:begin], "little")
-            if size > MESSAGE_BYTES_MAX:
-                self._reject(f"a message of {size} bytes was announced: the peer speaks something else")
+            if size > self._max_message_bytes:
+                self._reject(
+                    f"a message of {size} bytes was announced, more than {self._max_message_bytes}: the"
+                    " peer speaks something else"
+                )
                 return
             if len(buffer) - begin < size:
                 break
@@ -191,17 +207,24 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
         self._writable.set()
 
 
-async def connect_stream(address: str, received: type[Received]) -> MessageStream[Received]:
-    """Connect to HOST:PORT. Raises OSError."""
+async def connect_stream(
+    address: str, received: type[Received], max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+) -> MessageStream[Received]:
+    """Connect to HOST:PORT. Raises OSError, ValueError when this is no HOST:PORT."""
     host, _, port = address.rpartition(":")
     loop = asyncio.get_running_loop()
-    _, stream = await loop.create_connection(lambda: MessageStream(received), host.strip("[]"), int(port))
+    _, stream = await loop.create_connection(
+        lambda: MessageStream(received, max_message_bytes), host.strip("[]"), int(port)
+    )
     return stream
 
 
 @asynccontextmanager
 async def serve_streams(
-    listen: str, received: type[Received], serve: Callable[[MessageStream[Received]], Awaitable[None]]
+    listen: str,
+    received: type[Received],
+    serve: Callable[[MessageStream[Received]], Awaitable[None]],
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
 ) -> AsyncIterator[str]:
     """Serve each connection to HOST:PORT (port 0: any free one) until `serve` returns or the block ends.
 
@@ -231,7 +254,9 @@ async def serve_streams(
             task.add_done_callback(done)
 
     try:
-        server = await loop.create_server(lambda: Accepted(received), host.strip("[]"), int(port))
+        server = await loop.create_server(
+            lambda: Accepted(received, max_message_bytes), host.strip("[]"), int(port)
+        )
     except OSError as error:
         raise ListenError(f"cannot listen on {listen}: {error.strerror or error}") from error
     try:

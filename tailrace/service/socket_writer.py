@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 
@@ -24,6 +25,9 @@ class SocketWriter:
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._kept = bytearray()
+        # When the kernel last took some of it, or when there began to be some; seconds of the monotonic
+        # clock.
+        self._moved_s = 0.0
         self._watching = False
         self._closed = False
 
@@ -31,6 +35,10 @@ class SocketWriter:
     def kept_bytes(self) -> int:
         """Bytes that the kernel has not taken yet."""
         return len(self._kept)
+
+    def stalled_s(self, now_s: float) -> float:
+        """For how many seconds the kernel has taken nothing of what is kept; 0 while nothing is kept."""
+        return max(0.0, now_s - self._moved_s) if self._kept else 0.0
 
     def write(self, data: bytes) -> None:
         """Write, whole and in order. Any thread. Raises OSError when the connection is over."""
@@ -46,6 +54,7 @@ class SocketWriter:
                 sent = 0
             if sent < len(data):
                 self._kept += memoryview(data)[sent:]
+                self._moved_s = time.monotonic()
                 self._loop.call_soon_threadsafe(self._watch)
 
     def close(self) -> None:
@@ -78,6 +87,7 @@ class SocketWriter:
             except OSError as error:
                 failed, sent = error, len(self._kept)
             del self._kept[:sent]
+            self._moved_s = time.monotonic()
             if self._kept:
                 return
             self._unwatch()

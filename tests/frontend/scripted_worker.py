@@ -117,6 +117,11 @@ class ScriptedWorker:
         finally:
             reader.cancel()
 
+    def hang_up(self) -> None:
+        """Its connections break; it lives on, and takes new ones."""
+        for stream in self._streams:
+            stream.close()
+
     def crash(self) -> None:
         """Its connections break, and it takes no new ones."""
         self._crashed = True

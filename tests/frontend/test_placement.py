@@ -27,6 +27,9 @@ class Attached:
     def attached(self) -> list[str]:
         return self.instance_ids
 
+    def max_message_bytes(self, instance_id: str) -> int:
+        return 1 << 20
+
     def send(self, instance_id: str, message: worker_pb2.AttachUp) -> bool:
         return instance_id in self.instance_ids
 

@@ -57,6 +57,38 @@ async def test_a_crash_in_mid_stream_loses_and_repeats_nothing(rig: Rig) -> None
     assert rig.count("recoveries_total", cause="lost") == 1
 
 
+async def test_a_link_that_breaks_is_opened_again_and_its_streams_go_on(rig: Rig) -> None:
+    worker = await rig.worker("a")
+    await rig.front.ready()
+    (mine,) = await start(rig, "r", worker)
+    submit, tokens = mine, [10]
+    worker.say(outputs(mine, [10], 0, PREFILL_DONE))
+    for epoch in (1, 2, 3):
+        await rig.front.tokens_of("r0", epoch)
+        worker.hang_up()
+        submit = await worker.submitted()
+        assert (submit.epoch, list(submit.output_token_ids)) == (epoch, tokens)
+        tokens.append(10 + epoch)
+        worker.say(outputs(submit, tokens[-1:], epoch))
+    worker.say(outputs(submit, [99], 4, FINISHED))
+    await rig.front.end_of("r0")
+    assert rig.front.tokens["r0"] == [10, 11, 12, 13, 99]
+
+
+async def test_malformed_outputs_begin_a_new_stream(rig: Rig) -> None:
+    worker = await rig.worker("a")
+    await rig.front.ready()
+    (mine,) = await start(rig, "r", worker)
+    broken = outputs(mine, [10], 0)
+    broken.outputs.counts[0] = 5
+    worker.say(broken)
+    again = await worker.submitted()
+    assert (again.epoch, list(again.output_token_ids)) == (1, [])
+    worker.say(outputs(again, [10], 0, FINISHED))
+    await rig.front.end_of("r0")
+    assert rig.front.tokens["r0"] == [10]
+
+
 async def test_a_hung_worker_is_lost_by_silence_and_told_to_abort_when_it_wakes(rig: Rig) -> None:
     first, second = await rig.worker("a"), await rig.worker("b")
     await rig.front.ready()

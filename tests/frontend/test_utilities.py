@@ -24,6 +24,9 @@ class Instances:
     def attached(self) -> list[str]:
         return self.instance_ids
 
+    def max_message_bytes(self, instance_id: str) -> int:
+        return 1 << 20
+
     def send(self, instance_id: str, message: worker_pb2.AttachUp) -> bool:
         self.sent.append((instance_id, message.utility.call_id))
         return instance_id in self.instance_ids

@@ -232,12 +232,16 @@ class Down:
     """The way to the front end; takes everything."""
 
     unsent_bytes = 0
+    received_s = 0.0
 
     def __init__(self) -> None:
         self.messages: asyncio.Queue[worker_pb2.AttachDown] = asyncio.Queue()
 
     def send(self, message: worker_pb2.AttachDown) -> None:
         self.messages.put_nowait(message)
+
+    def stalled_s(self, now_s: float) -> float:
+        return 0.0
 
 
 class FrontEnd:

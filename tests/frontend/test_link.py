@@ -1,0 +1,344 @@
+"""A link to a worker: it is opened again whatever breaks it, and says what became of the worker."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from frontend_svc import link as link_module
+from frontend_svc.link import QUEUE_LIMIT, Link, Loss, LossCause
+from tailrace.service.message_stream import MessageStream, StreamBroken, serve_streams
+from tailrace.v1 import worker_pb2
+from tests.frontend.fleet import record
+
+Up = MessageStream[worker_pb2.AttachUp]
+HELLO = worker_pb2.FrontendHello(frontend_id="f", incarnation="1")
+WAIT_S = 20.0
+
+
+class Sink:
+    """Keeps what a link reports, each kind with its moment."""
+
+    def __init__(self) -> None:
+        self.events: asyncio.Queue[tuple[str, Any, float]] = asyncio.Queue()
+
+    def on_attached(self, instance_id: str, hello: worker_pb2.WorkerHello) -> None:
+        self.events.put_nowait(("attached", hello, time.monotonic()))
+
+    def on_lost(self, instance_id: str, loss: Loss) -> None:
+        self.events.put_nowait(("lost", loss, time.monotonic()))
+
+    def on_process_gone(self, instance_id: str) -> None:
+        self.events.put_nowait(("gone", instance_id, time.monotonic()))
+
+    def on_message(self, instance_id: str, message: worker_pb2.AttachDown) -> None:
+        self.events.put_nowait(("message", message, time.monotonic()))
+
+    async def next(self, kind: str) -> tuple[Any, float]:
+        async with asyncio.timeout(WAIT_S):
+            found, what, when_s = await self.events.get()
+        assert found == kind, (found, what)
+        return what, when_s
+
+
+@asynccontextmanager
+async def running(address: str) -> AsyncIterator[tuple[Link, Sink]]:
+    """A link to the worker w at the address, ticking."""
+    sink = Sink()
+    link = Link(record("w", address), HELLO, sink)
+
+    async def tick() -> None:
+        while True:
+            await asyncio.sleep(0.02)
+            link.tick(time.monotonic(), 0.0)
+
+    tasks = [asyncio.create_task(link.run()), asyncio.create_task(tick())]
+    try:
+        yield link, sink
+    finally:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(result, asyncio.CancelledError) for result in results), results
+
+
+async def greet(stream: Up, name: str = "w") -> worker_pb2.FrontendHello:
+    """The worker's side of the hello."""
+    first = await stream.read()
+    assert first is not None and first.HasField("hello")
+    hello = worker_pb2.WorkerHello(instance_id=name, incarnation="1")
+    await stream.write(worker_pb2.AttachDown(hello=hello))
+    return first.hello
+
+
+def end_at_once(stream: Up) -> None:
+    stream.close()
+
+
+def corrupt_length(stream: Up) -> None:
+    raw(stream, b"\xff" * 8)
+
+
+def corrupt_body(stream: Up) -> None:
+    raw(stream, (3).to_bytes(4, "little") + b"\xff\xff\xff")
+
+
+def half_a_message(stream: Up) -> None:
+    raw(stream, (100).to_bytes(4, "little") + b"x")
+    stream.close()
+
+
+def raw(stream: Up, data: bytes) -> None:
+    assert stream._writer is not None
+    stream._writer.write(data)
+
+
+@pytest.mark.parametrize("breaks", [end_at_once, corrupt_length, corrupt_body, half_a_message])
+async def test_whatever_breaks_a_link_to_a_living_worker_it_is_opened_again_within_a_second(
+    breaks: Callable[[Up], None],
+) -> None:
+    attempts: list[int] = []
+
+    async def serve(stream: Up) -> None:
+        attempts.append((await greet(stream)).attempt)
+        await stream.read()
+        breaks(stream)
+        while await stream.read() is not None:
+            pass
+
+    async with serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address, running(address) as ends:
+        link, sink = ends
+        await sink.next("attached")
+        for _ in range(4):
+            assert link.send(worker_pb2.AttachUp(abort=worker_pb2.Abort(handles=[1])))
+            loss, lost_s = await sink.next("lost")
+            assert loss.cause is LossCause.BROKEN and loss.reason
+            _, attached_s = await sink.next("attached")
+            assert attached_s - lost_s < 1.0
+    # Each connection says which one it is.
+    assert attempts == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("failed", [False, True])
+async def test_a_worker_that_says_goodbye_says_why(failed: bool) -> None:
+    async def serve(stream: Up) -> None:
+        await greet(stream)
+        goodbye = worker_pb2.Goodbye(engine_failed=failed, reason="enough")
+        await stream.write(worker_pb2.AttachDown(goodbye=goodbye))
+        assert await stream.read() is None
+
+    async with serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address, running(address) as ends:
+        await ends[1].next("attached")
+        loss, _ = await ends[1].next("lost")
+        assert loss == Loss(LossCause.ENGINE_FAILED if failed else LossCause.STOPPED, "enough")
+
+
+async def test_a_process_that_has_ended_is_told_from_a_broken_link() -> None:
+    over = asyncio.Event()
+
+    async def serve(stream: Up) -> None:
+        await greet(stream)
+        await over.wait()
+
+    async with serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address:
+        running_link = running(address)
+        _, sink = await running_link.__aenter__()
+        await sink.next("attached")
+    # Nobody listens there any more.
+    loss, _ = await sink.next("lost")
+    assert loss.cause is LossCause.BROKEN
+    assert (await sink.next("gone"))[0] == "w"
+    async with serve_streams(address, worker_pb2.AttachUp, serve):
+        await sink.next("attached")
+        await running_link.__aexit__(None, None, None)
+
+
+async def test_a_worker_that_accepts_and_never_answers_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link_module, "HELLO_S", 0.1)
+    silent = 2
+
+    async def serve(stream: Up) -> None:
+        nonlocal silent
+        if silent:
+            silent -= 1
+            with pytest.raises(StreamBroken):
+                while await stream.read() is not None:
+                    pass
+                raise StreamBroken
+            return
+        await greet(stream)
+        await stream.read()
+
+    async with serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address, running(address) as ends:
+        link, sink = ends
+        assert not link.send(worker_pb2.AttachUp())
+        await sink.next("attached")
+        assert silent == 0
+
+
+async def test_a_worker_that_refuses_this_front_end_is_asked_again_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(link_module, "_REFUSED_S", 0.05)
+    refusals = 3
+
+    async def serve(stream: Up) -> None:
+        nonlocal refusals
+        if refusals:
+            refusals -= 1
+            await stream.read()
+            refused = worker_pb2.AttachRefused(reason="another one of this id")
+            await stream.write(worker_pb2.AttachDown(refused=refused))
+        else:
+            await greet(stream)
+        await stream.read()
+
+    async with serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address, running(address) as ends:
+        await ends[1].next("attached")
+    refused = [entry for entry in caplog.records if "another one of this id" in entry.getMessage()]
+    # Once, not at each attempt.
+    assert len(refused) == 1 and refused[0].levelname == "ERROR"
+
+
+@asynccontextmanager
+async def proxy(address: str) -> AsyncIterator[tuple[str, Callable[[], None]]]:
+    """A connection through here can be made half open: both ends stay, and nothing passes any more."""
+    passing: list[asyncio.Event] = []
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gate: asyncio.Event) -> None:
+        while data := await reader.read(65536):
+            await gate.wait()
+            writer.write(data)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = address.rpartition(":")
+        back_reader, back_writer = await asyncio.open_connection(host, int(port))
+        gate = asyncio.Event()
+        gate.set()
+        passing.append(gate)
+        for work in (pump(reader, back_writer, gate), pump(back_reader, writer, gate)):
+            tasks.add(asyncio.create_task(work))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", lambda: passing[-1].clear()
+    finally:
+        server.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_half_open_connection_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "SILENCE_S", 0.3)
+    monkeypatch.setattr(link_module, "GRACE_S", 0.2)
+
+    async def serve(stream: Up) -> None:
+        await greet(stream)
+        while not stream.closed:
+            await asyncio.sleep(0.05)
+            stream.send(worker_pb2.AttachDown(heartbeat=worker_pb2.Heartbeat()))
+
+    async with (
+        serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address,
+        proxy(address) as (front, freeze),
+        running(front) as (link, sink),
+    ):
+        await sink.next("attached")
+        freeze()
+        loss, _ = await sink.next("lost")
+        assert loss.cause is LossCause.SILENT
+        await sink.next("attached")
+        assert link.attached
+
+
+async def test_a_large_message_that_takes_long_to_come_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "SILENCE_S", 0.3)
+    data = worker_pb2.AttachDown(utility=worker_pb2.UtilityResult(frames=[b"x" * 1000])).SerializeToString()
+
+    async def serve(stream: Up) -> None:
+        await greet(stream)
+        frame = len(data).to_bytes(4, "little") + data
+        for at in range(0, len(frame), 50):
+            raw(stream, frame[at : at + 50])
+            await asyncio.sleep(0.05)
+        await stream.read()
+
+    async with serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address, running(address) as ends:
+        await ends[1].next("attached")
+        message, _ = await ends[1].next("message")
+        assert message.utility.frames[0] == b"x" * 1000
+
+
+async def test_a_worker_that_takes_nothing_for_long_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "STALL_S", 0.3)
+
+    async def serve(stream: Up) -> None:
+        await greet(stream)
+        while not stream.closed:
+            # It beats, and reads nothing: its end is full soon.
+            stream.send(worker_pb2.AttachDown(heartbeat=worker_pb2.Heartbeat()))
+            await asyncio.sleep(0.02)
+
+    async with serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address, running(address) as ends:
+        link, sink = ends
+        await sink.next("attached")
+        for _ in range(60):
+            link.send(submission(1 << 20))
+        loss, _ = await sink.next("lost")
+        assert loss.reason.startswith("took nothing of")
+
+
+def submission(size: int) -> worker_pb2.AttachUp:
+    return worker_pb2.AttachUp(submit=worker_pb2.Submit(frames=[b"x" * size]))
+
+
+async def serve_hello(stream: Up, limit: int, resume: asyncio.Event) -> None:
+    await stream.read()
+    hello = worker_pb2.WorkerHello(instance_id="w", incarnation="1", max_message_bytes=limit)
+    await stream.write(worker_pb2.AttachDown(hello=hello))
+    await resume.wait()
+
+
+async def test_submissions_that_a_worker_cannot_take_are_turned_away_and_break_nothing() -> None:
+    resume = asyncio.Event()
+    serve: Callable[[Up], Awaitable[None]] = lambda stream: serve_hello(stream, 100_000, resume)  # noqa: E731
+    async with serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address, running(address) as ends:
+        link, sink = ends
+        await sink.next("attached")
+        assert link.max_message_bytes == 100_000
+        assert not link.send(submission(100_001))
+        taken = 0
+        while link.send(submission(90_000)):
+            taken += 1
+        assert taken == 4
+        # What is not a submission still goes.
+        assert link.send(worker_pb2.AttachUp(abort=worker_pb2.Abort(handles=[1])))
+        assert sink.events.empty() and link.attached
+        resume.set()
+
+
+async def test_the_queue_to_a_worker_has_a_bound_for_submissions_before_that_for_aborts() -> None:
+    resume = asyncio.Event()
+    serve: Callable[[Up], Awaitable[None]] = lambda stream: serve_hello(stream, 0, resume)  # noqa: E731
+    async with serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address, running(address) as ends:
+        link, sink = ends
+        await sink.next("attached")
+        taken = 0
+        while link.send(submission(10)):
+            taken += 1
+        assert taken == QUEUE_LIMIT // 2
+        for _ in range(QUEUE_LIMIT // 2):
+            assert link.send(worker_pb2.AttachUp(abort=worker_pb2.Abort(handles=[1])))
+        assert not link.send(worker_pb2.AttachUp(abort=worker_pb2.Abort(handles=[1])))
+        loss, _ = await sink.next("lost")
+        assert "messages unread" in loss.reason
+        resume.set()

@@ -1,0 +1,59 @@
+"""Tasks that run together until the first one ends."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tailrace.service.first_ended import first_ended
+
+
+class Broken(Exception):
+    """What a task of ours raises."""
+
+
+async def fail() -> None:
+    raise Broken
+
+
+async def test_what_the_first_one_raises_is_raised_and_the_caller_was_not_cancelled() -> None:
+    ended = asyncio.Event()
+
+    async def forever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    for _ in range(2):
+        with pytest.raises(Broken):
+            await first_ended(forever(), fail())
+        assert ended.is_set()
+        task = asyncio.current_task()
+        assert task is not None and task.cancelling() == 0
+
+
+async def test_the_others_are_cancelled_when_one_returns() -> None:
+    async with asyncio.timeout(10):
+        await first_ended(asyncio.sleep(0), asyncio.Event().wait())  # type: ignore[arg-type]
+
+
+async def test_a_cancellation_of_the_caller_is_never_swallowed() -> None:
+    """Not even when a task fails at the same moment, which asyncio.TaskGroup of Python 3.11 takes for the
+    reason."""
+    started = asyncio.Event()
+
+    async def fail_when_cancelled() -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise Broken from None
+
+    caller = asyncio.create_task(first_ended(fail_when_cancelled(), asyncio.sleep(3600)))
+    await started.wait()
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert caller.cancelled()
