@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
@@ -79,6 +78,6 @@ class Placement:
         candidates = [i for i in usable(self._members, self._outbox.attached()) if i not in avoid]
         if not candidates:
             return Refused("no instance answers")
-        carried = Counter(stream.owner for stream in self._table)
-        best = min(may_prefill(self._members, candidates), key=lambda i: (carried[i], i))
+        count = self._table.count_owned
+        best = min(may_prefill(self._members, candidates), key=lambda i: (count(i), i))
         return Placed(best, "fallback")

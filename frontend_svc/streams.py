@@ -113,6 +113,8 @@ class StreamTable:
         self._after_prefill = after_prefill
         self._streams: dict[int, Stream] = {}
         self._by_request: dict[str, Stream] = {}
+        # Live streams by owner and handle; an instance without any is not in it.
+        self._by_owner: dict[str, dict[int, Stream]] = {}
         self._last_handle = 0
 
     def __len__(self) -> int:
@@ -128,6 +130,10 @@ class StreamTable:
     def find(self, request_id: str) -> Stream | None:
         """The live stream of this request."""
         return self._by_request.get(request_id)
+
+    def count_owned(self, instance_id: str) -> int:
+        """How many live streams the instance owns; costs the same however many there are."""
+        return len(self._by_owner.get(instance_id, ()))
 
     def is_live(self, stream: Stream) -> bool:
         """Whether the stream has neither finished nor been closed."""
@@ -156,21 +162,23 @@ class StreamTable:
         if self.is_live(stream):
             del self._streams[stream.handle]
             del self._by_request[stream.request_id]
+            self._forget_owner(stream)
 
     def assign(self, stream: Stream, instance_id: str) -> None:
         """The instance owns the stream from now on, at its current epoch. Only for an orphan."""
         if stream.owner is not None:
             raise ValueError(f"stream {stream.handle} is owned by {stream.owner}")
-        stream.owner = instance_id
+        self._set_owner(stream, instance_id)
 
     def orphan(self, stream: Stream) -> None:
         """Take the stream from its owner: nothing sent before this moment's epoch counts any more."""
+        self._forget_owner(stream)
         stream.owner = None
         stream.epoch += 1
 
     def orphan_all(self, instance_id: str) -> list[Stream]:
         """The instance is lost: take everything from it."""
-        lost = [stream for stream in self._streams.values() if stream.owner == instance_id]
+        lost = list(self._by_owner.get(instance_id, {}).values())
         for stream in lost:
             self.orphan(stream)
             stream.losses += 1
@@ -178,7 +186,8 @@ class StreamTable:
 
     def hand_over(self, stream: Stream, instance_id: str, epoch: int) -> None:
         """Commit of a migration: owner and epoch change in one step."""
-        stream.owner = instance_id
+        self._forget_owner(stream)
+        self._set_owner(stream, instance_id)
         stream.epoch = epoch
 
     def accept(self, instance_id: str, step: Columns) -> Accepted:
@@ -217,6 +226,18 @@ class StreamTable:
                 verdict.keep[position] = False
             offset += count
         return verdict
+
+    def _set_owner(self, stream: Stream, instance_id: str) -> None:
+        stream.owner = instance_id
+        self._by_owner.setdefault(instance_id, {})[stream.handle] = stream
+
+    def _forget_owner(self, stream: Stream) -> None:
+        """Of a stream that its owner loses, or that ends; the field itself stays as it is."""
+        if stream.owner is None:
+            return
+        owned = self._by_owner.get(stream.owner)
+        if owned is not None and owned.pop(stream.handle, None) is not None and not owned:
+            del self._by_owner[stream.owner]
 
     def _note(self, stream: Stream, flags: int, verdict: Accepted) -> None:
         news = flags & FINISHED

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 
 import grpc
 import pytest
 
 from frontend_svc.placement import Placed, Placement, Refused
-from frontend_svc.streams import StreamTable
+from frontend_svc.streams import Stream, StreamTable
 from tailrace.cluster import Pool
 from tailrace.records import ServiceRecord
 from tailrace.service.channels import Channels
@@ -196,3 +196,22 @@ async def test_without_schedulers_the_least_loaded_instance_that_prefills(channe
     assert await placement.choose(table.open("r5"), frozenset()) == Placed("y", "fallback")
     outbox.instance_ids = ["x"]
     assert isinstance(await placement.choose(table.open("r4"), frozenset()), Refused)
+
+
+class UnwalkableTable(StreamTable):
+    """Streams that nobody may walk through."""
+
+    def __iter__(self) -> Iterator[Stream]:
+        raise AssertionError("a placement costs time by the number of streams")
+
+
+async def test_a_fallback_placement_does_not_look_at_the_streams(channels: Channels) -> None:
+    members, table = StaticMembers(), UnwalkableTable()
+    names = [f"w{number}" for number in range(64)]
+    for number in range(10_000):
+        table.assign(table.open(f"r{number}"), names[number % 63])
+    placement = Placement("f0", members, Attached(*names), table, channels)
+    assert await placement.choose(table.open("new"), frozenset()) == Placed("w63", "fallback")
+    # Nor does a loss look at those of others.
+    assert len(table.orphan_all("w0")) == 159
+    assert [table.count_owned(name) for name in ("w0", "w1", "w62", "w63")] == [0, 159, 158, 0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import pytest
@@ -175,6 +175,12 @@ class Arbiter(RuleBasedStateMachine):
             assert list(stream.token_ids) == tokens
             if len(tokens) == LENGTH:
                 assert not self.table.is_live(stream)
+
+    @invariant()
+    def counts_are_those_of_the_live_streams(self) -> None:
+        owners = Counter(stream.owner for stream in self.table)
+        for instance in INSTANCES:
+            assert self.table.count_owned(instance) == owners[instance]
 
 
 Arbiter.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
