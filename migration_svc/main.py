@@ -60,14 +60,14 @@ _MARGIN_S: Final = 10.0
     type=click.FloatRange(min=0.1),
     default=10.0,
     show_default=True,
-    help="Seconds a migration may wait for a place.",
+    help="Seconds a migration may wait for a place, and as long for room at its target.",
 )
 @click.option(
     "--timeout",
     type=click.FloatRange(min=0.1),
     default=_DEFAULTS.timeout_s,
     show_default=True,
-    help="Seconds after which a migration that is not committed is aborted.",
+    help="Seconds from when it has room until a migration that is not committed is aborted.",
 )
 @click.option(
     "--max-rounds",
@@ -95,7 +95,7 @@ def command(
 ) -> None:
     """Carry out migrations; a second service stands by."""
     admission = Admission(limit, queue, patience)
-    rules = CopyRules(stop_threshold, max_rounds, timeout)
+    rules = CopyRules(stop_threshold, max_rounds, timeout, patience)
     run_service(lambda shutdown: serve(common, journal, admission, rules, shutdown))
 
 

@@ -32,11 +32,13 @@ _GRACE_S: Final = 2.0
 @dataclass(frozen=True, slots=True)
 class CopyRules:
     """How a request is copied. Stop and copy begins once `stop_threshold_blocks` or fewer are left, or after
-    `max_rounds`; a migration that is not committed after `timeout_s` is aborted."""
+    `max_rounds`; a migration that is not committed `timeout_s` after it got room is aborted. One that is to
+    wait for room at its target may do so for `room_wait_s`."""
 
     stop_threshold_blocks: int = 2
     max_rounds: int = 4
     timeout_s: float = 10.0
+    room_wait_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,7 @@ class MigrationRun:
     async def _import(self, channels: Channels, trace: MigrationTrace) -> None:
         stub = worker_pb2_grpc.WorkerStub(channels.get(self._order.target_address))
         record, request, rules = self.record, self._order.request, self._rules
+        room_wait_s = rules.room_wait_s if request.wait_for_room else 0.0
         call = stub.Import(
             worker_pb2.ImportRequest(
                 migration_id=record.migration_id,
@@ -120,8 +123,9 @@ class MigrationRun:
                 timeout_s=rules.timeout_s,
                 traceparent=trace.traceparent,
                 reason=record.reason,
+                room_wait_s=room_wait_s,
             ),
-            timeout=rules.timeout_s + _GRACE_S,
+            timeout=room_wait_s + rules.timeout_s + _GRACE_S,
         )
         try:
             async for event in call:

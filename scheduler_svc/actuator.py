@@ -17,6 +17,7 @@ from scheduler_svc.settings import Settings
 from scheduler_svc.state import ClusterState, PoolOrder
 from tailrace.actions import Action, Migrate, Offer, SetPool, SetStages
 from tailrace.cluster import RequestView, Stage
+from tailrace.policy.when_full import WhenFull
 from tailrace.store.errors import StoreUnavailable
 from tailrace.v1 import migration_pb2, types_pb2, worker_pb2
 
@@ -47,16 +48,16 @@ class Actuator:
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def submit(self, actions: Sequence[Action], policy: str) -> None:
+    def submit(self, actions: Sequence[Action], policy: str, when_full: WhenFull = WhenFull.REFUSE) -> None:
         """Begin to carry out what was decided in one go; no wait. Pools and migrations count at once: what is
-        decided next, in the same report even, goes by them."""
+        decided next, in the same report even, goes by them. `when_full`: of the migrations among them."""
         for action in without_swaps(actions):
             kind = type(action).__name__
             if len(self._tasks) >= _OPEN_MAX:
                 self._metrics.actions.labels(kind, "dropped").inc()
                 continue
             try:
-                work = self._begin(action, policy)
+                work = self._begin(action, policy, when_full)
             except Refused as error:
                 self._refused(kind, policy, error)
                 continue
@@ -76,13 +77,13 @@ class Actuator:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _begin(self, action: Action, policy: str) -> Coroutine[None, None, str]:
+    def _begin(self, action: Action, policy: str, when_full: WhenFull) -> Coroutine[None, None, str]:
         """Count it in; what is left to do, and how that ends. Raises Refused."""
         match action:
             case Migrate():
-                return self._begin_migration(action, policy)
+                return self._begin_migration(action, policy, when_full)
             case Offer():
-                return self._begin_offer(action, policy)
+                return self._begin_offer(action, policy, when_full)
             case SetPool():
                 order = self._state.pool_ordered(action.instance_id, action.pool)
                 if order is None:
@@ -122,33 +123,41 @@ class Actuator:
         await self._settings.swap_stages(before, action.stages)
         return "done"
 
-    def _begin_migration(self, action: Migrate, policy: str) -> Coroutine[None, None, str]:
+    def _begin_migration(
+        self, action: Migrate, policy: str, when_full: WhenFull
+    ) -> Coroutine[None, None, str]:
         request = self._state.request(action.request_id)
         if request is None or request.instance_id != action.source_id:
             return _outdated()
-        return _ended(self._move(request, action, policy))
+        return _ended(self._move(request, action, policy, when_full))
 
-    def _begin_offer(self, action: Offer, policy: str) -> Coroutine[None, None, str]:
+    def _begin_offer(self, action: Offer, policy: str, when_full: WhenFull) -> Coroutine[None, None, str]:
         request = self._state.request(action.request_id)
         if request is None or request.instance_id != action.source_id:
             return _outdated()
-        return self._negotiated(self._negotiator.offer(request, action, policy), request, action, policy)
+        offered = self._negotiator.offer(request, action, policy)
+        return self._negotiated(offered, request, action, policy, when_full)
 
     async def _negotiated(
-        self, offered: Coroutine[None, None, bool], request: RequestView, action: Offer, policy: str
+        self,
+        offered: Coroutine[None, None, bool],
+        request: RequestView,
+        action: Offer,
+        policy: str,
+        when_full: WhenFull,
     ) -> str:
         try:
             return "committed" if await offered else "aborted"
         except CannotNegotiate as error:
             log.debug("%s does not negotiate; its request goes where the view says", error)
         first = Migrate(action.request_id, action.source_id, action.receiver_ids[0], action.reason)
-        return await _ended(self._move(request, first, policy))
+        return await _ended(self._move(request, first, policy, when_full))
 
     def _move(
-        self, request: RequestView, action: Migrate, policy: str
+        self, request: RequestView, action: Migrate, policy: str, when_full: WhenFull
     ) -> AsyncGenerator[migration_pb2.MigrationRecord]:
         mode = worker_pb2.COPY_MODE_PRE_COPY
-        return self._mover.move(request, action.target_id, action.reason, policy, mode)
+        return self._mover.move(request, action.target_id, action.reason, policy, mode, when_full)
 
 
 async def _outdated() -> str:

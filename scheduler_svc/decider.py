@@ -15,6 +15,7 @@ from scheduler_svc.state import ClusterState, PhaseChange
 from tailrace.actions import Action
 from tailrace.cluster import ClusterView, Phase, RequestView, Stage
 from tailrace.policy.base import Policy
+from tailrace.policy.when_full import WhenFull
 from tailrace.v1 import monitor_pb2
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,9 @@ _LOOK_S: Final = 1.0
 class Hands(Protocol):
     """What carries decisions out."""
 
-    def submit(self, actions: Sequence[Action], policy: str) -> None: ...
+    def submit(
+        self, actions: Sequence[Action], policy: str, when_full: WhenFull = WhenFull.REFUSE
+    ) -> None: ...
 
 
 class Decider:
@@ -138,7 +141,7 @@ class Decider:
         finally:
             self._metrics.decision_seconds.labels(point).observe(time.perf_counter() - began_s)
         if actions:
-            self._hands.submit(actions, self._active.name)
+            self._hands.submit(actions, self._active.name, self._active.policy.when_full)
 
 
 def _stage_of(stages: Sequence[Stage], instance_id: str) -> Stage | None:

@@ -11,6 +11,7 @@ from scheduler_svc.refused import Refused
 from scheduler_svc.state import ClusterState
 from scheduler_svc.traceparents import Traceparents
 from tailrace.cluster import InstanceState, Phase, RequestView
+from tailrace.policy.when_full import WhenFull
 from tailrace.v1 import migration_pb2, worker_pb2
 
 _PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
@@ -31,8 +32,12 @@ class Mover:
         reason: str,
         policy: str,
         mode: worker_pb2.CopyMode.ValueType,
+        when_full: WhenFull = WhenFull.REFUSE,
     ) -> AsyncGenerator[migration_pb2.MigrationRecord]:
-        """Count the migration in at once; records until it is over. Raises Refused, at once too."""
+        """Count the migration in at once; records until it is over. Raises Refused, at once too.
+
+        `when_full` HOST is as REFUSE here: whether host memory takes a request, its target's order says.
+        """
         self.check(request, target_id)
         if not self._state.migration_opened(request, target_id):
             raise Refused(_PRECONDITION, f"request {request.request_id}: a migration of it is open")
@@ -47,6 +52,7 @@ class Mover:
                 mode=mode,
                 traceparent=self._traceparents.get(request.request_id)
                 or self._state.traceparent(request.request_id),
+                wait_for_room=when_full is WhenFull.WAIT,
             )
         )
 

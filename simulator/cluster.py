@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from simulator.hooks import FutureLoad, LengthPenalty, LengthPredictor
 from tailrace.cluster import Pool, Stage
+from tailrace.policy.when_full import WhenFull
 from tailrace.profiles import Profile
 
 
@@ -59,17 +59,6 @@ class LinkSpec:
     fabric_bytes_per_s: float | None = None
 
 
-class WhenFull(enum.Enum):
-    """What becomes of a migration whose target has no room for its KV."""
-
-    # It waits at the target, while the request decodes on at its source (Arrow's KV-migration queue).
-    WAIT = "wait"
-    # It is refused, and the request stays (CascadeInfer, section 5).
-    REFUSE = "refuse"
-    # The request goes all the same, into the target's host memory, and waits there for its turn (PASCAL).
-    HOST = "host"
-
-
 @dataclass(frozen=True, slots=True)
 class MigrationSpec:
     """Live migration in rounds (design, section 6), admitted as the live migration service does."""
@@ -81,7 +70,7 @@ class MigrationSpec:
     patience_s: float = 10.0
     when_full: WhenFull = WhenFull.WAIT
     # Whether the target is asked for room only once the migration has its place, as the live services do: one
-    # that is refused then has held a place. Not with WAIT. False: the papers', whose receivers agree first.
+    # that is refused or waits then has a place meanwhile. False: the papers', whose receivers agree first.
     room_last: bool = False
     # Pre-copy rounds while the source decodes on, before the last round that pauses the request.
     max_rounds: int = 4
@@ -92,10 +81,6 @@ class MigrationSpec:
     commit_s: float = 0.001
     # One message of bid-ask between two instances, on average; each takes half to one and a half of it.
     message_s: float = 0.001
-
-    def __post_init__(self) -> None:
-        if self.room_last and self.when_full is WhenFull.WAIT:
-            raise ValueError("room_last: who waits for room at the target has no place yet")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from simulator.blocks import blocks_for
-from simulator.cluster import MigrationSpec, WhenFull
+from simulator.cluster import MigrationSpec
 from simulator.events import EventQueue
 from simulator.instance import Instance
 from simulator.job import Job, JobState
@@ -22,6 +22,7 @@ from simulator.network import Network
 from simulator.records import MigrationOutcome, MigrationRecord, PlacementRecord
 from tailrace.actions import Migrate
 from tailrace.intra.base import ImportView, IntraPolicy, Rank
+from tailrace.policy.when_full import WhenFull
 
 # Called at the end of a migration: whether it was committed, and when.
 Ended = Callable[[bool, float], None]
@@ -129,9 +130,7 @@ class Migrations:
         source.migrations_out += 1
         target.migrations_in += 1
         self._listener.migration_opened(migration)
-        if self._spec.when_full is WhenFull.WAIT:
-            self._find_room(migration, now)
-        elif self._spec.room_last or self._ask_for_room(migration, now):
+        if self._spec.room_last or self._find_room(migration, now, self._enqueue):
             self._enqueue(migration, now)
 
     def preempted(self, job: Job, now: float) -> None:
@@ -164,19 +163,22 @@ class Migrations:
             return f"{len(self._queue)} migrations are waiting already"
         return ""
 
-    def _find_room(self, migration: Migration, now: float) -> None:
-        """Room, or a place in the target's line for it; then a place on the link."""
+    def _find_room(self, migration: Migration, now: float, then: Callable[[Migration, float], None]) -> bool:
+        """Whether the target has room now. If not, the migration waits in the target's line for it, and goes
+        on with `then`; or it is over."""
+        if self._spec.when_full is not WhenFull.WAIT:
+            return self._ask_for_room(migration, now)
         target = migration.target
         if not target.imports and self._take_room(migration, now):
-            self._enqueue(migration, now)
-            return
+            return True
         source = migration.source
         used = source.used_blocks_at(source.boundary) * source.block_tokens
         view = ImportView(self._asked, migration.asked_tokens, used)
         rank = self._intra.import_rank(view)
-        migration.in_line = (rank, self._taker(migration))
+        migration.in_line = (rank, self._taker(migration, then))
         insort(target.imports, migration.in_line, key=_rank_of)
         self._expect(migration, lambda: not migration.blocks, MigrationOutcome.NO_ROOM, now)
+        return False
 
     def _ask_for_room(self, migration: Migration, now: float) -> bool:
         """Whether the target has room; else the migration is over."""
@@ -190,12 +192,15 @@ class Migrations:
         self._close(migration, MigrationOutcome.NO_ROOM, "no room", now)
         return False
 
-    def _taker(self, migration: Migration) -> Callable[[float], bool]:
+    def _taker(
+        self, migration: Migration, then: Callable[[Migration, float], None]
+    ) -> Callable[[float], bool]:
         def take(now: float) -> bool:
             taken = self._take_room(migration, now)
             if taken:
                 migration.in_line = None
-                self._enqueue(migration, now)
+                # Not at once: the target is deciding on its next run.
+                self._events.at(now, self._step(migration, then))
             return taken
 
         return take
@@ -252,7 +257,7 @@ class Migrations:
     def _precopy(self, migration: Migration, now: float) -> None:
         """Copy the full blocks that are not copied yet, or hold the request back for what is left."""
         source = migration.source
-        if not migration.blocks and not self._ask_for_room(migration, now):
+        if not migration.blocks and not self._find_room(migration, now, self._precopy):
             return
         if migration.started_s is None:
             migration.started_s = now

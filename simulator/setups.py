@@ -14,7 +14,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Final
 
-from simulator.cluster import ClusterSpec, MigrationSpec, WhenFull
+from simulator.cluster import ClusterSpec, MigrationSpec
 from simulator.hooks import LengthPredictor
 from simulator.predictors import NoisyPredictor, OraclePredictor
 from tailrace.cluster import Pool
@@ -26,6 +26,7 @@ from tailrace.policy.ares.future_load import FutureLoad
 from tailrace.policy.base import Policy
 from tailrace.policy.deployment import Deployment
 from tailrace.policy.parameters import Parameter, Value
+from tailrace.policy.when_full import WhenFull
 
 # Names of predictions that workers can be given, whatever the policy.
 PREDICTIONS: Final = ("none", "noisy", "oracle")
@@ -121,10 +122,6 @@ def predictor_for(predicts: str, mean_output_tokens: float | None = None) -> Len
 _PASCAL = MigrationSpec(
     limit=256, queue_limit=10_000, patience_s=600.0, when_full=WhenFull.HOST, max_rounds=0
 )
-# "Migration is skipped if no idle cache is available" (CascadeInfer, section 5).
-_CASCADE = MigrationSpec(when_full=WhenFull.REFUSE)
-# FCFS queue of KV migrations (Arrow, section 5.4).
-_ARROW = MigrationSpec(when_full=WhenFull.WAIT)
 # 1P+3D (ARES, section 6.1) and 4P+4D (Arrow, section 7.3).
 _ARES_PREFILL: Final = 0.25
 _ARROW_PREFILL: Final = 0.5
@@ -150,7 +147,7 @@ _SPECIAL: Final[Mapping[str, Setup]] = MappingProxyType(
                 )
             ),
             *(
-                Setup(name, name, intra_for_policy(name), _ARROW_PREFILL, _ARROW)
+                Setup(name, name, intra_for_policy(name), _ARROW_PREFILL)
                 for name in ("arrow", "minimal_load", "round_robin_pools", "static_pools")
             ),
         )
@@ -174,9 +171,7 @@ def setup_for(name: str) -> Setup:
     if ":" not in name and name not in registry.names():
         known = ", ".join(setup_names())
         raise UnknownSetupError(f"unknown policy {name!r}; known: {known}; or your own as module:Class")
-    if ":" in name:
-        _policy_class(name)
-    migration = _CASCADE if name.startswith("cascade") else MigrationSpec()
+    migration = MigrationSpec(when_full=_policy_class(name).when_full)
     return Setup(name, name, intra_for_policy(name), migration=migration)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import overload
 
-from simulator.cluster import ClusterSpec, WhenFull
+from simulator.cluster import ClusterSpec
 from simulator.events import NEVER
 from simulator.instance import Instance
 from simulator.job import Job, JobState
@@ -32,6 +32,7 @@ from tailrace.cluster import (
 from tailrace.intra.base import IntraPolicy
 from tailrace.policy.phase_load import CountsPhases
 from tailrace.policy.prompts import ListsPrompts, Prompt
+from tailrace.policy.when_full import WhenFull
 from tailrace.predictor.limits import limited, tokens_left
 from tailrace.qoe import slack_tokens
 

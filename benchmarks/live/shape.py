@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from simulator.cluster import ClusterSpec, InstanceSpec, LinkSpec, MigrationSpec, ReportSpec, WhenFull
+from simulator.cluster import ClusterSpec, InstanceSpec, LinkSpec, MigrationSpec, ReportSpec
 from simulator.predictors import OraclePredictor
 from tailrace.cluster import Pool
 from tailrace.policy.ares.future_load import FutureLoad
+from tailrace.policy.when_full import WhenFull
 from tailrace.profiles import Profile, load_profile
 from worker_agent.engine.simulated.speed import at_speed
 from worker_agent.speeds import Speeds
@@ -20,8 +21,6 @@ REPORT_S: Final = 0.5
 TPOT_S: Final = 0.1
 HOST_KV_BYTES: Final = 4 << 30
 SWAP_BYTES_PER_S: Final = 50e9
-# Orders inside an instance that take a migrated request into host memory (docs/intra.md, Swapping).
-_RECEIVE_ON_HOST: Final = frozenset({"pascal"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +91,11 @@ class Delays:
     commit_s: float
 
 
-def cluster_of(shape: FleetShape, delays: Delays, intra_name: str, pooled: bool) -> ClusterSpec:
+def cluster_of(shape: FleetShape, delays: Delays, when_full: WhenFull, pooled: bool) -> ClusterSpec:
     """The same fleet in the simulator.
 
-    Migrations are as the live services have them, whatever the policy: three an instance and direction; a
-    target that is asked then, and has no room, refuses or takes the request into host memory. The bytes that
+    Migrations are as the live services have them: three an instance and direction; a target that is asked
+    then, and has no room, does as the policy wants (`when_full`). The bytes that
     a live simulated engine really sends are few, so that the link costs nothing and the handshakes are what a
     migration takes.
     """
@@ -114,7 +113,6 @@ def cluster_of(shape: FleetShape, delays: Delays, intra_name: str, pooled: bool)
         max_running_tokens=Speeds.of(profile, TPOT_S).max_running_tokens,
     )
     pools = shape.pools() if pooled else {}
-    when_full = WhenFull.HOST if intra_name in _RECEIVE_ON_HOST else WhenFull.REFUSE
     return ClusterSpec(
         tuple(replace(instance, instance_id=name, pool=pools.get(name)) for name in shape.names),
         link=LinkSpec(bytes_per_s=1e15, latency_s=0.0),

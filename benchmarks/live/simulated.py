@@ -26,7 +26,7 @@ def simulated(taken: Slice, policy: str, delays: Delays, seed: int) -> Outcome:
     Raises SimulationError.
     """
     setup = setup_for(policy)
-    spec = cluster_of(taken.shape, delays, setup.intra_name, has_pools(policy))
+    spec = cluster_of(taken.shape, delays, setup.migration.when_full, has_pools(policy))
     result = simulate(spec, taken.requests, load(policy), setup.intra(), seed=seed)
     done = [record for record in result.requests if record.finish_s is not None]
     committed = [m for m in result.migrations if m.outcome is MigrationOutcome.COMMITTED]

@@ -14,6 +14,7 @@ from tailrace.actions import Action, Placement
 from tailrace.cluster import Arrival, ClusterView, RequestView
 from tailrace.policy.deployment import Fact
 from tailrace.policy.parameters import Parameter
+from tailrace.policy.when_full import WhenFull
 
 
 class Policy(ABC):
@@ -27,6 +28,8 @@ class Policy(ABC):
     parameters: ClassVar[tuple[Parameter, ...]] = ()
     # Facts of the deployment that it plans with.
     needs: ClassVar[tuple[Fact, ...]] = ()
+    # What becomes of its migrations whose target has no room.
+    when_full: ClassVar[WhenFull] = WhenFull.WAIT
     # One line for `tailrace get policies`.
     summary: str = ""
     # Seconds between calls of on_tick; None: never called.

@@ -33,6 +33,7 @@ from tailrace.policy.min_kv import QUEUED_WEIGHT
 from tailrace.policy.parameters import Parameter
 from tailrace.policy.phase_load import phase_load
 from tailrace.policy.room import fits_device, fits_host, footprint_tokens
+from tailrace.policy.when_full import WhenFull
 
 _PLACEMENT: tuple[Parameter, ...] = (
     Parameter(
@@ -53,6 +54,8 @@ class PascalNoMigration(Policy):
     """Algorithm 1: the smallest footprint among instances whose answering requests meet their SLO."""
 
     parameters = _PLACEMENT
+    # "Spilling its KV cache to CPU memory" (section IV-B, on Algorithm 2).
+    when_full = WhenFull.HOST
     summary = "PASCAL's placement by SLO and KV footprint; answers where it reasoned"
 
     def __init__(

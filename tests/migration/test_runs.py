@@ -103,6 +103,14 @@ async def test_a_migration_that_commits_is_recorded_with_what_it_cost() -> None:
         assert b.history.list("r", 0) == [last]
 
 
+async def test_only_who_is_to_wait_for_room_may() -> None:
+    async with bench() as b:
+        b.worker.script = commit()
+        for wait, room_wait_s in ((False, 0.0), (True, CopyRules().room_wait_s)):
+            assert (await b.migrate(wait_for_room=wait))[-1].state == COMMITTED
+            assert (await b.worker.imports.get()).room_wait_s == room_wait_s
+
+
 async def test_who_hears_of_the_end_may_move_the_request_again() -> None:
     async with bench() as b:
         # The target tells the outcome, and then has the source let go.

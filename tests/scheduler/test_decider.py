@@ -18,6 +18,7 @@ from scheduler_svc.state import ClusterState
 from tailrace.actions import Action, Migrate, Place, Placement, Refuse, SetPool
 from tailrace.cluster import Arrival, ClusterView, Pool, RequestView, Stage
 from tailrace.policy.base import Policy
+from tailrace.policy.when_full import WhenFull
 from tests.scheduler.facts import ANSWERING, REASONING, event, members, request, steady
 
 
@@ -54,7 +55,7 @@ class Hands:
     def __init__(self) -> None:
         self.actions: list[Action] = []
 
-    def submit(self, actions: Sequence[Action], policy: str) -> None:
+    def submit(self, actions: Sequence[Action], policy: str, when_full: WhenFull = WhenFull.REFUSE) -> None:
         self.actions += actions
 
 

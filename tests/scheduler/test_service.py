@@ -135,6 +135,8 @@ async def test_migrate(control: Control) -> None:
     )
     asked = await control.workers["b"].imports.get()
     assert (asked.from_epoch, asked.epoch, asked.source_instance_id) == (0, 1, "a")
+    # The operator is told at once.
+    assert asked.room_wait_s == 0.0
     listed = await admin.ListMigrations(
         migration_pb2.ListMigrationsRequest(request_id="chatcmpl-one"), timeout=5
     )
@@ -303,6 +305,8 @@ async def test_prefill_done_hands_over_by_policy(control: Control) -> None:
         await control.report(event("a", request_id, REASONING))
         imported = await asyncio.wait_for(control.workers["b"].imports.get(), WAIT_S)
         assert (imported.request_id, imported.source_instance_id) == (request_id, "a")
+        # `StaticPools.when_full`: it waits for room at a full target.
+        assert imported.room_wait_s > 0.0
 
 
 async def test_drain_and_undrain(control: Control) -> None:

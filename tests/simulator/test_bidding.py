@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator.bidding import Bidding
-from simulator.cluster import ClusterSpec, LinkSpec, MigrationSpec, ReportSpec, WhenFull
+from simulator.cluster import ClusterSpec, LinkSpec, MigrationSpec, ReportSpec
 from simulator.events import NEVER
 from simulator.instance import Instance
 from simulator.records import MigrationOutcome, SimResult
@@ -25,6 +25,7 @@ from tailrace.intra.fcfs import Fcfs
 from tailrace.policy.base import Policy
 from tailrace.policy.cascade.bid_ask import TRANSFERS
 from tailrace.policy.least_loaded import LeastLoaded
+from tailrace.policy.when_full import WhenFull
 from tests.simulator.moving import Stirring
 from tests.simulator.worlds import INTRA, PROFILE, Watched, assert_empty, recount, workloads
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.cluster import ClusterSpec, LinkSpec, MigrationSpec, ReportSpec, WhenFull
+from simulator.cluster import ClusterSpec, LinkSpec, MigrationSpec, ReportSpec
 from simulator.events import NEVER
 from simulator.instance import Instance
 from simulator.records import MigrationOutcome, SimResult
@@ -19,6 +19,7 @@ from tailrace.actions import Action, Migrate, Place, Placement
 from tailrace.cluster import Arrival, ClusterView, RequestView, Stage
 from tailrace.intra.pascal import PascalQueue
 from tailrace.policy.base import Policy
+from tailrace.policy.when_full import WhenFull
 from tests.simulator.moving import Stirring
 from tests.simulator.worlds import INTRA, PROFILE, Watched, assert_empty, recount, workloads
 
@@ -57,6 +58,7 @@ def _run(spec: ClusterSpec, requests: list[SimRequest], intra: str, most: int) -
     intra=st.sampled_from(sorted(INTRA)),
     kv_tokens=st.sampled_from([330, 900]),
     when_full=st.sampled_from(list(WhenFull)),
+    room_last=st.booleans(),
     bytes_per_s=st.sampled_from([1e8, 1e10]),
     interval_s=st.sampled_from([0.0, 0.0517]),
 )
@@ -65,10 +67,12 @@ def test_jumping_equals_stepping_and_every_token_is_made_once(
     requests: list[SimRequest],
     kv_tokens: int,
     when_full: WhenFull,
+    room_last: bool,
     bytes_per_s: float,
     interval_s: float,
 ) -> None:
     spec = _spec(kv_tokens, when_full, bytes_per_s, interval_s)
+    spec = replace(spec, migration=replace(spec.migration, room_last=room_last))
     with pytest.MonkeyPatch.context() as patch:
         begin = Instance._begin
 

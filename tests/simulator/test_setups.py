@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from simulator.cluster import ClusterSpec, WhenFull
+from simulator.cluster import ClusterSpec
 from simulator.predictors import NoisyPredictor, OraclePredictor
 from simulator.request import SimRequest
 from simulator.run import simulate
@@ -18,6 +18,7 @@ from tailrace.policy import registry
 from tailrace.policy.arrow.policy import Arrow
 from tailrace.policy.deployment import Deployment
 from tailrace.policy.min_kv import MinKv
+from tailrace.policy.when_full import WhenFull
 from tailrace.slo import Slo
 from tests.simulator.worlds import PROFILE
 
@@ -60,6 +61,12 @@ def test_as_the_papers_have_it(name: str, intra: type, when_full: WhenFull, pref
         assert pools == [None] * 4
     else:
         assert pools == [Pool.PREFILL] * prefill + [Pool.DECODE] * (4 - prefill)
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_a_full_target_does_as_the_policy_declares(name: str) -> None:
+    """The live scheduler goes by the class."""
+    assert setup_for(name).migration.when_full is registry.policy_class(name).when_full
 
 
 def test_baselines_of_pascal_are_placed_by_least_kv() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.cluster import ClusterSpec, LinkSpec, MigrationSpec, ReportSpec, WhenFull
+from simulator.cluster import ClusterSpec, LinkSpec, MigrationSpec, ReportSpec
 from simulator.instance import Instance
 from simulator.reports import Report
 from simulator.request import SimRequest
@@ -21,6 +21,7 @@ from tailrace.intra.fcfs import Fcfs
 from tailrace.policy.ares.future_load import FutureLoad
 from tailrace.policy.base import Policy
 from tailrace.policy.phase_load import phase_load
+from tailrace.policy.when_full import WhenFull
 from tests.simulator.moving import Stirring
 from tests.simulator.worlds import INTRA, PROFILE, workloads
 

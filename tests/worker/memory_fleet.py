@@ -20,6 +20,7 @@ from tests.worker.simulated import request_frames
 from worker_agent.attach import AttachStreams
 from worker_agent.carried import CarriedRequests
 from worker_agent.dispatch import Admission, Dispatch
+from worker_agent.engine.base import RequestKey, Submission
 from worker_agent.engine.simulated import SimulatedEngine, SimulatedSettings
 from worker_agent.faults import Faults
 from worker_agent.frontends import FrontEnds
@@ -53,6 +54,8 @@ ENGINE = SimulatedSettings(
 PROMPT = list(range(65, 90))
 SAMPLING = {"max_tokens": 60, "ignore_eos": True, "min_tokens": 60}
 FINISHED, FAILED = 1, 8
+# A client that is no attached front end.
+_STRANGER = 1_000
 
 
 class Links:
@@ -393,6 +396,7 @@ class Fleet:
         self.ending: list[asyncio.Task[None]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._migrations = 0
+        self._strangers = 0
 
     async def start(self, count: int = 3) -> None:
         for number in range(count):
@@ -408,7 +412,7 @@ class Fleet:
     def spawn(self, work: Coroutine[None, None, None]) -> None:
         self._tasks.append(asyncio.create_task(work))
 
-    def migrate(self, target: int, mode: worker_pb2.CopyMode.ValueType) -> None:
+    def migrate(self, target: int, mode: worker_pb2.CopyMode.ValueType, room_wait_s: float = 0.0) -> None:
         """As the migration service would, from wherever the front end has it now."""
         source, node = self.front_end.owner, self.nodes[target]
         if source is None or source == target:
@@ -422,11 +426,21 @@ class Fleet:
             epoch=self.front_end.epoch + 1,
             mode=mode,
             stop_threshold_blocks=1,
+            room_wait_s=room_wait_s,
         )
         try:
             node.imports.start(request)
         except ImportRefused:
             return
+
+    def crowd(self, number: int) -> None:
+        """Requests of nobody's take every seat of a node, for some two seconds."""
+        for _ in range(ENGINE.max_num_seqs):
+            self._strangers += 1
+            request_id = f"stranger-{self._strangers}"
+            frames = request_frames(request_id, PROMPT, max_tokens=40, ignore_eos=True, min_tokens=40)
+            key = RequestKey(_STRANGER, self._strangers)
+            self.nodes[number].engine.submit(Submission(key, request_id, 0, frames))
 
     async def cancel(self, target: int) -> None:
         await self.nodes[target].imports.cancel(f"m{self._migrations}")

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from functools import cache
 
+import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,8 @@ NODE = st.integers(0, 2)
 ACTION = st.one_of(
     st.tuples(st.just("migrate"), NODE, st.sampled_from(MODES)),
     st.tuples(st.just("migrate"), NODE, st.sampled_from(MODES)),
+    st.tuples(st.just("queue"), NODE, st.sampled_from(MODES)),
+    st.tuples(st.just("crowd"), NODE),
     st.tuples(st.just("cancel"), NODE),
     st.tuples(st.just("break exports"), NODE),
     st.tuples(st.just("reattach"), NODE),
@@ -33,6 +36,10 @@ async def act(fleet: Fleet, action: tuple[object, ...]) -> None:
     match action:
         case ("migrate", int(node), mode):
             fleet.migrate(node, mode)  # type: ignore[arg-type]
+        case ("queue", int(node), mode):
+            fleet.migrate(node, mode, room_wait_s=5.0)  # type: ignore[arg-type]
+        case ("crowd", int(node)):
+            fleet.crowd(node)
         case ("cancel", int(node)):
             await fleet.cancel(node)
         case ("break exports", int(node)):
@@ -111,3 +118,12 @@ def test_a_worker_knows_how_fast_kv_has_come_to_it() -> None:
         return known
 
     assert run_virtually(moved()) == [False, True, False]
+
+
+@pytest.mark.parametrize(("action", "commits"), [("migrate", 0), ("queue", 1)])
+def test_a_migration_to_a_full_target_waits_for_room_if_it_is_to(action: str, commits: int) -> None:
+    """Meanwhile the request decodes on at its source."""
+    script = [(0.3, ("crowd", 1)), (0.2, (action, 1, MODES[0]))]
+    tokens, committed = run_virtually(play(3, script))
+    assert tokens == undisturbed()
+    assert committed == commits

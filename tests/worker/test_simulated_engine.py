@@ -28,6 +28,7 @@ from worker_agent.engine.base import (
     EngineRefusal,
     ExportedPause,
     KvCorrupt,
+    NoRoom,
     OutputFlag,
     RequestKey,
     StepColumns,
@@ -526,6 +527,82 @@ def test_prompts_that_wait_keep_no_import_out() -> None:
     assert hog.live
     fleet.engines[1].abort_client(0)
     fleet.engines[0].abort_client(0)
+
+
+async def _tick(fleet: Fleet, steps: int = 1) -> None:
+    """Steps of the virtual clock, and of the event loop after each."""
+    for _ in range(steps):
+        fleet.clock.advance()
+        await asyncio.sleep(0)
+
+
+async def test_imports_wait_for_room_in_order_while_their_sources_decode() -> None:
+    fleet = Fleet(msgspec.structs.replace(SMALL, kv_blocks=200, max_num_seqs=20), SMALL)
+    source, target = fleet.engines
+    moving = [fleet.submit(0, [*PROMPT, *extra], **LONG) for extra in ([1] * 14, [2], [3], [4])]
+    fleet.clock.advance(6)
+    exports = [await source.export_open(stream.request_id) for stream in moving]
+    # Leaves room for a short one, not for the long one that asks first.
+    hog = fleet.submit(1, [7] * 48, max_tokens=8, ignore_eos=True)
+    prompt = fleet.submit(1, [8] * 66, max_tokens=2)
+    fleet.clock.advance(2)
+    tasks = [asyncio.ensure_future(target.import_queue(e, e.key, e.epoch + 1)) for e in exports[:3]]
+    await _tick(fleet)
+    assert not any(task.done() for task in tasks)
+    with pytest.raises(NoRoom, match="wait for room"):
+        await target.import_open(exports[3], exports[3].key, 1)
+    made = len(moving[0].tokens)
+    # The second gives up.
+    tasks[1].cancel()
+    await target.import_drop(moving[1].request_id)
+    while hog.live:
+        await _tick(fleet)
+    await _tick(fleet)
+    # The room that the hog leaves goes to those who wait for it, before the prompt that came before them.
+    assert [task.done() for task in tasks] == [True, True, True]
+    await asyncio.gather(tasks[0], tasks[2])
+    assert tasks[1].cancelled()
+    assert len(moving[0].tokens) > made
+    assert prompt.live and not prompt.tokens
+    for stream in moving:
+        await target.import_drop(stream.request_id)
+    fleet.clock.drain()
+    assert len(prompt.tokens) == 2
+    assert all(not stream.live for stream in moving)
+
+
+async def test_an_import_that_waits_ends_with_its_request_its_front_end_or_the_engine() -> None:
+    fleet = Fleet(SMALL, msgspec.structs.replace(SMALL, max_num_seqs=1))
+    source, target = fleet.engines
+    moving = [fleet.submit(0, [*PROMPT[:9], number], **LONG) for number in range(4)]
+    fleet.submit(1, PROMPT, max_tokens=30, ignore_eos=True)
+    fleet.clock.advance(6)
+    exports = [await source.export_open(stream.request_id) for stream in moving]
+    tasks = [asyncio.ensure_future(target.import_queue(e, e.key, e.epoch + 1)) for e in exports]
+    await asyncio.sleep(0)
+    with pytest.raises(EngineRefusal, match="already"):
+        await target.import_queue(exports[0], exports[0].key, 1)
+    target.abort([exports[0].key])
+    # The front end submits it there anew.
+    moving[1].owner, moving[1].epoch = 1, 1
+    fleet.resubmit(moving[1])
+    for task in tasks[:2]:
+        with pytest.raises(EngineRefusal, match="dropped while it waited"):
+            await task
+    assert not tasks[2].done()
+    target.abort_client(0)
+    with pytest.raises(EngineRefusal, match="dropped"):
+        await tasks[2]
+    with pytest.raises(EngineRefusal, match="dropped"):
+        await tasks[3]
+    assert target.stats().requests == []
+    fleet.submit(1, PROMPT, max_tokens=30, ignore_eos=True)
+    fleet.clock.advance(2)
+    last = asyncio.ensure_future(target.import_queue(exports[2], exports[2].key, 1))
+    await asyncio.sleep(0)
+    await target.stop()
+    with pytest.raises(EngineRefusal, match="dropped"):
+        await last
 
 
 def test_large_blocks_in_parts() -> None:

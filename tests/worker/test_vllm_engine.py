@@ -688,6 +688,67 @@ async def test_without_a_free_seat_an_import_is_refused(engine: VllmEngine, fron
     engine.abort_client(0)
 
 
+async def test_an_import_waits_for_a_seat_and_gets_it_before_the_prompts(
+    engine: VllmEngine, front: Front
+) -> None:
+    stream = front.stream(ANSWERING, params(max_tokens=60))
+    front.submit(engine, stream)
+    bundle = await take_out(engine, front, stream, 20)
+    await engine.export_release(stream.request_id)
+    crowd = [front.stream(ANSWERING, params(max_tokens=400)) for _ in range(20)]
+    for one in crowd:
+        front.submit(engine, one)
+    await front.until_tokens(crowd[15], 2)
+    waits = asyncio.ensure_future(engine.import_queue(bundle.exported, stream.key, stream.epoch + 1))
+    gives_up = asyncio.ensure_future(engine.import_queue(bundle.exported, stream.key, stream.epoch + 1))
+    with pytest.raises(EngineRefusal, match="here already"):
+        await gives_up
+    await front.until_tokens(crowd[15], 6)
+    assert not waits.done()
+    assert [entry.state for entry in engine.stats().requests].count("waiting") == 4
+    engine.abort([crowd[0].key])
+    await waits
+    # The seat is the import's: still four wait.
+    assert [entry.state for entry in engine.stats().requests].count("waiting") == 4
+    await engine.import_reserve(stream.request_id, bundle.have)
+    await bundle.write()
+    await engine.import_prepare(stream.request_id, bundle.pause)
+    stream.epoch += 1
+    await engine.import_activate(stream.request_id)
+    await front.until(lambda: stream.finished)
+    assert len(stream.tokens) == 60
+    engine.abort_client(0)
+
+
+async def test_an_import_that_waits_for_room_can_be_dropped(engine: VllmEngine, front: Front) -> None:
+    streams = [front.stream(ANSWERING, params()) for _ in range(3)]
+    bundles = []
+    for stream in streams:
+        front.submit(engine, stream)
+        bundles.append(await take_out(engine, front, stream, 5))
+        await engine.export_release(stream.request_id)
+    crowd = [front.stream(ANSWERING, params(max_tokens=400)) for _ in range(16)]
+    for one in crowd:
+        front.submit(engine, one)
+    await front.until_tokens(crowd[-1], 2)
+    tasks = [
+        asyncio.ensure_future(engine.import_queue(bundle.exported, stream.key, 1))
+        for bundle, stream in zip(bundles, streams, strict=True)
+    ]
+    await front.until_tokens(crowd[-1], 4)
+    tasks[0].cancel()
+    await engine.import_drop(streams[0].request_id)
+    engine.abort([streams[1].key])
+    with pytest.raises(EngineRefusal, match="dropped while it waited"):
+        await tasks[1]
+    with pytest.raises(EngineRefusal, match="imports wait for it"):
+        await engine.import_open(bundles[0].exported, streams[0].key, 2)
+    assert not tasks[2].done()
+    engine.abort_client(0)
+    with pytest.raises(EngineRefusal, match="dropped"):
+        await tasks[2]
+
+
 async def test_a_block_that_changed_on_the_way_is_refused(engine: VllmEngine, front: Front) -> None:
     stream = front.stream(ANSWERING, params())
     front.submit(engine, stream)

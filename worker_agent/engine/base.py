@@ -228,6 +228,10 @@ class EngineRefusal(Exception):
     """The engine cannot do this now; the message says why (unknown request, no room, preempted, ...)."""
 
 
+class NoRoom(EngineRefusal):
+    """There is no room for an import: not enough free KV, or no free seat in the batch."""
+
+
 class KvCorrupt(Exception):
     """A received block is not what was sent; the message names the block."""
 
@@ -299,8 +303,14 @@ class Engine(Protocol):
     # ---- target of a migration
 
     async def import_open(self, exported: Exported, key: RequestKey, epoch: int) -> None:
-        """Reserve room for the request as it is now (one block beyond). Refused when there is none, and
-        nothing then remains reserved."""
+        """Reserve room for the request as it is now (one block beyond). Raises NoRoom when there is none or
+        others wait for it; nothing then remains reserved."""
+
+    async def import_queue(self, exported: Exported, key: RequestKey, epoch: int) -> None:
+        """Reserve room as import_open does, once there is room and those that queued before have theirs.
+
+        The caller sets the deadline, and calls import_drop when it gives up.
+        """
 
     async def import_reserve(self, request_id: str, num_blocks: int) -> None:
         """Grow the reservation to hold this many blocks of KV."""

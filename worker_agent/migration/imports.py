@@ -49,7 +49,8 @@ class Imports:
             raise ImportRefused(f"{_IMPORTS_MAX} imports are running")
         if self._named(request.request_id) is not None or self._migration(request.migration_id) is not None:
             raise ImportRefused(f"{request.request_id} is being imported already")
-        timeout_s = (request.timeout_s or self._parts.settings.import_timeout_s) + _EXPORT_GRACE_S
+        timeout_s = request.timeout_s or self._parts.settings.import_timeout_s
+        timeout_s += max(0.0, request.room_wait_s) + _EXPORT_GRACE_S
         source = self._connect(request.source_address, timeout_s)
         incoming = Import(self._parts, request, source)
         task = asyncio.create_task(incoming.run(), name=f"import {request.request_id}")

@@ -177,10 +177,10 @@ class Import:
             raise Abort(self._cancelled)
         task = self._copying = asyncio.create_task(self._open_and_copy(), name="copy")
         try:
-            async with asyncio.timeout(self._plan.timeout_s):
+            async with asyncio.timeout(self._plan.room_wait_s + self._plan.timeout_s):
                 paused = await task
         except TimeoutError as error:
-            raise Abort(f"not done within {self._plan.timeout_s:g} s") from error
+            raise Abort(f"not done within {self._plan.timeout_s:g} s of getting room") from error
         except asyncio.CancelledError:
             if self._cancelled:
                 raise Abort(self._cancelled) from None
@@ -237,12 +237,26 @@ class Import:
             raise Abort(f"front end {opened.frontend_id} is not attached to this instance")
         key = self.key = RequestKey(front_end.client, opened.handle)
         exported = exported_of(opened, key)
-        await unbroken(self._reserve(exported, key))
+        await self._reserve(exported, key)
         self._tell(worker_pb2.ImportEvent(state=types_pb2.MIGRATION_STATE_OPEN, phase=opened.phase))
         await self._parts.faults.hold("import:open")
         return opened
 
     async def _reserve(self, exported: Exported, key: RequestKey) -> None:
+        """Room on the engine, waited for if the plan says so. Raises EngineRefusal, Abort."""
+        engine, epoch, wait_s = self._parts.engine, self._request.epoch, self._plan.room_wait_s
+        if not wait_s:
+            await unbroken(self._open_import(exported, key))
+            return
+        # From here on there may be something to drop.
+        self._reserved = True
+        try:
+            async with asyncio.timeout(wait_s):
+                await engine.import_queue(exported, key, epoch)
+        except TimeoutError:
+            raise Abort(f"target: no room within {wait_s:g} s") from None
+
+    async def _open_import(self, exported: Exported, key: RequestKey) -> None:
         await self._parts.engine.import_open(exported, key, self._request.epoch)
         self._reserved = True
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from simulator.cluster import ClusterSpec, MigrationSpec, WhenFull
+from simulator.cluster import ClusterSpec, MigrationSpec
 from tailrace.intra.base import IntraPolicy
 from tailrace.intra.fcfs import Fcfs
 from tailrace.intra.pascal import PascalQueue
@@ -19,6 +19,7 @@ from tailrace.intra.round_robin import QuantumRoundRobin
 from tailrace.policy.base import Policy
 from tailrace.policy.min_kv import MinKv
 from tailrace.policy.pascal import Pascal, PascalNoMigration, PascalNonAdaptive
+from tailrace.policy.when_full import WhenFull
 from tailrace.profiles import load_profile
 
 INSTANCES: Final = 8

@@ -33,6 +33,7 @@ from tailrace.policy.cascade.refinement import (
 from tailrace.policy.cascade.workload import Workload, bucket_edges
 from tailrace.policy.deployment import Fact
 from tailrace.policy.periods import periods_elapsed
+from tailrace.policy.when_full import WhenFull
 from tailrace.profiles import Profile, load_profile
 
 # Of the profiles that come with Tailrace, the one of a model that the paper uses (section 6.1).
@@ -67,6 +68,8 @@ class Cascade(Policy):
 
     needs = (Fact.PROFILE,)
     parameters = PARAMETERS
+    # "Migration is skipped if no idle cache is available" (section 5).
+    when_full = WhenFull.REFUSE
     summary = "CascadeInfer: length stages, bid-ask handover and rebalance, adaptive boundaries"
 
     planner = staticmethod(exact)

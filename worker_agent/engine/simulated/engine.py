@@ -156,6 +156,7 @@ class SimulatedEngine:
             self._timer.cancel()
             self._timer = None
         self._sink = self._emitter = self._step = None
+        self._imports.line.clear()
         for request in list(self._table):
             self._free(request)
         # Who waits for the end of the step learns that the request is gone.
@@ -167,6 +168,7 @@ class SimulatedEngine:
         """Engine.submit. What is here already under an older epoch, or as an import that nobody has adopted,
         gives way to it."""
         emitter = self._live_emitter()
+        self._imports.line.leave(submission.request_id)
         for old in (self._table.by_key(submission.key), self._table.by_id(submission.request_id)):
             if old is None or old.state is State.GONE:
                 continue
@@ -203,6 +205,7 @@ class SimulatedEngine:
     def abort(self, keys: Sequence[RequestKey]) -> None:
         """Engine.abort."""
         for key in keys:
+            self._imports.line.leave_key(key)
             request = self._table.by_key(key)
             if request is not None:
                 self._free(request)
@@ -210,6 +213,7 @@ class SimulatedEngine:
 
     def abort_client(self, client: int) -> None:
         """Engine.abort_client."""
+        self._imports.line.leave_client(client)
         for request in self._table.of_client(client):
             self._free(request)
         self._wake()
@@ -329,6 +333,10 @@ class SimulatedEngine:
         """Engine.import_open."""
         self._imports.open(exported, key, epoch)
 
+    async def import_queue(self, exported: Exported, key: RequestKey, epoch: int) -> None:
+        """Engine.import_queue."""
+        await self._imports.queue(exported, key, epoch)
+
     async def import_reserve(self, request_id: str, num_blocks: int) -> None:
         """Engine.import_reserve."""
         self._imports.reserve(request_id, num_blocks)
@@ -355,6 +363,7 @@ class SimulatedEngine:
 
     async def import_drop(self, request_id: str) -> None:
         """Engine.import_drop."""
+        self._imports.line.leave(request_id)
         request = self._imports.find(request_id)
         if request is not None:
             self._free(request)
@@ -375,6 +384,7 @@ class SimulatedEngine:
             self._timer = clock.call_at(clock.time() + _HANG_CHECK_S, self._begin_step)
             return
         self._boundary.reached()
+        self._imports.line.admit()
         self._step = self._scheduler.plan()
         if self._step is None:
             self._ended_s = 0.0

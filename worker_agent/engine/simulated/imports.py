@@ -15,10 +15,12 @@ from worker_agent.engine.base import (
     ExportedPause,
     KvCorrupt,
     KvShape,
+    NoRoom,
     RequestKey,
     Staging,
 )
 from worker_agent.engine.host_ledger import Swapped
+from worker_agent.engine.import_line import ImportLine
 from worker_agent.engine.simulated.exports import BYTES_AT_A_TIME, SamplingState
 from worker_agent.engine.simulated.kv import KvCodec, staged_bytes
 from worker_agent.engine.simulated.reader import RequestReader, UnrunnableError
@@ -64,30 +66,32 @@ class Imports:
         self._shape = shape
         self._faults = faults
         self._imports: dict[str, _Import] = {}
+        # Those that wait for room; asked before each step.
+        self.line = ImportLine()
 
     def open(self, exported: Exported, key: RequestKey, epoch: int) -> None:
         """Engine.import_open."""
-        if self._faults.refuse_import is not None:
-            raise EngineRefusal(self._faults.refuse_import)
-        try:
-            request = self._reader.read(
-                key,
-                epoch,
-                exported.frames,
-                exported.output_token_ids,
-                exported.frontend_id,
-                exported.traceparent,
-            )
-        except UnrunnableError as error:
-            raise EngineRefusal(str(error)) from error
-        request_id = request.request_id
-        if self._table.by_id(request_id) is not None or self._table.by_key(key) is not None:
-            raise EngineRefusal(f"request {request_id} is on this engine already")
-        incoming = _Import(request, self._room(request))
-        request.phase = exported.phase
-        self._scheduler.hold(request, State.IMPORTING)
-        self._table.add(request)
-        self._imports[request_id] = incoming
+        request = self._request(exported, key, epoch)
+        if self.line:
+            raise NoRoom(f"{len(self.line)} imports wait for room")
+        self._enter(request, exported)
+
+    async def queue(self, exported: Exported, key: RequestKey, epoch: int) -> None:
+        """Engine.import_queue."""
+        request = self._request(exported, key, epoch)
+        has_room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def done(refusal: EngineRefusal | None) -> None:
+            if has_room.cancelled():
+                return
+            if refusal is None:
+                has_room.set_result(None)
+            else:
+                has_room.set_exception(refusal)
+
+        self.line.join(request.request_id, key, lambda: self._enter(request, exported), done)
+        self.line.admit()
+        await has_room
 
     def reserve(self, request_id: str, num_blocks: int) -> None:
         """Engine.import_reserve."""
@@ -174,8 +178,37 @@ class Imports:
         incoming = self._imports.get(request_id)
         return None if incoming is None else incoming.request
 
+    def _request(self, exported: Exported, key: RequestKey, epoch: int) -> Request:
+        """The request, which this engine could run. Raises EngineRefusal."""
+        if self._faults.refuse_import is not None:
+            raise EngineRefusal(self._faults.refuse_import)
+        try:
+            request = self._reader.read(
+                key,
+                epoch,
+                exported.frames,
+                exported.output_token_ids,
+                exported.frontend_id,
+                exported.traceparent,
+            )
+        except UnrunnableError as error:
+            raise EngineRefusal(str(error)) from error
+        request_id = request.request_id
+        known = self._table.by_id(request_id) is not None or request_id in self.line
+        if known or self._table.by_key(key) is not None:
+            raise EngineRefusal(f"request {request_id} is on this engine already")
+        return request
+
+    def _enter(self, request: Request, exported: Exported) -> None:
+        """Take room. Raises NoRoom."""
+        incoming = _Import(request, self._room(request))
+        request.phase = exported.phase
+        self._scheduler.hold(request, State.IMPORTING)
+        self._table.add(request)
+        self._imports[request.request_id] = incoming
+
     def _room(self, request: Request) -> list[int] | None:
-        """Blocks of the device for the request, or slots of host memory. Raises EngineRefusal."""
+        """Blocks of the device for the request, or slots of host memory. Raises NoRoom."""
         scheduler, pool = self._scheduler, self._scheduler.pool
         blocks = min(pool.blocks_for(request.total) + 1, pool.total)
         if scheduler.free_slots > 0 and pool.grow(request.blocks, blocks):
@@ -185,8 +218,8 @@ class Imports:
             if slots is not None:
                 return slots
         if scheduler.free_slots < 1:
-            raise EngineRefusal("as many requests run here as may")
-        raise EngineRefusal(f"{blocks} KV blocks are needed and {pool.free} free")
+            raise NoRoom("as many requests run here as may")
+        raise NoRoom(f"{blocks} KV blocks are needed and {pool.free} free")
 
     def _wait_on_host(self, request: Request, slots: list[int]) -> None:
         """From here on it is a request that was swapped out."""

@@ -133,6 +133,7 @@ class EngineThread:
         if not parts.core.scheduler.has_requests():
             self._wait(poll_s)
         self._run_commands()
+        parts.imports.admit()
         if parts.core.scheduler.has_requests() and not self._stopping and not self._step(parts):
             self._wait(_NOTHING_SCHEDULED_S)
 

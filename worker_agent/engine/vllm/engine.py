@@ -40,6 +40,8 @@ _START_DEADLINE_S = 1800.0
 _STOP_DEADLINE_S = 30.0
 # A command waits for the step in progress, and a long prompt on a slow machine makes a long step.
 _COMMAND_DEADLINE_S = 30.0
+# Beyond what any caller waits for room.
+_QUEUE_DEADLINE_S = 600.0
 
 
 class VllmEngine:
@@ -162,6 +164,27 @@ class VllmEngine:
         """Reserve room for the request as it is now."""
         await self._ask(lambda parts: parts.imports.open(exported, key, epoch))
 
+    async def import_queue(self, exported: Exported, key: RequestKey, epoch: int) -> None:
+        """Reserve room for the request, first come, first served."""
+        answer: Future[None] = self._new_answer()
+
+        def done(error: EngineRefusal | None) -> None:
+            if answer.set_running_or_notify_cancel():
+                _settle(answer, error)
+
+        def run() -> None:
+            try:
+                self._parts.imports.queue(exported, key, epoch, done)
+            except EngineRefusal as refusal:
+                done(refusal)
+            # As in _ask.
+            except Exception as error:  # noqa: BLE001
+                _log.exception("a command failed")
+                done(EngineRefusal(f"it failed: {error}"))
+
+        self._thread.post(run)
+        await self._answer(answer, _QUEUE_DEADLINE_S)
+
     async def import_reserve(self, request_id: str, num_blocks: int) -> None:
         """Grow the reservation."""
         await self._ask(lambda parts: parts.imports.reserve(request_id, num_blocks))
@@ -235,13 +258,13 @@ class VllmEngine:
             raise EngineRefusal(f"the engine has failed: {self._dead}")
         return Future()
 
-    async def _answer(self, answer: Future[_T]) -> _T:
+    async def _answer(self, answer: Future[_T], deadline_s: float = _COMMAND_DEADLINE_S) -> _T:
         self._waiting.add(answer)
         try:
-            async with asyncio.timeout(_COMMAND_DEADLINE_S):
+            async with asyncio.timeout(deadline_s):
                 return await asyncio.wrap_future(answer)
         except TimeoutError:
-            raise EngineRefusal(f"the engine did not answer within {_COMMAND_DEADLINE_S:.0f} s") from None
+            raise EngineRefusal(f"the engine did not answer within {deadline_s:.0f} s") from None
         finally:
             self._waiting.discard(answer)
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from vllm.utils.math_utils import cdiv
 from vllm.v1.request import Request, RequestStatus
 
-from worker_agent.engine.base import EngineRefusal, Exported, ExportedPause, KvCorrupt, RequestKey
+from worker_agent.engine.base import EngineRefusal, Exported, ExportedPause, KvCorrupt, NoRoom, RequestKey
 from worker_agent.engine.host_ledger import Swapped
+from worker_agent.engine.import_line import ImportLine
 from worker_agent.engine.vllm.in_use import InUse
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging
 from worker_agent.engine.vllm.kv_names import kv_names
@@ -76,6 +77,7 @@ class Imports:
         self._table = table
         self._post = post
         self._imports: dict[str, Import] = {}
+        self._line = ImportLine()
 
     def get(self, request_id: str) -> Import:
         """The open import. Any thread. Raises EngineRefusal."""
@@ -86,30 +88,32 @@ class Imports:
 
     def open(self, exported: Exported, key: RequestKey, epoch: int) -> None:
         """Reserve blocks for the request's tokens and one block more, and a place in the batch."""
-        request = self._core.decode(exported.frames, key.client)
-        request_id = request.request_id
-        if self._table.get(request_id) is not None or request_id in self._imports:
-            raise EngineRefusal(f"request {request_id} is here already")
-        tokens = request.num_tokens + len(exported.output_token_ids)
-        if tokens >= self._core.max_model_len:
-            raise EngineRefusal(f"request {request_id} is longer than this engine's max_model_len")
-        places, on_host = self._room(request, tokens)
-        self._imports[request_id] = Import(
-            exported=exported,
-            key=key,
-            epoch=epoch,
-            request=request,
-            places=places,
-            on_host=on_host,
-            writing=InUse(f"the import of {request_id}"),
-            written=set(),
-        )
+        request = self._request(exported, key)
+        if self._line:
+            raise NoRoom(f"no room: {len(self._line)} imports wait for it")
+        self._enter(request, exported, key, epoch)
         try:
-            # Compiles while the KV comes.
-            self._core.start_grammar(request)
-        except ValueError as error:
-            self.drop(request_id)
-            raise EngineRefusal(f"its grammar cannot be compiled here: {error}") from error
+            self._start_grammar(request)
+        except EngineRefusal:
+            self.drop(request.request_id)
+            raise
+
+    def queue(
+        self,
+        exported: Exported,
+        key: RequestKey,
+        epoch: int,
+        done: Callable[[EngineRefusal | None], None],
+    ) -> None:
+        """The same, once there is room and those that queued before have theirs; `done` gets the result."""
+        request = self._request(exported, key)
+        self._start_grammar(request)
+        self._line.join(request.request_id, key, lambda: self._enter(request, exported, key, epoch), done)
+        self._line.admit()
+
+    def admit(self) -> None:
+        """Give room to imports that wait for it. Between two steps."""
+        self._line.admit()
 
     def reserve(self, request_id: str, num_blocks: int) -> None:
         """Grow the reservation to this many blocks; what is reserved stays so when there is no room."""
@@ -156,7 +160,9 @@ class Imports:
         self._core.scheduler.add_request(found.request)
 
     def drop(self, request_id: str) -> None:
-        """Free the reservation, once nobody copies into it any more; unknown requests are ignored."""
+        """Free the reservation, once nobody copies into it any more, or wait for room no longer; unknown
+        requests are ignored."""
+        self._line.leave(request_id)
         found = self._imports.pop(request_id, None)
         if found is None:
             return
@@ -175,15 +181,49 @@ class Imports:
 
     def drop_key(self, key: RequestKey) -> None:
         """Drop the import with this key, if any."""
+        self._line.leave_key(key)
         for request_id in [name for name, found in self._imports.items() if found.key == key]:
             self.drop(request_id)
 
     def drop_client(self, client: int) -> None:
         """Drop every import for this front end."""
+        self._line.leave_client(client)
         for request_id in [name for name, found in self._imports.items() if found.key.client == client]:
             self.drop(request_id)
 
     # ---- inner
+
+    def _request(self, exported: Exported, key: RequestKey) -> Request:
+        """The request, which this engine could run. Raises EngineRefusal."""
+        request = self._core.decode(exported.frames, key.client)
+        request_id = request.request_id
+        known = request_id in self._imports or request_id in self._line
+        if known or self._table.get(request_id) is not None:
+            raise EngineRefusal(f"request {request_id} is here already")
+        if request.num_tokens + len(exported.output_token_ids) >= self._core.max_model_len:
+            raise EngineRefusal(f"request {request_id} is longer than this engine's max_model_len")
+        return request
+
+    def _enter(self, request: Request, exported: Exported, key: RequestKey, epoch: int) -> None:
+        """Take room. Raises NoRoom."""
+        places, on_host = self._room(request, request.num_tokens + len(exported.output_token_ids))
+        self._imports[request.request_id] = Import(
+            exported=exported,
+            key=key,
+            epoch=epoch,
+            request=request,
+            places=places,
+            on_host=on_host,
+            writing=InUse(f"the import of {request.request_id}"),
+            written=set(),
+        )
+
+    def _start_grammar(self, request: Request) -> None:
+        """It compiles while the KV comes."""
+        try:
+            self._core.start_grammar(request)
+        except ValueError as error:
+            raise EngineRefusal(f"its grammar cannot be compiled here: {error}") from error
 
     def _room(self, request: Request, tokens: int) -> tuple[list[int], bool]:
         """Reserved places for the request's tokens and one block more; whether they are in host memory."""
@@ -198,7 +238,7 @@ class Imports:
             slots = self._core.host.take(blocks)
             if slots is not None:
                 return slots, True
-        raise EngineRefusal(f"no room: {blocks} KV blocks or a place in the batch are not free")
+        raise NoRoom(f"no room: {blocks} KV blocks or a place in the batch are not free")
 
     def _leave_host(self, found: Import) -> None:
         self._core.host.give_back(found.places)
