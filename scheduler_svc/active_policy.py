@@ -4,37 +4,75 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 
+from tailrace.intra.base import QUANTUM
 from tailrace.policy.base import Policy
-from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, load, names
+from tailrace.policy.parameters import ParameterError, Value, format_value
+from tailrace.policy.registry import (
+    UnknownPolicyError,
+    UnusablePolicyError,
+    all_parameters,
+    load,
+    names,
+)
+from tailrace.records import PolicyRecord
+from tailrace.slo import Slo
 
 log = logging.getLogger(__name__)
 
 
 class ActivePolicy:
-    """Follows the name in etcd; without one, the default given at start."""
+    """Follows the record in etcd and the deployment's SLOs; without a record, the default given at start."""
 
-    def __init__(self, default: str) -> None:
-        """Raises UnknownPolicyError, UnusablePolicyError."""
-        self.name = default
-        self.policy: Policy = load(default)
-        self._default = default
-        self._refused = ""
+    def __init__(self, default: PolicyRecord, slo: Slo | None = None) -> None:
+        """Raises UnknownPolicyError, UnusablePolicyError, ParameterError."""
+        self.slo = slo or Slo()
+        self.record = self._default = default
+        self.policy: Policy = load(default.name, parameters=default.parameters, slo=self.slo)
+        # All parameters that are in force, those of the batch order included.
+        self.values: Mapping[str, Value] = all_parameters(default.name, default.parameters)
+        self._refused: PolicyRecord | None = None
 
-    def follow(self, name: str | None) -> None:
-        """Switch to the policy of that name. One that cannot be had leaves the present one in force."""
-        wanted = name or self._default
-        if wanted in (self.name, self._refused):
-            return
-        try:
-            self.policy = load(wanted)
-        except (UnknownPolicyError, UnusablePolicyError) as error:
-            # Said once, not at every change of anything in etcd.
+    @property
+    def name(self) -> str:
+        """Of the policy."""
+        return self.record.name
+
+    @property
+    def quantum_tokens(self) -> int:
+        """The quantum by which the policy counts fresh answers; the usual one if it has none."""
+        return int(self.values.get(QUANTUM.name, QUANTUM.default))
+
+    def follow(self, record: PolicyRecord | None, slo: Slo) -> None:
+        """Decide by that policy and for those SLOs. A policy that cannot be had leaves the present one in
+        force, for the new SLOs."""
+        wanted = record or self._default
+        if wanted == self._refused:
+            # Logged once, not at every change of anything in etcd.
+            wanted = self.record
+        if not self._switch(wanted, slo):
             self._refused = wanted
-            log.error("cannot switch to policy %s, keeping %s: %s", wanted, self.name, error)
-            return
-        log.info("policy %s -> %s", self.name, wanted)
-        self.name, self._refused = wanted, ""
+            self._switch(self.record, slo)
+
+    def _switch(self, record: PolicyRecord, slo: Slo) -> bool:
+        if (record, slo) == (self.record, self.slo):
+            return True
+        try:
+            policy = load(record.name, parameters=record.parameters, slo=slo)
+            values = all_parameters(record.name, record.parameters)
+        except (UnknownPolicyError, UnusablePolicyError, ParameterError) as error:
+            log.error("cannot switch to policy %s, keeping %s: %s", record.name, self.name, error)
+            return False
+        log.info("policy %s -> %s; SLO: %s", _words(self.record), _words(record), slo.words())
+        if record != self.record:
+            self._refused = None
+        self.record, self.policy, self.values, self.slo = record, policy, values, slo
+        return True
+
+
+def _words(record: PolicyRecord) -> str:
+    return " ".join([record.name, *(f"{name}={format_value(v)}" for name, v in record.parameters.items())])
 
 
 async def warm_up() -> None:

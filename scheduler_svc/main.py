@@ -26,12 +26,15 @@ from scheduler_svc.placer import Placer
 from scheduler_svc.settings import Settings
 from scheduler_svc.state import ClusterState
 from scheduler_svc.traceparents import Traceparents
-from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, load
+from tailrace.policy.parameters import ParameterError, read_assignments
+from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, all_parameters, load
+from tailrace.records import PolicyRecord
 from tailrace.service.frame import Frame, open_frame
 from tailrace.service.options import CommonOptions, common_options
 from tailrace.service.run import run_service
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.service.shutdown import Shutdown
+from tailrace.slo import Slo
 from tailrace.store.election import Election
 from tailrace.store.leadership import Leadership
 from tailrace.v1.admin_pb2_grpc import add_AdminServicer_to_server
@@ -54,16 +57,28 @@ _DRAIN_S: Final = 10.0
     metavar="NAME",
     help="Policy while none is set with `tailrace set policy`.",
 )
-def command(common: CommonOptions, policy: str) -> None:
+@click.option(
+    "--set",
+    "assignments",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="A parameter of that policy; may be repeated.",
+)
+def command(common: CommonOptions, policy: str, assignments: tuple[str, ...]) -> None:
     """Decide where requests go; a second scheduler stands by."""
     try:
-        load(policy)
+        given = read_assignments(assignments)
+        load(policy, parameters=given)
+        values = all_parameters(policy, given)
+    except ParameterError as error:
+        raise click.BadParameter(str(error), param_hint="--set") from error
     except (UnknownPolicyError, UnusablePolicyError) as error:
         raise click.BadParameter(str(error), param_hint="--policy") from error
-    run_service(lambda shutdown: serve(common, policy, shutdown))
+    default = PolicyRecord(name=policy, parameters={name: values[name] for name in given})
+    run_service(lambda shutdown: serve(common, default, shutdown))
 
 
-async def serve(common: CommonOptions, policy: str, shutdown: Shutdown) -> None:
+async def serve(common: CommonOptions, policy: PolicyRecord, shutdown: Shutdown) -> None:
     """Until cancelled. Raises StoreUnavailable, ListenError, OSError."""
     async with open_frame(KIND, common) as frame:
         leading = Leadership()
@@ -91,11 +106,11 @@ async def serve(common: CommonOptions, policy: str, shutdown: Shutdown) -> None:
 class Parts:
     """The scheduler's parts, put together."""
 
-    def __init__(self, frame: Frame, policy: str, leading: asyncio.Event) -> None:
+    def __init__(self, frame: Frame, policy: PolicyRecord, leading: asyncio.Event) -> None:
         self.metrics = SchedulerMetrics(frame.registry)
         self.metrics.leading.set_function(lambda: float(leading.is_set()))
         self.state = ClusterState()
-        self.active = ActivePolicy(policy)
+        self.active = ActivePolicy(policy, frame.members.slo)
         self._members = frame.members
         frame.members.add_listener(self._follow_members)
         self._follow_members()
@@ -114,7 +129,15 @@ class Parts:
         placer = Placer(self.state, self.active, self.actuator, self.metrics)
         route = LeaderRoute(name, frame.members, frame.channels, leading)
         admin = AdminServicer(
-            self.state, frame.members, frame.channels, self.active, settings, mover, migrations, route
+            self.state,
+            frame.members,
+            frame.channels,
+            self.active,
+            self._decide_by,
+            settings,
+            mover,
+            migrations,
+            route,
         )
         self.servicers = [
             Servicer(
@@ -135,4 +158,8 @@ class Parts:
 
     def _follow_members(self) -> None:
         self.state.set_members(self._members, time.monotonic())
-        self.active.follow(self._members.policy)
+        self._decide_by(self._members.policy, self._members.slo)
+
+    def _decide_by(self, record: PolicyRecord | None, slo: Slo) -> None:
+        self.active.follow(record, slo)
+        self.state.count_fresh_by(self.active.quantum_tokens)

@@ -1,7 +1,8 @@
-"""What the scheduler writes to etcd: pools, stages, policy, drains; by compare-and-swap."""
+"""What the scheduler writes to etcd: pools, stages, policy, SLOs, drains; by compare-and-swap."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import grpc
@@ -9,7 +10,15 @@ import msgspec
 
 from scheduler_svc.refused import Refused
 from tailrace.cluster import Pool, Stage
-from tailrace.records import StageRecord
+from tailrace.records import (
+    PolicyRecord,
+    StageRecord,
+    decode_policy,
+    decode_slo,
+    encode_policy,
+    encode_slo,
+)
+from tailrace.slo import Slo, changed_slo
 from tailrace.store.store import Store
 
 _TRIES: Final = 5
@@ -53,10 +62,26 @@ class Settings:
         """Replace the stages. Raises Conflict."""
         await self._replace("stages", _encode(stages))
 
-    async def set_policy(self, name: str) -> str:
-        """Name the policy; the name before ("": none). Raises Conflict."""
-        previous = await self._replace("policy", name.encode())
-        return previous.decode(errors="replace") if previous else ""
+    async def set_policy(self, record: PolicyRecord) -> PolicyRecord | None:
+        """Set the policy and its parameters at once; those before (None: none). Raises Conflict."""
+        previous = await self._replace("policy", encode_policy(record))
+        try:
+            return decode_policy(previous or b"")
+        except msgspec.MsgspecError:
+            return None
+
+    async def change_slo(self, given: Mapping[str, float]) -> tuple[Slo, Slo]:
+        """Change objectives by their names (`tailrace.slo.OBJECTIVES`); the SLOs before and now.
+
+        Raises Conflict, ParameterError.
+        """
+        for _ in range(_TRIES):
+            present = await self._store.get("slo")
+            before = _slo(present)
+            slo = changed_slo(before, given)
+            if await self._swap("slo", present, encode_slo(slo)):
+                return before, slo
+        raise Conflict("slo")
 
     async def drain(self, instance_id: str) -> None:
         """Place nothing new there from now on, and hand over what runs there."""
@@ -77,6 +102,14 @@ class Settings:
         if value is not None:
             return await self._store.compare_and_swap(key, expected, value)
         return expected is None or await self._store.compare_and_delete(key, expected)
+
+
+def _slo(value: bytes | None) -> Slo:
+    try:
+        return decode_slo(value) if value else Slo()
+    except msgspec.MsgspecError:
+        # What cannot be read is replaced.
+        return Slo()
 
 
 def _encode(stages: tuple[Stage, ...]) -> bytes:

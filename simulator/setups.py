@@ -25,7 +25,7 @@ from tailrace.policy import registry
 from tailrace.policy.ares.future_load import FutureLoad
 from tailrace.policy.base import Policy
 from tailrace.policy.deployment import Deployment
-from tailrace.policy.parameters import Parameter, Value
+from tailrace.policy.parameters import NO_PARAMETERS, Parameter, Value
 from tailrace.policy.when_full import WhenFull
 
 # Names of predictions that workers can be given, whatever the policy.
@@ -51,21 +51,21 @@ class Setup:
     # One of PREDICTIONS.
     predicts: str = "none"
 
-    def policy(self, deployment: Deployment, parameters: Mapping[str, Value] | None = None) -> Policy:
+    def policy(self, deployment: Deployment, parameters: Mapping[str, Value] = NO_PARAMETERS) -> Policy:
         """A new policy. Raises UnknownSetupError, ParameterError."""
         kind = _policy_class(self.policy_name)
         try:
-            return registry.make_policy(self.name, kind, self.intra_name, parameters or {}, deployment)
+            return registry.make_policy(self.name, kind, self.intra_name, parameters, deployment)
         except registry.UnusablePolicyError as error:
             raise UnknownSetupError(str(error)) from error
 
-    def intra(self, parameters: Mapping[str, Value] | None = None) -> IntraPolicy:
+    def intra(self, parameters: Mapping[str, Value] = NO_PARAMETERS) -> IntraPolicy:
         """A new order inside the instance; vLLM's own is first come, first served.
 
         Of the policy's `parameters` it takes its own. Raises ParameterError.
         """
         own = {parameter.name for parameter in intra_parameters(self.intra_name)}
-        given = {name: value for name, value in (parameters or {}).items() if name in own}
+        given = {name: value for name, value in parameters.items() if name in own}
         return make_intra(self.intra_name, given) or Fcfs()
 
     def parameters(self) -> tuple[Parameter, ...]:

@@ -8,7 +8,9 @@ from typing import Final
 
 import msgspec
 
+from tailrace.policy.parameters import Value
 from tailrace.profiles import Profile
+from tailrace.slo import Slo
 
 
 class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +62,22 @@ class StageRecord(msgspec.Struct, frozen=True, kw_only=True):
     instance_ids: list[str]
 
 
+class PolicyRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """`policy`: which policy decides, and those of its parameters that are not at their defaults."""
+
+    name: str
+    parameters: dict[str, Value] = {}
+
+
+class SloRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """`slo`: the deployment's objectives; null: not asked for."""
+
+    ttft_s: float | None
+    tpot_s: float | None
+    qoe: float | None
+    pace_s: float | None
+
+
 class TtftRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Arrow's TTFT curve: base + per_token * L + per_token_squared * L^2 seconds for a prompt of L alone."""
 
@@ -109,6 +127,30 @@ class ProfileRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 PROFILES: Final = "profiles/"
+
+
+def encode_policy(record: PolicyRecord) -> bytes:
+    """A policy at its defaults is stored as its name alone, which every version reads."""
+    return msgspec.json.encode(record) if record.parameters else record.name.encode()
+
+
+def decode_policy(value: bytes) -> PolicyRecord | None:
+    """None: no policy is set. Raises msgspec.MsgspecError."""
+    if value.startswith(b"{"):
+        return msgspec.json.decode(value, type=PolicyRecord)
+    return PolicyRecord(name=value.decode(errors="replace")) if value else None
+
+
+def encode_slo(slo: Slo) -> bytes:
+    """As JSON."""
+    record = SloRecord(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s, qoe=slo.qoe, pace_s=slo.pace_s)
+    return msgspec.json.encode(record)
+
+
+def decode_slo(value: bytes) -> Slo:
+    """Raises msgspec.MsgspecError."""
+    record = msgspec.json.decode(value, type=SloRecord)
+    return Slo(record.ttft_s, record.tpot_s, record.qoe, record.pace_s)
 
 
 def profile_kind(engine: str, model: str, model_fingerprint: str, hardware: str, step_tokens: int) -> str:

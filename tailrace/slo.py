@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
+
+from tailrace.policy.parameters import Parameter, Value, parse_parameters
 
 # Azure Conversation's (Arrow, table 1): the loosest of the traces that most of the papers use.
 DEFAULT_TTFT_S: Final = 2.0
 DEFAULT_TPOT_S: Final = 0.15
-# PASCAL, section V-A.
-DEFAULT_QOE: Final = 0.95
+# How fast users read (PASCAL, section V-A), in seconds a token.
+READING_S: Final = 0.1
 
 
 class Answer(Protocol):
@@ -38,6 +41,16 @@ class Slo:
     tpot_s: float | None = DEFAULT_TPOT_S
     # Least QoE of the answer; PASCAL asks for 0.95 and nothing else (section V-A).
     qoe: float | None = None
+    # Seconds a token at which users read, which QoE and pacer slack go by; None: READING_S, or `tpot_s` where
+    # that asks for more.
+    pace_s: float | None = None
+
+    @property
+    def reading_s(self) -> float:
+        """Seconds a token at which an answer is expected."""
+        if self.pace_s is not None:
+            return self.pace_s
+        return READING_S if self.tpot_s is None else min(READING_S, self.tpot_s)
 
     def met_by(self, answer: Answer) -> bool:
         """Whether the request kept all of it. One that was refused did not."""
@@ -63,3 +76,51 @@ class Slo:
 
     def _reasoning_s(self, answer: Answer) -> float:
         return 0.0 if self.tpot_s is None else self.tpot_s * answer.reasoning_tokens
+
+
+# What users set; the names are those of `tailrace set slo`.
+OBJECTIVES: Final = (
+    Parameter(
+        "ttft", float, DEFAULT_TTFT_S, "to the first answering token; 0: not asked for", unit="s", minimum=0.0
+    ),
+    Parameter(
+        "tpot",
+        float,
+        DEFAULT_TPOT_S,
+        "between answering tokens, on average; 0: not asked for",
+        unit="s a token",
+        minimum=0.0,
+    ),
+    Parameter("qoe", float, 0.0, "least QoE of an answer; 0: not asked for", minimum=0.0, maximum=1.0),
+    Parameter(
+        "pace",
+        float,
+        0.0,
+        "pace at which users read, which QoE goes by; 0: 0.1, or tpot if that is less",
+        unit="s a token",
+        minimum=0.0,
+    ),
+)
+
+
+def changed_slo(slo: Slo, given: Mapping[str, Value]) -> Slo:
+    """The SLO with other objectives, by the names of OBJECTIVES; 0 takes one away.
+
+    Raises ParameterError for unknown names and values that are not allowed.
+    """
+    values = parse_parameters("slo", OBJECTIVES, given)
+    return replace(slo, **{_FIELDS[name]: float(values[name]) or None for name in given})
+
+
+def objectives(slo: Slo) -> dict[str, float | None]:
+    """By the names of OBJECTIVES; None: not asked for."""
+    return {"ttft": slo.ttft_s, "tpot": slo.tpot_s, "qoe": slo.qoe, "pace": slo.pace_s}
+
+
+def assignments(slo: Slo) -> str:
+    """As `tailrace set slo` takes it."""
+    asked = [f"{name}={value:g}" for name, value in objectives(slo).items() if value is not None]
+    return " ".join(asked) or "nothing asked for"
+
+
+_FIELDS: Final = {"ttft": "ttft_s", "tpot": "tpot_s", "qoe": "qoe", "pace": "pace_s"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from scheduler_svc.state import ClusterState
 from scheduler_svc.wire import (
@@ -13,6 +14,7 @@ from scheduler_svc.wire import (
 )
 from tailrace.cluster import Phase, RequestView, Stage
 from tailrace.policy import registry
+from tailrace.policy.parameters import Parameter, Value, format_value
 from tailrace.store.membership import Membership
 from tailrace.v1 import admin_pb2, monitor_pb2, types_pb2
 
@@ -81,16 +83,35 @@ def request_info(state: ClusterState, request: RequestView, wall_s: float) -> ad
     )
 
 
-def policy_infos(active: str) -> list[admin_pb2.PolicyInfo]:
-    """Installed policies. One that cannot be loaded is listed with the reason."""
+def policy_infos(active: str, values: Mapping[str, Value]) -> list[admin_pb2.PolicyInfo]:
+    """Installed policies; `values`: the parameters of the active one. One that cannot be loaded is listed
+    with the reason."""
     infos = []
     for name in registry.names():
+        info = admin_pb2.PolicyInfo(name=name, active=name == active)
         try:
-            summary = registry.load(name).summary
+            info.summary = registry.load(name).summary
+            declared = registry.parameters_of(name)
         except (registry.UnknownPolicyError, registry.UnusablePolicyError) as error:
-            summary = str(error)
-        infos.append(admin_pb2.PolicyInfo(name=name, summary=summary, active=name == active))
+            info.summary = str(error)
+        else:
+            in_force = values if info.active else {}
+            info.parameters.extend(_parameter(p, in_force.get(p.name)) for p in declared)
+        infos.append(info)
     return infos
+
+
+def _parameter(parameter: Parameter, value: Value | None) -> admin_pb2.PolicyParameter:
+    return admin_pb2.PolicyParameter(
+        name=parameter.name,
+        type=parameter.type_name,
+        unit=parameter.unit,
+        description=parameter.description,
+        source=parameter.source,
+        default=format_value(parameter.default),
+        value="" if value is None else format_value(value),
+        allowed=parameter.allowed,
+    )
 
 
 def stage_messages(stages: tuple[Stage, ...]) -> list[types_pb2.Stage]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Final, Generic, TypeVar
 
@@ -11,6 +11,7 @@ import grpc
 
 from scheduler_svc.active_policy import ActivePolicy
 from scheduler_svc.admin import listing
+from scheduler_svc.admin.deciding import parameter_words, policy_record
 from scheduler_svc.admin.draining import progress
 from scheduler_svc.admin.forward import FORWARDED, LeaderRoute
 from scheduler_svc.admin.lookup import check_instance, find_request
@@ -23,9 +24,12 @@ from scheduler_svc.refused import Refused
 from scheduler_svc.settings import Settings
 from scheduler_svc.state import ClusterState
 from scheduler_svc.wire import POOLS, pool_number
-from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, load
+from tailrace.policy.parameters import ParameterError
 from tailrace.profile_message import profile_message
+from tailrace.records import PolicyRecord
 from tailrace.service.channels import Channels
+from tailrace.slo import Slo
+from tailrace.slo_message import given_objectives, slo_message
 from tailrace.store.errors import StoreUnavailable
 from tailrace.store.membership import Membership
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, profile_pb2, types_pb2, worker_pb2
@@ -74,6 +78,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         members: Membership,
         channels: Channels,
         active: ActivePolicy,
+        follow: Callable[[PolicyRecord | None, Slo], None],
         settings: Settings,
         mover: Mover,
         migrations: Migrations,
@@ -83,6 +88,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         self._members = members
         self._channels = channels
         self._active = active
+        self._follow = follow
         self._settings = settings
         self._mover = mover
         self._migrations = migrations
@@ -132,7 +138,8 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         context: grpc.aio.ServicerContext[admin_pb2.ListPoliciesRequest, admin_pb2.ListPoliciesReply],
     ) -> admin_pb2.ListPoliciesReply:
         """Installed ones."""
-        return admin_pb2.ListPoliciesReply(policies=listing.policy_infos(self._active.name))
+        infos = listing.policy_infos(self._active.name, self._active.values)
+        return admin_pb2.ListPoliciesReply(policies=infos)
 
     async def ListStages(
         self,
@@ -181,16 +188,37 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             leader = self._route.elsewhere(context.invocation_metadata())
             if leader is not None:
                 return await leader.SetPolicy(request, timeout=_WRITE_S, metadata=FORWARDED)
+            record, default = policy_record(request, self._active.slo), self._active.record
+            previous = await self._settings.set_policy(record) or default
+            self._follow(record, self._active.slo)
+        return admin_pb2.SetPolicyReply(
+            previous=previous.name, previous_parameters=parameter_words(previous.parameters)
+        )
+
+    async def GetSlo(
+        self,
+        request: admin_pb2.GetSloRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.GetSloRequest, admin_pb2.GetSloReply],
+    ) -> admin_pb2.GetSloReply:
+        """The objectives that are in force."""
+        return admin_pb2.GetSloReply(slo=slo_message(self._active.slo))
+
+    async def SetSlo(
+        self,
+        request: admin_pb2.SetSloRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.SetSloRequest, admin_pb2.SetSloReply],
+    ) -> admin_pb2.SetSloReply:
+        """Takes effect here at once, elsewhere with etcd's next word."""
+        async with _Answering(context):
+            leader = self._route.elsewhere(context.invocation_metadata())
+            if leader is not None:
+                return await leader.SetSlo(request, timeout=_WRITE_S, metadata=FORWARDED)
             try:
-                load(request.name)
-            except UnknownPolicyError as error:
-                raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"name: {error}") from error
-            except UnusablePolicyError as error:
-                raise Refused(grpc.StatusCode.FAILED_PRECONDITION, f"name: {error}") from error
-            default = self._active.name
-            previous = await self._settings.set_policy(request.name) or default
-            self._active.follow(request.name)
-        return admin_pb2.SetPolicyReply(previous=previous)
+                previous, slo = await self._settings.change_slo(given_objectives(request.slo))
+            except ParameterError as error:
+                raise Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
+            self._follow(self._active.record, slo)
+        return admin_pb2.SetSloReply(slo=slo_message(slo), previous=slo_message(previous))
 
     async def SetPool(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import click
@@ -12,7 +13,7 @@ from rich.live import Live
 
 from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
 from tailrace.cli.output import Output, console, output_option, print_figures, print_json
-from tailrace.cli.plain import JsonValue, enum_word, to_plain_list
+from tailrace.cli.plain import JsonValue, enum_word, to_plain, to_plain_list
 from tailrace.cli.tables import (
     INSTANCES,
     MIGRATIONS,
@@ -24,7 +25,10 @@ from tailrace.cli.tables import (
     STAGES,
     View,
 )
+from tailrace.slo import assignments
+from tailrace.slo_message import slo_of
 from tailrace.v1.admin_pb2 import (
+    GetSloRequest,
     InstanceInfo,
     ListInstancesRequest,
     ListPoliciesRequest,
@@ -32,6 +36,8 @@ from tailrace.v1.admin_pb2 import (
     ListRequestsRequest,
     ListServicesRequest,
     ListStagesRequest,
+    PolicyInfo,
+    PolicyParameter,
 )
 from tailrace.v1.migration_pb2 import ListMigrationsRequest
 from tailrace.v1.types_pb2 import Pool
@@ -117,14 +123,28 @@ def migrations(request_id: str, limit: int, output: Output, watch: bool, admin: 
 @get.command(epilog="Example: tailrace get policies")
 @_options
 def policies(output: Output, watch: bool, admin: str | None) -> None:
-    """Policies that are installed, and which one decides."""
+    """Policies that are installed, and which one decides by which parameters (-o json: what can be set)."""
     _show(
         POLICIES,
         lambda admin: admin.stub.ListPolicies(ListPoliciesRequest(), timeout=CALL_TIMEOUT_S).policies,
         output,
         watch,
         admin,
+        plain=_plain_policies,
     )
+
+
+@get.command(epilog="Example: tailrace get slo")
+@output_option()
+@admin_option
+def slo(output: Output, admin: str | None) -> None:
+    """The deployment's service-level objectives."""
+    with connect(admin) as connection, connection.errors():
+        found = slo_of(connection.stub.GetSlo(GetSloRequest(), timeout=CALL_TIMEOUT_S).slo)
+    if output is Output.JSON:
+        print_json({"slo": asdict(found)})
+    else:
+        click.echo(assignments(found))
 
 
 @get.command(epilog="Example: tailrace get profiles -o json")
@@ -155,6 +175,27 @@ def services(output: Output, watch: bool, admin: str | None) -> None:
 
 def _instances(admin: Admin) -> Sequence[InstanceInfo]:
     return admin.stub.ListInstances(ListInstancesRequest(), timeout=CALL_TIMEOUT_S).instances
+
+
+def _plain_policies(rows: Sequence[PolicyInfo]) -> list[JsonValue]:
+    return [{**to_plain(row), "parameters": [_plain_parameter(p) for p in row.parameters]} for row in rows]
+
+
+def _plain_parameter(parameter: PolicyParameter) -> dict[str, JsonValue]:
+    """Default and value in the parameter's type; the value is null where the policy is not active."""
+    value = _typed(parameter.type, parameter.value) if parameter.value else None
+    return {**to_plain(parameter), "default": _typed(parameter.type, parameter.default), "value": value}
+
+
+def _typed(kind: str, word: str) -> JsonValue:
+    match kind:
+        case "int":
+            return int(word)
+        case "float":
+            return float(word)
+        case "bool":
+            return word == "true"
+    return word
 
 
 def _plain_pools(rows: Sequence[InstanceInfo]) -> list[JsonValue]:

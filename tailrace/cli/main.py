@@ -12,7 +12,7 @@ _COMMANDS = {
     "migrate": ("tailrace.cli.migrate:migrate", "Move a running request to another instance."),
     "drain": ("tailrace.cli.drain:drain", "Empty an instance, or take it back."),
     "profile": ("tailrace.cli.profile:profile", "Measure how fast an instance is, for the policies."),
-    "set": ("tailrace.cli.set:set_", "Change policy, pools and stages."),
+    "set": ("tailrace.cli.set:set_", "Change policy, SLOs, pools and stages."),
     "trace": ("tailrace.cli.trace:trace", "Print the trace of one request as a tree."),
     "serve": ("tailrace.cli.serve:serve", "Run one service."),
     "version": ("tailrace.cli.version:version", "Print versions."),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -11,8 +13,12 @@ from tailrace.cli.admin import CALL_TIMEOUT_S, admin_option, connect
 from tailrace.cli.errors import UsageProblem
 from tailrace.cli.output import Output, output_option, print_json
 from tailrace.cli.plain import JsonValue, enum_word, enum_words
+from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.records import StageRecord
-from tailrace.v1.admin_pb2 import SetPolicyRequest, SetPoolRequest, SetStagesRequest
+from tailrace.slo import Slo, assignments, changed_slo
+from tailrace.slo_message import slo_of
+from tailrace.v1.admin_pb2 import SetPolicyRequest, SetPoolRequest, SetSloRequest, SetStagesRequest
+from tailrace.v1.admin_pb2 import Slo as SloMessage
 from tailrace.v1.types_pb2 import POOL_UNSPECIFIED, Pool, Stage
 
 _NO_POOL = "none"
@@ -20,18 +26,64 @@ _NO_POOL = "none"
 
 @click.group(name="set", epilog="Example: tailrace set policy least_loaded")
 def set_() -> None:
-    """Change policy, pools and stages."""
+    """Change policy, SLOs, pools and stages."""
 
 
-@set_.command(epilog="Example: tailrace set policy round_robin")
+@set_.command(epilog="Example: tailrace set policy pascal quantum_tokens=250")
 @click.argument("name")
+@click.argument("parameters", nargs=-1, metavar="[KEY=VALUE]...")
 @output_option()
 @admin_option
-def policy(name: str, output: Output, admin: str | None) -> None:
-    """Let the policy NAME decide from now on."""
+def policy(name: str, parameters: tuple[str, ...], output: Output, admin: str | None) -> None:
+    """Let the policy NAME decide from now on.
+
+    Parameters that are not given are at their defaults; tailrace get policies -o json lists them all.
+    """
+    given = _assignments(parameters)
     with connect(admin) as connection, connection.errors("tailrace get policies lists them"):
-        reply = connection.stub.SetPolicy(SetPolicyRequest(name=name), timeout=CALL_TIMEOUT_S)
-    _tell(output, {"policy": name, "previous": reply.previous or None})
+        request = SetPolicyRequest(name=name, parameters=given)
+        reply = connection.stub.SetPolicy(request, timeout=CALL_TIMEOUT_S)
+    previous = dict(reply.previous_parameters)
+    if output is Output.JSON:
+        print_json(
+            {
+                "policy": name,
+                "parameters": {**given},
+                "previous": reply.previous or None,
+                "previous_parameters": {**previous},
+            }
+        )
+        return
+    click.echo(f"policy: {_called(name, given)}, previous: {_called(reply.previous or '-', previous)}")
+
+
+@set_.command(epilog="Example: tailrace set slo ttft=2 tpot=0.15 qoe=0.95")
+@click.argument("objectives", nargs=-1, required=True, metavar="KEY=VALUE...")
+@output_option()
+@admin_option
+def slo(objectives: tuple[str, ...], output: Output, admin: str | None) -> None:
+    """Set the deployment's service-level objectives, which every policy plans for.
+
+    \b
+    ttft  seconds to the first answering token; a request that reasons has tpot more for each reasoning token
+    tpot  seconds between answering tokens, on average
+    qoe   least QoE of an answer, from 0 to 1
+    pace  seconds a token at which users read, for QoE; by default 0.1, or tpot if that is less
+
+    0 asks for nothing. What is not given stays as it is.
+    """
+    try:
+        given = _assignments(objectives)
+        changed_slo(Slo(), given)
+    except ParameterError as error:
+        raise UsageProblem(str(error)) from error
+    message = SloMessage(**{f"{name}_s" if name != "qoe" else name: float(v) for name, v in given.items()})
+    with connect(admin) as connection, connection.errors("tailrace get slo shows what holds now"):
+        reply = connection.stub.SetSlo(SetSloRequest(slo=message), timeout=CALL_TIMEOUT_S)
+    if output is Output.JSON:
+        print_json({"slo": asdict(slo_of(reply.slo)), "previous": asdict(slo_of(reply.previous))})
+        return
+    click.echo(f"slo: {assignments(slo_of(reply.slo))}, previous: {assignments(slo_of(reply.previous))}")
 
 
 @set_.command(epilog="Example: tailrace set pool worker-0 prefill")
@@ -81,6 +133,17 @@ def _stage(number: int, record: StageRecord) -> Stage:
         return Stage(lo=record.lo, hi=record.hi, instance_ids=record.instance_ids)
     except ValueError as error:
         raise UsageProblem(f"stage {number} [{record.lo}, {record.hi}): {error}") from error
+
+
+def _assignments(words: Iterable[str]) -> dict[str, str]:
+    try:
+        return read_assignments(words)
+    except ParameterError as error:
+        raise UsageProblem(str(error)) from error
+
+
+def _called(policy: str, parameters: Mapping[str, str]) -> str:
+    return " ".join([policy, *(f"{name}={value}" for name, value in sorted(parameters.items()))])
 
 
 def _tell(output: Output, figures: dict[str, JsonValue]) -> None:

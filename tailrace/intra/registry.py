@@ -15,7 +15,7 @@ from tailrace.intra.fcfs import Fcfs
 from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.round_robin import QuantumRoundRobin
 from tailrace.intra.tailrace import AnswersFirst
-from tailrace.policy.parameters import Parameter, Value, parse_parameters
+from tailrace.policy.parameters import NO_PARAMETERS, Parameter, Value, parse_parameters
 
 # The engine's own order: no policy of ours. A simulation takes Fcfs for it, which is what vLLM's order is.
 ENGINE_ORDER: Final = "vllm"
@@ -55,12 +55,12 @@ def intra_names() -> list[str]:
     return sorted([ENGINE_ORDER, *INTRA_POLICIES])
 
 
-def make_intra(name: str, parameters: Mapping[str, Value] | None = None) -> IntraPolicy | None:
+def make_intra(name: str, parameters: Mapping[str, Value] = NO_PARAMETERS) -> IntraPolicy | None:
     """The order of that name; None for the engine's own. Without `parameters` it has its defaults.
 
     Raises UnknownIntraError, ParameterError.
     """
-    values = parse_parameters(f"order {name!r}", intra_parameters(name), parameters or {})
+    values = parse_parameters(f"order {name!r}", intra_parameters(name), parameters)
     return INTRA_POLICIES[name](**values) if name != ENGINE_ORDER else None
 
 

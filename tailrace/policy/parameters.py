@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final, TypeAlias
 
 Value: TypeAlias = bool | int | float | str
+NO_PARAMETERS: Final[Mapping[str, Value]] = MappingProxyType({})
 
 _TYPE_NAMES: Final[Mapping[type[Value], str]] = {
     bool: "true or false",
@@ -145,3 +147,16 @@ def format_value(value: Value) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return repr(value) if isinstance(value, float) else str(value)
+
+
+def read_assignments(words: Iterable[str]) -> dict[str, str]:
+    """`key=value` words by key. Raises ParameterError."""
+    found: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not (key and equals):
+            raise ParameterError(f"{word!r} is not key=value")
+        if key in found:
+            raise ParameterError(f"{key!r} is given twice")
+        found[key] = value
+    return found

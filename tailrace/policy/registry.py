@@ -9,7 +9,7 @@ from importlib.metadata import EntryPoint, entry_points
 from tailrace.intra.registry import intra_for_policy, intra_parameters
 from tailrace.policy.base import Policy
 from tailrace.policy.deployment import Deployment
-from tailrace.policy.parameters import Parameter, ParameterError, Value, parse_parameters
+from tailrace.policy.parameters import NO_PARAMETERS, Parameter, ParameterError, Value, parse_parameters
 from tailrace.slo import Slo
 
 GROUP = "tailrace.policies"
@@ -28,7 +28,7 @@ def names() -> list[str]:
     return sorted(_points())
 
 
-def load(name: str, *, parameters: Mapping[str, Value] | None = None, slo: Slo | None = None) -> Policy:
+def load(name: str, *, parameters: Mapping[str, Value] = NO_PARAMETERS, slo: Slo | None = None) -> Policy:
     """An instance of the policy called `name`, planning for `slo`.
 
     `parameters` may name those of the batch order that goes with the policy, too; they are checked, and are
@@ -36,7 +36,7 @@ def load(name: str, *, parameters: Mapping[str, Value] | None = None, slo: Slo |
     fails, ParameterError for parameters that it does not take.
     """
     deployment = Deployment() if slo is None else Deployment(slo)
-    return make_policy(name, policy_class(name), intra_for_policy(name), parameters or {}, deployment)
+    return make_policy(name, policy_class(name), intra_for_policy(name), parameters, deployment)
 
 
 def policy_class(name: str) -> type[Policy]:
@@ -62,6 +62,19 @@ def declared_parameters(kind: type[Policy], order: str) -> tuple[Parameter, ...]
     """What users may set of a policy: its own parameters, and those of its batch order that it has not."""
     own = {parameter.name for parameter in kind.parameters}
     return (*kind.parameters, *(p for p in intra_parameters(order) if p.name not in own))
+
+
+def all_parameters(name: str, given: Mapping[str, Value]) -> dict[str, Value]:
+    """Every parameter of a policy and its batch order with its value: the given one, else the default.
+
+    Raises UnknownPolicyError, UnusablePolicyError, ParameterError.
+    """
+    return parse_parameters(f"policy {name!r}", parameters_of(name), given)
+
+
+def parameters_of(name: str) -> tuple[Parameter, ...]:
+    """What users may set of the policy called `name`. Raises UnknownPolicyError, UnusablePolicyError."""
+    return declared_parameters(policy_class(name), intra_for_policy(name))
 
 
 def make_policy(

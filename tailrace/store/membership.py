@@ -5,14 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Final, TypeVar
 
 import msgspec
 
 from tailrace.cluster import Pool, Stage
-from tailrace.records import PROFILES, InstanceRecord, ProfileRecord, ServiceRecord, StageRecord
+from tailrace.records import (
+    PROFILES,
+    InstanceRecord,
+    PolicyRecord,
+    ProfileRecord,
+    ServiceRecord,
+    StageRecord,
+    decode_policy,
+    decode_slo,
+)
+from tailrace.slo import Slo
 from tailrace.store.registration import TOMBSTONES
 from tailrace.store.store import Store
 
@@ -24,7 +34,7 @@ _Record = TypeVar("_Record", InstanceRecord, ServiceRecord, ProfileRecord)
 
 
 class Membership:
-    """Instances, services, leaders, pools, drains, stages, profiles and the policy, by one watch.
+    """Instances, services, leaders, pools, drains, stages, profiles, policy and SLOs, by one watch.
 
     An instance whose key vanished without its owner's withdrawal is held on suspicion for `hold_s` seconds,
     then dropped. While etcd is away everything stays as it was.
@@ -44,7 +54,8 @@ class Membership:
         self._pools: dict[str, Pool] = {}
         self._draining: frozenset[str] = frozenset()
         self._stages: tuple[Stage, ...] = ()
-        self._policy: str | None = None
+        self._policy: PolicyRecord | None = None
+        self._slo = Slo()
         self._profiles: dict[str, ProfileRecord] = {}
 
     @classmethod
@@ -100,9 +111,14 @@ class Membership:
         return self._stages
 
     @property
-    def policy(self) -> str | None:
-        """Name of the policy that was set; None: none was."""
+    def policy(self) -> PolicyRecord | None:
+        """The policy that was set; None: none was."""
         return self._policy
+
+    @property
+    def slo(self) -> Slo:
+        """The deployment's objectives; until they are set, the defaults."""
+        return self._slo
 
     @property
     def profiles(self) -> Mapping[str, ProfileRecord]:
@@ -158,8 +174,10 @@ class Membership:
         self._pools = _pools(mapping)
         self._draining = frozenset(key.partition("/")[2] for key in mapping if key.startswith("drains/"))
         self._stages = _stages(mapping.get("stages"))
-        policy = mapping.get("policy")
-        self._policy = policy.decode(errors="replace") if policy else None
+        with _left_as_it_was("policy"):
+            self._policy = decode_policy(mapping.get("policy", b""))
+        with _left_as_it_was("slo"):
+            self._slo = decode_slo(mapping["slo"]) if mapping.get("slo") else Slo()
 
     def _decode(self, key: str, value: bytes, kind: type[_Record]) -> _Record | None:
         known = self._decoded.get(key)
@@ -208,6 +226,15 @@ def _withdrawn(tombstone: bytes | None, record: InstanceRecord) -> bool:
     except msgspec.MsgspecError:
         return False
     return gone.incarnation == record.incarnation
+
+
+@contextlib.contextmanager
+def _left_as_it_was(key: str) -> Iterator[None]:
+    """The block decodes what is under `key`; if it cannot, that is logged."""
+    try:
+        yield
+    except msgspec.MsgspecError as error:
+        log.warning("etcd key %s cannot be read, what it said before holds: %s", key, error)
 
 
 def _pools(mapping: Mapping[str, bytes]) -> dict[str, Pool]:

@@ -30,6 +30,7 @@ class Script:
     profile_events: list[profile_pb2.ProfileEvent] = field(default_factory=list)
     profiles: list[profile_pb2.MeasuredProfile] = field(default_factory=list)
     traces: bytes = b""
+    slo: admin.Slo = field(default_factory=lambda: admin.Slo(ttft_s=2.0, tpot_s=0.15))
     # Method name to the status that it ends with.
     errors: dict[str, tuple[grpc.StatusCode, str]] = field(default_factory=dict)
     # Every request that came, in order.
@@ -90,7 +91,15 @@ class ScriptedAdmin(admin_pb2_grpc.AdminServicer):
         self, request: admin.SetPolicyRequest, context: grpc.ServicerContext
     ) -> admin.SetPolicyReply:
         self._note("SetPolicy", request, context)
-        return admin.SetPolicyReply(previous="round_robin")
+        return admin.SetPolicyReply(previous="pascal", previous_parameters={"quantum_tokens": "200"})
+
+    def GetSlo(self, request: admin.GetSloRequest, context: grpc.ServicerContext) -> admin.GetSloReply:
+        self._note("GetSlo", request, context)
+        return admin.GetSloReply(slo=self.script.slo)
+
+    def SetSlo(self, request: admin.SetSloRequest, context: grpc.ServicerContext) -> admin.SetSloReply:
+        self._note("SetSlo", request, context)
+        return admin.SetSloReply(slo=request.slo, previous=self.script.slo)
 
     def SetPool(self, request: admin.SetPoolRequest, context: grpc.ServicerContext) -> admin.SetPoolReply:
         self._note("SetPool", request, context)

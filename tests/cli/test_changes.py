@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tailrace.v1 import admin_pb2, types_pb2, worker_pb2
 from tests.cli.conftest import Run
 from tests.cli.scripted_admin import Script
@@ -12,8 +14,58 @@ from tests.cli.scripted_admin import Script
 
 def test_set_policy(run: Run, script: Script) -> None:
     result = run("set", "policy", "least_loaded", "-o", "json")
-    assert json.loads(result.stdout) == {"policy": "least_loaded", "previous": "round_robin"}
+    assert json.loads(result.stdout) == {
+        "policy": "least_loaded",
+        "parameters": {},
+        "previous": "pascal",
+        "previous_parameters": {"quantum_tokens": "200"},
+    }
     assert script.seen == [admin_pb2.SetPolicyRequest(name="least_loaded")]
+
+
+def test_set_policy_with_parameters(run: Run, script: Script) -> None:
+    result = run("set", "policy", "ares", "theta=0.2", "least_gain=0.1")
+    assert result.stdout == "policy: ares least_gain=0.1 theta=0.2, previous: pascal quantum_tokens=200\n"
+    given = {"theta": "0.2", "least_gain": "0.1"}
+    assert script.seen == [admin_pb2.SetPolicyRequest(name="ares", parameters=given)]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [(["theta"], "'theta' is not key=value"), (["theta=1", "theta=2"], "'theta' is given twice")],
+)
+def test_set_policy_wants_assignments(run: Run, script: Script, words: list[str], says: str) -> None:
+    result = run("set", "policy", "ares", *words)
+    assert result.exit_code == 2 and says in result.stderr
+    assert script.seen == []
+
+
+def test_set_slo(run: Run, script: Script) -> None:
+    result = run("set", "slo", "ttft=3", "qoe=0.95", "pace=0")
+    assert result.stdout == "slo: ttft=3 qoe=0.95 pace=0, previous: ttft=2 tpot=0.15\n"
+    assert script.seen == [admin_pb2.SetSloRequest(slo=admin_pb2.Slo(ttft_s=3.0, qoe=0.95, pace_s=0.0))]
+    document = json.loads(run("set", "slo", "tpot=0.1", "-o", "json").stdout)
+    assert document["previous"] == {"ttft_s": 2.0, "tpot_s": 0.15, "qoe": None, "pace_s": None}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["speed=1"], "slo has no parameter 'speed'; its parameters: pace, qoe, tpot, ttft"),
+        (["qoe=95"], "slo, parameter 'qoe': '95' is not allowed; it is a number from 0 to 1"),
+        (["ttft=soon"], "'ttft': 'soon' is not allowed"),
+    ],
+)
+def test_set_slo_refuses_what_is_none(run: Run, script: Script, words: list[str], says: str) -> None:
+    result = run("set", "slo", *words)
+    assert result.exit_code == 2 and says in result.stderr
+    assert script.seen == []
+
+
+def test_get_slo(run: Run) -> None:
+    assert run("get", "slo").stdout == "ttft=2 tpot=0.15\n"
+    slo = {"ttft_s": 2.0, "tpot_s": 0.15, "qoe": None, "pace_s": None}
+    assert json.loads(run("get", "slo", "-o", "json").stdout) == {"slo": slo}
 
 
 def test_set_pool(run: Run, script: Script) -> None:

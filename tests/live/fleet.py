@@ -27,6 +27,7 @@ from migration_svc.migration import CopyRules
 from monitor_svc import main as monitor_main
 from monitor_svc.gauges import Limits
 from scheduler_svc import main as scheduler_main
+from tailrace.records import PolicyRecord
 from tailrace.service.channels import Channels
 from tailrace.service.options import CommonOptions
 from tailrace.service.shutdown import Shutdown
@@ -99,9 +100,10 @@ class Fleet:
 
     # ---- the cluster
 
-    async def set_policy(self, name: str) -> None:
+    async def set_policy(self, name: str, **parameters: str) -> None:
         """As `tailrace set policy`; it is in force when this returns."""
-        await self.admin.SetPolicy(admin_pb2.SetPolicyRequest(name=name), timeout=WAIT_S)
+        request = admin_pb2.SetPolicyRequest(name=name, parameters=parameters)
+        await self.admin.SetPolicy(request, timeout=WAIT_S)
         async with asyncio.timeout(WAIT_S):
             while await self._active_policy() != name:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -205,7 +207,10 @@ async def open_fleet(
                 "migration",
                 migration_main.serve(options("migration"), None, Admission(), CopyRules(), Shutdown()),
             ),
-            ("scheduler", scheduler_main.serve(options("scheduler"), "round_robin", undrained)),
+            (
+                "scheduler",
+                scheduler_main.serve(options("scheduler"), PolicyRecord(name="round_robin"), undrained),
+            ),
         ):
             stack.push_async_callback(_stop, asyncio.create_task(serving, name=kind))
         process = await stack.enter_async_context(

@@ -6,10 +6,8 @@ import asyncio
 
 import pytest
 
-from scheduler_svc import active_policy
 from tailrace.cluster import Pool
 from tailrace.policy.cascade.layout import tiles
-from tailrace.policy.cascade.policy import CascadeChain
 from tailrace.v1 import migration_pb2, types_pb2
 from tests.live.fleet import Fleet
 
@@ -80,13 +78,12 @@ async def test_cascade_hands_over_a_request_that_outgrows_its_stage(fleet: Fleet
     await fleet.finish(*requests)
 
 
-async def test_cascade_plans_stages_into_etcd(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cascade_plans_stages_into_etcd(fleet: Fleet) -> None:
     # From requests in flight, two an instance, so that a small fleet can show it; one instance a stage, which
     # is planned whatever is gained.
-    monkeypatch.setattr(active_policy, "load", lambda name: CascadeChain(plan_requests=2.0))
     requests = [await fleet.send(16 if n % 4 else 400, 0, 600) for n in range(16)]
     await asyncio.gather(*(fleet.running(r, 5) for r in requests))
-    await fleet.set_policy("cascade")
+    await fleet.set_policy("cascade_chain", plan_requests="2")
     await fleet.members_show(lambda m: len(m.stages) > 0)
     stages = fleet.members.stages
     assert tiles(stages, 131_072) and {n for s in stages for n in s.instance_ids} == set(fleet.names)

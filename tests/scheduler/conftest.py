@@ -18,6 +18,7 @@ from migration_svc.migration import CopyRules
 from monitor_svc import main as monitor_main
 from monitor_svc.gauges import Limits
 from scheduler_svc import main as scheduler_main
+from tailrace.records import PolicyRecord
 from tailrace.service.channels import Channels
 from tailrace.service.options import CommonOptions
 from tailrace.service.server import Servicer, serve_grpc
@@ -91,7 +92,9 @@ class Control:
     async def start_scheduler(self, name: str) -> None:
         """A scheduler."""
         shutdown = self.shutdowns[name] = Shutdown()
-        serving = scheduler_main.serve(self.options("scheduler", name), "least_loaded", shutdown)
+        serving = scheduler_main.serve(
+            self.options("scheduler", name), PolicyRecord(name="least_loaded"), shutdown
+        )
         await self._start("scheduler", name, serving)
 
     async def _start(self, kind: str, name: str, serving: object) -> None:

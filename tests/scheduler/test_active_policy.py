@@ -9,8 +9,12 @@ import pytest
 
 from scheduler_svc.active_policy import ActivePolicy, warm_up
 from scheduler_svc.admin.listing import policy_infos
+from tailrace.intra.base import QUANTUM_TOKENS
 from tailrace.policy import registry
+from tailrace.policy.arrow.policy import Arrow
 from tailrace.policy.round_robin import RoundRobin
+from tailrace.records import PolicyRecord
+from tailrace.slo import Slo
 
 
 class Broken(RoundRobin):
@@ -51,12 +55,12 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_it_is_not_followed_and_listed_with_the_reason(name: str, says: str) -> None:
     with pytest.raises(registry.UnusablePolicyError, match=says):
         registry.load(name)
-    active = ActivePolicy("good")
+    active = ActivePolicy(PolicyRecord(name="good"))
     before = active.policy
     # As a scheduler's listener of membership calls it: what it raised would end the watch of etcd.
-    active.follow(name)
+    active.follow(PolicyRecord(name=name), Slo())
     assert active.name == "good" and active.policy is before
-    summaries = {info.name: info.summary for info in policy_infos("good")}
+    summaries = {info.name: info.summary for info in policy_infos("good", {})}
     assert "cannot be loaded" in summaries[name] or "not a tailrace" in summaries[name]
 
 
@@ -64,3 +68,34 @@ def test_it_is_not_followed_and_listed_with_the_reason(name: str, says: str) -> 
 async def test_warming_up_outlives_it(caplog: pytest.LogCaptureFixture) -> None:
     await warm_up()
     assert "its own mistake" in caplog.text
+
+
+def test_parameters_and_slos_are_followed() -> None:
+    active = ActivePolicy(PolicyRecord(name="arrow"), Slo(1.0, 0.1))
+    assert isinstance(active.policy, Arrow)
+    assert (active.policy.ttft_slo_s, active.policy.tpot_slo_s) == (1.0, 0.1)
+    record = PolicyRecord(name="pascal", parameters={"quantum_tokens": 200})
+    active.follow(record, Slo(1.0, 0.1))
+    assert active.quantum_tokens == 200
+    assert active.values["demotion_tokens"] == 5_000
+    before = active.policy
+    active.follow(record, Slo(1.0, 0.1))
+    assert active.policy is before
+    active.follow(PolicyRecord(name="pascal", parameters={"quantum_tokens": 300}), Slo(1.0, 0.1))
+    assert active.quantum_tokens == 300
+    # The default again, for other SLOs.
+    active.follow(None, Slo(1.0, 0.2))
+    assert isinstance(active.policy, Arrow) and active.policy.tpot_slo_s == 0.2
+    assert active.quantum_tokens == QUANTUM_TOKENS
+
+
+def test_refused_parameters_leave_the_policy_and_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    active = ActivePolicy(PolicyRecord(name="arrow"))
+    bad = PolicyRecord(name="pascal", parameters={"quantum_tokens": 0})
+    active.follow(bad, Slo())
+    active.follow(bad, Slo())
+    assert active.name == "arrow"
+    assert caplog.text.count("cannot switch to policy pascal, keeping arrow") == 1
+    # SLOs are followed meanwhile.
+    active.follow(bad, Slo(0.7, 0.1))
+    assert isinstance(active.policy, Arrow) and active.policy.ttft_slo_s == 0.7

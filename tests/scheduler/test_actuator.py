@@ -23,6 +23,7 @@ from scheduler_svc.traceparents import Traceparents
 from tailrace.actions import Action, Migrate, SetPool
 from tailrace.cluster import ClusterView, Pool, RequestView, Stage
 from tailrace.policy.least_loaded import LeastLoaded
+from tailrace.records import PolicyRecord
 from tailrace.store.membership import Membership
 from tailrace.store.store import Store
 from tests.scheduler.conftest import connect
@@ -94,7 +95,11 @@ async def scheduler(etcd: str, cluster: str) -> AsyncIterator[Scheduler]:
         store, membership, channels = await connect(stack, etcd, cluster)
         for name in "abc":
             await store.put(f"pools/{name}", b"prefill")
-        state, active, leading = ClusterState(), ActivePolicy("least_loaded"), asyncio.Event()
+        state, active, leading = (
+            ClusterState(),
+            ActivePolicy(PolicyRecord(name="least_loaded")),
+            asyncio.Event(),
+        )
         active.policy = Decides()
         leading.set()
         metrics, traceparents = SchedulerMetrics(CollectorRegistry()), Traceparents()

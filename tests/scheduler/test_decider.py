@@ -19,6 +19,8 @@ from tailrace.actions import Action, Migrate, Place, Placement, Refuse, SetPool
 from tailrace.cluster import Arrival, ClusterView, Pool, RequestView, Stage
 from tailrace.policy.base import Policy
 from tailrace.policy.when_full import WhenFull
+from tailrace.records import PolicyRecord
+from tailrace.slo import Slo
 from tests.scheduler.facts import ANSWERING, REASONING, event, members, request, steady
 
 
@@ -65,7 +67,7 @@ class Scheduler:
     def __init__(self) -> None:
         self.state = ClusterState()
         self.state.set_members(members("a", "b"), 0.0)
-        self.active = ActivePolicy("least_loaded")
+        self.active = ActivePolicy(PolicyRecord(name="least_loaded"))
         self.policy = self.active.policy = Recorder()
         self.hands = Hands()
         self.leading = asyncio.Event()
@@ -197,16 +199,16 @@ def test_what_comes_with_a_placement_is_carried_out(scheduler: Scheduler) -> Non
 def test_refusals(scheduler: Scheduler) -> None:
     scheduler.policy.choice = ""
     assert scheduler.place() == ("", "full")
-    scheduler.active.follow("round_robin")
+    scheduler.active.follow(PolicyRecord(name="round_robin"), Slo())
     assert scheduler.place(excluded=frozenset("ab")) == ("", "no active instance")
 
 
 def test_a_policy_unknown_here_leaves_the_present_one(scheduler: Scheduler) -> None:
-    scheduler.active.follow("none_such")
+    scheduler.active.follow(PolicyRecord(name="none_such"), Slo())
     assert scheduler.active.name == "least_loaded"
-    scheduler.active.follow("round_robin")
+    scheduler.active.follow(PolicyRecord(name="round_robin"), Slo())
     assert scheduler.active.name == "round_robin"
-    scheduler.active.follow(None)
+    scheduler.active.follow(None, Slo())
     assert scheduler.active.name == "least_loaded"
 
 

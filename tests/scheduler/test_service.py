@@ -11,8 +11,11 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 
+from tailrace.records import PolicyRecord
 from tailrace.service.etcd import local_etcd
+from tailrace.slo import Slo
 from tailrace.v1 import admin_pb2, migration_pb2, scheduler_pb2, types_pb2
+from tailrace.v1.admin_pb2_grpc import AdminStub
 from tests.migration.scripted_worker import ABORTED, COMMITTED, commit
 from tests.scheduler.conftest import WAIT_S, Control, open_control
 from tests.scheduler.facts import PREFILL, REASONING, event, request, steady
@@ -225,6 +228,53 @@ async def test_settings(control: Control) -> None:
     await until(listed)
 
 
+async def test_a_policy_with_parameters(control: Control) -> None:
+    await control.start_scheduler("scheduler-1")
+    admin = await control.admin()
+    given = {"quantum_tokens": "200", "demotion_tokens": "900"}
+    await admin.SetPolicy(admin_pb2.SetPolicyRequest(name="pascal", parameters=given), timeout=5)
+    record = PolicyRecord(name="pascal", parameters={"quantum_tokens": 200, "demotion_tokens": 900})
+    await control.members_show(lambda m: m.policy == record)
+    address = control.members.services["scheduler", "scheduler-1"].address
+    for scheduler in (admin, AdminStub(control.channels.get(address))):
+
+        async def told(scheduler: AdminAsyncStub = scheduler) -> bool:
+            reply = await scheduler.ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=5)
+            infos = {info.name: info for info in reply.policies}
+            values = {p.name: p.value for p in infos["pascal"].parameters}
+            assert not any(p.value for p in infos["ares"].parameters)
+            return infos["pascal"].active and given.items() <= values.items()
+
+        await until(told)
+    reply = await admin.ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=5)
+    pascal = {p.name: p for p in next(i for i in reply.policies if i.active).parameters}
+    quantum = pascal["quantum_tokens"]
+    assert (quantum.type, quantum.unit, quantum.default) == ("int", "tokens", "500")
+    assert (quantum.source, quantum.allowed) == ("PASCAL, section V-A", "an integer of at least 1")
+    assert pascal["behind_tokens"].value == "1.0"
+    # All at once: what is not given is at its default again.
+    reply_to_set = await admin.SetPolicy(
+        admin_pb2.SetPolicyRequest(name="pascal", parameters={"behind_tokens": "2"}), timeout=5
+    )
+    assert reply_to_set.previous == "pascal"
+    assert dict(reply_to_set.previous_parameters) == given
+    record = PolicyRecord(name="pascal", parameters={"behind_tokens": 2.0})
+    await control.members_show(lambda m: m.policy == record)
+
+
+async def test_slos_are_the_deployments(control: Control) -> None:
+    admin = await control.admin()
+    found = (await admin.GetSlo(admin_pb2.GetSloRequest(), timeout=5)).slo
+    assert found == admin_pb2.Slo(ttft_s=2.0, tpot_s=0.15)
+    change = admin_pb2.SetSloRequest(slo=admin_pb2.Slo(ttft_s=3.0, qoe=0.95))
+    reply = await admin.SetSlo(change, timeout=5)
+    assert (reply.previous, reply.slo) == (found, admin_pb2.Slo(ttft_s=3.0, tpot_s=0.15, qoe=0.95))
+    assert (await admin.GetSlo(admin_pb2.GetSloRequest(), timeout=5)).slo == reply.slo
+    await control.members_show(lambda m: m.slo == Slo(3.0, 0.15, 0.95))
+    await admin.SetSlo(admin_pb2.SetSloRequest(slo=admin_pb2.Slo(tpot_s=0.0)), timeout=5)
+    await control.members_show(lambda m: m.slo == Slo(3.0, None, 0.95))
+
+
 async def test_settings_errors(control: Control) -> None:
     admin = await control.admin()
     await until(lambda: _both_active(admin))
@@ -234,6 +284,25 @@ async def test_settings_errors(control: Control) -> None:
             admin.SetPolicy(admin_pb2.SetPolicyRequest(name="best"), timeout=5),
             grpc.StatusCode.INVALID_ARGUMENT,
             "name: unknown policy 'best'; installed: ",
+        ),
+        (
+            admin.SetPolicy(
+                admin_pb2.SetPolicyRequest(name="pascal", parameters={"quantum": "200"}), timeout=5
+            ),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "parameters: policy 'pascal' has no parameter 'quantum'; its parameters: behind_tokens, ",
+        ),
+        (
+            admin.SetPolicy(
+                admin_pb2.SetPolicyRequest(name="pascal", parameters={"quantum_tokens": "-1"}), timeout=5
+            ),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "parameter 'quantum_tokens': '-1' is not allowed; it is an integer of at least 1 (tokens)",
+        ),
+        (
+            admin.SetSlo(admin_pb2.SetSloRequest(slo=admin_pb2.Slo(qoe=95.0)), timeout=5),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "slo, parameter 'qoe': '95.0' is not allowed; it is a number from 0 to 1",
         ),
         (
             admin.SetPool(admin_pb2.SetPoolRequest(instance_id="x", pool=types_pb2.POOL_DECODE), timeout=5),

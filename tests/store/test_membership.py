@@ -7,8 +7,17 @@ from pathlib import Path
 import msgspec
 
 from tailrace.cluster import Pool, Stage
-from tailrace.records import InstanceRecord, ServiceRecord, StageRecord
+from tailrace.records import (
+    InstanceRecord,
+    PolicyRecord,
+    ServiceRecord,
+    StageRecord,
+    decode_policy,
+    encode_policy,
+    encode_slo,
+)
 from tailrace.service.etcd import local_etcd
+from tailrace.slo import Slo
 from tailrace.store.membership import Membership
 from tailrace.store.store import Store
 from tests.store.waiting import member_state
@@ -56,9 +65,36 @@ async def test_everything_that_is_kept(store: Store) -> None:
     assert members.pools == {"a": Pool.PREFILL_TO_DECODE}
     assert members.draining == {"b"}
     assert members.stages == (Stage(0, 10, ("a",)),)
-    assert members.policy == "round_robin"
+    assert members.policy == PolicyRecord(name="round_robin")
     assert members.suspects == frozenset()
     await members.close()
+
+
+async def test_policy_and_slos(store: Store) -> None:
+    members = await Membership.start(store)
+    assert (members.policy, members.slo) == (None, Slo())
+    record = PolicyRecord(name="pascal", parameters={"quantum_tokens": 200, "behind_tokens": 1.5})
+    await store.put("policy", encode_policy(record))
+    await store.put("slo", encode_slo(Slo(1.0, None, 0.95)))
+    await member_state(members, lambda: members.slo == Slo(1.0, None, 0.95))
+    assert members.policy == record
+    # What a broken record replaced goes on to hold.
+    await store.put("slo", b"{broken")
+    await store.put("policy", b"{broken")
+    await store.put("instances/a", encoded("a"))
+    await member_state(members, lambda: "a" in members.instances)
+    assert (members.policy, members.slo) == (record, Slo(1.0, None, 0.95))
+    await store.delete("slo")
+    await store.delete("policy")
+    await member_state(members, lambda: (members.policy, members.slo) == (None, Slo()))
+    await members.close()
+
+
+def test_a_policy_at_its_defaults_is_stored_as_every_version_reads_it() -> None:
+    plain = PolicyRecord(name="pascal")
+    assert encode_policy(plain) == b"pascal"
+    assert decode_policy(b"pascal") == plain
+    assert decode_policy(b"") is None
 
 
 async def test_what_cannot_be_read_is_left_out(store: Store) -> None:
@@ -128,7 +164,7 @@ async def test_etcd_away_changes_nothing(tmp_path: Path) -> None:
         etcd.kill()
         await etcd.start()
         await store.put("policy", b"least_loaded")
-        await member_state(members, lambda: members.policy == "least_loaded")
+        await member_state(members, lambda: members.policy == PolicyRecord(name="least_loaded"))
         assert set(seen) == {(1, 0)}
         await members.close()
         await store.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -21,11 +21,12 @@ from tailrace.intra.base import IntraPolicy, Rank
 from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.registry import INTRA_POLICIES, UnknownIntraError, intra_for_policy, make_intra
 from tailrace.intra.round_robin import QuantumRoundRobin
+from tailrace.policy.parameters import Value
 from tailrace.policy.registry import names as policy_names
+from tailrace.records import PolicyRecord
 from tests.simulator.worlds import INTRA, PROFILE
 from tests.worker.by_length import ByLength
 from tests.worker.stingy import Stingy
-from worker_agent.engine.host_ledger import HostLedger
 from worker_agent.engine.step_order import Device, StepOrder, StepPlan
 from worker_agent.engine.turns import Turn, arrival_order, view_of
 from worker_agent.intra_switch import IntraSwitch
@@ -324,69 +325,34 @@ def test_every_policy_has_an_order() -> None:
         make_intra("nonsense")
 
 
-def test_the_order_follows_the_policy() -> None:
-    told: list[str] = []
-    policy: str | None = None
-    switch = IntraSwitch(lambda: policy, told.append)
+def test_the_order_follows_the_policy_and_its_parameters(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[tuple[str, Mapping[str, Value]]] = []
+    policy: PolicyRecord | None = None
+
+    def set_intra(name: str, parameters: Mapping[str, Value]) -> None:
+        make_intra(name, parameters)
+        told.append((name, parameters))
+
+    switch = IntraSwitch(lambda: policy, set_intra)
     switch.look()
-    policy = "pascal"
+    policy = PolicyRecord(name="pascal")
     switch.look()
     switch.look()
-    policy = "pascal_no_migration"
+    policy = PolicyRecord(name="pascal_no_migration", parameters={"behind_tokens": 2.0})
     switch.look()
-    policy = "arrow"
+    # What the order has of them, and no others.
+    policy = PolicyRecord(name="pascal", parameters={"quantum_tokens": 200, "growth_tokens": 9})
     switch.look()
-    assert told == ["vllm", "pascal", "decode_first"]
-
-
-# ---- host memory
-
-
-@given(st.lists(st.tuples(st.sampled_from(["out", "in", "drop", "pin"]), st.integers(0, 5)), max_size=60))
-def test_host_memory_is_shared_out_and_comes_back(steps: list[tuple[str, int]]) -> None:
-    ledger = HostLedger(10, 1)
-    pinned: list[int] = []
-    read: list[int] = []
-    for action, number in steps:
-        name = f"r{number}"
-        here = ledger.get(name)
-        if action == "out" and here is None:
-            before = ledger.used
-            swapped = ledger.swap_out(name, 4 * number + 1, [b"x"] * (number + 1))
-            assert (swapped is None) == (before + number + 1 > 10)
-        elif action == "in" and here is not None:
-            taken = ledger.swap_in(name)
-            assert taken is here
-            read += here.slots
-        elif action == "pin" and here is not None:
-            ledger.pin(here.slots[0])
-            pinned.append(here.slots[0])
-        elif action == "drop":
-            ledger.drop(name)
-        owned = [slot for n in range(6) if (s := ledger.get(f"r{n}")) is not None for slot in s.slots]
-        assert len(set(owned)) == len(owned)
-        assert not set(owned) & set(read)
-        assert ledger.used == len({*owned, *read, *pinned})
-    for number in range(6):
-        ledger.drop(f"r{number}")
-    ledger.give_back([*read, *pinned])
-    assert ledger.used == 0
-
-
-def test_a_claim_is_not_needed_to_admit_with_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The common step lists nobody: the running are asked for only when somebody must give way."""
-    state = [Facts(0, 8, 0, 9, "decoding", 0), Facts(1, 8, 0, 0, "queued", 0)]
-    asked: list[Member] = []
-    order = order_for(make("fcfs"))
-    unwatched = order._claim
-
-    def claim(member: Member) -> Claim[Member]:
-        asked.append(member)
-        return unwatched(member)
-
-    monkeypatch.setattr(order, "_claim", claim)
-    members = [Member(each) for each in state]
-    device = Device(100, 90, 0, 4, 0, STEP_TOKENS)
-    waiting = [(rank_of(order.policy, members[1]), members[1])]
-    assert order.plan(members[:1], waiting, device).admit == [members[1]]
-    assert asked == []
+    policy = PolicyRecord(name="arrow")
+    switch.look()
+    # Of a scheduler with another version: nothing changes.
+    policy = PolicyRecord(name="pascal", parameters={"quantum_tokens": 0})
+    switch.look()
+    switch.look()
+    assert caplog.text.count("'quantum_tokens': '0' is not allowed") == 1
+    assert told == [
+        ("vllm", {}),
+        ("pascal", {}),
+        ("pascal", {"quantum_tokens": 200}),
+        ("decode_first", {}),
+    ]

@@ -9,10 +9,11 @@ ints; lengths are in tokens; block numbers count from a request's first block.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from tailrace.policy.parameters import NO_PARAMETERS, Value
 from tailrace.profiles import Profile
 
 Frames = Sequence[bytes]
@@ -267,9 +268,9 @@ class Engine(Protocol):
     def utility(self, client: int, call_id: int, frames: Frames) -> None:
         """vLLM's utility call, verbatim; answered through EngineSink.on_utility."""
 
-    def set_intra(self, name: str) -> None:
+    def set_intra(self, name: str, parameters: Mapping[str, Value] = NO_PARAMETERS) -> None:
         """Order the requests by this intra-instance policy (a name of tailrace.intra.registry) from the next
-        step on. Raises UnknownIntraError."""
+        step on. Raises UnknownIntraError, ParameterError."""
 
     def stats(self) -> EngineStats:
         """The engine as it is now; cheap enough for every report."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Final
 
@@ -11,6 +11,7 @@ import msgspec
 
 from tailrace import wire
 from tailrace.intra.registry import make_intra
+from tailrace.policy.parameters import NO_PARAMETERS, Value
 from tailrace.profiles import Profile, ProfileError, load_profile
 from worker_agent.engine.base import (
     EngineInfo,
@@ -224,9 +225,9 @@ class SimulatedEngine:
             raise RuntimeError("the engine is not started")
         self._sink.on_utility(client, call_id, answer_utility(call_id, frames))
 
-    def set_intra(self, name: str) -> None:
+    def set_intra(self, name: str, parameters: Mapping[str, Value] = NO_PARAMETERS) -> None:
         """Engine.set_intra."""
-        self._scheduler.use(make_intra(name))
+        self._scheduler.use(make_intra(name, parameters))
 
     def stats(self) -> EngineStats:
         """Engine.stats."""

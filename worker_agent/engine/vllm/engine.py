@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from tailrace.intra.registry import make_intra
+from tailrace.policy.parameters import NO_PARAMETERS, Value
 from worker_agent.engine.base import (
     EngineInfo,
     EngineRefusal,
@@ -28,7 +29,7 @@ from worker_agent.engine.vllm.core import EngineParts, EngineThread
 from worker_agent.engine.vllm.fingerprint import kv_shape, ready_response
 from worker_agent.engine.vllm.hardware import hardware
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging
-from worker_agent.engine.vllm.orders import use_intra
+from worker_agent.engine.vllm.orders import use_policy
 from worker_agent.engine.vllm.settings import VllmSettings
 from worker_agent.engine.vllm.stats import engine_stats
 
@@ -107,10 +108,10 @@ class VllmEngine:
 
         self._thread.post(run)
 
-    def set_intra(self, name: str) -> None:
-        """Order the requests by this intra-instance policy from the next step on."""
-        make_intra(name)
-        self._thread.post(lambda: use_intra(name, self._parts.core, self._parts.table))
+    def set_intra(self, name: str, parameters: Mapping[str, Value] = NO_PARAMETERS) -> None:
+        """Engine.set_intra."""
+        policy = make_intra(name, parameters)
+        self._thread.post(lambda: use_policy(policy, self._parts.core, self._parts.table))
 
     def stats(self) -> EngineStats:
         """The engine as it is now."""

@@ -5,19 +5,10 @@ from __future__ import annotations
 from vllm.v1.request import Request
 
 from tailrace.intra.base import IntraPolicy, JobView, Rank
-from tailrace.intra.registry import make_intra
 from worker_agent.engine.step_order import StepOrder
 from worker_agent.engine.turns import Turn, serving_phase, view_of
 from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.requests import Entry, RequestTable
-
-
-def use_intra(name: str, core: LoadedCore, table: RequestTable) -> None:
-    """Order requests by the policy of that name from the next step on. Engine thread, between two steps.
-
-    Raises UnknownIntraError.
-    """
-    use_policy(make_intra(name), core, table)
 
 
 def use_policy(policy: IntraPolicy | None, core: LoadedCore, table: RequestTable) -> None:
