@@ -13,6 +13,9 @@ from tailrace.collector import collector_paused
 def main() -> None:
     """Entry point."""
     with collector_paused():
+        from frontend_svc.front_half.device import require_no_device
+
+        require_no_device()
         from frontend_svc.front_half.python_app import run
     run(sys.argv[1], sys.argv[2:])
 

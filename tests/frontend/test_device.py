@@ -1,0 +1,36 @@
+"""vLLM's API server where no platform is active, as with its GPU build on a host without a visible GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tailrace.tiny import MODEL_PATH
+
+pytestmark = pytest.mark.vllm
+
+# Only the platforms' detection is taken away, in a process of its own; everything else is vLLM's.
+_SCRIPT = """
+import sys
+import vllm.platforms
+vllm.platforms.builtin_platform_plugins.clear()
+from frontend_svc.front_half.device import require_no_device
+require_no_device()
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.usage.usage_lib import UsageContext
+for quantization in (None, "fp8"):
+    args = AsyncEngineArgs(model=sys.argv[1], quantization=quantization)
+    config = args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    print("configured", config.device_config.device_type, config.model_config.quantization)
+"""
+
+
+def test_the_api_server_is_configured_without_a_device() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, str(MODEL_PATH)], capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "configured cpu None" in done.stdout
+    assert "configured cpu fp8" in done.stdout
