@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
@@ -10,9 +12,21 @@ import click
 from tailrace.cli.errors import CliError
 
 GROUP: Final = "tailrace.services"
+EXTRA_ARGUMENTS: Final = "TAILRACE_SERVE_ARGS"
+"""Environment variable with further arguments of a service, quoted as in a shell. Units and containers have a
+fixed command line; this is where an operator adds a policy, a tool parser or a limit."""
 
 
 class _Services(click.Group):
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            extra = shlex.split(os.environ.get(EXTRA_ARGUMENTS, ""))
+        except ValueError as error:
+            raise click.UsageError(f"{EXTRA_ARGUMENTS}: {error}") from error
+        return super().resolve_command(ctx, [*args, *extra])
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_points())
 
@@ -41,6 +55,7 @@ def _points() -> dict[str, EntryPoint]:
 
 serve = _Services(
     name="serve",
-    help="Run one service in the foreground. SERVICE --help tells its options.",
+    help="Run one service in the foreground. SERVICE --help tells its options. Arguments in the environment "
+    f"variable {EXTRA_ARGUMENTS} are added to those given.",
     epilog="Example: tailrace serve scheduler --etcd 127.0.0.1:2379 --listen 127.0.0.1:7101",
 )

@@ -14,6 +14,7 @@ import uvloop
 
 from tailrace.service.failure import failure
 from tailrace.service.shutdown import Shutdown
+from tailrace.service.watchdog import watchdog_timeout_s, watched_loop
 from tailrace.store.errors import StoreUnavailable
 
 log = logging.getLogger(__name__)
@@ -39,11 +40,15 @@ def run_service(main: Callable[[Shutdown], Coroutine[None, None, None]]) -> None
         level=level,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
+    try:
+        timeout_s = watchdog_timeout_s()
+    except ValueError as error:
+        sys.exit(str(error))
     # It tells of every lost connection again and again; what matters of it is ours to say.
     logging.getLogger("grpc").setLevel(logging.ERROR)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_until_signalled(main))
+            runner.run(_until_signalled(main, timeout_s))
     except (StoreUnavailable, OSError) as error:
         log.error("%s", error)
         sys.exit(1)
@@ -53,7 +58,14 @@ def run_service(main: Callable[[Shutdown], Coroutine[None, None, None]]) -> None
     sys.exit(0)
 
 
-async def _until_signalled(main: Callable[[Shutdown], Coroutine[None, None, None]]) -> None:
+async def _until_signalled(
+    main: Callable[[Shutdown], Coroutine[None, None, None]], watchdog_s: float
+) -> None:
+    with watched_loop(watchdog_s):
+        await _run_to_end(main)
+
+
+async def _run_to_end(main: Callable[[Shutdown], Coroutine[None, None, None]]) -> None:
     loop = asyncio.get_running_loop()
     shutdown = Shutdown()
     task = asyncio.create_task(main(shutdown), name="main")

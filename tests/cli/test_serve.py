@@ -30,6 +30,19 @@ def test_wrong_usage(arguments: str, says: str) -> None:
     assert isinstance(result.exception, SystemExit)
 
 
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [("--policy none_such", "none_such"), ("--policy 'a b'", "'a b'"), ("'unclosed", "TAILRACE_SERVE_ARGS")],
+)
+def test_arguments_from_the_environment_are_added(
+    extra: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TAILRACE_SERVE_ARGS", extra)
+    result = CliRunner().invoke(main, ["serve", "scheduler"])
+    assert result.exit_code == 2
+    assert says in result.stderr
+
+
 def test_a_log_level_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TAILRACE_LOG_LEVEL", "loud")
     result = CliRunner().invoke(main, ["serve", "monitor"])

@@ -25,7 +25,7 @@ def _schema() -> dict[str, object]:
     return schema
 
 
-@pytest.mark.parametrize("name", ["docker-compose.yml", "docker-compose.gpu.yml"])
+@pytest.mark.parametrize("name", ["docker-compose.yml", "docker-compose.gpu.yml", "docker-compose.rdma.yml"])
 def test_compose_schema(name: str) -> None:
     jsonschema.validate(load_compose(name), _schema())
 
@@ -54,6 +54,26 @@ def test_what_depends_on_health_can_be_unhealthy() -> None:
         for other, how in about.get("depends_on", {}).items():
             healthy = how["condition"] == "service_healthy"
             assert not healthy or "healthcheck" in SERVICES[other], f"{name} waits for {other}"
+
+
+def test_a_front_end_waits_for_no_model_to_load() -> None:
+    """A large model takes longer than any start period: the front end waits for instances by itself."""
+    depends = SERVICES["frontend"]["depends_on"]
+    assert depends["worker-0"]["condition"] == "service_started"
+    for name in ("worker-0", "worker-1", "frontend"):
+        assert SERVICES[name]["healthcheck"]["start_period"] == "1h"
+
+
+def test_an_empty_reasoning_parser_stays_empty() -> None:
+    text = (DEPLOY / "docker-compose.yml").read_text()
+    assert "${TAILRACE_REASONING_PARSER-qwen3}" in text and "${TAILRACE_REASONING_PARSER:-" not in text
+
+
+@pytest.mark.parametrize("name", ["scheduler", "scheduler-standby", "worker-0", "worker-1", "frontend"])
+def test_services_take_further_arguments(name: str) -> None:
+    kind = SERVICES[name]["command"][2].upper()
+    assert "TAILRACE_SERVE_ARGS" in SERVICES[name]["environment"]
+    assert f'TAILRACE_SERVE_ARGS: "${{TAILRACE_{kind}_ARGS:-}}"' in (DEPLOY / "docker-compose.yml").read_text()
 
 
 def test_volumes_and_mounted_files_exist() -> None:

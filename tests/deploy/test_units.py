@@ -86,3 +86,12 @@ def test_a_worker_may_use_devices() -> None:
     # Either would hide the GPU: ProtectClock comes with a list of allowed devices.
     worker = SYSTEMD / "tailrace-worker@.service"
     assert _settings(worker, "PrivateDevices") == _settings(worker, "ProtectClock") == []
+
+
+def test_a_worker_finds_its_gpu_after_a_reboot() -> None:
+    """NoNewPrivileges forbids the setuid helper that makes device nodes: it runs before, with privileges."""
+    worker = SYSTEMD / "tailrace-worker@.service"
+    (prepare,) = _settings(worker, "ExecStartPre")
+    assert prepare.startswith("-+") and "nvidia-modprobe" in prepare
+    assert "nvidia-persistenced.service" in _settings(worker, "After")[0].split()
+    assert _settings(worker, "LimitMEMLOCK") == ["infinity"]

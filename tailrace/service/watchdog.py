@@ -1,0 +1,62 @@
+"""End a process whose event loop has stopped turning, so that its supervisor starts it again.
+
+A service that hangs answers nothing, yet its process lives: neither systemd nor a container engine restarts
+it. The timer runs in a C thread of `faulthandler` and needs neither the event loop nor the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+TIMEOUT: Final = "TAILRACE_WATCHDOG_S"
+"""Environment variable: seconds that the event loop may stand still; 0 switches the watchdog off."""
+
+# Importing an engine keeps the loop for a minute on a slow, shared machine.
+_DEFAULT_S: Final = 300.0
+_BEATS: Final = 10
+
+
+def watchdog_timeout_s() -> float:
+    """Return the timeout from the environment. Raises ValueError that names the variable."""
+    text = os.environ.get(TIMEOUT, "")
+    if not text:
+        return _DEFAULT_S
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        timeout_s = -1.0
+    if not 0.0 <= timeout_s < 1e6:
+        raise ValueError(f"{TIMEOUT}: {text!r} is not a number of seconds (0: off)")
+    return timeout_s
+
+
+@contextmanager
+def watched_loop(timeout_s: float) -> Iterator[None]:
+    """Watch the running event loop during the block; 0 does not.
+
+    When the loop stands still for `timeout_s`, the stacks of all threads go to stderr and the process ends
+    with exit code 1.
+    """
+    if timeout_s == 0.0:
+        yield
+        return
+    loop = asyncio.get_running_loop()
+
+    def beat() -> None:
+        nonlocal timer
+        faulthandler.dump_traceback_later(timeout_s, exit=True)
+        timer = loop.call_later(timeout_s / _BEATS, beat)
+
+    timer: asyncio.TimerHandle | None = None
+    beat()
+    try:
+        yield
+    finally:
+        if timer is not None:
+            timer.cancel()
+        faulthandler.cancel_dump_traceback_later()

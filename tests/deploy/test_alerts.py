@@ -1,0 +1,53 @@
+"""Alert rules name metrics that exist, and each has a section in the runbook."""
+
+from __future__ import annotations
+
+import re
+from typing import TypedDict
+
+import pytest
+import yaml
+
+from tests.deploy.compose import DEPLOY
+
+DOCS = DEPLOY.parent / "docs"
+
+
+class Rule(TypedDict):
+    alert: str
+    expr: str
+    labels: dict[str, str]
+    annotations: dict[str, str]
+
+
+def _rules() -> list[Rule]:
+    loaded = yaml.safe_load((DEPLOY / "alerts.yml").read_text())
+    return [rule for group in loaded["groups"] for rule in group["rules"]]
+
+
+RULES = _rules()
+
+
+def test_prometheus_reads_them() -> None:
+    loaded = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
+    assert loaded["rule_files"] == ["alerts.yml"]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
+def test_metrics_exist(rule: Rule) -> None:
+    known = set(re.findall(r"`(tailrace_\w+)`", (DOCS / "operations.md").read_text()))
+    named = set(re.findall(r"\btailrace_\w+", rule["expr"]))
+    assert named <= known
+    assert named or rule["expr"].startswith("up{")
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
+def test_the_runbook_has_a_section(rule: Rule) -> None:
+    assert rule["labels"]["severity"] in ("page", "ticket")
+    assert rule["annotations"]["runbook"] == f"docs/runbook.md#{rule['alert'].lower()}"
+    assert f"## {rule['alert']}\n" in (DOCS / "runbook.md").read_text()
+
+
+def test_no_section_is_left_over() -> None:
+    sections = re.findall(r"^## (\w+)$", (DOCS / "runbook.md").read_text(), re.MULTILINE)
+    assert sections == [rule["alert"] for rule in RULES]
