@@ -18,7 +18,7 @@ from tailrace.tiny import MODEL_PATH
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 
-_VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?::-(?P<default>[^}]*))?\}")
+_VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?::?-(?P<default>[^}]*))?\}")
 
 
 class Healthcheck(TypedDict):

@@ -73,7 +73,9 @@ def test_an_empty_reasoning_parser_stays_empty() -> None:
 def test_services_take_further_arguments(name: str) -> None:
     kind = SERVICES[name]["command"][2].upper()
     assert "TAILRACE_SERVE_ARGS" in SERVICES[name]["environment"]
-    assert f'TAILRACE_SERVE_ARGS: "${{TAILRACE_{kind}_ARGS:-}}"' in (DEPLOY / "docker-compose.yml").read_text()
+    assert (
+        f'TAILRACE_SERVE_ARGS: "${{TAILRACE_{kind}_ARGS:-}}"' in (DEPLOY / "docker-compose.yml").read_text()
+    )
 
 
 def test_volumes_and_mounted_files_exist() -> None:
