@@ -46,13 +46,13 @@ def watched_loop(timeout_s: float) -> Iterator[None]:
         yield
         return
     loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle | None = None
 
     def beat() -> None:
         nonlocal timer
         faulthandler.dump_traceback_later(timeout_s, exit=True)
         timer = loop.call_later(timeout_s / _BEATS, beat)
 
-    timer: asyncio.TimerHandle | None = None
     beat()
     try:
         yield

@@ -25,6 +25,7 @@ class Healthcheck(TypedDict):
     """How it is found out whether a service is healthy."""
 
     test: list[str]
+    start_period: str
 
 
 class Dependency(TypedDict):
