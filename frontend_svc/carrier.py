@@ -21,6 +21,7 @@ from frontend_svc.pacing import Pacer
 from frontend_svc.placement import Placed, Placement
 from frontend_svc.recovery import Recovery
 from frontend_svc.refusal import NO_INSTANCE
+from frontend_svc.relocation import Relocations
 from frontend_svc.streams import (
     FINISHED,
     PREFILL_DONE,
@@ -77,6 +78,7 @@ class Carrier:
         self._observer = observer
         self._dispatch = Dispatch(table, placement, workers, self, place_wait_s)
         self._recovery = Recovery(table, self._dispatch, workers, self._give_up)
+        self._relocations = Relocations(table, placement, workers, self._dispatch, self)
         self._adoptions = Adoptions(table, workers, observer.adopted)
         self._utilities = Utilities(workers, output.send)
 
@@ -85,6 +87,7 @@ class Carrier:
         self._adoptions.close()
         self._pacer.close()
         self._utilities.close()
+        await self._relocations.close()
         await self._dispatch.close()
 
     # ---- from the front half
@@ -156,6 +159,8 @@ class Carrier:
                 self._adoptions.ask(instance_id, message.adopt)
             case "ownership_query":
                 self._adoptions.ownership(instance_id, message.ownership_query)
+            case "hand_back":
+                self._relocations.hand_back(instance_id, message.hand_back)
             case "utility":
                 self._utilities.result(instance_id, message.utility)
             case body:
@@ -248,6 +253,10 @@ class Carrier:
     def on_placed(self, stream: Stream, placed: Placed, seconds: float) -> None:
         """Under way."""
         self._observer.placed(stream, placed, seconds)
+
+    def on_handed_back(self, stream: Stream, instance_id: str) -> None:
+        """See RelocationSink."""
+        self._observer.handed_back(stream, instance_id)
 
     def on_unplaced(self, stream: Stream, reason: str, seconds: float) -> None:
         """Nothing could take it in time."""

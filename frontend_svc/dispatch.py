@@ -74,7 +74,7 @@ class Dispatch:
             chosen = await self._choose(stream, avoid)
             if not self._table.is_live(stream) or stream.owner is not None:
                 return
-            if isinstance(chosen, Placed) and self._submit(stream, chosen.instance_id):
+            if isinstance(chosen, Placed) and self.submit(stream, chosen.instance_id):
                 self._sink.on_placed(stream, chosen, time.monotonic() - began_s)
                 return
             waited_s = time.monotonic() - began_s
@@ -90,7 +90,8 @@ class Dispatch:
             return await self._placement.choose(stream, frozenset())
         return chosen
 
-    def _submit(self, stream: Stream, instance_id: str) -> bool:
+    def submit(self, stream: Stream, instance_id: str) -> bool:
+        """Give an orphan to an instance; False when that does not answer now."""
         submit = worker_pb2.Submit(
             handle=stream.handle,
             request_id=stream.request_id,

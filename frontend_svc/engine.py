@@ -14,7 +14,7 @@ from frontend_svc.admission import AdmissionFlag
 from frontend_svc.admission_gate import AdmissionGate
 from frontend_svc.carrier import Carrier
 from frontend_svc.engine_core import EngineCoreSocket
-from frontend_svc.fleet import Members, usable
+from frontend_svc.fleet import Fleet, Members, usable
 from frontend_svc.link import Loss
 from frontend_svc.metrics import FrontendMetrics
 from frontend_svc.observer import StreamObserver
@@ -58,7 +58,7 @@ class FleetEngine:
         pace_s: float = 0.0,
     ) -> None:
         """`pace_s`: see Carrier. `ipc_folder` holds the front half's ROUTER (`in`) and PULL (`out`)."""
-        self._members = members
+        self.fleet = members = Fleet(members)
         self._gate = AdmissionGate(admission, place_wait_s)
         self._stuck = asyncio.Event()
         self._first_hello: asyncio.Future[worker_pb2.WorkerHello] = asyncio.get_running_loop().create_future()
@@ -118,6 +118,7 @@ class FleetEngine:
         """See LinkSink."""
         if not self._first_hello.done():
             self._first_hello.set_result(hello)
+        self.fleet.attached(instance_id, hello)
         self._update_admission()
         self.carrier.on_attached(instance_id, hello)
 
@@ -132,15 +133,21 @@ class FleetEngine:
 
     def on_message(self, instance_id: str, message: worker_pb2.AttachDown) -> None:
         """See LinkSink."""
+        if message.HasField("draining"):
+            log.info("%s drains", instance_id)
+            self.fleet.stopping(instance_id)
+            self._update_admission()
+            return
         self.carrier.on_message(instance_id, message)
 
     def _on_membership(self) -> None:
+        self.fleet.refresh()
         self.workers.refresh()
         self._update_admission()
         self.carrier.fleet_changed()
 
     def _update_admission(self) -> None:
-        self._gate.update(len(usable(self._members, self.workers.attached())))
+        self._gate.update(len(usable(self.fleet, self.workers.attached())))
 
     async def _fail_when_stuck(self) -> None:
         await self._stuck.wait()

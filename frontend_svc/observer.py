@@ -76,6 +76,12 @@ class StreamObserver:
             if self._traces is not None:
                 self._traces.recovering(stream, instance_id, "failed")
 
+    def handed_back(self, stream: Stream, instance_id: str) -> None:
+        """Its instance drains, and another one goes on with it."""
+        self._metrics.recoveries["handed_back"] += 1
+        if self._traces is not None:
+            self._traces.recovering(stream, instance_id, "handed back")
+
     def aborted(self, stream: Stream) -> None:
         """The client went away, or the front half had enough (a stop string)."""
         self._ended(stream, "aborted")

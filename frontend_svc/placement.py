@@ -49,7 +49,8 @@ class Placement:
 
     async def choose(self, stream: Stream, avoid: frozenset[str]) -> Placed | Refused:
         """An instance for the stream, attached at this moment. Takes at most a few seconds."""
-        excluded = set(avoid)
+        # The scheduler may not have heard yet which instances drain.
+        excluded = {*avoid, *self._members.draining}
         for _ in range(_ASKS):
             reply = await self._ask(stream, excluded)
             if reply is None:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
 from scheduler_svc.decider import Hands
 from scheduler_svc.state import ClusterState
 from tailrace.actions import Migrate
-from tailrace.cluster import ClusterView, InstanceState, InstanceView, Phase, RequestView
+from tailrace.cluster import ClusterView, InstanceState, InstanceView, Phase, RequestState, RequestView
 
 REASON: Final = "drain"
 _LOOK_S: Final = 0.25
-_TRIES: Final = 3
-_RETRY_S: Final = 2.0
+# Migrations from one instance that are ordered and not over. The migration service carries out three at a
+# time by default; for the others a target is chosen when their turn is near.
+_OPEN_MAX: Final = 8
+# A request that could not be moved is tried again after this long, and twice as long each time.
+_RETRY_FIRST_S: Final = 2.0
+_RETRY_MOST_S: Final = 16.0
 
 
 @dataclass(slots=True)
@@ -26,7 +31,7 @@ class _Tried:
 
 
 class Drainer:
-    """Moves each request at most three times; one that cannot be moved finishes where it is."""
+    """Migrates each request until it has gone. Prompts that wait have no KV: their worker hands them back."""
 
     def __init__(self, state: ClusterState, hands: Hands, leading: asyncio.Event) -> None:
         self._state = state
@@ -49,8 +54,13 @@ class Drainer:
         sent: Counter[str] = Counter()
         for instance in draining:
             moves: list[Migrate] = []
-            for request in self._state.requests_on(instance.instance_id):
-                target = self._target(view, sent) if self._due(request, now_s) else None
+            requests = self._state.requests_on(instance.instance_id)
+            targets = self._targets(view, instance.instance_id)
+            room = _OPEN_MAX - sum(request.migrating for request in requests)
+            for request in requests:
+                if len(moves) >= room:
+                    break
+                target = _emptiest(targets, sent) if self._due(request, now_s) else None
                 if target is not None:
                     sent[target] += request.context_tokens
                     moves.append(Migrate(request.request_id, instance.instance_id, target, REASON))
@@ -60,23 +70,37 @@ class Drainer:
         self._tried = {key: tried for key, tried in self._tried.items() if key in present}
 
     def _due(self, request: RequestView, now_s: float) -> bool:
-        if request.migrating or request.phase is Phase.PREFILL:
+        if request.migrating or request.phase is Phase.PREFILL or request.state is RequestState.WAITING:
             return False
         tried = self._tried.get((request.request_id, request.instance_id))
-        return tried is None or (tried.times < _TRIES and now_s - tried.last_s >= _RETRY_S)
+        if tried is None:
+            return True
+        pause_s: float = min(_RETRY_FIRST_S * 2 ** (tried.times - 1), _RETRY_MOST_S)
+        return now_s - tried.last_s >= pause_s
 
-    def _target(self, view: ClusterView, sent: Counter[str]) -> str | None:
-        candidates = view.placeable()
-        if not candidates:
-            return None
-
-        def filled(instance: InstanceView) -> tuple[float, str]:
-            tokens = instance.kv_used_tokens + instance.prefill_backlog_tokens + sent[instance.instance_id]
-            return tokens / max(1, instance.kv_capacity_tokens), instance.instance_id
-
-        return min(candidates, key=filled).instance_id
+    def _targets(self, view: ClusterView, source_id: str) -> list[InstanceView]:
+        """Instances that take new work and can take KV from the source."""
+        source = self._state.tracked(source_id)
+        if source is None:
+            return []
+        fingerprint = source.record.model_fingerprint
+        return [
+            instance
+            for instance in view.placeable()
+            if (target := self._state.tracked(instance.instance_id)) is not None
+            and target.record.model_fingerprint == fingerprint
+        ]
 
     def _note(self, request: RequestView, now_s: float) -> None:
         tried = self._tried.setdefault((request.request_id, request.instance_id), _Tried(0, now_s))
         tried.times += 1
         tried.last_s = now_s
+
+
+def _emptiest(targets: Iterable[InstanceView], sent: Counter[str]) -> str | None:
+    def filled(instance: InstanceView) -> tuple[float, str]:
+        tokens = instance.kv_used_tokens + instance.prefill_backlog_tokens + sent[instance.instance_id]
+        return tokens / max(1, instance.kv_capacity_tokens), instance.instance_id
+
+    best = min(targets, key=filled, default=None)
+    return None if best is None else best.instance_id

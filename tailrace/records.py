@@ -36,6 +36,8 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     started_s: float
     # The measured profile that is for it, `profiles/<kind>`; empty: it was given a profile of its own.
     profile_kind: str = ""
+    # It was told to stop: it hands over what it has, and gets nothing new.
+    draining: bool = False
 
 
 class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):

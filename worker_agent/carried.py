@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -47,6 +48,10 @@ class CarriedRequests:
         self.remove(key)
         self._by_key[key] = self._by_id[request_id] = carried
         return carried
+
+    def items(self) -> Iterator[tuple[RequestKey, Carried]]:
+        """All that are here now."""
+        return iter(list(self._by_key.items()))
 
     def get(self, key: RequestKey) -> Carried | None:
         """Who that is."""

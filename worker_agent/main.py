@@ -22,17 +22,20 @@ from tailrace.store.store import Store
 from tailrace.telemetry.metrics import new_registry, serve_metrics
 from tailrace.telemetry.tracing import configure
 from worker_agent.carried import TPOT_S
+from worker_agent.draining import HANDOVER_S
 from worker_agent.engines import EngineOptionError, EngineOptions, make_engine, read_argument
 from worker_agent.intra_switch import BY_POLICY
 from worker_agent.kv.transport import start_ucx, stop_ucx
 from worker_agent.metrics import WorkerCollector, WorkerHistograms, WorkerMetrics
 from worker_agent.migration.link_budget import SHARE
 from worker_agent.settings import WorkerSettings
-from worker_agent.worker import EngineStartError, Surroundings, running_worker
+from worker_agent.worker import EngineStartError, Running, Surroundings, running_worker
 
 log = logging.getLogger(__name__)
 
 _DEFAULTS: Final = WorkerSettings()
+# For what is told before a drain, and for whatever its own bounds do not hold.
+_MARGIN_S: Final = 10.0
 
 
 class EngineDied(RuntimeError):
@@ -108,6 +111,14 @@ class EngineDied(RuntimeError):
     help="Seconds without the end of a step after which an engine that has requests to run counts as hung.",
 )
 @click.option(
+    "--drain-timeout",
+    type=click.FloatRange(min=0),
+    default=_DEFAULTS.drain_timeout_s,
+    show_default=True,
+    metavar="SECONDS",
+    help="Once told to stop, its requests have so long to be moved; what is left is computed anew elsewhere.",
+)
+@click.option(
     "--tpot",
     type=click.FloatRange(min=0, min_open=True),
     default=TPOT_S,
@@ -148,6 +159,7 @@ def command(
     stream_port: int,
     report_interval: float,
     step_limit: float,
+    drain_timeout: float,
     tpot: float,
     migration_bandwidth_share: float,
     profile: str | None,
@@ -177,6 +189,7 @@ def command(
         stream_port=stream_port,
         report_s=report_interval,
         step_limit_s=step_limit,
+        drain_timeout_s=drain_timeout,
         intra=intra,
         tpot_s=tpot,
         profile=_profile(profile),
@@ -238,6 +251,7 @@ async def serve(
             )
             died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
             listen = common.listen
+            workers: list[Running] = []
             for name, engine in zip(names, engines, strict=True):
                 metrics = WorkerMetrics(histograms)
                 running = await stack.enter_async_context(
@@ -246,7 +260,13 @@ async def serve(
                 # The first has the port that was asked for; the others take any.
                 listen = f"{listen.rpartition(':')[0]}:0"
                 collector.add(metrics, running.stats)
-            raise EngineDied(await died)
+                workers.append(running)
+
+            async def drain() -> None:
+                await asyncio.gather(*(worker.drain() for worker in workers))
+
+            with shutdown.draining(drain, settings.drain_timeout_s + HANDOVER_S + _MARGIN_S):
+                raise EngineDied(await died)
     finally:
         stop_ucx()
 

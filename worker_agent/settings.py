@@ -41,5 +41,7 @@ class WorkerSettings:
     migration_bandwidth_share: float = SHARE
     # Waiting for the front end's word on an adoption, which itself may take 2 s.
     adopt_timeout_s: float = 10.0
+    # Once told to stop: for its requests to be moved; what is left then is handed back to be computed anew.
+    drain_timeout_s: float = 60.0
     # An engine that has requests to run and ends no step for so long hangs: the worker ends.
     step_limit_s: float = 300.0

@@ -27,9 +27,11 @@ from worker_agent.bidask.assembly import coordinator_of
 from worker_agent.bidask.servicer import BidAskServicer
 from worker_agent.carried import CarriedRequests
 from worker_agent.dispatch import Admission, Dispatch
+from worker_agent.draining import Draining
 from worker_agent.engine.base import Engine, EngineInfo, EngineStats
 from worker_agent.faults import Faults
 from worker_agent.frontends import FrontEnds
+from worker_agent.hand_backs import HandBacks
 from worker_agent.heartbeats import beat
 from worker_agent.intra_switch import order_by
 from worker_agent.kv.client import KvClient
@@ -90,6 +92,8 @@ class Running:
     exports: Exports
     imports: Imports
     sessions: Sessions
+    # Hands over all that it carries, so that it can end.
+    drain: Callable[[], Coroutine[None, None, None]]
 
 
 @asynccontextmanager
@@ -178,6 +182,20 @@ async def running_worker(
         hello = worker_pb2.WorkerHello(
             instance_id=instance_id, incarnation=incarnation, ready_response=info.ready_response
         )
+
+        def stats() -> EngineStats:
+            return own_stats(engine.stats(), sink)
+
+        draining = Draining(
+            instance_id,
+            lambda: instance_id in around.membership.draining,
+            HandBacks(stats, carried, front_ends, exports.open),
+            carried,
+            exports,
+            imports,
+            front_ends,
+            hello,
+        )
         coordinator = coordinator_of(
             instance_id,
             engine,
@@ -187,6 +205,7 @@ async def running_worker(
             around.channels,
             lambda: first_address(around.membership, "migration"),
             metrics,
+            lambda: draining.active,
         )
         stack.push_async_callback(coordinator.close)
         profiler = Profiler(instance_id, engine, info, sink, carried, around.store, settings.tpot_s)
@@ -210,10 +229,6 @@ async def running_worker(
         address = f"{around.host}:{server.address.rpartition(':')[2]}"
         coordinator.address = address
         speeds = KnownSpeeds(info.profile, settings, profiler.kind, around.membership)
-
-        def stats() -> EngineStats:
-            return own_stats(engine.stats(), sink)
-
         reports = Reports(
             instance_id,
             incarnation,
@@ -232,6 +247,7 @@ async def running_worker(
             ("reports", reports.run()),
             ("idle KV connections", _trim(kv_client)),
             ("progress", watch_progress(engine.stats, settings.step_limit_s, on_dead)),
+            ("draining", draining.run()),
         ):
             await stack.enter_async_context(_background(name, work, on_dead))
         record = instance_record(
@@ -247,7 +263,11 @@ async def running_worker(
         registration = await register(around.store, record, settings.lease_ttl_s)
         stack.push_async_callback(registration.withdraw)
         log.info("%s serves %s at %s, KV at port %d", instance_id, info.model, address, kv_server.port)
-        yield Running(instance_id, record, info, stats, front_ends, exports, imports, sessions)
+
+        async def drain() -> None:
+            await draining.stop(settings.drain_timeout_s, server.set_serving, registration, record)
+
+        yield Running(instance_id, record, info, stats, front_ends, exports, imports, sessions, drain)
 
 
 async def _trim(kv_client: KvClient) -> None:

@@ -172,7 +172,10 @@ class Membership:
         self._leaders = leaders
         self._profiles = profiles
         self._pools = _pools(mapping)
-        self._draining = frozenset(key.partition("/")[2] for key in mapping if key.startswith("drains/"))
+        # By an operator; and those that were told to stop.
+        drained = {key.partition("/")[2] for key in mapping if key.startswith("drains/")}
+        stopping = {name for name, record in self._instances.items() if record.draining}
+        self._draining = frozenset(drained | stopping)
         self._stages = _stages(mapping.get("stages"))
         with _left_as_it_was("policy"):
             self._policy = decode_policy(mapping.get("policy", b""))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -21,7 +22,8 @@ from tailrace.policy.base import Policy
 from tailrace.policy.when_full import WhenFull
 from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
-from tests.scheduler.facts import ANSWERING, REASONING, event, members, request, steady
+from tailrace.v1 import types_pb2
+from tests.scheduler.facts import ANSWERING, PREFILL, REASONING, event, members, request, steady
 
 
 class Recorder(Policy):
@@ -220,21 +222,62 @@ def test_no_swaps_in_one_go() -> None:
     assert without_swaps([there, pool, back, again, also]) == [there, pool, also]
 
 
-def test_draining_moves_what_is_decoded_and_tries_a_few_times(scheduler: Scheduler) -> None:
+def _draining(scheduler: Scheduler, count: int) -> Drainer:
+    """Of three instances `a` drains, with so many requests; `b` and `c` are free."""
     facts = members("a", "b", "c")
     facts.draining = frozenset("a")
     scheduler.state.set_members(facts, 0.0)
-    drainer = Drainer(scheduler.state, scheduler.hands, scheduler.leading)
-    scheduler.state.apply(steady("a", [request(f"r{n}") for n in range(4)]), 1.0)
+    scheduler.state.apply(steady("a", [request(f"r{n}") for n in range(count)]), 1.0)
+    return Drainer(scheduler.state, scheduler.hands, scheduler.leading)
+
+
+def test_draining_moves_what_is_decoded_and_goes_on_trying(scheduler: Scheduler) -> None:
+    drainer = _draining(scheduler, 4)
     drainer.look(1.0)
     moves = [a for a in scheduler.hands.actions if isinstance(a, Migrate)]
     assert sorted(m.request_id for m in moves) == ["r0", "r1", "r2", "r3"]
     assert sorted(m.target_id for m in moves) == ["b", "b", "c", "c"]
-    drainer.look(1.5)
-    assert len(scheduler.hands.actions) == 4
-    for second in (4.0, 7.0, 10.0, 13.0):
+    # After 2, 4, 8, 16 and then always 16 seconds.
+    for second, tries in ((2.5, 1), (3.0, 2), (6.5, 2), (7.0, 3), (15.0, 4), (31.0, 5), (47.0, 6), (63.0, 7)):
         drainer.look(second)
-    assert len(scheduler.hands.actions) == 12
+        assert len(scheduler.hands.actions) == 4 * tries
+
+
+def test_draining_orders_a_few_migrations_at_a_time(scheduler: Scheduler) -> None:
+    drainer = _draining(scheduler, 20)
+    drainer.look(1.0)
+    assert len(scheduler.hands.actions) == 8
+    for action in scheduler.hands.actions:
+        assert isinstance(action, Migrate)
+        moving = scheduler.state.request(action.request_id)
+        assert moving is not None
+        scheduler.state.migration_opened(moving, action.target_id)
+    drainer.look(1.5)
+    assert len(scheduler.hands.actions) == 8
+    scheduler.state.migration_closed("r0")
+    drainer.look(1.6)
+    # Its own turn comes again later; another one's has come.
+    assert [a.request_id for a in scheduler.hands.actions if isinstance(a, Migrate)][8:] == ["r8"]
+
+
+def test_draining_moves_nothing_to_where_its_kv_does_not_fit(scheduler: Scheduler) -> None:
+    drainer = _draining(scheduler, 2)
+    facts = members("a", "b", "c")
+    facts.draining = frozenset("a")
+    other = msgspec.structs.replace(facts.instances["b"], model_fingerprint="other")
+    facts.instances = {**facts.instances, "b": other}
+    scheduler.state.set_members(facts, 2.0)
+    drainer.look(2.0)
+    assert {a.target_id for a in scheduler.hands.actions if isinstance(a, Migrate)} == {"c"}
+
+
+def test_a_prompt_that_waits_is_not_migrated(scheduler: Scheduler) -> None:
+    drainer = _draining(scheduler, 0)
+    waiting = request("w")
+    waiting.state = types_pb2.REQUEST_STATE_WAITING
+    scheduler.state.apply(steady("a", [request("p", phase=PREFILL), waiting]), 1.0)
+    drainer.look(1.0)
+    assert scheduler.hands.actions == []
 
 
 def test_another_policy_is_asked_about_what_has_outgrown_its_stage(scheduler: Scheduler) -> None:

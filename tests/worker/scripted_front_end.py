@@ -68,6 +68,9 @@ class ScriptedFrontEnd:
         self.adoptions = 0
         self.utilities: asyncio.Queue[worker_pb2.UtilityResult] = asyncio.Queue()
         self.queries = 0
+        # Instances that said that they drain, and (instance, handle) of requests that they handed back.
+        self.draining: asyncio.Queue[str] = asyncio.Queue()
+        self.handed_back: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
         # Adopt is answered with this refusal, when set.
         self.refuse = ""
         self.silent = False
@@ -149,6 +152,13 @@ class ScriptedFrontEnd:
                 self._accept(instance, message.outputs)
             case "adopt":
                 await self._adopt(instance, message.adopt)
+            case "draining":
+                self.draining.put_nowait(instance)
+            case "hand_back":
+                back = message.hand_back
+                for handle, epoch in zip(back.handles, back.epochs, strict=True):
+                    assert self.streams[handle].epoch == epoch
+                    self.handed_back.put_nowait((instance, handle))
             case "utility":
                 self.utilities.put_nowait(message.utility)
             case "ownership_query":

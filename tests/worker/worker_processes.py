@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,12 +76,13 @@ async def worker_process(
     count: int = 1,
     faults: Mapping[str, object] | None = None,
     engine: Mapping[str, object] | None = None,
+    more: Sequence[str] = (),
 ) -> AsyncIterator[WorkerProcess]:
-    """A process of simulated workers that have registered."""
+    """A process of simulated workers that have registered. `more`: further options of `serve worker`."""
     arguments = ENGINE | dict(engine or {})
     command = [sys.executable, "-c", "from worker_agent.main import command; command()"]
     command += ["--engine", "simulated", "--etcd", etcd, "--cluster", cluster, "--id", name]
-    command += ["--count", str(count)]
+    command += ["--count", str(count), *more]
     for key, value in arguments.items():
         command += ["--engine-arg", f"{key}={json.dumps(value)}"]
     environment = dict(os.environ)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 from tailrace.policy.cascade.bid_ask import Space
@@ -29,16 +30,23 @@ def coordinator_of(
     channels: Channels,
     migration_service: Callable[[], str | None],
     metrics: WorkerMetrics,
+    draining: Callable[[], bool],
 ) -> Coordinator:
-    """`migration_service`: its address, while there is one. The coordinator's own is still to be set."""
+    """`migration_service`: its address, while there is one. An instance that is `draining` bids for nothing.
+    The coordinator's own address is still to be set.
+    """
 
     def here(request_id: str) -> bool:
         return carried.by_id(request_id) is not None
 
+    def space() -> Space:
+        known = space_of(engine.stats(), block_tokens)
+        return replace(known, free_tokens=0) if draining() else known
+
     return Coordinator(
         instance_id,
         here,
-        lambda: space_of(engine.stats(), block_tokens),
+        space,
         lambda request_id: imports.reserved(request_id) or here(request_id),
         Fetching(instance_id, channels, migration_service),
         tell_over(channels),

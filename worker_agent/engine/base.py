@@ -162,6 +162,8 @@ class RequestStats:
     # Predicted output tokens still to come (ARES, section 4), no more than `max_tokens` leaves. None: nobody
     # predicts.
     predicted_remaining_tokens: float | None = None
+    # Preempted, and its KV is in host memory: it need not be computed anew.
+    kv_on_host: bool = False
 
     @property
     def phase_tokens(self) -> int:

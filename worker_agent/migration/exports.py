@@ -39,6 +39,10 @@ class Exports:
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
 
+    def open(self, key: RequestKey) -> bool:
+        """Whether this request is being exported."""
+        return self._of(key) is not None
+
     # ---- what the front end says
 
     def released(self, key: RequestKey, epoch: int) -> bool:

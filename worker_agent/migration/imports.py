@@ -34,6 +34,8 @@ class Imports:
         self._parts = parts
         self._connect = connect
         self._running: dict[Import, asyncio.Task[None]] = {}
+        # Why no import may begin; empty: they may.
+        self._refusal = ""
         parts.front_ends.on_gone(self._client_gone)
 
     def __len__(self) -> int:
@@ -41,6 +43,8 @@ class Imports:
 
     def start(self, request: worker_pb2.ImportRequest) -> Import:
         """Begin. Raises ImportRefused."""
+        if self._refusal:
+            raise ImportRefused(self._refusal)
         if not request.migration_id or not request.request_id or not request.source_address:
             raise ImportRefused("migration_id, request_id and source_address must be given")
         if request.epoch <= request.from_epoch:
@@ -62,6 +66,12 @@ class Imports:
         """Whether blocks are set aside on the engine for a request that is being imported."""
         incoming = self._named(request_id)
         return incoming is not None and incoming.reserved
+
+    def refuse(self, reason: str) -> None:
+        """Begin no more, and abort those that can be aborted: their sources go on."""
+        self._refusal = reason
+        for incoming in self._running:
+            incoming.cancel(reason)
 
     async def cancel(self, migration_id: str) -> bool:
         """Abort an import; False when there is none, or it was committed. Waits for its end."""

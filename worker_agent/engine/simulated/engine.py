@@ -245,6 +245,7 @@ class SimulatedEngine:
                 reasoning_tokens=request.reasoning_tokens,
                 max_tokens=request.length_limit,
                 kv_blocks=len(request.blocks),
+                kv_on_host=self._scheduler.on_host(request),
                 arrival_s=request.arrival_s,
                 token_interval_ms=mean_ms,
                 demoted=intra is not None and intra.demoted(request.view),

@@ -49,6 +49,7 @@ def _request_stats(core: LoadedCore, entry: Entry) -> RequestStats:
         reasoning_tokens=entry.phases.reasoning_tokens,
         max_tokens=entry.most_tokens(core.max_model_len),
         kv_blocks=-(-request.num_computed_tokens // core.block_tokens),
+        kv_on_host=core.host.get(entry.request_id) is not None,
         arrival_s=request.arrival_time,
         token_interval_ms=entry.pace.interval_ms,
         demoted=core.intra is not None and core.intra.demoted(job_view(entry)),

@@ -1,0 +1,125 @@
+"""Streams that a draining instance hands back go on elsewhere, with every token once."""
+
+from __future__ import annotations
+
+import pytest
+
+from tailrace.v1 import worker_pb2
+from tests.frontend.conftest import Rig, eventually
+from tests.frontend.scripted_worker import FINISHED, PREFILL_DONE, ScriptedWorker, outputs
+
+
+def drains(worker: ScriptedWorker) -> None:
+    worker.say(worker_pb2.AttachDown(draining=worker_pb2.Draining()))
+
+
+def hand_back(worker: ScriptedWorker, submit: worker_pb2.Submit, epoch: int | None = None) -> None:
+    epoch = submit.epoch if epoch is None else epoch
+    message = worker_pb2.HandBack(handles=[submit.handle], epochs=[epoch])
+    worker.say(worker_pb2.AttachDown(hand_back=message))
+
+
+async def begun(rig: Rig, request_id: str, worker: ScriptedWorker) -> worker_pb2.Submit:
+    """A stream that has two tokens of this worker."""
+    await rig.front.add(request_id)
+    submit = await worker.submitted()
+    worker.say(outputs(submit, [10, 11], 0, PREFILL_DONE))
+    await rig.front.tokens_of(request_id, 2)
+    return submit
+
+
+async def test_what_is_handed_back_goes_on_elsewhere(rig: Rig) -> None:
+    leaving = await rig.worker("a")
+    await rig.front.ready()
+    submit = await begun(rig, "r", leaving)
+    taking = await rig.worker("b")
+    drains(leaving)
+    hand_back(leaving, submit)
+    again = await taking.submitted()
+    assert (again.handle, again.epoch, list(again.output_token_ids)) == (submit.handle, 1, [10, 11])
+    assert list((await leaving.expect("abort")).abort.handles) == [submit.handle]
+    # What it had made before it read the abort is late.
+    leaving.say(outputs(submit, [99], 2))
+    taking.say(outputs(again, [12], 2, FINISHED))
+    await rig.front.end_of("r")
+    assert rig.front.tokens["r"] == [10, 11, 12]
+    assert rig.count("recoveries_total", cause="handed_back") == 1
+    assert rig.count("recoveries_total", cause="lost") == 0
+
+
+async def test_without_another_instance_it_stays_where_it_is(rig: Rig) -> None:
+    leaving = await rig.worker("a")
+    await rig.front.ready()
+    submit = await begun(rig, "r", leaving)
+    drains(leaving)
+    hand_back(leaving, submit)
+    leaving.say(outputs(submit, [12], 2))
+    await rig.front.tokens_of("r", 3)
+    # One has come: asked again, the stream goes there.
+    taking = await rig.worker("b")
+    hand_back(leaving, submit)
+    again = await taking.submitted()
+    assert list(again.output_token_ids) == [10, 11, 12]
+    taking.say(outputs(again, [13], 3, FINISHED))
+    await rig.front.end_of("r")
+    assert rig.front.tokens["r"] == [10, 11, 12, 13]
+
+
+async def test_what_an_instance_does_not_own_it_cannot_hand_back(rig: Rig) -> None:
+    first = await rig.worker("a")
+    await rig.front.ready()
+    submit = await begun(rig, "r", first)
+    second = await rig.worker("b")
+    hand_back(second, submit)
+    hand_back(first, submit, epoch=7)
+    hand_back(first, worker_pb2.Submit(handle=4711))
+    first.say(outputs(submit, [12], 2, FINISHED))
+    await rig.front.end_of("r")
+    assert rig.front.tokens["r"] == [10, 11, 12]
+    assert second.received.empty()
+
+
+async def test_an_adoption_that_waits_is_refused_when_its_stream_is_taken_away(rig: Rig) -> None:
+    leaving = await rig.worker("a")
+    await rig.front.ready()
+    submit = await begun(rig, "r", leaving)
+    target = await rig.worker("b")
+    adopt = worker_pb2.Adopt(
+        migration_id="m", handle=submit.handle, request_id="r", from_epoch=0, epoch=1, next_index=5
+    )
+    target.say(worker_pb2.AttachDown(adopt=adopt))
+    drains(leaving)
+    hand_back(leaving, submit)
+    again = await target.submitted()
+    # Looked at again with the next progress, or when the time for its missing tokens is up.
+    target.say(outputs(again, [12], 2))
+    assert not (await target.expect("adopt_reply")).adopt_reply.accepted
+    target.say(outputs(again, [13], 3, FINISHED))
+    await rig.front.end_of("r")
+    assert rig.front.tokens["r"] == [10, 11, 12, 13]
+
+
+async def test_a_draining_instance_gets_nothing_new(rig: Rig) -> None:
+    leaving, other = await rig.worker("a"), await rig.worker("b")
+    await rig.front.ready()
+    drains(leaving)
+    await eventually(lambda: "a" in rig.engine.fleet.draining)
+    for number in range(4):
+        await rig.front.add(f"r{number}")
+        other.say(outputs(await other.submitted(), [1], 0, FINISHED))
+        await rig.front.end_of(f"r{number}")
+    assert leaving.received.empty()
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["left", "started again"])
+async def test_a_drain_ends_with_the_process_that_said_so(rig: Rig, again: bool) -> None:
+    leaving = await rig.worker("a")
+    await rig.front.ready()
+    drains(leaving)
+    await eventually(lambda: "a" in rig.engine.fleet.draining)
+    await rig.crash(leaving)
+    del rig.members.instances["a"]
+    rig.members.changed()
+    if again:
+        await rig.worker("a")
+    assert "a" not in rig.engine.fleet.draining

@@ -1,0 +1,142 @@
+"""A worker that is told to stop, or drained by an operator: what it says, hands back and waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import msgspec
+import pytest
+
+from tailrace.records import InstanceRecord
+from tailrace.store.store import Store
+from tailrace.v1 import worker_pb2
+from tests.worker.scripted_front_end import ScriptedFrontEnd, Stream
+from tests.worker.worker_processes import WAIT_S, WorkerProcess, migrate, worker_process
+
+pytestmark = [pytest.mark.fleet]
+
+PROMPT = [72, 101, 108, 108, 111, 32] * 50
+SHORT = {"max_tokens": 100, "ignore_eos": True, "min_tokens": 100}
+ENDLESS = {"max_tokens": 3000, "ignore_eos": True, "min_tokens": 3000}
+
+
+class Rig:
+    """One worker that runs one request at a time, and a front end attached to it."""
+
+    def __init__(self, store: Store, worker: WorkerProcess, front_end: ScriptedFrontEnd) -> None:
+        self.store = store
+        self.worker = worker
+        self.front_end = front_end
+
+    async def submit(self, **sampling: object) -> Stream:
+        return await self.front_end.submit("w", PROMPT, **sampling)
+
+    async def running(self) -> Stream:
+        """An endless request that is under way."""
+        stream = await self.submit(**ENDLESS)
+        await stream.until(3)
+        return stream
+
+    async def handed_back(self) -> int:
+        """Handle of the next request that is handed back."""
+        async with asyncio.timeout(WAIT_S):
+            return (await self.front_end.handed_back.get())[1]
+
+    async def abort(self, stream: Stream) -> None:
+        await self.front_end.send("w", abort=worker_pb2.Abort(handles=[stream.handle]))
+
+    def terminate(self) -> None:
+        self.worker.process.send_signal(signal.SIGTERM)
+
+    async def exit_code(self) -> int:
+        async with asyncio.timeout(WAIT_S):
+            return await self.worker.process.wait()
+
+    async def record(self) -> InstanceRecord | None:
+        value = await self.store.get("instances/w")
+        return None if value is None else msgspec.json.decode(value, type=InstanceRecord)
+
+
+@asynccontextmanager
+async def rig(etcd: str, folder: Path, *more: str) -> AsyncIterator[Rig]:
+    cluster = f"test-{uuid.uuid4().hex[:8]}"
+    store = await Store.connect([etcd], cluster)
+    front_end = ScriptedFrontEnd()
+    engine = {"max_num_seqs": 1}
+    async with worker_process(store, etcd, cluster, folder, "w", engine=engine, more=more) as worker:
+        await front_end.attach(worker.stream_address)
+        yield Rig(store, worker, front_end)
+    await front_end.close()
+    await store.close()
+
+
+async def test_a_worker_that_is_told_to_stop_waits_for_what_it_carries(etcd: str, tmp_path: Path) -> None:
+    async with rig(etcd, tmp_path) as r:
+        running, waiting = await r.running(), await r.submit(**SHORT)
+        r.terminate()
+        async with asyncio.timeout(WAIT_S):
+            assert await r.front_end.draining.get() == "w"
+        # The prompt that waits has nothing to lose; what runs is left to be moved.
+        assert await r.handed_back() == waiting.handle
+        await r.abort(waiting)
+        late = ScriptedFrontEnd("late")
+        await late.attach(r.worker.stream_address)
+        assert late.attached["w"].hello.draining
+        await late.close()
+        await r.worker.logged("requests to hand over")
+        record = await r.record()
+        assert record is not None and record.draining
+        async with grpc.aio.insecure_channel(r.worker.address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError, match="the worker is stopping"):
+                await migrate(channel, "another", "127.0.0.1:1", 0)
+        made = len(running.tokens)
+        await running.until(made + 20)
+        assert r.worker.process.returncode is None
+        assert r.front_end.handed_back.empty()
+        await r.abort(running)
+        assert await r.exit_code() == 0
+        assert await r.record() is None
+
+
+async def test_what_is_left_in_the_end_is_handed_back(etcd: str, tmp_path: Path) -> None:
+    async with rig(etcd, tmp_path, "--drain-timeout", "0.3") as r:
+        running = await r.running()
+        r.terminate()
+        assert await r.handed_back() == running.handle
+        await r.abort(running)
+        assert await r.exit_code() == 0
+
+
+async def test_a_second_signal_ends_it_with_what_it_carries(etcd: str, tmp_path: Path) -> None:
+    async with rig(etcd, tmp_path) as r:
+        await r.running()
+        r.terminate()
+        await r.worker.logged("requests to hand over")
+        r.terminate()
+        assert await r.exit_code() == 0
+        assert await r.record() is None
+
+
+async def test_a_worker_that_carries_nothing_stops_at_once(etcd: str, tmp_path: Path) -> None:
+    async with rig(etcd, tmp_path) as r:
+        r.terminate()
+        async with asyncio.timeout(5):
+            assert await r.worker.process.wait() == 0
+
+
+async def test_an_operators_drain_hands_back_prompts_that_wait(etcd: str, tmp_path: Path) -> None:
+    async with rig(etcd, tmp_path) as r:
+        running, waiting = await r.running(), await r.submit(**SHORT)
+        await r.store.put("drains/w", b"")
+        assert await r.handed_back() == waiting.handle
+        # Nobody has taken it: it is asked for again, and meanwhile goes on here when its turn comes.
+        assert await r.handed_back() == waiting.handle
+        await r.abort(running)
+        assert len(await waiting.end()) == SHORT["max_tokens"]
+        await r.store.delete("drains/w")

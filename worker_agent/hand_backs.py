@@ -1,0 +1,71 @@
+"""Requests that a draining worker asks front ends to place elsewhere, to be computed anew there."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from typing import Final
+
+from tailrace.v1 import worker_pb2
+from worker_agent.carried import CarriedRequests
+from worker_agent.engine.base import EngineStats, RequestKey
+from worker_agent.frontends import FrontEnds
+
+# A front end that found no other place is asked again so often, in seconds.
+RETRY_S: Final = 2.0
+
+
+class HandBacks:
+    """Asks, and remembers what for. A front end that finds no other instance leaves its request here."""
+
+    def __init__(
+        self,
+        stats: Callable[[], EngineStats],
+        carried: CarriedRequests,
+        front_ends: FrontEnds,
+        exporting: Callable[[RequestKey], bool],
+    ) -> None:
+        """`exporting(key)`: whether a migration of the request from here is open."""
+        self._stats = stats
+        self._carried = carried
+        self._front_ends = front_ends
+        self._exporting = exporting
+        # When each was last handed back, in seconds of the caller's clock.
+        self._asked_s: dict[RequestKey, float] = {}
+
+    def without_kv(self, now_s: float) -> None:
+        """Hand back what has no KV here: prompts that wait, and what was preempted and not kept."""
+        idle = {
+            request.request_id
+            for request in self._stats().requests
+            if request.state == "waiting" or (request.state == "preempted" and not request.kv_on_host)
+        }
+        if not idle:
+            return
+        self._hand_back(
+            [
+                key
+                for key, carried in self._carried.items()
+                if carried.request_id in idle and not self._exporting(key)
+            ],
+            now_s,
+        )
+
+    def everything(self, now_s: float) -> None:
+        """Hand back whatever is left here, and what is being migrated from here, too."""
+        self._hand_back([key for key, _ in self._carried.items()], now_s)
+
+    def _hand_back(self, keys: Collection[RequestKey], now_s: float) -> None:
+        carried = dict(self._carried.items())
+        self._asked_s = {key: at_s for key, at_s in self._asked_s.items() if key in carried}
+        messages: dict[int, worker_pb2.HandBack] = defaultdict(worker_pb2.HandBack)
+        for key in keys:
+            if now_s - self._asked_s.get(key, -RETRY_S) < RETRY_S:
+                continue
+            self._asked_s[key] = now_s
+            messages[key.client].handles.append(key.handle)
+            messages[key.client].epochs.append(carried[key].epoch)
+        for client, message in messages.items():
+            front_end = self._front_ends.by_client(client)
+            if front_end is not None:
+                front_end.send(worker_pb2.AttachDown(hand_back=message))
