@@ -104,8 +104,12 @@ class Control:
 
     async def stop(self, name: str) -> None:
         """Stop a service as SIGTERM does: drain it, then cancel it."""
+        await self.shutdowns[name].run_drain()
+        await self.cancel(name)
+
+    async def cancel(self, name: str) -> None:
+        """Stop a service as a second SIGTERM does."""
         task = self.tasks.pop(name)
-        await self.shutdowns.pop(name).run_drain()
         task.cancel()
         await asyncio.wait([task])
 
@@ -177,4 +181,4 @@ async def open_control(etcd: str, cluster: str) -> AsyncIterator[Control]:
             yield control
         finally:
             for name in list(control.tasks):
-                await control.stop(name)
+                await control.cancel(name)
