@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from monitor_svc.feed import Feed
-from monitor_svc.reports import Reports, in_trouble
+from monitor_svc.reports import Reports, missed_objectives
 from monitor_svc.servicer import MonitorServicer
 from monitor_svc.traces import TraceStore
-from tailrace.v1 import monitor_pb2, types_pb2
+from tailrace.slo import Slo
+from tailrace.v1 import types_pb2
 
 _PHASES: Final = {
     types_pb2.PHASE_PREFILL: "prefill",
@@ -22,25 +23,23 @@ _PHASES: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Service-level limits, in seconds: to the first token, and between tokens."""
-
-    ttft_s: float
-    tpot_s: float
-
-
 class MonitorGauges(Collector):
     """Per-instance and per-phase gauges, and what the monitor itself does."""
 
     def __init__(
-        self, reports: Reports, feed: Feed, servicer: MonitorServicer, traces: TraceStore, limits: Limits
+        self,
+        reports: Reports,
+        feed: Feed,
+        servicer: MonitorServicer,
+        traces: TraceStore,
+        slo: Callable[[], Slo],
     ) -> None:
+        """`slo`: the deployment's objectives now."""
         self._reports = reports
         self._feed = feed
         self._servicer = servicer
         self._traces = traces
-        self._limits = limits
+        self._slo = slo
 
     def collect(self) -> Iterable[Metric]:
         """All families."""
@@ -95,21 +94,19 @@ class MonitorGauges(Collector):
     def _trouble(self) -> Metric:
         metric = GaugeMetricFamily(
             "tailrace_monitor_slo_trouble_requests",
-            "Requests that now miss a service-level limit.",
+            "Requests that now miss a service-level objective.",
             labels=["instance", "slo"],
         )
+        slo = self._slo()
         for name, known in self._reports.known.items():
-            late, slow = _count_trouble(known.steady.requests, known.steady.time_s, self._limits)
-            metric.add_metric([name, "ttft"], late)
-            metric.add_metric([name, "tpot"], slow)
+            missed = Counter(
+                objective
+                for request in known.steady.requests
+                for objective in missed_objectives(request, known.steady.time_s, slo)
+            )
+            for objective in ("ttft", "tpot", "qoe"):
+                metric.add_metric([name, objective], missed[objective])
         return metric
-
-
-def _count_trouble(
-    requests: Sequence[monitor_pb2.RequestReport], now_s: float, limits: Limits
-) -> tuple[int, int]:
-    judged = [in_trouble(request, now_s, limits.ttft_s, limits.tpot_s) for request in requests]
-    return sum(late for late, _ in judged), sum(slow for _, slow in judged)
 
 
 def _gauge(name: str, help_text: str, value: float) -> Metric:

@@ -11,7 +11,7 @@ import click
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import add_TraceServiceServicer_to_server
 
 from monitor_svc.feed import Feed
-from monitor_svc.gauges import Limits, MonitorGauges
+from monitor_svc.gauges import MonitorGauges
 from monitor_svc.reports import Reports
 from monitor_svc.servicer import MonitorServicer
 from monitor_svc.silence import watch_silence
@@ -42,44 +42,26 @@ _DRAIN_S: Final = 10.0
     help="Seconds without a report after which an instance counts as silent.",
 )
 @click.option(
-    "--slo-ttft",
-    type=click.FloatRange(min=0),
-    default=10.0,
-    show_default=True,
-    help="Seconds to the first token; requests beyond it are counted as in trouble.",
-)
-@click.option(
-    "--slo-tpot",
-    type=click.FloatRange(min=0),
-    default=0.1,
-    show_default=True,
-    help="Seconds between tokens; requests beyond it are counted as in trouble.",
-)
-@click.option(
     "--trace-spans",
     type=click.IntRange(min=1),
     default=50_000,
     show_default=True,
     help="Spans that the built-in trace store holds.",
 )
-def command(
-    common: CommonOptions, patience: float, slo_ttft: float, slo_tpot: float, trace_spans: int
-) -> None:
+def command(common: CommonOptions, patience: float, trace_spans: int) -> None:
     """Collect worker reports and publish the cluster's state; a second monitor stands by."""
-    limits = Limits(ttft_s=slo_ttft, tpot_s=slo_tpot)
-    run_service(lambda shutdown: serve(common, patience, limits, trace_spans, shutdown))
+    run_service(lambda shutdown: serve(common, patience, trace_spans, shutdown))
 
 
-async def serve(
-    common: CommonOptions, patience_s: float, limits: Limits, trace_spans: int, shutdown: Shutdown
-) -> None:
+async def serve(common: CommonOptions, patience_s: float, trace_spans: int, shutdown: Shutdown) -> None:
     """Until cancelled. Raises StoreUnavailable, ListenError, OSError."""
     async with open_frame(KIND, common) as frame:
+        members = frame.members
         reports = Reports(patience_s)
         feed = Feed(reports)
         traces = TraceStore(trace_spans)
         servicer = MonitorServicer(reports, feed, traces)
-        frame.registry.register(MonitorGauges(reports, feed, servicer, traces, limits))
+        frame.registry.register(MonitorGauges(reports, feed, servicer, traces, lambda: members.slo))
         servicers = [
             Servicer(add_MonitorServicer_to_server, servicer, MONITOR_SERVICE),
             Servicer(add_TraceServiceServicer_to_server, OtlpServicer(traces), OTLP_SERVICE),

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
+from tailrace.slo import Slo
 from tailrace.v1 import monitor_pb2, types_pb2
 
 # Phase events held between two steady reports of one instance.
@@ -82,14 +83,19 @@ class Reports:
         )
 
 
-def in_trouble(
-    request: monitor_pb2.RequestReport, now_s: float, ttft_s: float, tpot_s: float
-) -> tuple[bool, bool]:
-    """Whether a request has missed, or now misses, the limits for its first token and between tokens.
+def missed_objectives(request: monitor_pb2.RequestReport, now_s: float, slo: Slo) -> list[str]:
+    """Which of "ttft", "tpot" and "qoe" a request now misses.
 
-    `now_s`: wall clock of the worker, as in its report.
+    The first answering token is due as `Slo` says. `now_s`: wall clock of the worker, as in its report.
     """
-    waiting = request.phase == types_pb2.PHASE_PREFILL or request.output_tokens == 0
-    late = waiting and now_s - request.arrival_s > ttft_s
-    slow = request.token_interval_ms > tpot_s * 1e3
-    return late, slow
+    missed: list[str] = []
+    answers = request.output_tokens > request.reasoning_tokens
+    if slo.ttft_s is not None and not (request.phase == types_pb2.PHASE_ANSWERING and answers):
+        due_s = slo.ttft_s + (slo.tpot_s or 0.0) * request.reasoning_tokens
+        if now_s - request.arrival_s > due_s:
+            missed.append("ttft")
+    if slo.tpot_s is not None and request.token_interval_ms > slo.tpot_s * 1e3:
+        missed.append("tpot")
+    if slo.qoe is not None and request.HasField("qoe") and request.qoe < slo.qoe:
+        missed.append("qoe")
+    return missed

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Final
 
+from tailrace.slo import READING_S
 from worker_agent.answer_pace import AnswerPace
 from worker_agent.engine.base import RequestKey
 
-# PASCAL's target (section V-A).
-TPOT_S: Final = 0.1
+
+def _default_reading_s() -> float:
+    return READING_S
 
 
 def _pace() -> AnswerPace:
-    return AnswerPace(TPOT_S)
+    return AnswerPace(READING_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +32,10 @@ class Carried:
 class CarriedRequests:
     """From submission or adoption until its end here. Touched a few times in a request's life."""
 
-    def __init__(self, tpot_s: float = TPOT_S) -> None:
-        """`tpot_s`: the pace at which users read, in seconds a token."""
-        self._tpot_s = tpot_s
+    def __init__(self, reading_s: Callable[[], float] = _default_reading_s) -> None:
+        """`reading_s`: the pace at which users read, in seconds a token. An answer keeps the one with which
+        its request came."""
+        self._reading_s = reading_s
         self._by_key: dict[RequestKey, Carried] = {}
         self._by_id: dict[str, Carried] = {}
 
@@ -44,7 +46,7 @@ class CarriedRequests:
         self, key: RequestKey, request_id: str, frontend_id: str, epoch: int, traceparent: str = ""
     ) -> Carried:
         """It is here now."""
-        carried = Carried(request_id, frontend_id, epoch, traceparent, AnswerPace(self._tpot_s))
+        carried = Carried(request_id, frontend_id, epoch, traceparent, AnswerPace(self._reading_s()))
         self.remove(key)
         self._by_key[key] = self._by_id[request_id] = carried
         return carried

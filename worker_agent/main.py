@@ -21,7 +21,6 @@ from tailrace.store.membership import Membership
 from tailrace.store.store import Store
 from tailrace.telemetry.metrics import new_registry, serve_metrics
 from tailrace.telemetry.tracing import configure
-from worker_agent.carried import TPOT_S
 from worker_agent.draining import HANDOVER_S
 from worker_agent.engines import EngineOptionError, EngineOptions, make_engine, read_argument
 from worker_agent.intra_switch import BY_POLICY
@@ -119,13 +118,6 @@ class EngineDied(RuntimeError):
     help="Once told to stop, its requests have so long to be moved; what is left is computed anew elsewhere.",
 )
 @click.option(
-    "--tpot",
-    type=click.FloatRange(min=0, min_open=True),
-    default=TPOT_S,
-    show_default=True,
-    help="Seconds a token at which users read; pacer slack and QoE are told by it.",
-)
-@click.option(
     "--migration-bandwidth-share",
     type=click.FloatRange(min=0, min_open=True, max=1),
     default=SHARE,
@@ -160,7 +152,6 @@ def command(
     report_interval: float,
     step_limit: float,
     drain_timeout: float,
-    tpot: float,
     migration_bandwidth_share: float,
     profile: str | None,
     profile_at_start: bool,
@@ -191,7 +182,6 @@ def command(
         step_limit_s=step_limit,
         drain_timeout_s=drain_timeout,
         intra=intra,
-        tpot_s=tpot,
         profile=_profile(profile),
         profile_at_start=profile_at_start,
         migration_bandwidth_share=migration_bandwidth_share,

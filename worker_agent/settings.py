@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from tailrace.intra.registry import ENGINE_ORDER
 from tailrace.profiles import Profile
-from worker_agent.carried import TPOT_S
 from worker_agent.migration.link_budget import SHARE
 
 
@@ -30,8 +29,6 @@ class WorkerSettings:
     export_idle_s: float = 30.0
     # The engine's order of its requests: a name of tailrace.intra.registry, or intra_switch.BY_POLICY.
     intra: str = ENGINE_ORDER
-    # The pace at which users read, in seconds a token: what slack, QoE and Max Running Tokens are told by.
-    tpot_s: float = TPOT_S
     # Step times of this model on this machine; None: as measured, else the engine's own, if it
     # knows them.
     profile: Profile | None = None

@@ -10,6 +10,7 @@ from tailrace.policy.arrow.load import max_running_tokens
 from tailrace.policy.arrow.ttft import TtftPredictor
 from tailrace.profiles import Profile
 from tailrace.records import ProfileRecord
+from tailrace.slo import DEFAULT_TPOT_S
 from tailrace.store.membership import Membership
 from worker_agent.settings import WorkerSettings
 
@@ -53,22 +54,37 @@ class Speeds:
 
 
 class KnownSpeeds:
-    """By the profile that the worker was given, else what was measured of its kind, else the engine's own."""
+    """By the profile that the worker was given, else what was measured of its kind, else the engine's own;
+    Max Running Tokens for the deployment's TPOT."""
 
     def __init__(
         self, own: Profile | None, settings: WorkerSettings, kind: str, membership: Membership
     ) -> None:
-        self._tpot_s = settings.tpot_s
         self._given = settings.profile is not None
-        profile = settings.profile or own
-        self._speeds = None if profile is None else Speeds.of(profile, settings.tpot_s)
+        self._profile = settings.profile or own
         self._kind = kind
         self._membership = membership
-        self._record: ProfileRecord | None = None
+        # What the present speeds were made from.
+        self._source: tuple[ProfileRecord | None, float] | None = None
+        self._speeds: Speeds | None = None
 
     def now(self) -> Speeds | None:
-        """None: nobody knows. Fits are made once for each record."""
+        """None: nobody knows. Fits are made once for each record and TPOT."""
         record = None if self._given else self._membership.profiles.get(self._kind)
-        if record is not None and record is not self._record:
-            self._record, self._speeds = record, Speeds.measured(record, self._tpot_s)
+        if record is None and self._source is not None:
+            # One that was taken away still says more than the engine's own.
+            record = self._source[0]
+        source = record, slo_tpot_s(self._membership)
+        if source != self._source:
+            self._source, self._speeds = source, self._made(*source)
         return self._speeds
+
+    def _made(self, record: ProfileRecord | None, tpot_s: float) -> Speeds | None:
+        if record is not None:
+            return Speeds.measured(record, tpot_s)
+        return None if self._profile is None else Speeds.of(self._profile, tpot_s)
+
+
+def slo_tpot_s(membership: Membership) -> float:
+    """The TPOT that the deployment asks for, in seconds; where it asks for none, the usual one."""
+    return membership.slo.tpot_s or DEFAULT_TPOT_S

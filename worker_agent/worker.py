@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from tailrace.perf.transfer_rate import TransferRate
 from tailrace.records import InstanceRecord
@@ -56,7 +57,7 @@ from worker_agent.reports import Reports
 from worker_agent.servicer import WorkerServicer
 from worker_agent.settings import WorkerSettings
 from worker_agent.sink import FrontEndSink
-from worker_agent.speeds import KnownSpeeds
+from worker_agent.speeds import KnownSpeeds, slo_tpot_s
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ async def running_worker(
     """
     incarnation = fresh_incarnation()
     faults = Faults.from_environment(instance_id)
-    front_ends, carried = FrontEnds(), CarriedRequests(settings.tpot_s)
+    front_ends, carried = FrontEnds(), CarriedRequests(lambda: around.membership.slo.reading_s)
     news, sessions = PhaseNews(), Sessions()
 
     def on_dead(reason: str) -> None:
@@ -208,7 +209,8 @@ async def running_worker(
             lambda: draining.active,
         )
         stack.push_async_callback(coordinator.close)
-        profiler = Profiler(instance_id, engine, info, sink, carried, around.store, settings.tpot_s)
+        tpot_s = partial(slo_tpot_s, around.membership)
+        profiler = Profiler(instance_id, engine, info, sink, carried, around.store, tpot_s)
         if settings.profile_at_start:
             await profiler.at_start()
         worker, bidding = WorkerServicer(exports, imports, profiler), BidAskServicer(coordinator)

@@ -19,7 +19,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.live.front import Load
-from benchmarks.live.shape import REPORT_S, TPOT_S, FleetShape
+from benchmarks.live.shape import REPORT_S, FleetShape
 from benchmarks.processes import descendants
 from tailrace.cluster import Pool
 from tailrace.local.plan import PartSpec, Plan, Tier
@@ -154,7 +154,7 @@ def _plan(shape: FleetShape, folder: RunFolder, sockets: Path) -> tuple[Plan, di
 
     engine = [f"--engine-arg={name}={json.dumps(value)}" for name, value in shape.engine_arguments().items()]
     worker = ["--engine", "simulated", "--intra", "policy", "--count", str(shape.workers)]
-    worker += ["--report-interval", str(REPORT_S), "--tpot", str(TPOT_S), *engine]
+    worker += ["--report-interval", str(REPORT_S), *engine]
     front = ["--front", "none", "--ipc", str(sockets), "--http", f"{LOOPBACK}:{http_port}"]
     monitor = service("monitor", "monitor", Tier.CONTROL)
     scheduler = service("scheduler", "scheduler", Tier.CONTROL)

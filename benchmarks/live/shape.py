@@ -11,14 +11,14 @@ from tailrace.cluster import Pool
 from tailrace.policy.ares.future_load import FutureLoad
 from tailrace.policy.when_full import WhenFull
 from tailrace.profiles import Profile, load_profile
+from tailrace.slo import DEFAULT_TPOT_S, READING_S
 from worker_agent.engine.simulated.speed import at_speed
 from worker_agent.speeds import Speeds
 
 BLOCK_TOKENS: Final = 16
 STEP_TOKENS: Final = 2048
-# Seconds between two steady reports, and a token at which users read: the workers' defaults.
+# Seconds between two steady reports: the workers' default.
 REPORT_S: Final = 0.5
-TPOT_S: Final = 0.1
 HOST_KV_BYTES: Final = 4 << 30
 SWAP_BYTES_PER_S: Final = 50e9
 
@@ -110,7 +110,7 @@ def cluster_of(shape: FleetShape, delays: Delays, when_full: WhenFull, pooled: b
         max_num_seqs=shape.seats,
         chunk_budget_tokens=STEP_TOKENS,
         max_model_len=shape.max_model_len,
-        max_running_tokens=Speeds.of(profile, TPOT_S).max_running_tokens,
+        max_running_tokens=Speeds.of(profile, DEFAULT_TPOT_S).max_running_tokens,
     )
     pools = shape.pools() if pooled else {}
     return ClusterSpec(
@@ -120,7 +120,7 @@ def cluster_of(shape: FleetShape, delays: Delays, when_full: WhenFull, pooled: b
             when_full=when_full, room_last=True, open_s=delays.open_s, commit_s=delays.commit_s
         ),
         report=ReportSpec(REPORT_S, delays.report_s),
-        tpot_target_s=TPOT_S,
+        tpot_target_s=READING_S,
         max_tokens=shape.max_tokens,
         predictor=OraclePredictor(),
         future_load=FutureLoad(),

@@ -25,7 +25,6 @@ from migration_svc import main as migration_main
 from migration_svc.admission import Admission
 from migration_svc.migration import CopyRules
 from monitor_svc import main as monitor_main
-from monitor_svc.gauges import Limits
 from scheduler_svc import main as scheduler_main
 from tailrace.records import PolicyRecord
 from tailrace.service.channels import Channels
@@ -202,7 +201,7 @@ async def open_fleet(
         # They are cancelled at the end, not drained.
         undrained = Shutdown()
         for kind, serving in (
-            ("monitor", monitor_main.serve(options("monitor"), 2.0, Limits(10.0, 0.1), 100_000, undrained)),
+            ("monitor", monitor_main.serve(options("monitor"), 2.0, 100_000, undrained)),
             (
                 "migration",
                 migration_main.serve(options("migration"), None, Admission(), CopyRules(), Shutdown()),

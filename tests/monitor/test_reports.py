@@ -10,10 +10,11 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from monitor_svc.feed import Feed
-from monitor_svc.gauges import Limits, MonitorGauges
-from monitor_svc.reports import Reports, in_trouble
+from monitor_svc.gauges import MonitorGauges
+from monitor_svc.reports import Reports, missed_objectives
 from monitor_svc.servicer import MonitorServicer
 from monitor_svc.traces import TraceStore
+from tailrace.slo import Slo
 from tailrace.v1 import monitor_pb2, types_pb2
 from tests.monitor.conftest import Monitor
 from tests.streamed import next_of
@@ -104,24 +105,38 @@ def test_a_new_incarnation_starts_afresh() -> None:
 
 
 @pytest.mark.parametrize(
-    ("phase", "arrival_s", "interval_ms", "expected"),
+    ("phase", "arrival_s", "output", "reasoning", "interval_ms", "qoe", "expected"),
     [
-        (types_pb2.PHASE_PREFILL, 99.5, 0, (False, False)),
-        (types_pb2.PHASE_PREFILL, 98.0, 0, (True, False)),
-        (types_pb2.PHASE_REASONING, 0.0, 99, (False, False)),
-        (types_pb2.PHASE_ANSWERING, 0.0, 101, (False, True)),
+        (types_pb2.PHASE_PREFILL, 99.5, 0, 0, 0, None, []),
+        (types_pb2.PHASE_PREFILL, 98.0, 0, 0, 0, None, ["ttft"]),
+        # Due a second and 20 token intervals after its arrival.
+        (types_pb2.PHASE_REASONING, 97.1, 20, 20, 99, None, []),
+        (types_pb2.PHASE_REASONING, 96.9, 20, 20, 99, None, ["ttft"]),
+        # It may answer, and has not begun to.
+        (types_pb2.PHASE_ANSWERING, 96.9, 20, 20, 99, None, ["ttft"]),
+        (types_pb2.PHASE_ANSWERING, 0.0, 21, 20, 101, 0.96, ["tpot"]),
+        (types_pb2.PHASE_ANSWERING, 0.0, 1, 0, 0, 0.94, ["qoe"]),
     ],
 )
-def test_slo_trouble(
-    phase: types_pb2.Phase.ValueType, arrival_s: float, interval_ms: float, expected: tuple[bool, bool]
+def test_missed_objectives(
+    phase: types_pb2.Phase.ValueType,
+    arrival_s: float,
+    output: int,
+    reasoning: int,
+    interval_ms: float,
+    qoe: float | None,
+    expected: list[str],
 ) -> None:
     request = monitor_pb2.RequestReport(
         phase=phase,
         arrival_s=arrival_s,
         token_interval_ms=interval_ms,
-        output_tokens=0 if phase == types_pb2.PHASE_PREFILL else 1,
+        output_tokens=output,
+        reasoning_tokens=reasoning,
+        qoe=qoe,
     )
-    assert in_trouble(request, 100.0, ttft_s=1.0, tpot_s=0.1) == expected
+    assert missed_objectives(request, 100.0, Slo(1.0, 0.1, 0.95)) == expected
+    assert missed_objectives(request, 100.0, Slo(None, None)) == []
 
 
 async def test_a_subscriber_that_falls_behind_gets_a_snapshot() -> None:
@@ -200,7 +215,12 @@ def test_gauges() -> None:
     reports.apply(steady("a", 3, requests=2), 0.0)
     registry = CollectorRegistry()
     servicer = MonitorServicer(reports, feed, traces)
-    registry.register(MonitorGauges(reports, feed, servicer, traces, Limits(1.0, 0.01)))
+    registry.register(MonitorGauges(reports, feed, servicer, traces, lambda: slo))
+    slo = Slo(1.0, 0.15)
+    text = generate_latest(registry).decode()
+    assert 'tailrace_monitor_slo_trouble_requests{instance="a",slo="tpot"} 0.0' in text
+    # Set to another while it runs.
+    slo = Slo(1.0, 0.01)
     text = generate_latest(registry).decode()
     assert 'tailrace_monitor_instance_requests{instance="a",phase="reasoning"} 2.0' in text
     assert 'tailrace_monitor_instance_generated_tokens_total{instance="a"} 3.0' in text

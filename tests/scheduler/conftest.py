@@ -16,7 +16,6 @@ from migration_svc import main as migration_main
 from migration_svc.admission import Admission
 from migration_svc.migration import CopyRules
 from monitor_svc import main as monitor_main
-from monitor_svc.gauges import Limits
 from scheduler_svc import main as scheduler_main
 from tailrace.records import PolicyRecord
 from tailrace.service.channels import Channels
@@ -79,7 +78,7 @@ class Control:
         """A monitor."""
         shutdown = self.shutdowns["monitor"] = Shutdown()
         options = self.options("monitor", "monitor")
-        serving = monitor_main.serve(options, 2.0, Limits(10.0, 0.1), 1_000, shutdown)
+        serving = monitor_main.serve(options, 2.0, 1_000, shutdown)
         await self._start("monitor", "monitor", serving)
 
     async def start_migration(self) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tailrace.qoe import TokenRun, qoe
+from tailrace.slo import Slo
 from worker_agent.answer_pace import AnswerPace
+from worker_agent.carried import CarriedRequests
+from worker_agent.engine.base import RequestKey
 
 TPOT_S = 0.1
 
@@ -55,3 +58,24 @@ def test_after_a_loss_the_front_end_says() -> None:
     never = AnswerPace(TPOT_S)
     never.recover(0, 0.0, 30, 100.0)
     assert not never.begun
+
+
+def test_answers_are_expected_at_the_pace_of_the_deployment() -> None:
+    slo = Slo(2.0, 0.05)
+    carried = CarriedRequests(lambda: slo.reading_s)
+    first = carried.add(RequestKey(0, 1), "one", "f", 0)
+    # It is set to another: what is under way keeps its own.
+    slo = Slo(2.0, 0.05, pace_s=0.2)
+    second = carried.add(RequestKey(0, 2), "two", "f", 0)
+    for request in (first, second):
+        request.pace.begin(0, 0.0)
+    assert first.pace.slack_tokens(1.0) == pytest.approx(1 - 21.0)
+    assert second.pace.slack_tokens(1.0) == pytest.approx(1 - 6.0)
+
+
+@pytest.mark.parametrize(
+    ("slo", "reading_s"),
+    [(Slo(), 0.1), (Slo(2.0, 0.05), 0.05), (Slo(2.0, None), 0.1), (Slo(2.0, 0.05, pace_s=0.3), 0.3)],
+)
+def test_the_pace_of_an_slo(slo: Slo, reading_s: float) -> None:
+    assert slo.reading_s == reading_s

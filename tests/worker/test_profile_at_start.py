@@ -45,7 +45,7 @@ async def worker(name: str, store: Store, faults: Faults | None = None) -> Profi
     engine = SimulatedEngine(SETTINGS, faults=faults)
     probes = Probes(NoUsers(), asyncio.get_running_loop().time)
     info = await engine.start(probes)
-    return Profiler(name, engine, info, probes, (), store, 0.1)
+    return Profiler(name, engine, info, probes, (), store, lambda: 0.1)
 
 
 async def stored(store: Store, kind: str) -> ProfileRecord | None:

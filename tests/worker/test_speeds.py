@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
+from typing import cast
 
 import msgspec
 import pytest
@@ -11,7 +13,11 @@ from hypothesis import strategies as st
 
 from tailrace.policy.arrow.load import UNLIMITED_TOKENS
 from tailrace.profiles import DecodeModel, PrefillModel, load_profile
-from worker_agent.speeds import Speeds
+from tailrace.records import ProfileRecord
+from tailrace.slo import Slo
+from tailrace.store.membership import Membership
+from worker_agent.settings import WorkerSettings
+from worker_agent.speeds import KnownSpeeds, Speeds
 
 SPEEDS = Speeds.of(load_profile("llama-3.1-8b-h100"), 0.1)
 
@@ -56,3 +62,24 @@ def test_whatever_was_fitted_can_be_reported(
     assert 0 <= speeds.max_running_tokens <= UNLIMITED_TOKENS
     delay_s = speeds.prefill_delay_s(3_000, [1_000, 2_000])
     assert math.isfinite(delay_s) and delay_s >= 0.0
+
+
+@dataclass
+class Told:
+    """The part of a membership that is used."""
+
+    slo: Slo = Slo()  # noqa: RUF009 - immutable
+    profiles: dict[str, ProfileRecord] = field(default_factory=dict)
+
+
+def test_max_running_tokens_are_for_the_slo_of_the_deployment() -> None:
+    told, profile = Told(), load_profile("llama-3.1-8b-h100")
+    known = KnownSpeeds(profile, WorkerSettings(), "kind", cast("Membership", told))
+    assert known.now() == Speeds.of(profile, 0.15)
+    assert known.now() is known.now()
+    told.slo = Slo(2.0, 0.02)
+    assert known.now() == Speeds.of(profile, 0.02)
+    told.slo = Slo(2.0, None)
+    assert known.now() == Speeds.of(profile, 0.15)
+    nobody = KnownSpeeds(None, WorkerSettings(), "kind", cast("Membership", told))
+    assert nobody.now() is None

@@ -43,9 +43,9 @@ class Profiler:
         probes: Probes,
         users: Sized,
         store: Store,
-        tpot_s: float,
+        tpot_s: Callable[[], float],
     ) -> None:
-        """`users`: the requests that the worker carries. `tpot_s`: what Max Running Tokens must keep."""
+        """`users`: the requests that the worker carries. `tpot_s`: what Max Running Tokens must keep, now."""
         self.kind = kind_of(info)
         self._instance_id = instance_id
         self._engine = engine
@@ -120,7 +120,7 @@ class Profiler:
         try:
             samples = await measure(self._engine, self._info, self._probes, budget_s, tell)
             took_s = loop.time() - began_s
-            return profile_of(self._info, self._instance_id, samples, self._tpot_s, took_s)
+            return profile_of(self._info, self._instance_id, samples, self._tpot_s(), took_s)
         except ProbeFailed as error:
             raise MeasuringFailed(f"{self._instance_id}: {error}") from error
         except TooFewSamples as error:
