@@ -7,11 +7,10 @@ an engine that sleeps on its own would strand its streams.
 
 from __future__ import annotations
 
-import json
 from http import HTTPStatus
 from typing import Final
 
-from frontend_svc.front_half.retry_after import App, Message, Receive, Send
+from frontend_svc.front_half.asgi import App, Message, Receive, Send, send_error
 
 ENGINE_CONTROL_PATHS: Final = frozenset(
     {
@@ -50,18 +49,8 @@ class RefuseEngineControl:
         if scope["type"] != "http" or scope["path"].rstrip("/") not in ENGINE_CONTROL_PATHS:
             await self._app(scope, receive, send)
             return
-        status = HTTPStatus.NOT_IMPLEMENTED
-        error = {
-            "message": f"{scope['path']} controls a single engine and is not available on a fleet. "
-            "To take an instance out of service use `tailrace drain INSTANCE`.",
-            "type": "NotImplementedError",
-            "param": None,
-            "code": status.value,
-        }
-        body = json.dumps({"error": error}).encode()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-        ]
-        await send({"type": "http.response.start", "status": status.value, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        message = (
+            f"{scope['path']} controls a single engine and is not available on a fleet. "
+            "To take an instance out of service use `tailrace drain INSTANCE`."
+        )
+        await send_error(send, HTTPStatus.NOT_IMPLEMENTED, "NotImplementedError", message)

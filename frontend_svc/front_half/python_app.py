@@ -29,6 +29,7 @@ from frontend_svc.front_half.boot import PythonBoot
 from frontend_svc.front_half.engine_client import FleetClient
 from frontend_svc.front_half.engine_control import RefuseEngineControl
 from frontend_svc.front_half.graceful_stop import GracefulStop
+from frontend_svc.front_half.require_api_key import RequireApiKey, api_keys
 from frontend_svc.front_half.retry_after import RetryAfter
 
 
@@ -42,7 +43,8 @@ def parse_args(arguments: list[str]) -> Namespace:
     configure_logging_from_args(args)
     validate_parsed_serve_args(args)
     validate_api_server_args(args)
-    ours = (RetryAfter, GracefulStop, RefuseEngineControl)
+    RequireApiKey.keys = api_keys(args)
+    ours = (RetryAfter, GracefulStop, RefuseEngineControl, RequireApiKey)
     args.middleware = [*args.middleware, *(f"{each.__module__}.{each.__qualname__}" for each in ours)]
     return args
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, Final
+from typing import Final
 
-# ASGI's own types: messages and scopes are open dictionaries by specification.
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
+from frontend_svc.front_half.asgi import App, Message, Receive, Send
 
 RETRY_AFTER_S: Final = 2
 
