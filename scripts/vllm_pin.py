@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -23,3 +24,15 @@ def pinned_version(extra: str) -> str:
         if pin:
             return pin[1]
     raise LookupError(f"pyproject.toml: the extra {extra!r} does not pin {distribution(extra)}")
+
+
+def torch_requirement() -> str:
+    """Return the build of torch that vLLM's CPU build wants, which is on PyTorch's own index alone."""
+    requirement: str = tomllib.loads(_PYPROJECT.read_text())["tool"]["tailrace"]["torch-cpu"]
+    return requirement
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["torch"]:
+        sys.exit("usage: vllm_pin.py torch")
+    print(torch_requirement())

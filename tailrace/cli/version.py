@@ -21,7 +21,7 @@ def version(output: Output) -> None:
         "tailrace": __version__,
         "python": platform.python_version(),
         "vllm": _version_of("vllm"),
-        "ucxx": _version_of("ucxx-cu12"),
+        "ucxx": _version_of("ucxx-cu13") or _version_of("ucxx-cu12"),
     }
     if output is Output.JSON:
         print_json(versions)

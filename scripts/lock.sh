@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Writes deploy/locks/*.txt: every package that an installation takes, with hashes. Run it after changing dependencies
+# in pyproject.toml, with `uv` on PATH (or named by UV). vLLM's CPU build has no lock: it pins a build of torch that is not
+# on PyPI.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+uv=${UV:-uv}
+mkdir -p deploy/locks
+lock() { # NAME OPTION...
+  "$uv" pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes --no-header --no-annotate --quiet \
+    --output-file "deploy/locks/$1.txt" "${@:2}"
+}
+lock control
+lock simulated --extra simulated
+lock gpu --extra gpu

