@@ -9,8 +9,8 @@ PYTHON := .venv/bin/python
 TAILRACE := .venv/bin/tailrace
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test lint format protos sbom soak bench-stream bench-transfer bench-scale bench-decisions \
-	bench-policies bench-real bench-live bench-validation bench-simulation claims
+.PHONY: help install up down test lint format protos sbom soak bench-stream bench-transfer bench-swap bench-scale \
+	bench-decisions bench-policies bench-real bench-live bench-validation bench-simulation claims
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ bench-stream: ## Through the front ends against plain vllm serve
 
 bench-transfer: install ## KV transfer and the pause of a migration
 	$(PYTHON) -m benchmarks.transfer
+
+bench-swap: install ## What a swap to host memory costs a step of a real worker
+	$(PYTHON) -m benchmarks.swap
 
 bench-scale: ## 100 simulated workers, 1,000 streams
 	@scripts/install.sh --rust

@@ -20,11 +20,10 @@ class InstanceSpec:
     # KV capacity of the device; None: the profile's.
     kv_capacity_tokens: int | None = None
     block_tokens: int = 16
-    # KV that fits in host memory for preempted requests; 0: preempted requests are recomputed.
+    # KV that fits in host memory for preempted requests; 0: preempted requests are recomputed. 256 GiB: an
+    # eighth of a server of 2 TiB with eight GPUs. Workers take 4 GiB unless told otherwise. The step that
+    # copies to or from there waits, as the profile's `swap` has it.
     host_kv_bytes: int = 256 * 1024**3
-    # Host <-> device copies of preempted requests; the step that needs one waits for it, as in vLLM 0.6.
-    # 50e9: PCIe 5.0 x16 as a GPU reaches it.
-    swap_bytes_per_s: float = 50e9
     # Most requests in a batch, and most tokens of one step: decodes and prefill chunks together.
     max_num_seqs: int = 256
     chunk_budget_tokens: int = 2048

@@ -96,7 +96,6 @@ class Instance:
         self._time = StepTime(spec.profile, spec.penalty)
         self._most_steps = min(most_steps, _PENALTY_STEPS if spec.penalty is not None else NEVER)
         self._host_capacity = spec.host_kv_bytes // spec.block_bytes
-        self._swap_block_s = spec.block_bytes / spec.swap_bytes_per_s
         self._watermark = int(intra.watermark * self.total_blocks)
         self._batch = Batch(spec.block_tokens)
         self._prompts = Prompts(self._time)
@@ -208,7 +207,8 @@ class Instance:
         self._prompts.owe(job)
         self.idle_context += job.prompt + job.tokens
         self._set_stage(job)
-        if self._wait(job):
+        first = self._wait(job)
+        if first or self._intra.pass_over:
             self.wake(now)
 
     def wake(self, now: float) -> None:
@@ -389,11 +389,11 @@ class Instance:
         while self.imports and self.imports[0][1](now):
             self.imports.pop(0)
         batch, prompts = self._batch, self._prompts
-        stall_blocks = 0
+        stall_s = 0.0
         most = self._most_steps
         preempted = False
         if self.waiting or batch.blocks.used + self._other_blocks > self.total_blocks:
-            stall_blocks, preempted = self._allocate(now)
+            stall_s, preempted = self._allocate(now)
             if preempted:
                 most = 1
             elif self.waiting and self._intra.preemptive:
@@ -416,7 +416,6 @@ class Instance:
             most = min(most, batch.steps_to_milestone())
             free = self.total_blocks - batch.blocks.used - self._other_blocks
             most = batch.blocks.steps_until(batch.boundary, free, most)
-        stall_s = stall_blocks * self._swap_block_s
         self.swap_s += stall_s
         self._run = run = StepRun(now + stall_s, first_s, increment_s + growth_s, most)
         self.step_s = first_s
@@ -428,8 +427,8 @@ class Instance:
 
     # ---- memory
 
-    def _allocate(self, now: float) -> tuple[int, bool]:
-        """Admit and preempt. (Blocks swapped, whether anybody was preempted.)"""
+    def _allocate(self, now: float) -> tuple[float, bool]:
+        """Admit and preempt. (Seconds of copies to and from host memory, whether anybody was preempted.)"""
         room = Room(
             self.total_blocks,
             self.total_blocks - self._batch.blocks.used - self._other_blocks,
@@ -438,14 +437,14 @@ class Instance:
         )
         prefilling = ((rank, job.prefill_total - job.prefill_done) for rank, job in self._prompts.placed)
         grants = allocate(self._intra, self._running_claims, self._waiting_claims(), room, prefilling)
-        swapped = 0
+        stall_s = 0.0
         for job in grants.preempt:
-            swapped += self._preempt(job, now)
+            stall_s += self._preempt(job, now)
         for job in grants.admit:
-            swapped += self._admit(job)
+            stall_s += self._admit(job)
         for job, blocks in grants.passed:
             job.passed_blocks += blocks
-        return swapped, bool(grants.preempt)
+        return stall_s, bool(grants.preempt)
 
     def _running_claims(self) -> list[Claim[Job]]:
         prefilling = (Claim(rank, job, job.blocks) for rank, job in self._prompts.placed)
@@ -461,23 +460,27 @@ class Instance:
         blocks = blocks_for(job.prefill_total, self.block_tokens)
         return Claim(rank, job, blocks, job.prefill_total, job.passed_blocks)
 
-    def _admit(self, job: Job) -> int:
-        """Give a waiting job its place; blocks that are swapped in for it."""
+    def _admit(self, job: Job) -> float:
+        """Give a waiting job its place; seconds of copying its KV back."""
         self.waiting.remove((job.rank, job))
         if job.state is JobState.SWAPPED:
             self.idle_context -= job.prompt + job.tokens
             self.host_blocks -= job.blocks
             self._batch.join(job)
-            return job.blocks
+            return self._swap_s(job.blocks)
         job.state = JobState.PREFILLING
         job.blocks = blocks_for(job.prefill_total, self.block_tokens)
         self._other_blocks += job.blocks
         self._prompts.place(job)
-        return 0
+        return 0.0
 
-    def _preempt(self, job: Job, now: float) -> int:
-        """Take a job's place; blocks that are swapped out."""
-        swapped = 0
+    def _swap_s(self, blocks: int) -> float:
+        """Seconds to copy one request's KV to host memory, or back."""
+        return self.spec.profile.swap.ms(blocks * self.spec.block_bytes) / 1e3
+
+    def _preempt(self, job: Job, now: float) -> float:
+        """Take a job's place; seconds of copying its KV out."""
+        stall_s = 0.0
         if job.state is JobState.DECODING:
             blocks = self._batch.leave(job, self.log)
             self.idle_context += job.prompt + job.tokens
@@ -486,7 +489,7 @@ class Instance:
                 job.state = JobState.SWAPPED
                 job.blocks = blocks
                 job.swapped += 1
-                swapped = blocks
+                stall_s = self._swap_s(blocks)
             else:
                 self._forget_kv(job)
         else:
@@ -496,7 +499,7 @@ class Instance:
             self._forget_kv(job)
         self._wait(job)
         self._listener.preempted(self, job, now)
-        return swapped
+        return stall_s
 
     def _forget_kv(self, job: Job) -> None:
         job.state = JobState.QUEUED

@@ -20,7 +20,6 @@ STEP_TOKENS: Final = 2048
 # Seconds between two steady reports: the workers' default.
 REPORT_S: Final = 0.5
 HOST_KV_BYTES: Final = 4 << 30
-SWAP_BYTES_PER_S: Final = 50e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,6 @@ class FleetShape:
             "max_num_seqs": self.seats,
             "max_num_batched_tokens": STEP_TOKENS,
             "host_kv_bytes": HOST_KV_BYTES,
-            "swap_bytes_per_s": SWAP_BYTES_PER_S,
             # Nobody reasons in a trace that says nothing of it.
             "reasoning_mean_tokens": 1 if self.reasons else 0,
             # Everybody knows the true lengths, here as there: what is compared is not the predictor.
@@ -106,7 +104,6 @@ def cluster_of(shape: FleetShape, delays: Delays, when_full: WhenFull, pooled: b
         kv_capacity_tokens=shape.kv_blocks * BLOCK_TOKENS,
         block_tokens=BLOCK_TOKENS,
         host_kv_bytes=HOST_KV_BYTES,
-        swap_bytes_per_s=SWAP_BYTES_PER_S * shape.speed,
         max_num_seqs=shape.seats,
         chunk_budget_tokens=STEP_TOKENS,
         max_model_len=shape.max_model_len,

@@ -46,6 +46,29 @@ class DecodeModel(msgspec.Struct, frozen=True, kw_only=True):
         return self.ms_per_request * requests + self.ms_per_kv_token * kv_tokens
 
 
+class SwapModel(msgspec.Struct, frozen=True, kw_only=True):
+    """Milliseconds that a step waits to copy one request's KV to host memory or back: base + bytes / rate.
+
+    The defaults are a PCIe 5.0 x16 link as an H100 reaches it (52.8 GB/s device to host,
+    https://github.com/NVIDIA/nvbandwidth/issues/24), and what one request costs besides on our vLLM workers
+    (docs/simulator.md).
+    """
+
+    base_ms: float = 1.0
+    bytes_per_s: float = 52.8e9
+
+    def __post_init__(self) -> None:
+        """Raise ValueError that names the number when it is out of range."""
+        if not (math.isfinite(self.base_ms) and self.base_ms >= 0.0):
+            raise ValueError(f"swap.base_ms is {self.base_ms}: must be finite and not negative")
+        if not self.bytes_per_s > 0.0:
+            raise ValueError(f"swap.bytes_per_s is {self.bytes_per_s}: must be positive")
+
+    def ms(self, kv_bytes: int) -> float:
+        """Milliseconds for one request with so many bytes of KV, one way."""
+        return self.base_ms + 1e3 * kv_bytes / self.bytes_per_s
+
+
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """One model on one GPU."""
 
@@ -58,6 +81,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     kv_capacity_tokens: int
     # Where each number comes from.
     sources: dict[str, str]
+    swap: SwapModel = SwapModel()
 
     def __post_init__(self) -> None:
         """Raise ValueError that names the field when a size is not positive."""

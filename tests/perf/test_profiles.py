@@ -55,7 +55,7 @@ def test_sane(name: str) -> None:
     profile = load_profile(name)
     model, gpu = MODELS[profile.model], GPUS[profile.gpu]
     assert profile.name == name
-    assert set(profile.sources) >= {"prefill", "decode", "kv_bytes_per_token", "kv_capacity_tokens"}
+    assert set(profile.sources) >= {"prefill", "decode", "kv_bytes_per_token", "kv_capacity_tokens", "swap"}
     assert profile.kv_bytes_per_token == model.layers * model.kv_heads * 128 * 2 * 2
     prefill, decode = profile.prefill, profile.decode
     # No faster than the data sheet; and not so slow that a unit must be wrong.
@@ -65,6 +65,9 @@ def test_sane(name: str) -> None:
     assert read_ms < decode.base_ms < 3 * read_ms
     kv_ms = profile.kv_bytes_per_token / (gpu.terabytes_per_s * 1e9)
     assert 0.9 * kv_ms < decode.ms_per_kv_token < 3 * kv_ms
+    # The host's link is slower than device memory, and a request's KV is copied in a few of its steps.
+    assert profile.swap.bytes_per_s < gpu.terabytes_per_s * 1e12 / 20
+    assert 1.0 < profile.swap.ms(2_000 * profile.kv_bytes_per_token) < 3 * decode.base_ms
 
 
 @pytest.mark.parametrize("name", built_in_profiles())
@@ -107,6 +110,8 @@ def test_unknown_profile_is_named_with_those_that_exist() -> None:
         ),
         ({"kv_capacity_tokens": 0}, "kv_capacity_tokens is 0"),
         ({"kv_bytes_per_token": -4}, "kv_bytes_per_token is -4"),
+        ({"swap": {"base_ms": -1.0}}, r"swap\.base_ms is -1"),
+        ({"swap": {"bytes_per_s": 0.0}}, r"swap\.bytes_per_s is 0"),
     ],
 )
 def test_a_profile_that_cannot_be_names_its_field(

@@ -67,11 +67,11 @@ class Naive:
         if not busy:
             self.now = max(self.now, self.coming[0].request.arrival_s)
         self.come(self.now)
-        swapped, preempted = self.share_memory()
+        stall_s, preempted = self.share_memory()
         if preempted and not self.decoding and not self.prefilling:
             again, _ = self.share_memory()
             # The copy out of the first round is not waited for: no step began.
-            swapped = again
+            stall_s = again
         chunks: list[tuple[NaiveJob, int]] = []
         budget = self.intra.prefill_budget(self.spec.chunk_budget_tokens, len(self.decoding))
         for job in sorted(self.prefilling, key=lambda job: job.rank(self.intra)):
@@ -82,7 +82,6 @@ class Naive:
         profile = self.spec.profile
         prefill_ms = sum(profile.prefill.ms(job.prefilled, job.prefilled + n) for job, n in chunks)
         kv_tokens = sum(job.context for job in self.decoding)
-        stall_s = swapped * self.spec.block_bytes / self.spec.swap_bytes_per_s
         end = self.now + stall_s + profile.step_ms(prefill_ms, len(self.decoding), kv_tokens) / 1e3
         # Who comes during the step finds what was there when it began.
         self.come(math.nextafter(end, 0.0))
@@ -110,7 +109,7 @@ class Naive:
         if len(job.times) == job.request.output_tokens:
             self.decoding.remove(job)
 
-    def share_memory(self) -> tuple[int, bool]:
+    def share_memory(self) -> tuple[float, bool]:
         intra = self.intra
         running = [Claim(j.rank(intra), j, self.blocks(j.context)) for j in self.decoding]
         running += [Claim(j.rank(intra), j, self.blocks(j.to_prefill)) for j in self.prefilling]
@@ -126,13 +125,13 @@ class Naive:
         grants = allocate(intra, lambda: running, waiting, room, prefilling)
         for job, blocks in grants.passed:
             job.passed_blocks += blocks
-        swapped = 0
+        stall_s = 0.0
         for job in grants.preempt:
-            swapped += self.preempt(job)
+            stall_s += self.preempt(job)
         for job in grants.admit:
             self.waiting.remove(job)
             if job.where == "swapped":
-                swapped += self.blocks(job.context)
+                stall_s += self.swap_s(self.blocks(job.context))
                 self.host_blocks -= self.blocks(job.context)
                 self.decoding.append(job)
             else:
@@ -140,9 +139,13 @@ class Naive:
         used = sum(self.blocks(j.context) for j in self.decoding)
         used += sum(self.blocks(j.to_prefill) for j in self.prefilling)
         assert used <= self.spec.kv_blocks
-        return swapped, bool(grants.preempt)
+        return stall_s, bool(grants.preempt)
 
-    def preempt(self, job: NaiveJob) -> int:
+    def swap_s(self, blocks: int) -> float:
+        swap = self.spec.profile.swap
+        return swap.base_ms / 1e3 + blocks * self.spec.block_bytes / swap.bytes_per_s
+
+    def preempt(self, job: NaiveJob) -> float:
         self.waiting.append(job)
         job.passed_blocks = 0
         blocks = self.blocks(job.context)
@@ -152,7 +155,7 @@ class Naive:
                 self.host_blocks += blocks
                 job.where = "swapped"
                 job.swaps += 1
-                return blocks
+                return self.swap_s(blocks)
         else:
             self.prefilling.remove(job)
         job.where = "queued"

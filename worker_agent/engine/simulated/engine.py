@@ -484,7 +484,7 @@ class SimulatedEngine:
 def _host_memory(settings: SimulatedSettings, profile: Profile) -> HostMemory:
     block_bytes = settings.block_tokens * profile.kv_bytes_per_token
     ledger = HostLedger(settings.host_kv_bytes // block_bytes, block_bytes)
-    return HostMemory(ledger, block_bytes / settings.swap_bytes_per_s * 1000)
+    return HostMemory(ledger, profile.swap)
 
 
 def _kv_shape(settings: SimulatedSettings) -> KvShape:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tailrace.intra.base import IntraPolicy, Rank
-from tailrace.profiles import Profile
+from tailrace.profiles import Profile, SwapModel
 from worker_agent.engine.host_ledger import HostLedger
 from worker_agent.engine.ranked_line import RankedLine
 from worker_agent.engine.simulated.blocks import BlockPool
@@ -29,10 +29,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Where preempted requests' KV goes, and how long a step waits for each block that is copied."""
+    """Where preempted requests' KV goes, and how long a step waits for each that is copied."""
 
     ledger: HostLedger
-    ms_per_block: float
+    swap: SwapModel
 
 
 class Scheduler:
@@ -57,9 +57,9 @@ class Scheduler:
         self._profile = profile
         self._max_num_seqs = max_num_seqs
         self._max_batched_tokens = max_batched_tokens
-        self._swap_block_ms = host.ms_per_block
-        # Blocks copied to or from host memory for the step that is being planned.
-        self._swapped_blocks = 0
+        self._swap = host.swap
+        # What the step that is being planned waits for copies to and from host memory.
+        self._swap_ms = 0.0
 
     @property
     def free_slots(self) -> int:
@@ -144,7 +144,7 @@ class Scheduler:
     def plan(self) -> Step | None:
         """Choose the next step's work and give it its blocks; None when nobody can run."""
         step = Step()
-        self._swapped_blocks = 0
+        self._swap_ms = 0.0
         if self._order is None:
             prefill_ms, kv_tokens = self._plan_in_turn(step)
         else:
@@ -152,7 +152,7 @@ class Scheduler:
         if not step.decodes and not step.chunks:
             return None
         step.ms = self._profile.step_ms(prefill_ms, len(step.decodes), kv_tokens)
-        step.ms += self._swapped_blocks * self._swap_block_ms
+        step.ms += self._swap_ms
         return step
 
     def _plan_in_turn(self, step: Step) -> tuple[float, int]:
@@ -247,7 +247,7 @@ class Scheduler:
             # Its blocks are gone, and with them what its export has pinned.
             request.exported_outputs = None
         else:
-            self._swapped_blocks += blocks
+            self._swap_ms += self._swap.ms(blocks * self.host.block_bytes)
         self.pool.release(request.blocks)
         self._queue_again(request)
 
@@ -267,7 +267,7 @@ class Scheduler:
             swapped = self.host.swap_in(request.request_id)
             if swapped is not None:
                 self.host.give_back(swapped.slots)
-                self._swapped_blocks += len(swapped.slots)
+                self._swap_ms += self._swap.ms(len(swapped.slots) * self.host.block_bytes)
                 step.decodes.append(request)
                 kv_tokens += request.total
                 budget -= 1

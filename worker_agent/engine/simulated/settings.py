@@ -26,10 +26,9 @@ class SimulatedSettings(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: int = 2
     # Bytes that a transfer really moves for each token; the profile's true number is for planning.
     kv_bytes_per_token: int = 64
-    # Host memory for the KV of preempted requests, by the profile's bytes a token, and how fast it is copied
-    # to and from there while the step waits. 50e9: PCIe 5.0 x16 as a GPU reaches it.
+    # Host memory for the KV of preempted requests, by the profile's bytes a token. A step waits for what is
+    # copied to and from there, as the profile's `swap` has it.
     host_kv_bytes: int = 4 << 30
-    swap_bytes_per_s: float = 50e9
     max_model_len: int = 8192
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048

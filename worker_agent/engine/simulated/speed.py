@@ -24,4 +24,9 @@ def at_speed(profile: Profile, speed: float) -> Profile:
             ms_per_request=decode.ms_per_request / speed,
             ms_per_kv_token=decode.ms_per_kv_token / speed,
         ),
+        swap=msgspec.structs.replace(
+            profile.swap,
+            base_ms=profile.swap.base_ms / speed,
+            bytes_per_s=profile.swap.bytes_per_s * speed,
+        ),
     )

@@ -1,0 +1,211 @@
+"""`make bench-swap`: what a swap to host memory and back costs a step of a real vLLM worker.
+
+One engine with the tiny model on one thread of the CPU, in the order `round_robin`, with KV for a part of its
+requests. Each step is timed on the engine's own thread (CPU time: other processes on the machine do not
+count), with the blocks that it swapped. Steps that swap nothing give the time of a step by least squares;
+what the others take beyond that is what swapping costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Final
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.report import machine, save
+from tailrace.tiny import MODEL_PATH
+from worker_agent.engine.base import Frames, StepColumns
+from worker_agent.engine.vllm.connector import SwapMetadata
+from worker_agent.engine.vllm.core import EngineParts
+from worker_agent.engine.vllm.engine import VllmEngine
+from worker_agent.engine.vllm.settings import VllmSettings
+from worker_agent.profiling.probes import Probes
+
+_KV_BLOCKS: Final = 220
+_HOST_BYTES: Final = 256 << 20
+_MAX_LEN: Final = 2_900
+_MOST_S: Final = 300.0
+# Prompt and output tokens; outputs of several quanta of 500.
+_REQUESTS: Final = [(100 + 40 * n, 700 + 130 * (n % 9)) for n in range(18)]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step that only decoded; milliseconds of the engine thread's CPU."""
+
+    ms: float
+    copy_ms: float
+    decodes: int
+    kv_tokens: int
+    # Requests and blocks copied, both ways together.
+    swaps: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class SwapCost:
+    """Means over the steps that swapped, milliseconds."""
+
+    steps: int
+    swapping_steps: int
+    requests_per_swapping_step: float
+    mib_per_swapping_step: float
+    # Of a step that swaps nothing, at the same batch; what swapping adds; what of that is copying.
+    step_ms: float
+    extra_ms: float
+    copy_ms: float
+    # `extra_ms` as so much for each request, if the bytes cost what the larger copies make of them.
+    ms_per_request: float
+    ms_per_mib: float
+
+
+class _Silent:
+    """An EngineSink for an engine that serves nobody."""
+
+    def on_step(self, columns: StepColumns) -> None:
+        """Nobody asked."""
+
+    def on_utility(self, client: int, call_id: int, frames: Frames) -> None:
+        """Nobody asked."""
+
+    def on_engine_dead(self, reason: str) -> None:
+        """Probes raise it."""
+
+
+class _Watch:
+    """Times the steps of an engine. Engine thread only."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self.steps: list[Step] = []
+        core = parts.core.core
+        self._scheduler = core.scheduler
+        self._step = core.step_fn
+        self._connector = self._scheduler.connector
+        self._build = self._connector.build_connector_meta
+        self._metadata = SwapMetadata()
+        self._tokens: list[int] = []
+        self._copy_s = 0.0
+        pool = parts.core.host_pool
+        self._save, self._load = pool.save, pool.load
+        pool.save = self._timed_save  # type: ignore[method-assign]
+        pool.load = self._timed_load  # type: ignore[method-assign]
+        self._connector.build_connector_meta = self._noted
+        core.step_fn = self._timed
+
+    def _noted(self, output: object) -> object:
+        metadata = self._build(output)
+        self._metadata = metadata
+        self._tokens = list(output.num_scheduled_tokens.values())  # type: ignore[attr-defined]
+        return metadata
+
+    def _timed_save(self, block_ids: Sequence[int], slots: Sequence[int], names: Sequence[bytes]) -> None:
+        begun_s = time.thread_time()
+        self._save(block_ids, slots, names)
+        self._copy_s += time.thread_time() - begun_s
+
+    def _timed_load(
+        self, slots: Sequence[int], block_ids: Sequence[int], names: Sequence[bytes]
+    ) -> list[int]:
+        begun_s = time.thread_time()
+        bad = self._load(slots, block_ids, names)
+        self._copy_s += time.thread_time() - begun_s
+        return bad
+
+    def _timed(self) -> object:
+        self._metadata, self._tokens, self._copy_s = SwapMetadata(), [], 0.0
+        begun_s = time.thread_time()
+        result = self._step()
+        ms = 1e3 * (time.thread_time() - begun_s)
+        swaps = [*self._metadata.out, *self._metadata.back]
+        if self._tokens and max(self._tokens) == 1:
+            held = sum(request.num_computed_tokens for request in self._scheduler.running)
+            blocks = sum(len(swap.slots) for swap in swaps)
+            self.steps.append(Step(ms, 1e3 * self._copy_s, len(self._tokens), held, len(swaps), blocks))
+        return result
+
+
+async def measure() -> tuple[SwapCost, int]:
+    """Run it: what it costs, and the bytes of a block."""
+    settings = VllmSettings(
+        model=str(MODEL_PATH),
+        dtype="float32",
+        max_num_seqs=64,
+        max_model_len=_MAX_LEN,
+        kv_blocks=_KV_BLOCKS,
+        host_kv_bytes=_HOST_BYTES,
+        cpu_threads=1,
+    )
+    engine = VllmEngine(settings)
+    probes = Probes(_Silent(), time.monotonic)
+    info = await engine.start(probes)
+    try:
+        watch = await engine._ask(_Watch)
+        engine.set_intra("round_robin")
+        probes.begin()
+        for prompt_tokens, output_tokens in _REQUESTS:
+            probes.submit(engine, prompt_tokens, output_tokens)
+        async with asyncio.timeout(_MOST_S):
+            await probes.ended(len(_REQUESTS))
+    finally:
+        await engine.stop()
+    return cost_of(watch.steps, info.kv_shape.block_bytes), info.kv_shape.block_bytes
+
+
+def cost_of(steps: list[Step], block_bytes: int) -> SwapCost:
+    """From the steps; some of them swapped."""
+    decodes = np.array([[1.0, step.decodes, step.kv_tokens] for step in steps])
+    ms = np.array([step.ms for step in steps])
+    swaps = np.array([step.swaps for step in steps])
+    mib = np.array([step.blocks * block_bytes / 2**20 for step in steps])
+    copy_ms = np.array([step.copy_ms for step in steps])
+    swapping = swaps > 0
+    base, *_ = np.linalg.lstsq(decodes[~swapping], ms[~swapping], rcond=None)
+    expected_ms = decodes[swapping] @ base
+    extra_ms = ms[swapping] - expected_ms
+    copied, *_ = np.linalg.lstsq(
+        np.column_stack([swaps[swapping], mib[swapping]]), copy_ms[swapping], rcond=None
+    )
+    rest_ms = extra_ms.sum() - copied[1] * mib[swapping].sum()
+    return SwapCost(
+        steps=len(steps),
+        swapping_steps=int(swapping.sum()),
+        requests_per_swapping_step=float(swaps[swapping].mean()),
+        mib_per_swapping_step=float(mib[swapping].mean()),
+        step_ms=float(expected_ms.mean()),
+        extra_ms=float(extra_ms.mean()),
+        copy_ms=float(copy_ms[swapping].mean()),
+        ms_per_request=float(rest_ms / swaps[swapping].sum()),
+        ms_per_mib=float(copied[1]),
+    )
+
+
+def main(arguments: Iterable[str] | None = None) -> None:
+    """Run the benchmark, print and save its figures."""
+    parser = argparse.ArgumentParser(prog="make bench-swap", description=__doc__)
+    parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
+    given = parser.parse_args(None if arguments is None else list(arguments))
+    cost, block_bytes = asyncio.run(measure())
+    figures: dict[str, object] = {"block_bytes": block_bytes, **asdict(cost)}
+    path = save("swap", figures)
+    if given.output == "json":
+        json.dump({"benchmark": "swap", "machine": machine(), **figures}, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+        return
+    table = Table("what", "value", title="Swapping on a vLLM worker, CPU time of its engine thread")
+    for name, value in figures.items():
+        table.add_row(name.replace("_", " "), f"{value:.3g}" if isinstance(value, float) else str(value))
+    Console().print(table)
+    Console(stderr=True).print(f"saved to {path}")
+
+
+if __name__ == "__main__":
+    main()
