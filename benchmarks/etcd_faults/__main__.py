@@ -1,0 +1,189 @@
+"""`python -m benchmarks.etcd_faults`: what one faulty etcd member of three costs.
+
+Three real members, each in a network namespace and on a disk of its own. One in turn is stopped, cut off, or
+has its disk filled, while candidates, watchers and a writer see what services would see, and streams run
+through real services around simulated engines. Needs root or user namespaces, iproute2 and util-linux.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import logging
+import os
+import sys
+import tempfile
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.etcd_faults.cluster import FaultyCluster
+from benchmarks.etcd_faults.faults import DEFAULT, FAULTS
+from benchmarks.etcd_faults.fleet import Fleet, Streams, fleet
+from benchmarks.etcd_faults.namespaces import NoNamespaces, inside, inside_command, prepare, run
+from benchmarks.etcd_faults.observe import Seen, observing
+from benchmarks.report import machine, save
+
+QUIET = "none"
+UNSUPPORTED = 3
+"""Exit status where the machine does not let us make namespaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One fault's figures. `member`: which one failed, etcd's leader or a follower."""
+
+    fault: str
+    member: str
+    seen: Seen
+    streams: Streams | None
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """From the command line; times in seconds."""
+
+    faults: list[str]
+    members: list[str]
+    before_s: float
+    lasts_s: float
+    after_s: float
+    with_streams: bool
+    output: str
+
+
+async def measure(options: Options, console: Console) -> list[Row]:
+    """Every fault in turn, on one cluster."""
+    rows = []
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-etcd-")))
+        run("mount", "-t", "tmpfs", "tmpfs", str(folder))
+        stack.callback(run, "umount", "--recursive", str(folder))
+        etcd = FaultyCluster(folder, hanging="hung-disk" in options.faults)
+        stack.callback(etcd.kill)
+        await etcd.start()
+        streams = None
+        if options.with_streams:
+            streams = await stack.enter_async_context(fleet(etcd.endpoints, folder))
+        if streams is not None:
+            rows.append(await one(QUIET, "", etcd, streams, options, console))
+        turns = itertools.product(options.faults, options.members)
+        rows += [await one(*turn, etcd, streams, options, console) for turn in turns]
+    return rows
+
+
+async def one(
+    fault: str, role: str, etcd: FaultyCluster, streams: Fleet | None, options: Options, console: Console
+) -> Row:
+    """One fault: a while before, as long as it lasts, and a while after it is undone."""
+    # Anew for each: who has left a member that failed does not go back to it.
+    async with observing(etcd.endpoints) as observer:
+        leader = await etcd.leader()
+        member = leader if role == "leader" else next(m for m in etcd.members if m is not leader)
+        console.print(f"{fault}: {member.name}{f', {role}' if role else ''}", style="dim")
+        seconds = options.before_s + options.lasts_s + options.after_s
+        replay = None if streams is None else asyncio.create_task(streams.streams(seconds))
+        try:
+            await asyncio.sleep(options.before_s)
+            seen = observer.begin()
+            if fault != QUIET:
+                FAULTS[fault].inject(member)
+            try:
+                await asyncio.sleep(options.lasts_s)
+            finally:
+                if fault != QUIET:
+                    FAULTS[fault].undo(member)
+            await etcd.healthy()
+            await asyncio.sleep(options.after_s)
+            return Row(fault, role, seen, None if replay is None else await replay)
+        finally:
+            if replay is not None:
+                replay.cancel()
+                await asyncio.wait([replay])
+
+
+def show(rows: list[Row], console: Console) -> None:
+    """A table, and what it means."""
+    table = Table(title="one etcd member of three fails")
+    columns = ("fault", "member", "no leader s", "views stale s", "behind 1 s", "write gap s")
+    columns += ("whole", "gap s", "TTFT s")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for row in rows:
+        seen, streams = row.seen, row.streams
+        table.add_row(
+            row.fault,
+            row.member,
+            f"{seen.without_leader_s:.1f}",
+            f"{seen.view_stale_max_s:.1f}",
+            str(seen.views_behind),
+            f"{seen.write_gap_max_s:.1f}",
+            "" if streams is None else f"{streams.whole}/{streams.streams}",
+            "" if streams is None else f"{streams.gap_max_s:.2f}",
+            "" if streams is None else f"{streams.ttft_max_s:.2f}",
+        )
+    console.print(table)
+    for name in {row.fault for row in rows} & FAULTS.keys():
+        console.print(f"  {name}: {FAULTS[name].tells}", style="dim")
+
+
+def read_options() -> Options:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--fault", nargs="+", choices=sorted(FAULTS), default=list(DEFAULT))
+    parser.add_argument("--member", nargs="+", choices=["leader", "follower"], default=["leader", "follower"])
+    parser.add_argument("--before", type=float, default=3.0, metavar="SECONDS")
+    parser.add_argument("--lasts", type=float, default=15.0, metavar="SECONDS")
+    parser.add_argument("--after", type=float, default=5.0, metavar="SECONDS")
+    parser.add_argument("--no-streams", action="store_true", help="Only etcd and our use of it.")
+    parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
+    given = parser.parse_args()
+    return Options(
+        given.fault, given.member, given.before, given.lasts, given.after, not given.no_streams, given.output
+    )
+
+
+def main() -> int:
+    """Measure inside namespaces of our own; exit status 1 when something was worse than it must be."""
+    options = read_options()
+    if not inside():
+        try:
+            command = inside_command([sys.executable, "-m", "benchmarks.etcd_faults", *sys.argv[1:]])
+        except NoNamespaces as error:
+            print(error, file=sys.stderr)
+            return UNSUPPORTED
+        os.execvp(command[0], command)
+    prepare()
+    # What it says of members that fail is expected here.
+    logging.getLogger("tailrace").setLevel(logging.ERROR)
+    logging.getLogger("grpc").setLevel(logging.CRITICAL)
+    console = Console(stderr=options.output == "json", width=110)
+    console.print(f"on {machine()}")
+    rows = asyncio.run(measure(options, console))
+    show(rows, console)
+    figures: dict[str, object] = {"rows": [asdict(row) for row in rows]}
+    if options.output == "json":
+        print(json.dumps(figures))
+    if options.with_streams:
+        console.print(f"figures: {save('etcd_faults', figures)}")
+    return 0 if all(held(row) for row in rows) else 1
+
+
+def held(row: Row) -> bool:
+    """At most 10 s without a leader, no view staler than 10 s, never two leaders, every stream whole."""
+    streams = row.streams
+    return (
+        row.seen.without_leader_s <= 10.0
+        and row.seen.view_stale_max_s <= 10.0
+        and row.seen.leaders_max <= 1
+        and (streams is None or streams.whole == streams.streams)
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""Three real etcd members, each with networks and a disk of its own, that can be stopped, cut off and
+filled."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from benchmarks.etcd_faults.namespaces import fill, ip, run
+from tailrace.service.etcd import find_etcd
+
+COUNT: Final = 3
+_PORT: Final = 2379
+_PEER_PORT: Final = 2380
+_CLIENTS: Final = "10.77.1"
+_PEERS: Final = "10.77.2"
+_OURS: Final = 254
+# etcd preallocates its log in files of 64 MiB, the next one while it writes the last.
+_DISK: Final = "size=160m"
+_IMAGE: Final = "200M"
+_START_S: Final = 20.0
+_POLL_S: Final = 0.05
+
+
+class FaultyMember:
+    """One member. Clients reach it by one network, the other members by another."""
+
+    def __init__(self, number: int, folder: Path, hanging: bool) -> None:
+        """`hanging`: its disk can be made to hang."""
+        self.name = f"m{number}"
+        self.endpoint = f"{_CLIENTS}.{number + 1}:{_PORT}"
+        self._number = number
+        self._disk = folder / self.name
+        self._log = folder / f"{self.name}.log"
+        self._hanging = hanging
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def prepare(self) -> None:
+        """Its networks and its disk."""
+        ip("netns", "add", self.name)
+        for network, prefix in (("clients", _CLIENTS), ("peers", _PEERS)):
+            outside = self._wire(network)
+            ip("link", "add", outside, "type", "veth", "peer", "name", network, "netns", self.name)
+            ip("link", "set", outside, "master", network, "up")
+            ip("-n", self.name, "addr", "add", f"{prefix}.{self._number + 1}/24", "dev", network)
+            ip("-n", self.name, "link", "set", network, "up")
+        ip("-n", self.name, "link", "set", "lo", "up")
+        self._disk.mkdir()
+        if self._hanging:
+            image = self._disk.with_suffix(".ext4")
+            run("truncate", "--size", _IMAGE, str(image))
+            run("mkfs.ext4", "-q", str(image))
+            run("mount", "-o", "loop", str(image), str(self._disk))
+        else:
+            run("mount", "-t", "tmpfs", "-o", _DISK, "tmpfs", str(self._disk))
+
+    def start(self) -> None:
+        """Start etcd (again, on its data)."""
+        peer = f"http://{_PEERS}.{self._number + 1}:{_PEER_PORT}"
+        client = f"http://{self.endpoint}"
+        arguments = {
+            "name": self.name,
+            "data-dir": str(self._disk / "data"),
+            "listen-client-urls": client,
+            "advertise-client-urls": client,
+            "listen-peer-urls": peer,
+            "initial-advertise-peer-urls": peer,
+            "initial-cluster": ",".join(f"m{n}=http://{_PEERS}.{n + 1}:{_PEER_PORT}" for n in range(COUNT)),
+            "logger": "zap",
+            "log-level": "warn",
+        }
+        command = ["ip", "netns", "exec", self.name, str(find_etcd())]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*command, *(f"--{name}={value}" for name, value in arguments.items())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def leads(self) -> bool:
+        """Whether it is etcd's own leader, as it says; False also when it says nothing."""
+        try:
+            with urllib.request.urlopen(f"http://{self.endpoint}/metrics", timeout=1) as reply:
+                return b"\netcd_server_is_leader 1\n" in reply.read()
+        except OSError:
+            return False
+
+    def healthy(self) -> bool:
+        """Whether it can write."""
+        try:
+            with urllib.request.urlopen(f"http://{self.endpoint}/health", timeout=2) as reply:
+                return b'"true"' in reply.read()
+        except OSError:
+            return False
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    # ---- faults
+
+    def freeze(self) -> None:
+        """SIGSTOP."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def isolate(self) -> None:
+        """Cut it off from the other members; clients reach it as before."""
+        ip("link", "set", self._wire("peers"), "nomaster")
+
+    def rejoin(self) -> None:
+        """Undo `isolate`."""
+        ip("link", "set", self._wire("peers"), "master", "peers")
+
+    def cut(self) -> None:
+        """Cut it off from everybody: what is sent to it is lost without a word."""
+        self.isolate()
+        ip("link", "set", self._wire("clients"), "nomaster")
+
+    def mend(self) -> None:
+        """Undo `cut`."""
+        self.rejoin()
+        ip("link", "set", self._wire("clients"), "master", "clients")
+
+    def fill_disk(self) -> None:
+        """No byte is free from now on."""
+        fill(self._disk)
+
+    def empty_disk(self) -> None:
+        """Undo `fill_disk`; a supervisor starts the process again if it has ended."""
+        (self._disk / "filler").unlink()
+        if not self.alive:
+            self.start()
+
+    def hang_disk(self) -> None:
+        """Whoever writes waits from now on, and cannot even be killed."""
+        run("fsfreeze", "--freeze", str(self._disk))
+
+    def resume_disk(self) -> None:
+        """Undo `hang_disk`."""
+        run("fsfreeze", "--unfreeze", str(self._disk))
+
+    def kill(self) -> None:
+        """kill -9."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def _wire(self, network: str) -> str:
+        return f"{network}{self._number}"
+
+
+class FaultyCluster:
+    """The three of them."""
+
+    def __init__(self, folder: Path, hanging: bool) -> None:
+        """`hanging`: disks can be made to hang."""
+        self.members = [FaultyMember(number, folder, hanging) for number in range(COUNT)]
+
+    @property
+    def endpoints(self) -> list[str]:
+        """HOST:PORT of each."""
+        return [member.endpoint for member in self.members]
+
+    async def start(self) -> None:
+        """Networks, disks, processes; until all can write. Raises TimeoutError, RuntimeError."""
+        for network, prefix in (("clients", _CLIENTS), ("peers", _PEERS)):
+            ip("link", "add", network, "type", "bridge")
+            ip("addr", "add", f"{prefix}.{_OURS}/24", "dev", network)
+            ip("link", "set", network, "up")
+        for member in self.members:
+            member.prepare()
+        for member in self.members:
+            member.start()
+        await self.healthy()
+
+    async def healthy(self) -> None:
+        """Until all can write."""
+        for member in self.members:
+            await _until(member.healthy)
+
+    async def leader(self) -> FaultyMember:
+        """etcd's own leader now."""
+        deadline_s = time.monotonic() + _START_S
+        while time.monotonic() < deadline_s:
+            for member in self.members:
+                if await asyncio.to_thread(member.leads):
+                    return member
+            await asyncio.sleep(_POLL_S)
+        raise TimeoutError("etcd has no leader")
+
+    def kill(self) -> None:
+        """End all."""
+        for member in self.members:
+            member.kill()
+
+
+async def _until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(_START_S):
+        while not await asyncio.to_thread(holds):  # noqa: ASYNC110 - etcd tells nobody
+            await asyncio.sleep(_POLL_S)

@@ -1,0 +1,187 @@
+"""What services see of etcd while a member fails: leadership, views, writes. Times in seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from tailrace.records import ServiceRecord
+from tailrace.store.election import Election
+from tailrace.store.store import Store, StoreUnavailable
+
+CANDIDATES: Final = 2
+VIEWS: Final = 12
+_CLUSTER: Final = "observed"
+_KEY: Final = "counter"
+_WRITE_S: Final = 0.1
+_SAMPLE_S: Final = 0.02
+
+
+@dataclass(slots=True)
+class Seen:
+    """One fault's figures."""
+
+    # In all, and at a stretch, without any candidate that leads; and most that led at once.
+    without_leader_s: float = 0.0
+    leaders_max: int = 0
+    leadership_changes: int = 0
+    # From when a write was acknowledged until a view showed it: the worst of all views, and how many of them
+    # were behind by more than a second at some time.
+    view_stale_max_s: float = 0.0
+    views_behind: int = 0
+    # Longest time between two writes that succeeded, and writes that did not within the store's deadline.
+    write_gap_max_s: float = 0.0
+    writes: int = 0
+    writes_failed: int = 0
+
+
+class _View:
+    """One watcher of the counter, with a connection of its own."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        # Acknowledged and not yet shown: number, and when.
+        self._waiting: deque[tuple[int, float]] = deque()
+        self._shown = -1
+        self.worst_s = 0.0
+
+    def acknowledged(self, number: int, now_s: float) -> None:
+        """The write of this number succeeded."""
+        if number > self._shown:
+            self._waiting.append((number, now_s))
+
+    def look(self, now_s: float) -> None:
+        """How far behind it is now."""
+        if self._waiting:
+            self.worst_s = max(self.worst_s, now_s - self._waiting[0][1])
+
+    async def follow(self) -> None:
+        """Until cancelled."""
+        async with aclosing(self._store.watch_prefix(_KEY)) as changes:
+            async for mapping in changes:
+                self._shown = int(mapping.get(_KEY, b"-1"))
+                now_s = time.monotonic()
+                self.look(now_s)
+                while self._waiting and self._waiting[0][0] <= self._shown:
+                    self._waiting.popleft()
+
+
+class Observer:
+    """Candidates, views and a writer on an etcd cluster, each with a store of its own."""
+
+    def __init__(self, elections: list[Election], views: list[_View], writer: Store) -> None:
+        self._elections = elections
+        self._views = views
+        self._writer = writer
+        self._number = 0
+        self._seen = Seen()
+        self._written_s = time.monotonic()
+
+    def begin(self) -> Seen:
+        """Count anew from now on; what is returned fills."""
+        self._seen = Seen()
+        self._written_s = time.monotonic()
+        for view in self._views:
+            view.worst_s = 0.0
+        return self._seen
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for view in self._views:
+                tasks.create_task(view.follow())
+            tasks.create_task(self._write())
+            tasks.create_task(self._sample())
+
+    async def led(self) -> None:
+        """Until somebody leads."""
+        waits = [asyncio.create_task(election.leading.wait()) for election in self._elections]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waits:
+                task.cancel()
+
+    async def _write(self) -> None:
+        while True:
+            self._number += 1
+            try:
+                await self._writer.put(_KEY, str(self._number).encode())
+            except StoreUnavailable:
+                self._seen.writes_failed += 1
+            else:
+                now_s = time.monotonic()
+                self._seen.writes += 1
+                self._gap(now_s)
+                self._written_s = now_s
+                for view in self._views:
+                    view.acknowledged(self._number, now_s)
+            await asyncio.sleep(_WRITE_S)
+
+    def _gap(self, now_s: float) -> None:
+        self._seen.write_gap_max_s = max(self._seen.write_gap_max_s, now_s - self._written_s)
+
+    async def _sample(self) -> None:
+        before_s = time.monotonic()
+        leader: int | None = None
+        while True:
+            await asyncio.sleep(_SAMPLE_S)
+            now_s = time.monotonic()
+            seen = self._seen
+            leading = [n for n, election in enumerate(self._elections) if election.leading.is_set()]
+            seen.leaders_max = max(seen.leaders_max, len(leading))
+            if not leading:
+                seen.without_leader_s += now_s - before_s
+            elif leader is not None and leading[0] != leader:
+                seen.leadership_changes += 1
+            leader = leading[0] if leading else leader
+            for view in self._views:
+                view.look(now_s)
+            seen.view_stale_max_s = max(view.worst_s for view in self._views)
+            seen.views_behind = sum(view.worst_s > 1.0 for view in self._views)
+            self._gap(now_s)
+            before_s = now_s
+
+
+@asynccontextmanager
+async def observing(endpoints: list[str]) -> AsyncIterator[Observer]:
+    """An observer that runs until the block ends."""
+    async with AsyncExitStack() as stack:
+
+        async def connect() -> Store:
+            store = await Store.connect(endpoints, _CLUSTER)
+            stack.push_async_callback(store.close)
+            return store
+
+        elections = []
+        for number in range(CANDIDATES):
+            record = ServiceRecord(
+                kind="scheduler", service_id=f"s{number}", incarnation=str(number), address=f"h:{number}"
+            )
+            store = await connect()
+            await store.register(f"services/scheduler/s{number}", msgspec.json.encode(record))
+            election = Election(store, record)
+            election.start()
+            stack.push_async_callback(election.close)
+            elections.append(election)
+        views = [_View(await connect()) for _ in range(VIEWS)]
+        observer = Observer(elections, views, await connect())
+        running = asyncio.create_task(observer.run())
+        stack.push_async_callback(_stop, running)
+        async with asyncio.timeout(30):
+            await observer.led()
+        yield observer
+
+
+async def _stop(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
