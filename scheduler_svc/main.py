@@ -21,6 +21,7 @@ from scheduler_svc.migrations import Migrations
 from scheduler_svc.monitor_watch import MonitorWatch
 from scheduler_svc.mover import Mover
 from scheduler_svc.negotiator import Negotiator
+from scheduler_svc.orphans import remove_orphans
 from scheduler_svc.placement_servicer import SchedulerServicer
 from scheduler_svc.placer import Placer
 from scheduler_svc.settings import Settings
@@ -112,9 +113,10 @@ class Parts:
         self.state = ClusterState()
         self.active = ActivePolicy(policy, frame.members.slo)
         self._members = frame.members
+        self._leading = leading
         frame.members.add_listener(self._follow_members)
         self._follow_members()
-        settings = Settings(frame.store)
+        settings = self._settings = Settings(frame.store)
         traceparents = Traceparents()
         migrations = Migrations(frame.members, frame.channels)
         mover = Mover(self.state, migrations, traceparents)
@@ -155,6 +157,9 @@ class Parts:
             tasks.create_task(self._watch.run(), name="monitor")
             tasks.create_task(self._decider.run_ticks(), name="ticks")
             tasks.create_task(self._drainer.run(), name="drains")
+            tasks.create_task(
+                remove_orphans(self._members, self._settings.forget, self._leading), name="orphaned records"
+            )
 
     def _follow_members(self) -> None:
         self.state.set_members(self._members, time.monotonic())

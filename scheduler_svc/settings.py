@@ -91,6 +91,11 @@ class Settings:
         """Take it back."""
         await self._store.delete(f"drains/{instance_id}")
 
+    async def forget(self, instance_id: str) -> bool:
+        """Delete the drain and the pool of an instance that is not there; False: it is."""
+        records = [f"drains/{instance_id}", f"pools/{instance_id}"]
+        return await self._store.delete_orphaned(records, f"instances/{instance_id}")
+
     async def _replace(self, key: str, value: bytes | None) -> bytes | None:
         for _ in range(_TRIES):
             present = await self._store.get(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Final
 
 import grpc
@@ -43,3 +44,14 @@ def check_instance(state: ClusterState, field: str, instance_id: str) -> None:
     if state.tracked(instance_id) is None:
         known = ", ".join(state.view().instances) or "none"
         raise Refused(grpc.StatusCode.NOT_FOUND, f"{field}: no instance {instance_id!r}; there are: {known}")
+
+
+def check_drained(state: ClusterState, drained: Collection[str], instance_id: str) -> None:
+    """Whether there is such an instance, or a drain of one that is gone. Raises Refused as check_instance."""
+    if instance_id in drained:
+        return
+    try:
+        check_instance(state, "instance_id", instance_id)
+    except Refused as error:
+        named = ", ".join(sorted(drained)) or "none"
+        raise Refused(error.code, f"{error.details}; drained: {named}") from error

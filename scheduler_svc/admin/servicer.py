@@ -14,7 +14,7 @@ from scheduler_svc.admin import listing
 from scheduler_svc.admin.deciding import parameter_words, policy_record
 from scheduler_svc.admin.draining import progress
 from scheduler_svc.admin.forward import FORWARDED, LeaderRoute
-from scheduler_svc.admin.lookup import check_instance, find_request
+from scheduler_svc.admin.lookup import check_drained, check_instance, find_request
 from scheduler_svc.admin.profiling import profile_events
 from scheduler_svc.admin.stages import read_stages
 from scheduler_svc.admin.trace import fetch_trace
@@ -230,7 +230,10 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             leader = self._route.elsewhere(context.invocation_metadata())
             if leader is not None:
                 return await leader.SetPool(request, timeout=_WRITE_S, metadata=FORWARDED)
-            check_instance(self._state, "instance_id", request.instance_id)
+            # What is left of an instance that is gone may be removed.
+            taken_out = request.pool == types_pb2.POOL_UNSPECIFIED
+            if not (taken_out and request.instance_id in self._members.pools):
+                check_instance(self._state, "instance_id", request.instance_id)
             if request.pool != types_pb2.POOL_UNSPECIFIED and request.pool not in POOLS:
                 raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"pool: there is no pool {request.pool}")
             previous = await self._settings.set_pool(request.instance_id, POOLS.get(request.pool))
@@ -296,11 +299,12 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
                 async for event in leader.Drain(request, timeout=_STREAM_S, metadata=FORWARDED):
                     yield event
                 return
-            check_instance(self._state, "instance_id", request.instance_id)
             if request.undrain:
+                check_drained(self._state, self._members.drained, request.instance_id)
                 await self._settings.undrain(request.instance_id)
                 yield admin_pb2.DrainEvent(message=f"{request.instance_id} takes new requests", done=True)
                 return
+            check_instance(self._state, "instance_id", request.instance_id)
             await self._settings.drain(request.instance_id)
             async for event in progress(self._state, request.instance_id):
                 yield event

@@ -53,6 +53,7 @@ class Membership:
         self._leaders: dict[str, ServiceRecord] = {}
         self._pools: dict[str, Pool] = {}
         self._draining: frozenset[str] = frozenset()
+        self._drained: frozenset[str] = frozenset()
         self._stages: tuple[Stage, ...] = ()
         self._policy: PolicyRecord | None = None
         self._slo = Slo()
@@ -104,6 +105,11 @@ class Membership:
     def draining(self) -> frozenset[str]:
         """Ids of instances that get nothing new."""
         return self._draining
+
+    @property
+    def drained(self) -> frozenset[str]:
+        """Ids that an operator drains, whether there are such instances or not."""
+        return self._drained
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -173,9 +179,9 @@ class Membership:
         self._profiles = profiles
         self._pools = _pools(mapping)
         # By an operator; and those that were told to stop.
-        drained = {key.partition("/")[2] for key in mapping if key.startswith("drains/")}
+        self._drained = frozenset(key.partition("/")[2] for key in mapping if key.startswith("drains/"))
         stopping = {name for name, record in self._instances.items() if record.draining}
-        self._draining = frozenset(drained | stopping)
+        self._draining = self._drained | stopping
         self._stages = _stages(mapping.get("stages"))
         with _left_as_it_was("policy"):
             self._policy = decode_policy(mapping.get("policy", b""))

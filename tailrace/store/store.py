@@ -136,6 +136,19 @@ class Store:
             key, [delete_op(self._key(key))], f"compare and delete {key}", _has_value(expected), _deleted
         )
 
+    async def delete_orphaned(self, keys: Sequence[str], owner: str) -> bool:
+        """Delete values if there is none at `owner`. False: there is one."""
+        names = [self._key(key) for key in keys]
+        for _ in range(_TRIES):
+            if await self._read(owner) is not None:
+                return False
+            compare = [unchanged(self._key(owner), None)]
+            compare += [unchanged(self._key(key), await self._read(key)) for key in keys]
+            request = etcd_pb2.TxnRequest(compare=compare, success=[delete_op(name) for name in names])
+            if (await self._call(TXN, request, f"delete {', '.join(keys)}")).reply.succeeded:
+                return True
+        raise StoreUnavailable(f"etcd: delete {', '.join(keys)}: others keep changing them")
+
     # ---- watches
 
     async def watch_prefix(self, prefix: str) -> AsyncGenerator[dict[str, bytes]]:

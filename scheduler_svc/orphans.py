@@ -1,0 +1,71 @@
+"""Removes the drains and pools of instances that are gone for good, for as long as this scheduler leads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final, Protocol
+
+from tailrace.cluster import Pool
+from tailrace.records import InstanceRecord
+from tailrace.store.errors import StoreUnavailable
+
+log = logging.getLogger(__name__)
+
+KEEP_S: Final = 600.0
+"""How long an instance may be gone and come back to its drain and its pool: a restart, an upgrade, a
+reboot."""
+
+_LOOK_S: Final = 10.0
+
+
+class Members(Protocol):
+    """The part of tailrace.store.membership.Membership that is used here."""
+
+    @property
+    def instances(self) -> Mapping[str, InstanceRecord]: ...
+    @property
+    def drained(self) -> frozenset[str]: ...
+    @property
+    def pools(self) -> Mapping[str, Pool]: ...
+
+
+class Orphans:
+    """Knows since when the owner of each record is gone, as far as this scheduler has seen."""
+
+    def __init__(self, keep_s: float = KEEP_S) -> None:
+        self._keep_s = keep_s
+        self._gone_since: dict[str, float] = {}
+
+    def due(self, members: Members, now_s: float) -> list[str]:
+        """Ids of instances whose records are to go. An instance held on suspicion is not gone."""
+        gone = (members.drained | members.pools.keys()) - members.instances.keys()
+        self._gone_since = {name: self._gone_since.get(name, now_s) for name in gone}
+        return sorted(name for name, since_s in self._gone_since.items() if now_s - since_s >= self._keep_s)
+
+
+async def remove_orphans(
+    members: Members,
+    forget: Callable[[str], Awaitable[bool]],
+    leading: asyncio.Event,
+    keep_s: float = KEEP_S,
+    look_s: float = _LOOK_S,
+) -> None:
+    """Look from time to time, until cancelled.
+
+    `forget` deletes an instance's records unless the instance is there (False): etcd decides, whatever this
+    scheduler believes. It may raise StoreUnavailable.
+    """
+    orphans = Orphans(keep_s)
+    while True:
+        for name in orphans.due(members, time.monotonic()):
+            if not leading.is_set():
+                break
+            try:
+                if await forget(name):
+                    log.info("removed the drain and pool of %s, which is gone for %.0f s", name, keep_s)
+            except StoreUnavailable as error:
+                log.debug("records of %s: %s", name, error)
+        await asyncio.sleep(look_s)

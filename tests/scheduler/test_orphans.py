@@ -1,0 +1,114 @@
+"""Drains and pools of instances that are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import grpc
+import msgspec
+import pytest
+
+from scheduler_svc.orphans import Orphans, remove_orphans
+from scheduler_svc.settings import Settings
+from tailrace.cluster import Pool
+from tailrace.records import InstanceRecord
+from tailrace.store.membership import Membership
+from tailrace.store.store import Store
+from tailrace.v1 import admin_pb2, types_pb2
+from tests.scheduler.conftest import Control
+from tests.scheduler.facts import instance
+from tests.store.waiting import until
+from tests.streamed import next_of
+
+
+@dataclass
+class Fleet:
+    """Members as a test says."""
+
+    instances: Mapping[str, InstanceRecord] = field(default_factory=dict)
+    drained: frozenset[str] = frozenset()
+    pools: Mapping[str, Pool] = field(default_factory=dict)
+
+
+def test_a_restart_keeps_its_drain_and_its_pool() -> None:
+    orphans = Orphans(keep_s=600)
+    gone = Fleet(drained=frozenset({"a"}), pools={"a": Pool.DECODE})
+    there = Fleet({"a": instance("a")}, gone.drained, gone.pools)
+    assert orphans.due(gone, 0) == []
+    assert orphans.due(gone, 599) == []
+    assert orphans.due(there, 599.5) == []
+    assert orphans.due(gone, 1_000) == [], "the time counts anew after it was back"
+    assert orphans.due(gone, 1_599) == []
+    assert orphans.due(gone, 1_600) == ["a"]
+
+
+def test_only_who_is_gone_is_forgotten() -> None:
+    orphans = Orphans(keep_s=0)
+    fleet = Fleet({"a": instance("a")}, frozenset({"a", "b"}), {"a": Pool.DECODE, "c": Pool.PREFILL})
+    assert orphans.due(fleet, 1) == ["b", "c"]
+
+
+async def test_etcd_decides_who_is_gone(store: Store) -> None:
+    """A scheduler that has not heard of a new instance removes nothing of it."""
+    await store.put("drains/a", b"1")
+    await store.put("pools/a", b"decode")
+    await store.put("instances/a", msgspec.json.encode(instance("a")))
+    assert not await Settings(store).forget("a")
+    assert await store.get("drains/a") == b"1"
+    await store.delete("instances/a")
+    assert await Settings(store).forget("a")
+    assert await store.get_prefix("") == {}
+
+
+async def test_the_leader_alone_removes_them(store: Store) -> None:
+    await store.put("drains/gone", b"1")
+    await store.put("pools/gone", b"decode")
+    registration = await store.register("instances/here", msgspec.json.encode(instance("here")))
+    await store.put("drains/here", b"1")
+    members = await Membership.start(store)
+    leading = asyncio.Event()
+    removing = asyncio.create_task(
+        remove_orphans(members, Settings(store).forget, leading, keep_s=0, look_s=0.01)
+    )
+    try:
+        await store.put("policy", b"seen by members after the rest")
+        assert await store.get("drains/gone") == b"1"
+        leading.set()
+        await until(
+            store.watch_prefix(""), lambda found: {"drains/gone", "pools/gone"}.isdisjoint(found.keys())
+        )
+        assert await store.get("drains/here") == b"1"
+    finally:
+        removing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await removing
+        await members.close()
+        await registration.withdraw()
+
+
+async def test_undrain_works_for_an_instance_that_is_gone(control: Control) -> None:
+    admin = await control.admin()
+    await control.store.put("drains/gone", b"1")
+    await control.store.put("pools/gone", b"decode")
+    await control.members_show(lambda members: "gone" in members.drained)
+
+    async def undrain(name: str) -> bool:
+        """As `tailrace drain NAME --undrain`."""
+        request = admin_pb2.DrainRequest(instance_id=name, undrain=True)
+        return bool((await next_of(admin.Drain(request, timeout=5), admin_pb2.DrainEvent)).done)
+
+    async with asyncio.timeout(20):
+        # The scheduler's own watch may be a moment behind ours.
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                assert await undrain("gone")
+                break
+    assert await control.store.get("drains/gone") is None
+    with pytest.raises(grpc.aio.AioRpcError, match=r"no instance 'never-was'.*drained: "):
+        await undrain("never-was")
+    taken_out = admin_pb2.SetPoolRequest(instance_id="gone", pool=types_pb2.POOL_UNSPECIFIED)
+    assert (await admin.SetPool(taken_out, timeout=5)).previous == types_pb2.POOL_DECODE
+    assert await control.store.get("pools/gone") is None
