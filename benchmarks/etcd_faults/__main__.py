@@ -110,9 +110,8 @@ async def one(
 def show(rows: list[Row], console: Console) -> None:
     """A table, and what it means."""
     table = Table(title="one etcd member of three fails")
-    columns = ("fault", "member", "no leader s", "views stale s", "behind 1 s", "write gap s")
-    columns += ("whole", "gap s", "TTFT s")
-    for column in columns:
+    of_etcd = ("fault", "member", "no leader s", "views stale s", "behind 1 s", "write gap s")
+    for column in (*of_etcd, "whole", "gap s", "TTFT s"):
         table.add_column(column, justify="right")
     for row in rows:
         seen, streams = row.seen, row.streams
