@@ -46,6 +46,8 @@ class Finding:
     # One line: what explains agreement or difference.
     why: str
     figures: Figures = field(default_factory=dict)
+    # Half-widths of the 95% intervals over seeds (Student's t), by the names of the figures.
+    spreads: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from simulator.claims import ares, arrow, cascade, pascal
 from simulator.claims.base import Claim, Experiment, Figures, Finding
+from simulator.claims.effort import WHOLE, Effort
 from simulator.parallel import Progress, Task, run_tasks
 
 
@@ -23,10 +24,10 @@ class Checked:
     finding: Finding
 
 
-def experiments(traces: Path | None = None) -> list[Experiment]:
+def experiments(traces: Path | None = None, effort: Effort = WHOLE) -> list[Experiment]:
     """Of all papers. `traces`: the folder of the public traces, which some of Arrow's need."""
     return [
-        *pascal.EXPERIMENTS,
+        *pascal.experiments(effort),
         *ares.EXPERIMENTS,
         *arrow.experiments(traces),
         *cascade.EXPERIMENTS,

@@ -16,6 +16,7 @@ from simulator.claims.ares.cluster import ARMS as ARES_ARMS
 from simulator.claims.ares.cluster import cluster as ares_cluster
 from simulator.claims.ares.measure import rate_at, serve
 from simulator.claims.base import Experiment, Figures, Finding, Verdict
+from simulator.claims.effort import QUICK, WHOLE
 from simulator.claims.figures import number
 from simulator.claims.pascal import serving as pascal_serving
 from simulator.claims.pascal import single
@@ -126,6 +127,7 @@ def _pascal_figures(**changes: Figures) -> dict[str, Figures]:
         "pascal": [25.0, 59.0, 106.0],
         "no_migration": [30.0, 60.0, 106.0],
         "non_adaptive": [30.0, 60.0, 106.0],
+        "exact_reports": [25.0, 59.0, 106.0],
     }
     base = {
         "violations": 0.02,
@@ -141,7 +143,7 @@ def _pascal_figures(**changes: Figures) -> dict[str, Figures]:
         "non_adaptive": {"violations": 0.0745, "latency_p50_s": 12.0, "latency_p99_s": 22.0},
     }
     figures: dict[str, Figures] = {}
-    for run in pascal_serving.SERVING.runs:
+    for run in pascal_serving.serving_rows(WHOLE).runs:
         arm = run.name.split("/")[1]
         bins = {"bins": [0.0, 512.0, 5120.0], "tails_s": tails[arm]}
         figures[run.name] = {**base, **latency, **own.get(arm, {}), **bins, **changes.get(arm, {})}
@@ -154,12 +156,30 @@ def _by_id(findings: object) -> dict[str, Finding]:
 
 
 def test_pascal_holds_where_it_does_as_the_paper_says() -> None:
-    found = _by_id(pascal_serving.judge(_pascal_figures()))
+    found = _by_id(pascal_serving.judge(WHOLE, _pascal_figures()))
     assert list(found) == [f"P{n}" for n in range(1, 13)]
     # With these tails RR's best bin is -29% and its effect on the mixture twice the paper's.
     expected = dict.fromkeys(found, HOLDS) | {"P12": DIRECTION}
     assert {name: finding.verdict for name, finding in found.items()} == expected
     assert "-64%" in found["P1"].ours
+
+
+def test_findings_tell_their_spread_over_seeds() -> None:
+    figures = _pascal_figures()
+    for name, run in list(figures.items()):
+        _, arm, _, seed = name.split("/")
+        if arm == "pascal":
+            figures[name] = {**run, "violations": 0.001 * int(seed)}
+    found = _by_id(pascal_serving.judge(WHOLE, figures))
+    assert found["P9"].spreads["pascal"] == pytest.approx(0.00196, rel=0.01)
+    assert found["P9"].spreads["non_adaptive"] == 0.0
+    assert "0.30% ± 0.20%" in found["P9"].ours
+
+
+def test_a_quick_check_has_the_same_rows_and_fewer_runs() -> None:
+    quick, whole = pascal.experiments(QUICK), pascal.experiments(WHOLE)
+    assert [e.claims for e in quick] == [e.claims for e in whole]
+    assert 3 * sum(r.cost_s for e in quick for r in e.runs) < sum(r.cost_s for e in whole for r in e.runs)
 
 
 def test_pascal_does_not_hold_where_it_loses() -> None:
@@ -169,11 +189,11 @@ def test_pascal_does_not_hold_where_it_loses() -> None:
         "blocking_p99_s": 30.0,
         "tails_s": [80.0, 90.0, 200.0],
     }
-    found = _by_id(pascal_serving.judge(_pascal_figures(pascal=worse)))
+    found = _by_id(pascal_serving.judge(WHOLE, _pascal_figures(pascal=worse)))
     for row in ("P1", "P2", "P3", "P4", "P5", "P6", "P8", "P9", "P11", "P12"):
         assert found[row].verdict is NOT, row
     figures = _pascal_figures(rr={"violations": 0.0}, non_adaptive={"violations": 0.02})
-    part = _by_id(pascal_serving.judge(figures))
+    part = _by_id(pascal_serving.judge(WHOLE, figures))
     assert part["P5"].verdict is NOT and part["P9"].verdict is DIRECTION
 
 
@@ -191,11 +211,11 @@ def test_one_gpu_is_judged() -> None:
         "fcfs": figures(5.0, 12.0, 0.4, 0.4),
         "rr": figures(1.1, 17.0, 0.9, 0.98),
     }
-    runs = {run.name: arms[run.name.split("/")[1]] for run in single.SINGLE.runs}
-    found = _by_id(single.judge(runs))
+    runs = {run.name: arms[run.name.split("/")[1]] for run in single.one_gpu_rows(WHOLE).runs}
+    found = _by_id(single.judge(WHOLE, runs))
     assert [f.verdict for f in found.values()] == [HOLDS, HOLDS]
-    runs = {run.name: arms["oracle"] for run in single.SINGLE.runs}
-    assert [f.verdict for f in _by_id(single.judge(runs)).values()] == [NOT, NOT]
+    runs = {run.name: arms["oracle"] for run in single.one_gpu_rows(WHOLE).runs}
+    assert [f.verdict for f in _by_id(single.judge(WHOLE, runs)).values()] == [NOT, NOT]
 
 
 def test_an_answer_that_comes_late_is_charged_for_it() -> None:
@@ -209,11 +229,11 @@ def test_an_answer_that_comes_late_is_charged_for_it() -> None:
     assert single.qoe_with_ttfat(second) == pytest.approx(area / (area + late * 256))
 
 
-@pytest.mark.parametrize("arm", ["fcfs", "rr", "pascal", "no_migration", "non_adaptive"])
+@pytest.mark.parametrize("arm", ["fcfs", "rr", "pascal", "no_migration", "non_adaptive", "exact_reports"])
 def test_a_small_run_of_pascal(arm: str) -> None:
     figures = serve_pascal("alpaca_eval", arm, 4.0, 50, 1)
     assert figures["finished"] == 50.0
-    assert (number(figures, "migrations") > 0.0) == (arm in ("pascal", "non_adaptive"))
+    assert (number(figures, "migrations") > 0.0) == (arm in ("pascal", "non_adaptive", "exact_reports"))
 
 
 class _Checked(Pascal):

@@ -25,7 +25,14 @@ def _measure(value: float) -> Figures:
 def _judge_first(figures: Mapping[str, Figures]) -> Sequence[Finding]:
     gain = float(str(figures["with"]["value"])) / float(str(figures["without"]["value"]))
     return [
-        Finding("T1", f"{gain:g}x", Verdict.HOLDS, "as it should", {"gain": gain, "series": [1.0, 2.0]}),
+        Finding(
+            "T1",
+            f"{gain:g}x",
+            Verdict.HOLDS,
+            "as it should",
+            {"gain": gain, "series": [1.0, 2.0]},
+            {"gain": 0.5},
+        ),
         Finding("T2", "-", Verdict.NOT_REPRODUCIBLE, "needs a GPU"),
     ]
 
@@ -57,7 +64,7 @@ FAILING = Experiment(
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command knows these experiments alone."""
-    monkeypatch.setattr(command, "experiments", lambda _: [FIRST, SECOND])
+    monkeypatch.setattr(command, "experiments", lambda _traces, _effort: [FIRST, SECOND])
 
 
 def test_runs_of_two_experiments_may_have_the_same_name() -> None:
@@ -107,6 +114,7 @@ def test_json_and_save(tmp_path: Path) -> None:
         "verdict": "holds",
         "why": "as it should",
         "figures": {"gain": 2.0, "series": [1.0, 2.0]},
+        "spreads": {"gain": 0.5},
     }
     assert said["verdicts"] == {"holds": 1, "does not hold": 1, "not reproducible here": 1}
     assert json.loads(path.read_text()) == said
@@ -158,7 +166,7 @@ def test_wrong_usage(tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "experiments", lambda _: [FAILING])
+    monkeypatch.setattr(command, "experiments", lambda _traces, _effort: [FAILING])
     result = run("claims", "--processes", 1)
     assert result.exit_code == 1
     assert result.stderr == "tailrace: failing: it: ValueError: nothing to measure\n"

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from simulator.claims.base import Experiment
+from simulator.claims.effort import WHOLE, Effort
 from simulator.claims.pascal.fidelity import FIDELITY
-from simulator.claims.pascal.serving import SERVING
-from simulator.claims.pascal.single import SINGLE
+from simulator.claims.pascal.serving import serving_rows
+from simulator.claims.pascal.single import one_gpu_rows
 
-EXPERIMENTS: tuple[Experiment, ...] = (SERVING, SINGLE, FIDELITY)
+
+def experiments(effort: Effort) -> tuple[Experiment, ...]:
+    """All rows of PASCAL."""
+    return (serving_rows(effort), one_gpu_rows(effort), FIDELITY)
+
+
+EXPERIMENTS: tuple[Experiment, ...] = experiments(WHOLE)

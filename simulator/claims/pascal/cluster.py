@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from simulator.cluster import ClusterSpec, MigrationSpec
+from simulator.cluster import ClusterSpec, MigrationSpec, ReportSpec
 from tailrace.intra.base import IntraPolicy
 from tailrace.intra.fcfs import Fcfs
 from tailrace.intra.pascal import PascalQueue
@@ -32,6 +32,8 @@ class Arm:
 
     policy: Callable[[], Policy]
     intra: Callable[[], IntraPolicy]
+    # Views that are exact at the moment of each decision, in place of reports every half second.
+    exact_reports: bool = False
 
 
 ARMS: Final[Mapping[str, Arm]] = {
@@ -40,13 +42,15 @@ ARMS: Final[Mapping[str, Arm]] = {
     "pascal": Arm(Pascal, PascalQueue),
     "no_migration": Arm(PascalNoMigration, PascalQueue),
     "non_adaptive": Arm(PascalNonAdaptive, PascalQueue),
+    "exact_reports": Arm(Pascal, PascalQueue, exact_reports=True),
 }
 
 
-def cluster() -> ClusterSpec:
-    """The cluster; link, report delay, seats and block size are the simulator's defaults."""
+def cluster(arm: Arm) -> ClusterSpec:
+    """The cluster of an arm; link, seats and block size are the simulator's defaults."""
     spec = ClusterSpec.uniform(INSTANCES, load_profile(PROFILE))
     migration = MigrationSpec(
         limit=256, queue_limit=10_000, patience_s=600.0, when_full=WhenFull.HOST, max_rounds=0
     )
-    return replace(spec, migration=migration)
+    report = ReportSpec(interval_s=0.0) if arm.exact_reports else spec.report
+    return replace(spec, migration=migration, report=report)

@@ -10,16 +10,28 @@ import numpy as np
 from simulator.claims.base import Figures
 from simulator.claims.figures import number, numbers
 from simulator.claims.pascal.tails import Comparison, mean_tails
+from simulator.estimate import Estimate, estimate
 
 ALPACA: Final = "alpaca_eval"
 ARENA: Final = "arena_hard"
 MIXED: Final = "arena_hard_mixed"
 HIGH: Final = "high"
-# Fractions of the saturation rate.
-LOADS: Final[Mapping[str, float]] = {"low": 0.8, "medium": 1.0, HIGH: 1.2}
+# Fractions of the saturation rate, by which runs are named. The paper's figures have three rates, of which
+# the axes say
+# nothing but the order: low, medium and high. The others make the curves.
+LOADS: Final[Mapping[str, float]] = {
+    "0.6": 0.6,
+    "0.7": 0.7,
+    "low": 0.8,
+    "0.9": 0.9,
+    "medium": 1.0,
+    "1.1": 1.1,
+    HIGH: 1.2,
+    "beyond": 1.35,
+}
+LEVELS: Final = ("low", "medium", HIGH)
 # Where blocking begins; reported with P8, judged by nothing.
 BEYOND: Final = "beyond"
-BEYOND_LOAD: Final = 1.35
 
 
 def run_name(dataset: str, arm: str, level: str, seed: int) -> str:
@@ -39,18 +51,45 @@ class Results:
         runs = [self._figures[run_name(dataset, arm, level, seed)] for seed in self._seeds]
         return [number(run, name) for run in runs]
 
+    def estimate(self, dataset: str, arm: str, level: str, name: str) -> Estimate:
+        """A figure's mean over seeds, and its spread."""
+        return estimate(self.each(dataset, arm, level, name))
+
+    def curve(self, dataset: str, arm: str, name: str) -> dict[str, list[float]]:
+        """The loads at which the scheduler ran, a figure's means there, and their spreads."""
+        levels = [level for level in LOADS if run_name(dataset, arm, level, self._seeds[0]) in self._figures]
+        found = [self.estimate(dataset, arm, level, name) for level in levels]
+        return {
+            "loads": [LOADS[level] for level in levels],
+            f"{arm}_{name}": [e.mean for e in found],
+            f"{arm}_{name}_spread": [e.half_width or 0.0 for e in found],
+        }
+
     def mean(self, dataset: str, arm: str, level: str, name: str) -> float:
         """A figure's mean over seeds."""
         return float(np.mean(self.each(dataset, arm, level, name)))
 
-    def tails(self, dataset: str, arm: str, level: str) -> dict[int, float]:
-        """Tail TTFT by bin, averaged over seeds."""
-        runs = [self._figures[run_name(dataset, arm, level, seed)] for seed in self._seeds]
-        return mean_tails(
-            {int(b): t for b, t in zip(numbers(run, "bins"), numbers(run, "tails_s"), strict=True)}
-            for run in runs
-        )
-
     def compare(self, dataset: str, theirs: str, level: str = HIGH) -> Comparison:
         """PASCAL's tails against another scheduler's."""
         return Comparison(self.tails(dataset, "pascal", level), self.tails(dataset, theirs, level))
+
+    def change(self, dataset: str, theirs: str, start: int, level: str = HIGH) -> Estimate:
+        """The relative change of one bin's tail, by seeds that have requests in it."""
+        found = []
+        for seed in self._seeds:
+            ours, others = (
+                self._bins(self._figures[run_name(dataset, arm, level, seed)]) for arm in ("pascal", theirs)
+            )
+            if start in ours and start in others:
+                found.append(ours[start] / others[start] - 1.0)
+        return estimate(found)
+
+    def tails(self, dataset: str, arm: str, level: str) -> dict[int, float]:
+        """Tail TTFT by bin, averaged over seeds."""
+        return mean_tails(
+            self._bins(self._figures[run_name(dataset, arm, level, seed)]) for seed in self._seeds
+        )
+
+    @staticmethod
+    def _bins(run: Figures) -> dict[int, float]:
+        return {int(b): t for b, t in zip(numbers(run, "bins"), numbers(run, "tails_s"), strict=True)}

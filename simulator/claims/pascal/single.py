@@ -4,22 +4,28 @@ The rate is not given, but bounded: the full device holds all KV caches at any t
 preempting. Taken is the highest such rate: mean KV and three standard deviations of it fill the device at 0.8
 times its saturation rate (with Poisson arrivals the variance is mean x E[sum of context^2] / E[sum of
 context], sums over a request's steps).
+
+The rate decides P14: below that bound RR is the oracle's equal, above it FCFS and RR both wait. So the
+curve from 0.5 to 0.9 is in the figures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
 
 from simulator.claims.base import Experiment, Figures, Finding, Run
-from simulator.claims.figures import number
+from simulator.claims.effort import Effort
+from simulator.claims.figures import format_estimate, means_of, number, spreads_of
 from simulator.claims.pascal.cluster import PROFILE
 from simulator.claims.pascal.rows import P13, P14
 from simulator.claims.saturation import poisson_at_load
 from simulator.claims.verdicts import of_effect, of_ordering, weakest
 from simulator.cluster import ClusterSpec
+from simulator.estimate import Estimate, estimate
 from simulator.records import RequestRecord
 from simulator.run import simulate
 from simulator.workloads.generators import GENERATORS
@@ -31,6 +37,7 @@ from tailrace.profiles import load_profile
 
 REQUESTS: Final = 300
 LOAD: Final = 0.8
+LOADS: Final = (0.5, 0.6, 0.7, LOAD, 0.9)
 SEEDS: Final = tuple(range(1, 11))
 _TTFAT_S: Final = 0.25
 _TPOT_S: Final = 0.1
@@ -46,12 +53,12 @@ _INTRA: Final[Mapping[str, type[Fcfs] | type[QuantumRoundRobin]]] = {
 }
 
 
-def one_gpu(dataset: str, arm: str, requests: int, seed: int) -> Figures:
+def one_gpu(dataset: str, arm: str, load: float, requests: int, seed: int) -> Figures:
     """One scheduler on one GPU; "oracle" has all the memory it wants, the others half of the device's."""
     profile = load_profile(PROFILE)
     capacity = 100 * profile.kv_capacity_tokens if arm == "oracle" else profile.kv_capacity_tokens // 2
     spec = ClusterSpec.uniform(1, profile, kv_capacity_tokens=capacity, max_num_seqs=requests)
-    sent = poisson_at_load(dataset, GENERATORS[dataset].lengths, requests, LOAD, seed, profile, 1)
+    sent = poisson_at_load(dataset, GENERATORS[dataset].lengths, requests, load, seed, profile, 1)
     intra: IntraPolicy = _INTRA[arm]()
     done = simulate(spec, sent, MinKv(), intra, seed=seed).requests
     latency = np.array([r.latency_s for r in done], np.float64)
@@ -83,46 +90,89 @@ def qoe_with_ttfat(record: RequestRecord) -> float:
     return read / expected
 
 
-def _runs() -> tuple[Run, ...]:
+def _run_name(dataset: str, arm: str, load: float, seed: int) -> str:
+    return f"{dataset}/{arm}/{load:g}/{seed}"
+
+
+def _runs(effort: Effort) -> tuple[Run, ...]:
+    # All 300 requests, also in a quick check: the operating point is made of their number.
     return tuple(
-        Run(f"{dataset}/{arm}/{seed}", one_gpu, (dataset, arm, REQUESTS, seed), 0.4)
+        Run(_run_name(dataset, arm, load, seed), one_gpu, (dataset, arm, load, REQUESTS, seed), 0.4)
         for dataset in (_REASONING, _ANSWERING)
         for arm in _INTRA
-        for seed in SEEDS
+        for load in (LOADS if dataset == _ANSWERING else (LOAD,))
+        for seed in effort.seeds(SEEDS)
     )
 
 
-def judge(figures: Mapping[str, Figures]) -> Sequence[Finding]:
-    """P13 and P14."""
+def judge(effort: Effort, figures: Mapping[str, Figures]) -> Sequence[Finding]:
+    """Judge P13 and P14."""
+    seeds = effort.seeds(SEEDS)
 
-    def mean(dataset: str, arm: str, name: str) -> float:
-        return float(np.mean([number(figures[f"{dataset}/{arm}/{seed}"], name) for seed in SEEDS]))
+    def each(dataset: str, arm: str, name: str, load: float = LOAD) -> list[float]:
+        return [number(figures[_run_name(dataset, arm, load, seed)], name) for seed in seeds]
 
-    fcfs = mean(_REASONING, "fcfs", "latency_short_s") / mean(_REASONING, "oracle", "latency_short_s")
-    rr = mean(_REASONING, "rr", "latency_long_s") / mean(_REASONING, "oracle", "latency_long_s")
+    def ratios(arm: str, name: str) -> Estimate:
+        pairs = zip(each(_REASONING, arm, name), each(_REASONING, "oracle", name), strict=True)
+        return estimate([theirs / oracle for theirs, oracle in pairs])
+
+    latency = {
+        "fcfs_short_ratio": ratios("fcfs", "latency_short_s"),
+        "rr_long_ratio": ratios("rr", "latency_long_s"),
+    }
+    fcfs, rr = latency["fcfs_short_ratio"], latency["rr_long_ratio"]
     first = Finding(
         P13.claim_id,
-        f"{fcfs:.2f}x / {rr:.2f}x",
-        weakest([of_effect(fcfs - 1.0, 4.14), of_effect(rr - 1.0, 0.75)]),
-        "blocking falls on the short, preemption on the long; RR by quanta used (section V-B) keeps the "
-        "longest out for as long as shorter ones come, which turns in a circle (figure 2c) would not",
-        {"fcfs_short_ratio": fcfs, "rr_long_ratio": rr},
+        f"{format_estimate(fcfs, '.2f')}x / {format_estimate(rr, '.2f')}x",
+        weakest([of_effect(fcfs.mean - 1.0, 4.14), of_effect(rr.mean - 1.0, 0.75)]),
+        "blocking falls on the short, preemption on the long; our RR goes by quanta used (section V-B), "
+        "which keeps the longest out for as long as shorter ones come; in circular order (section V-A) they "
+        "would come round sooner",
+        means_of(latency),
+        spreads_of(latency),
     )
-    attained = {arm: mean(_ANSWERING, arm, "attained") for arm in _INTRA}
-    long = {arm: mean(_ANSWERING, arm, "attained_long") for arm in _INTRA}
+    attained = {
+        f"{name}_{arm}": estimate(each(_ANSWERING, arm, name))
+        for arm in _INTRA
+        for name in ("attained", "attained_long")
+    }
+    curves: dict[str, float | Sequence[float]] = {"loads": list(LOADS)}
+    for arm in _INTRA:
+        for name in ("attained", "attained_long"):
+            curves[f"curve_{name}_{arm}"] = [
+                estimate(each(_ANSWERING, arm, name, load)).mean for load in LOADS
+            ]
+    holding = [load for load in LOADS if _p14_holds(each, load)]
     second = Finding(
         P14.claim_id,
-        f"{attained['rr']:.0%} vs {attained['fcfs']:.0%}; at 2048: {long['rr']:.0%} vs oracle "
-        f"{long['oracle']:.0%}",
-        of_ordering([attained["rr"] > attained["fcfs"], long["rr"] >= long["oracle"] - 0.05]),
-        "an answer that starts at once is ahead of its reader before it is preempted, one that queues never "
-        "is; at 2048 tokens our RR keeps it waiting too long (see P13)",
-        {
-            **{f"attained_{arm}": value for arm, value in attained.items()},
-            **{f"attained_2048_{arm}": value for arm, value in long.items()},
-        },
+        f"{format_estimate(attained['attained_rr'], '.0%')} vs "
+        f"{format_estimate(attained['attained_fcfs'], '.0%')}; "
+        f"at 2048: {attained['attained_long_rr'].mean:.0%} vs oracle "
+        f"{attained['attained_long_oracle'].mean:.0%}; holds "
+        + (f"at loads {', '.join(f'{load:g}' for load in holding)}" if holding else "at no load tried"),
+        of_ordering(_p14(each, LOAD)),
+        "the rate decides: where the halved memory overflows for moments only, RR starts every answer at "
+        "once and keeps it ahead of its reader; nearer saturation even its answers wait longer than that",
+        {**means_of(attained), **curves},
+        spreads_of(attained),
     )
     return first, second
 
 
-SINGLE: Final = Experiment("pascal-one-gpu", (P13, P14), _runs(), judge)
+def _p14(each: Callable[[str, str, str, float], list[float]], load: float) -> list[bool]:
+    """RR attains more than FCFS; at 2048 tokens as much as the oracle."""
+
+    def mean(arm: str, name: str) -> float:
+        return estimate(each(_ANSWERING, arm, name, load)).mean
+
+    long = mean("rr", "attained_long") >= mean("oracle", "attained_long") - 0.05
+    return [mean("rr", "attained") > mean("fcfs", "attained"), long]
+
+
+def _p14_holds(each: Callable[[str, str, str, float], list[float]], load: float) -> bool:
+    return all(_p14(each, load))
+
+
+def one_gpu_rows(effort: Effort) -> Experiment:
+    """Rows P13 and P14."""
+    return Experiment("pascal-one-gpu", (P13, P14), _runs(effort), partial(judge, effort))
