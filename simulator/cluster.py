@@ -9,6 +9,7 @@ from simulator.hooks import FutureLoad, LengthPenalty, LengthPredictor
 from tailrace.cluster import Pool, Stage
 from tailrace.policy.when_full import WhenFull
 from tailrace.profiles import Profile
+from tailrace.slo import READING_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ class ClusterSpec:
     report: ReportSpec = field(default_factory=ReportSpec)
     stages: tuple[Stage, ...] = ()
     # The user's pace: what the token pacer and QoE go by (PASCAL, section V-A).
-    tpot_target_s: float = 0.1
+    tpot_target_s: float = READING_S
     # What requests are announced with as max_tokens.
     max_tokens: int = 32_768
     predictor: LengthPredictor | None = None

@@ -10,6 +10,7 @@ from simulator.parallel import Progress, Task, run_tasks
 from simulator.scenario import Fleet, Outcome, Scenario, run_brief, run_scenario
 from simulator.workloads.base import Workload
 from simulator.workloads.resolve import WorkloadOptions
+from tailrace.policy.parameters import Value
 from tailrace.slo import Slo
 
 # Figures that are compared: 1 where more is better, -1 where less is.
@@ -43,13 +44,16 @@ class Plan:
     # Where each seed's stretch of a trace begins, in seconds of its own time; of others every seed starts
     # where the options say.
     starts_s: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    # By policy, as in `Scenario`.
+    parameters: Mapping[str, tuple[tuple[str, Value], ...]] = field(default_factory=dict)
 
     def scenario(self, policy: str, workload: str, rate: float | None, seed: int) -> Scenario:
         """One run of it."""
         options = replace(self.options, rate_per_s=rate, seed=seed)
         if workload in self.starts_s:
             options = replace(options, start_s=self.starts_s[workload][self.seeds.index(seed)])
-        return Scenario(policy, workload, options, self.fleet, self.slo, self.predicts)
+        given = self.parameters.get(policy, ())
+        return Scenario(policy, workload, options, self.fleet, self.slo, self.predicts, given)
 
 
 @dataclass(frozen=True, slots=True)

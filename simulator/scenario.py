@@ -19,6 +19,7 @@ from simulator.workloads.base import Workload
 from simulator.workloads.resolve import WorkloadOptions, resolve_workload
 from tailrace.perf.length_penalty import load_length_penalty
 from tailrace.policy.deployment import Deployment
+from tailrace.policy.parameters import Value
 from tailrace.profiles import load_profile
 from tailrace.slo import Slo
 
@@ -49,6 +50,8 @@ class Scenario:
     slo: Slo
     # One of `simulator.setups.PREDICTIONS`; None: as the policy's setup has it.
     predicts: str | None = None
+    # (name, value) of the policy's parameters that are not at their defaults.
+    parameters: tuple[tuple[str, Value], ...] = ()
 
     @property
     def workload_name(self) -> str:
@@ -57,8 +60,8 @@ class Scenario:
         return ", ".join(f"{form}{colon}{PurePath(path).name}" for form, colon, path in parts)
 
     def setup(self) -> Setup:
-        """The policy's setup with what the user asks otherwise. Raises UnknownSetupError."""
-        setup = setup_for(self.policy)
+        """The policy's setup with what the user asks otherwise. Raises UnknownSetupError, ParameterError."""
+        setup = setup_for(self.policy).with_parameters(dict(self.parameters))
         if self.predicts is not None:
             setup = replace(setup, predicts=self.predicts)
         if self.fleet.prefill_instances is not None:
@@ -142,13 +145,16 @@ def run_brief(scenario: Scenario) -> Outcome:
 def run_scenario(scenario: Scenario, progress: Callable[[float], None] | None = None) -> Outcome:
     """Simulate it; `progress` is called with the share of requests done.
 
-    Raises WorkloadError, UnknownSetupError, ProfileError, LengthPenaltyError for what cannot be had, and
-    SimulationError for a policy that cannot go on.
+    Raises WorkloadError, UnknownSetupError, ParameterError, ProfileError, LengthPenaltyError for what cannot
+    be had, and SimulationError for a policy that cannot go on.
     """
     workload = _workload(scenario.workload, scenario.options)
     setup = scenario.setup()
     profile, penalty = load_profile(scenario.fleet.profile), load_length_penalty(scenario.fleet.penalty)
-    spec = ClusterSpec.uniform(scenario.fleet.instances, profile, penalty=penalty)
+    spec = replace(
+        ClusterSpec.uniform(scenario.fleet.instances, profile, penalty=penalty),
+        tpot_target_s=scenario.slo.reading_s,
+    )
     mean_output = float(np.mean([request.output_tokens for request in workload.requests]))
     slo = scenario.slo
     result = simulate(

@@ -23,9 +23,10 @@ from tailrace.intra.fcfs import Fcfs
 from tailrace.intra.registry import intra_for_policy, intra_parameters, make_intra
 from tailrace.policy import registry
 from tailrace.policy.ares.future_load import FutureLoad
+from tailrace.policy.arrow.policy import PREFILL_SHARE
 from tailrace.policy.base import Policy
 from tailrace.policy.deployment import Deployment
-from tailrace.policy.parameters import NO_PARAMETERS, Parameter, Value
+from tailrace.policy.parameters import Parameter, Value, parse_parameters
 from tailrace.policy.when_full import WhenFull
 
 # Names of predictions that workers can be given, whatever the policy.
@@ -50,23 +51,37 @@ class Setup:
     migration: MigrationSpec = field(default_factory=MigrationSpec)
     # One of PREDICTIONS.
     predicts: str = "none"
+    # Parameters of the policy and of the order inside an instance that are not at their defaults.
+    given: Mapping[str, Value] = field(default_factory=dict)
 
-    def policy(self, deployment: Deployment, parameters: Mapping[str, Value] = NO_PARAMETERS) -> Policy:
+    def policy(self, deployment: Deployment) -> Policy:
         """A new policy. Raises UnknownSetupError, ParameterError."""
         kind = _policy_class(self.policy_name)
         try:
-            return registry.make_policy(self.name, kind, self.intra_name, parameters, deployment)
+            return registry.make_policy(self.name, kind, self.intra_name, self.given, deployment)
         except registry.UnusablePolicyError as error:
             raise UnknownSetupError(str(error)) from error
 
-    def intra(self, parameters: Mapping[str, Value] = NO_PARAMETERS) -> IntraPolicy:
-        """A new order inside the instance; vLLM's own is first come, first served.
-
-        Of the policy's `parameters` it takes its own. Raises ParameterError.
-        """
+    def intra(self) -> IntraPolicy:
+        """A new order inside the instance; vLLM's own is first come, first served. Raises ParameterError."""
         own = {parameter.name for parameter in intra_parameters(self.intra_name)}
-        given = {name: value for name, value in parameters.items() if name in own}
+        given = {name: value for name, value in self.given.items() if name in own}
         return make_intra(self.intra_name, given) or Fcfs()
+
+    def with_parameters(self, given: Mapping[str, Value]) -> Setup:
+        """The same with these parameters, in their types. Raises UnknownSetupError, ParameterError.
+
+        A policy that divides the instances into pools by a parameter starts with pools of that size.
+        """
+        values = parse_parameters(f"policy {self.name!r}", self.parameters(), given)
+        setup = replace(self, given={name: values[name] for name in given})
+        share = setup.given.get(PREFILL_SHARE.name)
+        if setup.prefill_share is not None and isinstance(share, float):
+            setup = replace(setup, prefill_share=share)
+        # Values may contradict each other.
+        setup.policy(Deployment())
+        setup.intra()
+        return setup
 
     def parameters(self) -> tuple[Parameter, ...]:
         """What can be set. Raises UnknownSetupError."""

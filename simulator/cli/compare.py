@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
@@ -23,8 +23,10 @@ from simulator.cli.options import (
 )
 from simulator.cli.progress import task_bar
 from simulator.cli.report_file import report_option, write_report
+from simulator.cli.settings import parameters_of, set_option
 from simulator.comparison import BETTER, Cell, Comparison, Group, Plan, compare, stretches_s
 from simulator.report.side_by_side import comparison_report
+from simulator.report.words import parameter_words
 from simulator.workloads.resolve import WorkloadOptions, resolve_workload
 from tailrace.cli.errors import UsageProblem
 from tailrace.cli.output import Output, console, note, output_option, print_figures, print_json
@@ -49,6 +51,7 @@ from tailrace.cli.plain import JsonValue
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="The first of them.")
 @workload_options
 @fleet_options
+@set_option
 @slo_options
 @click.option("--processes", type=click.IntRange(min=1), help="At a time. [default: one a core]")
 @report_option
@@ -69,9 +72,11 @@ def compare_command(
     length_penalty: str,
     prefill_instances: int | None,
     predict: str | None,
+    assignments: tuple[str, ...],
     slo_ttft: float,
     slo_tpot: float,
     slo_qoe: float,
+    slo_pace: float,
     processes: int | None,
     report: Path | None,
     output: Output,
@@ -97,8 +102,9 @@ def compare_command(
             speed=speed, count=count, start_s=start, duration_s=duration, max_model_len=max_model_len
         ),
         fleet_of(profile, instances, length_penalty, prefill_instances),
-        slo_of(slo_ttft, slo_tpot, slo_qoe),
+        slo_of(slo_ttft, slo_tpot, slo_qoe, slo_pace),
         predict,
+        parameters=parameters_of(assignments, policies),
     )
     with simulation_errors():
         # What cannot be had is said before anything runs.
@@ -123,6 +129,9 @@ def compare_command(
                 if left_out:
                     note(f"no room for {', '.join(left_out)}; -o csv and --report have all")
                 click.echo()
+            for name in policies:
+                if plan.parameters[name]:
+                    click.echo(f"{name}: {parameter_words(plan.parameters[name])}")
             click.echo(f"SLO: {plan.slo.words()}; seeds: {seeds}; ± half of a 95% interval (Student's t)")
             click.echo("*: the best mean; =: cannot be told from it, seed by seed")
 
@@ -161,7 +170,7 @@ def _plain(comparison: Comparison) -> dict[str, JsonValue]:
         "instances": plan.fleet.instances,
         "seeds": list(plan.seeds),
         "interval": "95%, Student's t over the seeds",
-        "slo": {"ttft_s": plan.slo.ttft_s, "tpot_s": plan.slo.tpot_s, "qoe": plan.slo.qoe},
+        "slo": {**asdict(plan.slo)},
         "groups": [_plain_group(group) for group in comparison.groups],
     }
 
@@ -185,6 +194,7 @@ def _plain_cell(cell: Cell) -> dict[str, JsonValue]:
     halves = {figure: cell.estimate(figure).half_width for figure in BETTER}
     return {
         "policy": cell.policy,
+        "parameters": dict(cell.outcomes[0].scenario.parameters),
         "mean": plain(means),
         "half_width": plain({name: half for name, half in halves.items() if half is not None}),
         "runs": [plain(outcome.figures.as_dict()) for outcome in cell.outcomes],
@@ -201,6 +211,7 @@ def _csv(comparison: Comparison) -> str:
             "workload": group.workload,
             "asked_rate_per_s": group.rate,
             "policy": cell.policy,
+            "parameters": parameter_words(cell.outcomes[0].scenario.parameters),
             "seed": seed,
             **plain(outcome.figures.as_dict()),
         }

@@ -85,7 +85,7 @@ def workload_options(function: F) -> F:
 
 
 def slo_options(function: F) -> F:
-    """--slo-ttft, --slo-tpot, --slo-qoe. 0 asks for nothing."""
+    """--slo-ttft, --slo-tpot, --slo-qoe, --slo-pace. 0 asks for nothing."""
     least = click.FloatRange(min=0.0)
     for option in reversed(
         (
@@ -110,15 +110,21 @@ def slo_options(function: F) -> F:
                 default=0.0,
                 help="Least QoE of an answer; PASCAL asks for 0.95. [default: none asked for]",
             ),
+            click.option(
+                "--slo-pace",
+                type=least,
+                default=0.0,
+                help="Seconds a token at which users read, for QoE. [default: 0.1, or --slo-tpot if less]",
+            ),
         )
     ):
         function = option(function)
     return function
 
 
-def slo_of(ttft_s: float, tpot_s: float, qoe: float) -> Slo:
+def slo_of(ttft_s: float, tpot_s: float, qoe: float, pace_s: float) -> Slo:
     """From the options, where 0 stands for nothing asked for."""
-    return Slo(ttft_s or None, tpot_s or None, qoe or None)
+    return Slo(ttft_s or None, tpot_s or None, qoe or None, pace_s or None)
 
 
 def fleet_of(profile: str, instances: int, penalty: str, prefill_instances: int | None) -> Fleet:

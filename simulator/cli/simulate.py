@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -21,7 +22,9 @@ from simulator.cli.options import (
 )
 from simulator.cli.progress import share_bar
 from simulator.cli.report_file import report_option, write_report
+from simulator.cli.settings import parameters_of, set_option
 from simulator.report.run import run_report
+from simulator.report.words import parameter_words
 from simulator.scenario import Outcome, Scenario, run_scenario
 from simulator.summary import summary_rows
 from simulator.workloads.resolve import WorkloadOptions
@@ -40,6 +43,7 @@ from tailrace.cli.plain import JsonValue
 @workload_options
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of what is random.")
 @fleet_options
+@set_option
 @slo_options
 @report_option
 @output_option(Output.TABLE, Output.CSV)
@@ -58,9 +62,11 @@ def simulate_command(
     length_penalty: str,
     prefill_instances: int | None,
     predict: str | None,
+    assignments: tuple[str, ...],
     slo_ttft: float,
     slo_tpot: float,
     slo_qoe: float,
+    slo_pace: float,
     report: Path | None,
     output: Output,
 ) -> None:
@@ -84,8 +90,9 @@ def simulate_command(
             max_model_len=max_model_len,
         ),
         fleet_of(profile, instances, length_penalty, prefill_instances),
-        slo_of(slo_ttft, slo_tpot, slo_qoe),
+        slo_of(slo_ttft, slo_tpot, slo_qoe, slo_pace),
         predict,
+        parameters_of(assignments, [policy])[policy],
     )
     with simulation_errors(), share_bar(f"{policy} on {workload}") as progress:
         outcome = run_scenario(scenario, progress)
@@ -99,9 +106,14 @@ def simulate_command(
         case Output.CSV:
             click.echo(_csv(outcome), nl=False)
         case _:
-            click.echo(f"{policy} on {outcome.source}")
+            click.echo(f"{_called(scenario)} on {outcome.source}")
             print_figures(_table(outcome))
             click.echo(f"SLO: {scenario.slo.words()}")
+
+
+def _called(scenario: Scenario) -> str:
+    given = parameter_words(scenario.parameters)
+    return f"{scenario.policy} ({given})" if given else scenario.policy
 
 
 def _table(outcome: Outcome) -> Table:
@@ -122,7 +134,8 @@ def _plain(outcome: Outcome) -> dict[str, JsonValue]:
         "seed": scenario.options.seed,
         "profile": scenario.fleet.profile,
         "instances": scenario.fleet.instances,
-        "slo": {"ttft_s": scenario.slo.ttft_s, "tpot_s": scenario.slo.tpot_s, "qoe": scenario.slo.qoe},
+        "parameters": dict(scenario.parameters),
+        "slo": {**asdict(scenario.slo)},
         "figures": plain(outcome.figures.as_dict()),
         "tail_ttft_s_by_reasoning_tokens": {str(start): tail for start, tail in outcome.tails.items()},
     }
@@ -131,7 +144,13 @@ def _plain(outcome: Outcome) -> dict[str, JsonValue]:
 def _csv(outcome: Outcome) -> str:
     text = io.StringIO()
     figures = plain(outcome.figures.as_dict())
-    columns = {"policy": outcome.scenario.policy, "workload": outcome.scenario.workload, **figures}
+    given = parameter_words(outcome.scenario.parameters)
+    columns = {
+        "policy": outcome.scenario.policy,
+        "parameters": given,
+        "workload": outcome.scenario.workload,
+        **figures,
+    }
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerow(columns)

@@ -50,7 +50,7 @@ def comparison_report(comparison: Comparison) -> str:
         body += _workload(comparison, _groups(comparison, workload))
     body.append(heading("What goes with each policy"))
     settings = [plan.scenario(policy, plan.workloads[0], None, plan.seeds[0]) for policy in plan.policies]
-    rows = [setup_rows(scenario)[:5] for scenario in settings]
+    rows = [setup_rows(scenario)[:6] for scenario in settings]
     body.append(table([name for name, _ in rows[0]], [[Cell(value) for _, value in row] for row in rows]))
     return page(f"Policies on {', '.join(names)}", subtitle, body)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from simulator.scenario import Fleet, Scenario
+from tailrace.policy.parameters import Value, format_value
 
 
 def fleet_words(scenario: Scenario) -> str:
@@ -21,6 +24,7 @@ def setup_rows(scenario: Scenario) -> list[tuple[str, str]]:
     share = setup.prefill_share
     rows = [
         ("Policy", scenario.policy),
+        ("Parameters", parameter_words(scenario.parameters) or "defaults"),
         ("Order inside an instance", setup.intra_name),
         ("Pools at the start", "none" if share is None else f"{share:.0%} of the instances prefill"),
         ("A migration's target is full", setup.migration.when_full.value),
@@ -30,3 +34,8 @@ def setup_rows(scenario: Scenario) -> list[tuple[str, str]]:
         ("Seed", f"{scenario.options.seed}"),
     ]
     return rows
+
+
+def parameter_words(parameters: Iterable[tuple[str, Value]]) -> str:
+    """As `--set` takes them."""
+    return ", ".join(f"{name}={format_value(value)}" for name, value in parameters)

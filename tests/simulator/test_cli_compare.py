@@ -152,3 +152,34 @@ def test_ctrl_c_leaves_no_process_behind(folder: Path) -> None:
     assert said.strip() == "Aborted!", said
     assert workers
     assert psutil.wait_procs(workers, timeout=30)[1] == []
+
+
+def test_parameters_of_all_and_of_one(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    page = tmp_path / "compare.html"
+    given = ("--set", "queued_weight=0.5", "--set", "pascal:quantum_tokens=3", "--report", page)
+    said = json.loads(done(*arguments, *given, "-o", "json").stdout)
+    pascal, fcfs = said["groups"][0]["policies"]
+    assert pascal["parameters"] == {"queued_weight": 0.5, "quantum_tokens": 3}
+    assert fcfs["parameters"] == {"queued_weight": 0.5}
+    assert "queued_weight=0.5, quantum_tokens=3" in page.read_text()
+    lines = done(*arguments, *given).stdout.splitlines()
+    assert "pascal: queued_weight=0.5, quantum_tokens=3" in lines
+
+
+def test_what_is_said_of_one_goes_before_what_is_said_of_all(arguments: tuple[str, ...]) -> None:
+    given = ("--set", "pascal:queued_weight=0.25", "--set", "queued_weight=0.5", "-o", "json")
+    pascal, fcfs = json.loads(done(*arguments, *given).stdout)["groups"][0]["policies"]
+    assert (pascal["parameters"], fcfs["parameters"]) == ({"queued_weight": 0.25}, {"queued_weight": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("fcfs:quantum_tokens=3", "policy 'fcfs' has no parameter 'quantum_tokens'; its parameters: "),
+        ("pace=3", "has no parameter 'pace'"),
+        ("arrow:prefill_share=1", "'arrow' is not one of pascal, fcfs"),
+    ],
+)
+def test_parameters_that_nobody_takes(arguments: tuple[str, ...], word: str, says: str) -> None:
+    result = run(*arguments, "--set", word)
+    assert result.exit_code == 2 and says in result.stderr

@@ -31,7 +31,7 @@ def test_json_has_the_figures_of_the_run(small: tuple[str, ...], tmp_path: Path)
         )
     )
     assert said["figures"] == outcome.figures.as_dict()
-    assert said["slo"] == {"ttft_s": 1.0, "tpot_s": 0.05, "qoe": None}
+    assert said["slo"] == {"ttft_s": 1.0, "tpot_s": 0.05, "qoe": None, "pace_s": None}
     assert said["figures"]["requests"] == said["figures"]["finished"] == 30
     assert said["tail_ttft_s_by_reasoning_tokens"] == {str(at): tail for at, tail in outcome.tails.items()}
 
@@ -127,3 +127,43 @@ def test_a_malformed_row_names_its_line(tmp_path: Path) -> None:
     assert "broken.jsonl" in result.stderr
     assert "2" in result.stderr
     assert "prompt_tokens" in result.stderr
+
+
+def test_parameters_of_the_policy_and_of_its_order(small: tuple[str, ...], tmp_path: Path) -> None:
+    arguments = ("simulate", "pascal", *small, "--set", "quantum_tokens=3", "--set", "demotion_tokens=40")
+    said = json.loads(done(*arguments, "-o", "json").stdout)
+    assert said["parameters"] == {"quantum_tokens": 3, "demotion_tokens": 40}
+    plain = json.loads(done("simulate", "pascal", *small, "-o", "json").stdout)
+    assert plain["parameters"] == {}
+    # Turns of three tokens on a small cache are another schedule.
+    assert said["figures"] != plain["figures"]
+    page = tmp_path / "run.html"
+    first = done(*arguments, "--report", page).stdout.splitlines()[0]
+    assert first.startswith("pascal (quantum_tokens=3, demotion_tokens=40) on ")
+    assert "quantum_tokens=3, demotion_tokens=40" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("quantum=3", "--set: policy 'pascal' has no parameter 'quantum'; its parameters: behind_tokens, "),
+        (
+            "quantum_tokens=0",
+            "parameter 'quantum_tokens': '0' is not allowed; it is an integer of at least 1",
+        ),
+        ("quantum_tokens", "'quantum_tokens' is not key=value"),
+        ("arrow:prefill_share=0.5", "'arrow' is not one of pascal"),
+    ],
+)
+def test_parameters_that_it_does_not_take(small: tuple[str, ...], word: str, says: str) -> None:
+    result = run("simulate", "pascal", *small, "--set", word)
+    assert result.exit_code == 2 and says in result.stderr
+
+
+def test_answers_are_judged_by_the_pace(small: tuple[str, ...]) -> None:
+    def qoe(*pace: object) -> float:
+        figures = json.loads(done("simulate", "pascal", *small, *pace, "-o", "json").stdout)["figures"]
+        return float(figures["qoe_mean"])
+
+    assert qoe("--slo-pace", 1e-4) < qoe() == qoe("--slo-pace", 0.1)
+    assert qoe("--slo-tpot", 1e-4) == qoe("--slo-pace", 1e-4)

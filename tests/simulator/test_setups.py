@@ -18,6 +18,7 @@ from tailrace.policy import registry
 from tailrace.policy.arrow.policy import Arrow
 from tailrace.policy.deployment import Deployment
 from tailrace.policy.min_kv import MinKv
+from tailrace.policy.parameters import ParameterError
 from tailrace.policy.when_full import WhenFull
 from tailrace.slo import Slo
 from tests.simulator.worlds import PROFILE
@@ -130,3 +131,29 @@ def test_unknown_names(name: str, says: str) -> None:
 def test_unknown_predictions() -> None:
     with pytest.raises(UnknownSetupError, match="none, noisy, oracle"):
         predictor_for("psychic")
+
+
+def test_parameters_reach_policy_order_and_pools() -> None:
+    rr = setup_for("rr").with_parameters({"quantum_tokens": "7", "queued_weight": "0"})
+    order, policy = rr.intra(), rr.policy(KNOWN)
+    assert isinstance(order, QuantumRoundRobin) and order.quantum_tokens == 7
+    assert isinstance(policy, MinKv) and policy.queued_weight == 0.0
+    pascal = setup_for("pascal").with_parameters({"quantum_tokens": 200, "demotion_tokens": 900})
+    queue = pascal.intra()
+    assert isinstance(queue, PascalQueue)
+    assert (queue.quantum_tokens, queue.demotion_tokens) == (200, 900)
+    arrow = setup_for("arrow").with_parameters({"prefill_share": 0.25}).apply(SPEC)
+    assert [i.pool for i in arrow.instances].count(Pool.PREFILL) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "says"),
+    [
+        ("fcfs", {"quantum_tokens": 7}, "policy 'fcfs' has no parameter 'quantum_tokens'"),
+        ("cascade", {"watermark": 0.1}, "policy 'cascade' has no parameter 'watermark'"),
+        ("ares", {"horizon_tokens": 10, "horizon_points": 20}, "20 points in 10 steps"),
+    ],
+)
+def test_parameters_that_are_not_taken(name: str, given: dict[str, int], says: str) -> None:
+    with pytest.raises(ParameterError, match=says):
+        setup_for(name).with_parameters(given)
