@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -26,9 +27,11 @@ from tailrace.local.requirements import Missing, require_installed
 from tailrace.local.start import Starter
 from tailrace.local.state import RunFolder, RunFolderBusy, RunFolderUnusable, RunState
 from tailrace.local.stop import stop_parts
-from tailrace.policy.registry import names as policy_names
+from tailrace.policy.parameters import ParameterError, read_assignments
+from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, load
 from tailrace.service.etcd import etcd_command
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
+from tailrace.v1.admin_pb2 import SetPolicyRequest
 
 _INTERRUPTED: Final = 130
 _TINY_NAME: Final = "tiny"
@@ -37,7 +40,7 @@ _TINY_ARGUMENTS: Final = ("--kv-blocks", "4096")
 which it is sure of every token, and which vLLM would lower."""
 
 
-@click.command(epilog="Example: tailrace up --workers 2 --policy least_loaded")
+@click.command(epilog="Example: tailrace up --workers 2 --policy pascal --set quantum_tokens=250")
 @click.option("--workers", type=click.IntRange(1, 500), default=3, show_default=True, help="Instances.")
 @click.option(
     "--engine",
@@ -47,6 +50,13 @@ which it is sure of every token, and which vLLM would lower."""
     help="What an instance runs.",
 )
 @click.option("--policy", metavar="NAME", help="Policy that decides (tailrace get policies).")
+@click.option(
+    "--set",
+    "assignments",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="A parameter of that policy; may be repeated.",
+)
 @click.option(
     "--front",
     type=click.Choice([front.value for front in Front]),
@@ -79,6 +89,7 @@ def up(
     workers: int,
     engine: str,
     policy: str | None,
+    assignments: tuple[str, ...],
     front: str,
     port: int,
     schedulers: int,
@@ -112,6 +123,7 @@ def up(
         served_name=served_model_name or (_TINY_NAME if model is None else model),
         reasoning_parser=reasoning_parser or (REASONING_PARSER if model is None else None),
         policy=policy,
+        policy_parameters=_policy_parameters(policy, assignments),
         cores=len(os.sched_getaffinity(0)),
         gpus=visible_gpus() if engine == Engine.VLLM.value else (),
         predictor=predictor,
@@ -136,6 +148,22 @@ def up(
             f"tailrace up: the weights of {options.model} are float32, and vLLM serves them in 16 bits; "
             "to keep their precision: tailrace up ... -- --engine-arg dtype=float32"
         )
+
+
+def _policy_parameters(policy: str | None, assignments: Sequence[str]) -> dict[str, str]:
+    """The given ones, which the policy takes. Raises UsageProblem."""
+    if policy is None:
+        if assignments:
+            raise UsageProblem("--set: is for a policy's parameters; name the policy with --policy")
+        return {}
+    try:
+        given = read_assignments(assignments)
+        load(policy, parameters=given)
+    except ParameterError as error:
+        raise UsageProblem(f"--set: {error}") from error
+    except (UnknownPolicyError, UnusablePolicyError) as error:
+        raise UsageProblem(f"--policy: {error}") from error
+    return given
 
 
 def _already_up(folder: RunFolder) -> RunState | None:
@@ -168,8 +196,6 @@ def _start(options: ClusterOptions, folder: RunFolder) -> RunState:
 
 def _plan(options: ClusterOptions, folder: RunFolder) -> Plan:
     """Check everything that can be known beforehand, and lay the cluster out."""
-    if options.policy is not None and options.policy not in policy_names():
-        raise UsageProblem(f"--policy: no policy {options.policy!r}; installed: {', '.join(policy_names())}")
     if options.model.startswith((".", "/", "~")) and not Path(options.model).expanduser().is_dir():
         raise UsageProblem(f"--model: no folder {options.model}")
     for flag in options.frontend_arguments:
@@ -200,4 +226,7 @@ async def _run(plan: Plan, folder: RunFolder, options: ClusterOptions) -> RunSta
         loop.add_signal_handler(number, task.cancel)
     with make_progress([part.name for part in plan.parts]) as progress:
         starter = Starter(plan, folder, progress, options.cores)
-        return await starter.run(options.policy, options.served_name, tiny=options.serves_tiny_model)
+        policy = None
+        if options.policy is not None:
+            policy = SetPolicyRequest(name=options.policy, parameters=options.policy_parameters)
+        return await starter.run(policy, options.served_name, tiny=options.serves_tiny_model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,8 @@ class ClusterOptions:
     reasoning_parser: str | None
     # None: the scheduler's own default.
     policy: str | None
+    # Those of the policy that are not at their defaults.
+    policy_parameters: Mapping[str, str]
     # Cores and GPUs (ids) that the workers share.
     cores: int
     gpus: tuple[str, ...]

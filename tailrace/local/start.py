@@ -40,7 +40,7 @@ class Starter:
             etcd=plan.etcd, workers=sum(len(spec.members) for spec in plan.tier(Tier.WORKER))
         )
 
-    async def run(self, policy: str | None, model: str, *, tiny: bool = False) -> RunState:
+    async def run(self, policy: SetPolicyRequest | None, model: str, *, tiny: bool = False) -> RunState:
         """Start everything and return the state, ready.
 
         `model` is what clients call it; `tiny` tells that it is the shipped one.
@@ -68,7 +68,7 @@ class Starter:
         for process in self._processes:
             process.reap()
 
-    async def _watched(self, policy: str | None) -> None:
+    async def _watched(self, policy: SetPolicyRequest | None) -> None:
         """Bring everything up, and fail at once when any part ends meanwhile."""
         try:
             async with asyncio.TaskGroup() as group:
@@ -84,7 +84,7 @@ class Starter:
                 process.check()
             await asyncio.sleep(_POLL_S)
 
-    async def _bring_up(self, policy: str | None) -> None:
+    async def _bring_up(self, policy: SetPolicyRequest | None) -> None:
         await self._start_all(self._plan.tier(Tier.ETCD))
         await self._start_all(self._plan.tier(Tier.CONTROL))
         self._state.admin = self._plan.admin
@@ -133,7 +133,7 @@ class Starter:
         self._folder.write(self._state)
         return process
 
-    async def _set_policy(self, policy: str) -> None:
+    async def _set_policy(self, policy: SetPolicyRequest) -> None:
         """Tell the scheduler that leads; before there is one, ask again."""
         problem = ""
         try:
@@ -142,14 +142,13 @@ class Starter:
                     for address in self._plan.admin.split(","):
                         async with grpc.aio.insecure_channel(address) as channel:
                             try:
-                                request = SetPolicyRequest(name=policy)
-                                await AdminStub(channel).SetPolicy(request, timeout=_CALL_TIMEOUT_S)
+                                await AdminStub(channel).SetPolicy(policy, timeout=_CALL_TIMEOUT_S)
                                 return
                             except grpc.aio.AioRpcError as error:
                                 problem = error.details() or error.code().name
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
-            raise PartFailed(f"no scheduler took the policy {policy!r}: {problem}") from None
+            raise PartFailed(f"no scheduler took the policy {policy.name!r}: {problem}") from None
 
     async def _see_workers(self) -> None:
         """Until the scheduler knows every worker: from then on a request can go to any of them."""

@@ -77,7 +77,7 @@ def here(tmp_path: Path) -> Iterator[Here]:
 
 
 def test_a_whole_cluster(here: Here) -> None:
-    done = here.up("--workers", "2", "--policy", "least_loaded")
+    done = here.up("--workers", "2", "--policy", "pascal", "--set", "quantum_tokens=200")
     assert done.returncode == 0, done.stderr
     state = here.state()
     assert state.ready
@@ -96,7 +96,9 @@ def test_a_whole_cluster(here: Here) -> None:
     instances = json.loads(here.tailrace("get", "instances", "-o", "json").stdout)["instances"]
     assert [instance["instance_id"] for instance in instances] == ["worker-0", "worker-1"]
     policies = json.loads(here.tailrace("get", "policies", "-o", "json").stdout)["policies"]
-    assert [policy["name"] for policy in policies if policy["active"]] == ["least_loaded"]
+    (active,) = (policy for policy in policies if policy["active"])
+    values = {parameter["name"]: parameter["value"] for parameter in active["parameters"]}
+    assert (active["name"], values["quantum_tokens"], values["behind_tokens"]) == ("pascal", 200, 1.0)
     assert "worker-1" in here.tailrace("top", "--once").stdout
 
     again = here.up()
@@ -131,7 +133,9 @@ def test_port_taken(here: Here) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--policy", "magic"), "no policy 'magic'; installed: "),
+        (("--policy", "magic"), "--policy: unknown policy 'magic'; installed: "),
+        (("--set", "quantum_tokens=200"), "name the policy with --policy"),
+        (("--policy", "pascal", "--set", "quantum_tokens=0"), "--set: policy 'pascal', parameter 'quantum"),
         (("--model", "/no/such/model"), "no folder /no/such/model"),
         (("--workers", "0"), "--workers"),
         (("--port", "99999"), "--port"),

@@ -19,6 +19,7 @@ OPTIONS = ClusterOptions(
     served_name="tiny",
     reasoning_parser="qwen3",
     policy=None,
+    policy_parameters={},
     cores=8,
     gpus=(),
     worker_arguments=(),
