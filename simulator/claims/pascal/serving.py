@@ -13,7 +13,7 @@ from functools import partial
 from typing import Final
 
 from simulator.claims.base import Experiment, Figures, Finding, Run
-from simulator.claims.effort import Effort
+from simulator.claims.effort import WHOLE, Effort
 from simulator.claims.pascal import rows
 from simulator.claims.pascal.judging import (
     judge_adaptive,
@@ -29,6 +29,7 @@ from simulator.claims.pascal.measure import serve
 from simulator.claims.pascal.results import (
     ALPACA,
     ARENA,
+    BEYOND,
     HIGH,
     LEVELS,
     LOADS,
@@ -58,21 +59,23 @@ def _cells() -> Sequence[tuple[str, str, str]]:
     cells = [(dataset, arm, level) for dataset in (ALPACA, ARENA) for arm in _BASELINES for level in LEVELS]
     cells += [(ALPACA, arm, HIGH) for arm in ("no_migration", "non_adaptive", "exact_reports")]
     cells += [(MIXED, arm, HIGH) for arm in _BASELINES]
+    cells += [(ALPACA, arm, BEYOND) for arm in ("no_migration", "pascal")]
     return cells
 
 
 def _runs(effort: Effort) -> tuple[Run, ...]:
     cells = {(*cell, seed): None for cell in _cells() for seed in effort.seeds(SEEDS)}
-    for arm in _CURVE_ARMS:
-        for level in LOADS:
-            cells |= {(ALPACA, arm, level, seed): None for seed in effort.seeds(CURVE_SEEDS)}
-    count = effort.of(REQUESTS)
+    if effort is WHOLE:
+        cells |= {
+            (ALPACA, arm, level, seed): None for arm in _CURVE_ARMS for level in LOADS for seed in CURVE_SEEDS
+        }
+    # All requests, also in a quick check: at a high rate memory fills up over the whole trace.
     return tuple(
         Run(
             run_name(dataset, arm, level, seed),
             serve,
-            (dataset, arm, LOADS[level], count, seed),
-            effort.share * _COST_S[arm],
+            (dataset, arm, LOADS[level], REQUESTS, seed),
+            _COST_S[arm],
         )
         for dataset, arm, level, seed in cells
     )
