@@ -81,7 +81,13 @@ class Slo:
 # What users set; the names are those of `tailrace set slo`.
 OBJECTIVES: Final = (
     Parameter(
-        "ttft", float, DEFAULT_TTFT_S, "to the first answering token; 0: not asked for", unit="s", minimum=0.0
+        "ttft",
+        float,
+        DEFAULT_TTFT_S,
+        "to the first answering token; 0: not asked for",
+        unit="s",
+        source="Arrow, table 1",
+        minimum=0.0,
     ),
     Parameter(
         "tpot",
@@ -89,15 +95,25 @@ OBJECTIVES: Final = (
         DEFAULT_TPOT_S,
         "between answering tokens, on average; 0: not asked for",
         unit="s a token",
+        source="Arrow, table 1",
         minimum=0.0,
     ),
-    Parameter("qoe", float, 0.0, "least QoE of an answer; 0: not asked for", minimum=0.0, maximum=1.0),
+    Parameter(
+        "qoe",
+        float,
+        0.0,
+        "least QoE of an answer; 0: not asked for",
+        source="ours; PASCAL asks for 0.95 (section V-A)",
+        minimum=0.0,
+        maximum=1.0,
+    ),
     Parameter(
         "pace",
         float,
         0.0,
         "pace at which users read, which QoE goes by; 0: 0.1, or tpot if that is less",
         unit="s a token",
+        source="PASCAL, section V-A (0.1)",
         minimum=0.0,
     ),
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.policy.ares.horizon import Horizon
+from tailrace.policy.reference import reference
 
 PAGES = ("pascal", "ares", "arrow", "cascadeinfer")
 DOCS = Path(__file__).parents[2] / "docs"
@@ -44,3 +45,8 @@ def test_parameters_and_defaults_are_those_of_the_code(page: str, module: str, n
         assert written == taken
     else:
         assert written == {key: getattr(code, key) for key in written}
+
+
+def test_the_reference_page_is_what_is_declared() -> None:
+    page = (DOCS / "policy-parameters.md").read_text()
+    assert page == reference(), "python -m tailrace.policy.reference > docs/policy-parameters.md"
