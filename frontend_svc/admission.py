@@ -1,35 +1,39 @@
-"""One byte in shared memory that tells the front half whether a new request can be placed at all.
+"""One byte in shared memory that tells the front half whether a new request can be taken at all.
 
-The front half answers 503 before it starts a response; once a stream has begun, its status is 200 whatever
-happens. Only `frontend_svc` knows the fleet, and asking it for every request would cost a round trip.
+The front half answers 503 or 429 before it starts a response; once a stream has begun, its status is 200
+whatever happens. Only `frontend_svc` knows the fleet, and asking it for every request would cost a round
+trip.
 """
 
 from __future__ import annotations
 
+import enum
 import mmap
 import os
 from pathlib import Path
-from typing import Final
 
-_OPEN: Final = 0
-_CLOSED: Final = 1
+
+class AdmissionState(enum.IntEnum):
+    """What becomes of a new request."""
+
+    OPEN = 0
+    # No instance can take it: 503.
+    NO_INSTANCE = 1
+    # The front end carries as many requests as it may: 429.
+    FULL = 2
 
 
 class AdmissionFlag:
     """The writer's side, in `frontend_svc`. Starts open: requests may wait for the first instance."""
 
     def __init__(self, path: Path) -> None:
-        path.write_bytes(bytes([_OPEN]))
+        path.write_bytes(bytes([AdmissionState.OPEN]))
         self._map = _map(path, mmap.PROT_READ | mmap.PROT_WRITE)
         self.path = path
 
-    def open(self) -> None:
-        """New requests are welcome."""
-        self._map[0] = _OPEN
-
-    def close(self) -> None:
-        """New requests are refused with 503."""
-        self._map[0] = _CLOSED
+    def set(self, state: AdmissionState) -> None:
+        """What new requests are told from now on."""
+        self._map[0] = state
 
 
 class AdmissionReader:
@@ -38,10 +42,9 @@ class AdmissionReader:
     def __init__(self, path: Path) -> None:
         self._map = _map(path, mmap.PROT_READ)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a new request may be taken."""
-        return self._map[0] == _OPEN
+    def read(self) -> AdmissionState:
+        """What becomes of a new request now."""
+        return AdmissionState(self._map[0])
 
 
 def _map(path: Path, protection: int) -> mmap.mmap:

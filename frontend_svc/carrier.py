@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -16,12 +16,13 @@ from frontend_svc.adopt import Adoptions
 from frontend_svc.dispatch import Dispatch
 from frontend_svc.link import Loss
 from frontend_svc.observer import StreamObserver
-from frontend_svc.outbox import abort
+from frontend_svc.outbox import abort, request_bytes
 from frontend_svc.pacing import Pacer
 from frontend_svc.placement import Placed, Placement
 from frontend_svc.recovery import Recovery
-from frontend_svc.refusal import NO_INSTANCE
+from frontend_svc.refusal import NO_INSTANCE, TOO_MANY_REQUESTS, Refusal
 from frontend_svc.relocation import Relocations
+from frontend_svc.settings import Limits
 from frontend_svc.streams import (
     FINISHED,
     PREFILL_DONE,
@@ -34,6 +35,7 @@ from frontend_svc.streams import (
 from frontend_svc.utilities import Utilities
 from frontend_svc.workers import Workers
 from tailrace.cluster import Phase
+from tailrace.service.message_stream import MIN_MESSAGE_BYTES
 from tailrace.v1 import worker_pb2
 from tailrace.wire import (
     EngineCoreOutput,
@@ -67,14 +69,19 @@ class Carrier:
         observer: StreamObserver,
         pacer: Pacer,
         place_wait_s: float,
+        limits: Limits,
+        on_full: Callable[[bool], None],
         pace_s: float = 0.0,
     ) -> None:
-        """`pace_s`: seconds a token at which answers are shown whose requests do not say; 0: at once."""
+        """`on_full` is told whether new requests would be refused with 429. `pace_s`: seconds a token at
+        which answers are shown whose requests do not say; 0: at once."""
         self._table = table
         self._workers = workers
         self._output = output
         self._pacer = pacer
         self._pace_s = pace_s
+        self._limits = limits
+        self._on_full = on_full
         self._observer = observer
         self._dispatch = Dispatch(table, placement, workers, self, place_wait_s)
         self._recovery = Recovery(table, self._dispatch, workers, self._give_up)
@@ -95,6 +102,12 @@ class Carrier:
     def on_add(self, frames: Sequence[bytes]) -> None:
         """A new request. Raises msgspec.DecodeError when it is none."""
         head = read_request(frames)
+        refusal = self._refusal(frames)
+        if refusal is not None:
+            log.warning("%s refused: %s", head.request_id, refusal.message)
+            self._observer.refused(refusal.status)
+            self._output.send(_error(head.request_id, refusal))
+            return
         headers = head.trace_headers or {}
         try:
             stream = self._table.open(
@@ -109,6 +122,26 @@ class Carrier:
             stream.pace_s = self._pace_s
         self._observer.arrived(stream, headers.get("traceparent", ""))
         self._dispatch.start(stream)
+
+    def tick(self) -> None:
+        """Called every half second."""
+        self._on_full(len(self._table) >= self._limits.max_streams)
+
+    def _refusal(self, frames: Sequence[bytes]) -> Refusal | None:
+        """Why a new request is not even placed; None: it is."""
+        if len(self._table) >= self._limits.max_streams:
+            self._on_full(True)
+            return TOO_MANY_REQUESTS
+        if len(self._dispatch) >= self._limits.max_unplaced:
+            return NO_INSTANCE
+        size = request_bytes(frames, 0)
+        if size <= MIN_MESSAGE_BYTES:
+            return None
+        # Where no instance is attached, it waits for one.
+        limits = [self._workers.max_message_bytes(each) for each in self._workers.attached()]
+        if limits and size > max(limits):
+            return Refusal(413, f"The request has {size} bytes; instances take {max(limits)} at most.")
+        return None
 
     def on_abort(self, request_ids: Sequence[str]) -> None:
         """Free these requests wherever they are."""
@@ -163,6 +196,8 @@ class Carrier:
                 self._relocations.hand_back(instance_id, message.hand_back)
             case "utility":
                 self._utilities.result(instance_id, message.utility)
+            case "rejected":
+                self._on_turned_away(instance_id, message.rejected)
             case body:
                 log.warning("unexpected %s from %s", body, instance_id)
 
@@ -248,6 +283,18 @@ class Carrier:
             self._observer.failed(verdict.failed, instance_id)
             self._recovery.failed(verdict.failed, instance_id)
 
+    def _on_turned_away(self, instance_id: str, rejected: worker_pb2.RequestRejected) -> None:
+        stream = self._table.get(rejected.handle)
+        if stream is None or stream.owner != instance_id or stream.epoch != rejected.epoch:
+            return
+        if rejected.code == worker_pb2.REJECT_CODE_BUSY:
+            self._observer.turned_away(instance_id)
+            self._recovery.turned_away(stream, instance_id)
+        else:
+            # Its own doing, and no other instance can do better.
+            self._end_with_error(stream, Refusal(400, f"The request ends: {rejected.reason}."))
+            self._observer.gave_up(stream, rejected.reason)
+
     # ---- from dispatch and recovery
 
     def on_placed(self, stream: Stream, placed: Placed, seconds: float) -> None:
@@ -267,16 +314,19 @@ class Carrier:
 
     def _give_up(self, stream: Stream, reason: str) -> None:
         log.warning("%s given up: %s", stream.request_id, reason)
-        self._end_with_error(stream, None)
+        self._end_with_error(stream, Refusal(500, f"The request ends: {reason}."))
         self._observer.gave_up(stream, reason)
 
-    def _end_with_error(self, stream: Stream, stop_reason: str | None) -> None:
+    def _end_with_error(self, stream: Stream, refusal: Refusal) -> None:
         self._table.close(stream)
-        error = EngineCoreOutput(
-            stream.request_id, [], finish_reason=FinishReason.ERROR, stop_reason=stop_reason
-        )
-        frames = encode_outputs([error], [stream.request_id])
+        frames = _error(stream.request_id, refusal)
         if self._pacer.paces(stream.handle):
             self._pacer.put(stream.handle, frames, 0, True)
         else:
             self._output.send(frames)
+
+
+def _error(request_id: str, refusal: Refusal) -> list[bytes]:
+    """A message that ends a request."""
+    error = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=refusal.encode())
+    return encode_outputs([error], [request_id])

@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from typing import Final, Protocol
 
-from frontend_svc.outbox import Outbox
+from frontend_svc.outbox import Outbox, request_bytes
 from frontend_svc.placement import Placed, Placement, Refused
 from frontend_svc.streams import Stream, StreamTable
 from tailrace.service.failure import failure
+from tailrace.service.message_stream import MIN_MESSAGE_BYTES
 from tailrace.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
 
 # Seconds between two looks at a fleet that can take nothing, if nothing changes in it.
 _LOOK_AGAIN_S: Final = 0.5
+# An instance that turned a request away is given no other for so long.
+BUSY_S: Final = 0.5
 
 
 class DispatchSink(Protocol):
@@ -27,6 +31,10 @@ class DispatchSink(Protocol):
 
     def on_unplaced(self, stream: Stream, reason: str, seconds: float) -> None:
         """It found no instance in time and is over."""
+
+
+def _nobody() -> frozenset[str]:
+    return frozenset()
 
 
 class Dispatch:
@@ -43,12 +51,28 @@ class Dispatch:
         self._wait_s = wait_s
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
+        # Instances that turned a request away, and until when they get none.
+        self._busy: dict[str, float] = {}
 
-    def start(self, stream: Stream, avoid: frozenset[str] = frozenset()) -> None:
-        """Find an instance for the stream; `avoid` only if there is no other."""
-        task = asyncio.create_task(self._run(stream, avoid), name=f"place {stream.request_id}")
-        self._tasks[stream.handle] = task
-        task.add_done_callback(lambda done: self._done(stream, done))
+    def __len__(self) -> int:
+        """Streams that are between instances."""
+        return len(self._tasks)
+
+    def start(
+        self,
+        stream: Stream,
+        avoid: frozenset[str] = frozenset(),
+        barred: Callable[[], frozenset[str]] = _nobody,
+    ) -> None:
+        """Find an instance for the stream. `avoid`: only if there is no other; `barred`: instances that
+        it must not go to at that moment, asked for as long as it looks."""
+        stream.placing_since_s = time.monotonic()
+        self._begin(stream, avoid, barred)
+
+    def start_again(self, stream: Stream, busy: str, barred: Callable[[], frozenset[str]] = _nobody) -> None:
+        """The instance turned the stream away: find another one in what is left of its time."""
+        self._busy[busy] = time.monotonic() + BUSY_S
+        self._begin(stream, frozenset(), barred)
 
     def cancel(self, stream: Stream) -> None:
         """The stream was closed."""
@@ -67,28 +91,49 @@ class Dispatch:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run(self, stream: Stream, avoid: frozenset[str]) -> None:
-        began_s = time.monotonic()
+    def _begin(self, stream: Stream, avoid: frozenset[str], barred: Callable[[], frozenset[str]]) -> None:
+        task = asyncio.create_task(self._run(stream, avoid, barred), name=f"place {stream.request_id}")
+        self._tasks[stream.handle] = task
+        task.add_done_callback(lambda done: self._done(stream, done))
+
+    async def _run(self, stream: Stream, avoid: frozenset[str], barred: Callable[[], frozenset[str]]) -> None:
         while True:
             self._changed.clear()
-            chosen = await self._choose(stream, avoid)
+            chosen = await self._choose(stream, avoid, barred)
             if not self._table.is_live(stream) or stream.owner is not None:
                 return
-            if isinstance(chosen, Placed) and self.submit(stream, chosen.instance_id):
-                self._sink.on_placed(stream, chosen, time.monotonic() - began_s)
+            placing_s = time.monotonic() - stream.placing_since_s
+            if isinstance(chosen, Placed):
+                if chosen.instance_id not in barred() and self.submit(stream, chosen.instance_id):
+                    self._sink.on_placed(stream, chosen, placing_s)
+                    return
+                reason = f"{chosen.instance_id} cannot take it now"
+            else:
+                reason = chosen.reason
+            if placing_s >= self._wait_s:
+                self._sink.on_unplaced(stream, reason, placing_s)
                 return
-            waited_s = time.monotonic() - began_s
-            if waited_s >= self._wait_s:
-                reason = chosen.reason if isinstance(chosen, Refused) else f"{chosen.instance_id} went away"
-                self._sink.on_unplaced(stream, reason, waited_s)
-                return
-            await self._wait(min(_LOOK_AGAIN_S, self._wait_s - waited_s))
+            await self._wait(min(_LOOK_AGAIN_S, self._wait_s - placing_s))
 
-    async def _choose(self, stream: Stream, avoid: frozenset[str]) -> Placed | Refused:
-        chosen = await self._placement.choose(stream, avoid)
-        if isinstance(chosen, Refused) and avoid:
-            return await self._placement.choose(stream, frozenset())
+    async def _choose(
+        self, stream: Stream, avoid: frozenset[str], barred: Callable[[], frozenset[str]]
+    ) -> Placed | Refused:
+        never = barred() | self._unfit(stream)
+        chosen = await self._placement.choose(stream, avoid | never)
+        if isinstance(chosen, Refused) and avoid - never:
+            return await self._placement.choose(stream, barred() | self._unfit(stream))
         return chosen
+
+    def _unfit(self, stream: Stream) -> frozenset[str]:
+        """Instances that turned somebody away a moment ago, or that take no message so large."""
+        now_s = time.monotonic()
+        self._busy = {instance: until_s for instance, until_s in self._busy.items() if until_s > now_s}
+        size = request_bytes(stream.frames, stream.accepted)
+        if size <= MIN_MESSAGE_BYTES:
+            return frozenset(self._busy)
+        outbox = self._outbox
+        small = (each for each in outbox.attached() if outbox.max_message_bytes(each) < size)
+        return frozenset(self._busy).union(small)
 
     def submit(self, stream: Stream, instance_id: str) -> bool:
         """Give an orphan to an instance; False when that does not answer now."""

@@ -21,6 +21,7 @@ from frontend_svc.observer import StreamObserver
 from frontend_svc.pacing import Pacer
 from frontend_svc.placement import Placement
 from frontend_svc.push_socket import HandshakeFailed
+from frontend_svc.settings import Limits
 from frontend_svc.streams import StreamTable
 from frontend_svc.traces import RequestTraces
 from frontend_svc.workers import Workers
@@ -31,6 +32,9 @@ from tailrace.v1 import worker_pb2
 log = logging.getLogger(__name__)
 
 DEFAULT_PLACE_WAIT_S: Final = 5.0
+DEFAULT_LIMITS: Final = Limits()
+# Seconds between two looks at all streams.
+_TICK_S: Final = 0.5
 # A front half that died shows first as a broken socket; its exit status, which says more, comes within this.
 _LAST_WORD_S: Final = 1.0
 # Seconds between two looks at whether all streams have ended.
@@ -56,6 +60,7 @@ class FleetEngine:
         place_wait_s: float = DEFAULT_PLACE_WAIT_S,
         after_prefill: Phase = Phase.REASONING,
         pace_s: float = 0.0,
+        limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         """`pace_s`: see Carrier. `ipc_folder` holds the front half's ROUTER (`in`) and PULL (`out`)."""
         self.fleet = members = Fleet(members)
@@ -64,7 +69,11 @@ class FleetEngine:
         self._first_hello: asyncio.Future[worker_pb2.WorkerHello] = asyncio.get_running_loop().create_future()
         self.table = StreamTable(after_prefill)
         self._socket = EngineCoreSocket(ipc_folder / "in", ipc_folder / "out", self._stuck.set)
-        hello = worker_pb2.FrontendHello(frontend_id=frontend_id, incarnation=uuid.uuid4().hex)
+        hello = worker_pb2.FrontendHello(
+            frontend_id=frontend_id,
+            incarnation=uuid.uuid4().hex,
+            max_message_bytes=limits.max_message_bytes,
+        )
         self.workers = Workers(lambda: members.instances, hello, self)
         self._placement = Placement(frontend_id, members, self.workers, self.table, channels)
         self.metrics = FrontendMetrics(registry, self.table, self.workers.attached)
@@ -78,6 +87,8 @@ class FleetEngine:
             observer,
             self.pacer,
             place_wait_s,
+            limits,
+            self._gate.update_full,
             pace_s,
         )
         members.add_listener(self._on_membership)
@@ -88,6 +99,7 @@ class FleetEngine:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.workers.run())
                 group.create_task(self._fail_when_stuck())
+                group.create_task(self._tick(), name="looks at all streams")
                 self._update_admission()
                 hello = await self._first_hello
                 try:
@@ -148,6 +160,11 @@ class FleetEngine:
 
     def _update_admission(self) -> None:
         self._gate.update(len(usable(self.fleet, self.workers.attached())))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self.carrier.tick()
 
     async def _fail_when_stuck(self) -> None:
         await self._stuck.wait()

@@ -76,6 +76,7 @@ async def run_front_end(
             settings.place_wait_s,
             Phase.REASONING if settings.reasoning_parser else Phase.ANSWERING,
             settings.pace_s,
+            settings.limits,
         )
         drain = _Drain(settings, http, front_half, engine, set_serving)
         try:

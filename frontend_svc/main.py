@@ -17,10 +17,11 @@ from frontend_svc.engine import DEFAULT_PLACE_WAIT_S, FrontHalfStuck
 from frontend_svc.front_end import FrontHalfExited, run_front_end
 from frontend_svc.front_half.rust import flags_to_json
 from frontend_svc.front_half.sockets import bind_http, split_address
-from frontend_svc.settings import Front, Settings
+from frontend_svc.settings import Front, Limits, Settings
 from frontend_svc.traces import RequestTraces
 from tailrace.records import ServiceRecord
 from tailrace.service.channels import Channels
+from tailrace.service.message_stream import MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES
 from tailrace.service.options import CommonOptions, common_options, fresh_incarnation
 from tailrace.service.run import run_service
 from tailrace.service.server import serve_grpc
@@ -34,6 +35,7 @@ from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 log = logging.getLogger(__name__)
 
 KIND: Final = "frontend"
+_LIMITS: Final = Limits()
 
 
 @click.command("frontend")
@@ -85,6 +87,27 @@ KIND: Final = "frontend"
     metavar="SECONDS",
     help="Once told to stop, streams under way have so long to end; then they are cut.",
 )
+@click.option(
+    "--max-streams",
+    type=click.IntRange(min=1),
+    default=_LIMITS.max_streams,
+    show_default=True,
+    help="Requests that may be under way; more are refused with 429.",
+)
+@click.option(
+    "--max-unplaced",
+    type=click.IntRange(min=1),
+    default=_LIMITS.max_unplaced,
+    show_default=True,
+    help="Requests that may wait for an instance; more are refused with 503.",
+)
+@click.option(
+    "--max-message-bytes",
+    type=click.IntRange(MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES),
+    default=_LIMITS.max_message_bytes,
+    show_default=True,
+    help="Largest message that a worker may send: one step's outputs, with their log-probabilities.",
+)
 @click.argument("vllm_arguments", nargs=-1, type=click.UNPROCESSED)
 def command(
     common: CommonOptions,
@@ -98,6 +121,9 @@ def command(
     place_wait: float,
     pace_tpot: float,
     drain_timeout: float,
+    max_streams: int,
+    max_unplaced: int,
+    max_message_bytes: int,
     vllm_arguments: tuple[str, ...],
 ) -> None:
     """Serve the fleet to users through vLLM's own API server.
@@ -128,6 +154,7 @@ def command(
         place_wait_s=place_wait,
         drain_timeout_s=drain_timeout,
         pace_s=pace_tpot / 1e3,
+        limits=Limits(max_message_bytes, max_streams, max_unplaced),
     )
     run_service(lambda shutdown: serve(common, settings, shutdown))
 

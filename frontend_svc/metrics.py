@@ -31,6 +31,7 @@ class FrontendMetrics(Collector):
         self.tokens = 0
         self.steps = 0
         self.requests: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
         self.recoveries: Counter[str] = Counter()
         self.placements: Counter[str] = Counter()
@@ -85,6 +86,7 @@ class FrontendMetrics(Collector):
             "tailrace_frontend_adoptions", "Migrations committed here.", value=self.adoptions
         )
         yield _labelled("requests", "Requests by how they ended.", "outcome", self.requests)
+        yield _labelled("refused_requests", "Requests refused on arrival, by status.", "status", self.refused)
         yield _labelled("rejected_outputs", "Outputs not accepted, by cause.", "cause", self.rejected)
         yield _labelled("recoveries", "Streams that went on elsewhere, by cause.", "cause", self.recoveries)
         yield _labelled("placements", "Placements by who decided.", "by", self.placements)

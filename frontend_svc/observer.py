@@ -37,6 +37,14 @@ class StreamObserver:
         if self._traces is not None:
             stream.traceparent = self._traces.begin(stream, traceparent)
 
+    def refused(self, status: int) -> None:
+        """A new request was refused with this HTTP status."""
+        self._metrics.refused[str(status)] += 1
+
+    def turned_away(self, instance_id: str) -> None:
+        """The instance has as many requests as it may; the stream is placed again."""
+        self._metrics.recoveries["busy"] += 1
+
     def placed(self, stream: Stream, placed: Placed, seconds: float) -> None:
         """Submitted to an instance."""
         self._metrics.placements[placed.by] += 1

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from tailrace.service.socket_writer import SocketWriter
 
-# Bytes that may wait for a front half that does not read (it reads in a thread that does nothing else).
-_KEPT_LIMIT: Final = 256 * 1024 * 1024
+# A front half that takes nothing of what waits for it for so long does not read any more.
+STALL_S: Final = 30.0
+# Nor does one for which so many bytes wait: several replies of the largest size.
+_KEPT_LIMIT: Final = 1 << 30
 
 _GREETING: Final = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
 _GREETING_LENGTH: Final = 64
@@ -63,13 +66,14 @@ class PushSocket:
 
     def send(self, frames: Sequence[bytes]) -> None:
         """Send one message."""
-        if self._writer is None or self._writer.kept_bytes > _KEPT_LIMIT:
+        writer = self._writer
+        if writer is None or writer.kept_bytes > _KEPT_LIMIT or writer.stalled_s(time.monotonic()) > STALL_S:
             self._on_stuck()
             return
         last = len(frames) - 1
         data = b"".join([_frame(frame, _MORE if i < last else 0) for i, frame in enumerate(frames)])
         try:
-            self._writer.write(data)
+            writer.write(data)
         except OSError:
             self._on_stuck()
 

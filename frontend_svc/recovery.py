@@ -55,6 +55,11 @@ class Recovery:
         self._workers.send(instance_id, abort([stream.handle for stream in streams]))
         self._restart(streams, instance_id)
 
+    def turned_away(self, stream: Stream, instance_id: str) -> None:
+        """The instance has as many requests as it may."""
+        self._table.orphan(stream)
+        self._dispatch.start_again(stream, instance_id)
+
     def _restart(self, streams: Iterable[Stream], instance_id: str) -> None:
         for stream in streams:
             if stream.failures > MAX_FAILURES:

@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass
 from pathlib import Path
 
+from tailrace.service.message_stream import DEFAULT_MAX_MESSAGE_BYTES
+
 
 class Front(enum.Enum):
     """Which front half is started."""
@@ -14,6 +16,18 @@ class Front(enum.Enum):
     RUST = "rust"
     # Somebody else runs one over the sockets in `ipc_folder`.
     NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a front end holds at most; what is more is refused."""
+
+    # Largest message that workers may send: one step's outputs.
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+    # Streams, whatever becomes of them: a new one is refused with 429.
+    max_streams: int = 16_384
+    # Streams that wait for an instance: a new one is refused with 503.
+    max_unplaced: int = 8_192
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +51,4 @@ class Settings:
     drain_timeout_s: float = 0.0
     # Seconds a token at which answers are shown to users; 0: as they are made.
     pace_s: float = 0.0
+    limits: Limits = Limits()

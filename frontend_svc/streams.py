@@ -76,6 +76,8 @@ class Stream:
     failures: int = 0
     # Seconds of the front end's monotonic clock.
     arrived_s: float = 0.0
+    # Since when it is between instances, or when it last was.
+    placing_since_s: float = 0.0
     # When the first token was accepted; None: there is none yet.
     first_token_s: float | None = None
     # When the first answering token was accepted, and its index; None: there is none yet.

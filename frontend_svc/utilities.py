@@ -14,13 +14,15 @@ from typing import Final
 
 import msgspec
 
-from frontend_svc.outbox import Outbox
+from frontend_svc.outbox import Outbox, request_bytes
 from tailrace.v1 import worker_pb2
 from tailrace.wire import UtilityCall, utility_failure, utility_result
 
 log = logging.getLogger(__name__)
 
 _DEADLINE_S: Final = 30.0
+# Calls that may be under way.
+_CALLS_MAX: Final = 256
 # The same for the whole fleet and for its whole life; asked by front halves at their start.
 _CACHED: Final = frozenset({"get_supported_tasks"})
 # Methods that mean the same of a fleet as of one engine. All others (sleep, pause_scheduler, collective_rpc,
@@ -88,6 +90,9 @@ class Utilities:
         if call.call_id in self._asked:
             log.error("the front half uses call id %d twice", call.call_id)
             return
+        if len(self._asked) >= _CALLS_MAX:
+            self._answer(utility_failure(call.call_id, f"{_CALLS_MAX} calls are under way already"))
+            return
         if call.method not in FLEET_METHODS:
             log.warning("refused the engine-core call %s: not available on a fleet", call.method)
             text = f"{call.method} controls a single engine and is not available on a fleet"
@@ -97,6 +102,7 @@ class Utilities:
         self._asked[call.call_id] = asked = _Asked(call, list(frames), timer)
         for instance_id in self._outbox.attached():
             self._send(asked, instance_id)
+        self._settle(asked)
 
     def instance_attached(self, instance_id: str) -> None:
         """Calls that nobody was there to answer go to this one."""
@@ -143,6 +149,12 @@ class Utilities:
         self._asked.clear()
 
     def _send(self, asked: _Asked, instance_id: str) -> None:
+        size = request_bytes(asked.frames, 0)
+        if size > (limit := self._outbox.max_message_bytes(instance_id)):
+            if limit:
+                text = f"the call has {size} bytes; {instance_id} takes {limit} at most"
+                asked.failure = utility_failure(asked.call.call_id, text)
+            return
         call = worker_pb2.UtilityCall(call_id=asked.call.call_id, frames=asked.frames)
         if self._outbox.send(instance_id, worker_pb2.AttachUp(utility=call)):
             asked.waiting_for.add(instance_id)

@@ -2,32 +2,58 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from typing import Final
 
+from tailrace import wire
 from tailrace.v1 import worker_pb2
 from worker_agent.carried import CarriedRequests
-from worker_agent.engine.base import Engine, RequestKey, Submission
+from worker_agent.engine.base import Engine, OutputFlag, RequestKey, Submission
 from worker_agent.frontends import FrontEnd, FrontEnds
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.migration.exports import Exports
 from worker_agent.migration.imports import Imports
 from worker_agent.phase_news import PhaseNews
 
+log = logging.getLogger(__name__)
+
+# Utility calls of one front end that may wait for the engine.
+_UTILITY_CALLS_MAX: Final = 64
+
 
 class Admission:
     """Takes submissions: the engine's, and who it is for what comes later."""
 
     def __init__(
-        self, engine: Engine, front_ends: FrontEnds, carried: CarriedRequests, metrics: WorkerMetrics
+        self,
+        engine: Engine,
+        front_ends: FrontEnds,
+        carried: CarriedRequests,
+        metrics: WorkerMetrics,
+        max_requests: int,
     ) -> None:
+        """`max_requests`: most that may be here at a time, waiting or running."""
+        self._max_requests = max_requests
         self._engine = engine
         self._front_ends = front_ends
         self._carried = carried
         self._metrics = metrics
 
     def submit(self, submission: Submission) -> None:
-        """To the engine, unless its front end has gone meanwhile."""
-        if self._front_ends.by_client(submission.key.client) is None:
+        """To the engine, unless its front end has gone meanwhile; turned away when too many are here."""
+        front_end = self._front_ends.by_client(submission.key.client)
+        if front_end is None:
+            return
+        if len(self._carried) >= self._max_requests and self._carried.get(submission.key) is None:
+            self._metrics.turned_away += 1
+            rejected = worker_pb2.RequestRejected(
+                handle=submission.key.handle,
+                epoch=submission.epoch,
+                code=worker_pb2.REJECT_CODE_BUSY,
+                reason=f"{self._max_requests} requests are here already (--max-requests)",
+            )
+            front_end.send(worker_pb2.AttachDown(rejected=rejected))
             return
         self._metrics.submitted += 1
         carried = self._carried.add(
@@ -43,7 +69,27 @@ class Admission:
             len(submission.output_token_ids),
             time.monotonic(),
         )
-        self._engine.submit(submission)
+        try:
+            self._engine.submit(submission)
+        except Exception:
+            # A mistake of ours; it must not break the stream that carries all the others.
+            log.exception("request %s was not submitted", submission.request_id)
+            self._carried.remove(submission.key)
+            self._metrics.finished["failed"] += 1
+            front_end.send(_failed(submission))
+
+
+def _failed(submission: Submission) -> worker_pb2.AttachDown:
+    """The request failed here; it may be tried elsewhere."""
+    outputs = worker_pb2.StepOutputs(
+        frames=wire.error_outputs([submission.request_id]),
+        handles=[submission.key.handle],
+        epochs=[submission.epoch],
+        first_indices=[len(submission.output_token_ids)],
+        counts=[0],
+        flags=[int(OutputFlag.FAILED)],
+    )
+    return worker_pb2.AttachDown(outputs=outputs)
 
 
 class Dispatch:
@@ -84,11 +130,20 @@ class Dispatch:
                 key = RequestKey(front_end.client, ownership.handle)
                 self._exports.owned(key, ownership.epoch, ownership.current)
             case "utility":
-                call = message.utility
-                self._engine.utility(front_end.client, call.call_id, list(call.frames))
+                self._utility(front_end, message.utility)
             case _:
                 # A heartbeat, or something that a newer front end says.
                 return
+
+    def give_up(self, key: RequestKey) -> None:
+        """Free a request that cannot go on here, and of which its front end has been told."""
+        self._engine.abort([key])
+        self._exports.ended(key)
+        self._imports.aborted(key)
+        carried = self._carried.remove(key)
+        if carried is not None:
+            self._metrics.finished["failed"] += 1
+            self._news.gone(carried)
 
     def client_gone(self, client: int) -> None:
         """A front end's stream has ended, and with it all that it has here."""
@@ -111,6 +166,16 @@ class Dispatch:
         )
         if not self._imports.succeeded(submission):
             self._admission.submit(submission)
+
+    def _utility(self, front_end: FrontEnd, call: worker_pb2.UtilityCall) -> None:
+        if front_end.utility_calls >= _UTILITY_CALLS_MAX:
+            text = f"{_UTILITY_CALLS_MAX} calls wait for the engine already"
+            frames = wire.utility_failure(call.call_id, text)
+            result = worker_pb2.UtilityResult(call_id=call.call_id, frames=frames)
+            front_end.send(worker_pb2.AttachDown(utility=result))
+            return
+        front_end.utility_calls += 1
+        self._engine.utility(front_end.client, call.call_id, list(call.frames))
 
     def _abort(self, keys: list[RequestKey]) -> None:
         self._engine.abort(keys)

@@ -60,6 +60,8 @@ class FrontEnd:
         self.attempt = hello.attempt
         # Largest message that it takes.
         self.max_message_bytes = hello.max_message_bytes or DEFAULT_MAX_MESSAGE_BYTES
+        # Utility calls of it that the engine has not answered yet.
+        self.utility_calls = 0
         self._down = down
         self._loop = asyncio.get_running_loop()
         self.closed = asyncio.Event()

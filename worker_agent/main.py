@@ -14,6 +14,7 @@ import click
 from tailrace.intra.registry import ENGINE_ORDER, intra_names
 from tailrace.profiles import Profile, ProfileError, load_profile
 from tailrace.service.channels import Channels
+from tailrace.service.message_stream import MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES
 from tailrace.service.options import CommonOptions, common_options
 from tailrace.service.run import run_service
 from tailrace.service.shutdown import Shutdown
@@ -96,6 +97,20 @@ class EngineDied(RuntimeError):
     help="Port that front ends attach to; 0: any free one.",
 )
 @click.option(
+    "--max-message-bytes",
+    type=click.IntRange(MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES),
+    default=_DEFAULTS.max_message_bytes,
+    show_default=True,
+    help="Largest message that front ends may send: a request with its prompt.",
+)
+@click.option(
+    "--max-requests",
+    type=click.IntRange(min=1),
+    default=_DEFAULTS.max_requests,
+    show_default=True,
+    help="Requests that may be here at a time, waiting or running; more are placed elsewhere, or refused.",
+)
+@click.option(
     "--report-interval",
     type=click.FloatRange(min=0.01),
     default=0.5,
@@ -149,6 +164,8 @@ def command(
     intra: str,
     host_kv_bytes: int | None,
     stream_port: int,
+    max_message_bytes: int,
+    max_requests: int,
     report_interval: float,
     step_limit: float,
     drain_timeout: float,
@@ -178,6 +195,8 @@ def command(
         raise click.UsageError(str(error)) from error
     settings = WorkerSettings(
         stream_port=stream_port,
+        max_message_bytes=max_message_bytes,
+        max_requests=max_requests,
         report_s=report_interval,
         step_limit_s=step_limit,
         drain_timeout_s=drain_timeout,

@@ -48,6 +48,7 @@ class WorkerMetrics:
     def __init__(self, histograms: WorkerHistograms) -> None:
         self.tokens = 0
         self.submitted = 0
+        self.turned_away = 0
         # finished, failed, aborted, moved.
         self.finished: Counter[str] = Counter()
         # By outcome: committed, aborted.
@@ -82,6 +83,11 @@ class WorkerCollector(Collector):
         yield from self._engine()
         workers = [metrics for metrics, _ in self._workers]
         yield _count("submitted_requests", "Requests submitted.", sum(w.submitted for w in workers))
+        yield _count(
+            "turned_away_requests",
+            "Requests turned away because too many were here.",
+            sum(w.turned_away for w in workers),
+        )
         yield _labelled("ended_requests", "Requests that left, by how.", (w.finished for w in workers))
         yield _labelled("imports", "Migrations to here, by outcome.", (w.imports for w in workers))
         yield _labelled("offers", "Requests offered by bid-ask, by outcome.", (w.offers for w in workers))

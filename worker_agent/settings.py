@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tailrace.intra.registry import ENGINE_ORDER
 from tailrace.profiles import Profile
+from tailrace.service.message_stream import DEFAULT_MAX_MESSAGE_BYTES
 from worker_agent.migration.link_budget import SHARE
 
 
@@ -15,6 +16,10 @@ class WorkerSettings:
 
     # Where front ends attach; 0: any free port.
     stream_port: int = 0
+    # Largest message that front ends may send: a submission with its prompt.
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+    # Requests that may be here at a time, waiting or running; more are placed elsewhere, or refused.
+    max_requests: int = 8192
     # Between two steady reports to the monitor.
     report_s: float = 0.5
     # How long the etcd lease outlives a worker that died.

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
+import msgspec
+
+from tailrace import wire
 from tailrace.v1 import worker_pb2
 from worker_agent.carried import Carried, CarriedRequests
 from worker_agent.engine.base import Frames, OutputFlag, RequestKey, StepColumns
-from worker_agent.frontends import FrontEnds
+from worker_agent.frontends import FrontEnd, FrontEnds
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.phase_news import PhaseNews
+
+log = logging.getLogger(__name__)
 
 # Plain ints: this is looked at for every entry that has a flag.
 _ENDED: Final = int(OutputFlag.FINISHED | OutputFlag.FAILED)
 # Both: the first token here is an answer's.
 _NO_REASONING: Final = int(OutputFlag.PREFILL_DONE | OutputFlag.REASONING_ENDED)
 _ANSWER_BEGUN: Final = int(OutputFlag.ANSWER_BEGUN)
+# Most bytes of an entry's columns (six numbers), of a token id, and of a frame's or the message's own header.
+_ENTRY_BYTES: Final = 36
+_TOKEN_BYTES: Final = 5
+_HEADER_BYTES: Final = 16
 
 
 class FrontEndSink:
-    """EngineSink: one message per step and front end, columns as they are; looks only at flags."""
+    """EngineSink: one message per step and front end, columns as they are; looks only at flags and sizes."""
 
     def __init__(
         self,
@@ -31,12 +41,15 @@ class FrontEndSink:
         news: PhaseNews,
         metrics: WorkerMetrics,
         on_dead: Callable[[str], None],
+        give_up: Callable[[RequestKey], None],
     ) -> None:
+        """`give_up` frees a request whose outputs cannot be sent; called on the event loop."""
         self._front_ends = front_ends
         self._carried = carried
         self._news = news
         self._metrics = metrics
         self._on_dead = on_dead
+        self._give_up = give_up
         self._loop = asyncio.get_running_loop()
 
     def on_step(self, columns: StepColumns) -> None:
@@ -45,6 +58,11 @@ class FrontEndSink:
         front_end = self._front_ends.by_client(columns.client)
         if front_end is None:
             return
+        if _message_bytes(columns) > (room := front_end.room_bytes):
+            remaining = self._shrink(front_end, columns, room)
+            if remaining is None:
+                return
+            columns = remaining
         outputs = worker_pb2.StepOutputs(
             step=columns.step,
             frames=columns.frames,
@@ -62,13 +80,54 @@ class FrontEndSink:
     def on_utility(self, client: int, call_id: int, frames: Frames) -> None:
         """EngineSink.on_utility."""
         front_end = self._front_ends.by_client(client)
-        if front_end is not None:
-            result = worker_pb2.UtilityResult(call_id=call_id, frames=frames)
-            front_end.send(worker_pb2.AttachDown(utility=result))
+        if front_end is None:
+            return
+        front_end.utility_calls -= 1
+        size = sum(map(len, frames)) + _HEADER_BYTES * (len(frames) + 2)
+        if size > front_end.max_message_bytes:
+            text = (
+                f"the result has {size} bytes, more than {front_end.max_message_bytes} (--max-message-bytes)"
+            )
+            frames = wire.utility_failure(call_id, text)
+        result = worker_pb2.UtilityResult(call_id=call_id, frames=frames)
+        front_end.send(worker_pb2.AttachDown(utility=result))
 
     def on_engine_dead(self, reason: str) -> None:
         """EngineSink.on_engine_dead."""
         self._on_dead(reason)
+
+    def _shrink(self, front_end: FrontEnd, columns: StepColumns, room_bytes: int) -> StepColumns | None:
+        """Take out the largest outputs until the rest can be sent, and end their requests alone; None:
+        nothing is left. On the engine's thread."""
+        beside = _message_bytes(columns) - sum(map(len, columns.frames))
+        everything = range(len(columns.handles))
+        try:
+            frames, dropped = wire.shrink_outputs(columns.frames, room_bytes - beside)
+        except msgspec.DecodeError:
+            log.exception("an engine's outputs cannot be read")
+            frames, dropped = [], list(everything)
+        remaining = _without(columns, dropped)
+        remaining.frames = frames
+        if _message_bytes(remaining) > room_bytes:
+            remaining, dropped = _without(columns, everything), list(everything)
+        for position in dropped:
+            self._reject(front_end, columns.handles[position], columns.epochs[position])
+        return remaining if remaining.handles else None
+
+    def _reject(self, front_end: FrontEnd, handle: int, epoch: int) -> None:
+        """A request whose outputs of one step are too large ends. Told from the engine's thread, before its
+        next step can be: that would leave a gap."""
+        reason = (
+            f"its outputs of one step take more than can be sent ({front_end.max_message_bytes} bytes,"
+            " --max-message-bytes, less what waits for the front end to read); ask for fewer"
+            " log-probabilities (prompt_logprobs, logprobs)"
+        )
+        log.warning("request %d of front end %s ends: %s", handle, front_end.frontend_id, reason)
+        rejected = worker_pb2.RequestRejected(
+            handle=handle, epoch=epoch, code=worker_pb2.REJECT_CODE_REPLY_TOO_LARGE, reason=reason
+        )
+        front_end.send(worker_pb2.AttachDown(rejected=rejected))
+        self._loop.call_soon_threadsafe(self._give_up, RequestKey(front_end.client, handle))
 
     def _tell(self, columns: StepColumns) -> None:
         """Phase changes of this step."""
@@ -96,3 +155,31 @@ class FrontEndSink:
         if carried.pace.begun:
             carried.pace.count(output_tokens, time.monotonic())
             self._metrics.qoe.observe(carried.pace.qoe)
+
+
+def _message_bytes(columns: StepColumns) -> int:
+    """An upper bound of the size of the step's message, without encoding it."""
+    frames = columns.frames
+    return (
+        sum(map(len, frames))
+        + _ENTRY_BYTES * len(columns.handles)
+        + _TOKEN_BYTES * len(columns.token_ids)
+        + _HEADER_BYTES * (len(frames) + 8)
+    )
+
+
+def _without(columns: StepColumns, dropped: Sequence[int]) -> StepColumns:
+    """The columns less these entries; the frames are the caller's to set."""
+    gone = set(dropped)
+    remaining = StepColumns(columns.client, columns.step, [])
+    offset = 0
+    for entry, count in enumerate(columns.counts):
+        if entry not in gone:
+            remaining.handles.append(columns.handles[entry])
+            remaining.epochs.append(columns.epochs[entry])
+            remaining.first_indices.append(columns.first_indices[entry])
+            remaining.counts.append(count)
+            remaining.token_ids.extend(columns.token_ids[offset : offset + count])
+            remaining.flags.append(columns.flags[entry])
+        offset += count
+    return remaining

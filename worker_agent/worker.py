@@ -125,7 +125,7 @@ async def running_worker(
             died.set_result(f"{instance_id}: {reason}")
 
     async with AsyncExitStack() as stack:
-        users = FrontEndSink(front_ends, carried, news, metrics, on_dead)
+        users = FrontEndSink(front_ends, carried, news, metrics, on_dead, lambda key: dispatch.give_up(key))
         sink = Probes(users, asyncio.get_running_loop().time)
         try:
             info = await engine.start(sink)
@@ -140,7 +140,7 @@ async def running_worker(
         kv_client = KvClient(shape, pool, metrics)
         stack.push_async_callback(kv_client.close)
 
-        admission = Admission(engine, front_ends, carried, metrics)
+        admission = Admission(engine, front_ends, carried, metrics, settings.max_requests)
         exports = Exports(
             SourceParts(
                 engine=engine,
@@ -181,7 +181,10 @@ async def running_worker(
         dispatch = Dispatch(engine, admission, exports, imports, carried, news, metrics)
         front_ends.on_gone(dispatch.client_gone)
         hello = worker_pb2.WorkerHello(
-            instance_id=instance_id, incarnation=incarnation, ready_response=info.ready_response
+            instance_id=instance_id,
+            incarnation=incarnation,
+            ready_response=info.ready_response,
+            max_message_bytes=settings.max_message_bytes,
         )
 
         def stats() -> EngineStats:
@@ -225,6 +228,7 @@ async def running_worker(
                 f"{listen.rpartition(':')[0]}:{settings.stream_port}",
                 worker_pb2.AttachUp,
                 streams.serve_stream,
+                settings.max_message_bytes,
             )
         )
         stack.push_async_callback(front_ends.leave, worker_pb2.Goodbye(reason="the worker is stopping"))

@@ -1,4 +1,5 @@
-"""vLLM's engine client with what a fleet behind it needs: trace context, and 503 when nothing can serve."""
+"""vLLM's engine client with what a fleet behind it needs: trace context, and refusals with a status of
+their own."""
 
 from __future__ import annotations
 
@@ -12,15 +13,15 @@ from vllm.exceptions import GracefulHTTPError
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from frontend_svc.admission import AdmissionReader
-from frontend_svc.refusal import NO_INSTANCE
+from frontend_svc.admission import AdmissionReader, AdmissionState
+from frontend_svc.refusal import NO_INSTANCE, TOO_MANY_REQUESTS, Refusal
 
 
-class NoInstance(GracefulHTTPError):  # type: ignore[misc]
-    """Nothing in the fleet can take the request now."""
+class Refused(GracefulHTTPError):  # type: ignore[misc]
+    """The request ends without an answer, for a reason that `frontend_svc` gives."""
 
-    def __init__(self) -> None:
-        super().__init__("No instance can take this request now.", HTTPStatus.SERVICE_UNAVAILABLE)
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message, HTTPStatus(refusal.status))
 
 
 class FleetClient(AsyncLLM):  # type: ignore[misc]
@@ -41,18 +42,23 @@ class FleetClient(AsyncLLM):  # type: ignore[misc]
         self.observability_config.otlp_traces_endpoint = "tailrace"
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
-        """Refuse before a response is started. Raises NoInstance, or what vLLM's own limits raise."""
-        if not self.admission.is_open:
-            raise NoInstance
+        """Refuse before a response is started. Raises Refused, or what vLLM's own limits raise."""
+        match self.admission.read():
+            case AdmissionState.NO_INSTANCE:
+                raise Refused(NO_INSTANCE)
+            case AdmissionState.FULL:
+                raise Refused(TOO_MANY_REQUESTS)
         super().check_admission(n, request_id)
 
     async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
-        """vLLM's stream; a request that found no instance ends as 503 instead of 500."""
+        """vLLM's stream; a request that `frontend_svc` refuses ends with the status that it gives."""
         outputs = super().generate(*args, **kwargs)
         try:
             async for output in outputs:
-                if output.finished and any(o.stop_reason == NO_INSTANCE for o in output.outputs):
-                    raise NoInstance
+                if output.finished:
+                    for each in output.outputs:
+                        if (refusal := Refusal.decode(each.stop_reason)) is not None:
+                            raise Refused(refusal)
                 yield output
         finally:
             await outputs.aclose()

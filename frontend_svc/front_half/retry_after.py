@@ -1,4 +1,4 @@
-"""ASGI middleware for vLLM's Python app: 503 answers say when to come back."""
+"""ASGI middleware for vLLM's Python app: 429 and 503 answers say when to come back."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Final
 from frontend_svc.front_half.asgi import App, Message, Receive, Send
 
 RETRY_AFTER_S: Final = 2
+_STATUSES: Final = (429, 503)
 
 
 class RetryAfter:
-    """Add `Retry-After` to a 503 that has none."""
+    """Add `Retry-After` to a 429 or 503 that has none."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -22,7 +23,7 @@ class RetryAfter:
             return
 
         async def send_start(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] == 503:
+            if message["type"] == "http.response.start" and message["status"] in _STATUSES:
                 headers = list(message.get("headers", []))
                 if not any(name.lower() == b"retry-after" for name, _ in headers):
                     message["headers"] = [*headers, (b"retry-after", str(RETRY_AFTER_S).encode())]

@@ -27,6 +27,11 @@ log = logging.getLogger(__name__)
 
 DEFAULT_MAX_MESSAGE_BYTES: Final = 64 << 20
 """Largest message that an end takes unless told otherwise; each end announces its own in its hello."""
+MIN_MESSAGE_BYTES: Final = 1 << 20
+"""The least that an end may announce: requests and steps of usual size always fit."""
+
+MAX_MESSAGE_BYTES: Final = 1 << 30
+"""The most that an end may announce; a message is held in memory several times over."""
 
 _LENGTH_BYTES: Final = 4
 # What is read ahead of its reader; beyond it the sender has to wait.

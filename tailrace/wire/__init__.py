@@ -19,6 +19,7 @@ from tailrace.wire.outputs import (
     read_outputs,
     split_outputs,
 )
+from tailrace.wire.oversize import shrink_outputs
 from tailrace.wire.ready import (
     ENGINE_CORE_DEAD,
     ReadyResponse,
@@ -63,6 +64,7 @@ __all__ = [
     "read_ready",
     "read_request",
     "read_utility",
+    "shrink_outputs",
     "split_outputs",
     "utility_failure",
     "utility_result",

@@ -13,6 +13,8 @@ from tests.e2e.fleet import Fleet
 
 RUST_FRONT = Path(sys.executable).parent / "vllm-rs"
 VLLM_WORKERS = ("w0", "w1", "w2")
+# Most of one step's outputs: all log-probabilities of a long prompt are more.
+VLLM_MAX_MESSAGE_BYTES = 4 << 20
 SIMULATED_WORKERS = ("w0", "w1", "w2")
 
 
@@ -23,8 +25,9 @@ def vllm_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     try:
         fleet.start_control()
         for name in VLLM_WORKERS:
-            fleet.start_worker(name, wait=False)
-        fleet.start_frontend()
+            fleet.start_worker(name, ["--engine-arg", "max_logprobs=-1"], wait=False)
+        limit = ["--max-message-bytes", str(VLLM_MAX_MESSAGE_BYTES)]
+        fleet.start_frontend(options=[*limit, "--", "--max-logprobs", "-1"])
         for name in VLLM_WORKERS:
             fleet.wait_healthy(name, 240)
         fleet.wait_instances(VLLM_WORKERS)

@@ -65,13 +65,21 @@ class Fleet:
             self.wait_healthy(name, 180)
         return process
 
-    def start_frontend(self, front: str = "python", name: str = "frontend", http_port: int = 0) -> Process:
-        """Start a front end with vLLM's Python or Rust front half and wait until it serves models."""
+    def start_frontend(
+        self,
+        front: str = "python",
+        name: str = "frontend",
+        http_port: int = 0,
+        options: Sequence[str] = (),
+    ) -> Process:
+        """Start a front end with vLLM's Python or Rust front half and wait until it serves models. `options`:
+        its own, and after `--` those of `vllm serve`."""
         port, http_port = free_port(), http_port or free_port()
         self.addresses[name] = f"127.0.0.1:{port}"
         self.http = f"http://127.0.0.1:{http_port}"
         arguments = ["--http", f"127.0.0.1:{http_port}", "--front", front, "--model", str(MODEL_PATH)]
         arguments += ["--served-model-name", MODEL, "--reasoning-parser", REASONING_PARSER, "--id", name]
+        arguments += options
         process = self._tailrace(name, "frontend", port, arguments, {})
 
         def serves() -> bool:

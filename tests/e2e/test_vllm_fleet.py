@@ -21,7 +21,7 @@ from examples.fleet import Chat
 from tailrace.tiny.task import Task, task
 from tailrace.v1 import admin_pb2, migration_pb2, types_pb2
 from tests.e2e.chats import Chats, client
-from tests.e2e.conftest import VLLM_WORKERS
+from tests.e2e.conftest import VLLM_MAX_MESSAGE_BYTES, VLLM_WORKERS
 from tests.e2e.fleet import MODEL, Fleet
 from tests.e2e.processes import wait_until
 
@@ -190,6 +190,26 @@ def busiest(fleet: Fleet) -> str:
     """The worker that carries most requests."""
     instances = fleet.instances()
     return max(VLLM_WORKERS, key=lambda name: instances[name].running)
+
+
+def test_all_prompt_logprobs_cut_nobody(vllm_fleet: Fleet, vllm_chats: Chats) -> None:
+    """A reply that is larger than a message may be ends its request with a clear error, and nothing else."""
+    recoveries = vllm_fleet.metric("frontend", "tailrace_frontend_recoveries_total")
+    _, results = start_ten(vllm_fleet, vllm_chats)
+    body = {"model": MODEL, "max_tokens": 1, "prompt_logprobs": -1}
+    url = f"{vllm_fleet.http}/v1/completions"
+    for prompt in ("x" * 3000, "y" * 3000):
+        refused = httpx.post(url, json={**body, "prompt": prompt}, timeout=60)
+        assert refused.status_code == 400, refused.text[:500]
+        assert f"more than can be sent ({VLLM_MAX_MESSAGE_BYTES} bytes" in refused.json()["error"]["message"]
+    # What fits is answered in full.
+    answered = httpx.post(url, json={**body, "prompt": "z" * 100}, timeout=60)
+    assert answered.status_code == 200, answered.text[:500]
+    assert len(answered.json()["choices"][0]["prompt_logprobs"]) == 100
+    for chat, expected in zip(results(), TEN, strict=True):
+        assert_right(chat, expected)
+    assert vllm_fleet.metric("frontend", "tailrace_frontend_recoveries_total") == recoveries
+    assert_right(vllm_chats.run(LONG.prompt), LONG)
 
 
 def test_ten_streams_outlive_a_killed_worker(vllm_fleet: Fleet, vllm_chats: Chats) -> None:

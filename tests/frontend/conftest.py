@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from frontend_svc.admission import AdmissionFlag, AdmissionReader
 from frontend_svc.engine import FleetEngine
+from frontend_svc.settings import Limits
 from tailrace.service.channels import Channels
 from tests.frontend.fake_front_half import FakeFrontHalf
 from tests.frontend.fleet import StaticMembers, record
@@ -40,9 +41,10 @@ class Rig:
     stack: AsyncExitStack
     crashes: dict[str, Callable[[], None]] = field(default_factory=dict)
 
-    async def worker(self, instance_id: str) -> ScriptedWorker:
+    async def worker(self, instance_id: str, max_message_bytes: int = 0) -> ScriptedWorker:
         """A new member, attached."""
         worker = ScriptedWorker(instance_id)
+        worker.max_message_bytes = max_message_bytes
         self.crashes[instance_id] = await self.stack.enter_async_context(serving(worker))
         self.members.instances[instance_id] = record(instance_id, worker.address)
         self.members.changed()
@@ -59,7 +61,13 @@ class Rig:
 
 
 @pytest.fixture
-async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+def limits() -> Limits:
+    """What the front end holds at most; a test may say otherwise by indirect parameters."""
+    return Limits()
+
+
+@pytest.fixture
+async def rig(tmp_path: Path, limits: Limits) -> AsyncIterator[Rig]:
     """A front end with no workers yet."""
     flag = AdmissionFlag(tmp_path / "admission")
     members, channels, registry = StaticMembers(), Channels(), CollectorRegistry()
@@ -73,6 +81,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
             registry,
             None,
             PLACE_WAIT_S,
+            limits=limits,
         )
         running = asyncio.create_task(engine.run())
         try:

@@ -12,8 +12,9 @@ from prometheus_client import CollectorRegistry
 
 from frontend_svc.front_end import run_front_end
 from frontend_svc.front_half.sockets import bind_http
-from frontend_svc.settings import Front, Settings
+from frontend_svc.settings import Front, Limits, Settings
 from tailrace.service.channels import Channels
+from tailrace.service.message_stream import MIN_MESSAGE_BYTES
 from tailrace.service.shutdown import Shutdown
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 from tests.frontend.echo_worker import EchoWorker
@@ -23,6 +24,7 @@ from tests.frontend.scripted_worker import serving
 T = TypeVar("T")
 START_S = 120.0
 PLACE_WAIT_S = 0.5
+MAX_STREAMS = 8
 DRAIN_S = 30.0
 
 
@@ -33,6 +35,8 @@ class FrontEndThread:
         self.front = front
         self.url = ""
         self.worker = worker or EchoWorker("w0")
+        # A prompt of usual size fits; a request can be made that does not.
+        self.worker.max_message_bytes = MIN_MESSAGE_BYTES
         self.members = StaticMembers()
         self.registry = CollectorRegistry()
         self.shutdown = Shutdown()
@@ -96,6 +100,7 @@ class FrontEndThread:
                     vllm_rs=self._vllm_rs,
                     ipc_folder=None,
                     place_wait_s=PLACE_WAIT_S,
+                    limits=Limits(max_streams=MAX_STREAMS),
                     drain_timeout_s=DRAIN_S,
                 )
                 try:

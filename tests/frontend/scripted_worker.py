@@ -88,6 +88,8 @@ class ScriptedWorker:
         self.address = ""
         self.received: asyncio.Queue[worker_pb2.AttachUp] = asyncio.Queue()
         self.silent = False
+        # What it announces to take; 0: nothing is said.
+        self.max_message_bytes = 0
         self._down: asyncio.Queue[worker_pb2.AttachDown] | None = None
         self._streams: list[MessageStream[worker_pb2.AttachUp]] = []
         self._crashed = False
@@ -99,7 +101,12 @@ class ScriptedWorker:
         down: asyncio.Queue[worker_pb2.AttachDown] = asyncio.Queue()
         self._down = down
         self._streams.append(stream)
-        hello = worker_pb2.WorkerHello(instance_id=self.instance_id, incarnation="1", ready_response=READY)
+        hello = worker_pb2.WorkerHello(
+            instance_id=self.instance_id,
+            incarnation="1",
+            ready_response=READY,
+            max_message_bytes=self.max_message_bytes,
+        )
         await stream.write(worker_pb2.AttachDown(hello=hello))
         reader = asyncio.create_task(self._read(stream, down))
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from frontend_svc.admission import AdmissionState
+from frontend_svc.refusal import NO_INSTANCE, Refusal
 from tailrace.v1 import worker_pb2
 from tailrace.wire import EngineCoreOutput, FinishReason, encode_outputs, read_outputs
 from tests.frontend.conftest import Rig
@@ -186,10 +188,10 @@ async def test_no_instance_is_an_error_and_closes_admission(rig: Rig) -> None:
     rig.members.changed()
     await rig.front.add("r")
     end = await rig.front.end_of("r")
-    assert (end.finish_reason, end.stop_reason) == (FinishReason.ERROR, "tailrace:no-instance")
-    assert not rig.admission.is_open
+    assert (end.finish_reason, Refusal.decode(end.stop_reason)) == (FinishReason.ERROR, NO_INSTANCE)
+    assert rig.admission.read() is AdmissionState.NO_INSTANCE
     other = await rig.worker("b")
-    assert rig.admission.is_open
+    assert rig.admission.read() is AdmissionState.OPEN
     await rig.front.add("s")
     assert (await other.submitted()).request_id == "s"
 

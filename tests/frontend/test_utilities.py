@@ -100,3 +100,19 @@ async def test_what_controls_a_single_engine_reaches_no_instance(
     assert instances.sent == []
     [[frame]] = answers
     assert f"{method} controls a single engine and is not available on a fleet".encode() in frame
+
+
+async def test_calls_beyond_the_bound_fail_at_once(answers: list[Sequence[bytes]]) -> None:
+    utilities = Utilities(Instances("a"), answers.append)
+    for call_id in range(1, 258):
+        utilities.call(UtilityCall(0, call_id, "reset_prefix_cache", NO_ARGS), [b""])
+    assert len(answers) == 1 and b"under way already" in answers[0][0]
+    utilities.close()
+
+
+async def test_a_call_that_no_instance_takes_fails_at_once(answers: list[Sequence[bytes]]) -> None:
+    instances = Instances("a")
+    utilities = Utilities(instances, answers.append)
+    utilities.call(UtilityCall(0, 7, "add_lora", NO_ARGS), [b"x" * (2 << 20)])
+    assert len(answers) == 1 and b"takes 1048576 at most" in answers[0][0]
+    assert instances.sent == []

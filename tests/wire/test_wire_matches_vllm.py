@@ -269,3 +269,28 @@ def test_ready_response(vllm_engine: Any) -> None:
     assert (ours.max_model_len, ours.kv_cache_size_tokens) == (1024, 160)
     again = msgspec.msgpack.decode(wire.write_ready(ours), type=vllm_engine.EngineCoreReadyResponse)
     assert again == response
+
+
+def test_a_message_that_is_too_large_loses_its_largest_output_alone(vllm_engine: Any, serial: Any) -> None:
+    """The buffers of all prompt log-probabilities go with their output; the others' stay where they were."""
+    import torch
+    from vllm.v1.outputs import LogprobsTensors
+
+    def output(name: str, tokens: int) -> Any:
+        tensors = LogprobsTensors(
+            torch.arange(tokens * 300, dtype=torch.int32).reshape(tokens, 300),
+            torch.full((tokens, 300), -1.5),
+            torch.arange(tokens, dtype=torch.int32),
+        )
+        return vllm_engine.EngineCoreOutput(name, [1], new_prompt_logprobs_tensors=tensors)
+
+    message = vllm_engine.EngineCoreOutputs(outputs=[output("a", 5), output("large", 1000), output("b", 7)])
+    frames = _encode(serial, message)
+    left, dropped = wire.shrink_outputs(frames, 100_000)
+    assert dropped == [1] and sum(map(len, left)) < 30_000
+    decoded = serial.MsgpackDecoder(vllm_engine.EngineCoreOutputs).decode(left)
+    assert [each.request_id for each in decoded.outputs] == ["a", "b"]
+    for each, tokens in zip(decoded.outputs, (5, 7), strict=True):
+        wanted = output("", tokens).new_prompt_logprobs_tensors
+        for got, want in zip(each.new_prompt_logprobs_tensors[:3], wanted[:3], strict=True):
+            assert torch.equal(torch.as_tensor(got), want)

@@ -167,9 +167,11 @@ class Node:
         self._fleet = fleet
 
     async def start(self) -> None:
-        sink = FrontEndSink(self.front_ends, self.carried, self._news, self.metrics, lambda reason: None)
+        sink = FrontEndSink(
+            self.front_ends, self.carried, self._news, self.metrics, lambda reason: None, lambda key: None
+        )
         shape = (await self.engine.start(sink)).kv_shape
-        admission = Admission(self.engine, self.front_ends, self.carried, self.metrics)
+        admission = Admission(self.engine, self.front_ends, self.carried, self.metrics, 1000)
         faults = Faults()
         self.exports = Exports(
             SourceParts(

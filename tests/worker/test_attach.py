@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
+from tailrace import wire
 from tailrace.service.message_stream import DEFAULT_MAX_MESSAGE_BYTES
 from tailrace.v1 import worker_pb2
+from tests.worker.simulated import SMALL, request_frames
 from worker_agent.attach import AttachStreams
 from worker_agent.carried import CarriedRequests
-from worker_agent.dispatch import Dispatch
-from worker_agent.engine.base import StepColumns
+from worker_agent.dispatch import Admission, Dispatch
+from worker_agent.engine.base import OutputFlag, RequestKey, StepColumns, Submission
+from worker_agent.engine.simulated import SimulatedEngine
 from worker_agent.frontends import STALL_S, AttachRefused, FrontEnd, FrontEnds
 from worker_agent.heartbeats import HEARTBEAT_S, beat
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
@@ -60,8 +64,10 @@ class Peer:
     def stalled_s(self, now_s: float) -> float:
         return 0.0 if self.deaf_s is None else now_s - self.deaf_s
 
-    def greet(self, name: str, incarnation: str = "1", attempt: int = 0) -> None:
-        hello = worker_pb2.FrontendHello(frontend_id=name, incarnation=incarnation, attempt=attempt)
+    def greet(self, name: str, incarnation: str = "1", attempt: int = 0, limit: int = 0) -> None:
+        hello = worker_pb2.FrontendHello(
+            frontend_id=name, incarnation=incarnation, attempt=attempt, max_message_bytes=limit
+        )
         self.up.put_nowait(worker_pb2.AttachUp(hello=hello))
 
 
@@ -79,13 +85,20 @@ class Worker:
 
     def __init__(self) -> None:
         self.front_ends = FrontEnds()
+        self.carried = CarriedRequests()
         self.gone: list[int] = []
+        self.given_up: list[RequestKey] = []
         self.front_ends.on_gone(self.gone.append)
         self.dispatch = Recorder()
         self.streams = AttachStreams(self.front_ends, self.dispatch, HELLO)
         self.metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
         self.sink = FrontEndSink(
-            self.front_ends, CarriedRequests(), PhaseNews(), self.metrics, lambda reason: None
+            self.front_ends,
+            self.carried,
+            PhaseNews(),
+            self.metrics,
+            lambda reason: None,
+            self.given_up.append,
         )
 
     def serve(self, peer: Peer) -> asyncio.Task[None]:
@@ -119,11 +132,14 @@ async def test_steps_reach_their_front_end_verbatim_and_in_order() -> None:
     assert sorted(worker.gone) == [0, 1] and worker.metrics.tokens == 6
 
 
-async def attached(worker: Worker, name: str, incarnation: str = "1", attempt: int = 0) -> Attached:
-    """A front end that has its hello."""
+async def attached(
+    worker: Worker, name: str, incarnation: str = "1", attempt: int = 0, limit: int = 0
+) -> Attached:
+    """A front end that has its hello. `limit`: the largest message that it takes, as it says; 0: it does
+    not."""
     peer = Peer()
     served = worker.serve(peer)
-    peer.greet(name, incarnation, attempt)
+    peer.greet(name, incarnation, attempt, limit)
     async with asyncio.timeout(10):
         assert (await peer.down.get()).HasField("hello")
     front_end = worker.front_ends.by_id(name)
@@ -165,12 +181,72 @@ async def test_a_large_reply_cuts_nobody() -> None:
     await front.served
 
 
+def large_step(sizes: Sequence[int]) -> StepColumns:
+    """vLLM's message of one step: an output of about this size for each of as many requests, two tokens
+    each."""
+    outputs = [
+        wire.EngineCoreOutput(
+            f"r{n}", [n, n + 100], new_logprobs=msgspec.Raw(msgspec.msgpack.encode(b"x" * size))
+        )
+        for n, size in enumerate(sizes)
+    ]
+    count = len(outputs)
+    tokens = [token for n in range(count) for token in (n, n + 100)]
+    handles = list(range(1, count + 1))
+    frames = wire.encode_outputs(outputs)
+    return StepColumns(0, 5, frames, handles, [3] * count, [4] * count, [2] * count, tokens, [0] * count)
+
+
+async def test_outputs_that_are_too_large_end_their_request_and_the_others_of_the_step_go_on() -> None:
+    worker = Worker()
+    front = await attached(worker, "a", limit=2 << 20)
+    worker.sink.on_step(large_step([10, 3 << 20, 20, 1 << 20]))
+    rejected = (await front.peer.down.get()).rejected
+    assert (rejected.handle, rejected.epoch) == (2, 3)
+    assert rejected.code == worker_pb2.REJECT_CODE_REPLY_TOO_LARGE
+    assert "2097152 bytes" in rejected.reason
+    outputs = (await front.peer.down.get()).outputs
+    assert list(outputs.handles) == [1, 3, 4] and list(outputs.counts) == [2, 2, 2]
+    assert list(outputs.token_ids) == [0, 100, 2, 102, 3, 103]
+    assert [each.request_id for each in wire.read_outputs(list(outputs.frames)).outputs] == ["r0", "r2", "r3"]
+    assert outputs.ByteSize() < 2 << 20
+    # The engine is told to free it, and nobody was cut.
+    await asyncio.sleep(0)
+    assert worker.given_up == [RequestKey(0, 2)] and not front.front_end.closed.is_set()
+    front.peer.up.put_nowait(None)
+    await front.served
+
+
+async def test_while_much_waits_large_outputs_end_first_and_small_ones_go_on() -> None:
+    worker = Worker()
+    front = await attached(worker, "a", limit=8 << 20)
+    front.peer.unsent_bytes = 8 << 20
+    worker.sink.on_step(large_step([10, 2 << 20, 20]))
+    assert (await front.peer.down.get()).rejected.handle == 2
+    assert list((await front.peer.down.get()).outputs.handles) == [1, 3]
+    front.peer.unsent_bytes = 0
+    worker.sink.on_step(large_step([10, 2 << 20, 20]))
+    assert list((await front.peer.down.get()).outputs.handles) == [1, 2, 3]
+    front.peer.up.put_nowait(None)
+    await front.served
+
+
+async def test_a_result_of_a_call_that_is_too_large_is_a_failure() -> None:
+    worker = Worker()
+    front = await attached(worker, "a", limit=1 << 20)
+    worker.sink.on_utility(0, 7, wire.utility_result(7, "x" * (2 << 20)))
+    result = (await front.peer.down.get()).utility
+    assert result.call_id == 7 and b"more than 1048576" in result.frames[0]
+    front.peer.up.put_nowait(None)
+    await front.served
+
+
 async def test_memory_for_a_front_end_that_reads_slowly_is_bounded() -> None:
     worker = Worker()
     front = await attached(worker, "a")
     front.peer.reads = False
     for number in range(5 * DEFAULT_MAX_MESSAGE_BYTES // (1 << 20)):
-        worker.step(0, number, b"x" * (1 << 20))
+        worker.step(0, number, b"x" * 900_000)
         await asyncio.sleep(0)
         if front.front_end.closed.is_set():
             break
@@ -271,3 +347,64 @@ async def test_heartbeats_go_out_and_silence_is_cut() -> None:
         await served
     assert worker.gone == [0]
     beating.cancel()
+
+
+def submission(handle: int) -> Submission:
+    name = f"r{handle}"
+    return Submission(RequestKey(0, handle), name, 0, request_frames(name, [65, 66, 67]), frontend_id="a")
+
+
+async def test_a_worker_with_as_many_requests_as_it_may_have_turns_others_away() -> None:
+    worker = Worker()
+    engine = SimulatedEngine(SMALL)
+    await engine.start(worker.sink)
+    admission = Admission(engine, worker.front_ends, worker.carried, worker.metrics, 2)
+    front = await attached(worker, "a")
+    for handle in (1, 2, 3):
+        admission.submit(submission(handle))
+    rejected = (await front.peer.down.get()).rejected
+    assert (rejected.handle, rejected.epoch, rejected.code) == (3, 0, worker_pb2.REJECT_CODE_BUSY)
+    assert (worker.metrics.submitted, worker.metrics.turned_away) == (2, 1)
+    # One leaves: there is room again.
+    engine.abort([RequestKey(0, 1)])
+    worker.carried.remove(RequestKey(0, 1))
+    admission.submit(submission(4))
+    assert worker.metrics.submitted == 3
+    await engine.stop()
+    front.peer.up.put_nowait(None)
+    await front.served
+
+
+async def test_a_submission_that_fails_in_our_hands_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker()
+    engine = SimulatedEngine(SMALL)
+
+    def fail(submission: Submission) -> None:
+        raise ZeroDivisionError("a mistake")
+
+    monkeypatch.setattr(engine, "submit", fail)
+    admission = Admission(engine, worker.front_ends, worker.carried, worker.metrics, 2)
+    front = await attached(worker, "a")
+    admission.submit(submission(1))
+    outputs = (await front.peer.down.get()).outputs
+    assert list(outputs.handles) == [1] and list(outputs.flags) == [int(OutputFlag.FAILED)]
+    assert len(worker.carried) == 0 and not front.front_end.closed.is_set()
+    front.peer.up.put_nowait(None)
+    await front.served
+
+
+async def test_calls_of_engine_methods_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker()
+    engine = SimulatedEngine(SMALL)
+    # It answers nothing.
+    monkeypatch.setattr(engine, "utility", lambda client, call_id, frames: None)
+    dispatch = Dispatch.__new__(Dispatch)
+    dispatch._engine = engine
+    front = await attached(worker, "a")
+    for call_id in range(65):
+        call = worker_pb2.UtilityCall(call_id=call_id, frames=[b""])
+        dispatch.handle(front.front_end, worker_pb2.AttachUp(utility=call))
+    answer = (await front.peer.down.get()).utility
+    assert answer.call_id == 64 and b"wait for the engine already" in answer.frames[0]
+    front.peer.up.put_nowait(None)
+    await front.served
