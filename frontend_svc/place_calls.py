@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Iterator
 from typing import Final
 
 import grpc
@@ -14,13 +12,12 @@ from frontend_svc.fleet import Members
 from tailrace.service.channels import Channels
 from tailrace.service.failure import failure
 from tailrace.service.preferred import preferred
+from tailrace.service.reachability import Reachability
 from tailrace.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 log = logging.getLogger(__name__)
 
 _DEADLINE_S: Final = 1.0
-# One that did not answer is not asked again for so long: its deadline would be added to every request.
-_SHUN_S: Final = 2.0
 # Requests of one call. A scheduler decides on all of them before it does anything else, some 50 ms for so
 # many; fewer would have a burst of a thousand wait for many calls in a row, each slow while all are busy.
 _TOGETHER: Final = 512
@@ -31,10 +28,14 @@ _Answer = asyncio.Future[scheduler_pb2.PlaceReply | None]
 class PlaceCalls:
     """A call costs both ends a millisecond, whatever it asks: in a burst, most of what placing takes."""
 
-    def __init__(self, members: Members, channels: Channels) -> None:
+    def __init__(
+        self, members: Members, channels: Channels, reachability: Reachability | None = None
+    ) -> None:
+        """`reachability`: its own when not given; closed with it."""
         self._members = members
         self._channels = channels
-        self._shunned: dict[str, float] = {}
+        # A scheduler that did not answer is probed in the background: its deadline is paid by one call only.
+        self._reachability = reachability if reachability is not None else Reachability(channels)
         self._waiting: list[tuple[scheduler_pb2.PlaceRequest, _Answer]] = []
         self._asking: asyncio.Task[None] | None = None
 
@@ -52,6 +53,7 @@ class PlaceCalls:
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.wait([self._asking])
+        await self._reachability.close()
 
     async def _run(self) -> None:
         asked: list[tuple[scheduler_pb2.PlaceRequest, _Answer]] = []
@@ -81,18 +83,17 @@ class PlaceCalls:
                 log.warning("scheduler at %s: %s", address, error.code().name)
             else:
                 if len(reply.replies) == len(requests):
+                    self._reachability.succeeded(address)
                     return list(reply.replies)
                 log.error("scheduler at %s: %d replies to %d", address, len(reply.replies), len(requests))
-            self._shunned[address] = time.monotonic() + _SHUN_S
+            self._reachability.failed(address)
         return [None] * len(requests)
 
-    def _schedulers(self) -> Iterator[str]:
+    def _schedulers(self) -> list[str]:
         """Addresses worth asking now."""
-        now_s = time.monotonic()
-        # Restarted schedulers have other addresses; the old ones are not kept.
-        self._shunned = {a: until_s for a, until_s in self._shunned.items() if until_s > now_s}
-        addresses = (record.address for record in preferred(self._members, "scheduler"))
-        return (address for address in addresses if address not in self._shunned)
+        addresses = [record.address for record in preferred(self._members, "scheduler")]
+        self._reachability.keep_only(addresses)
+        return [address for address in addresses if self._reachability.usable(address)]
 
 
 def _settle(answer: _Answer, reply: scheduler_pb2.PlaceReply | None) -> None:

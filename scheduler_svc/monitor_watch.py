@@ -1,4 +1,4 @@
-"""Follows the monitor's deltas, whichever monitor leads."""
+"""Follows every monitor's deltas: a worker tells one of them, whichever it can reach."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Final
 
 import grpc
 
+from scheduler_svc.merged_reports import MergedReports
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.state import ClusterState
 from tailrace.service.channels import Channels
 from tailrace.service.failure import failure
-from tailrace.service.preferred import first_address
+from tailrace.service.preferred import preferred
 from tailrace.store.membership import Membership
 from tailrace.v1 import monitor_pb2
 from tailrace.v1.monitor_pb2_grpc import MonitorStub
@@ -43,41 +44,40 @@ class MonitorWatch:
         self._state = state
         self._take = take
         self._metrics = metrics
+        self._merged = MergedReports()
         self._changed = asyncio.Event()
         members.add_listener(self._changed.set)
 
     async def run(self) -> None:
         """Until cancelled."""
-        while True:
-            self._changed.clear()
-            address = self._address()
-            if address is None:
+        watches: dict[str, asyncio.Task[None]] = {}
+        try:
+            while True:
+                self._changed.clear()
+                addresses = {record.address for record in preferred(self._members, KIND)}
+                for address in addresses - watches.keys():
+                    watches[address] = asyncio.create_task(self._watch(address), name=f"watch of {address}")
+                gone = [watches.pop(address) for address in watches.keys() - addresses]
+                await _end(gone)
+                self._merged.keep_only(self._members.instances.keys())
                 await self._changed.wait()
-                continue
-            reading = asyncio.create_task(self._read(address), name=f"watch of {address}")
+        finally:
+            await _end(list(watches.values()))
+
+    async def _watch(self, address: str) -> None:
+        """One monitor, until cancelled."""
+        while True:
+            reading = asyncio.create_task(self._read(address), name=f"reading {address}")
             try:
-                await self._until_other(reading, address)
-            finally:
-                reading.cancel()
                 await asyncio.wait([reading])
+            finally:
+                await _end([reading])
                 if (error := failure(reading)) is not None:
                     # A report that we cannot take: the next watch begins with a snapshot.
                     log.error("reading the monitor at %s failed", address, exc_info=error)
-                self._metrics.monitor_connected.set(0)
+                self._merged.disconnected(address)
+                self._tell()
             await asyncio.sleep(_RETRY_S)
-
-    async def _until_other(self, reading: asyncio.Task[None], address: str) -> None:
-        """Until the reading ends or another monitor leads."""
-        while not reading.done() and self._address() == address:
-            self._changed.clear()
-            changed = asyncio.create_task(self._changed.wait())
-            try:
-                await asyncio.wait([reading, changed], return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                changed.cancel()
-
-    def _address(self) -> str | None:
-        return first_address(self._members, KIND)
 
     async def _read(self, address: str) -> None:
         call = MonitorStub(self._channels.get(address)).Watch(
@@ -87,12 +87,24 @@ class MonitorWatch:
             async for delta in call:
                 if delta.snapshot:
                     log.info("watching the monitor at %s", address)
-                    self._metrics.monitor_connected.set(1)
                 now_s = time.monotonic()
-                for report in delta.reports:
+                for report in self._merged.fresh(address, delta):
                     self._take(report, now_s)
-                self._state.set_silent(delta.silent_instance_ids)
+                self._tell()
         except grpc.aio.AioRpcError as error:
             log.debug("monitor at %s: %s", address, error.code().name)
         finally:
             call.cancel()
+
+    def _tell(self) -> None:
+        self._metrics.monitor_connected.set(float(self._merged.connected))
+        # Without a monitor nobody knows who is silent: what was known holds.
+        if self._merged.connected:
+            self._state.set_silent(self._merged.silent)
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)

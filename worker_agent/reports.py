@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import grpc
 
 from tailrace.service.channels import Channels
+from tailrace.service.reachability import Reachability
 from tailrace.service.said import said
 from tailrace.v1 import monitor_pb2, monitor_pb2_grpc
 from worker_agent.carried import CarriedRequests
@@ -18,26 +19,39 @@ from worker_agent.engine.base import EngineStats
 from worker_agent.load import MigrationLoad, load_of, request_report
 from worker_agent.phase_news import PhaseNews
 from worker_agent.speeds import Speeds
+from worker_agent.unacknowledged import Unacknowledged
 
 log = logging.getLogger(__name__)
 
 _BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0)
 # Phase changes that come within this time are told together.
 _GATHER_S: Final = 0.005
-# A monitor that takes no report for so long is given up; the stream is opened anew.
+# A monitor that takes or acknowledges no report for so long is given up; the stream is opened anew.
 _WRITE_S: Final = 5.0
+# The same where there is another monitor. Monitors call an instance silent after two seconds by default.
+_ACKNOWLEDGE_S: Final = 1.25
+# A stream that has lasted so long shows that its monitor can be reached.
+_LASTED_S: Final = 5.0
 
 
 class _Closed(Exception):
     """The monitor ended the stream."""
 
 
+class _Moved(Exception):
+    """Another monitor is preferred now."""
+
+
 # How a stream ends, whoever ends it.
-_ENDED: Final = (grpc.aio.AioRpcError, _Closed, TimeoutError, asyncio.InvalidStateError)
+_ENDED: Final = (grpc.aio.AioRpcError, _Closed, _Moved, TimeoutError, asyncio.InvalidStateError)
 
 
 class Reports:
-    """Reports for as long as `run` runs; connects again for ever. Nothing on the data path waits for it."""
+    """Reports for as long as `run` runs; connects again for ever. Nothing on the data path waits for it.
+
+    One monitor is told at a time: the leading one, or the next that can be reached. Schedulers listen to all
+    of them, so a worker that is cut off from one monitor alone stays what it was.
+    """
 
     def __init__(
         self,
@@ -49,11 +63,11 @@ class Reports:
         carried: CarriedRequests,
         news: PhaseNews,
         speeds: Callable[[], Speeds | None],
-        monitor: Callable[[], str | None],
+        monitors: Callable[[], Sequence[str]],
         channels: Channels,
         interval_s: float,
     ) -> None:
-        """`monitor`: address of the monitor, while there is one."""
+        """`monitors`: addresses of those that there are, in order of preference."""
         self._instance_id = instance_id
         self._incarnation = incarnation
         self._block_tokens = block_tokens
@@ -62,32 +76,58 @@ class Reports:
         self._carried = carried
         self._news = news
         self._speeds = speeds
-        self._monitor = monitor
+        self._monitors = monitors
         self._channels = channels
+        self._reachability = Reachability(channels)
         self._interval_s = interval_s
         self._seq = 0
 
     async def run(self) -> None:
         """Until cancelled."""
         failures = 0
-        while True:
-            address = self._monitor()
-            if address is not None:
-                began_s = time.monotonic()
-                reason = await self._attempt(address)
-                log.info("reports to the monitor at %s stopped: %s", address, reason)
-                failures = 0 if time.monotonic() - began_s > 5 else failures + 1
-            await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
-
-    async def _attempt(self, address: str) -> str:
-        """One stream, to its end; why it ended."""
-        call = monitor_pb2_grpc.MonitorStub(self._channels.get(address)).Report()
-        tasks = [
-            asyncio.create_task(_acknowledged(call), name="report acknowledgements"),
-            asyncio.create_task(self._write(call, address), name="reports"),
-        ]
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            while True:
+                address = self._best()
+                if address is not None:
+                    began_s = time.monotonic()
+                    failed, reason = await self._attempt(address)
+                    log.info("reports to the monitor at %s stopped: %s", address, reason)
+                    lasted = time.monotonic() - began_s > _LASTED_S
+                    if lasted:
+                        self._reachability.succeeded(address)
+                    if failed:
+                        self._reachability.failed(address)
+                    failures = failures + 1 if failed and not lasted else 0
+                # Without delay to another monitor: this one's patience with us is running out.
+                if self._best() in (None, address):
+                    await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
+        finally:
+            await self._reachability.close()
+
+    def _best(self) -> str | None:
+        """The first monitor that can be reached; when none can, the first."""
+        addresses = self._monitors()
+        self._reachability.keep_only(addresses)
+        return next(filter(self._reachability.usable, addresses), addresses[0] if addresses else None)
+
+    def _patience_s(self, address: str) -> float:
+        """How long to wait for an acknowledgement: with another monitor at hand not until this one, to which
+        we may be cut off, takes us for silent."""
+        others = (other for other in self._monitors() if other != address)
+        return _ACKNOWLEDGE_S if any(map(self._reachability.usable, others)) else _WRITE_S
+
+    async def _attempt(self, address: str) -> tuple[bool, str]:
+        """One stream, to its end; whether the monitor failed, and why it ended."""
+        call = monitor_pb2_grpc.MonitorStub(self._channels.get(address)).Report()
+        unacknowledged = Unacknowledged()
+        reading = asyncio.create_task(_acknowledged(call, unacknowledged), name="report acknowledgements")
+        writing = asyncio.create_task(self._write(call, address, unacknowledged), name="reports")
+        waiting = asyncio.create_task(
+            unacknowledged.overdue(lambda: self._patience_s(address)), name="report deadlines"
+        )
+        tasks = (reading, writing, waiting)
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             call.cancel()
             for task in tasks:
@@ -96,22 +136,29 @@ class Reports:
         for result in results:
             if isinstance(result, Exception) and not isinstance(result, _ENDED):
                 raise result
-        return "; ".join(said(result) for result in results if isinstance(result, Exception))
+        if waiting in done:
+            return True, "no acknowledgement in time"
+        if any(isinstance(result, _Moved) for result in results):
+            return False, "another monitor is to be told"
+        return True, "; ".join(said(result) for result in results if isinstance(result, Exception))
 
     async def _write(
         self,
         call: grpc.aio.StreamStreamCall[monitor_pb2.WorkerReport, monitor_pb2.ReportAck],
         address: str,
+        unacknowledged: Unacknowledged,
     ) -> None:
         due_s = time.monotonic()
         while True:
             steady = time.monotonic() >= due_s
+            report = self._report(steady)
+            unacknowledged.wrote(report.seq)
             async with asyncio.timeout(_WRITE_S):
-                await call.write(self._report(steady))
+                await call.write(report)
             if steady:
                 due_s = max(due_s + self._interval_s, time.monotonic())
-                if self._monitor() not in (None, address):
-                    raise _Closed("another monitor leads")
+                if self._best() not in (None, address):
+                    raise _Moved
             await self._next(due_s)
 
     async def _next(self, due_s: float) -> None:
@@ -147,8 +194,9 @@ class Reports:
 
 async def _acknowledged(
     call: grpc.aio.StreamStreamCall[monitor_pb2.WorkerReport, monitor_pb2.ReportAck],
+    unacknowledged: Unacknowledged,
 ) -> None:
-    """Read acknowledgements; they only show that the monitor lives."""
-    while isinstance(await call.read(), monitor_pb2.ReportAck):
-        pass
+    """Read acknowledgements, which show that the monitor lives and hears us."""
+    while isinstance(ack := await call.read(), monitor_pb2.ReportAck):
+        unacknowledged.acknowledged(ack.seq)
     raise _Closed("closed by the monitor")

@@ -15,7 +15,7 @@ from tailrace.service.channels import Channels
 from tailrace.service.failure import failure
 from tailrace.service.message_stream import serve_streams
 from tailrace.service.options import fresh_incarnation
-from tailrace.service.preferred import first_address
+from tailrace.service.preferred import first_address, preferred
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.store.membership import Membership
 from tailrace.store.store import Store
@@ -244,7 +244,7 @@ async def running_worker(
             carried,
             news,
             speeds.now,
-            lambda: first_address(around.membership, "monitor"),
+            lambda: [record.address for record in preferred(around.membership, "monitor")],
             around.channels,
             settings.report_s,
         )

@@ -9,11 +9,13 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
+from frontend_svc.place_calls import PlaceCalls
 from frontend_svc.placement import Placed, Placement, Refused
 from frontend_svc.streams import Stream, StreamTable
 from tailrace.cluster import Pool
 from tailrace.records import ServiceRecord
 from tailrace.service.channels import Channels
+from tailrace.service.reachability import Reachability
 from tailrace.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2
 from tests.frontend.fleet import StaticMembers
 
@@ -176,6 +178,32 @@ async def test_the_other_scheduler_is_asked_when_the_leader_hangs(channels: Chan
         # The hung one is not waited for by the next request.
         assert await placement.choose(table.open("s"), frozenset()) == Placed("b", "test")
     assert len(hung.asked) == 1
+
+
+async def test_a_leader_that_cannot_be_reached_is_asked_once_until_it_serves(channels: Channels) -> None:
+    """Its deadline is one request's to pay; from then on it is probed in the background."""
+    members = StaticMembers()
+    probed, serving = asyncio.Event(), False
+
+    async def check(channel: grpc.aio.Channel) -> bool:
+        probed.set()
+        return serving
+
+    hung, standby = Scheduler(None), Scheduler(placed_on("b"))
+    async with scheduler(members, "s0", hung), scheduler(members, "s1", standby):
+        calls = PlaceCalls(members, channels, Reachability(channels, check, pause_s=0.001))
+        for number in range(5):
+            probed.clear()
+            reply = await calls.ask(scheduler_pb2.PlaceRequest(request_id=f"r{number}"))
+            assert reply is not None and reply.instance_id == "b"
+            async with asyncio.timeout(15):
+                await probed.wait()
+        assert len(hung.asked) == 1
+        hung.answer, serving = placed_on("a"), True
+        async with asyncio.timeout(15):
+            while len(hung.asked) == 1:
+                await calls.ask(scheduler_pb2.PlaceRequest(request_id="again"))
+        await calls.close()
 
 
 async def test_without_schedulers_the_least_loaded_instance_that_prefills(channels: Channels) -> None:

@@ -74,12 +74,11 @@ class Control:
                 self._changed.clear()
                 await self._changed.wait()
 
-    async def start_monitor(self) -> None:
+    async def start_monitor(self, name: str = "monitor") -> None:
         """A monitor."""
-        shutdown = self.shutdowns["monitor"] = Shutdown()
-        options = self.options("monitor", "monitor")
-        serving = monitor_main.serve(options, 2.0, 1_000, shutdown)
-        await self._start("monitor", "monitor", serving)
+        shutdown = self.shutdowns[name] = Shutdown()
+        serving = monitor_main.serve(self.options("monitor", name), 2.0, 1_000, shutdown)
+        await self._start("monitor", name, serving)
 
     async def start_migration(self) -> None:
         """A migration service without a journal."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -46,6 +47,10 @@ def instance(name: str, address: str = "127.0.0.1:1", incarnation: str = "1") ->
     )
 
 
+# Of all workers together; each one's grow.
+_seq = itertools.count(1)
+
+
 def members(*names: str) -> Members:
     """A membership of these."""
     return Members(instances={name: instance(name) for name in names})
@@ -80,6 +85,7 @@ def steady(
     return monitor_pb2.WorkerReport(
         instance_id=name,
         incarnation=incarnation,
+        seq=next(_seq),
         load=monitor_pb2.InstanceLoad(
             running=len(requests),
             kv_blocks_used=sum(r.kv_blocks for r in requests),
@@ -104,6 +110,7 @@ def event(
     return monitor_pb2.WorkerReport(
         instance_id=name,
         incarnation=incarnation,
+        seq=next(_seq),
         phase_events=[
             monitor_pb2.PhaseEvent(
                 request_id=request_id,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import grpc
@@ -29,6 +29,9 @@ class ScriptedMonitor(monitor_pb2_grpc.MonitorServicer):
 
     def __init__(self) -> None:
         self.reports: asyncio.Queue[monitor_pb2.WorkerReport] = asyncio.Queue()
+        # While it is not set, reports are neither taken nor acknowledged.
+        self.hears = asyncio.Event()
+        self.hears.set()
 
     async def Report(
         self,
@@ -36,6 +39,7 @@ class ScriptedMonitor(monitor_pb2_grpc.MonitorServicer):
         context: grpc.aio.ServicerContext[monitor_pb2.WorkerReport, monitor_pb2.ReportAck],
     ) -> AsyncIterator[monitor_pb2.ReportAck]:
         async for report in requests:
+            await self.hears.wait()
             self.reports.put_nowait(report)
             yield monitor_pb2.ReportAck(seq=report.seq)
 
@@ -124,7 +128,7 @@ STATS = EngineStats(
 
 
 @asynccontextmanager
-async def reporting(address: str, news: PhaseNews, interval_s: float) -> AsyncIterator[None]:
+async def reporting(address: str | Sequence[str], news: PhaseNews, interval_s: float) -> AsyncIterator[None]:
     channels = Channels()
     reports = Reports(
         "w",
@@ -135,7 +139,7 @@ async def reporting(address: str, news: PhaseNews, interval_s: float) -> AsyncIt
         carried(),
         news,
         lambda: Speeds.of(load_profile("llama-3.1-8b-h100"), 0.1),
-        lambda: address,
+        lambda: [address] if isinstance(address, str) else address,
         channels,
         interval_s,
     )
@@ -206,3 +210,25 @@ async def test_a_monitor_that_comes_back_is_found_again() -> None:
         news.changed("r2")
         async with serving(second, port):
             await second.steady()
+
+
+async def test_another_monitor_is_told_while_the_first_does_not_answer() -> None:
+    leading, standby = ScriptedMonitor(), ScriptedMonitor()
+    async with serving(leading) as first, serving(standby) as second:
+        addresses = [f"127.0.0.1:{first}", f"127.0.0.1:{second}"]
+        async with reporting(addresses, PhaseNews(), 0.05):
+            before = await leading.steady()
+            assert standby.reports.empty(), "one monitor is told at a time"
+            leading.hears.clear()
+            after = await standby.steady()
+            assert after.seq > before.seq, "numbers go on: who hears of both knows which is newer"
+            leading.hears.set()
+            # It is probed in the background, and told again once it answers.
+            while (await leading.steady()).seq < after.seq:
+                pass
+
+
+async def test_a_monitor_that_is_gone_is_replaced_at_once() -> None:
+    standby = ScriptedMonitor()
+    async with serving(standby) as port, reporting(["127.0.0.1:1", f"127.0.0.1:{port}"], PhaseNews(), 3600):
+        await standby.steady()

@@ -1,0 +1,110 @@
+"""Which services can be reached: one that failed is asked again in the background, not by who needs it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection
+from typing import Final
+
+import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from tailrace.service.channels import Channels
+from tailrace.service.failure import failure
+
+log = logging.getLogger(__name__)
+
+_CHECK_S: Final = 1.0
+# Before a service that failed is asked whether it is back; longer with each failure in a row.
+_PAUSE_S: Final = 0.5
+_PAUSE_MAX_S: Final = 10.0
+
+
+class Reachability:
+    """A circuit breaker for each address.
+
+    An address that failed is unusable until the standard health check says that it serves. One that fails
+    again before it has worked is left alone for longer each time, up to ten seconds: a service whose health
+    check answers while its calls time out costs its callers one deadline in ten seconds.
+    """
+
+    def __init__(
+        self,
+        channels: Channels,
+        check: Callable[[grpc.aio.Channel], Awaitable[bool]] | None = None,
+        pause_s: float = _PAUSE_S,
+    ) -> None:
+        """`check`: whether a service serves; the standard health check when not given."""
+        self._channels = channels
+        self._check = check or serves
+        self._pause_s = pause_s
+        self._probes: dict[str, asyncio.Task[None]] = {}
+        # Failures in a row by address.
+        self._failures: dict[str, int] = {}
+        # Probes that were called off, until they have ended.
+        self._ending: set[asyncio.Task[None]] = set()
+
+    def usable(self, address: str) -> bool:
+        """Whether the address may be used now."""
+        return address not in self._probes
+
+    def failed(self, address: str) -> None:
+        """A call to the address failed, or it keeps silent."""
+        if address in self._probes:
+            return
+        self._failures[address] = self._failures.get(address, 0) + 1
+        task = asyncio.create_task(self._probe(address), name=f"probe of {address}")
+        self._probes[address] = task
+        task.add_done_callback(_log_failure)
+
+    def succeeded(self, address: str) -> None:
+        """The address has worked."""
+        self._failures.pop(address, None)
+
+    def keep_only(self, addresses: Collection[str]) -> None:
+        """Forget all other addresses: services come and go, each with another one."""
+        for address in self._failures.keys() - set(addresses):
+            del self._failures[address]
+            if (task := self._probes.pop(address, None)) is not None:
+                task.cancel()
+                self._ending.add(task)
+                task.add_done_callback(self._ending.discard)
+
+    async def close(self) -> None:
+        """End all probes."""
+        tasks = {*self._probes.values(), *self._ending}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _probe(self, address: str) -> None:
+        """Until the address serves."""
+        failures = self._failures[address]
+        try:
+            while True:
+                await asyncio.sleep(min(self._pause_s * 2 ** min(failures - 1, 10), _PAUSE_MAX_S))
+                if await self._check(self._channels.get(address)):
+                    log.info("%s answers again", address)
+                    return
+                failures += 1
+        finally:
+            if self._probes.get(address) is asyncio.current_task():
+                del self._probes[address]
+
+
+async def serves(channel: grpc.aio.Channel) -> bool:
+    """Whether the standard health check says so within a second."""
+    try:
+        reply = await HealthStub(channel).Check(HealthCheckRequest(), timeout=_CHECK_S)
+    except grpc.aio.AioRpcError as error:
+        # It has no health check, but it is there.
+        return error.code() is grpc.StatusCode.UNIMPLEMENTED
+    return bool(reply.status == HealthCheckResponse.SERVING)
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if (error := failure(task)) is not None:
+        log.error("probing failed", exc_info=error)

@@ -1,0 +1,78 @@
+"""One picture from several monitors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler_svc.merged_reports import MergedReports
+from tailrace.v1 import monitor_pb2
+
+
+def report(name: str, seq: int, incarnation: str = "1") -> monitor_pb2.WorkerReport:
+    """A report of which only its place matters."""
+    return monitor_pb2.WorkerReport(instance_id=name, incarnation=incarnation, seq=seq)
+
+
+def delta(
+    reports: Sequence[monitor_pb2.WorkerReport] = (), silent: Sequence[str] = (), snapshot: bool = False
+) -> monitor_pb2.StateDelta:
+    """What a monitor sends."""
+    return monitor_pb2.StateDelta(reports=reports, silent_instance_ids=silent, snapshot=snapshot)
+
+
+def test_a_worker_that_turned_to_another_monitor_is_not_silent() -> None:
+    merged = MergedReports()
+    assert not merged.connected
+    assert len(list(merged.fresh("m1", delta([report("w", 1)], snapshot=True)))) == 1
+    list(merged.fresh("m2", delta(snapshot=True)))
+    list(merged.fresh("m2", delta([report("w", 2)])))
+    list(merged.fresh("m1", delta(silent=["w"])))
+    assert merged.silent == frozenset()
+    list(merged.fresh("m2", delta(silent=["w"])))
+    assert merged.silent == {"w"}, "now nobody hears it"
+    list(merged.fresh("m1", delta([report("w", 3)])))
+    assert merged.silent == frozenset()
+
+
+def test_a_monitor_that_never_heard_of_it_vouches_for_nobody() -> None:
+    merged = MergedReports()
+    list(merged.fresh("m1", delta([report("w", 1)], snapshot=True)))
+    list(merged.fresh("m2", delta(snapshot=True)))
+    list(merged.fresh("m1", delta(silent=["w"])))
+    assert merged.silent == {"w"}
+
+
+def test_a_monitor_that_is_gone_is_not_asked() -> None:
+    merged = MergedReports()
+    list(merged.fresh("m1", delta([report("w", 1)], ["w"], snapshot=True)))
+    list(merged.fresh("m2", delta([report("w", 2)], snapshot=True)))
+    assert merged.silent == frozenset()
+    merged.disconnected("m2")
+    assert merged.connected and merged.silent == {"w"}
+    merged.disconnected("m1")
+    assert not merged.connected
+
+
+def test_an_old_snapshot_does_not_take_a_worker_back() -> None:
+    merged = MergedReports()
+    list(merged.fresh("m1", delta([report("w", 5)], snapshot=True)))
+    list(merged.fresh("m2", delta([report("w", 6)], snapshot=True)))
+    assert list(merged.fresh("m1", delta([report("w", 5)], snapshot=True))) == []
+    again = merged.fresh("m2", delta([report("w", 6)], snapshot=True))
+    assert len(list(again)) == 1, "its own monitor's snapshot may carry events that were missed"
+    restarted = merged.fresh("m1", delta([report("w", 1, "2")]))
+    assert len(list(restarted)) == 1, "another run of the worker counts anew"
+
+
+@given(st.lists(st.tuples(st.sampled_from(["m1", "m2", "m3"]), st.integers(1, 30)), max_size=60))
+def test_between_monitors_reports_never_go_back(told: list[tuple[str, int]]) -> None:
+    merged = MergedReports()
+    taken: list[tuple[str, int]] = []
+    for monitor, seq in told:
+        taken += [(monitor, r.seq) for r in merged.fresh(monitor, delta([report("w", seq)]))]
+    for number, (monitor, seq) in enumerate(taken[1:], 1):
+        before = taken[:number]
+        assert monitor == before[-1][0] or seq > max(s for _, s in before)

@@ -1,0 +1,112 @@
+"""A worker that is cut off from one monitor alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import grpc
+
+from tailrace.profiles import load_profile
+from tailrace.service.channels import Channels
+from tailrace.service.preferred import preferred
+from tailrace.v1 import admin_pb2, monitor_pb2, scheduler_pb2, types_pb2
+from tailrace.v1.monitor_pb2_grpc import MonitorStub
+from tests.scheduler.conftest import WAIT_S, Control
+from tests.service.silent_proxy import silent_proxy
+from worker_agent.carried import CarriedRequests
+from worker_agent.engine.base import EngineStats
+from worker_agent.load import MigrationLoad
+from worker_agent.phase_news import PhaseNews
+from worker_agent.reports import Reports
+from worker_agent.speeds import Speeds
+
+if TYPE_CHECKING:
+    from tailrace.v1.admin_pb2_grpc import AdminAsyncStub
+
+ACTIVE = types_pb2.INSTANCE_STATE_ACTIVE
+
+IDLE = EngineStats(
+    requests=[],
+    kv_blocks_used=0,
+    kv_blocks_total=1_000,
+    host_kv_bytes_used=0,
+    host_kv_bytes_total=0,
+    prefill_backlog_tokens=0,
+    steps=0,
+    generated_tokens=0,
+    preemptions=0,
+    token_interval_ms_mean=0.0,
+    token_interval_ms_p99=0.0,
+)
+
+
+class Detours(Channels):
+    """Channels of which some go through a proxy."""
+
+    def __init__(self, by_address: Mapping[str, str]) -> None:
+        super().__init__()
+        self._by_address = by_address
+
+    def get(self, address: str) -> grpc.aio.Channel:
+        return super().get(self._by_address.get(address, address))
+
+
+def reports(control: Control, name: str, channels: Channels) -> Reports:
+    """A worker's own."""
+    return Reports(
+        name,
+        "1",
+        16,
+        lambda: IDLE,
+        lambda: MigrationLoad(0, 0, 0.0),
+        CarriedRequests(lambda: 0.1),
+        PhaseNews(),
+        lambda: Speeds.of(load_profile("llama-3.1-8b-h100"), 0.1),
+        lambda: [record.address for record in preferred(control.members, "monitor")],
+        channels,
+        0.1,
+    )
+
+
+async def told_by(address: str, wanted: Callable[[monitor_pb2.StateDelta], bool]) -> None:
+    """Until this monitor tells it."""
+    async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(WAIT_S):
+        async for delta in MonitorStub(channel).Watch(monitor_pb2.WatchRequest(subscriber="test")):
+            if wanted(delta):
+                return
+
+
+async def all_active(admin: AdminAsyncStub) -> bool:
+    reply = await admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=WAIT_S)
+    return all(info.state == ACTIVE and info.report_age_s < 1.9 for info in reply.instances)
+
+
+async def test_a_worker_cut_off_from_the_leading_monitor_alone_goes_on_getting_requests(
+    control: Control,
+) -> None:
+    await control.start_monitor("second")
+    admin, scheduler = await control.admin(), await control.scheduler()
+    leading = control.members.leaders["monitor"].address
+    async with silent_proxy(leading) as proxy, contextlib.AsyncExitStack() as stack:
+        cut = Detours({leading: proxy.address})
+        stack.push_async_callback(cut.close)
+        for name, channels in (("a", cut), ("b", control.channels)):
+            task = asyncio.create_task(reports(control, name, channels).run())
+            stack.push_async_callback(asyncio.wait, [task])
+            stack.callback(task.cancel)
+        await told_by(leading, lambda delta: "a" in {report.instance_id for report in delta.reports})
+        proxy.open.clear()
+        await told_by(leading, lambda delta: "a" in delta.silent_instance_ids)
+        # The monitor that leads misses it; the scheduler has heard of it by the other one.
+        assert await all_active(admin)
+        placed = [
+            await scheduler.Place(
+                scheduler_pb2.PlaceRequest(request_id=f"r{n}", prompt_tokens=100, max_tokens=10), timeout=5
+            )
+            for n in range(4)
+        ]
+        assert sorted(reply.instance_id for reply in placed) == ["a", "a", "b", "b"]
+        proxy.open.set()
