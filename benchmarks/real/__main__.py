@@ -14,18 +14,18 @@ from rich.console import Console
 from benchmarks.real import ares, arrow, cascade, pascal, switch
 from benchmarks.real.fleet import WORKERS
 from benchmarks.real.plan import Bench, Scale, progress
-from benchmarks.real.report import Comparison
+from benchmarks.real.report import Comparison, summary
 from benchmarks.report import machine, save
 
 # PASCAL first: its last fleet is the one that the others use.
-_COMPARISONS: Final[Mapping[str, Callable[[Bench], Awaitable[Comparison]]]] = {
+_COMPARISONS: Final[Mapping[str, Callable[[Bench], Awaitable[Sequence[Comparison]]]]] = {
     "pascal": pascal.run,
-    "arrow": arrow.run_answers,
     "ares": ares.run,
     "cascade": cascade.run,
     "switch": switch.run,
-    # Last, since its workers are set up in another way.
+    # Last, since their workers are set up in other ways.
     "arrow-prompts": arrow.run_prompts,
+    "arrow-answers": arrow.run_answers,
 }
 
 
@@ -38,8 +38,8 @@ async def run(names: Sequence[str], scale: Scale) -> list[Comparison]:
     async with Bench(scale) as bench:
         for name in names:
             progress(name)
-            comparison = await _COMPARISONS[name](bench)
-            done.append(comparison)
+            found = await _COMPARISONS[name](bench)
+            done += found
             about: dict[str, object] = {
                 "workers": WORKERS,
                 "kv_tokens_a_worker": bench.kv_tokens,
@@ -47,7 +47,8 @@ async def run(names: Sequence[str], scale: Scale) -> list[Comparison]:
             if bench.references.seconds:
                 about["undisturbed_tokens_per_s"] = bench.references.tokens_per_s
             if scale.lasting:
-                save(f"real-{name}", about | comparison.json())
+                for comparison in found:
+                    save(f"real-{comparison.name}", about | comparison.json())
     return done
 
 
@@ -69,6 +70,7 @@ def main() -> int:
         console = Console()
         for each in done:
             console.print(each.table())
+        console.print(summary(done))
     for each in done:
         for figures in each.runs:
             for line in figures.failed:

@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from benchmarks.real.capacity import full_kv_rate
 from benchmarks.real.chat import Timing
 from benchmarks.real.check import References
-from benchmarks.real.contest import Layout, contest, rate_for
+from benchmarks.real.contest import PLAIN, Arm, Layout, contest
 from benchmarks.real.figures import Figures
-from benchmarks.real.fleet import WORKERS, Engines, Fleet
+from benchmarks.real.fleet import BLOCK_TOKENS, WORKERS, Engines, Fleet
 from benchmarks.real.load import Arrival, poisson
-from benchmarks.real.plan import PRESSED, Bench, mirrored
-from benchmarks.real.prompts import answers, conversations, prompt_tokens
+from benchmarks.real.plan import Bench, mirrored
+from benchmarks.real.prompts import answers, conversations, longest, prompt_tokens
 from benchmarks.real.report import Comparison
 from tailrace.cluster import Pool
 from tailrace.tiny.task import Task
@@ -23,12 +24,22 @@ from tailrace.tiny.task import Task
 # What the policy itself goes by, here and wherever it is set by name.
 _TTFT_SLO_S: Final = 2.0
 _TPOT_SLO_S: Final = 0.15
-_CONTESTANTS: Final = ("static", "arrow")
-_POLICIES: Final = {"static": "minimal_load", "arrow": "arrow"}
+_ARMS: Final = (Arm("static", "minimal_load"), Arm("arrow", "arrow"))
+# What becomes of it where KV is short: the paper's letter, and our variants beside it.
+_ANSWER_ARMS: Final = (
+    Arm("least loaded, no pools", "least_loaded"),
+    Arm("static", "minimal_load"),
+    Arm("arrow, room filter", "arrow", {"room": "filter"}),
+    Arm("arrow, KV wait", "arrow", {"kv_wait": "true"}),
+    Arm("arrow, KV wait, flips by attainment", "arrow", {"kv_wait": "true", "flips": "attainment"}),
+    Arm("arrow", "arrow"),
+)
+# Requests of the mean length that the KV of one instance holds.
+_KV_REQUESTS: Final = (2, 8, 32)
 
-# Answers: times what the fleet makes with two streams a worker, in the burst six times as much as around it.
-_QUIET: Final = 1.0
-_BURST: Final = 6.0
+# Answers: of what the fleet completes with its KV full; in the burst twice that.
+_QUIET: Final = 0.3
+_BURST: Final = 2.0
 # Prompts: times what one instance prefills that has a core to itself; here three and the services share two.
 _QUIET_PROMPTS: Final = 0.1
 _BURST_PROMPTS: Final = 0.8
@@ -64,17 +75,34 @@ def attains(timing: Timing) -> bool:
     return timing.first_token_s <= _TTFT_SLO_S and timing.tpot_s <= _TPOT_SLO_S
 
 
-async def run_answers(bench: Bench) -> Comparison:
-    """Too little decodes: as many prefill instances as Arrow's default share gives, half, rounded up."""
-    fleet = await bench.fleet(PRESSED)
+async def run_answers(bench: Bench) -> Sequence[Comparison]:
+    """Too little decodes: as many prefill instances as Arrow's default share gives, half, rounded up.
+
+    With KV for 2, 8 and 32 requests an instance; each without a profile of the engine and with one.
+    """
     tasks = answers(0)
-    await bench.references.learn(fleet, tasks)
-    quiet, burst = (rate_for(load, bench.references, tasks) for load in (_QUIET, _BURST))
-    found = _Burst(quiet, burst, tasks)
-    return await _compare(bench, fleet, bench.references, "arrow", "answers", -(-WORKERS // 2), found)
+    most = max(prompt_tokens(each) for each in tasks) + longest(tasks)
+    found: list[Comparison] = []
+    for requests in _KV_REQUESTS[: len(bench.scale.loads)]:
+        blocks = 1 + requests * -(-most // BLOCK_TOKENS)
+        engines = Engines(kv_blocks=blocks, max_len=most)
+        fleet = await bench.fleet(engines)
+        # Of their own: a fleet with more KV is another fleet.
+        references = References()
+        await references.learn(fleet, tasks)
+        unit = await full_kv_rate(fleet, tasks, blocks)
+        burst = _Burst(_QUIET * unit, _BURST * unit, tasks)
+        for profiled in (False, True):
+            if profiled:
+                await fleet.profile()
+            name = f"arrow-kv{requests}" + ("-profiled" if profiled else "")
+            of = f"answers, KV for {requests}" + (", profiled" if profiled else "")
+            arms = _ANSWER_ARMS if profiled else _ARMS
+            found.append(await _compare(bench, fleet, references, name, of, -(-WORKERS // 2), burst, arms))
+    return found
 
 
-async def run_prompts(bench: Bench) -> Comparison:
+async def run_prompts(bench: Bench) -> Sequence[Comparison]:
     """Too little prefills: one instance, and by `tailrace profile` the policy knows how fast it is."""
     fleet = await bench.fleet(_SMALL_STEPS)
     ttft = (await fleet.profile()).ttft
@@ -85,21 +113,27 @@ async def run_prompts(bench: Bench) -> Comparison:
     alone = 1.0 / (ttft.base_s + ttft.s_per_token * mean + ttft.s_per_token_squared * mean**2)
     burst = _Burst(_QUIET_PROMPTS * alone, _BURST_PROMPTS * alone, tasks)
     of = f"prompts of {mean:.0f} tokens"
-    return await _compare(bench, fleet, references, "arrow-prompts", of, 1, burst)
+    return [await _compare(bench, fleet, references, "arrow-prompts", of, 1, burst, _ARMS)]
 
 
 async def _compare(
-    bench: Bench, fleet: Fleet, references: References, name: str, of: str, prefill: int, burst: _Burst
+    bench: Bench,
+    fleet: Fleet,
+    references: References,
+    name: str,
+    of: str,
+    prefill: int,
+    burst: _Burst,
+    arms: Sequence[Arm],
 ) -> Comparison:
     names = sorted(fleet.members.instances)
     pools = {name: Pool.PREFILL if n < prefill else Pool.DECODE for n, name in enumerate(names)}
     runs: list[Figures] = []
     for number, seed in enumerate(bench.scale.seeds):
         arrivals = burst.arrivals(bench.scale.seconds, seed)
-        for contestant in mirrored(_CONTESTANTS, number):
-            policy, layout = _POLICIES[contestant], Layout(pools, ())
-            found = await contest(fleet, contestant, policy, seed, arrivals, references, layout, attains)
-            runs.append(found)
+        for arm in mirrored(arms, number):
+            layout = PLAIN if arm.policy == "least_loaded" else Layout(pools, ())
+            runs.append(await contest(fleet, arm, seed, arrivals, references, layout, attains))
     return Comparison(
         name=name,
         title=f"Arrow against static pools ({prefill} prefill, {WORKERS - prefill} decode), burst of {of}",

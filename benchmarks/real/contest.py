@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from benchmarks.real.chat import Timing
 from benchmarks.real.check import References
@@ -29,10 +29,18 @@ class Layout:
 PLAIN = Layout({}, ())
 
 
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A contestant: the fleet's policy with its parameters."""
+
+    name: str
+    policy: str
+    parameters: Mapping[str, str] = field(default_factory=dict)
+
+
 async def contest(
     fleet: Fleet,
-    name: str,
-    policy: str,
+    arm: Arm,
     seed: int,
     arrivals: Sequence[Arrival],
     references: References,
@@ -43,15 +51,16 @@ async def contest(
     await fleet.clear()
     await fleet.set_stages(layout.stages)
     await fleet.set_pools(layout.pools)
-    await fleet.set_policy(policy)
+    await fleet.set_policy(arm.policy, arm.parameters)
     began_s = time.perf_counter()
     async with watching(fleet) as watched:
         outcomes = await offer(fleet, arrivals, references)
         seconds = time.perf_counter() - began_s
-    found = figures(name, seed, outcomes, watched, seconds, attains)
+    found = figures(arm.name, seed, outcomes, watched, seconds, attains)
     progress(
-        f"  {name}, seed {seed}: {found.equal} of {found.requests} answers equal, SLO by {found.attained}, "
-        f"KV {found.kv_share_mean:.0%} on average, {found.preemptions} preemptions, {seconds:.0f} s"
+        f"  {arm.name}, seed {seed}: {found.equal} of {found.requests} answers equal, "
+        f"SLO by {found.attained}, KV {found.kv_share_mean:.0%} on average, "
+        f"{found.preemptions} preemptions, {seconds:.0f} s"
     )
     return found
 

@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import grpc
@@ -27,6 +28,8 @@ BLOCK_TOKENS: Final = 32
 KV_BLOCKS: Final = 96
 MAX_LEN: Final = 2_900
 
+NO_PARAMETERS: Final[Mapping[str, str]] = MappingProxyType({})
+
 _CALL_S: Final = 10.0
 _SETTLE_S: Final = 60.0
 _POLL_S: Final = 0.05
@@ -43,13 +46,20 @@ class Engines:
     kv_blocks: int = KV_BLOCKS
     # Most tokens of a step. None: vLLM's own.
     step_tokens: int | None = None
+    # Longest prompt and output.
+    max_len: int = MAX_LEN
+    workers: int = WORKERS
+    # Seconds between two steady reports. None: the workers' own.
+    report_s: float | None = None
 
     def arguments(self) -> list[str]:
         """For `tailrace serve worker`."""
         given = ["--kv-blocks", str(self.kv_blocks), "--block-size", str(BLOCK_TOKENS)]
-        given += ["--max-model-len", str(MAX_LEN), "--max-num-seqs", "32", "--intra", self.intra]
+        given += ["--max-model-len", str(self.max_len), "--max-num-seqs", "32", "--intra", self.intra]
         if self.step_tokens is not None:
             given += ["--engine-arg", f"max_num_batched_tokens={self.step_tokens}"]
+        if self.report_s is not None:
+            given += ["--report-interval", f"{self.report_s:g}"]
         return given
 
 
@@ -66,9 +76,10 @@ class Fleet:
         reply = await self.admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=_CALL_S)
         return {info.instance_id: info for info in reply.instances}
 
-    async def set_policy(self, name: str) -> None:
-        """As `tailrace set policy`; in force when this returns."""
-        await self.admin.SetPolicy(admin_pb2.SetPolicyRequest(name=name), timeout=_CALL_S)
+    async def set_policy(self, name: str, parameters: Mapping[str, str] = NO_PARAMETERS) -> None:
+        """As `tailrace set policy NAME key=value ...`; in force when this returns."""
+        request = admin_pb2.SetPolicyRequest(name=name, parameters=parameters)
+        await self.admin.SetPolicy(request, timeout=_CALL_S)
         async with asyncio.timeout(_SETTLE_S):
             while await self._policy() != name:  # noqa: ASYNC110 - the scheduler tells nobody
                 await asyncio.sleep(_POLL_S)
@@ -157,7 +168,7 @@ class Counts:
 async def running_fleet(engines: Engines) -> AsyncIterator[Fleet]:
     """A fleet of its own for the block."""
     front = "rust" if (Path(sys.executable).parent / "vllm-rs").exists() else "python"
-    arguments = ["--workers", str(WORKERS), "--policy", "least_loaded", "--no-traces", "--"]
+    arguments = ["--workers", str(engines.workers), "--policy", "least_loaded", "--no-traces", "--"]
     arguments += engines.arguments()
     cluster = await asyncio.to_thread(TailraceCluster, "tailrace", arguments, front)
     async with contextlib.AsyncExitStack() as stack:

@@ -1,50 +1,69 @@
-"""PASCAL against FCFS and RR: tail TTFT by reasoning length, SLO attainment (its figures 10 and 11)."""
+"""PASCAL against FCFS and RR over the load: tail TTFT and SLO attainment (its figures 10 and 11)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from benchmarks.real.contest import contest, rate_for
+from benchmarks.real.capacity import full_kv_rate
+from benchmarks.real.contest import Arm, contest
 from benchmarks.real.figures import BINS, QOE_SLO, Figures
 from benchmarks.real.fleet import Engines
 from benchmarks.real.load import TPOT_S, poisson
-from benchmarks.real.plan import Bench
+from benchmarks.real.plan import PRESSED, Bench
 from benchmarks.real.prompts import mix
 from benchmarks.real.report import Comparison
 
-# Four times what the fleet does with two streams a worker: KV is full, and requests wait.
-_LOAD: Final = 4.0
+# Seconds between reports: the workers' own is half a second, in which answers gather where there is no room.
+_FAST_REPORTS_S: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    engines: Engines
+    arm: Arm
+
+
 # Order inside the instances and policy: the paper's baselines place by smallest KV footprint (section V-A).
-# PASCAL last: its fleet is the one that all other comparisons use.
-_CONTESTANTS: Final = (
-    ("fcfs", "fcfs", "min_kv"),
-    ("rr", "round_robin", "min_kv"),
-    ("pascal", "policy", "pascal"),
+# Those of one fleet stand together; the last one's is the fleet that all other comparisons use.
+_ENTRIES: Final = (
+    _Entry(Engines(intra="fcfs"), Arm("fcfs", "min_kv")),
+    _Entry(Engines(intra="round_robin"), Arm("rr", "min_kv")),
+    _Entry(Engines(report_s=_FAST_REPORTS_S), Arm("pascal, reports each 0.1 s", "pascal")),
+    _Entry(PRESSED, Arm("pascal, no migration", "pascal_no_migration")),
+    _Entry(PRESSED, Arm("pascal, passing over", "pascal", {"pass_over": "1"})),
+    _Entry(PRESSED, Arm("pascal", "pascal")),
 )
 
 
-async def run(bench: Bench) -> Comparison:
-    """One fleet a contestant, since FCFS and RR are orders that go with no policy by name."""
+async def run(bench: Bench) -> Sequence[Comparison]:
+    """Compare at each load of the scale; 1.0 is what the fleet completes under FCFS with its KV full."""
     tasks = mix(0)
-    runs: list[Figures] = []
-    rate = 0.0
-    for name, intra, policy in _CONTESTANTS:
-        fleet = await bench.fleet(Engines(intra=intra))
+    unit = 0.0
+    runs: dict[float, list[Figures]] = {load: [] for load in bench.scale.loads}
+    for entry in _ENTRIES:
+        fleet = await bench.fleet(entry.engines)
         await bench.references.learn(fleet, tasks)
         # Once for all of them.
-        rate = rate or rate_for(_LOAD, bench.references, tasks)
-        for seed in bench.scale.seeds:
-            arrivals = poisson(tasks, rate, bench.scale.seconds, seed)
-            runs.append(await contest(fleet, name, policy, seed, arrivals, bench.references))
-    return Comparison(
-        name="pascal",
-        title="PASCAL against FCFS and RR",
-        ours="pascal",
-        rate=rate,
-        slo=f"QoE of the answer at least {QOE_SLO} at {TPOT_S * 1e3:.0f} ms a token",
-        compared=("ttft_p50_s", "ttft_p90_s", *(f"ttft_by_reasoning:{name}" for name in _bins()), "attained"),
-        runs=runs,
-    )
+        unit = unit or await full_kv_rate(fleet, tasks, entry.engines.kv_blocks)
+        for load in bench.scale.loads:
+            for seed in bench.scale.seeds:
+                arrivals = poisson(tasks, load * unit, bench.scale.seconds, seed)
+                runs[load].append(await contest(fleet, entry.arm, seed, arrivals, bench.references))
+    bins = tuple(f"ttft_by_reasoning:{name}" for name in _bins())
+    return [
+        Comparison(
+            name=f"pascal-{load:g}",
+            title=f"PASCAL against FCFS and RR at {load:g} of the fleet with its KV full",
+            ours="pascal",
+            rate=load * unit,
+            slo=f"QoE of the answer at least {QOE_SLO} at {TPOT_S * 1e3:.0f} ms a token",
+            compared=("ttft_p50_s", "ttft_p90_s", *bins, "attained"),
+            runs=found,
+        )
+        for load, found in runs.items()
+    ]
 
 
 def _bins() -> tuple[str, ...]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Self, TypeVar
 
 from benchmarks.real.check import References
 from benchmarks.real.fleet import BLOCK_TOKENS, Engines, Fleet, running_fleet
+
+T = TypeVar("T")
 
 # Little KV, orders by policy: what most comparisons run on.
 PRESSED: Final = Engines()
@@ -24,6 +27,8 @@ class Scale:
     seeds: tuple[int, ...]
     switch_s: float
     lasting: bool
+    # Of what the fleet makes with its KV full.
+    loads: tuple[float, ...] = (0.6, 0.8, 1.0, 1.2)
 
     @staticmethod
     def full(seeds: int) -> Scale:
@@ -33,7 +38,7 @@ class Scale:
     @staticmethod
     def quick() -> Scale:
         """A taste: that it works, no figures to rely on."""
-        return Scale(6.0, (1,), 25.0, False)
+        return Scale(6.0, (1,), 25.0, False, (1.0,))
 
 
 @dataclass
@@ -81,6 +86,6 @@ def progress(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-def mirrored(contestants: tuple[str, ...], number: int) -> tuple[str, ...]:
+def mirrored(contestants: Sequence[T], number: int) -> Sequence[T]:
     """Every other seed the other way round, so that a machine that drifts favours nobody."""
     return contestants if number % 2 == 0 else contestants[::-1]

@@ -111,6 +111,20 @@ class Comparison:
         return table
 
 
+def summary(comparisons: Sequence[Comparison]) -> Table:
+    """One row a comparison, with the SLOs that each kept: at which loads a policy gains or loses."""
+    table = Table(title="SLOs kept, share; means over seeds", show_lines=True)
+    for heading in ("comparison", "requests/s", "contestants, the most first", "answers equal"):
+        table.add_column(heading)
+    for each in comparisons:
+        kept = {name: each.mean(name, "attained") or 0.0 for name in each.contestants}
+        ranked = sorted(kept, key=lambda name: -kept[name])
+        equal, requests = each.answers
+        shown = ", ".join(f"{name} {kept[name]:.2f}" for name in ranked)
+        table.add_row(each.name, f"{each.rate:.2f}", shown, f"{equal} of {requests}")
+    return table
+
+
 def _value(run: Figures, figure: str) -> float | None:
     if figure == "attained":
         return run.attained / max(1, run.requests)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Sequence
 from typing import Final
 
 from benchmarks.real.contest import rate_for
@@ -22,7 +23,7 @@ _LOAD: Final = 2.0
 _SEED: Final = 7
 
 
-async def run(bench: Bench) -> Comparison:
+async def run(bench: Bench) -> Sequence[Comparison]:
     """All installed policies in an order drawn from the seed, again and again while requests arrive."""
     fleet = await bench.fleet()
     tasks = mix(0)
@@ -48,7 +49,7 @@ async def run(bench: Bench) -> Comparison:
     switches = int(seconds / _EVERY_S)
     policies = {record.policy for record in watched.migrations}
     runs[0].more = {"switches": switches, "policies": min(switches, len(order)), "moved_by": len(policies)}
-    return Comparison(
+    found = Comparison(
         name="switch",
         title=f"Policy switched every {_EVERY_S:g} s among all {len(order)}",
         ours="all in turn",
@@ -57,6 +58,7 @@ async def run(bench: Bench) -> Comparison:
         compared=("moved", "flips", "preemptions", "longest_gap_s"),
         runs=runs,
     )
+    return [found]
 
 
 async def _switch(fleet: Fleet, order: list[str]) -> None:

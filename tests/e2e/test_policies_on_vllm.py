@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(900)]
 
 async def test_every_policy_in_turn_for_two_minutes() -> None:
     async with Bench(Scale.full(1)) as bench:
-        comparison = await switch.run(bench)
+        (comparison,) = await switch.run(bench)
     equal, asked = comparison.answers
     assert asked > 0 and comparison.right, [run.failed for run in comparison.runs]
     assert equal == asked

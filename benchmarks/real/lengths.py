@@ -1,0 +1,62 @@
+"""What unequal lengths in a batch cost one real engine: steps of equal and of spread contexts, alike in KV.
+
+CascadeInfer sorts requests by length because of this cost (its figure 2: 1.1 to 2.1 times at batches of 512).
+Where it is a few percent, there is nothing that sorting could gain.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from typing import Final
+
+from benchmarks.loadgen import completion_request, run_streams
+from benchmarks.real.check import Disturbed
+from benchmarks.real.fleet import MAX_LEN, Fleet
+from benchmarks.real.plan import progress
+from benchmarks.servers import MODEL
+
+_REQUESTS: Final = 8
+_OUTPUT: Final = 128
+# A token of the tiny model's is a byte.
+_MEAN: Final = 320
+_LONGEST: Final = 2_000
+_PAIRS: Final = 3
+
+
+async def spread_over_equal(fleet: Fleet) -> float:
+    """Measure the time between tokens of one long and seven short contexts, over that of eight equal ones.
+
+    Both batches hold the same KV in all; the median of alternating pairs. `fleet`: of one instance.
+    """
+    short = (_REQUESTS * _MEAN - _LONGEST) // (_REQUESTS - 1)
+    assert _LONGEST + _OUTPUT <= MAX_LEN
+    equal = [_MEAN] * _REQUESTS
+    spread = [_LONGEST] + [short] * (_REQUESTS - 1)
+    await fleet.clear()
+    pairs = [(await _interval(fleet, spread), await _interval(fleet, equal)) for _ in range(_PAIRS)]
+    ratios = [ours / theirs for ours, theirs in pairs]
+    found = statistics.median(ratios)
+    progress(f"  a step of unequal lengths takes {found:.3f} times one of equal ones ({_PAIRS} pairs)")
+    return found
+
+
+async def _interval(fleet: Fleet, prompts: Sequence[int]) -> float:
+    """Median seconds between tokens while all of these decode."""
+
+    requests = [completion_request(fleet.url, MODEL, "x" * tokens, _OUTPUT) for tokens in prompts]
+    results = await run_streams(fleet.url, requests)
+    for result in results:
+        if result.error:
+            raise Disturbed(f"measuring unequal lengths: {result.error}")
+    times = [result.event_times for result in results]
+    # From when the last has begun to when the first has ended all decode together.
+    begin, end = max(each[0] for each in times), min(each[-1] for each in times)
+    gaps = [
+        later - earlier
+        for each in times
+        for earlier, later in itertools.pairwise(each)
+        if begin <= earlier and later <= end
+    ]
+    return statistics.median(gaps)
