@@ -24,6 +24,7 @@ from tailrace.telemetry.metrics import new_registry, serve_metrics
 from tailrace.telemetry.tracing import configure
 from worker_agent.draining import HANDOVER_S
 from worker_agent.engines import EngineOptionError, EngineOptions, make_engine, read_argument
+from worker_agent.id_claim import IdInUse
 from worker_agent.intra_switch import BY_POLICY
 from worker_agent.kv.transport import start_ucx, stop_ucx
 from worker_agent.metrics import WorkerCollector, WorkerHistograms, WorkerMetrics
@@ -39,7 +40,7 @@ _MARGIN_S: Final = 10.0
 
 
 class EngineDied(RuntimeError):
-    """An engine failed for good."""
+    """An engine failed for good, or another worker has taken its id."""
 
 
 @click.command("worker")
@@ -226,7 +227,7 @@ async def _serve_or_say(
         log.info("stopped")
         logging.shutdown()
         os._exit(0)
-    except (EngineOptionError, EngineStartError, EngineDied) as error:
+    except (EngineOptionError, EngineStartError, EngineDied, IdInUse) as error:
         log.error("%s", error)
         sys.exit(1)
 

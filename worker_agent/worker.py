@@ -34,6 +34,7 @@ from worker_agent.faults import Faults
 from worker_agent.frontends import FrontEnds
 from worker_agent.hand_backs import HandBacks
 from worker_agent.heartbeats import beat
+from worker_agent.id_claim import replaced_message, wait_until_free
 from worker_agent.intra_switch import order_by
 from worker_agent.kv.client import KvClient
 from worker_agent.kv.server import KvServer
@@ -109,8 +110,8 @@ async def running_worker(
 ) -> AsyncIterator[Running]:
     """Start the engine, serve and join the fleet; leave and stop at the end. UCX must be started.
 
-    `died` gets the reason when the engine fails for good; the caller then ends the process. Raises
-    EngineStartError, ListenError, StoreUnavailable.
+    `died` gets the reason when the engine fails for good, or another worker has taken the id; the caller
+    then ends the process. Raises IdInUse, EngineStartError, ListenError, StoreUnavailable.
     """
     incarnation = fresh_incarnation()
     faults = Faults.from_environment(instance_id)
@@ -124,6 +125,14 @@ async def running_worker(
         if not died.done():
             died.set_result(f"{instance_id}: {reason}")
 
+    def on_replaced(value: bytes) -> None:
+        reason = replaced_message(instance_id, value)
+        log.error("%s", reason)
+        front_ends.say_goodbye(worker_pb2.Goodbye(reason=reason))
+        if not died.done():
+            died.set_result(reason)
+
+    await wait_until_free(around.store, instance_id, settings.lease_ttl_s)
     async with AsyncExitStack() as stack:
         users = FrontEndSink(front_ends, carried, news, metrics, on_dead, lambda key: dispatch.give_up(key))
         sink = Probes(users, asyncio.get_running_loop().time)
@@ -266,7 +275,10 @@ async def running_worker(
             # What it was given goes before what was measured.
             "" if settings.profile is not None else profiler.kind,
         )
+        # Loading a model takes minutes: somebody may have come meanwhile.
+        await wait_until_free(around.store, instance_id, settings.lease_ttl_s, address)
         registration = await register(around.store, record, settings.lease_ttl_s)
+        registration.on_replaced(on_replaced)
         stack.push_async_callback(registration.withdraw)
         log.info("%s serves %s at %s, KV at port %d", instance_id, info.model, address, kv_server.port)
 

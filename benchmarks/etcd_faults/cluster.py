@@ -185,9 +185,13 @@ class FaultyCluster:
             ip("link", "set", network, "up")
         for member in self.members:
             member.prepare()
+        self.launch()
+        await self.healthy()
+
+    def launch(self) -> None:
+        """Start all processes (again)."""
         for member in self.members:
             member.start()
-        await self.healthy()
 
     async def healthy(self) -> None:
         """Until all can write."""

@@ -29,9 +29,9 @@ _SAMPLE_S: Final = 0.02
 class Seen:
     """One fault's figures."""
 
-    # In all, and at a stretch, without any candidate that leads; and most that led at once.
+    # In all, without any candidate that leads; and with two of them.
     without_leader_s: float = 0.0
-    leaders_max: int = 0
+    two_leaders_s: float = 0.0
     leadership_changes: int = 0
     # From when a write was acknowledged until a view showed it: the worst of all views, and how many of them
     # were behind by more than a second at some time.
@@ -137,7 +137,8 @@ class Observer:
             now_s = time.monotonic()
             seen = self._seen
             leading = [n for n, election in enumerate(self._elections) if election.leading.is_set()]
-            seen.leaders_max = max(seen.leaders_max, len(leading))
+            if len(leading) > 1:
+                seen.two_leaders_s += now_s - before_s
             if not leading:
                 seen.without_leader_s += now_s - before_s
             elif leader is not None and leading[0] != leader:

@@ -24,8 +24,11 @@ _DEADLINE_S: Final = 3.0
 # An attempt without an answer for so long (or a share of the deadline, with many members) gets company: the
 # same request goes to the next member, and the first answer counts.
 _HEDGE_S: Final = 1.0
-# Between two rounds through all members, when a member said that the cluster has no leader yet.
+# Between two rounds through all members, while there is hope: a member lives, and the cluster has no leader
+# yet.
 _ROUND_S: Final = 0.2
+# Where no member can be reached the call goes on for so long: until gRPC has tried to connect once more.
+_UNREACHABLE_S: Final = 1.25
 
 _CHANNEL_OPTIONS: Final = (
     # A name with several addresses is several members: each call goes to the next that answers.
@@ -81,6 +84,8 @@ class Member:
 
     endpoint: Endpoint
     channel: grpc.aio.Channel
+    # Since its last answer.
+    failed: bool = False
 
     async def unary(self, method: Method[Request, Reply], request: Request, timeout_s: float) -> Reply:
         """One call. Raises AioRpcError."""
@@ -131,11 +136,17 @@ class EtcdClient:
 
     def demote(self, member: Member, reason: str) -> None:
         """Ask this member after all others: it failed, or keeps silent."""
-        first = self.preferred
         self._members.remove(member)
         self._members.append(member)
-        if first is member and len(self._members) > 1:
-            log.warning("etcd member %s: %s; asking %s", member.endpoint, reason, self.preferred.endpoint)
+        if not member.failed:
+            member.failed = True
+            log.warning("etcd member %s failed: %s", member.endpoint, reason)
+
+    def answered(self, member: Member) -> None:
+        """It works."""
+        if member.failed:
+            member.failed = False
+            log.info("etcd member %s answers", member.endpoint)
 
     async def call(self, method: Method[Request, Reply], request: Request, what: str) -> Answer[Reply]:
         """Ask one member after the other. `what` names the call in errors.
@@ -205,9 +216,10 @@ class _Call(Generic[_Result]):
 
     async def run(self) -> Answer[_Result]:
         """Until an answer, the deadline, or nobody is there."""
-        give_up_s = time.monotonic() + _DEADLINE_S
+        begin_s = time.monotonic()
+        give_up_s = begin_s + _DEADLINE_S
         hedge_s = min(_HEDGE_S, _DEADLINE_S / len(self._members))
-        attempts, due_s = 0, time.monotonic()
+        attempts, due_s = 0, begin_s
         try:
             while (left_s := give_up_s - time.monotonic()) > 0:
                 if time.monotonic() >= due_s:
@@ -220,7 +232,8 @@ class _Call(Generic[_Result]):
                         return Answer(task.result(), attempts)
                     due_s = time.monotonic()
                 if self._failed >= len(self._members):
-                    if not self._alive and not self._pending:
+                    hopeless = time.monotonic() - begin_s > _UNREACHABLE_S and not self._alive
+                    if hopeless and not self._pending:
                         break
                     self._failed, self._alive = 0, False
                     due_s = time.monotonic() + _random.uniform(0.5, 1.0) * _ROUND_S
@@ -264,6 +277,7 @@ class _Call(Generic[_Result]):
             # Whoever was asked before and is still silent is slower than this one by a hedge at least.
             for slow in self._pending.values():
                 self._client.demote(slow, "slow to answer")
+            self._client.answered(member)
             return True
         if not isinstance(error, (grpc.aio.AioRpcError, *CALL_FAILURES)):
             raise error
@@ -295,5 +309,7 @@ CALL_FAILURES: Final = (StreamEnded, TimeoutError, grpc.aio.UsageError, asyncio.
 def short(error: BaseException) -> str:
     """An error in a few words."""
     if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name} {error.details()}"
+        # Of what gRPC says of a connection, the end is what happened.
+        reason = (error.details() or "").rpartition("last error: ")[2].removeprefix("UNKNOWN: ")
+        return f"{error.code().name} {reason}"
     return str(error) or type(error).__name__

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import logging
 import random
+from collections.abc import Callable
+from contextlib import aclosing
 from typing import Final
 
 import msgspec
@@ -30,9 +32,10 @@ class Election:
     """Campaigns for `leader/<kind>` until closed.
 
     `leading` is set while this process is the leader, `following` while it is not. `leading` is cleared
-    before the lease can have expired by this process's clock, so that two never lead at once while etcd keeps
-    its data; what a leader writes is compare-and-swap besides. A leader that etcd could not hear for a while
-    leads again as soon as it can, if its lease still holds.
+    before the lease can have expired by this process's clock, and as soon as etcd shows another leader or
+    none, which it should not: before 3.4.31 and 3.5.13 an etcd member that stood still while it led revokes
+    leases that live. What a leader writes is compare-and-swap besides. A leader that etcd could not hear for
+    a while leads again as soon as it can, if its lease still holds.
     """
 
     def __init__(
@@ -91,13 +94,13 @@ class Election:
 
     async def _wait_vacant(self) -> None:
         """Until nobody leads, or etcd takes this very process for the leader."""
-        watch = self._store.watch_prefix(self._key)
-        try:
+        await self._until(lambda value: value in (None, self._value))
+
+    async def _until(self, wanted: Callable[[bytes | None], bool]) -> None:
+        async with aclosing(self._store.watch_prefix(self._key)) as watch:
             async for mapping in watch:
-                if mapping.get(self._key) in (None, self._value):
+                if wanted(mapping.get(self._key)):
                     return
-        finally:
-            await watch.aclose()
 
     async def _lead(self, lease: int, renewed_s: float) -> None:
         """Lead until the lease is lost or may be."""
@@ -107,9 +110,13 @@ class Election:
         log.info("%s leads", self._name)
         self.following.clear()
         self.leading.hold_until(until_s)
+        replaced = asyncio.create_task(self._until(lambda value: value != self._value), name="leadership")
         try:
             while (left_s := until_s - lease_clock()) > 0:
-                await asyncio.sleep(min(left_s, self._ttl_s / 4))
+                await asyncio.wait([replaced], timeout=min(left_s, self._ttl_s / 4))
+                if replaced.done():
+                    log.warning("%s: etcd no longer takes it for the leader", self._name)
+                    return replaced.result()
                 asked_s = lease_clock()
                 try:
                     async with asyncio.timeout(max(0.0, until_s - asked_s)):
@@ -123,4 +130,6 @@ class Election:
         finally:
             self.leading.clear()
             self.following.set()
+            replaced.cancel()
+            await asyncio.wait([replaced])
             log.info("%s no longer leads", self._name)

@@ -66,10 +66,17 @@ class Registration:
         self._task = asyncio.create_task(self._keep(), name=f"registration {self.key}")
 
     async def update(self, value: bytes) -> None:
-        """Replace the value. Raises StoreUnavailable; the value is then put once etcd is back."""
+        """Replace the value. Raises StoreUnavailable; the value is then put once etcd is back.
+
+        A key that another process has taken is left to it.
+        """
         async with self._writing:
-            self._value = value
-            await self._store.put_leased(self.key, value, self._lease)
+            before, self._value = self._value, value
+            held = await self._store.get_leased(self.key)
+            if held is not None and held.value != before and held.lease != self._lease:
+                self._tell(held.value)
+            else:
+                await self._store.swap_leased(self.key, held, value, self._lease)
 
     async def withdraw(self) -> None:
         """Stop keeping the key and delete it; readers see a withdrawal. Without etcd the lease expires."""
@@ -123,6 +130,6 @@ class Registration:
         if other == self._other:
             return
         self._other = other
-        log.error("%s is now another process's; waiting until it is free", self.key)
+        log.error("%s is now another process's", self.key)
         for callback in self._replaced:
             callback(other)

@@ -43,6 +43,7 @@ class PrefixWatch:
         # Events are held against the listing alone: before 3.5.8 etcd may tell its progress ahead of the
         # events before it.
         self._listed = 0
+        self._last_event = 0
         self._seen = 0
         self._cluster_id = 0
         self._changed = asyncio.Event()
@@ -103,7 +104,7 @@ class PrefixWatch:
         request = etcd_pb2.RangeRequest(key=self._prefix, range_end=prefix_end(self._prefix))
         reply = (await self._client.call(RANGE, request, f"list {self._prefix.decode()}")).reply
         self._values = {kv.key: kv.value for kv in reply.kvs}
-        self._listed = self._seen = reply.header.revision
+        self._listed = self._last_event = self._seen = reply.header.revision
         self._cluster_id = reply.header.cluster_id
         self._changed.set()
 
@@ -116,6 +117,10 @@ class PrefixWatch:
             for event in reply.events:
                 if event.kv.mod_revision <= self._listed:
                     continue
+                if event.kv.mod_revision < self._last_event:
+                    # Before 3.5.8, of a member that was behind and caught up by a snapshot.
+                    raise StreamEnded("its events went back in time")
+                self._last_event = event.kv.mod_revision
                 if event.type == etcd_pb2.Event.DELETE:
                     self._values.pop(event.kv.key, None)
                 else:

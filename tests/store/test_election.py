@@ -88,3 +88,16 @@ async def test_etcd_killed_and_restarted(tmp_path: Path) -> None:
         for candidate in candidates:
             await candidate.close()
         await store.close()
+
+
+async def test_a_leader_whose_lease_was_taken_away_steps_down_at_once(store: Store) -> None:
+    """Before 3.5.13 etcd may revoke a lease that lives; the next renewal would be in a quarter of an hour."""
+    election = Election(store, record("a"), ttl_s=3600)
+    election.start()
+    await leads(election)
+    assert election._lease is not None
+    await store.revoke_lease(election._lease)
+    async with asyncio.timeout(20):
+        await election.following.wait()
+    await leads(election)
+    await election.close()

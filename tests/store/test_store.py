@@ -162,3 +162,19 @@ async def test_frozen_etcd_is_noticed(tmp_path: Path) -> None:
         etcd.thaw()
         assert await store.get("policy") is None
         await store.close()
+
+
+async def test_an_update_leaves_a_name_that_another_took_to_it(etcd: str, store: Store, cluster: str) -> None:
+    registration = await store.register("instances/a", b"old")
+    told: list[bytes] = []
+    registration.on_replaced(told.append)
+    other = await Store.connect([etcd], cluster)
+    await other.register("instances/a", b"new")
+    await registration.update(b"old, draining")
+    assert await store.get("instances/a") == b"new"
+    assert told == [b"new"]
+    await registration._renew()
+    assert told == [b"new"], "each is told once"
+    await other.close()
+    await registration._renew()
+    assert await store.get("instances/a") == b"old, draining", "taken back once it is free"

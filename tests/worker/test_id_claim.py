@@ -1,0 +1,89 @@
+"""One instance id, one worker, in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tailrace.records import InstanceRecord
+from tailrace.store.store import Store
+from tests.scheduler.facts import instance
+from tests.worker.worker_processes import WAIT_S, worker_process
+from worker_agent.id_claim import IdInUse, wait_until_free
+
+TTL_S = 1.0
+
+
+@pytest.fixture
+def listening() -> Iterator[str]:
+    """HOST:PORT at which somebody listens and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+async def put(store: Store, address: str, incarnation: str = "1") -> None:
+    """A worker "a" that is registered for ever."""
+    await store.put("instances/a", msgspec.json.encode(instance("a", address, incarnation)))
+
+
+async def test_an_id_of_its_own(store: Store) -> None:
+    await wait_until_free(store, "a", TTL_S)
+
+
+async def test_who_crashed_is_not_waited_for(store: Store) -> None:
+    await put(store, "127.0.0.1:1")
+    await wait_until_free(store, "a", lease_ttl_s=3600)
+
+
+async def test_who_was_at_our_own_address_is_dead(store: Store, listening: str) -> None:
+    await put(store, listening)
+    await wait_until_free(store, "a", 3600, own_address=listening)
+
+
+async def test_who_hangs_is_waited_for_until_its_lease_ends(store: Store, listening: str) -> None:
+    """Its sockets accept, as those of a stopped process do; it renews nothing."""
+    lease = await store.grant_lease(2)
+    await store.put_leased("instances/a", msgspec.json.encode(instance("a", listening)), lease)
+    async with asyncio.timeout(20):
+        await wait_until_free(store, "a", lease_ttl_s=3600)
+
+
+async def test_who_lives_keeps_its_id(store: Store, listening: str) -> None:
+    await put(store, listening)
+    with pytest.raises(IdInUse, match=f"'a' is in use: the worker at {listening} is alive; stop it"):
+        await wait_until_free(store, "a", TTL_S)
+
+
+async def test_a_worker_that_was_replaced_while_it_stood_still_stops(
+    store: Store, etcd: str, cluster: str, tmp_path: Path
+) -> None:
+    (tmp_path / "second").mkdir()
+    async with worker_process(store, etcd, cluster, tmp_path, "w") as first:
+        first.process.send_signal(signal.SIGSTOP)
+        try:
+            # Its lease is taken away: waiting for its end would take ten seconds.
+            held = await store.get_leased("instances/w")
+            assert held is not None
+            await store.revoke_lease(held.lease)
+            async with worker_process(store, etcd, cluster, tmp_path / "second", "w") as second:
+                assert second.records[0].incarnation != first.records[0].incarnation
+                first.process.send_signal(signal.SIGCONT)
+                async with asyncio.timeout(WAIT_S):
+                    assert await first.process.wait() == 1
+                said = first.log.read_text()
+                assert f"another worker, at {second.address}, has registered as 'w'" in said
+                assert "Traceback" not in said
+                value = await store.get("instances/w")
+                assert value is not None
+                assert msgspec.json.decode(value, type=InstanceRecord) == second.records[0]
+                assert second.process.returncode is None
+        finally:
+            if first.process.returncode is None:
+                os.kill(first.process.pid, signal.SIGCONT)
