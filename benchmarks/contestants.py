@@ -44,4 +44,4 @@ def prepare(name: str, ground: Ground, mean_output_tokens: float) -> Contestant:
     spec = setup.apply(ClusterSpec.uniform(ground.instances, profile, penalty=penalty), mean_output_tokens)
     ttft_s, tpot_s = ground.strictest()
     deployment = Deployment(Slo(ttft_s, tpot_s), profile, penalty)
-    return Contestant(spec, setup.policy(deployment), setup.intra())
+    return Contestant(spec, setup.policy(deployment), setup.intra(deployment.slo))

@@ -161,7 +161,7 @@ def run_scenario(scenario: Scenario, progress: Callable[[float], None] | None = 
         setup.apply(spec, mean_output),
         workload.requests,
         setup.policy(Deployment(slo, profile, penalty)),
-        setup.intra(),
+        setup.intra(slo),
         seed=scenario.options.seed,
         sample_interval_s=_sample_interval_s(workload),
         progress=progress,

@@ -28,6 +28,7 @@ from tailrace.policy.base import Policy
 from tailrace.policy.deployment import Deployment
 from tailrace.policy.parameters import Parameter, Value, parse_parameters
 from tailrace.policy.when_full import WhenFull
+from tailrace.slo import Slo
 
 # Names of predictions that workers can be given, whatever the policy.
 PREDICTIONS: Final = ("none", "noisy", "oracle")
@@ -62,11 +63,11 @@ class Setup:
         except registry.UnusablePolicyError as error:
             raise UnknownSetupError(str(error)) from error
 
-    def intra(self) -> IntraPolicy:
+    def intra(self, slo: Slo | None = None) -> IntraPolicy:
         """A new order inside the instance; vLLM's own is first come, first served. Raises ParameterError."""
         own = {parameter.name for parameter in intra_parameters(self.intra_name)}
         given = {name: value for name, value in self.given.items() if name in own}
-        return make_intra(self.intra_name, given) or Fcfs()
+        return make_intra(self.intra_name, given, slo) or Fcfs()
 
     def with_parameters(self, given: Mapping[str, Value]) -> Setup:
         """The same with these parameters, in their types. Raises UnknownSetupError, ParameterError.

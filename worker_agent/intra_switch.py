@@ -6,9 +6,10 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Final, TypeAlias
 
-from tailrace.intra.registry import intra_for_policy, intra_parameters
-from tailrace.policy.parameters import ParameterError, Value
+from tailrace.intra.registry import ENGINE_ORDER, intra_facts, intra_for_policy, intra_parameters
+from tailrace.policy.parameters import NO_PARAMETERS, ParameterError, Value
 from tailrace.records import PolicyRecord
+from tailrace.slo import Slo
 from tailrace.store.membership import Membership
 
 log = logging.getLogger(__name__)
@@ -17,41 +18,59 @@ log = logging.getLogger(__name__)
 BY_POLICY: Final = "policy"
 
 # Engine.set_intra.
-SetIntra: TypeAlias = Callable[[str, Mapping[str, Value]], None]
+SetIntra: TypeAlias = Callable[[str, Mapping[str, Value], Slo], None]
+# An order's name and its parameters.
+Order: TypeAlias = tuple[str, Mapping[str, Value]]
 
 
 class IntraSwitch:
     """Tells the engine of a change, once."""
 
-    def __init__(self, policy: Callable[[], PolicyRecord | None], set_intra: SetIntra) -> None:
-        """`policy`: the fleet's, None while none is set."""
-        self._policy = policy
+    def __init__(self, order: Callable[[], Order], slo: Callable[[], Slo], set_intra: SetIntra) -> None:
+        """`order`: the one that is wanted now. `slo`: the deployment's objectives now."""
+        self._order = order
+        self._slo = slo
         self._set_intra = set_intra
-        self._present: tuple[str, Mapping[str, Value]] | None = None
+        # With the facts that it goes by.
+        self._present: tuple[Order, Mapping[str, object]] | None = None
 
     def look(self) -> None:
-        """The fleet's policy may have changed. Parameters that this worker cannot use change nothing."""
-        record = self._policy() or PolicyRecord(name="")
-        name = intra_for_policy(record.name)
-        taken = {parameter.name for parameter in intra_parameters(name)}
-        parameters = {key: value for key, value in record.parameters.items() if key in taken}
-        if (name, parameters) == self._present:
+        """Order or SLOs may have changed. Parameters that this worker cannot use change nothing.
+
+        Raises UnknownIntraError.
+        """
+        order, slo = self._order(), self._slo()
+        name, parameters = order
+        wanted = order, intra_facts(name, slo)
+        if wanted == self._present:
             return
         # Tried once, whatever comes of it.
-        self._present = name, parameters
+        self._present = wanted
         try:
-            self._set_intra(name, parameters)
+            self._set_intra(name, parameters, slo)
         except ParameterError as error:
-            log.error("the order of policy %r cannot be followed: %s", record.name, error)
+            log.error("requests are not served in another order: %s", error)
             return
-        log.info("requests are served in the order %r %s of policy %r", name, parameters, record.name)
+        log.info("requests are served in the order %r %s", name, dict(parameters))
+
+
+def order_of_policy(record: PolicyRecord | None) -> Order:
+    """The order that goes with the fleet's policy, None while none is set, and what it has of the policy's
+    parameters."""
+    if record is None:
+        return ENGINE_ORDER, NO_PARAMETERS
+    name = intra_for_policy(record.name)
+    taken = {parameter.name for parameter in intra_parameters(name)}
+    return name, {key: value for key, value in record.parameters.items() if key in taken}
 
 
 def order_by(intra: str, set_intra: SetIntra, membership: Membership) -> None:
-    """Set the order, and keep it up with the fleet's policy if it is BY_POLICY. Raises UnknownIntraError."""
-    if intra != BY_POLICY:
-        set_intra(intra, {})
-        return
-    switch = IntraSwitch(lambda: membership.policy, set_intra)
-    membership.add_listener(switch.look)
+    """Set the order, and keep it up with the deployment's SLOs, and with the fleet's policy if it is
+    BY_POLICY. Raises UnknownIntraError."""
+
+    def order() -> Order:
+        return order_of_policy(membership.policy) if intra == BY_POLICY else (intra, NO_PARAMETERS)
+
+    switch = IntraSwitch(order, lambda: membership.slo, set_intra)
     switch.look()
+    membership.add_listener(switch.look)

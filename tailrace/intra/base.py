@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from tailrace.cluster import Phase
+from tailrace.policy.deployment import Fact
 from tailrace.policy.parameters import Parameter
 
 # Smaller is served earlier. The last element is the arrival order, which makes ranks of one instance
@@ -92,6 +93,9 @@ class IntraPolicy(ABC):
     # Keyword arguments of the constructor. Those that a policy of the fleet shares with the order that goes
     # with it have the same name and mean the same.
     parameters: ClassVar[tuple[Parameter, ...]] = ()
+    # Facts of the deployment that it goes by, keyword arguments too; of them only the SLOs and the pace are
+    # known to workers.
+    needs: ClassVar[tuple[Fact, ...]] = ()
     summary: str = ""
     # A waiting request takes the place of the last-ranked running ones whose level is below its own.
     preemptive: bool = False

@@ -15,7 +15,9 @@ from tailrace.intra.fcfs import Fcfs
 from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.round_robin import QuantumRoundRobin
 from tailrace.intra.tailrace import AnswersFirst
-from tailrace.policy.parameters import NO_PARAMETERS, Parameter, Value, parse_parameters
+from tailrace.policy.deployment import Deployment
+from tailrace.policy.parameters import NO_PARAMETERS, Parameter, ParameterError, Value, parse_parameters
+from tailrace.slo import Slo
 
 # The engine's own order: no policy of ours. A simulation takes Fcfs for it, which is what vLLM's order is.
 ENGINE_ORDER: Final = "vllm"
@@ -55,13 +57,27 @@ def intra_names() -> list[str]:
     return sorted([ENGINE_ORDER, *INTRA_POLICIES])
 
 
-def make_intra(name: str, parameters: Mapping[str, Value] = NO_PARAMETERS) -> IntraPolicy | None:
+def make_intra(
+    name: str, parameters: Mapping[str, Value] = NO_PARAMETERS, slo: Slo | None = None
+) -> IntraPolicy | None:
     """The order of that name; None for the engine's own. Without `parameters` it has its defaults.
 
     Raises UnknownIntraError, ParameterError.
     """
     values = parse_parameters(f"order {name!r}", intra_parameters(name), parameters)
-    return INTRA_POLICIES[name](**values) if name != ENGINE_ORDER else None
+    if name == ENGINE_ORDER:
+        return None
+    try:
+        return INTRA_POLICIES[name](**values, **intra_facts(name, slo or Slo()))
+    except ValueError as error:
+        # Each value is allowed, but not together with the others.
+        raise ParameterError(f"order {name!r}: {error}") from error
+
+
+def intra_facts(name: str, slo: Slo) -> dict[str, object]:
+    """What the order of that name goes by of the deployment. Raises UnknownIntraError."""
+    intra_parameters(name)
+    return {} if name == ENGINE_ORDER else Deployment(slo).facts(INTRA_POLICIES[name].needs)
 
 
 def intra_parameters(name: str) -> tuple[Parameter, ...]:

@@ -1,4 +1,4 @@
-"""Facts of a deployment that a policy may plan with, and which of them it declares to need."""
+"""Facts of a deployment that policies and batch orders may plan with; each declares which it needs."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ class Fact(enum.StrEnum):
     TTFT_SLO = "ttft_slo_s"
     TPOT_SLO = "tpot_slo_s"
     QOE_SLO = "qoe_slo"
+    # Seconds a token at which users read.
+    PACE = "pace_s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,5 +42,6 @@ class Deployment:
             Fact.TTFT_SLO: self.slo.ttft_s,
             Fact.TPOT_SLO: self.slo.tpot_s,
             Fact.QOE_SLO: self.slo.qoe,
+            Fact.PACE: self.slo.reading_s,
         }
         return {fact.value: known[fact] for fact in needed if known[fact] is not None}

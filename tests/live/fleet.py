@@ -213,7 +213,9 @@ async def open_fleet(
         ):
             stack.push_async_callback(_stop, asyncio.create_task(serving, name=kind))
         process = await stack.enter_async_context(
-            worker_process(store, etcd, cluster, folder, "w-0", count=count, engine=engine)
+            worker_process(
+                store, etcd, cluster, folder, "w-0", count=count, engine=engine, more=("--intra", "policy")
+            )
         )
         sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-")))
         front = await stack.enter_async_context(FakeFrontHalf(sockets))

@@ -10,8 +10,8 @@ import random
 import pytest
 
 from tailrace.policy.registry import names
-from tailrace.v1 import types_pb2
-from tests.live.fleet import Fleet
+from tailrace.v1 import admin_pb2, types_pb2
+from tests.live.fleet import WAIT_S, Fleet
 
 PREFILL, DECODE = types_pb2.POOL_PREFILL, types_pb2.POOL_DECODE
 
@@ -43,3 +43,21 @@ async def test_one_policy_after_another_under_load(fleet: Fleet, caplog: pytest.
         request = await fleet.send(40, 0, 600)
         await fleet.moved_by(name)
         await fleet.finish(request)
+
+
+async def test_workers_take_the_parameters_of_their_order(fleet: Fleet) -> None:
+    await fleet.set_policy("pascal", demotion_tokens="200")
+    request = await fleet.send(60, 3_000, 10)
+
+    async def demoted() -> bool:
+        reply = await fleet.admin.ListRequests(admin_pb2.ListRequestsRequest(), timeout=WAIT_S)
+        return any(info.demoted for info in reply.requests)
+
+    async with asyncio.timeout(WAIT_S):
+        while not await demoted():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        # Of a request that reasons on: it is not demoted any more.
+        await fleet.set_policy("pascal", demotion_tokens="10000")
+        while await demoted():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    await fleet.finish(request)

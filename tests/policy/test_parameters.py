@@ -13,9 +13,10 @@ from tailrace.intra.registry import INTRA_POLICIES, intra_for_policy
 from tailrace.policy import registry
 from tailrace.policy.ares.policy import Ares
 from tailrace.policy.arrow.policy import Arrow
-from tailrace.policy.deployment import Fact
+from tailrace.policy.deployment import Deployment, Fact
 from tailrace.policy.parameters import Parameter, ParameterError, Value, format_value, parse_parameters
 from tailrace.policy.pascal import Pascal
+from tailrace.policy.tailrace.policy import Tailrace
 from tailrace.slo import Slo
 
 DECLARED = (
@@ -169,6 +170,20 @@ def test_policies_plan_for_the_slos_that_they_are_given() -> None:
     arrow = registry.load("arrow", slo=Slo(0.5, 0.03))
     assert isinstance(arrow, Arrow)
     assert (arrow.ttft_slo_s, arrow.tpot_slo_s) == (0.5, 0.03)
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_every_policy_that_needs_the_slos_plans_for_them(name: str) -> None:
+    slo = Slo(0.5, 0.03, 0.9)
+    made = registry.load(name, slo=slo)
+    facts = Deployment(slo).facts(made.needs)
+    assert ("ttft_slo_s" in facts) == ("ttft_slo_s" in inspect.signature(type(made)).parameters)
+    assert ("tpot_slo_s" in facts) == ("tpot_slo_s" in inspect.signature(type(made)).parameters)
+    assert getattr(made, "ttft_slo_s", 0.5) == 0.5
+    assert getattr(made, "tpot_slo_s", 0.03) == 0.03
+    if isinstance(made, Tailrace):
+        assert made.costs.tpot_slo_s == made.arrow.tpot_slo_s == 0.03
+        assert made.arrow.ttft_slo_s == 0.5
 
 
 def test_an_slo_that_is_not_asked_for_leaves_the_default_of_the_policy() -> None:

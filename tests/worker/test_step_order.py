@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import simulator.instance
+import tailrace.intra.registry as intra_registry
 from simulator.cluster import InstanceSpec
 from simulator.events import EventQueue
 from simulator.instance import Instance
@@ -18,18 +19,21 @@ from simulator.request import SimRequest
 from tailrace.cluster import Phase
 from tailrace.intra.allocate import Claim, Grants, Room, allocate
 from tailrace.intra.base import IntraPolicy, Rank
+from tailrace.intra.fcfs import Fcfs
 from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.registry import INTRA_POLICIES, UnknownIntraError, intra_for_policy, make_intra
 from tailrace.intra.round_robin import QuantumRoundRobin
+from tailrace.policy.deployment import Fact
 from tailrace.policy.parameters import Value
 from tailrace.policy.registry import names as policy_names
 from tailrace.records import PolicyRecord
+from tailrace.slo import Slo
 from tests.simulator.worlds import INTRA, PROFILE
 from tests.worker.by_length import ByLength
 from tests.worker.stingy import Stingy
 from worker_agent.engine.step_order import Device, StepOrder, StepPlan
 from worker_agent.engine.turns import Turn, arrival_order, view_of
-from worker_agent.intra_switch import IntraSwitch
+from worker_agent.intra_switch import IntraSwitch, order_of_policy
 
 BLOCK = 4
 STEP_TOKENS = 40
@@ -325,34 +329,62 @@ def test_every_policy_has_an_order() -> None:
         make_intra("nonsense")
 
 
-def test_the_order_follows_the_policy_and_its_parameters(caplog: pytest.LogCaptureFixture) -> None:
-    told: list[tuple[str, Mapping[str, Value]]] = []
-    policy: PolicyRecord | None = None
+def test_the_order_of_a_policy_has_those_of_its_parameters() -> None:
+    assert order_of_policy(None) == ("vllm", {})
+    assert order_of_policy(PolicyRecord(name="cascade", parameters={"outlier": 2.0})) == ("vllm", {})
+    given: dict[str, Value] = {"quantum_tokens": 200, "growth_tokens": 9}
+    order = order_of_policy(PolicyRecord(name="pascal", parameters=given))
+    assert order == ("pascal", {"quantum_tokens": 200})
 
-    def set_intra(name: str, parameters: Mapping[str, Value]) -> None:
-        make_intra(name, parameters)
-        told.append((name, parameters))
 
-    switch = IntraSwitch(lambda: policy, set_intra)
+def test_the_engine_is_told_of_changes_alone(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[tuple[str, Mapping[str, Value], Slo]] = []
+    order: tuple[str, Mapping[str, Value]] = ("vllm", {})
+    slo = Slo()
+
+    def set_intra(name: str, parameters: Mapping[str, Value], slo: Slo) -> None:
+        make_intra(name, parameters, slo)
+        told.append((name, parameters, slo))
+
+    switch = IntraSwitch(lambda: order, lambda: slo, set_intra)
     switch.look()
-    policy = PolicyRecord(name="pascal")
+    order = ("pascal", {})
     switch.look()
     switch.look()
-    policy = PolicyRecord(name="pascal_no_migration", parameters={"behind_tokens": 2.0})
+    order = ("pascal", {"quantum_tokens": 200})
     switch.look()
-    # What the order has of them, and no others.
-    policy = PolicyRecord(name="pascal", parameters={"quantum_tokens": 200, "growth_tokens": 9})
-    switch.look()
-    policy = PolicyRecord(name="arrow")
+    # PASCAL's order goes by no objective.
+    slo = Slo(1.0, 0.05)
     switch.look()
     # Of a scheduler with another version: nothing changes.
-    policy = PolicyRecord(name="pascal", parameters={"quantum_tokens": 0})
+    order = ("pascal", {"quantum_tokens": 0})
     switch.look()
     switch.look()
     assert caplog.text.count("'quantum_tokens': '0' is not allowed") == 1
-    assert told == [
-        ("vllm", {}),
-        ("pascal", {}),
-        ("pascal", {"quantum_tokens": 200}),
-        ("decode_first", {}),
-    ]
+    assert told == [("vllm", {}, Slo()), ("pascal", {}, Slo()), ("pascal", {"quantum_tokens": 200}, Slo())]
+
+
+def test_an_order_that_goes_by_the_pace_is_made_anew_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Paced(Fcfs):
+        needs = (Fact.PACE,)
+
+        def __init__(self, *, watermark: float = 0.01, pass_over: float = 0.0, pace_s: float = 0.1) -> None:
+            super().__init__(watermark=watermark, pass_over=pass_over)
+            self.pace_s = pace_s
+
+    monkeypatch.setattr(intra_registry, "INTRA_POLICIES", {"paced": Paced})
+    paces: list[float] = []
+    slo = Slo()
+
+    def set_intra(name: str, parameters: Mapping[str, Value], slo: Slo) -> None:
+        made = make_intra(name, parameters, slo)
+        assert isinstance(made, Paced)
+        paces.append(made.pace_s)
+
+    switch = IntraSwitch(lambda: ("paced", {}), lambda: slo, set_intra)
+    switch.look()
+    slo = Slo(1.0)
+    switch.look()
+    slo = Slo(1.0, 0.05)
+    switch.look()
+    assert paces == [0.1, 0.05]

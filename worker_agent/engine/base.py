@@ -15,6 +15,7 @@ from typing import Protocol
 
 from tailrace.policy.parameters import NO_PARAMETERS, Value
 from tailrace.profiles import Profile
+from tailrace.slo import Slo
 
 Frames = Sequence[bytes]
 
@@ -270,9 +271,11 @@ class Engine(Protocol):
     def utility(self, client: int, call_id: int, frames: Frames) -> None:
         """vLLM's utility call, verbatim; answered through EngineSink.on_utility."""
 
-    def set_intra(self, name: str, parameters: Mapping[str, Value] = NO_PARAMETERS) -> None:
+    def set_intra(
+        self, name: str, parameters: Mapping[str, Value] = NO_PARAMETERS, slo: Slo | None = None
+    ) -> None:
         """Order the requests by this intra-instance policy (a name of tailrace.intra.registry) from the next
-        step on. Raises UnknownIntraError, ParameterError."""
+        step on, for the deployment's SLOs. Raises UnknownIntraError, ParameterError."""
 
     def stats(self) -> EngineStats:
         """The engine as it is now; cheap enough for every report."""

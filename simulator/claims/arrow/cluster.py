@@ -68,4 +68,5 @@ def replay(trace: Trace, workload: Workload, policy: str, rate_per_s: float, ins
     setup = setup_for(policy)
     spec = replace(ClusterSpec.uniform(instances, profile), link=LinkSpec(bytes_per_s=LINK_BYTES_PER_S))
     requests = at_rate(workload, rate_per_s).requests
-    return simulate(setup.apply(spec), requests, setup.policy(Deployment(trace.slo, profile)), setup.intra())
+    decides = setup.policy(Deployment(trace.slo, profile))
+    return simulate(setup.apply(spec), requests, decides, setup.intra(trace.slo))

@@ -13,6 +13,7 @@ from tailrace import wire
 from tailrace.intra.registry import make_intra
 from tailrace.policy.parameters import NO_PARAMETERS, Value
 from tailrace.profiles import Profile, ProfileError, load_profile
+from tailrace.slo import Slo
 from worker_agent.engine.base import (
     EngineInfo,
     EnginePhase,
@@ -225,9 +226,11 @@ class SimulatedEngine:
             raise RuntimeError("the engine is not started")
         self._sink.on_utility(client, call_id, answer_utility(call_id, frames))
 
-    def set_intra(self, name: str, parameters: Mapping[str, Value] = NO_PARAMETERS) -> None:
+    def set_intra(
+        self, name: str, parameters: Mapping[str, Value] = NO_PARAMETERS, slo: Slo | None = None
+    ) -> None:
         """Engine.set_intra."""
-        self._scheduler.use(make_intra(name, parameters))
+        self._scheduler.use(make_intra(name, parameters, slo))
 
     def stats(self) -> EngineStats:
         """Engine.stats."""

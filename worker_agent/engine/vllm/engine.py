@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from tailrace.intra.registry import make_intra
 from tailrace.policy.parameters import NO_PARAMETERS, Value
+from tailrace.slo import Slo
 from worker_agent.engine.base import (
     EngineInfo,
     EngineRefusal,
@@ -108,9 +109,11 @@ class VllmEngine:
 
         self._thread.post(run)
 
-    def set_intra(self, name: str, parameters: Mapping[str, Value] = NO_PARAMETERS) -> None:
+    def set_intra(
+        self, name: str, parameters: Mapping[str, Value] = NO_PARAMETERS, slo: Slo | None = None
+    ) -> None:
         """Engine.set_intra."""
-        policy = make_intra(name, parameters)
+        policy = make_intra(name, parameters, slo)
         self._thread.post(lambda: use_policy(policy, self._parts.core, self._parts.table))
 
     def stats(self) -> EngineStats:
