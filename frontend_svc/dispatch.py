@@ -151,6 +151,8 @@ class Dispatch:
         if not self._outbox.send(instance_id, worker_pb2.AttachUp(submit=submit)):
             return False
         self._table.assign(stream, instance_id)
+        if not stream.accepted:
+            stream.model = self._placement.model_of(instance_id)
         return True
 
     async def _wait(self, seconds: float) -> None:

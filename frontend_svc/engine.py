@@ -21,6 +21,7 @@ from frontend_svc.observer import StreamObserver
 from frontend_svc.pacing import Pacer
 from frontend_svc.placement import Placement
 from frontend_svc.push_socket import HandshakeFailed
+from frontend_svc.served_model import ServedModel
 from frontend_svc.settings import Limits
 from frontend_svc.streams import StreamTable
 from frontend_svc.traces import RequestTraces
@@ -61,9 +62,11 @@ class FleetEngine:
         after_prefill: Phase = Phase.REASONING,
         pace_s: float = 0.0,
         limits: Limits = DEFAULT_LIMITS,
+        served: ServedModel | None = None,
     ) -> None:
-        """`pace_s`: see Carrier. `ipc_folder` holds the front half's ROUTER (`in`) and PULL (`out`)."""
-        self.fleet = members = Fleet(members)
+        """`pace_s`: see Carrier; `served`: see Fleet. `ipc_folder` holds the front half's ROUTER (`in`) and
+        PULL (`out`)."""
+        self.fleet = Fleet(members, served)
         self._gate = AdmissionGate(admission, place_wait_s)
         self._stuck = asyncio.Event()
         self._first_hello: asyncio.Future[worker_pb2.WorkerHello] = asyncio.get_running_loop().create_future()
@@ -74,8 +77,8 @@ class FleetEngine:
             incarnation=uuid.uuid4().hex,
             max_message_bytes=limits.max_message_bytes,
         )
-        self.workers = Workers(lambda: members.instances, hello, self)
-        self._placement = Placement(frontend_id, members, self.workers, self.table, channels)
+        self.workers = Workers(lambda: self.fleet.instances, hello, self)
+        self._placement = Placement(frontend_id, self.fleet, self.workers, self.table, channels)
         self.metrics = FrontendMetrics(registry, self.table, self.workers.attached)
         observer = StreamObserver(self.metrics, traces)
         self.pacer = Pacer(self._socket.send)
@@ -91,7 +94,7 @@ class FleetEngine:
             self._gate.update_full,
             pace_s,
         )
-        members.add_listener(self._on_membership)
+        self.fleet.add_listener(self._on_membership)
 
     async def run(self) -> None:
         """Carry streams until cancelled. Raises FrontHalfStuck."""

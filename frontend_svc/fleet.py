@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Protocol
 
+from frontend_svc.served_model import ServedModel
 from tailrace.cluster import Pool
+from tailrace.model_identity import is_model
 from tailrace.records import InstanceRecord, ServiceRecord
 from tailrace.v1 import worker_pb2
+
+log = logging.getLogger(__name__)
 
 
 class Members(Protocol):
@@ -29,17 +35,43 @@ class Members(Protocol):
 
 
 class Fleet:
-    """Membership as last heard, and what instances say over their links, which etcd may not know yet."""
+    """Membership as last heard, and what instances say over their links, which etcd may not know yet.
 
-    def __init__(self, members: Members) -> None:
+    Instances that run another model than the front end serves are not in it.
+    """
+
+    def __init__(self, members: Members, served: ServedModel | None = None) -> None:
+        """`served` None: whatever model the instances run."""
         self._members = members
+        self._served = served
+        self._instances: dict[str, InstanceRecord] = {}
+        self._model = ""
+        # Instances of other models, by the incarnation that was logged.
+        self._others: dict[str, str] = {}
         # Instances that said that they drain, by the incarnation that did.
         self._stopping: dict[str, str] = {}
+        self.refresh()
 
     @property
     def instances(self) -> Mapping[str, InstanceRecord]:
-        """See Members."""
-        return self._members.instances
+        """By instance id, suspects included: those that run the model."""
+        return MappingProxyType(self._instances)
+
+    @property
+    def model(self) -> str:
+        """Key of the model that may answer a new request: exact where all instances are of one, else
+        short."""
+        return self._model
+
+    def model_of(self, instance_id: str) -> str:
+        """Key of the model that an instance runs; empty: it is not known."""
+        record = self._instances.get(instance_id)
+        return record.model_identity.key if record is not None and record.model_identity is not None else ""
+
+    def is_model(self, instance_id: str, model: str) -> bool:
+        """Whether an instance that is attached may run the model of this key."""
+        record = self._instances.get(instance_id)
+        return is_model(None if record is None else record.model_identity, model)
 
     @property
     def services(self) -> Mapping[tuple[str, str], ServiceRecord]:
@@ -84,13 +116,36 @@ class Fleet:
             self._stopping[instance_id] = record.incarnation
 
     def refresh(self) -> None:
-        """Membership has changed: forget what instances said that are gone, or were started again."""
-        instances = self.instances
+        """Membership has changed: take over who runs the model. What instances said that are gone, or were
+        started again, counts no more."""
+        instances = self._instances = self._choose()
+        keys = {
+            record.model_identity.key for record in instances.values() if record.model_identity is not None
+        }
+        if self._served is not None:
+            self._model = keys.pop() if len(keys) == 1 else self._served.key
         self._stopping = {
             name: incarnation
             for name, incarnation in self._stopping.items()
             if name in instances and instances[name].incarnation == incarnation
         }
+
+    def _choose(self) -> dict[str, InstanceRecord]:
+        """Members that run the model. Others are logged, once each."""
+        known = self._members.instances
+        if self._served is None:
+            return dict(known)
+        chosen = {name: record for name, record in known.items() if self._served.is_run_by(record)}
+        for name in known.keys() - chosen.keys():
+            if self._others.get(name) != known[name].incarnation:
+                log.warning(
+                    "%s runs another model (%s) than this front end serves (%s): it is not used here",
+                    name,
+                    known[name].model,
+                    self._served.name,
+                )
+        self._others = {name: known[name].incarnation for name in known.keys() - chosen.keys()}
+        return chosen
 
 
 def usable(members: Members, attached: list[str]) -> list[str]:

@@ -22,6 +22,7 @@ from frontend_svc.front_half.python import python_launch
 from frontend_svc.front_half.rust import rust_launch
 from frontend_svc.front_half.sockets import EngineSockets, is_listening
 from frontend_svc.front_half.spec import FrontHalfSpec, Launch
+from frontend_svc.served_model import ServedModel
 from frontend_svc.settings import Front, Settings
 from frontend_svc.traces import RequestTraces
 from tailrace.cluster import Phase
@@ -47,6 +48,7 @@ async def run_front_end(
     http: socket.socket,
     registry: CollectorRegistry,
     traces: RequestTraces | None,
+    served: ServedModel | None,
     set_serving: Callable[[bool], Awaitable[None]],
     shutdown: Shutdown,
 ) -> None:
@@ -77,6 +79,7 @@ async def run_front_end(
             Phase.REASONING if settings.reasoning_parser else Phase.ANSWERING,
             settings.pace_s,
             settings.limits,
+            served,
         )
         drain = _Drain(settings, http, front_half, engine, set_serving)
         try:

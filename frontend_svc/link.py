@@ -262,6 +262,9 @@ class Link:
             raise _Ended("the first message was no hello")
         if first.hello.instance_id != self.instance_id:
             raise _Ended(f"the worker calls itself {first.hello.instance_id}")
+        identity = self.record.model_identity
+        if identity is not None and first.hello.model != identity.key:
+            raise _Ended("it runs another model than its record says: it was started anew")
         return first.hello
 
     def _attach(self, stream: AttachStream, hello: worker_pb2.WorkerHello) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shutil
 import sys
@@ -17,8 +18,10 @@ from frontend_svc.engine import DEFAULT_PLACE_WAIT_S, FrontHalfStuck
 from frontend_svc.front_end import FrontHalfExited, run_front_end
 from frontend_svc.front_half.rust import flags_to_json
 from frontend_svc.front_half.sockets import bind_http, split_address
+from frontend_svc.served_model import ServedModel
 from frontend_svc.settings import Front, Limits, Settings
 from frontend_svc.traces import RequestTraces
+from tailrace.model_identity import identify_model
 from tailrace.records import ServiceRecord
 from tailrace.service.channels import Channels
 from tailrace.service.message_stream import MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES
@@ -161,6 +164,7 @@ def command(
 
 async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -> None:
     """Everything of one front end, until cancelled. Raises StoreUnavailable, ListenError (PortTaken)."""
+    served = await asyncio.to_thread(_served_model, settings)
     async with AsyncExitStack() as stack:
         store = await Store.connect(common.etcd, common.cluster)
         stack.push_async_callback(store.close)
@@ -195,13 +199,30 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
                 log.info("serving users on http://%s", record.http_address)
 
         try:
-            await run_front_end(settings, members, channels, http, registry, traces, set_serving, shutdown)
+            await run_front_end(
+                settings, members, channels, http, registry, traces, served, set_serving, shutdown
+            )
         except ExceptionGroup as failures:
             known, unknown = failures.split((FrontHalfExited, FrontHalfStuck))
             if unknown is not None or known is None:
                 raise
             log.error("%s", _first(known))
             raise SystemExit(1) from None
+
+
+def _served_model(settings: Settings) -> ServedModel:
+    """Raises OSError: the model's folder cannot be read."""
+    return ServedModel(settings.model, identify_model(settings.model, _flag(settings, "--revision")))
+
+
+def _flag(settings: Settings, name: str) -> str:
+    """The value of a flag of `vllm serve`; empty when it is not given."""
+    arguments = settings.vllm_arguments
+    for position, argument in enumerate(arguments):
+        flag, equals, value = argument.partition("=")
+        if flag == name:
+            return value if equals else next(iter(arguments[position + 1 :]), "")
+    return ""
 
 
 def _is_shared(common: CommonOptions, settings: Settings, members: Membership) -> bool:

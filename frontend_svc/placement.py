@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from frontend_svc.fleet import Members, may_prefill, usable
+from frontend_svc.fleet import Fleet, may_prefill, usable
 from frontend_svc.outbox import Outbox
 from frontend_svc.place_calls import PlaceCalls
 from frontend_svc.streams import Stream, StreamTable
@@ -32,35 +32,42 @@ class Refused:
 
 
 class Placement:
-    """Asks a scheduler; falls back on the attached instance that carries fewest of our streams."""
+    """Asks a scheduler; falls back on the attached instance that carries fewest of our streams.
+
+    A stream that has tokens goes on with the model that made them, or not at all.
+    """
 
     def __init__(
-        self, frontend_id: str, members: Members, outbox: Outbox, table: StreamTable, channels: Channels
+        self, frontend_id: str, fleet: Fleet, outbox: Outbox, table: StreamTable, channels: Channels
     ) -> None:
         self._frontend_id = frontend_id
-        self._members = members
+        self._fleet = fleet
         self._outbox = outbox
         self._table = table
-        self._calls = PlaceCalls(members, channels)
+        self._calls = PlaceCalls(fleet, channels)
 
     async def close(self) -> None:
         """Ask nobody any more."""
         await self._calls.close()
 
+    def model_of(self, instance_id: str) -> str:
+        """Key of the model that an instance runs; empty: it is not known."""
+        return self._fleet.model_of(instance_id)
+
     async def choose(self, stream: Stream, avoid: frozenset[str]) -> Placed | Refused:
         """An instance for the stream, attached at this moment. Takes at most a few seconds."""
         # The scheduler may not have heard yet which instances drain.
-        excluded = {*avoid, *self._members.draining}
+        excluded = {*avoid, *self._fleet.draining}
         for _ in range(_ASKS):
             reply = await self._ask(stream, excluded)
             if reply is None:
-                return self._fallback(avoid)
+                return self._fallback(stream, avoid)
             if not reply.instance_id:
                 return Refused(reply.refusal or "the scheduler named no instance")
-            if reply.instance_id in self._outbox.attached():
+            if self._may_take(reply.instance_id, stream):
                 return Placed(reply.instance_id, reply.policy)
             excluded.add(reply.instance_id)
-        return self._fallback(avoid)
+        return self._fallback(stream, avoid)
 
     async def _ask(self, stream: Stream, excluded: set[str]) -> scheduler_pb2.PlaceReply | None:
         """What a scheduler says; None: none does."""
@@ -72,13 +79,27 @@ class Placement:
             max_tokens=stream.max_tokens,
             excluded_instance_ids=sorted(excluded),
             traceparent=stream.traceparent,
+            model=self._model(stream),
         )
         return await self._calls.ask(request)
 
-    def _fallback(self, avoid: frozenset[str]) -> Placed | Refused:
-        candidates = [i for i in usable(self._members, self._outbox.attached()) if i not in avoid]
+    def _model(self, stream: Stream) -> str:
+        """Key of the model that may answer."""
+        return stream.model if stream.accepted and stream.model else self._fleet.model
+
+    def _may_take(self, instance_id: str, stream: Stream) -> bool:
+        attached = instance_id in self._outbox.attached()
+        return attached and self._fleet.is_model(instance_id, self._model(stream))
+
+    def _fallback(self, stream: Stream, avoid: frozenset[str]) -> Placed | Refused:
+        model = self._model(stream)
+        candidates = [
+            i
+            for i in usable(self._fleet, self._outbox.attached())
+            if i not in avoid and self._fleet.is_model(i, model)
+        ]
         if not candidates:
-            return Refused("no instance answers")
+            return Refused("no instance of its model answers" if stream.accepted else "no instance answers")
         count = self._table.count_owned
-        best = min(may_prefill(self._members, candidates), key=lambda i: (count(i), i))
+        best = min(may_prefill(self._fleet, candidates), key=lambda i: (count(i), i))
         return Placed(best, "fallback")

@@ -68,6 +68,8 @@ class Stream:
     traceparent: str = ""
     owner: str | None = None
     epoch: int = 0
+    # Key of the model that makes its tokens: no other may go on with them. Empty: not known.
+    model: str = ""
     # Accepted so far; the next index is its length. Needed to go on elsewhere.
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     phase: Phase = Phase.PREFILL

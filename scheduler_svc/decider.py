@@ -99,7 +99,8 @@ class Decider:
         self._decide("tick", ask)
 
     def _phase_changed(self, change: PhaseChange) -> None:
-        policy, view, request = self._active.policy, self._state.view(), change.request
+        policy, request = self._active.policy, change.request
+        view = self._state.view_of_kv(request.instance_id)
         if change.left is Phase.PREFILL:
             self._decide("prefill_done", lambda now_s: policy.on_prefill_done(view, request, now_s))
         elif change.left is Phase.REASONING:
@@ -127,7 +128,7 @@ class Decider:
 
     def _outgrew(self, request: RequestView) -> None:
         # What was decided about the one before counts.
-        policy, view = self._active.policy, self._state.view()
+        policy, view = self._active.policy, self._state.view_of_kv(request.instance_id)
         self._decide("length_boundary", lambda now_s: policy.on_length_boundary(view, request, now_s))
 
     def _decide(self, point: str, ask: Callable[[float], Sequence[Action]]) -> None:

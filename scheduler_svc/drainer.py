@@ -12,7 +12,7 @@ from typing import Final
 from scheduler_svc.decider import Hands
 from scheduler_svc.state import ClusterState
 from tailrace.actions import Migrate
-from tailrace.cluster import ClusterView, InstanceState, InstanceView, Phase, RequestState, RequestView
+from tailrace.cluster import InstanceState, InstanceView, Phase, RequestState, RequestView
 
 REASON: Final = "drain"
 _LOOK_S: Final = 0.25
@@ -55,7 +55,8 @@ class Drainer:
         for instance in draining:
             moves: list[Migrate] = []
             requests = self._state.requests_on(instance.instance_id)
-            targets = self._targets(view, instance.instance_id)
+            # Those that take new work and can take its KV.
+            targets = self._state.view_of_kv(instance.instance_id).placeable()
             room = _OPEN_MAX - sum(request.migrating for request in requests)
             for request in requests:
                 if len(moves) >= room:
@@ -77,19 +78,6 @@ class Drainer:
             return True
         pause_s: float = min(_RETRY_FIRST_S * 2 ** (tried.times - 1), _RETRY_MOST_S)
         return now_s - tried.last_s >= pause_s
-
-    def _targets(self, view: ClusterView, source_id: str) -> list[InstanceView]:
-        """Instances that take new work and can take KV from the source."""
-        source = self._state.tracked(source_id)
-        if source is None:
-            return []
-        fingerprint = source.record.model_fingerprint
-        return [
-            instance
-            for instance in view.placeable()
-            if (target := self._state.tracked(instance.instance_id)) is not None
-            and target.record.model_fingerprint == fingerprint
-        ]
 
     def _note(self, request: RequestView, now_s: float) -> None:
         tried = self._tried.setdefault((request.request_id, request.instance_id), _Tried(0, now_s))

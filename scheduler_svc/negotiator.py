@@ -46,6 +46,7 @@ class Negotiator:
             bidask_pb2.Receiver(instance_id=name, address=tracked.record.address)
             for name in offer.receiver_ids
             if (tracked := self._state.tracked(name)) is not None
+            and self._state.can_exchange_kv(request.instance_id, name)
         ]
         if source is None or not receivers:
             raise Refused(grpc.StatusCode.NOT_FOUND, "nobody to offer the request to")

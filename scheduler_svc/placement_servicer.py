@@ -58,6 +58,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             request.output_tokens,
             request.max_tokens,
             frozenset(excluded) if excluded else _NOTHING_EXCLUDED,
+            request.model,
         )
         self._traceparents.note(request.request_id, request.traceparent)
         if self._tracing.continues(request.traceparent):

@@ -49,8 +49,10 @@ class Placer:
         output_tokens: int,
         max_tokens: int,
         excluded: frozenset[str],
+        model: str = "",
     ) -> Decision:
-        """Decide and count the placement in. Waits for no I/O: works on the last known state.
+        """Decide for an instance of this model (its key; empty: any) and count the placement in. Waits for no
+        I/O: works on the last known state.
 
         What the policy decided beside it, such as a pool move, is carried out after, by whichever scheduler
         placed: pool moves are compare-and-swap, so that it need not lead.
@@ -59,7 +61,7 @@ class Placer:
         arrival = Arrival(request_id, prompt_tokens, max_tokens, self._seq, output_tokens, excluded)
         self._seq += 1
         policy = self._active.name
-        placement = self._ask(arrival)
+        placement = self._ask(arrival, self._state.view_of_model(model))
         now_s = time.perf_counter()
         self._seconds.observe(now_s - began_s)
         if isinstance(placement, Refuse):
@@ -71,8 +73,7 @@ class Placer:
             self._hands.submit(placement.also, policy)
         return Decision(placement.instance_id, policy, "", now_s - began_s)
 
-    def _ask(self, arrival: Arrival) -> Placement:
-        view = self._state.view()
+    def _ask(self, arrival: Arrival, view: ClusterView) -> Placement:
         now_s = time.time()
         try:
             placement = self._active.policy.place(view, arrival, now_s)

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
+from scheduler_svc.model_groups import ModelGroups
 from scheduler_svc.tracked import Tracked
 from tailrace.cluster import (
     Arrival,
@@ -92,6 +93,9 @@ class ClusterState:
         self._views: dict[str, InstanceView] = {}
         self._dirty: set[str] = set()
         self._view: ClusterView | None = None
+        self._groups = ModelGroups({})
+        # Views of some of the instances, by which, beside the view of all that they were made from.
+        self._partial: dict[frozenset[str], tuple[ClusterView, ClusterView]] = {}
 
     # ---- what happens
 
@@ -107,6 +111,8 @@ class ClusterState:
             known.record = record
             tracked[name] = known
         self._tracked = tracked
+        self._groups = ModelGroups(members.instances)
+        self._partial.clear()
         self._forget([r for r, where in self._where.items() if where.instance_id not in tracked])
         self._suspects = members.suspects
         self._draining = members.draining
@@ -247,6 +253,18 @@ class ClusterState:
             self._view = ClusterView(MappingProxyType(dict(self._views)), self._stages)
         return self._view
 
+    def view_of_model(self, model: str) -> ClusterView:
+        """The cluster as a request of this model may see it: instances of other models are not in it."""
+        return self._view_of(self._groups.running(model))
+
+    def view_of_kv(self, instance_id: str) -> ClusterView:
+        """The cluster as a request on this instance may see it: where its KV cannot go is not in it."""
+        return self._view_of(self._groups.exchanging_kv(instance_id))
+
+    def can_exchange_kv(self, one: str, other: str) -> bool:
+        """Whether a request can migrate from one instance to the other."""
+        return other in self._groups.exchanging_kv(one)
+
     def tracked(self, instance_id: str) -> Tracked | None:
         """An instance, or None."""
         return self._tracked.get(instance_id)
@@ -285,6 +303,20 @@ class ClusterState:
         ]
 
     # ---- inside
+
+    def _view_of(self, names: frozenset[str]) -> ClusterView:
+        view = self.view()
+        if len(names) == len(view.instances):
+            return view
+        made = self._partial.get(names)
+        if made is None or made[0] is not view:
+            instances = {name: instance for name, instance in view.instances.items() if name in names}
+            stages = tuple(
+                dataclasses.replace(stage, instance_ids=tuple(n for n in stage.instance_ids if n in names))
+                for stage in view.stages
+            )
+            made = self._partial[names] = view, ClusterView(MappingProxyType(instances), stages)
+        return made[1]
 
     def _seen(self, request: RequestView, changes: list[PhaseChange]) -> None:
         """A steady report shows a request. An event may have been lost: it then tells of the phase too."""

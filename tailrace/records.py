@@ -8,6 +8,7 @@ from typing import Final
 
 import msgspec
 
+from tailrace.model_identity import ModelIdentity
 from tailrace.policy.parameters import Value
 from tailrace.profiles import Profile
 from tailrace.slo import Slo
@@ -28,6 +29,8 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     # Digest of what two engines must share to exchange KV.
     model_fingerprint: str
+    # What they must share to go on with each other's answers; None: a version that does not tell.
+    model_identity: ModelIdentity | None = None
     block_tokens: int
     kv_blocks_total: int
     max_model_len: int

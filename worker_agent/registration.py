@@ -32,6 +32,7 @@ def instance_record(
         engine=info.engine,
         model=info.model,
         model_fingerprint=shape.model_fingerprint,
+        model_identity=info.identity,
         block_tokens=shape.block_tokens,
         kv_blocks_total=info.kv_blocks_total,
         max_model_len=info.max_model_len,

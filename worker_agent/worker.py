@@ -194,6 +194,7 @@ async def running_worker(
             incarnation=incarnation,
             ready_response=info.ready_response,
             max_message_bytes=settings.max_message_bytes,
+            model="" if info.identity is None else info.identity.key,
         )
 
         def stats() -> EngineStats:

@@ -54,6 +54,7 @@ def _instance_info(state: ClusterState, name: str, now_s: float) -> admin_pb2.In
         generated_tokens=load.generated_tokens,
         preemptions=load.preemptions,
         profile_kind=record.profile_kind,
+        model_key=record.model_identity.key if record.model_identity is not None else "",
     )
 
 

@@ -52,11 +52,13 @@ class Fleet:
         self._tailrace(name, kind, port, arguments, {})
         return name
 
-    def start_worker(self, name: str, arguments: Sequence[str] = (), wait: bool = True) -> Process:
+    def start_worker(
+        self, name: str, arguments: Sequence[str] = (), wait: bool = True, model: str = str(MODEL_PATH)
+    ) -> Process:
         """Start a worker; its id is `name`."""
         port = free_port()
         self.addresses[name] = f"127.0.0.1:{port}"
-        base = ["--engine", self.engine, "--id", name, "--model", str(MODEL_PATH)]
+        base = ["--engine", self.engine, "--id", name, "--model", model]
         if self.engine == "vllm":
             base += ["--reasoning-parser", REASONING_PARSER]
         env = {"TAILRACE_FAULTS": f"@{self.faults}", "OMP_NUM_THREADS": "1"}
@@ -71,13 +73,14 @@ class Fleet:
         name: str = "frontend",
         http_port: int = 0,
         options: Sequence[str] = (),
+        model: str = str(MODEL_PATH),
     ) -> Process:
         """Start a front end with vLLM's Python or Rust front half and wait until it serves models. `options`:
         its own, and after `--` those of `vllm serve`."""
         port, http_port = free_port(), http_port or free_port()
         self.addresses[name] = f"127.0.0.1:{port}"
         self.http = f"http://127.0.0.1:{http_port}"
-        arguments = ["--http", f"127.0.0.1:{http_port}", "--front", front, "--model", str(MODEL_PATH)]
+        arguments = ["--http", f"127.0.0.1:{http_port}", "--front", front, "--model", model]
         arguments += ["--served-model-name", MODEL, "--reasoning-parser", REASONING_PARSER, "--id", name]
         arguments += options
         process = self._tailrace(name, "frontend", port, arguments, {})

@@ -111,6 +111,7 @@ class FrontEndThread:
                         http,
                         self.registry,
                         None,
+                        None,
                         self._set_serving,
                         self.shutdown,
                     )

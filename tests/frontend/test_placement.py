@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
+from frontend_svc.fleet import Fleet
 from frontend_svc.place_calls import PlaceCalls
 from frontend_svc.placement import Placed, Placement, Refused
 from frontend_svc.streams import Stream, StreamTable
@@ -104,7 +105,7 @@ async def test_the_scheduler_decides_on_exact_lengths(channels: Channels) -> Non
     stream.token_ids.extend([1, 2])
     leader = Scheduler(placed_on("b"))
     async with scheduler(members, "s0", leader):
-        placement = Placement("f0", members, Attached("a", "b"), table, channels)
+        placement = Placement("f0", Fleet(members), Attached("a", "b"), table, channels)
         assert await placement.choose(stream, frozenset({"z"})) == Placed("b", "test")
     (asked,) = leader.asked
     assert (asked.request_id, asked.frontend_id) == ("r", "f0")
@@ -118,7 +119,9 @@ async def test_what_comes_while_one_is_asked_about_is_asked_together(channels: C
     leader.open.clear()
     names = [f"r{number}" for number in range(600)]
     async with scheduler(members, "s0", leader):
-        placement = Placement("f0", members, Attached(*(f"on-{name}" for name in names)), table, channels)
+        placement = Placement(
+            "f0", Fleet(members), Attached(*(f"on-{name}" for name in names)), table, channels
+        )
         first = asyncio.create_task(placement.choose(table.open(names[0]), frozenset()))
         await leader.called.wait()
         others = [asyncio.create_task(placement.choose(table.open(n), frozenset())) for n in names[1:]]
@@ -140,7 +143,7 @@ async def test_what_comes_while_one_is_asked_about_is_asked_together(channels: C
 async def test_closing_answers_who_waits(channels: Channels) -> None:
     members, table = StaticMembers(), StreamTable()
     async with scheduler(members, "s0", Scheduler(None)) as _:
-        placement = Placement("f0", members, Attached("a"), table, channels)
+        placement = Placement("f0", Fleet(members), Attached("a"), table, channels)
         waiting = asyncio.create_task(placement.choose(table.open("r"), frozenset()))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -153,7 +156,7 @@ async def test_a_refusal_is_a_refusal(channels: Channels) -> None:
     members, table = StaticMembers(), StreamTable()
     refusing = Scheduler(lambda request: scheduler_pb2.PlaceReply(refusal="full"))
     async with scheduler(members, "s0", refusing):
-        placement = Placement("f0", members, Attached("a"), table, channels)
+        placement = Placement("f0", Fleet(members), Attached("a"), table, channels)
         assert await placement.choose(table.open("r"), frozenset()) == Refused("full")
 
 
@@ -165,7 +168,7 @@ async def test_an_instance_that_is_not_attached_is_asked_about_again(channels: C
         )
     )
     async with scheduler(members, "s0", stale):
-        placement = Placement("f0", members, Attached("a"), table, channels)
+        placement = Placement("f0", Fleet(members), Attached("a"), table, channels)
         assert await placement.choose(table.open("r"), frozenset()) == Placed("a", "")
 
 
@@ -173,7 +176,7 @@ async def test_the_other_scheduler_is_asked_when_the_leader_hangs(channels: Chan
     members, table = StaticMembers(), StreamTable()
     hung, standby = Scheduler(None), Scheduler(placed_on("b"))
     async with scheduler(members, "s0", hung), scheduler(members, "s1", standby):
-        placement = Placement("f0", members, Attached("a", "b"), table, channels)
+        placement = Placement("f0", Fleet(members), Attached("a", "b"), table, channels)
         assert await placement.choose(table.open("r"), frozenset()) == Placed("b", "test")
         # The hung one is not waited for by the next request.
         assert await placement.choose(table.open("s"), frozenset()) == Placed("b", "test")
@@ -214,7 +217,7 @@ async def test_without_schedulers_the_least_loaded_instance_that_prefills(channe
     members.pools["d"] = Pool.DECODE
     members.draining, members.suspects = frozenset({"x"}), frozenset({"y"})
     outbox = Attached("a", "b", "d", "x", "y")
-    placement = Placement("f0", members, outbox, table, channels)
+    placement = Placement("f0", Fleet(members), outbox, table, channels)
     for name, expected in (("r0", "a"), ("r1", "b"), ("r2", "a")):
         stream = table.open(name)
         assert await placement.choose(stream, frozenset()) == Placed(expected, "fallback")
@@ -238,7 +241,7 @@ async def test_a_fallback_placement_does_not_look_at_the_streams(channels: Chann
     names = [f"w{number}" for number in range(64)]
     for number in range(10_000):
         table.assign(table.open(f"r{number}"), names[number % 63])
-    placement = Placement("f0", members, Attached(*names), table, channels)
+    placement = Placement("f0", Fleet(members), Attached(*names), table, channels)
     assert await placement.choose(table.open("new"), frozenset()) == Placed("w63", "fallback")
     # Nor does a loss look at those of others.
     assert len(table.orphan_all("w0")) == 159

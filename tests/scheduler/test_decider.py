@@ -33,12 +33,14 @@ class Recorder(Policy):
         self.asked: list[tuple[str, str]] = []
         self.choice = "a"
         self.also: tuple[Action, ...] = ()
+        self.seen: list[ClusterView] = []
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         return Place(self.choice, self.also) if self.choice else Refuse("full")
 
     def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
         self.asked.append(("prefill_done", request.request_id))
+        self.seen.append(view)
         return (Migrate(request.request_id, request.instance_id, "b", "test"),)
 
     def on_reasoning_ended(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from tailrace.model_identity import ModelIdentity
 from tailrace.policy.parameters import NO_PARAMETERS, Value
 from tailrace.profiles import Profile
 from tailrace.slo import Slo
@@ -136,6 +137,8 @@ class EngineInfo:
     hardware: str = ""
     # Most tokens of a step: longer prompts take several.
     step_tokens: int = 2048
+    # Which model it is; None: the engine does not say.
+    identity: ModelIdentity | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,11 @@ from hashlib import blake2b
 from typing import Final
 
 import msgspec
+from msgspec import structs
 
 from tailrace import wire
 from tailrace.intra.registry import make_intra
+from tailrace.model_identity import ModelIdentity, identify_model
 from tailrace.policy.parameters import NO_PARAMETERS, Value
 from tailrace.profiles import Profile, ProfileError, load_profile
 from tailrace.slo import Slo
@@ -119,6 +121,7 @@ class SimulatedEngine:
         return EngineInfo(
             engine="simulated",
             model=settings.model,
+            identity=_identity(settings),
             kv_shape=self._shape,
             kv_blocks_total=self._pool.total,
             max_model_len=self._max_model_len,
@@ -488,6 +491,15 @@ def _host_memory(settings: SimulatedSettings, profile: Profile) -> HostMemory:
     block_bytes = settings.block_tokens * profile.kv_bytes_per_token
     ledger = HostLedger(settings.host_kv_bytes // block_bytes, block_bytes)
     return HostMemory(ledger, profile.swap)
+
+
+def _identity(settings: SimulatedSettings) -> ModelIdentity:
+    """Of the model that is simulated; where none is named, of the one whose tokenizer is used."""
+    named = settings.model != SimulatedSettings().model
+    identity = identify_model(settings.model if named else settings.tokenizer)
+    if not settings.weights_seed:
+        return identity
+    return structs.replace(identity, weights=f"{identity.weights}-seed-{settings.weights_seed}")
 
 
 def _kv_shape(settings: SimulatedSettings) -> KvShape:

@@ -27,7 +27,7 @@ from worker_agent.engine.base import (
     Submission,
 )
 from worker_agent.engine.vllm.core import EngineParts, EngineThread
-from worker_agent.engine.vllm.fingerprint import kv_shape, ready_response
+from worker_agent.engine.vllm.fingerprint import identity, kv_shape, ready_response
 from worker_agent.engine.vllm.hardware import hardware
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging
 from worker_agent.engine.vllm.orders import use_policy
@@ -79,6 +79,7 @@ class VllmEngine:
             ready_response=ready_response(core),
             hardware=hardware(core.kv.device, self._settings.cpu_threads),
             step_tokens=core.config.scheduler_config.max_num_batched_tokens,
+            identity=await asyncio.to_thread(identity, self._settings.model, core),
         )
 
     async def stop(self) -> None:

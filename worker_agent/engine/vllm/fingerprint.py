@@ -7,17 +7,13 @@ import json
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 from vllm.config import ModelConfig
 from vllm.version import __version__ as vllm_version
 
+from tailrace.model_identity import ORIGIN, ModelIdentity, identify_model, weight_files
 from worker_agent.engine.base import KvShape
 from worker_agent.engine.vllm.load import LoadedCore
-
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-_WHOLE_FILE_BYTES = 64 << 20
-_SAMPLE_BYTES = 1 << 20
-# Of the model's configuration, what says where it came from and not what it is.
-_ORIGIN = ("_name_or_path", "transformers_version")
 
 
 def kv_shape(core: LoadedCore) -> KvShape:
@@ -32,7 +28,7 @@ def kv_shape(core: LoadedCore) -> KvShape:
 
 def _fingerprint(core: LoadedCore) -> str:
     model, cache = core.config.model_config, core.config.cache_config
-    config = {name: value for name, value in model.hf_config.to_dict().items() if name not in _ORIGIN}
+    config = {name: value for name, value in model.hf_config.to_dict().items() if name not in ORIGIN}
     facts = {
         "vllm": vllm_version.partition("+")[0],
         "config": config,
@@ -48,27 +44,19 @@ def _fingerprint(core: LoadedCore) -> str:
     return hashlib.blake2b(canonical, digest_size=16).hexdigest()
 
 
+def identity(model: str, core: LoadedCore) -> ModelIdentity:
+    """Which model this engine runs; `model` as it was given, a folder or a name."""
+    config, cache = core.config.model_config, core.config.cache_config
+    precision = f"{config.dtype} {config.quantization} {cache.cache_dtype}".replace("torch.", "")
+    return replace(identify_model(model, config.revision or ""), precision=precision)
+
+
 def _weights(model: ModelConfig) -> list[tuple[str, ...]]:
     """Name, size and digest of each weight file; of a model by name, its name and revision."""
     folder = Path(model.model)
     if not folder.is_dir():
         return [(model.model, str(model.revision))]
-    files = sorted({file for pattern in _WEIGHTS for file in folder.glob(pattern)})
-    return [(file.name, str(file.stat().st_size), _digest(file)) for file in files]
-
-
-def _digest(file: Path) -> str:
-    """Of the whole file when it is small, else of its first and last MiB."""
-    size = file.stat().st_size
-    digest = hashlib.blake2b(digest_size=16)
-    with file.open("rb") as stream:
-        if size <= _WHOLE_FILE_BYTES:
-            digest.update(stream.read())
-        else:
-            digest.update(stream.read(_SAMPLE_BYTES))
-            stream.seek(size - _SAMPLE_BYTES)
-            digest.update(stream.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
+    return [*weight_files(folder)]
 
 
 def ready_response(core: LoadedCore) -> bytes:

@@ -1,0 +1,120 @@
+"""Which model an engine runs: what must be equal for one of them to go on with another's answer.
+
+Wider than what lets two engines exchange KV (`InstanceRecord.model_fingerprint`, which has the engine's
+version, its layout of the cache and more): an answer can be computed anew by any engine that runs the same
+model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+WEIGHT_FILES: Final = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+# What turns text into token ids and back. Chat templates are the API server's own business.
+_TOKENIZER_FILES: Final = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tekken.json",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+)
+# Of the model's configuration, what says where it came from and not what it is.
+ORIGIN: Final = ("_name_or_path", "transformers_version")
+_WHOLE_FILE_BYTES: Final = 64 << 20
+_SAMPLE_BYTES: Final = 1 << 20
+
+
+class ModelIdentity(msgspec.Struct, frozen=True):
+    """`text`: digest of configuration and tokenizer. `weights`: digest of the weights; empty where there are
+    none to look at, as on a machine that has the tokenizer alone. `precision`: the number formats of weights,
+    arithmetic and KV that an engine was told to use; empty for a front end, which does not choose them."""
+
+    text: str
+    weights: str = ""
+    precision: str = ""
+
+    @property
+    def key(self) -> str:
+        """As it stands in messages: `text:weights:precision`, without what is not known at the end of it."""
+        return ":".join((self.text, self.weights, self.precision)).rstrip(":")
+
+
+def is_model(identity: ModelIdentity | None, key: str) -> bool:
+    """Whether an instance of this identity runs the model of this key, or one of the models that a shorter
+    key stands for. An empty key stands for all; an instance of a version that tells no identity may be any
+    model."""
+    return not key or identity is None or f"{identity.key}:".startswith(f"{key}:")
+
+
+def identify_model(model: str, revision: str = "") -> ModelIdentity:
+    """The identity of a model by what is in its folder, or its file; of a name, by the name and revision as
+    given.
+
+    Reads at most a few MiB of each large file. Raises OSError.
+    """
+    path = Path(model)
+    if path.is_dir():
+        return ModelIdentity(_text(path), _weights(path))
+    if path.is_file():
+        digest = file_digest(path)
+        return ModelIdentity(digest, digest)
+    digest = _digest(("name", model, revision))
+    return ModelIdentity(digest, digest)
+
+
+def weight_files(folder: Path) -> list[tuple[str, str, str]]:
+    """Name, size and digest of each file with weights."""
+    files = sorted({file for pattern in WEIGHT_FILES for file in folder.glob(pattern)})
+    return [(file.name, str(file.stat().st_size), file_digest(file)) for file in files]
+
+
+def file_digest(file: Path) -> str:
+    """Of the whole file when it is small, else of its first and last MiB."""
+    size = file.stat().st_size
+    digest = hashlib.blake2b(digest_size=16)
+    with file.open("rb") as stream:
+        if size <= _WHOLE_FILE_BYTES:
+            digest.update(stream.read())
+        else:
+            digest.update(stream.read(_SAMPLE_BYTES))
+            stream.seek(size - _SAMPLE_BYTES)
+            digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _text(folder: Path) -> str:
+    found = [_config(folder / "config.json")]
+    found += [
+        f"{name} {file_digest(folder / name)}" for name in _TOKENIZER_FILES if (folder / name).is_file()
+    ]
+    return _digest(found)
+
+
+def _config(file: Path) -> str:
+    """The configuration without its origin, in one order. A file that is no JSON object stands as it is."""
+    if not file.is_file():
+        return ""
+    text = file.read_text()
+    try:
+        config = json.loads(text)
+    except ValueError:
+        return text
+    if not isinstance(config, dict):
+        return text
+    return json.dumps({name: value for name, value in config.items() if name not in ORIGIN}, sort_keys=True)
+
+
+def _weights(folder: Path) -> str:
+    files = weight_files(folder)
+    return _digest(" ".join(file) for file in files) if files else ""
+
+
+def _digest(facts: Iterable[str]) -> str:
+    return hashlib.blake2b("\n".join(facts).encode(), digest_size=16).hexdigest()

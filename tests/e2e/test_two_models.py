@@ -1,0 +1,106 @@
+"""Two models in one cluster: no answer is made by both, whatever dies."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import openai
+import pytest
+
+from examples.fleet import Chat
+from tailrace.tiny import MODEL_PATH
+from tests.e2e.chats import Chats
+from tests.e2e.conftest import RUST_FRONT
+from tests.e2e.fleet import Fleet
+from tests.e2e.processes import wait_until
+
+pytestmark = [
+    pytest.mark.fleet,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(not RUST_FRONT.exists(), reason="no vllm-rs"),
+]
+
+PROMPTS = [f"Prompt {number} to two models." for number in range(6)]
+OPTIONS: dict[str, object] = {"max_tokens": 250, "extra_body": {"min_tokens": 250}}
+
+
+class Model:
+    """One of the two: its workers, and clients of its front end."""
+
+    def __init__(self, name: str, workers: tuple[str, str], http: str) -> None:
+        self.name = name
+        self.workers = workers
+        self.chats = Chats(http)
+
+    def begin(self) -> list[Future[Chat]]:
+        """Streams, once all of them flow."""
+        progress: list[list[Chat]] = [[] for _ in PROMPTS]
+        started = zip(PROMPTS, progress, strict=True)
+        streams = [self.chats.start(prompt, seen.append, **OPTIONS) for prompt, seen in started]
+        wait_until(lambda: all(progress), "the streams to flow", 30)
+        return streams
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    fleet = Fleet(tmp_path, "simulated")
+    try:
+        fleet.start_control()
+        yield fleet
+    finally:
+        fleet.close()
+
+
+@pytest.fixture
+def models(fleet: Fleet, tmp_path: Path) -> tuple[Model, Model]:
+    """The tiny model, and one that has its configuration and tokenizer, and weights of its own."""
+    other = Path(shutil.copytree(MODEL_PATH, tmp_path / "other"))
+    # A simulated engine's are a seed; the second front end knows its model by name.
+    (other / "model.safetensors").unlink()
+    seeded = ["--engine-arg", "weights_seed=1"]
+    made = []
+    for name, path, workers in (("first", MODEL_PATH, ("w0", "w2")), ("second", other, ("w1", "w3"))):
+        for worker in workers:
+            fleet.start_worker(worker, seeded if path is other else (), wait=False, model=str(path))
+        fleet.start_frontend("rust", f"frontend-{name}", model=str(path), options=["--place-wait", "1"])
+        made.append(Model(name, workers, fleet.http))
+    fleet.wait_instances(("w0", "w1", "w2", "w3"))
+    for model in made:
+        attached = f"frontend-{model.name}"
+        wait_until(
+            lambda: fleet.metric(attached, "tailrace_frontend_attached_instances") == 2,  # noqa: B023
+            "both workers to be attached",
+        )
+    return made[0], made[1]
+
+
+def test_streams_go_on_with_the_same_model_or_end_with_an_error(
+    fleet: Fleet, models: tuple[Model, Model]
+) -> None:
+    first, second = models
+    alone = {model.name: model.chats.run_all(PROMPTS, **OPTIONS) for model in models}
+    pairs = zip(alone["first"], alone["second"], strict=True)
+    assert not any(a.reasoning + a.answer == b.reasoning + b.answer for a, b in pairs)
+
+    # One of a model's two instances dies: the other one goes on, although those of the other model are idler.
+    streams = first.begin()
+    other_streams = second.begin()
+    fleet.processes[first.workers[0]].kill()
+    for got, was in zip(streams, alone["first"], strict=True):
+        assert got.result(timeout=60).same_text_and_usage(was)
+    for got, was in zip(other_streams, alone["second"], strict=True):
+        assert got.result(timeout=60).same_text_and_usage(was)
+
+    # The last one dies: there is nobody to go on, and nobody else may.
+    streams = first.begin()
+    fleet.processes[first.workers[1]].kill()
+    for stream in streams:
+        with pytest.raises(openai.OpenAIError):
+            stream.result(timeout=60)
+    with pytest.raises(openai.OpenAIError):
+        first.chats.run(PROMPTS[0], **OPTIONS)
+    for again, was in zip(second.chats.run_all(PROMPTS, **OPTIONS), alone["second"], strict=True):
+        assert again.same_text_and_usage(was)

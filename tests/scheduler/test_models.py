@@ -1,0 +1,107 @@
+"""A request is placed, moved and offered among instances of its model alone."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from scheduler_svc.model_groups import ModelGroups
+from scheduler_svc.negotiator import Negotiator
+from scheduler_svc.refused import Refused
+from scheduler_svc.state import ClusterState
+from scheduler_svc.traceparents import Traceparents
+from tailrace.actions import Offer
+from tailrace.cluster import Stage
+from tailrace.model_identity import ModelIdentity
+from tailrace.records import InstanceRecord, PolicyRecord
+from tailrace.service.channels import Channels
+from tailrace.slo import Slo
+from tests.scheduler.facts import REASONING, Members, event, instance, request, steady
+from tests.scheduler.test_decider import Scheduler
+
+FIRST, SECOND = ModelIdentity("t", "first", "bf16"), ModelIdentity("t", "second", "bf16")
+
+
+def running(name: str, identity: ModelIdentity | None) -> InstanceRecord:
+    """An instance of this model; KV can be exchanged among those of one identity."""
+    kv = "unknown" if identity is None else identity.key
+    return msgspec.structs.replace(instance(name), model_identity=identity, model_fingerprint=kv)
+
+
+def two_models() -> Members:
+    """Two instances of each model, in two stages."""
+    records = [running("a", FIRST), running("b", SECOND), running("c", FIRST), running("d", SECOND)]
+    return Members(
+        instances={record.instance_id: record for record in records},
+        stages=(Stage(0, 120, ("a", "b")), Stage(120, 4096, ("c", "d"))),
+    )
+
+
+@pytest.fixture
+def state() -> ClusterState:
+    """Of both models."""
+    state = ClusterState()
+    state.set_members(two_models(), 0.0)
+    return state
+
+
+def test_a_view_of_a_model_has_its_instances_alone(state: ClusterState) -> None:
+    assert list(state.view_of_model("t:first").instances) == ["a", "c"]
+    assert [stage.instance_ids for stage in state.view_of_model("t:second:bf16").stages] == [("b",), ("d",)]
+    assert list(state.view_of_model("t:third").instances) == []
+    for every in ("", "t"):
+        assert state.view_of_model(every) is state.view()
+    assert list(state.view_of_kv("d").instances) == ["b", "d"]
+    assert not state.can_exchange_kv("a", "b")
+
+
+def test_a_view_of_a_model_follows_what_happens(state: ClusterState) -> None:
+    before = state.view_of_model("t:first")
+    assert state.view_of_model("t:first") is before
+    state.apply(steady("a", [request("r")]), 1.0)
+    assert state.view_of_model("t:first").instances["a"].running == 1
+    assert before.instances["a"].running == 0
+
+
+def test_an_instance_that_does_not_tell_may_run_any_model() -> None:
+    groups = ModelGroups({"old": running("old", None), "new": running("new", FIRST)})
+    assert groups.running("t:first") == {"old", "new"}
+    assert groups.running("t:second") == {"old"}
+    assert groups.exchanging_kv("gone") == frozenset()
+
+
+@pytest.mark.parametrize(("model", "names"), [("t:first", {"a", "c"}), ("t:second", {"b", "d"})])
+def test_requests_of_a_model_are_placed_on_its_instances(model: str, names: set[str]) -> None:
+    scheduler = Scheduler()
+    scheduler.state.set_members(two_models(), 0.0)
+    scheduler.active.follow(PolicyRecord(name="round_robin"), Slo())
+    placed = [scheduler.placer.place(f"r{n}", "f", 10, 0, 10, frozenset(), model) for n in range(4)]
+    assert {decision.instance_id for decision in placed} == names
+    nowhere = scheduler.placer.place("r", "f", 10, 0, 10, frozenset(names), model)
+    assert (nowhere.instance_id, nowhere.refusal) == ("", "no active instance")
+
+
+def test_a_policy_that_names_another_model_is_stood_in_for() -> None:
+    scheduler = Scheduler()
+    scheduler.state.set_members(two_models(), 0.0)
+    assert scheduler.policy.choice == "a"
+    assert scheduler.placer.place("r", "f", 10, 0, 10, frozenset(), "t:second").instance_id in {"b", "d"}
+
+
+def test_a_policy_sees_where_a_request_can_move() -> None:
+    scheduler = Scheduler()
+    scheduler.state.set_members(two_models(), 0.0)
+    scheduler.place()
+    scheduler.decider.take(event("a", "r", REASONING), 1.0)
+    assert [list(view.instances) for view in scheduler.policy.seen] == [["a", "c"]]
+
+
+async def test_only_those_of_its_model_are_asked_to_take_a_request_over(state: ClusterState) -> None:
+    channels = Channels()
+    negotiator = Negotiator(state, channels, Traceparents())
+    state.apply(steady("a", [request("r")]), 1.0)
+    moving = state.request("r")
+    assert moving is not None
+    with pytest.raises(Refused, match="nobody to offer"):
+        await negotiator.offer(moving, Offer("r", "a", ("b", "d"), "load"), "cascade")
+    await channels.close()

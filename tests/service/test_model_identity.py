@@ -1,0 +1,60 @@
+"""Which models are taken for the same one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tailrace.model_identity import ModelIdentity, identify_model, is_model
+from tailrace.tiny import MODEL_PATH
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The tiny model in another folder."""
+    return Path(shutil.copytree(MODEL_PATH, tmp_path / "copy"))
+
+
+def test_a_model_is_what_is_in_its_folder_wherever_that_is(copy: Path) -> None:
+    assert identify_model(str(copy)) == identify_model(str(MODEL_PATH))
+    config = json.loads((copy / "config.json").read_text())
+    config = dict(reversed(config.items())) | {"_name_or_path": "elsewhere", "transformers_version": "9"}
+    (copy / "config.json").write_text(json.dumps(config))
+    (copy / "chat_template.jinja").write_text("another")
+    assert identify_model(str(copy)) == identify_model(str(MODEL_PATH))
+
+
+def test_other_weights_are_another_model_with_the_same_text(copy: Path) -> None:
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    tiny, other = identify_model(str(MODEL_PATH)), identify_model(str(copy))
+    assert (other.text, other.weights == tiny.weights) == (tiny.text, False)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_another_configuration_or_tokenizer_is_another_text(copy: Path, name: str) -> None:
+    content = json.loads((copy / name).read_text())
+    (copy / name).write_text(json.dumps(content | {"added": 1}))
+    assert identify_model(str(copy)).text != identify_model(str(MODEL_PATH)).text
+
+
+def test_without_weights_the_rest_is_known(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    assert identify_model(str(copy)) == ModelIdentity(identify_model(str(MODEL_PATH)).text)
+
+
+def test_a_name_goes_by_name_and_revision() -> None:
+    assert identify_model("org/model") == identify_model("org/model")
+    assert identify_model("org/model") != identify_model("org/model", "v2")
+    assert identify_model("org/model").weights
+
+
+def test_a_key_stands_for_what_it_begins() -> None:
+    exact = ModelIdentity("t", "w", "bf16")
+    assert [is_model(exact, key) for key in ("", "t", "t:w", "t:w:bf16")] == [True] * 4
+    assert [is_model(exact, key) for key in ("x", "t:v", "t:w:fp8", "t:w:bf", "t:wx", "tt")] == [False] * 6
+    assert is_model(None, "t:w")
+    assert [ModelIdentity("t").key, ModelIdentity("t", "w").key] == ["t", "t:w"]
