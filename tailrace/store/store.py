@@ -120,7 +120,9 @@ class Store:
     async def compare_and_swap(self, key: str, expected: bytes | None, value: bytes) -> bool:
         """Set a value if the present one is `expected` (None: there is none). False: it was not.
 
-        Raises StoreUnavailable also when an attempt's outcome is unknown and others have written since.
+        Where a reply was lost, True may also mean that somebody else put the very same value in its place:
+        who must know apart writes values of its own. Raises StoreUnavailable also when a reply was lost and
+        others have written since.
         """
         return await self._write(
             key,

@@ -8,9 +8,12 @@ from contextlib import asynccontextmanager
 
 import grpc
 
+from tailrace.v1 import etcd_pb2
+
 TXN = "/etcdserverpb.KV/Txn"
 LEASE_GRANT = "/etcdserverpb.Lease/LeaseGrant"
-_STREAMS = ("/etcdserverpb.Watch/Watch", "/etcdserverpb.Lease/LeaseKeepAlive")
+WATCH = "/etcdserverpb.Watch/Watch"
+_STREAMS = (WATCH, "/etcdserverpb.Lease/LeaseKeepAlive")
 
 
 class EtcdProxy(grpc.GenericRpcHandler):
@@ -27,6 +30,9 @@ class EtcdProxy(grpc.GenericRpcHandler):
         self.arrived = asyncio.Event()
         # While it is set, nothing passes but the opening of streams, and nothing is answered.
         self.silent = asyncio.Event()
+        # While it is set, the member seems to stand still: it tells of no event, and that it has come no
+        # further.
+        self.behind = asyncio.Event()
         # Methods asked for, in order.
         self.asked: list[str] = []
         self.late: list[asyncio.Task[bytes]] = []
@@ -87,10 +93,18 @@ class EtcdProxy(grpc.GenericRpcHandler):
                     await call.write(request)
 
         pumping = asyncio.create_task(pump())
+        revision = 0
         try:
             while isinstance(reply := await call.read(), bytes):
                 if self.silent.is_set():
                     await asyncio.Event().wait()
+                if path == WATCH:
+                    told = etcd_pb2.WatchResponse.FromString(reply)
+                    if self.behind.is_set():
+                        told.header.revision = revision
+                        del told.events[:]
+                        reply = told.SerializeToString()
+                    revision = told.header.revision
                 yield reply
         finally:
             pumping.cancel()

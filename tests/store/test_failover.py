@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -133,6 +133,43 @@ async def test_a_write_that_arrives_late_does_nothing(etcd: str, cluster: str) -
         assert await store.get("policy") == b"newer"
 
 
+async def test_of_many_writes_with_lost_replies_each_counts_once(etcd: str, cluster: str) -> None:
+    """Several clients count up by compare-and-swap, over members that lose every third reply."""
+    done, unknown = 0, 0
+
+    async def count_up(name: int, store: Store, proxy: EtcdProxy) -> None:
+        nonlocal done, unknown
+        for number in range(40):
+            prefer(store, proxy.endpoint)
+            if number % 3 == 0:
+                proxy.lost.append(TXN)
+            present = await store.get("counter")
+            # Unlike the others' values: two who write the same both say that they have.
+            value = b"%d %d" % (counted(present) + 1, name)
+            try:
+                swapped = await store.compare_and_swap("counter", present, value)
+                done += swapped
+            except StoreUnavailable:
+                unknown += 1
+
+    async with AsyncExitStack() as stack:
+        clients = []
+        for name in range(3):
+            proxy = await stack.enter_async_context(etcd_proxy(etcd))
+            store = await Store.connect([proxy.endpoint, etcd], cluster)
+            stack.push_async_callback(store.close)
+            clients.append(count_up(name, store, proxy))
+        await store.put("counter", b"0 -")
+        await asyncio.gather(*clients)
+        assert done > 0
+        assert done <= counted(await store.get("counter")) <= done + unknown
+
+
+def counted(value: bytes | None) -> int:
+    """How far the counter of that test is."""
+    return int((value or b"0").split()[0])
+
+
 async def test_a_lease_that_is_granted_twice_is_one(tmp_path: Path) -> None:
     etcdctl = find_etcd().parent / "etcdctl"
     if not etcdctl.exists():
@@ -158,6 +195,20 @@ async def test_a_watch_leaves_a_member_that_falls_silent(etcd: str, cluster: str
         await other.put("pools/b", b"decode")
         async with asyncio.timeout(10):
             assert await anext(watch) == {"pools/a": b"decode", "pools/b": b"decode"}
+        await watch.aclose()
+        await other.close()
+
+
+async def test_a_watch_leaves_a_member_that_answers_but_is_behind(etcd: str, cluster: str) -> None:
+    """As one whose disk hangs: it takes no part, and does not know it."""
+    async with beside_a_proxy(etcd, cluster) as (store, proxy):
+        watch = store.watch_prefix("pools/")
+        assert await anext(watch) == {}
+        other = await Store.connect([etcd], cluster)
+        proxy.behind.set()
+        await other.put("pools/a", b"decode")
+        async with asyncio.timeout(10):
+            assert await anext(watch) == {"pools/a": b"decode"}
         await watch.aclose()
         await other.close()
 
