@@ -50,6 +50,8 @@ class Tracked:
         # Open migrations to here and from here; to here, with the tokens that no report counts yet and that
         # they will take.
         self._coming: dict[str, int] = {}
+        # Their context, until they are among the requests here.
+        self._coming_context: dict[str, int] = {}
         self._leaving: set[str] = set()
         self._phases = PhaseCounts(quantum_tokens)
         self._running = 0
@@ -162,6 +164,7 @@ class Tracked:
     def coming(self, request_id: str, tokens: int) -> None:
         """A migration of the request to here was opened: it will need the room."""
         self._coming[request_id] = kv_needed_tokens(tokens, self.block_tokens)
+        self._coming_context[request_id] = tokens
 
     def leaving(self, request_id: str) -> None:
         """A migration of the request from here was opened."""
@@ -170,6 +173,7 @@ class Tracked:
     def migrated(self, request_id: str) -> None:
         """The migration of the request, to here or from here, is over."""
         self._coming.pop(request_id, None)
+        self._coming_context.pop(request_id, None)
         self._leaving.discard(request_id)
 
     def mark(self, request_id: str, migrating: bool) -> None:
@@ -266,6 +270,11 @@ class Tracked:
             measured=measured,
             migrations_in=max(load.migrations_in, len(self._coming)),
             migrations_out=max(load.migrations_out, len(self._leaving)),
+            coming_tokens=sum(
+                tokens
+                for request_id, tokens in self._coming_context.items()
+                if request_id not in self.requests
+            ),
             migration_tokens_per_s=load.migration_bytes_per_s / kv_bytes
             if load.HasField("migration_bytes_per_s")
             else None,

@@ -108,6 +108,7 @@ class _Known:
 
     __slots__ = (
         "coming",
+        "coming_context",
         "context_change",
         "instance",
         "kv_change",
@@ -124,6 +125,8 @@ class _Known:
         self.report = Report(instance, 0.0, 0)
         # Open migrations to here, with the tokens that they will take and that no report counts yet.
         self.coming: dict[Migration, int] = {}
+        # Those that the scheduler ordered, with the context that they bring.
+        self.coming_context: dict[Migration, int] = {}
         # Placements that no report shows yet: job -> running number; their prompts' tokens and seconds.
         self.pending: dict[Job, int] = {}
         self.pending_tokens = 0
@@ -256,25 +259,32 @@ class Views:
 
         One that the target fetches, by bid-ask, the scheduler sees in reports alone.
         """
-        if self._exact or migration.ended is not None:
+        if migration.ended is not None:
             return
-        self._known[migration.target.instance_id].coming[migration] = migration.asked_tokens
+        known = self._known[migration.target.instance_id]
+        known.coming_context[migration] = migration.asked_tokens
+        if self._exact:
+            return
+        known.coming[migration] = migration.asked_tokens
         self.touch(migration.source, migration.target)
 
     def not_coming(self, migration: Migration) -> None:
         """A migration was given up."""
+        known = self._known[migration.target.instance_id]
+        known.coming_context.pop(migration, None)
         if self._exact:
             return
-        self._known[migration.target.instance_id].coming.pop(migration, None)
+        known.coming.pop(migration, None)
         self.touch(migration.source, migration.target)
 
     def came(self, migration: Migration) -> None:
         """A migration was committed."""
+        known = self._known[migration.target.instance_id]
+        known.coming_context.pop(migration, None)
         if self._exact:
             return
         job = migration.job
         self.left(job, migration.source, job.tokens)
-        known = self._known[migration.target.instance_id]
         reserved_s = migration.reserved_s
         seen = reserved_s is not None and reserved_s <= known.report.at_s
         known.kv_change += known.coming.pop(migration, 0 if seen else migration.asked_tokens)
@@ -339,6 +349,7 @@ class Views:
             future_load=report.future or (),
             migrations_in=instance.migrations_in,
             migrations_out=instance.migrations_out,
+            coming_tokens=sum(known.coming_context.values()),
             migration_tokens_per_s=None
             if report.incoming_bytes_per_s is None
             else report.incoming_bytes_per_s / spec.profile.kv_bytes_per_token,

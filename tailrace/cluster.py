@@ -142,6 +142,8 @@ class InstanceView:
     measured: Measured | None = None
     migrations_in: int = 0
     migrations_out: int = 0
+    # Context of requests on their way here, by open migrations; not in `context_tokens`.
+    coming_tokens: int = 0
     # Tokens of KV a second that migrations to here have reached lately, as measured. None: none yet.
     migration_tokens_per_s: float | None = None
     # A tuple from the live scheduler; the simulator makes them only when somebody looks.

@@ -250,7 +250,7 @@ async def running_worker(
             incarnation,
             shape.block_tokens,
             stats,
-            lambda: MigrationLoad(len(imports), len(exports), incoming.bytes_per_s),
+            lambda: MigrationLoad(imports.with_room, len(exports), incoming.bytes_per_s),
             carried,
             news,
             speeds.now,

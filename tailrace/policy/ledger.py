@@ -53,16 +53,17 @@ class Ledger:
             return False
         return self._most_in is None or self.transfers_in(target) < self._most_in
 
-    def may_receive(self, target: InstanceView, request: RequestView) -> bool:
-        """The target gets new work, may open another transfer, and has room for the request.
-
-        Room: its whole context and one block to grow into.
-        """
+    def may_queue(self, target: InstanceView, request: RequestView) -> bool:
+        """The target gets new work, may open another transfer, and could hold the request when empty."""
         if target.instance_id == request.instance_id or not self.takes_transfers(target):
             return False
         if not fits_model(target, request.context_tokens):
             return False
-        return self.free_tokens(target) >= room_for(request, target)
+        return target.kv_capacity_tokens >= room_for(request, target)
+
+    def may_receive(self, target: InstanceView, request: RequestView) -> bool:
+        """The same, and it has room for the request: its whole context and one block to grow into."""
+        return self.may_queue(target, request) and self.free_tokens(target) >= room_for(request, target)
 
     def book(self, request: RequestView, target: InstanceView, reason: str) -> Migrate:
         """Count a migration in, and return it."""

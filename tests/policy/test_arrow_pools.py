@@ -13,7 +13,7 @@ from tailrace.actions import Action, Migrate, Place, SetPool
 from tailrace.cluster import Arrival, ClusterView, InstanceState, InstanceView, Phase, Pool, RequestView
 from tailrace.policy.arrow.baselines import MinimalLoad, RoundRobinPools
 from tailrace.policy.arrow.load import decodes_left, prefills_left, running_tokens
-from tailrace.policy.arrow.policy import Arrow
+from tailrace.policy.arrow.policy import FILTER, Arrow
 from tailrace.policy.arrow.pools import (
     Pools,
     assign,
@@ -274,13 +274,29 @@ def test_all_over_their_limits_the_lesser_takes_it() -> None:
     assert decode(source, *slow) == [Migrate("r", "a", "d", "prefill done")]
 
 
-def test_without_room_it_stays_and_is_asked_about_again() -> None:
+def test_without_room_it_waits_in_the_queue_of_the_least_loaded() -> None:
+    """Section 5.4; those in line count as its load (section 5.3)."""
+    source = instance("a", (request("r", "a"),), pool=P)
+    full = [
+        instance(name, (held := request(f"x{name}", name, 5_000),), pool=D, capacity=held.kv_tokens)
+        for name in "cd"
+    ]
+    assert decode(source, *full) == [Migrate("r", "a", "c", "prefill done")]
+    in_line = replace(full[0], coming_tokens=100)
+    assert decode(source, in_line, full[1]) == [Migrate("r", "a", "d", "prefill done")]
+    # It could never hold the request.
+    small = replace(full[0], kv_capacity_tokens=160)
+    assert decode(source, small) == []
+
+
+def test_with_the_filter_it_stays_without_room_and_is_asked_about_again() -> None:
+    arrow = Arrow(room=FILTER)
     held = request("x", "c", 5_000)
     source = instance("a", (request("r", "a"),), pool=P)
     full = instance("c", (held,), pool=D, capacity=held.kv_tokens)
-    assert decode(source, full) == []
+    assert [*arrow.on_prefill_done(cluster(source, full), request("r", "a"), 0.0)] == []
     roomy = replace(full, kv_capacity_tokens=100_000)
-    moves = ARROW.on_tick(cluster(source, roomy), 0.0)
+    moves = arrow.on_tick(cluster(source, roomy), 0.0)
     assert list(moves) == [Migrate("r", "a", "c", "prefill done")]
 
 

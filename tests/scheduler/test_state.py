@@ -250,6 +250,23 @@ def test_a_coming_migration_takes_room_until_a_report_shows_it() -> None:
     assert (target.kv_used_tokens, target.migrations_in) == (144, 0)
 
 
+def test_context_on_its_way_counts_until_the_request_is_there() -> None:
+    state = cluster("a", "b")
+    state.apply(steady("a", [request("r", output_tokens=20)]), 1.0)
+    moving = state.request("r")
+    assert moving is not None and state.migration_opened(moving, "b")
+    target = state.view().instances["b"]
+    assert (target.context_tokens, target.coming_tokens) == (0, moving.context_tokens)
+    # A report does not end it; that the request has come does, though its migration is still open.
+    state.apply(steady("b"), 1.5)
+    assert state.view().instances["b"].coming_tokens == moving.context_tokens
+    state.apply(event("b", "r", ANSWERING, epoch=1, output_tokens=30), 1.6)
+    target = state.view().instances["b"]
+    assert (target.context_tokens, target.coming_tokens) == (moving.prompt_tokens + 30, 0)
+    state.migration_closed("r")
+    assert state.view().instances["b"].coming_tokens == 0
+
+
 def test_a_migration_given_up_gives_the_room_back() -> None:
     state = cluster("a", "b")
     state.apply(steady("a", [request("r")]), 1.0)

@@ -236,6 +236,8 @@ class SendsOne(Policy):
         self.asked_tokens = 0
         # KV in use, and open migrations to there.
         self.held: list[tuple[int, int]] = []
+        # (open migrations to there, context that they bring).
+        self.coming: set[tuple[int, int]] = set()
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         return Place("i000" if arrival.request_id == "r0" else "i001")
@@ -243,6 +245,7 @@ class SendsOne(Policy):
     def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
         target = view.instances["i001"]
         self.held.append((target.kv_used_tokens, target.migrations_in))
+        self.coming.add((target.migrations_in, target.coming_tokens))
         sent = [r for r in view.instances["i000"].requests if r.output_tokens and not self.asked_tokens]
         self.asked_tokens += sum(r.context_tokens for r in sent)
         return [Migrate(r.request_id, "i000", "i001", "test") for r in sent]
@@ -266,6 +269,7 @@ def test_what_a_migration_takes_counts_from_its_order_to_its_end(resident_tokens
     # And no longer: of one that was refused nothing is taken off what is there.
     ended = next(n for n, (_, open_) in enumerate(policy.held) if open_) + len(coming)
     assert policy.held[ended][0] >= resident_tokens
+    assert policy.coming == {(0, 0), (1, migration.context_tokens)}
 
 
 class Rates(Stirring):

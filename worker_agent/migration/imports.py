@@ -41,6 +41,11 @@ class Imports:
     def __len__(self) -> int:
         return len(self._running)
 
+    @property
+    def with_room(self) -> int:
+        """Those that have their room: what the scheduler finds in the KV that is in use."""
+        return sum(incoming.reserved for incoming in self._running)
+
     def start(self, request: worker_pb2.ImportRequest) -> Import:
         """Begin. Raises ImportRefused."""
         if self._refusal:

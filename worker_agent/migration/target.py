@@ -57,6 +57,8 @@ class Import:
         self._copying: asyncio.Task[Paused] | None = None
         self._cancelled = ""
         self._opened: worker_pb2.ExportOpened | None = None
+        # There may be something in the engine to drop.
+        self._in_engine = False
         self._reserved = False
         self._rounds: list[Round] = []
         self._front_end: FrontEnd | None = None
@@ -248,17 +250,17 @@ class Import:
         if not wait_s:
             await unbroken(self._open_import(exported, key))
             return
-        # From here on there may be something to drop.
-        self._reserved = True
+        self._in_engine = True
         try:
             async with asyncio.timeout(wait_s):
                 await engine.import_queue(exported, key, epoch)
         except TimeoutError:
             raise Abort(f"target: no room within {wait_s:g} s") from None
+        self._reserved = True
 
     async def _open_import(self, exported: Exported, key: RequestKey) -> None:
         await self._parts.engine.import_open(exported, key, self._request.epoch)
-        self._reserved = True
+        self._in_engine = self._reserved = True
 
     async def _commit(self, paused: Paused) -> tuple[bool, str]:
         """Ask the front end and do as it says."""
@@ -347,8 +349,8 @@ class Import:
     async def _give_up(self, reason: str) -> None:
         """Nothing of it is left here when this returns; the source has been told, if it still listens."""
         try:
-            if self._reserved:
-                self._reserved = False
+            if self._in_engine:
+                self._in_engine = self._reserved = False
                 await self._parts.engine.import_drop(self.request_id)
         finally:
             await self._end_source(False, reason)

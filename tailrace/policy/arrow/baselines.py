@@ -33,7 +33,8 @@ class MinimalLoad(Policy):
     Load is what it is for Arrow ("only includes the minimum-load request scheduling strategy"): predicted
     prefill delay, and tokens of running requests. `profile`: what the prediction is fitted to where
     instances report none. `prefill_share` divides instances that are in no pool, once; half, as the paper's
-    4P+4D. A request that found no room on a decode instance is asked about again each tick, as in `Arrow`.
+    4P+4D. A request that got no room on a decode instance in time is asked about again each tick, as in
+    `Arrow`.
     """
 
     needs = (Fact.PROFILE,)
@@ -62,12 +63,12 @@ class MinimalLoad(Policy):
         return Place(min(candidates, key=lambda i: (delay_s(i), i.load, i.instance_id)).instance_id)
 
     def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
-        """To the decode instance with the fewest running tokens, among those with room."""
+        """To the decode instance with the fewest running tokens; it waits there for room (section 5.4)."""
         source = view.instances.get(request.instance_id)
         ledger = Ledger(view.instances, transfers_in=None, transfers_out=None)
         if source is None or source.pool is not Pool.PREFILL or not ledger.may_send(source, request):
             return ()
-        decoders = [i for i in Pools.of(view).decode if ledger.may_receive(i, request)]
+        decoders = [i for i in Pools.of(view).decode if ledger.may_queue(i, request)]
         target = self._decoder(decoders, request, ledger)
         return (ledger.book(request, target, "prefill done"),) if target is not None else ()
 
@@ -95,18 +96,16 @@ class MinimalLoad(Policy):
         oldest = nsmallest(_HANDOVERS, waiting, key=lambda request: (request.arrival_s, request.request_id))
         moved: list[Migrate] = []
         for request in oldest:
-            target = self._decoder(
-                [i for i in pools.decode if ledger.may_receive(i, request)], request, ledger
-            )
+            target = self._decoder([i for i in pools.decode if ledger.may_queue(i, request)], request, ledger)
             if target is not None:
                 moved.append(ledger.book(request, target, "prefill done"))
         return moved
 
     def _decoder(
-        self, fitting: Sequence[InstanceView], request: RequestView, ledger: Ledger
+        self, decoders: Sequence[InstanceView], request: RequestView, ledger: Ledger
     ) -> InstanceView | None:
         return min(
-            fitting,
+            decoders,
             key=lambda i: (running_tokens(i) + ledger.booked_tokens(i), i.instance_id),
             default=None,
         )
@@ -130,8 +129,8 @@ class RoundRobinPools(MinimalLoad):
         return Place(candidates[arrival.seq % len(candidates)].instance_id)
 
     def _decoder(
-        self, fitting: Sequence[InstanceView], request: RequestView, ledger: Ledger
+        self, decoders: Sequence[InstanceView], request: RequestView, ledger: Ledger
     ) -> InstanceView | None:
-        if not fitting:
+        if not decoders:
             return None
-        return fitting[crc32(request.request_id.encode()) % len(fitting)]
+        return decoders[crc32(request.request_id.encode()) % len(decoders)]

@@ -62,8 +62,8 @@ class LoadModel:
 
 
 def running_tokens(instance: InstanceView) -> int:
-    """The decode load: tokens of all requests on the instance."""
-    return instance.context_tokens
+    """The decode load: tokens of all requests on the instance, and of those on their way or in line there."""
+    return instance.context_tokens + instance.coming_tokens
 
 
 def prefills_left(instance: InstanceView) -> bool:

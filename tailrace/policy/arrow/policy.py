@@ -8,6 +8,8 @@ from typing import Final
 
 from tailrace.actions import Action, Place, Placement, Refuse, SetPool
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, Pool, RequestView
+from tailrace.policy.arrow.attainment import AttainmentModel
+from tailrace.policy.arrow.kv_wait import KvWait
 from tailrace.policy.arrow.load import (
     LoadModel,
     max_running_tokens,
@@ -34,6 +36,13 @@ from tailrace.profiles import Profile, load_profile
 PROFILE: Final = "llama-3.1-8b-h100"
 # Most requests that a tick finds a decode instance for; it takes a few milliseconds for a thousand instances.
 _HANDOVERS: Final = 64
+
+# Values of the parameter `room`.
+QUEUE: Final = "queue"
+FILTER: Final = "filter"
+# Values of the parameter `flips`.
+PAPER: Final = "paper"
+ATTAINMENT: Final = "attainment"
 
 PREFILL_SHARE: Final = Parameter(
     "prefill_share",
@@ -72,6 +81,7 @@ class Arrow(Policy):
       rules cannot undo each other's flips. One half: a flip may double what the others carry.
     - `prefill_share`: how instances in no pool are divided at first. The paper starts its static baselines
       at 4P+4D; the same here.
+    - `room`: by the letter a request is sent to the instance that Alg. 2 chooses and waits there for KV.
     - `tick_interval_s`: the monitor's period. Half a second: several token intervals, and yet
       shorter than the shortest queue that breaks a TTFT SLO of seconds.
     """
@@ -97,6 +107,39 @@ class Arrow(Policy):
         ),
         PREFILL_SHARE,
         TICK_INTERVAL,
+        Parameter(
+            "room",
+            str,
+            QUEUE,
+            "queue: a request waits for KV in line at the decode instance that Algorithm 2 chooses; filter: "
+            "only instances with room are chosen",
+            source="Arrow, Algorithm 2 and section 5.4; filter: ours",
+            choices=(QUEUE, FILTER),
+        ),
+        Parameter(
+            "kv_wait",
+            bool,
+            False,
+            "whether a prompt's predicted TTFT counts the wait for KV on the prefill instance",
+            source="false: Arrow, section 5.3; true: ours",
+        ),
+        Parameter(
+            "flips",
+            str,
+            PAPER,
+            "paper: by Algorithms 1 and 2 and the monitor's rules; attainment: by the requests that are "
+            "predicted to keep their SLOs, prefill and decode together",
+            source="paper: Arrow, sections 5.3 and 5.5; attainment: ours",
+            choices=(PAPER, ATTAINMENT),
+        ),
+        Parameter(
+            "flip_gain",
+            float,
+            0.05,
+            "share of the requests that a flip must bring within their SLOs, with flips=attainment",
+            minimum=0.0,
+            maximum=1.0,
+        ),
     )
     summary = "Arrow: SLO-aware dispatch over elastic prefill and decode pools"
 
@@ -109,17 +152,25 @@ class Arrow(Policy):
         low_load_share: float = 0.5,
         prefill_share: float = 0.5,
         tick_interval_s: float = 0.5,
+        room: str = QUEUE,
+        kv_wait: bool = False,
+        flips: str = PAPER,
+        flip_gain: float = 0.05,
     ) -> None:
         profile = profile if profile is not None else load_profile(PROFILE)
         self.ttft_slo_s = ttft_slo_s
         self.tpot_slo_s = tpot_slo_s
         self.low_load_share = low_load_share
+        self.room = room
+        self.kv_wait = kv_wait
+        self.flips = flips
         self.prefill_share = prefill_share
         self.tick_interval_s = tick_interval_s
         self.loads = LoadModel(
             TtftPredictor.of_profile(profile),
             max_running_tokens(profile, tpot_slo_s, profiled_context_tokens),
         )
+        self.attainment = AttainmentModel(self.loads, ttft_slo_s, tpot_slo_s, flip_gain, kv_wait)
 
     # ---- Alg. 1
 
@@ -131,27 +182,37 @@ class Arrow(Policy):
         """
         pools = Pools.of(view, arrival.excluded)
         tokens, prefill_s = arrival.prompt_tokens + arrival.output_tokens, self.loads.prefill_s
-        delay_1, t_1 = self._least_delay(pools.prefill + pools.unpooled)
+        delay_s = self._delay_model(pools, tokens)
+        delay_1, t_1 = _least_delay(pools.prefill + pools.unpooled, delay_s)
         if t_1 is not None and delay_1 + prefill_s(t_1, tokens) <= self.ttft_slo_s:
             return Place(t_1.instance_id)
-        delay_2, t_2 = self._least_delay(pools.decode_to_prefill)
+        delay_2, t_2 = _least_delay(pools.decode_to_prefill, delay_s)
         if t_2 is not None and delay_2 + prefill_s(t_2, tokens) <= self.ttft_slo_s:
             return Place(t_2.instance_id)
         # With nobody able to prefill there is no choice: the overload guard does not apply.
-        if (t_1 is None and t_2 is None) or self._decode_load_is_low(pools):
-            move = try_move_decode_to_prefill(pools)
-            if move is not None:
-                return Place(move.instance_id, (move,))
+        nobody = t_1 is None and t_2 is None
+        move = try_move_decode_to_prefill(pools)
+        if move is not None and (nobody or self._may_flip_to_prefill(pools, move, arrival, now)):
+            return Place(move.instance_id, (move,))
         # "return t_1", and what is left where pools are empty, which the paper excludes: any instance can
         # do any work.
-        last = t_1 or t_2 or self._least_delay(tuple(pools.members()))[1]
+        last = t_1 or t_2 or _least_delay(tuple(pools.members()), delay_s)[1]
         return Place(last.instance_id) if last is not None else Refuse("no active instance")
+
+    def _may_flip_to_prefill(self, pools: Pools, move: SetPool, arrival: Arrival, now: float) -> bool:
+        """The overload guard, or what takes its place."""
+        if self.flips == PAPER:
+            return self._decode_load_is_low(pools, move)
+        demand = self.attainment.demand(pools, now, arrival)
+        return self.attainment.pays(pools, pools.after(move), demand) > 0.0
 
     # ---- Alg. 2
 
     def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
         """SLO-aware decode scheduling (Alg. 2); () leaves the request where it was prefilled."""
-        return self._schedule_decode(Pools.of(view), request, _ledger(view), may_flip=self._flip)
+        return self._schedule_decode(
+            Pools.of(view), request, _ledger(view), may_flip=lambda pools: self._flip_to_decode(pools, now)
+        )
 
     def _schedule_decode(
         self,
@@ -160,10 +221,11 @@ class Arrow(Policy):
         ledger: Ledger,
         may_flip: Callable[[Pools], SetPool | None],
     ) -> list[Action]:
-        """Only targets with room for the KV count: to send more than fits would only make it wait there.
+        """As the paper has it, a target need not have room for the KV: the request waits in the target's FCFS
+        queue (section 5.4), and decodes where it is until then.
 
-        When nobody has room the request decodes where it is, and the tick asks again: the paper's
-        migration queue (section 5.4), kept at the source.
+        With `room` "filter" only targets with room count. When nobody has any, the request stays, and the
+        tick asks again.
         """
         source_id = request.instance_id
         source = next((i for i in pools.members() if i.instance_id == source_id), None)
@@ -171,8 +233,9 @@ class Arrow(Policy):
             return []
         if not ledger.may_send(source, request):
             return []
-        t_1 = _least_tokens(pools.decode, request, ledger)
-        t_2 = _least_tokens(pools.prefill_to_decode, request, ledger)
+        eligible = ledger.may_receive if self.room == FILTER else ledger.may_queue
+        t_1 = _least_tokens([i for i in pools.decode if eligible(i, request)], ledger)
+        t_2 = _least_tokens([i for i in pools.prefill_to_decode if eligible(i, request)], ledger)
         for target in (t_1, t_2):
             if target is not None and self._takes_more(target, ledger):
                 return [ledger.book(request, target, "prefill done")]
@@ -181,14 +244,18 @@ class Arrow(Policy):
             if move.instance_id == source_id:
                 return [move]
             t_3 = next(i for i in pools.members() if i.instance_id == move.instance_id)
-            if ledger.may_receive(t_3, request):
+            if eligible(t_3, request):
                 return [move, ledger.book(request, t_3, "prefill done")]
             # The flip helps those that come after; this one takes what there is.
             return [move, *_to_lesser(t_1, t_2, request, ledger)]
         return _to_lesser(t_1, t_2, request, ledger)
 
-    def _flip(self, pools: Pools) -> SetPool | None:
-        return try_move_prefill_to_decode(pools, self.loads)
+    def _flip_to_decode(self, pools: Pools, now: float) -> SetPool | None:
+        move = try_move_prefill_to_decode(pools, self.loads)
+        if move is None or self.flips == PAPER:
+            return move
+        gain = self.attainment.pays(pools, pools.after(move), self.attainment.demand(pools, now))
+        return move if gain > 0.0 else None
 
     def _takes_more(self, instance: InstanceView, ledger: Ledger) -> bool:
         tokens = running_tokens(instance) + ledger.booked_tokens(instance)
@@ -202,7 +269,9 @@ class Arrow(Policy):
         moves = [*assign(pools, self.prefill_share), *settle(pools)]
         for move in moves:
             pools = pools.after(move)
-        flip = repair(pools, self.loads) or self._monitored_flip(pools)
+        flip = repair(pools, self.loads)
+        if flip is None:
+            flip = self._monitored_flip(pools) if self.flips == PAPER else self._best_flip(pools, now)
         if flip is not None:
             pools = pools.after(flip)
             moves.append(flip)
@@ -215,9 +284,21 @@ class Arrow(Policy):
             return None
         if _decode_interval_s(pools) > self.tpot_slo_s:
             return try_move_prefill_to_decode(pools, self.loads)
-        if self._share_carried(decoders, len(decoders)) > self.low_load_share:
+        if self._share_carried(decoders, decoders) > self.low_load_share:
             return try_move_idle_to_decode(pools)
         return None
+
+    def _best_flip(self, pools: Pools, now: float) -> SetPool | None:
+        """The flip either way that brings most requests within their SLOs, if it brings enough."""
+        moves = (try_move_decode_to_prefill(pools), try_move_prefill_to_decode(pools, self.loads))
+        demand = self.attainment.demand(pools, now)
+        gains = [
+            (self.attainment.pays(pools, pools.after(move), demand), move)
+            for move in moves
+            if move is not None
+        ]
+        gain, move = max(gains, key=lambda found: found[0], default=(0.0, None))
+        return move if gain > 0.0 else None
 
     def _waiting_to_decode(self, view: ClusterView, pools: Pools) -> list[Action]:
         """Requests that decode on a prefill instance because nobody had room, oldest first (section 5.4).
@@ -242,28 +323,39 @@ class Arrow(Policy):
 
     # ---- load
 
-    def _least_delay(self, instances: Sequence[InstanceView]) -> tuple[float, InstanceView | None]:
+    def _delay_model(self, pools: Pools, tokens: int) -> Callable[[InstanceView], float]:
+        """Predicted seconds until the prefill of a prompt of that length would start."""
         delay_s = self.loads.prefill_delay_s
-        least, found = float("inf"), None
-        # Instances come in id order, so that the first of equals is the one with the least id; among
-        # equals the one with fewer requests, which leaves idle prefill instances to share a burst.
-        for instance in instances:
-            delay = delay_s(instance)
-            if found is None or (delay, instance.load) < (least, found.load):
-                least, found = delay, instance
-        return least, found
+        if not self.kv_wait:
+            return delay_s
+        wait = KvWait(pools, self.tpot_slo_s)
+        return lambda instance: max(delay_s(instance), wait.wait_s(instance, tokens))
 
-    def _decode_load_is_low(self, pools: Pools) -> bool:
-        """The overload guard: would the decode instances do with one less?"""
+    def _decode_load_is_low(self, pools: Pools, move: SetPool) -> bool:
+        """The overload guard: would the decode instances do without the one that is to be flipped?"""
         decoders = pools.decode + pools.prefill_to_decode
-        if len(decoders) < 2 or _decode_interval_s(pools) > self.tpot_slo_s:
+        others = [i for i in decoders if i.instance_id != move.instance_id]
+        if not others or _decode_interval_s(pools) > self.tpot_slo_s:
             return False
-        return self._share_carried(decoders, len(decoders) - 1) <= self.low_load_share
+        return self._share_carried(decoders, others) <= self.low_load_share
 
-    def _share_carried(self, decoders: Sequence[InstanceView], by: int) -> float:
-        """Running tokens of decode instances over what `by` of them may run."""
-        most = sum(self.loads.most_tokens(i) for i in decoders) * by / len(decoders)
-        return sum(running_tokens(i) for i in decoders) / most if most > 0 else float("inf")
+    def _share_carried(self, decoders: Sequence[InstanceView], by: Sequence[InstanceView]) -> float:
+        """Running tokens of decode instances over what `by` may run."""
+        most = sum(map(self.loads.most_tokens, by))
+        return sum(map(running_tokens, decoders)) / most if most > 0 else float("inf")
+
+
+def _least_delay(
+    instances: Sequence[InstanceView], delay_s: Callable[[InstanceView], float]
+) -> tuple[float, InstanceView | None]:
+    least, found = float("inf"), None
+    # Instances come in id order, so that the first of equals is the one with the least id; among
+    # equals the one with fewer requests, which leaves idle prefill instances to share a burst.
+    for instance in instances:
+        delay = delay_s(instance)
+        if found is None or (delay, instance.load) < (least, found.load):
+            least, found = delay, instance
+    return least, found
 
 
 def _decode_interval_s(pools: Pools) -> float:
@@ -280,12 +372,10 @@ def _ledger(view: ClusterView) -> Ledger:
     return Ledger(view.instances, transfers_in=None, transfers_out=None)
 
 
-def _least_tokens(
-    instances: Sequence[InstanceView], request: RequestView, ledger: Ledger
-) -> InstanceView | None:
-    """The instance of Alg. 2 with the least running tokens, among those with room."""
+def _least_tokens(instances: Sequence[InstanceView], ledger: Ledger) -> InstanceView | None:
+    """The instance of Alg. 2 with the least running tokens."""
     return min(
-        (i for i in instances if ledger.may_receive(i, request)),
+        instances,
         key=lambda i: (running_tokens(i) + ledger.booked_tokens(i), i.instance_id),
         default=None,
     )

@@ -8,7 +8,7 @@ from typing import Final
 from tailrace.actions import Action, Place, Placement, SetPool
 from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestView
 from tailrace.perf.length_penalty import FittedLengthPenalty
-from tailrace.policy.arrow.policy import Arrow
+from tailrace.policy.arrow.policy import FILTER, Arrow
 from tailrace.policy.base import Policy
 from tailrace.policy.candidates import NO_INSTANCE, candidates
 from tailrace.policy.deployment import Fact
@@ -71,7 +71,7 @@ class Tailrace(Policy):
         self.margin = margin
         self.ttft_slo_s = ttft_slo_s
         self.tick_interval_s = tick_interval_s
-        self.arrow = Arrow(ttft_slo_s, tpot_slo_s, profile, tick_interval_s=tick_interval_s)
+        self.arrow = Arrow(ttft_slo_s, tpot_slo_s, profile, tick_interval_s=tick_interval_s, room=FILTER)
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         """Where it costs least, among those meant to prefill and of the stage for its length."""

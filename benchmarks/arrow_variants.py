@@ -1,0 +1,204 @@
+"""Arrow by the paper's letter and its variants, simulated (docs/policy-arrow.md).
+
+- *Bursts of answers*: three instances, two of which prefill at first, with KV for 2, 8 or 32 of the longest
+  requests each. Short prompts, answers of 90 to 720 tokens: 10 s at half of the rate at which the KV of all
+  instances is full on average, 10 s at twice that rate, 30 s at half of it again.
+- *Azure* (`--traces DIR`, the folder that `traces/` is in): the grounds of `benchmarks.policies`, with four
+  instances, at 60, 85 and 110% of the rate that the best policy sustains there.
+
+Figures are the share of requests that kept their SLOs, mean and half-width of the 95% interval over seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.grounds import GROUNDS
+from simulator.cluster import ClusterSpec
+from simulator.goodput import attainment
+from simulator.parallel import Task, run_tasks
+from simulator.records import SimResult
+from simulator.request import SimRequest
+from simulator.run import simulate
+from simulator.setups import setup_for
+from tailrace.policy.deployment import Deployment
+from tailrace.policy.parameters import Value
+from tailrace.profiles import load_profile
+from tailrace.slo import Slo
+
+VARIANTS: Final[Mapping[str, tuple[str, Mapping[str, Value]]]] = {
+    "least_loaded, no pools": ("least_loaded", {}),
+    "static pools": ("minimal_load", {}),
+    "arrow": ("arrow", {}),
+    "room=filter": ("arrow", {"room": "filter"}),
+    "kv_wait=true": ("arrow", {"kv_wait": True}),
+    "flips=attainment": ("arrow", {"flips": "attainment"}),
+    "kv_wait=true flips=attainment": ("arrow", {"kv_wait": True, "flips": "attainment"}),
+    "the same, room=filter": ("arrow", {"kv_wait": True, "flips": "attainment", "room": "filter"}),
+}
+PROFILE: Final = "llama-3.1-8b-h100"
+# Bursts of answers.
+_KV_REQUESTS: Final = (2, 8, 32)
+_PROMPT: Final = (50, 90)
+_ANSWER: Final = (90, 720)
+_LONGEST: Final = _PROMPT[1] + _ANSWER[1]
+_PHASES: Final = ((10.0, 0.5), (10.0, 2.0), (30.0, 0.5))
+_BURST_SLO: Final = Slo(2.0, 0.15)
+# Azure: requests a second at 60, 85 and 110% of what the best policy sustains (docs/policy-tailrace.md).
+_AZURE_RATES: Final[Mapping[str, Sequence[float]]] = {
+    "azure-code": (45.0, 64.0, 83.0),
+    "azure-conv": (90.0, 128.0, 165.0),
+}
+# Two-sided 95% quantiles of Student's t, by degrees of freedom.
+_T: Final = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One run."""
+
+    attained: float
+    flips: int
+    # Of requests that arrived after the burst.
+    attained_after: float | None = None
+
+
+def burst_of_answers(kv_requests: int, variant: str, seed: int) -> Outcome:
+    """Three instances with KV for so many of the longest requests each."""
+    profile = load_profile(PROFILE)
+    spec = ClusterSpec.uniform(3, profile, kv_capacity_tokens=kv_requests * (-(-_LONGEST // 16) + 1) * 16)
+    # Tokens that a request holds on average, such requests that fill an instance, and how long one takes.
+    mean_answer = sum(_ANSWER) / 2
+    held = sum(_PROMPT) / 2 + mean_answer / 2
+    batch = kv_requests * _LONGEST / held
+    decode = profile.decode
+    step_ms = decode.base_ms + batch * (decode.ms_per_request + decode.ms_per_kv_token * held)
+    full_per_s = 3 * batch / (mean_answer * step_ms / 1e3)
+    rng = random.Random(seed)
+    requests: list[SimRequest] = []
+    at_s = begin_s = 0.0
+    for seconds, load in _PHASES:
+        at_s = begin_s + rng.expovariate(load * full_per_s)
+        while at_s < begin_s + seconds:
+            requests.append(
+                SimRequest(f"r{len(requests)}", at_s, rng.randint(*_PROMPT), 0, rng.randint(*_ANSWER))
+            )
+            at_s += rng.expovariate(load * full_per_s)
+        begin_s += seconds
+    after_s = _PHASES[0][0] + _PHASES[1][0]
+    result = _simulate(spec, requests, variant, _BURST_SLO, seed, prefill_instances=2)
+    late = [record for record in result.requests if record.arrival_s >= after_s]
+    return Outcome(attainment(result.requests, _BURST_SLO), _flips(result), attainment(late, _BURST_SLO))
+
+
+def azure(name: str, rate_per_s: float, seconds: float, traces: Path, variant: str, seed: int) -> Outcome:
+    """A stretch of the trace, somewhere in it by the seed."""
+    ground = next(ground for ground in GROUNDS if ground.name == name)
+    requests = ground.draw(round(seconds * rate_per_s), rate_per_s, seed, traces)
+    spec = ClusterSpec.uniform(ground.instances, load_profile(ground.profile))
+    slo = Slo(*ground.strictest())
+    result = _simulate(spec, requests, variant, slo, seed, prefill_instances=ground.instances // 2)
+    return Outcome(attainment(result.requests, slo), _flips(result))
+
+
+def _simulate(
+    spec: ClusterSpec,
+    requests: Sequence[SimRequest],
+    variant: str,
+    slo: Slo,
+    seed: int,
+    prefill_instances: int,
+) -> SimResult:
+    policy, parameters = VARIANTS[variant]
+    setup = setup_for(policy).with_parameters(parameters)
+    setup = setup.with_pools(prefill_instances, len(spec.instances))
+    deployment = Deployment(slo, spec.instances[0].profile)
+    return simulate(
+        setup.apply(spec),
+        requests,
+        setup.policy(deployment),
+        setup.intra(slo),
+        seed=seed,
+        sample_interval_s=1.0,
+    )
+
+
+def _flips(result: SimResult) -> int:
+    """Changes of pool between prefill and decode work, whichever pool in between."""
+    assert result.series is not None
+    return len(result.series.pools)
+
+
+def _cell(values: Sequence[float]) -> str:
+    mean = float(np.mean(values))
+    if len(values) < 2:
+        return f"{mean:.1%}"
+    half = _T[min(len(values) - 1, 9)] * float(np.std(values, ddof=1)) / len(values) ** 0.5
+    return f"{100 * mean:.1f} ± {100 * half:.1f}"
+
+
+def main() -> None:
+    """Print a table for each ground."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--traces", type=Path, help="folder that traces/ is in; none: no Azure")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each stretch of a trace")
+    parser.add_argument("--only", action="append", choices=["bursts", "azure-code", "azure-conv"])
+    parser.add_argument("--processes", type=int)
+    options = parser.parse_args()
+    grounds = options.only or ["bursts", "azure-code", "azure-conv"]
+    seeds = range(1, options.seeds + 1)
+    tasks: list[Task[Outcome]] = []
+    columns: dict[str, list[str]] = {}
+    if "bursts" in grounds:
+        columns["bursts"] = [f"KV for {n}" for n in _KV_REQUESTS]
+        tasks += [
+            Task(f"bursts/KV for {n}/{variant}/{seed}", burst_of_answers, (n, variant, seed))
+            for n in _KV_REQUESTS
+            for variant in VARIANTS
+            for seed in seeds
+        ]
+    for name, rates in _AZURE_RATES.items():
+        if name not in grounds or options.traces is None:
+            continue
+        columns[name] = [f"{rate:g}/s" for rate in rates]
+        tasks += [
+            Task(
+                f"{name}/{rate:g}/s/{variant}/{seed}",
+                azure,
+                (name, rate, options.seconds, options.traces, variant, seed),
+            )
+            for rate in rates
+            for variant in VARIANTS
+            for seed in seeds
+        ]
+    found = run_tasks(tasks, processes=options.processes)
+    console = Console(width=200)
+    for ground, names in columns.items():
+        table = Table(title=f"{ground}: SLOs kept, % (pool changes a run)")
+        table.add_column("")
+        for column in names:
+            table.add_column(column)
+        for variant in VARIANTS:
+            cells = [[found[f"{ground}/{column}/{variant}/{seed}"] for seed in seeds] for column in names]
+            table.add_row(variant, *map(_describe, cells))
+        console.print(table)
+
+
+def _describe(outcomes: Sequence[Outcome]) -> str:
+    text = f"{_cell([o.attained for o in outcomes])} ({np.mean([o.flips for o in outcomes]):.0f})"
+    after = [o.attained_after for o in outcomes if o.attained_after is not None]
+    return f"{text}, after {100 * float(np.mean(after)):.1f}" if after else text
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""KV wait in Arrow's TTFT prediction, and flips by predicted attainment."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import MappingProxyType
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.actions import Action, Place, SetPool
+from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, Pool
+from tailrace.policy.arrow.attainment import AttainmentModel
+from tailrace.policy.arrow.kv_wait import KvWait
+from tailrace.policy.arrow.policy import ATTAINMENT, Arrow
+from tailrace.policy.arrow.pools import Pools
+from tests.policy.fleets import arrivals, cluster, fleets, instance, quick, request
+
+P, D = Pool.PREFILL, Pool.DECODE
+GAIN = 0.05
+ARROW = Arrow(kv_wait=True, flips=ATTAINMENT, flip_gain=GAIN)
+SHORT = Arrival("new", prompt_tokens=100, max_tokens=100, seq=0)
+
+
+def moved(view: ClusterView, actions: list[Action]) -> ClusterView:
+    """The view with the pool moves made."""
+    members = dict(view.instances)
+    for action in actions:
+        if isinstance(action, SetPool):
+            members[action.instance_id] = replace(members[action.instance_id], pool=action.pool)
+    return ClusterView(MappingProxyType(members), view.stages)
+
+
+# ---- waiting for KV
+
+
+def full(name: str, pool: Pool, requests: int, interval_s: float = 0.01) -> InstanceView:
+    """An instance whose KV is held by requests of 1,000 tokens, 500 of them made here."""
+    held = tuple(replace(request(f"{name}{n}", name, 500, 500), kv_tokens=1_000) for n in range(requests))
+    return replace(
+        instance(name, held, pool=pool, capacity=1_000 * requests),
+        kv_used_tokens=1_000 * requests,
+        token_interval_s=interval_s,
+    )
+
+
+def test_with_room_nobody_waits() -> None:
+    roomy = instance("a", (request("r", "a"),), pool=P)
+    assert KvWait(Pools.of(cluster(roomy, instance("b", pool=D))), 0.1).wait_s(roomy, 10_000) == 0.0
+
+
+def test_handovers_to_a_decode_instance_with_room_free_kv_at_once() -> None:
+    source = full("a", P, 4)
+    pools = Pools.of(cluster(source, instance("b", pool=D)))
+    assert KvWait(pools, 0.1).wait_s(source, 3_000) == 0.0
+    # More than the handovers leave: what does not end there has to be waited for.
+    assert KvWait(pools, 0.1).wait_s(source, 5_000) > 0.0
+
+
+def test_without_room_anywhere_it_waits_for_what_ends() -> None:
+    """500 tokens still to come, on average: as many as were made."""
+    source, decoder = full("a", P, 4), full("b", D, 8)
+    pools = Pools.of(cluster(source, decoder))
+    # 12,000 tokens of KV in 500 steps of 10 ms, here and there.
+    assert KvWait(pools, 0.1).wait_s(source, 2_400) == pytest.approx(1.0)
+    # Of two sources in need each has its share of what the decode instances free.
+    other = full("c", P, 4)
+    pools = Pools.of(cluster(source, decoder, other))
+    assert KvWait(pools, 0.1).wait_s(source, 1_600) == pytest.approx(1.0)
+    predicted = replace(
+        decoder, requests=tuple(replace(r, predicted_remaining_tokens=50.0) for r in decoder.requests)
+    )
+    assert KvWait(Pools.of(cluster(source, predicted)), 0.1).wait_s(source, 2_400) == pytest.approx(0.1)
+
+
+def test_what_is_never_freed_is_waited_for_for_ever() -> None:
+    held = instance("a", pool=P, capacity=100)
+    assert KvWait(Pools.of(cluster(held)), 0.1).wait_s(held, 200) == math.inf
+
+
+@quick
+@given(fleets(pools=tuple(Pool)), st.integers(1, 50_000), st.integers(0, 50_000))
+def test_longer_prompts_wait_no_less(view: ClusterView, tokens: int, more: int) -> None:
+    pools = Pools.of(view)
+    wait = KvWait(pools, 0.1)
+    for member in pools.members():
+        assert 0.0 <= wait.wait_s(member, tokens) <= wait.wait_s(member, tokens + more)
+
+
+def test_a_prompt_avoids_the_instance_where_kv_is_short() -> None:
+    view = cluster(
+        full("a", P, 4, interval_s=1.0),
+        instance("b", (request("q", "b", 20_000, phase=Phase.PREFILL),), pool=P),
+        full("c", D, 8, interval_s=1.0),
+    )
+    assert Arrow().place(view, SHORT, 0.0) == Place("a")
+    assert Arrow(kv_wait=True).place(view, SHORT, 0.0) == Place("b")
+
+
+# ---- flips by predicted attainment
+
+
+def flips_of(view: ClusterView, now: float) -> list[SetPool]:
+    """What the tick changes, without upkeep: every instance is in a settled pool."""
+    return [action for action in ARROW.on_tick(view, now) if isinstance(action, SetPool)]
+
+
+@quick
+@given(view=fleets(least=2, pools=tuple(Pool), all_active=True))
+def test_on_unchanged_loads_flips_end_and_none_is_undone(view: ClusterView) -> None:
+    """The hysteresis bound: each flip brings GAIN of the requests within their SLOs, or one at least."""
+    model: AttainmentModel = ARROW.attainment
+    # Upkeep first: it has rules of its own.
+    for _ in range(2 * len(view.instances)):
+        view = moved(view, [*ARROW.on_tick(view, 0.0)])
+    demand = model.demand(Pools.of(view), 0.0)
+    most = 1 + min(1.0 / GAIN, demand.requests)
+    seen = [{i.instance_id: i.pool for i in view.instances.values()}]
+    changes = 0
+    for _ in range(50):
+        actions = flips_of(view, 0.0)
+        if not actions:
+            break
+        view = moved(view, [*actions])
+        layout = {i.instance_id: i.pool for i in view.instances.values()}
+        assert layout not in seen
+        seen.append(layout)
+        changes += 1
+    assert not flips_of(view, 0.0)
+    assert changes <= most
+
+
+@quick
+@given(
+    view=fleets(least=2, pools=tuple(Pool), all_active=True),
+    arrivals=st.lists(arrivals, max_size=5),
+    turns=st.lists(st.booleans(), max_size=8),
+)
+def test_both_kinds_stay(view: ClusterView, arrivals: list[Arrival], turns: list[bool]) -> None:
+    view = moved(view, [*ARROW.on_tick(view, 0.0)])
+    pending = list(arrivals)
+    for tick in turns:
+        actions: list[Action] = []
+        if tick or not pending:
+            actions = [*ARROW.on_tick(view, 0.0)]
+        else:
+            placement = ARROW.place(view, replace(pending.pop(), excluded=frozenset()), 0.0)
+            if isinstance(placement, Place):
+                actions = [*placement.also]
+        view = moved(view, actions)
+        pools = Pools.of(view)
+        assert pools.able_to_prefill > 0 and pools.able_to_decode > 0
+
+
+@quick
+@given(view=fleets(least=2, pools=(P, D), all_active=True), arrival=arrivals)
+def test_a_flip_for_an_arrival_is_not_undone_at_the_tick(view: ClusterView, arrival: Arrival) -> None:
+    """The arrival is a prompt of the instance that was flipped for it by then."""
+    placement = ARROW.place(view, replace(arrival, excluded=frozenset()), 0.0)
+    if not isinstance(placement, Place) or not placement.also:
+        return
+    after = moved(view, [*placement.also])
+    chosen = after.instances[placement.instance_id]
+    prompt = replace(
+        request("new", chosen.instance_id, arrival.prompt_tokens, phase=Phase.PREFILL),
+        prompt_tokens=arrival.prompt_tokens + arrival.output_tokens,
+    )
+    loaded = replace(
+        chosen,
+        requests=(*chosen.requests, prompt),
+        waiting=chosen.waiting + 1,
+        prefill_backlog_tokens=chosen.prefill_backlog_tokens + prompt.prompt_tokens,
+        context_tokens=chosen.context_tokens + prompt.prompt_tokens,
+    )
+    view = ClusterView(MappingProxyType({**after.instances, loaded.instance_id: loaded}))
+    assert SetPool(loaded.instance_id, D) not in flips_of(view, 0.0)
+    assert SetPool(loaded.instance_id, Pool.PREFILL_TO_DECODE) not in flips_of(view, 0.0)
+
+
+def test_a_shortage_of_kv_among_decoders_flips_a_prefill_instance() -> None:
+    view = cluster(
+        instance("a", pool=P), instance("b", pool=P), replace(full("c", D, 40), context_tokens=80_000)
+    )
+    assert flips_of(view, 0.0) == [SetPool("a", D)]
+
+
+def test_prompts_that_cannot_be_in_time_flip_a_decode_instance_that_is_not_needed() -> None:
+    prompts = tuple(
+        replace(request(f"p{n}", "a", 30_000, phase=Phase.PREFILL), arrival_s=9.5) for n in range(12)
+    )
+    view = cluster(
+        instance("a", prompts, pool=P), instance("c", (request("x", "c"),), pool=D), instance("d", pool=D)
+    )
+    assert flips_of(view, 10.0) == [SetPool("d", P)]
+    # Where the decode instances need all that they have, more would be late than in time.
+    needed = [replace(full(name, D, 400), token_interval_s=0.2) for name in "cd"]
+    assert flips_of(cluster(view.instances["a"], *needed), 10.0) == []
+
+
+def test_a_burst_of_answers_recovers() -> None:
+    """Prefill instances were given away for answers; once these are done, prompts have them back."""
+    prompts = tuple(
+        replace(request(f"p{n}", "a", 30_000, phase=Phase.PREFILL), arrival_s=9.5) for n in range(12)
+    )
+    ended = cluster(instance("a", prompts, pool=P), instance("b", pool=D), instance("c", pool=D))
+    assert flips_of(ended, 10.0) == [SetPool("b", P)]
