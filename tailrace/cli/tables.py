@@ -160,7 +160,8 @@ POLICIES = View[PolicyInfo](
     columns=(
         Column("POLICY", lambda p: p.name),
         Column("ACTIVE", lambda p: "active" if p.active else ""),
-        Column("PARAMETERS", lambda p: ", ".join(f"{x.name}={x.value}" for x in p.parameters if x.value)),
+        # A line each: side by side they would leave no room for the others.
+        Column("PARAMETERS", lambda p: "\n".join(f"{x.name}={x.value}" for x in p.parameters if x.value)),
         Column("WHAT IT DOES", lambda p: p.summary),
     ),
     empty="no policies are installed",

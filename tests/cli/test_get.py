@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from tailrace.v1.admin_pb2 import PolicyParameter
 from tests.cli.conftest import Run
 from tests.cli.scripted_admin import Script
 
@@ -70,6 +71,27 @@ def test_json_carries_the_rounds_of_a_migration(run: Run) -> None:
     migration = json.loads(run("get", "migrations", "-o", "json").stdout)["migrations"][0]
     assert [entry["blocks"] for entry in migration["rounds"]] == [38, 2]
     assert migration["pause_steps"] == 1.5
+
+
+def test_parameters_of_policies_have_their_types(run: Run, script: Script) -> None:
+    active, other = script.policies
+    active.parameters.extend(
+        [
+            PolicyParameter(name="quantum", type="int", unit="tokens", default="500", value="200"),
+            PolicyParameter(name="share", type="float", default="0.5", value="0.25"),
+            PolicyParameter(name="eager", type="bool", default="false", value="true"),
+        ]
+    )
+    other.parameters.append(PolicyParameter(name="rule", type="str", default="paper"))
+    first, second = json.loads(run("get", "policies", "-o", "json").stdout)["policies"]
+    assert [(p["name"], p["default"], p["value"]) for p in first["parameters"]] == [
+        ("quantum", 500, 200),
+        ("share", 0.5, 0.25),
+        ("eager", False, True),
+    ]
+    assert (second["parameters"][0]["default"], second["parameters"][0]["value"]) == ("paper", None)
+    table = run("get", "policies").stdout
+    assert "quantum=200" in table and "share=0.25" in table and "rule" not in table
 
 
 def test_requests_of_one_instance(run: Run) -> None:
