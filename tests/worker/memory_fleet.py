@@ -172,7 +172,7 @@ class Node:
         )
         shape = (await self.engine.start(sink)).kv_shape
         admission = Admission(self.engine, self.front_ends, self.carried, self.metrics, 1000)
-        faults = Faults()
+        faults = self.faults = Faults()
         self.exports = Exports(
             SourceParts(
                 self.engine,

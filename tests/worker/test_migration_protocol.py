@@ -127,3 +127,32 @@ def test_a_migration_to_a_full_target_waits_for_room_if_it_is_to(action: str, co
     tokens, committed = run_virtually(play(3, script))
     assert tokens == undisturbed()
     assert committed == commits
+
+
+@pytest.mark.parametrize(
+    ("point", "commits"), [("import:adopt", 0), ("import:adopted", 1), ("import_activate", 1)]
+)
+def test_a_mistake_at_the_target_never_leaves_the_stream_hanging(point: str, commits: int) -> None:
+    """Before the front end was asked the source goes on; after it has said yes it is told, and recovers."""
+
+    async def moved() -> tuple[list[int], int]:
+        fleet = Fleet(0)
+        await fleet.start()
+        node = fleet.nodes[1]
+        with pytest.MonkeyPatch.context() as patch:
+
+            async def fail(where: str) -> None:
+                if where == point:
+                    raise ZeroDivisionError("a mistake")
+
+            patch.setattr(node.faults, "hold", fail)
+            if point == "import_activate":
+                patch.setattr(node.engine, point, lambda request_id: fail(point))
+            await asyncio.sleep(0.6)
+            fleet.migrate(1, MODES[0])
+            await fleet.settle()
+        tokens, committed = fleet.front_end.tokens, fleet.commits
+        await fleet.close()
+        return tokens, committed
+
+    assert run_virtually(moved()) == (undisturbed(), commits)

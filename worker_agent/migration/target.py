@@ -67,6 +67,7 @@ class Import:
         self._successor: Submission | None = None
         self.key: RequestKey | None = None
         self.over = asyncio.Event()
+        # The front end has said yes.
         self.committed = False
 
     @property
@@ -171,7 +172,16 @@ class Import:
             # The worker is stopping, or something is broken in it.
             await unbroken(self._give_up("the target failed"))
             raise
-        return await unbroken(self._commit(paused))
+        return await unbroken(self._settle(paused))
+
+    async def _settle(self, paused: Paused) -> tuple[bool, str]:
+        """Ask the front end and do as it says, whatever fails in between."""
+        try:
+            return await self._commit(paused)
+        except Exception:
+            if not self.committed:
+                await self._give_up("the target failed")
+            raise
 
     async def _copy(self) -> Paused:
         """The part that can be cancelled. Raises Abort."""
@@ -279,7 +289,10 @@ class Import:
         )
         verdict, reason = await self._adoption.ask(adopt, self._parts.settings.adopt_timeout_s)
         if verdict is Verdict.ACCEPTED:
-            await self._parts.faults.hold("import:adopted")
+            # From now on the request is nobody else's: whatever fails, it must run here, or its front end be
+            # told that it does not.
+            self.committed = True
+            self._parts.metrics.imports["committed"] += 1
             await self._activate(key, opened, paused, next_index)
             return True, ""
         if verdict is Verdict.UNKNOWN:
@@ -291,24 +304,26 @@ class Import:
     async def _activate(
         self, key: RequestKey, opened: worker_pb2.ExportOpened, paused: Paused, next_index: int
     ) -> None:
-        carried = self._parts.carried.add(
-            key, self.request_id, opened.frontend_id, self._request.epoch, opened.traceparent
-        )
-        if paused.answer_pace is not None:
-            carried.pace.go_on(paused.answer_pace, next_index, paused.arrived_s)
         try:
+            await self._parts.faults.hold("import:adopted")
+            carried = self._parts.carried.add(
+                key, self.request_id, opened.frontend_id, self._request.epoch, opened.traceparent
+            )
+            if paused.answer_pace is not None:
+                carried.pace.go_on(paused.answer_pace, next_index, paused.arrived_s)
             await self._parts.engine.import_activate(self.request_id)
-        except EngineRefusal as error:
-            # It is ours, and cannot run: the front end is told, and has it recomputed.
-            log.warning("%s was adopted and does not run: %s", self.request_id, error)
-            await self._parts.engine.import_drop(self.request_id)
-            self._parts.carried.remove(key)
+        except Exception as error:
+            if isinstance(error, EngineRefusal):
+                log.warning("%s was adopted and does not run: %s", self.request_id, error)
+            else:
+                log.exception("%s was adopted and does not run", self.request_id)
+            # The front end has it computed anew.
             self._fail(key, next_index)
+            self._parts.carried.remove(key)
+            await self._parts.engine.import_drop(self.request_id)
         phase = self._phase(opened)
         pause_s = time.monotonic() - paused.since_s
         interval_ms = paused.pause.token_interval_ms
-        self.committed = True
-        self._parts.metrics.imports["committed"] += 1
         self._parts.metrics.pause_seconds.observe(pause_s)
         self._parts.news.changed(self.request_id)
         self._parts.spans.paused(self._request.traceparent, paused.since_s, pause_s)
