@@ -15,6 +15,7 @@ import msgspec
 from frontend_svc.adopt import Adoptions
 from frontend_svc.dispatch import Dispatch
 from frontend_svc.link import Loss
+from frontend_svc.liveness import Liveness
 from frontend_svc.observer import StreamObserver
 from frontend_svc.outbox import abort, request_bytes
 from frontend_svc.pacing import Pacer
@@ -87,6 +88,7 @@ class Carrier:
         self._recovery = Recovery(table, self._dispatch, workers, self._give_up)
         self._relocations = Relocations(table, placement, workers, self._dispatch, self)
         self._adoptions = Adoptions(table, workers, observer.adopted)
+        self._liveness = Liveness(table, workers)
         self._utilities = Utilities(workers, output.send)
 
     async def close(self) -> None:
@@ -125,6 +127,7 @@ class Carrier:
 
     def tick(self) -> None:
         """Called every half second."""
+        self._liveness.tick(time.monotonic())
         self._on_full(len(self._table) >= self._limits.max_streams)
 
     def _refusal(self, frames: Sequence[bytes]) -> Refusal | None:
@@ -176,6 +179,7 @@ class Carrier:
     def on_lost(self, instance_id: str, loss: Loss) -> None:
         """Its streams go on elsewhere."""
         self._utilities.instance_lost(instance_id)
+        self._liveness.lost(instance_id)
         self._observer.lost(self._recovery.instance_lost(instance_id), instance_id, loss.reason)
         if self._adoptions.waiting:
             self._adoptions.progress()
@@ -196,6 +200,8 @@ class Carrier:
                 self._relocations.hand_back(instance_id, message.hand_back)
             case "utility":
                 self._utilities.result(instance_id, message.utility)
+            case "held_reply":
+                self._on_missing(instance_id, message.held_reply)
             case "rejected":
                 self._on_turned_away(instance_id, message.rejected)
             case body:
@@ -210,6 +216,7 @@ class Carrier:
             log.error("malformed outputs from %s: %s", instance_id, error)
             self._workers.cut(instance_id, f"malformed outputs: {error}")
             return
+        self._liveness.stepped(instance_id, step.step, time.monotonic())
         if self._pacer:
             self._send_paced(instance_id, step, verdict)
         elif verdict.keep is None:
@@ -282,6 +289,17 @@ class Carrier:
         if verdict.failed:
             self._observer.failed(verdict.failed, instance_id)
             self._recovery.failed(verdict.failed, instance_id)
+
+    def _on_missing(self, instance_id: str, reply: worker_pb2.HeldReply) -> None:
+        """Streams that the instance does not have, though it owns them: nobody runs them."""
+        for handle, epoch in zip(reply.missing_handles, reply.missing_epochs, strict=False):
+            stream = self._table.get(handle)
+            if stream is None or stream.owner != instance_id or stream.epoch != epoch:
+                continue
+            log.error("%s does not have %s any more", instance_id, stream.request_id)
+            self._table.fail(stream)
+            self._observer.missing(stream, instance_id)
+            self._recovery.failed([stream], instance_id)
 
     def _on_turned_away(self, instance_id: str, rejected: worker_pb2.RequestRejected) -> None:
         stream = self._table.get(rejected.handle)

@@ -90,6 +90,12 @@ class StreamObserver:
         if self._traces is not None:
             self._traces.recovering(stream, instance_id, "handed back")
 
+    def missing(self, stream: Stream, instance_id: str) -> None:
+        """The instance did not have this stream, though it was its owner."""
+        self._metrics.recoveries["missing"] += 1
+        if self._traces is not None:
+            self._traces.recovering(stream, instance_id, "missing")
+
     def aborted(self, stream: Stream) -> None:
         """The client went away, or the front half had enough (a stop string)."""
         self._ended(stream, "aborted")

@@ -85,6 +85,9 @@ class Stream:
     # When the first answering token was accepted, and its index; None: there is none yet.
     first_answer_s: float | None = None
     first_answer_index: int = 0
+    # Its epoch and length when it was last seen to have got on, and when that was.
+    seen: tuple[int, int] = (-1, -1)
+    seen_s: float = 0.0
     # Seconds a token at which its answer is shown; 0: as soon as it is made.
     pace_s: float = 0.0
 
@@ -179,6 +182,11 @@ class StreamTable:
         self._forget_owner(stream)
         stream.owner = None
         stream.epoch += 1
+
+    def fail(self, stream: Stream) -> None:
+        """The owner cannot go on with the stream: take it from it, and count that."""
+        self.orphan(stream)
+        stream.failures += 1
 
     def orphan_all(self, instance_id: str) -> list[Stream]:
         """The instance is lost: take everything from it."""
@@ -276,8 +284,7 @@ class StreamTable:
         else:
             # From the owner, in its own epoch: it gave up, or lost or repeated a token. It cannot go on.
             reason = Reject.FAILED if flags & FAILED else Reject.INDEX
-            self.orphan(stream)
-            stream.failures += 1
+            self.fail(stream)
             verdict.failed.append(stream)
         verdict.rejected.append((handle, reason))
 

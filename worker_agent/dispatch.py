@@ -11,6 +11,7 @@ from tailrace.v1 import worker_pb2
 from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import Engine, OutputFlag, RequestKey, Submission
 from worker_agent.frontends import FrontEnd, FrontEnds
+from worker_agent.held import HeldQueries
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.migration.exports import Exports
 from worker_agent.migration.imports import Imports
@@ -105,6 +106,7 @@ class Dispatch:
         news: PhaseNews,
         metrics: WorkerMetrics,
     ) -> None:
+        self._queries = HeldQueries(engine, carried, exports.open, imports.concerns, self.give_up)
         self._engine = engine
         self._admission = admission
         self._exports = exports
@@ -129,11 +131,17 @@ class Dispatch:
                 ownership = message.ownership
                 key = RequestKey(front_end.client, ownership.handle)
                 self._exports.owned(key, ownership.epoch, ownership.current)
+            case "held_query":
+                self._queries.ask(front_end, message.held_query)
             case "utility":
                 self._utility(front_end, message.utility)
             case _:
                 # A heartbeat, or something that a newer front end says.
                 return
+
+    async def close(self) -> None:
+        """Answer no queries any more."""
+        await self._queries.close()
 
     def give_up(self, key: RequestKey) -> None:
         """Free a request that cannot go on here, and of which its front end has been told."""

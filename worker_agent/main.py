@@ -123,7 +123,15 @@ class EngineDied(RuntimeError):
     type=click.FloatRange(min=1),
     default=_DEFAULTS.step_limit_s,
     show_default=True,
-    help="Seconds without the end of a step after which an engine that has requests to run counts as hung.",
+    help="Seconds without the end of a step after which an engine that has requests to run counts as hung, "
+    "whatever its steps took so far.",
+)
+@click.option(
+    "--step-floor",
+    type=click.FloatRange(min=1),
+    default=_DEFAULTS.step_floor_s,
+    show_default=True,
+    help="The same by what its steps took so far (ten times the longest of its kind); at least this much.",
 )
 @click.option(
     "--drain-timeout",
@@ -169,6 +177,7 @@ def command(
     max_requests: int,
     report_interval: float,
     step_limit: float,
+    step_floor: float,
     drain_timeout: float,
     migration_bandwidth_share: float,
     profile: str | None,
@@ -200,6 +209,7 @@ def command(
         max_requests=max_requests,
         report_s=report_interval,
         step_limit_s=step_limit,
+        step_floor_s=step_floor,
         drain_timeout_s=drain_timeout,
         intra=intra,
         profile=_profile(profile),

@@ -45,5 +45,7 @@ class WorkerSettings:
     adopt_timeout_s: float = 10.0
     # Once told to stop: for its requests to be moved; what is left then is handed back to be computed anew.
     drain_timeout_s: float = 60.0
-    # An engine that has requests to run and ends no step for so long hangs: the worker ends.
+    # An engine that has requests to run and ends no step for too long hangs: the worker ends. How long
+    # that is follows from the steps so far (progress.py), within these bounds.
+    step_floor_s: float = 30.0
     step_limit_s: float = 300.0

@@ -52,7 +52,7 @@ from worker_agent.phase_news import PhaseNews
 from worker_agent.profiling.own_stats import own_stats
 from worker_agent.profiling.probes import Probes
 from worker_agent.profiling.profiler import Profiler
-from worker_agent.progress import watch_progress
+from worker_agent.progress import StepBounds, watch_progress
 from worker_agent.registration import instance_record, register
 from worker_agent.reports import Reports
 from worker_agent.servicer import WorkerServicer
@@ -188,6 +188,7 @@ async def running_worker(
         )
         stack.push_async_callback(imports.close)
         dispatch = Dispatch(engine, admission, exports, imports, carried, news, metrics)
+        stack.push_async_callback(dispatch.close)
         front_ends.on_gone(dispatch.client_gone)
         hello = worker_pb2.WorkerHello(
             instance_id=instance_id,
@@ -262,7 +263,12 @@ async def running_worker(
             ("heartbeats", beat(front_ends, settings.frontend_silence_s)),
             ("reports", reports.run()),
             ("idle KV connections", _trim(kv_client)),
-            ("progress", watch_progress(engine.stats, settings.step_limit_s, on_dead)),
+            (
+                "progress",
+                watch_progress(
+                    engine.stats, StepBounds(settings.step_floor_s, settings.step_limit_s), on_dead
+                ),
+            ),
             ("draining", draining.run()),
         ):
             await stack.enter_async_context(_background(name, work, on_dead))

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.worker.simulated import SMALL, Fleet
 from worker_agent.engine.base import EnginePhase, EngineStats, RequestStats
-from worker_agent.progress import Progress, watch_progress
+from worker_agent.engine.step_times import LARGE_STEPS_MIN, SMALL_STEPS_MIN, StepTimes
+from worker_agent.progress import Progress, StepBounds, watch_progress
 from worker_agent.worker import _background
 
 IDLE = EngineStats(
@@ -32,26 +37,101 @@ def busy(steps: int, state: str = "running") -> EngineStats:
     return replace(IDLE, requests=[request], steps=steps)
 
 
+BOUNDS = StepBounds(2.0, 10.0)
+
+
 def test_requests_to_run_and_no_step() -> None:
-    progress = Progress(10.0, 0.0)
-    assert [progress.stuck(busy(1), now_s) for now_s in (1.0, 6.0, 11.0, 11.5)] == [False, False, False, True]
+    progress = Progress(BOUNDS, 0.0)
+    stood = [progress.stuck(busy(1), now_s) for now_s in (1.0, 6.0, 11.0, 11.5)]
+    assert stood == [None, None, None, 10.5]
+
+
+@pytest.mark.parametrize(("expected_s", "most_s"), [(0.001, 2.0), (0.5, 5.0), (50.0, 10.0), (None, 10.0)])
+def test_how_long_is_too_long_follows_from_the_steps_so_far(expected_s: float | None, most_s: float) -> None:
+    progress = Progress(BOUNDS, 0.0)
+    stats = replace(busy(1), expected_step_s=expected_s)
+    assert progress.stuck(stats, 1.0) is None
+    assert progress.stuck(stats, 1.0 + most_s) is None
+    assert progress.stuck(stats, 1.1 + most_s) is not None
+
+
+def test_too_few_steps_tell_nothing() -> None:
+    times = StepTimes()
+    for _ in range(SMALL_STEPS_MIN - 1):
+        times.add(0.01, 4)
+    assert times.expected_s(4) is None
+    times.add(0.03, 127)
+    assert times.expected_s(4) == 0.03
+    # No prompt was computed yet: what a long one takes is not known, however fast the others are.
+    assert times.expected_s(2048) is None
+    for _ in range(LARGE_STEPS_MIN):
+        times.add(0.2, 1000)
+    assert times.expected_s(2000) == pytest.approx(0.4)
+    assert times.expected_s(127) == 0.03
+    # Steps that had nothing to compute say nothing of those that have.
+    times.add(60.0, 0)
+    assert times.expected_s(4) == 0.03
+
+
+def test_one_long_step_is_forgotten_in_time() -> None:
+    times = StepTimes()
+    times.add(60.0, 4)
+    for _ in range(500):
+        times.add(0.01, 4)
+    assert times.expected_s(4) == 60.0
+    for _ in range(1_000):
+        times.add(0.01, 4)
+    assert times.expected_s(4) == 0.01
+
+
+@given(st.lists(st.tuples(st.floats(0.001, 100.0), st.integers(1, 4096)), min_size=1, max_size=300))
+def test_no_step_that_was_seen_would_be_taken_for_a_hang(steps: list[tuple[float, int]]) -> None:
+    times, bounds = StepTimes(), StepBounds(0.0, math.inf)
+    for seconds, tokens in steps:
+        times.add(seconds, tokens)
+    for seconds, tokens in steps:
+        assert bounds.most_s(times.expected_s(tokens)) >= seconds
+
+
+def test_the_simulated_engine_tells_what_its_steps_take() -> None:
+    fleet = Fleet(SMALL)
+    assert fleet.engines[0].stats().expected_step_s is None
+    for number in range(4):
+        fleet.submit(0, [65 + number] * 4, max_tokens=40, ignore_eos=True)
+    fleet.clock.advance(60)
+    expected_s = fleet.engines[0].stats().expected_step_s
+    # By the profile a step takes some milliseconds.
+    assert expected_s is not None and 0.001 < expected_s < 0.1
+
+
+def test_an_engine_that_hangs_is_noticed_much_sooner_than_the_limit() -> None:
+    fleet = Fleet(SMALL)
+    fleet.submit(0, [65] * 4, max_tokens=60, ignore_eos=True)
+    fleet.clock.advance(40)
+    fleet.faults[0].hang = True
+    fleet.clock.advance(2)
+    progress, stats = Progress(StepBounds(30.0, 300.0), 0.0), fleet.engines[0].stats()
+    assert [request.state for request in stats.requests] == ["running"]
+    assert progress.stuck(stats, 1.0) is None
+    assert progress.stuck(stats, 30.0) is None
+    assert progress.stuck(stats, 31.5) == 30.5
 
 
 def test_every_step_is_progress() -> None:
-    progress = Progress(10.0, 0.0)
+    progress = Progress(BOUNDS, 0.0)
     assert not any(progress.stuck(busy(step), 9.0 * step) for step in range(20))
 
 
 @pytest.mark.parametrize("stats", [IDLE, busy(1, "waiting"), busy(1, "paused"), busy(1, "preempted")])
 def test_nothing_to_run_is_no_hang(stats: EngineStats) -> None:
-    progress = Progress(10.0, 0.0)
+    progress = Progress(BOUNDS, 0.0)
     assert not any(progress.stuck(stats, now_s) for now_s in (0.0, 100.0, 200.0))
     # What begins to run then has the whole time.
     assert not progress.stuck(busy(stats.steps), 205.0)
 
 
 def test_a_process_that_stood_still_blames_nobody() -> None:
-    progress = Progress(10.0, 0.0)
+    progress = Progress(BOUNDS, 0.0)
     assert not progress.stuck(busy(1), 1.0)
     progress.excuse(60.0)
     assert not progress.stuck(busy(1), 65.0)
@@ -61,8 +141,8 @@ def test_a_process_that_stood_still_blames_nobody() -> None:
 async def test_it_is_said_once() -> None:
     said: list[str] = []
     async with asyncio.timeout(20):
-        await watch_progress(lambda: busy(1), 0.01, said.append)
-    assert len(said) == 1 and "ended no step for 0.01 s" in said[0]
+        await watch_progress(lambda: busy(1), StepBounds(0.01, 0.01), said.append)
+    assert len(said) == 1 and "ended no step for 0.0" in said[0]
 
 
 async def test_a_background_task_that_fails_ends_the_worker() -> None:

@@ -34,6 +34,7 @@ from worker_agent.engine.base import (
     EngineRefusal,
     Exported,
     ExportedPause,
+    Held,
     KvCorrupt,
     OutputFlag,
     RequestKey,
@@ -495,6 +496,20 @@ async def test_recovery_by_recompute(
     await front.until(lambda: stream.finished)
     same(stream, reference)
     assert OutputFlag.PREFILL_DONE in stream.flags[0]
+
+
+async def test_it_knows_what_it_has_and_what_its_steps_take(engine: VllmEngine, front: Front) -> None:
+    stream = front.stream(REASONING, SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True))
+    front.submit(engine, stream)
+    unknown = RequestKey(0, 1 << 30)
+    # Behind the submission, however soon it is asked.
+    assert await engine.held([stream.key, unknown]) == {stream.key: Held(1)}
+    await front.until_tokens(stream, 50)
+    assert await engine.held([stream.key]) == {stream.key: Held(1)}
+    expected_s = engine.stats().expected_step_s
+    assert expected_s is not None and 0 < expected_s < 30
+    await front.until(lambda: stream.finished)
+    assert await engine.held([stream.key]) == {}
 
 
 async def test_recovery_of_a_prompt_that_takes_several_steps(engine: VllmEngine, front: Front) -> None:

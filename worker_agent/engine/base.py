@@ -177,6 +177,15 @@ class RequestStats:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """A request that an engine has."""
+
+    epoch: int
+    # Stopped for its export; it goes on when that ends.
+    paused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """The engine at one moment, for the steady report."""
 
@@ -197,6 +206,9 @@ class EngineStats:
     swaps_in: int = 0
     swaps_refused: int = 0
     host_kv_corrupt_blocks: int = 0
+    # The longest that the step under way, or the next one, should take by the steps so far (StepTimes).
+    # None: too few of its kind were seen.
+    expected_step_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +294,11 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats:
         """The engine as it is now; cheap enough for every report."""
+
+    async def held(self, keys: Sequence[RequestKey]) -> dict[RequestKey, Held]:
+        """Those of these requests that the engine has, waiting, running or paused; not those on their way in.
+        Submissions that came before the call are among them, and the outputs that were made before the answer
+        have been delivered. Raises EngineRefusal."""
 
     # ---- source of a migration. One export a request; raise EngineRefusal.
 

@@ -111,6 +111,10 @@ class Imports:
         for incoming in self._running:
             incoming.aborted(key)
 
+    def concerns(self, key: RequestKey) -> bool:
+        """Whether this request is on its way to here, or submitted and waiting for the end of an import."""
+        return any(incoming.concerns(key) for incoming in self._running)
+
     def _client_gone(self, client: int) -> None:
         for incoming in self._running:
             incoming.client_gone(client)

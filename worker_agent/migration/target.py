@@ -129,6 +129,10 @@ class Import:
         elif self.key == key:
             self.cancel("the request was aborted")
 
+    def concerns(self, key: RequestKey) -> bool:
+        """Whether it moves this request, or keeps a submission of it."""
+        return self.key == key or (self._successor is not None and self._successor.key == key)
+
     def client_gone(self, client: int) -> None:
         """A front end is gone."""
         if self._successor is not None and self._successor.key.client == client:

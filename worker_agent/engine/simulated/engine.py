@@ -25,6 +25,7 @@ from worker_agent.engine.base import (
     Exported,
     ExportedPause,
     Frames,
+    Held,
     KvShape,
     OutputFlag,
     RequestKey,
@@ -50,6 +51,7 @@ from worker_agent.engine.simulated.speed import at_speed
 from worker_agent.engine.simulated.table import RequestTable
 from worker_agent.engine.simulated.utilities import answer_utility
 from worker_agent.engine.simulated.vocabulary import read_vocabulary
+from worker_agent.engine.step_times import StepTimes
 from worker_agent.engine.turns import left_s
 
 # Plain ints: arithmetic on enum flags costs a microsecond, and this happens for every token.
@@ -102,7 +104,9 @@ class SimulatedEngine:
         self._clock = clock
         self._timer: Timer | None = None
         self._step: Step | None = None
-        # When the current step is over, and when the one before it was.
+        self._times = StepTimes()
+        # When the current step began, when it is over, and when the one before it was.
+        self._began_s = 0.0
         self._due_s = 0.0
         self._ended_s = 0.0
         self._generated_tokens = 0
@@ -282,11 +286,26 @@ class SimulatedEngine:
             preemptions=self._scheduler.preemptions,
             token_interval_ms_mean=mean_ms,
             token_interval_ms_p99=p99_ms,
+            expected_step_s=self._times.expected_s(
+                max(
+                    self._step.tokens if self._step is not None else 0,
+                    min(self._settings.max_num_batched_tokens, backlog + len(requests)),
+                )
+            ),
         )
 
     def _host_blocks(self, request: Request) -> int:
         swapped = self._scheduler.host.get(request.request_id)
         return 0 if swapped is None else len(swapped.slots)
+
+    async def held(self, keys: Sequence[RequestKey]) -> dict[RequestKey, Held]:
+        """Engine.held."""
+        requests = {key: self._table.by_key(key) for key in keys}
+        return {
+            key: Held(request.epoch, request.state is State.PAUSED)
+            for key, request in requests.items()
+            if request is not None and request.state is not State.IMPORTING
+        }
 
     # ---- source of a migration
 
@@ -397,6 +416,7 @@ class SimulatedEngine:
         if self._step is None:
             self._ended_s = 0.0
             return
+        self._began_s = clock.time()
         # From when the last one was due, not from now: a late timer must not slow the engine down.
         self._due_s = max(self._due_s + self._step.ms / 1000 / self._settings.speed, clock.time())
         self._timer = clock.call_at(self._due_s, self._end_step)
@@ -418,6 +438,7 @@ class SimulatedEngine:
                 if request.computed == request.total:
                     self._sample(request)
         now_s = self._live_clock().time()
+        self._times.add(now_s - self._began_s, step.tokens)
         # A virtual clock may stand still during a step.
         if step.decodes and 0.0 < self._ended_s < now_s:
             self._intervals.add(now_s, (now_s - self._ended_s) * 1000, len(step.decodes))

@@ -26,6 +26,11 @@ class Step:
     chunks: list[tuple[Request, int]] = field(default_factory=list)
     ms: float = 0.0
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that it computes."""
+        return len(self.decodes) + sum(tokens for _, tokens in self.chunks)
+
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:

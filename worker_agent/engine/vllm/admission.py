@@ -10,7 +10,7 @@ from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import Request, RequestStatus
 
-from worker_agent.engine.base import EngineRefusal, RequestKey, StepColumns, Submission
+from worker_agent.engine.base import EngineRefusal, Held, RequestKey, StepColumns, Submission
 from worker_agent.engine.turns import left_s
 from worker_agent.engine.vllm.imports import Imports
 from worker_agent.engine.vllm.load import LoadedCore
@@ -65,6 +65,16 @@ class Admission:
             if entry.key.client == client:
                 self._remove(entry)
         self._imports.drop_client(client)
+
+    def held(self, keys: Sequence[RequestKey]) -> dict[RequestKey, Held]:
+        """Those of these requests that are here, whether they can run or wait."""
+        paused = self._core.scheduler.paused
+        entries = {key: self._table.by_key(key) for key in keys}
+        return {
+            key: Held(entry.epoch, entry.request_id in paused)
+            for key, entry in entries.items()
+            if entry is not None
+        }
 
     # ---- inner
 

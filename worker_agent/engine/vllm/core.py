@@ -6,6 +6,7 @@ import logging
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -141,9 +142,11 @@ class EngineThread:
         core = parts.core.core
         if parts.watch is not None:
             parts.watch.step_begins()
+        began_s = time.monotonic()
         outputs, executed = core.step_fn()
         core.post_step(executed)
         parts.core.after_step()
+        parts.writer.times.add(time.monotonic() - began_s, parts.core.scheduler.scheduled_tokens)
         columns = parts.writer.step(outputs)
         if columns:
             self._deliver(columns)

@@ -20,6 +20,7 @@ from worker_agent.engine.base import (
     Exported,
     ExportedPause,
     Frames,
+    Held,
     KvCorrupt,
     RequestKey,
     Staging,
@@ -120,6 +121,10 @@ class VllmEngine:
     def stats(self) -> EngineStats:
         """The engine as it is now."""
         return engine_stats(self._parts.core, self._parts.table, self._parts.writer)
+
+    async def held(self, keys: Sequence[RequestKey]) -> dict[RequestKey, Held]:
+        """Those of these requests that the engine has."""
+        return await self._ask(lambda parts: parts.admission.held(keys))
 
     # ---- source of a migration
 

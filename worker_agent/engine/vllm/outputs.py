@@ -11,6 +11,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from worker_agent.engine.base import OutputFlag, RequestKey, StepColumns
 from worker_agent.engine.intervals import RecentIntervals
+from worker_agent.engine.step_times import StepTimes
 from worker_agent.engine.vllm.requests import RequestTable
 
 # A plain int: an enum's own operators take a microsecond each, and this is done for every token.
@@ -26,6 +27,7 @@ class OutputWriter:
         self.steps = 0
         self.generated_tokens = 0
         self.intervals = RecentIntervals()
+        self.times = StepTimes()
 
     def step(self, outputs: Mapping[int, EngineCoreOutputs] | None) -> list[StepColumns]:
         """Columns of one engine step; requests that finished in it leave the table."""

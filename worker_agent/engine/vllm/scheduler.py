@@ -49,6 +49,8 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.paused = {}
+        # Of the step under way, or the last one.
+        self.scheduled_tokens = 0
         self.adopted = set()
         self.exporting = set()
         self.failed_loads = set()
@@ -196,6 +198,7 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
                 output = self._schedule_in_order(self._order, throttle_prefills)
         finally:
             self._scheduling = False
+        self.scheduled_tokens = int(output.total_num_scheduled_tokens)
         if self.adopted:
             self.adopted.difference_update(output.num_scheduled_tokens)
         return output

@@ -17,6 +17,9 @@ def engine_stats(core: LoadedCore, table: RequestTable, writer: OutputWriter) ->
     """Everything for the steady report."""
     entries = list(table)
     mean_ms, p99_ms = writer.intervals.mean_and_p99_ms(time.monotonic())
+    backlog = sum(_backlog(core, entry) for entry in entries)
+    # vLLM counts what a step computes as computed when the step begins.
+    ahead = min(core.config.scheduler_config.max_num_batched_tokens, backlog + len(entries))
     return EngineStats(
         requests=[_request_stats(core, entry) for entry in entries],
         kv_blocks_used=core.kv_blocks_used,
@@ -27,7 +30,8 @@ def engine_stats(core: LoadedCore, table: RequestTable, writer: OutputWriter) ->
         swaps_in=core.host.swapped_in,
         swaps_refused=core.host.refused,
         host_kv_corrupt_blocks=core.host_pool.corrupt_blocks,
-        prefill_backlog_tokens=sum(_backlog(core, entry) for entry in entries),
+        prefill_backlog_tokens=backlog,
+        expected_step_s=writer.times.expected_s(max(core.scheduler.scheduled_tokens, ahead)),
         steps=writer.steps,
         generated_tokens=writer.generated_tokens,
         preemptions=core.scheduler.preemptions,

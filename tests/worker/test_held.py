@@ -1,0 +1,114 @@
+"""What a worker answers a front end that asks whether it still has a request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from tailrace.v1 import worker_pb2
+from tests.worker.simulated import SMALL, request_frames
+from tests.worker.test_attach import Attached, Worker, attached
+from worker_agent.engine.base import EngineRefusal, Held, RequestKey, Submission
+from worker_agent.engine.simulated import SimulatedEngine
+from worker_agent.held import HeldQueries
+
+
+async def ask(queries: HeldQueries, front: Attached, *handles: int, epoch: int = 0) -> list[int]:
+    """The handles that are missing."""
+    # The answer before this one is done with.
+    await queries.close()
+    await asyncio.sleep(0)
+    while not front.peer.down.empty():
+        front.peer.down.get_nowait()
+    query = worker_pb2.HeldQuery(handles=handles, epochs=[epoch] * len(handles))
+    queries.ask(front.front_end, query)
+    async with asyncio.timeout(10):
+        while True:
+            message = await front.peer.down.get()
+            if message.HasField("held_reply"):
+                assert list(message.held_reply.missing_epochs) == [epoch] * len(
+                    message.held_reply.missing_handles
+                )
+                return list(message.held_reply.missing_handles)
+
+
+async def test_what_the_engine_does_not_have_is_missing_whatever_the_books_say() -> None:
+    worker = Worker()
+    engine = SimulatedEngine(SMALL)
+    # Nothing ends while the test looks.
+    engine.faults.hang = True
+    await engine.start(worker.sink)
+    exporting: set[RequestKey] = set()
+    importing: set[RequestKey] = set()
+    given_up: list[RequestKey] = []
+    queries = HeldQueries(
+        engine, worker.carried, exporting.__contains__, importing.__contains__, given_up.append
+    )
+    front = await attached(worker, "a")
+    for handle in (1, 2, 3):
+        key, name = RequestKey(0, handle), f"r{handle}"
+        engine.submit(Submission(key, name, 0, request_frames(name, [65, 66]), frontend_id="a"))
+        worker.carried.add(key, name, "a", 0)
+    assert await ask(queries, front, 1, 2, 3, 9) == [9]
+    # Another epoch is another life.
+    assert await ask(queries, front, 1, epoch=1) == [1]
+    engine.abort([RequestKey(0, 2)])
+    assert await ask(queries, front, 1, 2, 3) == [2]
+    assert given_up == [RequestKey(0, 2)]
+    # On its way in: not the engine's yet.
+    importing.add(RequestKey(0, 2))
+    assert await ask(queries, front, 1, 2, 3) == []
+    await queries.close()
+    await engine.stop()
+    front.peer.up.put_nowait(None)
+    await front.served
+
+
+async def test_what_is_paused_for_an_export_that_is_over_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, engine, key = Worker(), SimulatedEngine(SMALL), RequestKey(0, 1)
+
+    async def held(keys: Sequence[RequestKey]) -> dict[RequestKey, Held]:
+        return {key: Held(0, paused=True)}
+
+    monkeypatch.setattr(engine, "held", held)
+    exporting = {key}
+    queries = HeldQueries(
+        engine, worker.carried, exporting.__contains__, lambda key: False, worker.given_up.append
+    )
+    front = await attached(worker, "a")
+    assert await ask(queries, front, 1) == []
+    exporting.clear()
+    assert await ask(queries, front, 1) == [1]
+    front.peer.up.put_nowait(None)
+    await front.served
+
+
+async def test_an_engine_that_does_not_answer_loses_nobody_their_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker, engine = Worker(), SimulatedEngine(SMALL)
+    answers = 0
+
+    async def held(keys: Sequence[RequestKey]) -> dict[RequestKey, Held]:
+        nonlocal answers
+        answers += 1
+        if answers == 1:
+            raise EngineRefusal("in a long step")
+        return {}
+
+    monkeypatch.setattr(engine, "held", held)
+    queries = HeldQueries(
+        engine, worker.carried, lambda key: False, lambda key: False, worker.given_up.append
+    )
+    front = await attached(worker, "a")
+    queries.ask(front.front_end, worker_pb2.HeldQuery(handles=[1], epochs=[0]))
+    # One at a time: this one is left out.
+    queries.ask(front.front_end, worker_pb2.HeldQuery(handles=[1], epochs=[0]))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert front.peer.down.empty() and answers == 1
+    assert await ask(queries, front, 1) == [1]
+    front.peer.up.put_nowait(None)
+    await front.served

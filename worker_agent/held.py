@@ -1,0 +1,90 @@
+"""Whether this worker still has the requests that a front end asks about.
+
+A front end asks about a stream that has made no token for long. The engine's word counts, not the
+worker's own books: what it does not have, nobody runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from tailrace.service.failure import failure
+from tailrace.v1 import worker_pb2
+from worker_agent.carried import CarriedRequests
+from worker_agent.engine.base import Engine, EngineRefusal, Held, RequestKey
+from worker_agent.frontends import FrontEnd
+
+log = logging.getLogger(__name__)
+
+
+class HeldQueries:
+    """Answers one query of each front end at a time; it asks again about what is still in doubt."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        carried: CarriedRequests,
+        exporting: Callable[[RequestKey], bool],
+        importing: Callable[[RequestKey], bool],
+        give_up: Callable[[RequestKey], None],
+    ) -> None:
+        """`exporting`, `importing`: whether a migration of the request from here or to here is under way.
+        `give_up` frees whatever the worker keeps of a request."""
+        self._engine = engine
+        self._carried = carried
+        self._exporting = exporting
+        self._importing = importing
+        self._give_up = give_up
+        self._answering: dict[int, asyncio.Task[None]] = {}
+
+    def ask(self, front_end: FrontEnd, query: worker_pb2.HeldQuery) -> None:
+        """Answer as soon as the engine has said what it has."""
+        if front_end.client in self._answering:
+            return
+        task = asyncio.create_task(self._answer(front_end, query), name="held query")
+        self._answering[front_end.client] = task
+        task.add_done_callback(lambda done: self._done(front_end.client, done))
+
+    async def close(self) -> None:
+        """Answer nobody any more."""
+        tasks = list(self._answering.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _answer(self, front_end: FrontEnd, query: worker_pb2.HeldQuery) -> None:
+        asked = {
+            RequestKey(front_end.client, handle): epoch
+            for handle, epoch in zip(query.handles, query.epochs, strict=False)
+        }
+        try:
+            held = await self._engine.held(list(asked))
+        except EngineRefusal as refusal:
+            # It has failed, or is in a long step; either will be told otherwise.
+            log.debug("no answer to front end %s: %s", front_end.frontend_id, refusal)
+            return
+        missing = {key: epoch for key, epoch in asked.items() if not self._has(key, epoch, held.get(key))}
+        reply = worker_pb2.HeldReply(
+            missing_handles=[key.handle for key in missing], missing_epochs=list(missing.values())
+        )
+        front_end.send(worker_pb2.AttachDown(held_reply=reply))
+        for key, epoch in missing.items():
+            carried = self._carried.get(key)
+            if carried is not None and carried.epoch == epoch:
+                log.error("%s was lost by this worker", carried.request_id)
+                self._give_up(key)
+
+    def _has(self, key: RequestKey, epoch: int, held: Held | None) -> bool:
+        if self._importing(key):
+            return True
+        if held is None or held.epoch != epoch:
+            return False
+        # Only the export that paused it would let it go on.
+        return not held.paused or self._exporting(key)
+
+    def _done(self, client: int, task: asyncio.Task[None]) -> None:
+        del self._answering[client]
+        if (error := failure(task)) is not None:
+            log.error("a held query failed", exc_info=error)
