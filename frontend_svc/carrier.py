@@ -85,7 +85,7 @@ class Carrier:
         self._on_full = on_full
         self._observer = observer
         self._dispatch = Dispatch(table, placement, workers, self, place_wait_s)
-        self._recovery = Recovery(table, self._dispatch, workers, self._give_up)
+        self._recovery = Recovery(table, self._dispatch, workers, self._give_up, observer.engine_died)
         self._relocations = Relocations(table, placement, workers, self._dispatch, self)
         self._adoptions = Adoptions(table, workers, observer.adopted)
         self._liveness = Liveness(table, workers)
@@ -128,6 +128,7 @@ class Carrier:
     def tick(self) -> None:
         """Called every half second."""
         self._liveness.tick(time.monotonic())
+        self._recovery.tick()
         self._on_full(len(self._table) >= self._limits.max_streams)
 
     def _refusal(self, frames: Sequence[bytes]) -> Refusal | None:
@@ -169,6 +170,7 @@ class Carrier:
 
     def on_attached(self, instance_id: str, hello: worker_pb2.WorkerHello) -> None:
         """A new instance can answer what nobody could."""
+        self._recovery.attached(instance_id, hello.incarnation)
         self._utilities.instance_attached(instance_id)
         self._dispatch.fleet_changed()
 
@@ -180,12 +182,13 @@ class Carrier:
         """Its streams go on elsewhere."""
         self._utilities.instance_lost(instance_id)
         self._liveness.lost(instance_id)
-        self._observer.lost(self._recovery.instance_lost(instance_id), instance_id, loss.reason)
+        self._observer.lost(self._recovery.instance_lost(instance_id, loss), instance_id, loss.reason)
         if self._adoptions.waiting:
             self._adoptions.progress()
 
     def on_process_gone(self, instance_id: str) -> None:
         """It was lost before; now it is known that its process has ended."""
+        self._recovery.process_gone(instance_id)
 
     def on_message(self, instance_id: str, message: worker_pb2.AttachDown) -> None:
         """Anything an attached instance says."""
@@ -228,6 +231,8 @@ class Carrier:
         self._observer.accepted(verdict)
         if verdict.rejected:
             self._on_rejected(instance_id, verdict)
+        if self._recovery.watching:
+            self._recovery.progress()
         if self._adoptions.waiting:
             self._adoptions.progress()
 

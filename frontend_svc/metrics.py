@@ -36,6 +36,7 @@ class FrontendMetrics(Collector):
         self.recoveries: Counter[str] = Counter()
         self.placements: Counter[str] = Counter()
         self.adoptions = 0
+        self.engine_deaths = 0
         self.placement_seconds = Histogram(
             "tailrace_frontend_placement_seconds",
             "From a request's arrival (or loss) to its submission to an instance.",
@@ -84,6 +85,9 @@ class FrontendMetrics(Collector):
         yield CounterMetricFamily("tailrace_frontend_steps", "Step messages received.", value=self.steps)
         yield CounterMetricFamily(
             "tailrace_frontend_adoptions", "Migrations committed here.", value=self.adoptions
+        )
+        yield CounterMetricFamily(
+            "tailrace_frontend_engine_deaths", "Engines that died with streams.", value=self.engine_deaths
         )
         yield _labelled("requests", "Requests by how they ended.", "outcome", self.requests)
         yield _labelled("refused_requests", "Requests refused on arrival, by status.", "status", self.refused)

@@ -77,6 +77,10 @@ class StreamObserver:
             if self._traces is not None:
                 self._traces.recovering(stream, instance_id, reason)
 
+    def engine_died(self, instance_id: str) -> None:
+        """Its engine died with streams of ours on it."""
+        self._metrics.engine_deaths += 1
+
     def failed(self, streams: Sequence[Stream], instance_id: str) -> None:
         """The instance gave these streams up."""
         for stream in streams:

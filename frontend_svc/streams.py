@@ -73,9 +73,14 @@ class Stream:
     # Accepted so far; the next index is its length. Needed to go on elsewhere.
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     phase: Phase = Phase.PREFILL
-    # How often its instance was lost, and how often an instance failed it.
-    losses: int = 0
+    # How often an instance failed it.
     failures: int = 0
+    # Since it last got on: how often its instance was lost, and how often because the engine died.
+    losses: int = 0
+    deaths: int = 0
+    # Its length when its instance was last lost, and when it came to its instance.
+    lost_at: int = 0
+    placed_at: int = 0
     # Seconds of the front end's monotonic clock.
     arrived_s: float = 0.0
     # Since when it is between instances, or when it last was.
@@ -193,7 +198,6 @@ class StreamTable:
         lost = list(self._by_owner.get(instance_id, {}).values())
         for stream in lost:
             self.orphan(stream)
-            stream.losses += 1
         return lost
 
     def hand_over(self, stream: Stream, instance_id: str, epoch: int) -> None:
@@ -241,6 +245,7 @@ class StreamTable:
 
     def _set_owner(self, stream: Stream, instance_id: str) -> None:
         stream.owner = instance_id
+        stream.placed_at = stream.accepted
         self._by_owner.setdefault(instance_id, {})[stream.handle] = stream
 
     def _forget_owner(self, stream: Stream) -> None:

@@ -427,6 +427,9 @@ class SimulatedEngine:
             # What the step computed is lost.
             self._begin_step()
             return
+        if self.faults.die_on_prompt is not None and self._crashes(step):
+            self._die("a fault: it does not bear that prompt")
+            return
         running = State.RUNNING
         for request in step.decodes:
             if request.state is running:
@@ -447,6 +450,23 @@ class SimulatedEngine:
         # The sink may have stopped the engine.
         if self._emitter is not None:
             self._begin_step()
+
+    def _crashes(self, step: Step) -> bool:
+        """Whether the step makes the token that the engine does not survive."""
+        making = [*step.decodes]
+        making += [request for request, tokens in step.chunks if request.computed + tokens == request.total]
+        return any(
+            request.state is State.RUNNING
+            and len(request.outputs) == self.faults.die_at_index
+            and tuple(request.prompt) == self.faults.die_on_prompt
+            for request in making
+        )
+
+    def _die(self, reason: str) -> None:
+        """Fail for good, as vLLM's engine does when a step raises."""
+        sink, self._emitter = self._sink, None
+        if sink is not None:
+            sink.on_engine_dead(reason)
 
     def _sample(self, request: Request) -> None:
         emitter = self._live_emitter()

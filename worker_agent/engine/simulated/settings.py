@@ -53,6 +53,9 @@ class Faults:
 
     # Every request fails here instead of making the token of this index.
     fail_at_index: int | None = None
+    # The engine dies in the step in which a request with this prompt would make the token of this index.
+    die_on_prompt: tuple[int, ...] | None = None
+    die_at_index: int = 0
     # Steps no more, and says nothing; what was running stays.
     hang: bool = False
     # Refuses to import, with this reason.

@@ -1,0 +1,106 @@
+"""A worker with the simulated engine over a real connection, as far as front ends see one; it can die."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from prometheus_client import CollectorRegistry
+
+from tailrace.service.message_stream import serve_streams
+from tailrace.v1 import worker_pb2
+from worker_agent.attach import AttachStreams
+from worker_agent.carried import CarriedRequests
+from worker_agent.dispatch import Admission, Dispatch
+from worker_agent.engine.base import RequestKey, Submission
+from worker_agent.engine.simulated import Faults, SimulatedEngine, SimulatedSettings
+from worker_agent.frontends import FrontEnd, FrontEnds
+from worker_agent.heartbeats import beat
+from worker_agent.metrics import WorkerHistograms, WorkerMetrics
+from worker_agent.phase_news import PhaseNews
+from worker_agent.sink import FrontEndSink
+
+
+class _Submissions(Dispatch):
+    """Requests come and are aborted; nothing migrates."""
+
+    def __init__(self, engine: SimulatedEngine, admission: Admission, carried: CarriedRequests) -> None:
+        self._engine, self._admission, self._carried = engine, admission, carried
+
+    def handle(self, front_end: FrontEnd, message: worker_pb2.AttachUp) -> None:
+        if message.HasField("submit"):
+            submit = message.submit
+            key = RequestKey(front_end.client, submit.handle)
+            tokens = list(submit.output_token_ids)
+            self._admission.submit(
+                Submission(key, submit.request_id, submit.epoch, list(submit.frames), tokens)
+            )
+        elif message.HasField("abort"):
+            keys = [RequestKey(front_end.client, handle) for handle in message.abort.handles]
+            self._engine.abort(keys)
+            for key in keys:
+                self._carried.remove(key)
+
+
+class SimulatedWorker:
+    """`says_so`: a dying engine is told to front ends; else its process is simply gone, and its port
+    closed."""
+
+    def __init__(self, instance_id: str, settings: SimulatedSettings, faults: Faults, says_so: bool) -> None:
+        self.instance_id = instance_id
+        self.address = ""
+        self.died = False
+        # Requests that were submitted here, each time.
+        self.submitted: list[str] = []
+        self._settings = settings
+        self._faults = faults
+        self._says_so = says_so
+        self._front_ends = FrontEnds()
+        self._over = asyncio.Event()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """From its start to its end, which may come earlier."""
+        up = asyncio.Event()
+        task = asyncio.create_task(self._run(up))
+        await up.wait()
+        try:
+            yield
+        finally:
+            self._over.set()
+            await task
+
+    def die(self, reason: str) -> None:
+        """As its engine does."""
+        self.died = True
+        if self._says_so:
+            self._front_ends.say_goodbye(worker_pb2.Goodbye(engine_failed=True, reason=reason))
+        self._over.set()
+
+    async def _run(self, up: asyncio.Event) -> None:
+        engine = SimulatedEngine(self._settings, faults=self._faults)
+        carried, metrics = CarriedRequests(), WorkerMetrics(WorkerHistograms(CollectorRegistry()))
+        sink = FrontEndSink(self._front_ends, carried, PhaseNews(), metrics, self.die, lambda key: None)
+        info = await engine.start(sink)
+        admission = _Counting(engine, self._front_ends, carried, metrics, 1000)
+        admission.submitted = self.submitted
+        hello = worker_pb2.WorkerHello(
+            instance_id=self.instance_id, incarnation="1", ready_response=info.ready_response
+        )
+        streams = AttachStreams(self._front_ends, _Submissions(engine, admission, carried), hello)
+        beating = asyncio.create_task(beat(self._front_ends, 30.0))
+        async with serve_streams("127.0.0.1:0", worker_pb2.AttachUp, streams.serve_stream) as self.address:
+            up.set()
+            await self._over.wait()
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
+        await engine.stop()
+
+
+class _Counting(Admission):
+    submitted: list[str]
+
+    def submit(self, submission: Submission) -> None:
+        self.submitted.append(submission.request_id)
+        super().submit(submission)

@@ -1,0 +1,73 @@
+"""An engine that does not bear one prompt: the request is ended, and nobody else notices more than a
+pause."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from frontend_svc.refusal import Refusal
+from tailrace.wire import FinishReason
+from tests.frontend.conftest import Rig, eventually
+from tests.frontend.fleet import record
+from tests.frontend.simulated_worker import SimulatedWorker
+from worker_agent.engine.simulated import Faults, SimulatedSettings
+from worker_agent.engine.simulated.script import Script
+from worker_agent.engine.simulated.vocabulary import read_vocabulary
+
+# A step takes some 7 ms: fifty requests live for half a second.
+SETTINGS = SimulatedSettings(max_num_seqs=64, kv_blocks=2048, reasoning_mean_tokens=0)
+CULPRIT = tuple(b"the prompt that no engine bears")
+TOKENS = 60
+
+
+def undisturbed(rig: Rig, prompt: list[int]) -> list[int]:
+    """What the simulated model says to it."""
+    vocabulary = read_vocabulary(SETTINGS.tokenizer, SETTINGS.think, SETTINGS.end_think)
+    script = Script(prompt, rig.front.sampling(TOKENS, None), SETTINGS, vocabulary)
+    return [script.token(index) for index in range(TOKENS)]
+
+
+@pytest.mark.parametrize("says_so", [True, False], ids=["says goodbye", "vanishes"])
+@pytest.mark.parametrize("index", [0, 20])
+async def test_at_most_two_engines_fall_and_fifty_neighbours_end_right(
+    rig: Rig, says_so: bool, index: int
+) -> None:
+    faults = Faults(die_on_prompt=CULPRIT, die_at_index=index)
+    workers = [SimulatedWorker(f"w{n}", SETTINGS, faults, says_so) for n in range(3)]
+    for worker in workers:
+        await rig.stack.enter_async_context(worker.running())
+        rig.members.instances[worker.instance_id] = record(worker.instance_id, worker.address)
+    rig.members.changed()
+    await eventually(lambda: len(rig.engine.workers.attached()) == 3)
+    await rig.front.ready()
+    rig.front.wait_s = 60.0
+    prompts = {f"n{number}": list(b"neighbour %02d" % number) for number in range(50)}
+    names = list(prompts)
+    for name in names[:25]:
+        await rig.front.add(name, prompts[name], TOKENS)
+    await rig.front.until(lambda: len(rig.front.tokens["n24"]) > 5)
+    await rig.front.add("culprit", list(CULPRIT), TOKENS)
+    for name in names[25:]:
+        await rig.front.add(name, prompts[name], TOKENS)
+
+    end = await rig.front.end_of("culprit")
+    refusal = Refusal.decode(end.stop_reason)
+    assert end.finish_reason == FinishReason.ERROR
+    assert refusal is not None and refusal.status == 500
+    assert "on two engines when they died" in refusal.message
+    for name in names:
+        assert (await rig.front.end_of(name)).finish_reason == FinishReason.LENGTH, name
+        assert rig.front.tokens[name] == undisturbed(rig, prompts[name]), name
+
+    assert sum(worker.died for worker in workers) == 2
+    submitted = [name for worker in workers for name in worker.submitted]
+    assert submitted.count("culprit") == 2
+    assert rig.count("engine_deaths_total") == 2
+    assert rig.count("requests_total", outcome="error") == 1
+    # The next request is served by what is left.
+    await rig.front.add("next", list(b"next"), TOKENS)
+    await rig.front.end_of("next")
+    assert rig.front.tokens["next"] == undisturbed(rig, list(b"next"))
+    await asyncio.sleep(0)
