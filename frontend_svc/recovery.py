@@ -47,7 +47,7 @@ class _Case:
     lost_s: float
     # Those of them that were on an engine that died before, and have not got on since: not placed until
     # more is known.
-    held: list[Stream] = field(default_factory=list)
+    held: dict[int, Stream] = field(default_factory=dict)
 
     def suspects(self) -> list[Stream]:
         """Those that have not got on since."""
@@ -107,12 +107,17 @@ class Recovery:
             stream.lost_at = stream.accepted
             stream.losses += 1
             if stream.deaths or stream.handle in in_doubt:
-                case.held.append(stream)
+                case.held[stream.handle] = stream
         if loss.cause is LossCause.ENGINE_FAILED:
             self._engine_died(case)
         else:
             self._cases[instance_id] = case
-        self._on_probation([stream for stream in lost if stream not in case.held], instance_id)
+        others = [stream for stream in lost if stream.handle not in case.held]
+        if loss.cause is LossCause.SILENT:
+            # An engine that dies ends its process, and closes the connection.
+            self._restart(others, instance_id)
+        else:
+            self._on_probation(others, instance_id)
         return lost
 
     def process_gone(self, instance_id: str) -> None:
@@ -151,10 +156,17 @@ class Recovery:
     def tick(self) -> None:
         """Called every half second."""
         now_s = self._clock()
+        self._forget_gone()
         for case in [case for case in self._cases.values() if now_s - case.lost_s > VERDICT_S]:
             del self._cases[case.instance_id]
             self._nothing_died(case)
         self._probation.tick(now_s)
+
+    def _forget_gone(self) -> None:
+        """Instances come and go, each with a name of its own."""
+        known = {*self._workers.attached(), *self._cases}
+        if len(self._incarnations) > len(known):
+            self._incarnations = {name: it for name, it in self._incarnations.items() if name in known}
 
     def _engine_died(self, case: _Case) -> None:
         """Its streams are suspects; one that is so for the second time, and alone, did it."""
@@ -175,12 +187,12 @@ class Recovery:
             self._end(
                 stream, f"it was on {_NUMBERS[stream.deaths]} engines when they died, and is not tried again"
             )
-        self._let_go([stream for stream in case.held if stream not in ended], case.instance_id)
+        self._let_go([s for s in case.held.values() if s not in ended], case.instance_id)
 
     def _nothing_died(self, case: _Case) -> None:
         """The instance was out of reach for a while: nothing is held against its streams."""
         self._probation.clear([stream for stream, _ in case.streams.values() if not stream.deaths])
-        self._let_go(case.held, case.instance_id)
+        self._let_go(list(case.held.values()), case.instance_id)
 
     def _in_doubt(self) -> set[int]:
         """Streams of losses whose reasons are not known yet."""
@@ -194,8 +206,8 @@ class Recovery:
             other = next((case for case in self._cases.values() if stream.handle in case.streams), None)
             if other is None:
                 free.append(stream)
-            elif stream not in other.held:
-                other.held.append(stream)
+            else:
+                other.held[stream.handle] = stream
         self._on_probation(free, instance_id)
 
     def _on_probation(self, streams: Iterable[Stream], instance_id: str) -> None:
