@@ -10,7 +10,7 @@ TAILRACE := .venv/bin/tailrace
 
 .DEFAULT_GOAL := help
 .PHONY: help install up down test lint format protos sbom soak bench-stream bench-transfer bench-swap bench-scale \
-	bench-decisions bench-policies bench-real bench-live bench-validation bench-simulation claims
+	bench-decisions bench-policies bench-real bench-live bench-validation bench-simulation bench-etcd claims
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -86,6 +86,9 @@ bench-real: ## PASCAL, Arrow, ARES, CascadeInfer and switching on real vLLM work
 
 bench-live: install ## Slices of traces on live simulated engines and in the simulator (TAILRACE_DATA as above, ARGS=--quick)
 	$(PYTHON) -m benchmarks.live $(ARGS)
+
+bench-etcd: install ## Leaders, views and streams while one etcd member of three fails (ARGS=--no-streams)
+	$(PYTHON) -m benchmarks.etcd_faults $(ARGS)
 
 claims: install ## Every claim of the papers, with JSON and a page in benchmarks/results (TAILRACE_DATA as above)
 	$(TAILRACE) claims $(if $(TAILRACE_DATA),--traces $(TAILRACE_DATA)/traces) \

@@ -59,7 +59,7 @@ class Options:
 
 async def measure(options: Options, console: Console) -> list[Row]:
     """Every fault in turn, on one cluster."""
-    rows = []
+    rows: list[Row] = []
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-etcd-")))
         run("mount", "-t", "tmpfs", "tmpfs", str(folder))
@@ -70,9 +70,10 @@ async def measure(options: Options, console: Console) -> list[Row]:
         streams = None
         if options.with_streams:
             streams = await stack.enter_async_context(fleet(etcd.endpoints, folder))
+        turns = list(itertools.product(options.faults, options.members))
         if streams is not None:
-            rows.append(await one(QUIET, "", etcd, streams, options, console))
-        turns = itertools.product(options.faults, options.members)
+            # Before and after: what the machine does to streams by itself.
+            turns = [(QUIET, ""), *turns, (QUIET, "")]
         rows += [await one(*turn, etcd, streams, options, console) for turn in turns]
     return rows
 
@@ -112,7 +113,7 @@ def show(rows: list[Row], console: Console) -> None:
     table = Table(title="one etcd member of three fails")
     of_etcd = ("fault", "member", "no leader s", "two s", "views stale s", "behind 1 s", "write gap s")
     for column in (*of_etcd, "whole", "gap s", "TTFT s"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         seen, streams = row.seen, row.streams
         table.add_row(
@@ -162,7 +163,7 @@ def main() -> int:
     # What it says of members that fail is expected here.
     logging.getLogger("tailrace").setLevel(logging.ERROR)
     logging.getLogger("grpc").setLevel(logging.CRITICAL)
-    console = Console(stderr=options.output == "json", width=110)
+    console = Console(stderr=options.output == "json", width=130)
     console.print(f"on {machine()}")
     rows = asyncio.run(measure(options, console))
     show(rows, console)

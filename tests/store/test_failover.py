@@ -37,6 +37,13 @@ async def beside_a_proxy(etcd: str, cluster: str) -> AsyncIterator[tuple[Store, 
         await store.close()
 
 
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Watches are held against the cluster ten times as often as they are, and with less patience."""
+    monkeypatch.setattr("tailrace.store.watch._CHECK_S", 0.2)
+    monkeypatch.setattr("tailrace.store.watch._CATCH_UP_S", 0.3)
+
+
 async def version(store: Store, key: str) -> int:
     """How often the key was written since its creation."""
     present = await store._read(key)
@@ -183,7 +190,7 @@ async def test_a_lease_that_is_granted_twice_is_one(tmp_path: Path) -> None:
         assert listed.stdout.split() == ["found", "1", "leases", f"{lease:016x}"]
 
 
-async def test_a_watch_leaves_a_member_that_falls_silent(etcd: str, cluster: str) -> None:
+async def test_a_watch_leaves_a_member_that_falls_silent(often: None, etcd: str, cluster: str) -> None:
     async with beside_a_proxy(etcd, cluster) as (store, proxy):
         watch = store.watch_prefix("pools/")
         assert await anext(watch) == {}
@@ -199,7 +206,9 @@ async def test_a_watch_leaves_a_member_that_falls_silent(etcd: str, cluster: str
         await other.close()
 
 
-async def test_a_watch_leaves_a_member_that_answers_but_is_behind(etcd: str, cluster: str) -> None:
+async def test_a_watch_leaves_a_member_that_answers_but_is_behind(
+    often: None, etcd: str, cluster: str
+) -> None:
     """As one whose disk hangs: it takes no part, and does not know it."""
     async with beside_a_proxy(etcd, cluster) as (store, proxy):
         watch = store.watch_prefix("pools/")
@@ -213,7 +222,7 @@ async def test_a_watch_leaves_a_member_that_answers_but_is_behind(etcd: str, clu
         await other.close()
 
 
-async def test_a_watch_after_its_history_was_compacted(etcd: str, cluster: str) -> None:
+async def test_a_watch_after_its_history_was_compacted(often: None, etcd: str, cluster: str) -> None:
     async with beside_a_proxy(etcd, cluster) as (store, proxy):
         watch = store.watch_prefix("pools/")
         assert await anext(watch) == {}
