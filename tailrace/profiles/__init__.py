@@ -100,14 +100,18 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.prefill.base_ms, self.decode.base_ms) + prefill_ms + decode_ms
 
 
+# A nanosecond for a step of one token: less is no measurement, and is lost in the arithmetic of fits.
+_LEAST_STEP_MS: Final = 1e-6
+
+
 def _require_times(stage: str, model: PrefillModel | DecodeModel) -> None:
     """Raise ValueError unless every coefficient is a time and a step of this stage takes some."""
     times: dict[str, float] = msgspec.structs.asdict(model)
     for name, value in times.items():
         if not (math.isfinite(value) and value >= 0.0):
             raise ValueError(f"{stage}.{name} is {value}: must be finite and not negative")
-    if not any(times.values()):
-        raise ValueError(f"{stage}: every coefficient is 0, so that no step takes any time")
+    if sum(times.values()) < _LEAST_STEP_MS:
+        raise ValueError(f"{stage}: every coefficient is next to 0, so that no step takes any time")
 
 
 class ProfileError(Exception):

@@ -42,11 +42,13 @@ def test_what_is_computed_anew_is_waited_for_too() -> None:
 
 
 times_ms = st.floats(0.0, 1e3)
+# A step of one token takes a nanosecond at least.
+coefficients = st.tuples(times_ms, times_ms, times_ms).filter(lambda each: sum(each) >= 1e-6)
 
 
 @given(
-    decode=st.tuples(times_ms, times_ms, times_ms).filter(any),
-    prefill=st.tuples(times_ms, times_ms, times_ms).filter(any),
+    decode=coefficients,
+    prefill=coefficients,
     tpot_s=st.floats(1e-3, 1.0),
 )
 def test_whatever_was_fitted_can_be_reported(
@@ -62,6 +64,13 @@ def test_whatever_was_fitted_can_be_reported(
     assert 0 <= speeds.max_running_tokens <= UNLIMITED_TOKENS
     delay_s = speeds.prefill_delay_s(3_000, [1_000, 2_000])
     assert math.isfinite(delay_s) and delay_s >= 0.0
+
+
+def test_steps_that_take_no_time_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"prefill: .* no step takes any time"):
+        PrefillModel(base_ms=5e-324, ms_per_token=0.0, ms_per_token_squared=0.0)
+    with pytest.raises(ValueError, match=r"decode: .* no step takes any time"):
+        DecodeModel(base_ms=5e-324, ms_per_request=0.0, ms_per_kv_token=0.0)
 
 
 @dataclass
