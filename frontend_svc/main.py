@@ -19,7 +19,7 @@ from frontend_svc.front_end import FrontHalfExited, run_front_end
 from frontend_svc.front_half.rust import flags_to_json
 from frontend_svc.front_half.sockets import bind_http, split_address
 from frontend_svc.served_model import ServedModel
-from frontend_svc.settings import Front, Limits, Settings
+from frontend_svc.settings import DRAIN_TIMEOUT_S, Front, Limits, Settings
 from frontend_svc.traces import RequestTraces
 from tailrace.model_identity import identify_model
 from tailrace.records import ServiceRecord
@@ -85,7 +85,7 @@ _LIMITS: Final = Limits()
 @click.option(
     "--drain-timeout",
     type=click.FloatRange(min=0),
-    default=300.0,
+    default=DRAIN_TIMEOUT_S,
     show_default=True,
     metavar="SECONDS",
     help="Once told to stop, streams under way have so long to end; then they are cut.",

@@ -5,8 +5,12 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from tailrace.service.message_stream import DEFAULT_MAX_MESSAGE_BYTES
+
+DRAIN_TIMEOUT_S: Final = 300.0
+"""For streams under way once a front end is told to stop: a long answer takes minutes."""
 
 
 class Front(enum.Enum):
@@ -48,7 +52,7 @@ class Settings:
     # Seconds that a request may wait for an instance.
     place_wait_s: float
     # Seconds for streams under way once it is told to stop.
-    drain_timeout_s: float = 0.0
+    drain_timeout_s: float = DRAIN_TIMEOUT_S
     # Seconds a token at which answers are shown to users; 0: as they are made.
     pace_s: float = 0.0
     limits: Limits = Limits()

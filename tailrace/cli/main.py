@@ -6,6 +6,7 @@ from tailrace.cli.lazy import LazyGroup
 
 _COMMANDS = {
     "up": ("tailrace.cli.up:up", "Start a whole local cluster."),
+    "restart": ("tailrace.cli.restart:restart", "Restart parts of the local cluster while it serves."),
     "down": ("tailrace.cli.down:down", "Stop the local cluster."),
     "get": ("tailrace.cli.get:get", "Show instances, requests, migrations and more."),
     "top": ("tailrace.cli.top:top", "Live view in the terminal."),

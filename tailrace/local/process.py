@@ -39,7 +39,13 @@ class PartProcess:
                 )
         except OSError as error:
             raise PartFailed(f"{spec.name}: cannot run {spec.command[0]}: {error.strerror}") from error
-        self.part = Part(name=spec.name, tier=spec.tier, identity=identify(self._process.pid), log=str(log))
+        self.part = Part(
+            name=spec.name,
+            tier=spec.tier,
+            identity=identify(self._process.pid),
+            log=str(log),
+            spec=spec,
+        )
 
     def check(self) -> None:
         """Raise PartFailed, with the last lines of the log, if it has ended."""

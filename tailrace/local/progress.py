@@ -19,6 +19,7 @@ class Step(enum.StrEnum):
     """How far a part is."""
 
     QUEUED = "waiting for its turn"
+    STOPPING = "stopping"
     STARTING = "starting"
     READY = "ready"
     FAILED = "failed"
@@ -40,15 +41,16 @@ class Progress(Protocol):
         """The part of that name has come so far."""
 
 
-def make_progress(names: Sequence[str]) -> Progress:
+def make_progress(names: Sequence[str], command: str = "tailrace up") -> Progress:
     """The one that suits stderr."""
-    return LiveProgress(names) if sys.stderr.isatty() else PlainProgress()
+    return LiveProgress(names) if sys.stderr.isatty() else PlainProgress(command)
 
 
 class PlainProgress:
-    """A line for each part that starts or is ready."""
+    """A line for each part that stops, starts or is ready."""
 
-    def __init__(self) -> None:
+    def __init__(self, command: str = "tailrace up") -> None:
+        self._command = command
         self._started_s: dict[str, float] = {}
 
     def __enter__(self) -> Self:
@@ -69,7 +71,7 @@ class PlainProgress:
         if step is Step.STARTING:
             self._started_s[name] = time.monotonic()
         took = f" after {time.monotonic() - self._started_s[name]:.1f} s" if step is Step.READY else ""
-        print(f"tailrace up: {name} {step}{took}", file=sys.stderr, flush=True)
+        print(f"{self._command}: {name} {step}{took}", file=sys.stderr, flush=True)
 
 
 class LiveProgress:

@@ -1,4 +1,4 @@
-"""Ask a part whether it is ready."""
+"""Wait until a part is ready."""
 
 from __future__ import annotations
 
@@ -6,9 +6,29 @@ import asyncio
 from typing import Final
 
 from tailrace.local.plan import PartSpec, Tier
+from tailrace.local.process import PartFailed, PartProcess
+from tailrace.local.progress import Progress, Step
 from tailrace.service.probe import Unhealthy, check_grpc, check_http
 
 _TIMEOUT_S: Final = 2.0
+_POLL_S: Final = 0.1
+
+
+async def wait_ready(process: PartProcess, progress: Progress) -> None:
+    """Until the part answers. Raises PartFailed when it ends, or is late."""
+    spec = process.spec
+    try:
+        async with asyncio.timeout(spec.timeout_s):
+            while not await is_ready(spec):
+                process.check()
+                await asyncio.sleep(_POLL_S)
+    except TimeoutError:
+        progress.tell(spec.name, Step.FAILED)
+        raise process.late() from None
+    except PartFailed:
+        progress.tell(spec.name, Step.FAILED)
+        raise
+    progress.tell(spec.name, Step.READY)
 
 
 async def is_ready(spec: PartSpec) -> bool:
@@ -26,5 +46,4 @@ def _check(spec: PartSpec) -> None:
         return
     check_grpc(spec.address, "", _TIMEOUT_S)
     if spec.http:
-        # Not /v1/models: an API key protects that.
-        check_http(f"{spec.http}/health", _TIMEOUT_S)
+        check_http(f"{spec.http}/v1/models", _TIMEOUT_S)

@@ -9,15 +9,15 @@ from typing import Final
 
 import grpc
 
+from tailrace.local.instances import active_instances
 from tailrace.local.plan import PartSpec, Plan, Tier
 from tailrace.local.process import PartFailed, PartProcess
 from tailrace.local.progress import Progress, Step
-from tailrace.local.ready import is_ready
+from tailrace.local.ready import wait_ready
 from tailrace.local.state import RunFolder, RunState
 from tailrace.local.stop import stop_parts
-from tailrace.v1.admin_pb2 import ListInstancesRequest, SetPolicyRequest
+from tailrace.v1.admin_pb2 import SetPolicyRequest
 from tailrace.v1.admin_pb2_grpc import AdminStub
-from tailrace.v1.types_pb2 import INSTANCE_STATE_ACTIVE
 
 _POLL_S: Final = 0.1
 _CALL_TIMEOUT_S: Final = 2.0
@@ -37,7 +37,9 @@ class Starter:
         self._light = asyncio.Semaphore(_LIGHT_AT_ONCE)
         self._processes: list[PartProcess] = []
         self._state = RunState(
-            etcd=plan.etcd, workers=sum(len(spec.members) for spec in plan.tier(Tier.WORKER))
+            etcd=plan.etcd,
+            environment=dict(plan.environment),
+            workers=sum(len(spec.members) for spec in plan.tier(Tier.WORKER)),
         )
 
     async def run(self, policy: SetPolicyRequest | None, model: str, *, tiny: bool = False) -> RunState:
@@ -111,19 +113,7 @@ class Starter:
     async def _start(self, spec: PartSpec) -> None:
         async with self._heavy if spec.heavy else self._light:
             self._progress.tell(spec.name, Step.STARTING)
-            process = self._launch(spec)
-            try:
-                async with asyncio.timeout(spec.timeout_s):
-                    while not await is_ready(spec):
-                        process.check()
-                        await asyncio.sleep(_POLL_S)
-            except TimeoutError:
-                self._progress.tell(spec.name, Step.FAILED)
-                raise process.late() from None
-            except PartFailed:
-                self._progress.tell(spec.name, Step.FAILED)
-                raise
-            self._progress.tell(spec.name, Step.READY)
+            await wait_ready(self._launch(spec), self._progress)
 
     def _launch(self, spec: PartSpec) -> PartProcess:
         environment = {**os.environ, **self._plan.environment, **spec.environment}
@@ -157,17 +147,8 @@ class Starter:
         try:
             async with asyncio.timeout(_SETTLE_TIMEOUT_S):
                 while not expected <= seen:
-                    seen = await self._active_instances()
+                    seen = set(await active_instances(self._plan.admin))
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             missing = ", ".join(sorted(expected - seen))
             raise PartFailed(f"the scheduler does not see {missing}; logs: {self._folder.logs}") from None
-
-    async def _active_instances(self) -> set[str]:
-        async with grpc.aio.insecure_channel(self._plan.admin.split(",")[0]) as channel:
-            try:
-                request = ListInstancesRequest()
-                reply = await AdminStub(channel).ListInstances(request, timeout=_CALL_TIMEOUT_S)
-            except grpc.aio.AioRpcError:
-                return set()
-        return {info.instance_id for info in reply.instances if info.state == INSTANCE_STATE_ACTIVE}

@@ -12,6 +12,7 @@ from typing import Final
 import msgspec
 
 from tailrace.local.identity import Identity
+from tailrace.local.plan import PartSpec
 
 RUN_DIR_ENV: Final = "TAILRACE_RUN_DIR"
 _DEFAULT: Final = ".run"
@@ -25,6 +26,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     tier: str
     identity: Identity
     log: str
+    # What it was started with; None: by a version that did not keep it.
+    spec: PartSpec | None = None
 
 
 class RunState(msgspec.Struct, kw_only=True):
@@ -42,6 +45,8 @@ class RunState(msgspec.Struct, kw_only=True):
     # Instances; a process may hold several simulated ones.
     workers: int = 0
     etcd: str = ""
+    # What every part's environment has besides that of `tailrace up`.
+    environment: dict[str, str] = {}
 
     @property
     def ready(self) -> bool:

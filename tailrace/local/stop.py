@@ -30,13 +30,18 @@ def stop_parts(parts: Sequence[Part], reap: Callable[[], None] = lambda: None) -
     stopped: list[str] = []
     order = sorted(parts, key=lambda part: -_TIERS.get(part.tier, 0))
     for _, tier in groupby(order, key=lambda part: part.tier):
-        stopped += _stop_tier(list(tier), reap)
+        stopped += _stop_tier(list(tier), reap, GRACE_S)
     return stopped
 
 
-def _stop_tier(tier: list[Part], reap: Callable[[], None]) -> list[str]:
+def stop_part(part: Part, drain_s: float, reap: Callable[[], None] = lambda: None) -> None:
+    """End one part, which may drain for so long. See stop_parts."""
+    _stop_tier([part], reap, drain_s)
+
+
+def _stop_tier(tier: list[Part], reap: Callable[[], None], drain_s: float) -> list[str]:
     running = [part.name for part in tier if part.identity.session_members()]
-    for patience_s in (GRACE_S, CLOSE_S):
+    for patience_s in (drain_s, CLOSE_S):
         for part in tier:
             if part.identity.alive():
                 _signal(part.identity.pid, signal.SIGTERM)

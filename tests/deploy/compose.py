@@ -52,6 +52,7 @@ class ComposeService(TypedDict, total=False):
     depends_on: dict[str, Dependency]
     healthcheck: Healthcheck
     volumes: list[str]
+    stop_grace_period: str
 
 
 class ComposeFile(TypedDict):

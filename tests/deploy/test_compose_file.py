@@ -12,6 +12,7 @@ import pytest
 
 from tests.deploy.command_lines import parse_serve
 from tests.deploy.compose import DEPLOY, load_compose
+from tests.deploy.stop_times import longest_s
 
 ROOT = DEPLOY.parent
 SERVICES = load_compose()["services"]
@@ -76,6 +77,12 @@ def test_services_take_further_arguments(name: str) -> None:
     assert (
         f'TAILRACE_SERVE_ARGS: "${{TAILRACE_{kind}_ARGS:-}}"' in (DEPLOY / "docker-compose.yml").read_text()
     )
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_container_is_not_killed_while_it_drains(name: str) -> None:
+    given = SERVICES[name]["stop_grace_period"]
+    assert float(given.removesuffix("s")) > longest_s(name)
 
 
 def test_volumes_and_mounted_files_exist() -> None:

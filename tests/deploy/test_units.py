@@ -12,6 +12,7 @@ import pytest
 
 from tests.deploy.command_lines import parse_serve
 from tests.deploy.compose import DEPLOY
+from tests.deploy.stop_times import longest_s
 
 SYSTEMD = DEPLOY / "systemd"
 UNITS = sorted(SYSTEMD.glob("*.service"))
@@ -80,6 +81,12 @@ def test_hardened_and_restarted(unit: Path) -> None:
         "SystemCallFilter": "@system-service",
     }.items():
         assert _settings(unit, key) == [value]
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_a_unit_is_not_killed_while_it_drains(unit: Path) -> None:
+    (given,) = _settings(unit, "TimeoutStopSec")
+    assert float(given) > longest_s(unit.name)
 
 
 def test_a_worker_may_use_devices() -> None:

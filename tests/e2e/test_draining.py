@@ -6,11 +6,14 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
+import grpc
 import pytest
 
 from examples.fleet import Chat
 from tests.e2e.chats import Chats
+from tests.e2e.conftest import RUST_FRONT
 from tests.e2e.fleet import Fleet
 from tests.e2e.processes import wait_until
 
@@ -30,16 +33,16 @@ def undisturbed(simulated_session: Fleet) -> list[Chat]:
         chats.close()
 
 
-def begin(chats: Chats) -> list[Future[Chat]]:
-    """The prompts again, each once its first tokens have come."""
+def begin(chats: Chats, count: int = len(PROMPTS)) -> list[Future[Chat]]:
+    """So many of the prompts again, once the first tokens of each have come."""
 
     def flows(event: threading.Event, chat: Chat) -> None:
         event.set()
 
-    flowing = [threading.Event() for _ in PROMPTS]
+    flowing = [threading.Event() for _ in range(count)]
     streams = [
         chats.start(prompt, partial(flows, event), **OPTIONS)
-        for prompt, event in zip(PROMPTS, flowing, strict=True)
+        for prompt, event in zip(PROMPTS[:count], flowing, strict=True)
     ]
     for event in flowing:
         assert event.wait(30)
@@ -93,3 +96,59 @@ def test_without_a_scheduler_what_is_left_is_computed_anew(
     finished(streams, undisturbed)
     assert recoveries(simulated_fleet, "handed_back") > handed_back
     assert recoveries(simulated_fleet, "lost") == lost
+
+
+@pytest.mark.parametrize("step", ["import:pre_copy", "import:paused", "import:adopt"])
+@pytest.mark.parametrize("told", ["source", "target"])
+def test_a_worker_that_is_told_to_stop_in_the_middle_of_a_migration(
+    simulated_fleet: Fleet, simulated_chats: Chats, undisturbed: list[Chat], step: str, told: str
+) -> None:
+    stream = begin(simulated_chats, 1)[0]
+    (request,) = simulated_fleet.requests()
+    target = next(name for name in simulated_fleet.instances() if name != request.instance_id)
+    simulated_fleet.arm({"hold": step, "seconds": 1})
+    moving = threading.Thread(target=move, args=(simulated_fleet, request.request_id, target))
+    moving.start()
+    simulated_fleet.wait_held(step)
+    stop(simulated_fleet, [request.instance_id if told == "source" else target])
+    simulated_fleet.disarm()
+    finished([stream], undisturbed[:1])
+    moving.join(timeout=60)
+
+
+def test_a_front_end_and_a_worker_that_are_told_to_stop_together(
+    simulated_fleet: Fleet, simulated_chats: Chats, undisturbed: list[Chat]
+) -> None:
+    streams = begin(simulated_chats)
+    stop(simulated_fleet, ["w0", "frontend"])
+    finished(streams, undisturbed)
+
+
+def move(fleet: Fleet, request_id: str, target: str) -> None:
+    """Migrate; how it ends is not the point."""
+    try:
+        fleet.migrate(request_id, target)
+    except grpc.RpcError as refused:
+        print(f"not migrated: {refused}")
+
+
+@pytest.mark.slow
+def test_where_the_others_have_no_room_the_rest_waits_its_turn_there(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, "simulated")
+    try:
+        fleet.start_control()
+        for name in ("w0", "w1"):
+            # Of streams of some 530 tokens, two at a time.
+            fleet.start_worker(name, ["--kv-blocks", "72", "--drain-timeout", "1"], wait=False)
+        fleet.start_frontend("rust" if RUST_FRONT.exists() else "python")
+        fleet.wait_instances(("w0", "w1"))
+        chats = Chats(fleet.http)
+        alone = chats.run_all(PROMPTS, **OPTIONS)
+        streams = [chats.start(prompt, **OPTIONS) for prompt in PROMPTS]
+        wait_until(lambda: fleet.metric("w0", "tailrace_worker_requests") >= 4, "w0 to have its share")
+        stop(fleet, ["w0"])
+        finished(streams, alone)
+        assert recoveries(fleet, "handed_back") > 0
+        assert recoveries(fleet, "lost") == 0
+    finally:
+        fleet.close()

@@ -1,0 +1,64 @@
+"""`tailrace restart`: restart parts of the local cluster, one after another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import click
+
+from tailrace.cli.errors import CliError, UsageProblem
+from tailrace.local.process import PartFailed
+from tailrace.local.progress import make_progress
+from tailrace.local.restart import DRAIN_S, Restarted, Restarter, find_parts
+from tailrace.local.state import RunFolder, RunFolderBusy, RunFolderUnusable, RunState
+
+
+@click.command(epilog="Example: tailrace restart worker-0")
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.option("--all", "everything", is_flag=True, help="Every part, what others build on first.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0),
+    default=DRAIN_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long each may finish or hand over what is under way.",
+)
+def restart(names: tuple[str, ...], everything: bool, timeout_s: float) -> None:
+    """Restart parts of the local cluster of this folder, one after another, while it serves.
+
+    Each is told to stop, finishes or hands over what it has, is started again with the same options, and is
+    in use before the next one's turn comes. A part that has ended is started. Parts are named as in
+    .run/logs.
+    """
+    if bool(names) == everything:
+        raise UsageProblem("name the parts to restart, or say --all")
+    folder = RunFolder.default()
+    try:
+        with folder.locked():
+            state = folder.read()
+            if state is None or not state.ready:
+                raise CliError("no local cluster runs here; tailrace up starts one")
+            parts = find_parts(state)
+            unknown = [name for name in names if name not in parts]
+            if unknown:
+                raise UsageProblem(f"no part {', '.join(unknown)}; there are {', '.join(parts)}")
+            asyncio.run(_restart(folder, state, names or tuple(parts), timeout_s))
+    except (RunFolderBusy, RunFolderUnusable) as error:
+        raise CliError(str(error)) from error
+    except PartFailed as error:
+        raise CliError(str(error)) from error
+
+
+async def _restart(folder: RunFolder, state: RunState, names: Sequence[str], timeout_s: float) -> None:
+    with make_progress(names, "tailrace restart") as progress:
+        restarter = Restarter(folder, state, progress)
+        took: dict[str, Restarted] = {}
+        for name in names:
+            took[name] = await restarter.restart(name, timeout_s)
+    for name, seconds in took.items():
+        click.echo(
+            f"restarted {name}: {seconds.stopping_s:.1f} s to stop, {seconds.starting_s:.1f} s until in use"
+        )

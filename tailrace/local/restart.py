@@ -1,0 +1,114 @@
+"""Restart parts of a local cluster, one at a time, as an operator does in a rolling restart."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tailrace.local.instances import active_instances
+from tailrace.local.plan import PartSpec, Tier
+from tailrace.local.process import PartFailed, PartProcess
+from tailrace.local.progress import Progress, Step
+from tailrace.local.ready import wait_ready
+from tailrace.local.state import Part, RunFolder, RunState
+from tailrace.local.stop import stop_part
+
+DRAIN_S: Final = 330.0
+"""How long a part may drain: more than any of them takes by its own default."""
+_POLL_S: Final = 0.1
+_SETTLE_TIMEOUT_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """What a restart took, in seconds: from SIGTERM to its end, and from its start until the cluster uses
+    it."""
+
+    stopping_s: float
+    starting_s: float
+
+
+class Restarter:
+    """Of one cluster; the caller holds its run folder."""
+
+    def __init__(self, folder: RunFolder, state: RunState, progress: Progress) -> None:
+        self._folder = folder
+        self._state = state
+        self._progress = progress
+        # Children of ours until this process ends.
+        self._processes: list[PartProcess] = []
+
+    async def restart(self, name: str, drain_s: float = DRAIN_S) -> Restarted:
+        """Stop a part, if it runs, and start it again; return once the cluster uses it.
+
+        Raises KeyError: there is no such part. PartFailed: it does not come up; it is down then.
+        """
+        number, part = {part.name: (number, part) for number, part in enumerate(self._state.parts)}[name]
+        if part.spec is None:
+            raise PartFailed(f"{name} was started by another version; tailrace down and up start it anew")
+        before = await active_instances(self._state.admin)
+        stopping_s = await self._stop(part, drain_s)
+        began_s = time.monotonic()
+        process = self._start(part.spec)
+        self._state.parts[number] = process.part
+        self._folder.write(self._state)
+        await wait_ready(process, self._progress)
+        await self._settle(part.spec, before)
+        return Restarted(stopping_s, time.monotonic() - began_s)
+
+    async def _stop(self, part: Part, drain_s: float) -> float:
+        began_s = time.monotonic()
+        self._progress.tell(part.name, Step.STOPPING)
+        await asyncio.to_thread(stop_part, part, drain_s, self._reap)
+        return time.monotonic() - began_s
+
+    def _reap(self) -> None:
+        for process in self._processes:
+            process.reap()
+
+    def _start(self, spec: PartSpec) -> PartProcess:
+        self._progress.tell(spec.name, Step.STARTING)
+        log = self._folder.logs / f"{spec.name}.log"
+        _keep(log)
+        environment = {**os.environ, **self._state.environment, **spec.environment}
+        process = PartProcess(spec, log, environment)
+        self._processes.append(process)
+        return process
+
+    async def _settle(self, spec: PartSpec, before: Mapping[str, str]) -> None:
+        """Until a scheduler has every instance that it had, and those of a worker that was restarted as new
+        ones."""
+        if spec.tier is Tier.ETCD:
+            return
+        expected = set(before) | set(spec.members)
+        try:
+            async with asyncio.timeout(_SETTLE_TIMEOUT_S):
+                while True:
+                    now = await active_instances(self._state.admin)
+                    if expected <= now.keys() and not any(
+                        now[name] == before.get(name) for name in spec.members
+                    ):
+                        return
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            raise PartFailed(
+                f"{spec.name} runs again, but the scheduler does not see all of "
+                f"{', '.join(sorted(expected))}; logs: {self._folder.logs}"
+            ) from None
+
+
+def find_parts(state: RunState) -> dict[str, Part]:
+    """Parts by name, in the order of a rolling restart: what others build on first."""
+    order = {tier.value: number for number, tier in enumerate(Tier)}
+    return {part.name: part for part in sorted(state.parts, key=lambda part: order.get(part.tier, 0))}
+
+
+def _keep(log: Path) -> None:
+    """The log of the run before is kept beside the new one."""
+    if log.exists():
+        log.replace(log.with_suffix(".previous.log"))

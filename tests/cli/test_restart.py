@@ -1,0 +1,96 @@
+"""`tailrace restart`, as typed, and the rolling restart of a cluster under load: no client sees an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from examples import rolling_restart
+from tailrace.cli.main import main
+from tailrace.local.identity import identify
+from tailrace.local.plan import Tier
+from tailrace.local.restart import find_parts
+from tailrace.local.state import Part, RunFolder, RunState
+from tests.cli.test_up import Here
+from tests.e2e.conftest import RUST_FRONT
+
+WORK: rolling_restart.Work = [
+    (f"Prompt {number} of a rolling restart.", {"max_tokens": 200, "extra_body": {"min_tokens": 200}})
+    for number in range(8)
+]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Here:
+    monkeypatch.delenv("TAILRACE_RUN_DIR", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return Here(tmp_path)
+
+
+def restart(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["restart", *arguments])
+
+
+def test_without_a_cluster(here: Here) -> None:
+    result = restart("worker-0")
+    assert result.exit_code == 1
+    assert "no local cluster runs here; tailrace up starts one" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [(), ("worker-0", "--all")])
+def test_what_to_restart_must_be_said_once(here: Here, arguments: Sequence[str]) -> None:
+    result = restart(*arguments)
+    assert result.exit_code == 2
+    assert "name the parts to restart, or say --all" in result.stderr
+
+
+def test_a_part_that_is_not_there(here: Here) -> None:
+    part = Part(name="worker-0", tier=Tier.WORKER, identity=identify(1), log="")
+    with here.folder.locked():
+        here.folder.write(RunState(http="http://127.0.0.1:1", admin="127.0.0.1:1", parts=[part]))
+    result = restart("worker-1")
+    assert result.exit_code == 2
+    assert "no part worker-1; there are worker-0" in result.stderr
+    # Written by a version that did not keep how it was started.
+    result = restart("worker-0")
+    assert result.exit_code == 1
+    assert "tailrace down and up" in result.stderr
+
+
+def test_the_order_of_a_rolling_restart() -> None:
+    me = identify(1)
+    tiers = (Tier.FRONTEND, Tier.ETCD, Tier.WORKER, Tier.CONTROL)
+    parts = [Part(name=tier.value, tier=tier, identity=me, log="") for tier in tiers]
+    assert list(find_parts(RunState(parts=parts))) == ["etcd", "control", "worker", "frontend"]
+
+
+@pytest.fixture
+def cluster(here: Here) -> Iterator[RunFolder]:
+    """Two simulated workers and two front ends on one port."""
+    if not RUST_FRONT.exists():
+        pytest.skip("no vllm-rs")
+    up = here.up("--workers", "2", "--frontends", "2", "--no-traces")
+    assert up.returncode == 0, up.stderr
+    yield here.folder
+    here.tailrace("down")
+
+
+@pytest.mark.fleet
+@pytest.mark.timeout(180)
+def test_clients_do_not_notice_a_rolling_restart(cluster: RunFolder, here: Here) -> None:
+    with cluster.locked():
+        state = cluster.read()
+        assert state is not None
+        told = rolling_restart.run(cluster, state, ["scheduler", "worker-0", "frontend-0"], WORK, kill=False)
+        killed = rolling_restart.run(cluster, state, ["worker-1"], WORK, kill=True)
+    for row in (*told, *killed):
+        assert (row.tally.errors, row.tally.different) == ([], 0), row
+    assert not rolling_restart.failed([*told, *killed])
+    assert all(row.tally.finished for row in told)
+    # What it wrote is what `down` ends, and `restart` restarts.
+    again = here.tailrace("restart", "worker-0", "etcd")
+    assert again.returncode == 0, again.stderr
+    assert "restarted worker-0: " in again.stdout and "restarted etcd: " in again.stdout

@@ -1,0 +1,39 @@
+"""Slow: every process of a cluster of real vLLM engines is restarted, then killed, under fifty streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from examples import rolling_restart
+from examples.fifty_streams import variants
+from tailrace.local.restart import find_parts
+from tailrace.local.state import RunFolder
+from tests.cli.test_up import Here
+
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(3600)]
+
+STREAMS = 50
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[RunFolder]:
+    """Three vLLM engines, two front ends on one port."""
+    here = Here(tmp_path)
+    up = here.tailrace("up", "--workers", "3", "--frontends", "2", "--port", str(here.port))
+    assert up.returncode == 0, up.stderr
+    yield here.folder
+    here.tailrace("down")
+
+
+@pytest.mark.parametrize("kill", [False, True], ids=["told to stop", "killed"])
+def test_clients_do_not_notice(cluster: RunFolder, kill: bool) -> None:
+    with cluster.locked():
+        state = cluster.read()
+        assert state is not None
+        rows = rolling_restart.run(cluster, state, list(find_parts(state)), variants(STREAMS), kill)
+    assert not rolling_restart.failed(rows)
+    if not kill:
+        assert [error for row in rows for error in row.tally.errors] == []
