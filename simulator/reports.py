@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from simulator.hooks import FutureLoad, LengthPredictor
 from simulator.instance import Instance
 from simulator.job import Job, JobState
-from tailrace.predictor.limits import tokens_left
 
 # A job, its output tokens, its state, and its KV blocks; -1: what its context needs.
 Row = tuple[Job, int, JobState, int]
@@ -145,8 +144,14 @@ def foresee(
         tokens += [job.prompt + made for job, made, _, _ in rows]
         longest = report.max_model_len
         for job, made, _, _ in rows:
-            left = tokens_left(job.prompt, made, max_tokens, longest)
+            # `tokens_left`, written out: this is done for each request of each report.
+            left = max_tokens - made
+            room = longest - job.prompt - made
+            if room < left:
+                left = room
             predicted = None if predictor is None else predictor.remaining(job.request, made)
-            remaining.append(left if predicted is None or predicted > left else predicted)
+            if predicted is None or predicted > left:
+                predicted = left if left > 0 else 0.0
+            remaining.append(predicted)
     for report, future in zip(due, load.of_each(tokens, remaining, counts), strict=True):
         report.future = future

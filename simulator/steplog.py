@@ -30,11 +30,13 @@ def steps_within(first_s: float, increment_s: float, seconds: float, most: int) 
     half = increment_s / 2
     linear = first_s - half
     # The stable form of the positive root; increments may be zero.
-    root = 2 * seconds / (linear + math.sqrt(linear * linear + 4 * half * seconds))
-    steps = min(int(root), most)
-    while steps < most and elapsed(first_s, increment_s, steps + 1) <= seconds:
+    steps = int(2 * seconds / (linear + math.sqrt(linear * linear + 4 * half * seconds)))
+    if steps > most:
+        steps = most
+    # Rounding: `elapsed`, written out, since this is asked most often of all.
+    while steps < most and first_s * (steps + 1) + increment_s * ((steps + 1) * steps // 2) <= seconds:
         steps += 1
-    while steps > 0 and elapsed(first_s, increment_s, steps) > seconds:
+    while steps > 0 and first_s * steps + increment_s * (steps * (steps - 1) // 2) > seconds:
         steps -= 1
     return steps
 

@@ -20,9 +20,10 @@ class StepRun:
 
     def ended(self, now: float) -> int:
         """Steps that have ended by now."""
-        if not self.steps:
+        seconds = now - self.start_s
+        if not self.steps or seconds < self.first_s:
             return 0
-        return steps_within(self.first_s, self.increment_s, now - self.start_s, self.steps)
+        return steps_within(self.first_s, self.increment_s, seconds, self.steps)
 
     def elapsed_s(self, steps: int) -> float:
         """Seconds from the start to the end of step number `steps`."""
