@@ -1,4 +1,8 @@
-"""How good a predictor is, against two that see less, and what asking it costs."""
+"""How good a predictor is, against two that see less, how far its quantiles hold, and what asking it costs.
+
+Requests that were cut off are among those that are tested. Of them it is known what the error is at least: by
+how much the prediction is shorter than what came. So mean errors are lower bounds wherever some were cut off.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tailrace.predictor.file import Predictor
+from tailrace.predictor.coverage import Coverage, coverage
+from tailrace.predictor.file import POINT, Predictor
+from tailrace.predictor.hazards import quantile
+from tailrace.predictor.kaplan_meier import KaplanMeier
 from tailrace.predictor.network import widths_for
 from tailrace.predictor.samples import Samples
 from tailrace.predictor.split import Split
@@ -30,15 +37,19 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class ErrorRow:
-    """Mean absolute errors, in tokens, of samples with `generated_from` <= generated < `generated_to`."""
+    """Mean absolute errors, in tokens, of samples with `generated_from` <= generated < `generated_to`.
+
+    Of `cut_off` of the requests only the least error is known, and the least that was to come.
+    """
 
     generated_from: int
     generated_to: int
     samples: int
     requests: int
+    cut_off: int
     mean_remaining: float
     predictor: float
-    mean: float
+    lengths_alone: float
     prompt_only: float
 
 
@@ -67,6 +78,7 @@ class Evaluation:
 
     test_requests: int
     parameters: int
+    coverage: list[Coverage]
     total: ErrorRow
     by_generated: list[ErrorRow]
     longest_length: int
@@ -77,14 +89,15 @@ class Evaluation:
 def evaluate(predictor: Predictor, split: Split) -> Evaluation:
     """Test on the split's test part; the two others are trained on its training part.
 
-    mean: every request is as long as the training requests are on average. prompt_only: a network like the
-    predictor's sees the state of the last prompt token, once. From both, what has been made is taken off.
+    lengths_alone: nothing is known of a request but how much it has made; the median of those training
+    requests that were longer. prompt_only: a network like the predictor's sees the state of the last prompt
+    token, once, and says the median of such requests that are longer than what has been made.
     """
     test = split.test
     predictions = {
         "predictor": predictor.remaining(test.hidden).astype(np.float64),
-        "mean": _rest(np.full(len(test), split.training.first().remaining.mean()), test),
-        "prompt_only": _rest(_prompt_only(predictor, split), test),
+        "lengths_alone": _lengths_alone(split),
+        "prompt_only": _prompt_only(predictor, split),
     }
     lengths = test.generated + test.remaining
     longest = int(np.quantile(test.first().remaining, 0.75))
@@ -92,6 +105,7 @@ def evaluate(predictor: Predictor, split: Split) -> Evaluation:
     return Evaluation(
         test_requests=len(np.unique(test.request)),
         parameters=sum(weights.numel() for weights in predictor.network.parameters()),
+        coverage=coverage(predictor, test),
         total=_row(test, predictions, everything, 0, int(lengths.max())),
         by_generated=_rows(test, predictions, everything),
         longest_length=longest,
@@ -100,8 +114,16 @@ def evaluate(predictor: Predictor, split: Split) -> Evaluation:
     )
 
 
+def _lengths_alone(split: Split) -> Values:
+    """Predicted remaining lengths of the test samples, from how long the training requests were."""
+    first = split.training.first()
+    known = KaplanMeier(first.remaining.astype(np.float64), first.ended)
+    generated = split.test.generated.astype(np.float64)
+    return known.median_after(generated) - generated
+
+
 def _prompt_only(predictor: Predictor, split: Split) -> Values:
-    """Predicted lengths of the test samples' requests, from the prompt alone."""
+    """Predicted remaining lengths of the test samples, from the prompt and how much has been made."""
     prompts = split.training.first()
     # A sample a request is few: smaller batches, and as many steps as the predictor may take. What comes out
     # then depends on the first weights and the widths, so the best of several on the validation requests.
@@ -114,20 +136,20 @@ def _prompt_only(predictor: Predictor, split: Split) -> Values:
             for widths in {predictor.description.widths, widths_for(split.test.hidden_size)}
             for seed in range(_PROMPT_SEEDS)
         ),
-        key=lambda candidate: candidate.best.validation_mae,
+        key=lambda candidate: candidate.best.validation_loss,
     )
-    first = split.test.first()
-    lengths = trained.predictor.remaining(first.hidden).astype(np.float64)
-    by_request = dict(zip(first.request.tolist(), lengths.tolist(), strict=True))
-    return np.array([by_request[request] for request in split.test.request.tolist()])
+    network = trained.predictor.network
+    first, test = split.test.first(), split.test
+    row_of = {request: row for row, request in enumerate(first.request.tolist())}
+    rows = torch.tensor([row_of[request] for request in test.request.tolist()])
+    with torch.inference_mode():
+        hazards = network(torch.from_numpy(first.hidden))[rows]
+        made = torch.from_numpy(test.generated).float()
+        return np.asarray(quantile(hazards, network.edges, POINT, made).numpy(), dtype=np.float64)
 
 
 def _silent(_: Epoch) -> None:
     """Nobody listens."""
-
-
-def _rest(lengths: Values, samples: Samples) -> Values:
-    return np.maximum(lengths - samples.generated, 0.0)
 
 
 def _rows(samples: Samples, predictions: dict[str, Values], among: NDArray[np.bool_]) -> list[ErrorRow]:
@@ -142,14 +164,19 @@ def _rows(samples: Samples, predictions: dict[str, Values], among: NDArray[np.bo
 def _row(
     samples: Samples, predictions: dict[str, Values], chosen: NDArray[np.bool_], low: int, high: int
 ) -> ErrorRow:
-    truth = samples.remaining[chosen]
-    errors = {name: float(np.abs(values[chosen] - truth).mean()) for name, values in predictions.items()}
+    known, ended = samples.remaining[chosen], samples.ended[chosen]
+    short = {name: known - values[chosen] for name, values in predictions.items()}
+    errors = {
+        name: float(np.where(ended, np.abs(by), np.maximum(by, 0.0)).mean()) for name, by in short.items()
+    }
+    requests = samples.request[chosen]
     return ErrorRow(
         generated_from=low,
         generated_to=high,
         samples=int(chosen.sum()),
-        requests=len(np.unique(samples.request[chosen])),
-        mean_remaining=float(truth.mean()),
+        requests=len(np.unique(requests)),
+        cut_off=len(np.unique(requests[~ended])),
+        mean_remaining=float(known.mean()),
         **errors,
     )
 

@@ -13,9 +13,15 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from tailrace.predictor.network import LengthMlp
+from tailrace.predictor.hazards import cumulative, quantile
+from tailrace.predictor.network import HazardMlp
 
-FORMAT: Final = "tailrace-length-predictor-1"
+FORMAT: Final = "tailrace-length-predictor-2"
+
+
+POINT: Final = 0.5
+"""The quantile that is the prediction where a number is wanted, ARES's N^(r): the median, at which the L1
+loss that the paper trains with is least."""
 
 
 class PredictorFileError(ValueError):
@@ -32,6 +38,8 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     widths: tuple[int, int, int]
     # Seed by which the samples were split, so that evaluation tests what training has not seen.
     split_seed: int
+    # Bins of remaining length (`hazards`); files of other formats do not name any.
+    bins: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +47,26 @@ class Predictor:
     """A network with its weights, ready to be asked."""
 
     description: Description
-    network: LengthMlp
+    network: HazardMlp
 
-    def remaining(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Tokens still to come, at least 0, for states (n, d)."""
-        return np.asarray(self.remaining_on_device(torch.from_numpy(hidden)).numpy())
+    def remaining(self, hidden: NDArray[np.float32], level: float = POINT) -> NDArray[np.float32]:
+        """The quantile `level` of the tokens still to come, at least 0, for states (n, d).
 
-    def remaining_on_device(self, hidden: torch.Tensor) -> torch.Tensor:
+        No more than the longest remaining length that training has seen.
+        """
+        return np.asarray(self.remaining_on_device(torch.from_numpy(hidden), level).numpy())
+
+    def remaining_on_device(self, hidden: torch.Tensor, level: float = POINT) -> torch.Tensor:
         """The same for a tensor where the network's weights are."""
         with torch.inference_mode():
-            return self.network(hidden.float()).clamp_min(0.0)
+            return quantile(self.network(hidden.float()), self.network.edges, level)
+
+    def share_within(self, hidden: NDArray[np.float32], tokens: NDArray[np.int32]) -> NDArray[np.float64]:
+        """The probability that no more than `tokens` (n,) are still to come."""
+        with torch.inference_mode():
+            hazards = self.network(torch.from_numpy(hidden))
+            total = cumulative(hazards, self.network.edges, torch.from_numpy(tokens).float())
+        return np.asarray((-torch.expm1(-total)).numpy(), dtype=np.float64)
 
 
 def save_predictor(predictor: Predictor, path: Path) -> None:
@@ -72,10 +90,13 @@ def load_predictor(path: Path, device: str = "cpu") -> Predictor:
     except msgspec.DecodeError as error:
         raise PredictorFileError(f"{path}: description: {error}") from error
     if description.format != FORMAT:
-        raise PredictorFileError(f"{path}: description.format: {description.format!r}, expected {FORMAT!r}")
-    if min(description.hidden_size, *description.widths) < 1:
-        raise PredictorFileError(f"{path}: description: hidden_size and widths must be positive")
-    network = LengthMlp(description.hidden_size, description.widths)
+        raise PredictorFileError(
+            f"{path}: description.format: {description.format!r}, expected {FORMAT!r}: train it again "
+            "(tailrace predictor collect, then train)"
+        )
+    if min(description.hidden_size, *description.widths, description.bins) < 1:
+        raise PredictorFileError(f"{path}: description: hidden_size, widths and bins must be positive")
+    network = HazardMlp(description.hidden_size, description.widths, description.bins)
     for name, own in network.state_dict().items():
         if name not in state or state[name].shape != own.shape:
             found = tuple(state[name].shape) if name in state else "nothing"
@@ -85,5 +106,8 @@ def load_predictor(path: Path, device: str = "cpu") -> Predictor:
     unknown = sorted(state.keys() - network.state_dict().keys())
     if unknown:
         raise PredictorFileError(f"{path}: {unknown[0]}: unknown")
+    edges = state["edges"]
+    if edges[0] != 0.0 or not (edges[1:] > edges[:-1]).all():
+        raise PredictorFileError(f"{path}: edges: numbers that rise from 0 expected")
     network.load_state_dict(state)
     return Predictor(description, network.requires_grad_(False).eval().to(device))

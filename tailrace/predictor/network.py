@@ -1,4 +1,4 @@
-"""The predictor's network: ARES, section 4.2, Eq. (2), a 4-layer MLP with ReLU."""
+"""The predictor's network: ARES, section 4.2, Eq. (2), a 4-layer MLP with ReLU, which gives hazards."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Final
 
 import torch
 from torch import nn
+
+from tailrace.predictor.hazards import BINS, edges_for
 
 PAPER_WIDTHS: Final = (2048, 512, 64)
 """The widths that the paper uses for a hidden size of 3,584."""
@@ -19,32 +21,35 @@ def widths_for(hidden_size: int) -> tuple[int, int, int]:
     return first, second, third
 
 
-class LengthMlp(nn.Module):  # type: ignore[misc]
-    """States (n, d) to tokens still to come (n,).
+class HazardMlp(nn.Module):  # type: ignore[misc]
+    """States (n, d) to the hazard per token of each bin (n, bins); see `hazards`.
 
-    Beyond the paper's equation: biases, and inputs that are standardised by the training samples' mean and
-    deviation. The last layer's unit is `unit` tokens, so that its weights are of the others' size.
+    Beyond the paper's equation: biases, inputs that are standardised by the training samples' mean and
+    deviation, and one output a bin where the paper has the length.
     """
 
-    def __init__(self, hidden_size: int, widths: tuple[int, int, int]) -> None:
+    def __init__(self, hidden_size: int, widths: tuple[int, int, int], bins: int = BINS) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(hidden_size))
         self.register_buffer("deviation", torch.ones(hidden_size))
-        self.register_buffer("unit", torch.ones(()))
-        sizes = (hidden_size, *widths, 1)
+        self.register_buffer("edges", edges_for(2.0, bins))
+        sizes = (hidden_size, *widths, bins)
         self.layers = nn.ModuleList(nn.Linear(sizes[i], sizes[i + 1]) for i in range(4))
 
-    def fit_inputs(self, hidden: torch.Tensor, remaining: torch.Tensor) -> None:
-        """Set what standardises inputs and outputs."""
+    def fit_inputs(self, hidden: torch.Tensor, remaining: torch.Tensor, ended: torch.Tensor) -> None:
+        """Set what standardises inputs, and the bins; start from one hazard for all, that of the samples."""
         self.mean.copy_(hidden.mean(0))
         self.deviation.copy_(hidden.std(0, correction=0).clamp_min(1e-6))
-        self.unit.copy_(remaining.mean().clamp_min(1.0))
-        # Training starts from the mean length rather than from about nothing.
-        nn.init.ones_(self.layers[-1].bias)
+        self.edges.copy_(edges_for(float(remaining.max()), len(self.edges) - 1))
+        per_token = ended.sum().clamp_min(1) / remaining.sum().clamp_min(1.0)
+        # The inverse of softplus, so that the bias alone gives this hazard in each bin.
+        in_bin = per_token * (self.edges[1:] - self.edges[:-1])
+        with torch.no_grad():
+            self.layers[-1].bias.copy_(in_bin + (-(-in_bin).expm1()).log())
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Predictions in tokens; may be below 0."""
+        """Hazards per token."""
         x = (hidden - self.mean) / self.deviation
         for layer in self.layers[:-1]:
             x = torch.relu(layer(x))
-        return self.layers[-1](x)[:, 0] * self.unit
+        return nn.functional.softplus(self.layers[-1](x)) / (self.edges[1:] - self.edges[:-1])

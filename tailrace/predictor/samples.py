@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-FORMAT: Final = "tailrace-length-samples-1"
+FORMAT: Final = "tailrace-length-samples-2"
 
 
 class SamplesError(ValueError):
@@ -35,6 +35,9 @@ class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Samples:
     """Sample i: the state `hidden[i]` of request `request[i]` with `generated[i]` output tokens so far and
     `remaining[i]` to come. Shapes (n, d) and (n,). State 0 of a request is that of its last prompt token.
+
+    Where `ended[i]` is false the request was cut off, by max_tokens or the model's longest context:
+    `remaining[i]` tokens did come, and more would have.
     """
 
     origin: Origin
@@ -42,6 +45,7 @@ class Samples:
     request: NDArray[np.int32]
     generated: NDArray[np.int32]
     remaining: NDArray[np.int32]
+    ended: NDArray[np.bool_]
 
     def __len__(self) -> int:
         return len(self.request)
@@ -59,6 +63,7 @@ class Samples:
             self.request[chosen],
             self.generated[chosen],
             self.remaining[chosen],
+            self.ended[chosen],
         )
 
     def first(self) -> Samples:
@@ -76,6 +81,7 @@ def write_samples(samples: Samples, path: Path) -> None:
             "request": samples.request,
             "generated": samples.generated,
             "remaining": samples.remaining,
+            "ended": samples.ended.astype(np.uint8),
         },
         path,
         metadata={"origin": msgspec.json.encode(samples.origin).decode()},
@@ -93,16 +99,18 @@ def read_samples(path: Path) -> Samples:
     except (OSError, SafetensorError) as error:
         raise SamplesError(f"{path}: cannot be read: {error}") from error
     origin = _origin(path, metadata)
-    columns = [_column(path, tensors, name) for name in ("request", "generated", "remaining")]
+    names = ("request", "generated", "remaining", "ended")
+    columns = {name: _column(path, tensors, name) for name in names}
     hidden = tensors.get("hidden")
     if hidden is None or hidden.ndim != 2 or not np.issubdtype(hidden.dtype, np.floating):
         raise SamplesError(f"{path}: hidden: rows of numbers expected")
-    for name, values in zip(("request", "generated", "remaining"), columns, strict=True):
+    for name, values in columns.items():
         if len(values) != len(hidden):
             raise SamplesError(f"{path}: {name}: {len(values)} values for {len(hidden)} rows of hidden")
     if not np.isfinite(hidden).all():
         raise SamplesError(f"{path}: hidden: not a number in it")
-    return Samples(origin, hidden.astype(np.float32), *columns)
+    ended = columns.pop("ended").astype(np.bool_)
+    return Samples(origin, hidden.astype(np.float32), **columns, ended=ended)
 
 
 def _origin(path: Path, metadata: Mapping[str, str]) -> Origin:
@@ -111,7 +119,10 @@ def _origin(path: Path, metadata: Mapping[str, str]) -> Origin:
     except msgspec.DecodeError as error:
         raise SamplesError(f"{path}: origin: {error}") from error
     if origin.format != FORMAT:
-        raise SamplesError(f"{path}: origin.format: {origin.format!r}, expected {FORMAT!r}")
+        raise SamplesError(
+            f"{path}: origin.format: {origin.format!r}, expected {FORMAT!r}: collect the samples again "
+            "(tailrace predictor collect)"
+        )
     return origin
 
 

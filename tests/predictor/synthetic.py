@@ -1,6 +1,9 @@
 """Samples whose remaining length can be read off the state, made by a seed."""
 
+from dataclasses import dataclass
+
 import numpy as np
+from numpy.typing import NDArray
 
 from tailrace.predictor.samples import FORMAT, Origin, Samples
 
@@ -12,7 +15,7 @@ def samples(requests: int, seed: int, noise: float = 0.05) -> Samples:
     """Every state tells, with noise, how much is left; the prompt's state tells less than later ones."""
     draw = np.random.default_rng(seed)
     mixing = np.random.default_rng(0).normal(size=(2, HIDDEN))
-    hidden, request, generated, remaining = [], [], [], []
+    hidden, request, generated, remaining, ended = [], [], [], [], []
     for number in range(requests):
         length = int(draw.integers(20, 400))
         for at in range(0, length, 20):
@@ -21,5 +24,50 @@ def samples(requests: int, seed: int, noise: float = 0.05) -> Samples:
             request.append(number * 3)
             generated.append(at)
             remaining.append(length - at)
-    columns = (np.array(values, dtype=np.int32) for values in (request, generated, remaining))
-    return Samples(ORIGIN, np.array(hidden, dtype=np.float32), *columns)
+            ended.append(True)
+    return Samples(
+        ORIGIN,
+        np.array(hidden, dtype=np.float32),
+        np.array(request, dtype=np.int32),
+        np.array(generated, dtype=np.int32),
+        np.array(remaining, dtype=np.int32),
+        np.array(ended),
+    )
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Samples cut off at a limit, and what is true of each: the mean of the exponential that its remaining
+    length was drawn from, whatever had been made before."""
+
+    samples: Samples
+    mean: NDArray[np.float64]
+
+
+def cut_off(requests: int, seed: int, max_tokens: int) -> Truth:
+    """The first number of a state tells the scale of its request's length, exactly; nothing else is known.
+
+    Scales from 100 to 1,600 tokens: with max_tokens 400 a third of the requests are cut off.
+    """
+    draw = np.random.default_rng(seed)
+    hidden, request, generated, remaining, ended, mean = [], [], [], [], [], []
+    for number in range(requests):
+        scale = 100.0 * 2.0 ** draw.uniform(0.0, 4.0)
+        length = max(1, round(draw.exponential(scale)))
+        kept = min(length, max_tokens)
+        for at in range(0, kept, 40):
+            hidden.append([np.log2(scale / 400.0), *draw.normal(size=HIDDEN - 1)])
+            request.append(number)
+            generated.append(at)
+            remaining.append(kept - at)
+            ended.append(length <= max_tokens)
+            mean.append(scale)
+    found = Samples(
+        ORIGIN,
+        np.array(hidden, dtype=np.float32),
+        np.array(request, dtype=np.int32),
+        np.array(generated, dtype=np.int32),
+        np.array(remaining, dtype=np.int32),
+        np.array(ended),
+    )
+    return Truth(found, np.array(mean))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from tailrace.predictor.samples import write_samples
+from tailrace.predictor.samples import read_samples, write_samples
 from tests.predictor.synthetic import samples
 from worker_agent.predictor.command import predictor_command
 
@@ -29,6 +31,26 @@ def test_train_and_evaluate_as_json(tmp_path: Path) -> None:
     )
     assert evaluated.exit_code == 0, evaluated.output
     assert json.loads(evaluated.stdout)["test_requests"] > 0
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_requests_that_were_cut_off_are_collected_too(tmp_path: Path) -> None:
+    """Of the tiny model's tasks about half are longer than 300 tokens."""
+    out = tmp_path / "samples"
+    command = [sys.executable, "-m", "tailrace", "predictor", "collect", "-n", "12", "--max-tokens", "300"]
+    command += ["--engine-arg", "kv_cache_memory_bytes=268435456", "--engine-arg", "enforce_eager=true"]
+    done = subprocess.run(
+        [*command, "--out", str(out), "-o", "json"], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert document["requests"] == 12
+    assert 0 < document["cut_off"] < 12
+    samples_of = read_samples(out)
+    cut_off = samples_of.of(~samples_of.ended)
+    assert (cut_off.generated + cut_off.remaining == 300).all()
+    assert len(cut_off.first()) == document["cut_off"]
 
 
 @pytest.mark.parametrize("command", [["collect"], ["train", "samples"]])

@@ -55,7 +55,7 @@ def test_a_file_comes_back(tmp_path: Path) -> None:
     read = read_samples(tmp_path / "s")
     assert read.origin == ORIGIN
     np.testing.assert_allclose(read.hidden, written.hidden, rtol=1e-3, atol=1e-3)
-    for name in ("request", "generated", "remaining"):
+    for name in ("request", "generated", "remaining", "ended"):
         np.testing.assert_array_equal(getattr(read, name), getattr(written, name))
 
 
@@ -65,6 +65,7 @@ def test_a_file_comes_back(tmp_path: Path) -> None:
         ({"remaining": np.zeros(3, np.int32)}, "remaining"),
         ({"generated": np.zeros(4, np.float32)}, "generated"),
         ({"request": np.full(4, -1, np.int32)}, "request"),
+        ({"ended": np.zeros(3, np.int32)}, "ended"),
         ({"hidden": np.zeros(4, np.float16)}, "hidden"),
         ({"hidden": np.full((4, 2), np.nan, np.float16)}, "hidden"),
     ],
@@ -73,11 +74,11 @@ def test_a_malformed_file_names_the_field(
     change: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.generic]]], field: str, tmp_path: Path
 ) -> None:
     tensors: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.generic]]] = {
-        **{name: np.zeros(4, np.int32) for name in ("request", "generated", "remaining")},
+        **{name: np.zeros(4, np.int32) for name in ("request", "generated", "remaining", "ended")},
         "hidden": np.zeros((4, 2), np.float16),
         **change,
     }
-    text = '{"format":"tailrace-length-samples-1","model":"m","interval":20,"step_s":1.0,"batch":1.0}'
+    text = '{"format":"tailrace-length-samples-2","model":"m","interval":20,"step_s":1.0,"batch":1.0}'
     safetensors.save_file(tensors, tmp_path / "s", metadata={"origin": text})
     with pytest.raises(SamplesError, match=rf"{tmp_path}/s: {field}:"):
         read_samples(tmp_path / "s")

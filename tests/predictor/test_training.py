@@ -1,6 +1,8 @@
 """Training, evaluation, and the file of a trained predictor, on samples that are easy."""
 
+import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -12,13 +14,14 @@ pytest.importorskip("torch", reason="torch comes with the engine")
 import torch
 from safetensors.torch import load_file, save_file
 
+from tailrace.predictor.coverage import coverage
 from tailrace.predictor.evaluate import evaluate
 from tailrace.predictor.file import Predictor, PredictorFileError, load_predictor, save_predictor
 from tailrace.predictor.network import widths_for
 from tailrace.predictor.split import split_by_request
-from tailrace.predictor.train import Epoch, Trained, TrainingOptions, train, train_on
+from tailrace.predictor.train import Epoch, Trained, TrainingOptions, least_error, train, train_on
 from tailrace.tiny import PREDICTOR_PATH
-from tests.predictor.synthetic import HIDDEN, samples
+from tests.predictor.synthetic import HIDDEN, Truth, cut_off, samples
 
 OPTIONS = TrainingOptions(epochs=30, widths=(32, 32, 16), batch=32)
 
@@ -30,7 +33,7 @@ def trained() -> Trained:
 
 def test_the_error_falls(trained: Trained) -> None:
     assert trained.best.validation_mae < trained.epochs[0].validation_mae / 2
-    assert trained.best.validation_mae == min(epoch.validation_mae for epoch in trained.epochs)
+    assert trained.best.validation_loss == min(epoch.validation_loss for epoch in trained.epochs)
 
 
 def test_what_is_kept_is_the_best_epoch(trained: Trained) -> None:
@@ -65,7 +68,9 @@ def test_evaluation_against_those_who_see_less(trained: Trained) -> None:
     evaluation = evaluate(trained.predictor, split_by_request(samples(120, 1), 0))
     assert evaluation.test_requests == 18
     assert sum(row.samples for row in evaluation.by_generated) == evaluation.total.samples
-    assert evaluation.total.predictor < evaluation.total.prompt_only < evaluation.total.mean
+    assert evaluation.total.predictor < evaluation.total.prompt_only < evaluation.total.lengths_alone
+    assert evaluation.total.cut_off == 0
+    assert [row.level for row in evaluation.coverage] == [0.1, 0.25, 0.5, 0.75, 0.9]
     assert evaluation.cost.batch == 8
     assert evaluation.cost.share == evaluation.cost.call_s / (20 * 0.01)
 
@@ -73,6 +78,61 @@ def test_evaluation_against_those_who_see_less(trained: Trained) -> None:
 def test_predictions_are_not_negative(trained: Trained) -> None:
     states = np.random.default_rng(0).normal(scale=50, size=(200, HIDDEN)).astype(np.float32)
     assert (trained.predictor.remaining(states) >= 0).all()
+
+
+# ---- requests that were cut off
+
+
+@pytest.fixture(scope="module")
+def truth() -> Truth:
+    return cut_off(2_500, seed=3, max_tokens=400)
+
+
+@pytest.fixture(scope="module")
+def censored(truth: Truth) -> Trained:
+    return train(truth.samples, replace(OPTIONS, batch=128), lambda _: None)
+
+
+def _bias(found: Trained, truth: Truth, level: float) -> float:
+    """Mean of predicted over true quantile, less 1, where the truth lies within what was seen."""
+    true = -np.log1p(-level) * truth.mean
+    seen = true < 350
+    return float((found.predictor.remaining(truth.samples.hidden[seen], level) / true[seen]).mean() - 1.0)
+
+
+def test_cut_off_requests_do_not_make_predictions_short(truth: Truth, censored: Trained) -> None:
+    """A third of the requests are cut off. Left out, as they once were, they take a third off the median."""
+    share = 1.0 - truth.samples.first().ended.mean()
+    assert 0.25 < share < 0.5
+    complete = truth.samples.of(truth.samples.ended)
+    dropped = train(complete, replace(OPTIONS, batch=128), lambda _: None)
+    assert _bias(dropped, truth, 0.5) < -0.25
+    assert abs(_bias(censored, truth, 0.5)) < 0.08
+    assert abs(_bias(censored, truth, 0.9)) < 0.1
+
+
+def test_coverage_tells_how_far_the_quantiles_hold(truth: Truth, censored: Trained) -> None:
+    test = split_by_request(truth.samples, OPTIONS.seed).test
+    for row in coverage(censored.predictor, test):
+        assert row.share == pytest.approx(row.level, abs=0.08)
+    # Somebody who says half of what is true is found out.
+    halved = Predictor(censored.predictor.description, copy.deepcopy(censored.predictor.network))
+    halved.network.edges /= 2.0
+    (median,) = (row.share for row in coverage(halved, test) if row.level == 0.5)
+    assert median < 0.42
+
+
+def test_errors_of_cut_off_requests_are_those_known() -> None:
+    """100 came of each: 150 is 50 wrong of one that ended, and may be right of one that was cut off."""
+    predicted = torch.tensor([150.0, 150.0, 70.0, 70.0])
+    known, ended = torch.full((4,), 100.0), torch.tensor([True, False, True, False])
+    assert least_error(predicted, known, ended).tolist() == [50.0, 0.0, 30.0, 30.0]
+
+
+def test_nothing_can_be_learned_when_every_request_is_cut_off(truth: Truth) -> None:
+    longer = truth.samples.of(~truth.samples.ended)
+    with pytest.raises(ValueError, match="raise --max-tokens"):
+        train(longer, OPTIONS, lambda _: None)
 
 
 def test_the_paper_s_widths_belong_to_its_hidden_size() -> None:
@@ -106,7 +166,9 @@ def _rewrite(predictor: Predictor, path: Path, changes: Mapping[str, object]) ->
         ({"mean": torch.zeros(3)}, r"mean: shape \(8,\) expected"),
         ({"layers.2.weight": torch.full((16, 32), float("nan"))}, r"layers\.2\.weight: not a number"),
         ({"layers.4.weight": torch.zeros(1)}, r"layers\.4\.weight: unknown"),
+        ({"edges": torch.ones(33)}, "edges: numbers that rise"),
         ({"format": "other"}, r"description\.format: 'other'"),
+        ({"format": "tailrace-length-predictor-1"}, "train it again"),
         ({"hidden_size": "wide"}, r"description: .*hidden_size"),
         ({"hidden_size": 0}, "description: hidden_size"),
         ({"extra": 1}, "description: .*extra"),

@@ -6,12 +6,16 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.predictor.samples import FORMAT, Origin, Samples
 from worker_agent.predictor.prompts import Prompt
+
+# How vLLM says that a request ended by itself, and that it was cut off.
+_FINISHED: Final = ("stop", "length")
 
 Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 
@@ -34,8 +38,10 @@ class CollectOptions:
 class _Request:
     generated: list[int] = field(default_factory=list)
     hidden: list[NDArray[np.float32]] = field(default_factory=list)
-    # Output tokens in the end; None: not at its own end yet.
+    # Output tokens in the end; None: not at the end yet.
     length: int | None = None
+    # It ended by itself, and was not cut off.
+    ended: bool = False
 
 
 class _Steps:
@@ -53,10 +59,11 @@ class _Steps:
 
 
 def collect(prompts: Sequence[Prompt], options: CollectOptions, report: Callable[[int], None]) -> Samples:
-    """Samples of all prompts whose answer ended by itself; `report` hears how many requests are done.
+    """Samples of all prompts; `report` hears how many requests are done.
 
-    A request that max_tokens or the context cut off is left out: its remaining length is not known. Raises
-    RuntimeError when vLLM does not start, ValueError when no request ended.
+    Of a request that max_tokens or the context cut off it is known that it would have been longer, and its
+    samples say so (`Samples.ended`): without them, long requests would be missing. Raises RuntimeError when
+    vLLM does not start, ValueError when no request ended by itself.
     """
     os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"})
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
@@ -106,8 +113,11 @@ def collect(prompts: Sequence[Prompt], options: CollectOptions, report: Callable
         for output in outputs:
             if output.finished:
                 done += 1
-                if output.outputs[0].finish_reason == "stop":
-                    requests[output.request_id].length = len(output.outputs[0].token_ids)
+                answer = output.outputs[0]
+                if answer.finish_reason in _FINISHED:
+                    request = requests[output.request_id]
+                    request.length = len(answer.token_ids)
+                    request.ended = answer.finish_reason == "stop"
                 report(done)
     tap.close()
     return _samples(list(requests.values()), options, steps)
@@ -140,12 +150,12 @@ def _inputs(
 
 
 def _samples(requests: Sequence[_Request], options: CollectOptions, steps: _Steps) -> Samples:
-    ended = [
+    done = [
         (number, request.length, request)
         for number, request in enumerate(requests)
         if request.length is not None and request.hidden
     ]
-    if not ended or not steps.count:
+    if not any(request.ended for _, _, request in done) or not steps.count:
         raise ValueError("no answer ended by itself: raise --max-tokens, or look at the prompts")
     return Samples(
         Origin(
@@ -155,10 +165,13 @@ def _samples(requests: Sequence[_Request], options: CollectOptions, steps: _Step
             step_s=steps.seconds / steps.count,
             batch=steps.requests / steps.count,
         ),
-        hidden=np.concatenate([np.stack(request.hidden) for _, _, request in ended]),
-        request=_column(number for number, _, request in ended for _ in request.generated),
-        generated=_column(at for _, _, request in ended for at in request.generated),
-        remaining=_column(length - at for _, length, request in ended for at in request.generated),
+        hidden=np.concatenate([np.stack(request.hidden) for _, _, request in done]),
+        request=_column(number for number, _, request in done for _ in request.generated),
+        generated=_column(at for _, _, request in done for at in request.generated),
+        remaining=_column(length - at for _, length, request in done for at in request.generated),
+        ended=_column(int(request.ended) for _, _, request in done for _ in request.generated).astype(
+            np.bool_
+        ),
     )
 
 

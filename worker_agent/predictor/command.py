@@ -103,10 +103,11 @@ def collect_command(
         write_samples(samples, out)
     except (PromptsError, RuntimeError, ValueError, OSError) as error:
         raise click.ClickException(str(error)) from error
-    requests = len(samples.first())
-    note(f"{len(samples)} samples of {requests} requests in {out}")
+    first = samples.first()
+    requests, cut_off = len(first), int((~first.ended).sum())
+    note(f"{len(samples)} samples of {requests} requests, of which {cut_off} were cut off, in {out}")
     if output is Output.JSON:
-        print_json({"samples": len(samples), "requests": requests, "file": str(out)})
+        print_json({"samples": len(samples), "requests": requests, "cut_off": cut_off, "file": str(out)})
 
 
 @predictor_command.command("train")
@@ -118,7 +119,7 @@ def collect_command(
     type=click.IntRange(1),
     default=10,
     show_default=True,
-    help="Epochs without a smaller validation error before it stops.",
+    help="Epochs without a smaller validation loss before it stops.",
 )
 @click.option("--rate", type=click.FloatRange(0, min_open=True), default=1e-3, show_default=True)
 @click.option("--batch", type=click.IntRange(1), default=128, show_default=True)
@@ -140,12 +141,15 @@ def train_command(
     seed: int,
     output: Output,
 ) -> None:
-    """Train a predictor on 70% of the requests, and stop by the error on another 15%."""
+    """Train a predictor on 70% of the requests, and stop by the loss on another 15%."""
     from tailrace.predictor.file import save_predictor
     from tailrace.predictor.train import TrainingOptions, train
 
     def report(epoch: Epoch) -> None:
-        note(f"epoch {epoch.number}: MAE {epoch.training_mae:.1f}, validation {epoch.validation_mae:.1f}")
+        note(
+            f"epoch {epoch.number}: loss {epoch.training_loss:.4f}, validation {epoch.validation_loss:.4f} "
+            f"(MAE {epoch.validation_mae:.1f} tokens)"
+        )
 
     options = TrainingOptions(epochs, patience, rate, batch, seed, widths)
     try:
@@ -153,9 +157,13 @@ def train_command(
         save_predictor(trained.predictor, out)
     except (SamplesError, ValueError, OSError) as error:
         raise click.ClickException(str(error)) from error
-    note(f"epoch {trained.best.number} is best: validation MAE {trained.best.validation_mae:.1f}; in {out}")
+    best = trained.best
+    note(
+        f"epoch {best.number} is best: validation loss {best.validation_loss:.4f}, "
+        f"MAE {best.validation_mae:.1f} tokens; in {out}"
+    )
     if output is Output.JSON:
-        print_json({"best": asdict(trained.best), "file": str(out)})
+        print_json({"best": asdict(best), "file": str(out)})
 
 
 @predictor_command.command("evaluate")
@@ -169,7 +177,7 @@ def train_command(
 )
 @output_option()
 def evaluate_command(samples_file: Path, predictor_file: Path, output: Output) -> None:
-    """Errors by tokens generated so far, on requests that training has not seen, and the cost.
+    """Errors by tokens generated so far, on requests that training has not seen, quantiles, and the cost.
 
     SAMPLES must be the file that the predictor was trained on: its seed says which requests are unseen.
     """
@@ -199,6 +207,7 @@ def _print(evaluation: Evaluation) -> None:
     print_figures(_table(total, [*evaluation.by_generated, evaluation.total]))
     longest = f"the longest quarter, {evaluation.longest_length} tokens or more"
     print_figures(_table(longest, evaluation.same_requests))
+    print_figures(_coverage(evaluation))
     cost = evaluation.cost
     print_figures(
         f"{evaluation.parameters} parameters; {cost.call_s * 1e3:.3f} ms for {cost.batch} requests every "
@@ -212,10 +221,11 @@ def _table(title: str, rows: list[ErrorRow]) -> Table:
         "generated",
         "samples",
         "requests",
+        "cut off",
         "to come, mean",
         "predictor",
         "prompt only",
-        "mean length",
+        "lengths alone",
     ):
         table.add_column(heading, justify="right")
     for row in rows:
@@ -223,8 +233,18 @@ def _table(title: str, rows: list[ErrorRow]) -> Table:
             _range(row),
             str(row.samples),
             str(row.requests),
-            *(f"{v:.0f}" for v in (row.mean_remaining, row.predictor, row.prompt_only, row.mean)),
+            str(row.cut_off),
+            *(f"{v:.0f}" for v in (row.mean_remaining, row.predictor, row.prompt_only, row.lengths_alone)),
         )
+    return table
+
+
+def _coverage(evaluation: Evaluation) -> Table:
+    table = Table(title="share of samples with no more to come than a quantile says")
+    table.add_column("quantile", justify="right")
+    table.add_column("share", justify="right")
+    for row in evaluation.coverage:
+        table.add_row(f"{row.level:.0%}", f"{row.share:.1%}")
     return table
 
 
