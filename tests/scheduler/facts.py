@@ -62,6 +62,8 @@ def request(
     epoch: int = 0,
     output_tokens: int = 10,
     prompt_tokens: int = 100,
+    max_tokens: int = 1_000,
+    predicted: float | None = None,
 ) -> monitor_pb2.RequestReport:
     """One running request."""
     return monitor_pb2.RequestReport(
@@ -72,7 +74,8 @@ def request(
         state=types_pb2.REQUEST_STATE_RUNNING,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
-        max_tokens=1_000,
+        max_tokens=max_tokens,
+        predicted_remaining_tokens=predicted,
         kv_blocks=-(-(prompt_tokens + output_tokens) // 16),
         arrival_s=1.0,
     )

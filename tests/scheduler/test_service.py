@@ -120,6 +120,56 @@ async def test_a_phase_event_brings_the_prediction(control: Control) -> None:
     assert (await requests(admin))["e"].predicted_remaining_tokens == 123.0
 
 
+async def test_ares_dispatches_by_the_prediction_of_the_phase_event(control: Control) -> None:
+    """b has less load now, c will have less: what ends at once goes to b, what stays goes to c."""
+    admin = await control.admin()
+    await control.start_worker("c")
+    await until(lambda: _is(admin, "c", ACTIVE))
+    chosen = admin_pb2.SetPolicyRequest(name="ares", parameters={"dispatch": "variance"})
+    await admin.SetPolicy(chosen, timeout=5)
+    for name, pool in (
+        ("a", types_pb2.POOL_PREFILL),
+        ("b", types_pb2.POOL_DECODE),
+        ("c", types_pb2.POOL_DECODE),
+    ):
+        await admin.SetPool(admin_pb2.SetPoolRequest(instance_id=name, pool=pool), timeout=5)
+    staying = [request(f"b{n}", max_tokens=1_000, predicted=900.0) for n in range(8)]
+    ending = [request(f"c{n}", max_tokens=1_000, predicted=100.0) for n in range(9)]
+
+    async def known() -> bool:
+        await control.report(steady("a"), steady("b", staying), steady("c", ending))
+        reply = await admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=5)
+        return {i.instance_id: (i.pool, i.running) for i in reply.instances} == {
+            "a": (types_pb2.POOL_PREFILL, 0),
+            "b": (types_pb2.POOL_DECODE, 8),
+            "c": (types_pb2.POOL_DECODE, 9),
+        }
+
+    await until(known)
+    await control.report(event("a", "short", REASONING, predicted=5.0))
+    assert await _first_target(control, "short") == "b"
+    await control.report(event("a", "long", REASONING, predicted=600.0))
+    assert await _first_target(control, "long") == "c"
+
+
+async def _first_target(control: Control, request_id: str) -> str:
+    """Where the request is sent first; Algorithm 1 moves others meanwhile."""
+    found: asyncio.Queue[str] = asyncio.Queue()
+
+    async def watch(name: str) -> None:
+        while (await control.workers[name].imports.get()).request_id != request_id:
+            pass
+        found.put_nowait(name)
+
+    watching = [asyncio.create_task(watch(name)) for name in ("b", "c")]
+    try:
+        return await asyncio.wait_for(found.get(), WAIT_S)
+    finally:
+        for task in watching:
+            task.cancel()
+        await asyncio.wait(watching)
+
+
 async def _both_active(admin: AdminAsyncStub) -> bool:
     return await states(admin) == {"a": ACTIVE, "b": ACTIVE}
 
