@@ -100,10 +100,10 @@ def burst_of_answers(kv_requests: int, variant: str, seed: int) -> Outcome:
     return Outcome(attainment(result.requests, _BURST_SLO), _flips(result), attainment(late, _BURST_SLO))
 
 
-def azure(name: str, rate_per_s: float, seconds: float, traces: Path, variant: str, seed: int) -> Outcome:
+def azure(name: str, rate_per_s: float, traces: Path, variant: str, seed: int) -> Outcome:
     """A stretch of the trace, somewhere in it by the seed."""
     ground = next(ground for ground in GROUNDS if ground.name == name)
-    requests = ground.draw(round(seconds * rate_per_s), rate_per_s, seed, traces)
+    requests = ground.draw(round(ground.seconds * rate_per_s), rate_per_s, seed, traces)
     spec = ClusterSpec.uniform(ground.instances, load_profile(ground.profile))
     slo = Slo(*ground.strictest())
     result = _simulate(spec, requests, variant, slo, seed, prefill_instances=ground.instances // 2)
@@ -151,7 +151,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--traces", type=Path, help="folder that traces/ is in; none: no Azure")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each stretch of a trace")
     parser.add_argument("--only", action="append", choices=["bursts", "azure-code", "azure-conv"])
     parser.add_argument("--processes", type=int)
     options = parser.parse_args()
@@ -175,7 +174,7 @@ def main() -> None:
             Task(
                 f"{name}/{rate:g}/s/{variant}/{seed}",
                 azure,
-                (name, rate, options.seconds, options.traces, variant, seed),
+                (name, rate, options.traces, variant, seed),
             )
             for rate in rates
             for variant in VARIANTS
