@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from frontend_svc import link as link_module
-from frontend_svc.link import QUEUE_LIMIT, Link, Loss, LossCause
+from frontend_svc.link import Link, Loss, LossCause
 from tailrace.service.message_stream import MessageStream, StreamBroken, serve_streams
 from tailrace.v1 import worker_pb2
 from tests.frontend.fleet import record
@@ -326,7 +326,12 @@ async def test_submissions_that_a_worker_cannot_take_are_turned_away_and_break_n
         resume.set()
 
 
-async def test_the_queue_to_a_worker_has_a_bound_for_submissions_before_that_for_aborts() -> None:
+async def test_the_queue_to_a_worker_has_a_bound_for_submissions_before_that_for_aborts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Small: filling the real one takes a busy machine longer than a worker may be silent.
+    limit = 200
+    monkeypatch.setattr(link_module, "QUEUE_LIMIT", limit)
     resume = asyncio.Event()
     serve: Callable[[Up], Awaitable[None]] = lambda stream: serve_hello(stream, 0, resume)  # noqa: E731
     async with serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address, running(address) as ends:
@@ -335,8 +340,8 @@ async def test_the_queue_to_a_worker_has_a_bound_for_submissions_before_that_for
         taken = 0
         while link.send(submission(10)):
             taken += 1
-        assert taken == QUEUE_LIMIT // 2
-        for _ in range(QUEUE_LIMIT // 2):
+        assert taken == limit // 2
+        for _ in range(limit // 2):
             assert link.send(worker_pb2.AttachUp(abort=worker_pb2.Abort(handles=[1])))
         assert not link.send(worker_pb2.AttachUp(abort=worker_pb2.Abort(handles=[1])))
         loss, _ = await sink.next("lost")
