@@ -28,7 +28,7 @@ def experiments(traces: Path | None = None, effort: Effort = WHOLE) -> list[Expe
     """Of all papers. `traces`: the folder of the public traces, which some of Arrow's need."""
     return [
         *pascal.experiments(effort),
-        *ares.EXPERIMENTS,
+        *ares.experiments(effort),
         *arrow.experiments(traces),
         *cascade.EXPERIMENTS,
     ]

@@ -10,11 +10,6 @@ import numpy as np
 import pytest
 
 from simulator.claims import ares, pascal
-from simulator.claims.ares import scale
-from simulator.claims.ares import serving as ares_serving
-from simulator.claims.ares.cluster import ARMS as ARES_ARMS
-from simulator.claims.ares.cluster import cluster as ares_cluster
-from simulator.claims.ares.measure import rate_at, serve
 from simulator.claims.base import Experiment, Figures, Finding, Verdict
 from simulator.claims.effort import QUICK, WHOLE
 from simulator.claims.figures import number
@@ -25,12 +20,11 @@ from simulator.claims.pascal.tails import Comparison, mean_tails
 from simulator.claims.saturation import poisson_at_load, saturation_rate
 from simulator.claims.verdicts import of_bound, of_effect, of_ordering, weakest
 from simulator.cluster import ClusterSpec
-from simulator.predictors import NoisyPredictor, OraclePredictor
 from simulator.request import SimRequest
 from simulator.run import simulate
 from simulator.tails import percentile_for, tail_by_bin
 from simulator.views import ReportedRequests
-from simulator.workloads import reasoning_phase, sharegpt_ares
+from simulator.workloads import reasoning_phase
 from tailrace.actions import Action
 from tailrace.cluster import ClusterView, RequestView
 from tailrace.intra.fcfs import Fcfs
@@ -263,103 +257,3 @@ def test_phases_are_counted_alike_with_and_without_views() -> None:
     policy = _Checked()
     simulate(spec, requests, policy, PascalQueue(demotion_tokens=900))
     assert policy.checks > 100
-
-
-# ---- ARES
-
-
-def test_predictors_err_as_the_paper_says() -> None:
-    rng = np.random.default_rng(5)
-    outputs = sharegpt_ares.lengths(4_000, rng).answer
-    noisy = NoisyPredictor()
-
-    def error(output: int, at: int, n: int) -> float:
-        request = SimRequest(f"r{n}", 0.0, 10, 0, output)
-        assert OraclePredictor().remaining(request, at) == output - at
-        return abs(noisy.remaining(request, at) - (output - at))
-
-    long = [(int(o), n) for n, o in enumerate(outputs) if o >= 30_000]
-    assert np.mean([error(o, 0, n) for o, n in long]) == pytest.approx(18_256, rel=0.05)
-    assert np.mean([error(o, 8_000, n) for o, n in long]) == pytest.approx(2_929, rel=0.1)
-    # One prediction every so many tokens: requests count by their length.
-    drawn = rng.choice(len(outputs), 8_000, p=outputs / outputs.sum())
-    errors = [error(int(outputs[n]), int(rng.random() * outputs[n]), int(n)) for n in drawn]
-    assert np.mean(errors) == pytest.approx(3_873, rel=0.05)
-
-
-def test_a_prediction_counts_down_and_is_made_anew_every_20_tokens() -> None:
-    request = SimRequest("r", 0.0, 10, 0, 9_000)
-    noisy = NoisyPredictor()
-    said = [noisy.remaining(request, 100 + n) for n in range(20)]
-    assert said == [pytest.approx(said[0] - n) for n in range(20)]
-    assert noisy.remaining(request, 120) != pytest.approx(said[0] - 20)
-    assert noisy.remaining(SimRequest("r", 0.0, 10, 0, 30), 29) >= 0.0
-
-
-def _ares_figures(
-    p99: Mapping[str, float], variance: Mapping[str, float], good: Mapping[str, float]
-) -> dict[str, Figures]:
-    figures: dict[str, Figures] = {}
-    for run in ares_serving.SERVING.runs:
-        arm = run.name.split("/")[2]
-        figures[run.name] = {
-            "tpot_p99_ms": p99[arm],
-            "variance_ms2": variance[arm],
-            "goodput_per_s": good[arm],
-            "throughput_per_s": good[arm] if "/high/" in run.name else 0.1,
-            "spread": 0.3 if arm in ("round_robin", "vllm") else 0.05,
-            "kv_max_share": 1.0,
-            "recomputed": 10.0,
-        }
-    return figures
-
-
-def test_ares_holds_where_it_does_as_the_paper_says() -> None:
-    arms = ("vllm", "rescheduling", "ares", "ares_oracle", "round_robin")
-    p99 = dict(zip(arms, (96.3, 28.3, 24.3, 24.0, 99.0), strict=True))
-    variance = dict(zip(arms, (20.0, 2.0, 0.8, 0.7, 20.0), strict=True))
-    good = dict(zip(arms, (0.10, 0.166, 0.18, 0.19, 0.1), strict=True))
-    found = _by_id(ares_serving.judge(_ares_figures(p99, variance, good)))
-    assert list(found) == ["A1", "A2", "A3", "A4", "A5", "A12"]
-    assert {f.claim_id for f in found.values() if f.verdict is not HOLDS} == {"A1"}
-    assert found["A1"].verdict is DIRECTION
-
-
-def test_ares_does_not_hold_where_it_loses() -> None:
-    arms = ("vllm", "rescheduling", "ares", "ares_oracle", "round_robin")
-    same = dict.fromkeys(arms, 1.0)
-    found = _by_id(ares_serving.judge(_ares_figures(same, same, same)))
-    assert [found[row].verdict for row in ("A1", "A2", "A3", "A4", "A5")] == [NOT] * 5
-
-
-def test_scale_is_judged_by_its_orderings() -> None:
-    variance = {"vllm": 5.0, "rescheduling": 1.0, "ares_oracle": 0.5}
-
-    def figures(tick_ms: float) -> dict[str, Figures]:
-        return {
-            run.name: {
-                "variance_ms2": variance[run.name.split("/")[2]],
-                "tick_mean_ms": tick_ms,
-                "tick_max_ms": 2 * tick_ms,
-            }
-            for run in scale.SCALE.runs
-        }
-
-    assert [f.verdict for f in scale.judge(figures(20.0))] == [HOLDS, HOLDS]
-    variance["ares_oracle"] = 1.1
-    assert [f.verdict for f in scale.judge(figures(700.0))] == [NOT, NOT]
-
-
-@pytest.mark.parametrize("arm", list(ARES_ARMS))
-def test_a_small_run_of_ares(arm: str) -> None:
-    figures = serve("sharegpt_ares", arm, 4, 0.5, 40.0, 1)
-    assert figures["finished"] == 20.0
-    assert number(figures, "migrations") >= 20.0
-    assert number(figures, "tpot_p99_ms") >= number(figures, "tpot_p50_ms") > 0.0
-
-
-def test_loads_and_ticks_of_ares() -> None:
-    assert rate_at("sharegpt_ares", 8, 0.5) == pytest.approx(2 * rate_at("sharegpt_ares", 4, 0.5))
-    figures = serve("sharegpt_ares", "ares_oracle", 8, 0.5, 40.0, 1)
-    assert 0.0 < number(figures, "tick_mean_ms") <= number(figures, "tick_max_ms")
-    assert isinstance(ares_cluster(8, ARES_ARMS["vllm"]).instances, tuple)

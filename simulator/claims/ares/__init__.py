@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from simulator.claims.ares.predictor import PREDICTOR
-from simulator.claims.ares.scale import SCALE
-from simulator.claims.ares.serving import SERVING
+from simulator.claims.ares.scale import scale_rows
+from simulator.claims.ares.serving import serving_rows
 from simulator.claims.base import Experiment
+from simulator.claims.effort import WHOLE, Effort
 
-EXPERIMENTS: tuple[Experiment, ...] = (SERVING, SCALE, PREDICTOR)
+
+def experiments(effort: Effort) -> tuple[Experiment, ...]:
+    """All rows of ARES."""
+    return (serving_rows(effort), scale_rows(effort), PREDICTOR)
+
+
+EXPERIMENTS: tuple[Experiment, ...] = experiments(WHOLE)

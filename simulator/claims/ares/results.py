@@ -1,0 +1,98 @@
+"""Figures of all runs of ARES's serving experiment, by dataset, scheduler, rate and seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from simulator.claims.base import Figures
+from simulator.claims.figures import number
+from simulator.estimate import Estimate, estimate
+
+
+def run_name(dataset: str, arm: str, level: str, seed: int) -> str:
+    """The name of a run, by which its figures are found."""
+    return f"{dataset}/{arm}/{level}/{seed}"
+
+
+def load_level(load: float) -> str:
+    """The name of a share of the saturation rate."""
+    return f"load{load:g}"
+
+
+def rate_level(rate_per_s: float) -> str:
+    """The name of a rate of the paper's axis."""
+    return f"rps{rate_per_s:g}"
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Of positive values."""
+    return math.exp(math.fsum(math.log(value) for value in values) / len(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """Where on the curve a figure is what was looked for."""
+
+    load: float
+    # The curve reaches it; if not, `load` is its nearer end.
+    reached: bool
+
+
+class Results:
+    """Of `seeds`, on the curve of `loads`."""
+
+    def __init__(self, figures: Mapping[str, Figures], loads: Sequence[float], seeds: Sequence[int]) -> None:
+        self.loads = loads
+        self._figures = figures
+        self._seeds = seeds
+
+    def each(self, dataset: str, arm: str, level: str, name: str) -> list[float]:
+        """A figure of each seed."""
+        return [number(self._figures[run_name(dataset, arm, level, seed)], name) for seed in self._seeds]
+
+    def estimate(self, dataset: str, arm: str, level: str, name: str) -> Estimate:
+        """A figure's mean over seeds, and its spread."""
+        return estimate(self.each(dataset, arm, level, name))
+
+    def ratio(self, dataset: str, arms: tuple[str, str], level: str, name: str) -> Estimate:
+        """A figure of the first scheduler over that of the second, on the same requests."""
+        first, second = (self.each(dataset, arm, level, name) for arm in arms)
+        return estimate([ours / theirs for ours, theirs in zip(first, second, strict=True)])
+
+    def curve(self, dataset: str, arm: str, name: str) -> dict[str, list[float]]:
+        """A figure's geometric means over the loads, for positive figures: one seed must not decide."""
+        means = [geometric_mean(self.each(dataset, arm, load_level(load), name)) for load in self.loads]
+        return {"loads": list(self.loads), f"{arm}_{name}": means}
+
+    def match(self, dataset: str, arm: str, name: str, wanted: float) -> Matched:
+        """The load at which the scheduler's geometric mean of a rising figure is `wanted`."""
+        means = self.curve(dataset, arm, name)[f"{arm}_{name}"]
+        if means[0] >= wanted:
+            return Matched(self.loads[0], means[0] == wanted)
+        for (low, below), (high, above) in pairwise(zip(self.loads, means, strict=True)):
+            if below < wanted <= above:
+                share = math.log(wanted / below) / math.log(above / below)
+                return Matched(low + share * (high - low), True)
+        return Matched(self.loads[-1], False)
+
+    def at_load(self, dataset: str, arm: str, load: float, name: str) -> list[float]:
+        """A positive figure of each seed between two loads of the curve, interpolated in its logarithm."""
+        lines = [self.each(dataset, arm, load_level(at), name) for at in self.loads]
+        rows = np.log(np.array(lines)).T
+        return [math.exp(float(np.interp(load, self.loads, row))) for row in rows]
+
+    def change_at_load(self, dataset: str, arms: tuple[str, str], load: float, name: str) -> Estimate:
+        """How much less or more the first scheduler has than the second, on the same requests.
+
+        The mean and its spread are those of the ratio's logarithm, so that one seed does not decide.
+        """
+        first, second = (self.at_load(dataset, arm, load, name) for arm in arms)
+        logs = estimate([math.log(ours / theirs) for ours, theirs in zip(first, second, strict=True)])
+        mean = math.exp(logs.mean)
+        half = None if logs.half_width is None else mean * math.sinh(logs.half_width)
+        return Estimate(mean - 1.0, half)
