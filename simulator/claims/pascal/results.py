@@ -20,13 +20,13 @@ HIGH: Final = "high"
 # the axes say
 # nothing but the order: low, medium and high. The others make the curves.
 LOADS: Final[Mapping[str, float]] = {
-    "0.6": 0.6,
+    "low": 0.6,
     "0.7": 0.7,
-    "low": 0.8,
+    "medium": 0.8,
     "0.9": 0.9,
-    "medium": 1.0,
+    HIGH: 1.0,
     "1.1": 1.1,
-    HIGH: 1.2,
+    "1.2": 1.2,
     "beyond": 1.35,
 }
 LEVELS: Final = ("low", "medium", HIGH)
