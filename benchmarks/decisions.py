@@ -25,11 +25,13 @@ from benchmarks.clusters import REQUESTS_PER_INSTANCE, arrivals, cluster
 from benchmarks.loadgen import percentile
 from benchmarks.report import machine, save
 from tailrace.actions import SetStages
-from tailrace.cluster import Phase
+from tailrace.cluster import ClusterView, Phase
+from tailrace.lengths import LengthStatistics
 from tailrace.policy.base import Policy
 from tailrace.policy.cascade.planner import Costs, Plan, exact, heuristic
 from tailrace.policy.cascade.policy import Cascade
-from tailrace.policy.cascade.workload import Workload
+from tailrace.policy.cascade.traffic import Traffic
+from tailrace.policy.cascade.workload import bucket_edges
 from tailrace.policy.registry import load, names
 
 SIZES = (16, 64, 256, 1_024)
@@ -108,21 +110,31 @@ def planning(planner: Callable[[Costs, int], Plan]) -> Callable[[int], Call]:
     """CascadeInfer's stages for lengths of up to 128K tokens, from the sums of requests by length."""
 
     def prepare(instances: int) -> Call:
-        policy = Cascade()
-        held = [r for i in cluster(instances).instances.values() for r in i.requests]
-        workload = Workload.of_snapshot(
-            policy.edges, [r.prompt_tokens for r in held], [r.context_tokens for r in held]
-        )
-        return lambda _: planner(Costs(workload, policy.model, policy.transfer_s_per_token), instances)
+        planning, traffic = Cascade().planning, period(cluster(instances))
+        edges = bucket_edges(planning.max_length)
+        workload = traffic.in_flight(edges, traffic.requests)
+        model, transfer_s = planning.models(())
+        return lambda _: planner(Costs(workload, model, transfer_s), instances)
 
     return prepare
 
 
+def period(view: ClusterView) -> Traffic:
+    """As if all requests of a cluster had come in a minute, and were as long as they are now."""
+    held = [r for i in view.instances.values() for r in i.requests]
+    return Traffic.of_history([(r.prompt_tokens, r.output_tokens) for r in held], 60.0)
+
+
 def planned_tick(policy: Cascade) -> Callable[[int], Call]:
-    """CascadeInfer's tick that replans, and hands over all that is beyond its stage."""
+    """CascadeInfer's tick that replans, and offers all that is beyond its stage."""
 
     def prepare(instances: int) -> Call:
         view = cluster(instances)
+        held = [r for i in view.instances.values() for r in i.requests]
+        lengths = LengthStatistics.of(
+            60.0, [r.prompt_tokens for r in held], [(r.prompt_tokens, r.output_tokens) for r in held]
+        )
+        view = replace(view, lengths=lengths)
         (planned,) = (a for a in policy.on_tick(view, policy.replan_s) if isinstance(a, SetStages))
         staged = replace(view, stages=planned.stages)
         return lambda _: policy.on_tick(staged, policy.replan_s)

@@ -12,10 +12,11 @@ import grpc
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.mover import Mover
 from scheduler_svc.negotiator import CannotNegotiate, Negotiator
+from scheduler_svc.recaller import Recaller
 from scheduler_svc.refused import Refused
 from scheduler_svc.settings import Settings
 from scheduler_svc.state import ClusterState, PoolOrder
-from tailrace.actions import Action, Migrate, Offer, SetPool, SetStages
+from tailrace.actions import Action, HandBack, Migrate, Offer, SetPool, SetStages
 from tailrace.cluster import RequestView, Stage
 from tailrace.policy.when_full import WhenFull
 from tailrace.store.errors import StoreUnavailable
@@ -38,11 +39,13 @@ class Actuator:
         state: ClusterState,
         mover: Mover,
         negotiator: Negotiator,
+        recaller: Recaller,
         settings: Settings,
         metrics: SchedulerMetrics,
     ) -> None:
         self._state = state
         self._negotiator = negotiator
+        self._recaller = recaller
         self._mover = mover
         self._settings = settings
         self._metrics = metrics
@@ -84,6 +87,8 @@ class Actuator:
                 return self._begin_migration(action, policy, when_full)
             case Offer():
                 return self._begin_offer(action, policy, when_full)
+            case HandBack():
+                return self._hand_back(action)
             case SetPool():
                 order = self._state.pool_ordered(action.instance_id, action.pool)
                 if order is None:
@@ -106,6 +111,9 @@ class Actuator:
     def _refused(self, kind: str, policy: str, error: Exception) -> None:
         log.info("%s by %s: %s", kind, policy, error)
         self._metrics.actions.labels(kind, "refused").inc()
+
+    async def _hand_back(self, action: HandBack) -> str:
+        return "done" if await self._recaller.recall(action.instance_id, action.request_ids) else "outdated"
 
     async def _set_pool(self, order: PoolOrder) -> str:
         written = False

@@ -56,6 +56,8 @@ class Decider:
 
     def take(self, report: monitor_pb2.WorkerReport, now_s: float) -> None:
         """Apply a report and decide on what it tells."""
+        # A standby keeps them, too: it may lead in a moment.
+        self._state.keep_lengths(self._active.policy.lengths_period_s, now_s)
         changes = self._state.apply(report, now_s)
         if not self._leading.is_set():
             return
@@ -88,9 +90,11 @@ class Decider:
 
     def tick(self) -> None:
         """One tick."""
-        policy, view = self._active.policy, self._state.view()
+        policy, monotonic_s = self._active.policy, time.monotonic()
         last_s = self._ticked[1] if self._ticked is not None and self._ticked[0] is policy else None
-        view = dataclasses.replace(view, last_tick_s=last_s)
+        view = dataclasses.replace(
+            self._state.view(), last_tick_s=last_s, lengths=self._state.lengths(monotonic_s)
+        )
 
         def ask(now_s: float) -> Sequence[Action]:
             self._ticked = policy, now_s

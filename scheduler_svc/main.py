@@ -24,6 +24,7 @@ from scheduler_svc.negotiator import Negotiator
 from scheduler_svc.orphans import remove_orphans
 from scheduler_svc.placement_servicer import SchedulerServicer
 from scheduler_svc.placer import Placer
+from scheduler_svc.recaller import Recaller
 from scheduler_svc.settings import Settings
 from scheduler_svc.state import ClusterState
 from scheduler_svc.traceparents import Traceparents
@@ -121,7 +122,8 @@ class Parts:
         migrations = Migrations(frame.members, frame.channels)
         mover = Mover(self.state, migrations, traceparents)
         negotiator = Negotiator(self.state, frame.channels, traceparents)
-        self.actuator = Actuator(self.state, mover, negotiator, settings, self.metrics)
+        recaller = Recaller(self.state, frame.channels)
+        self.actuator = Actuator(self.state, mover, negotiator, recaller, settings, self.metrics)
         self._decider = Decider(self.state, self.active, self.actuator, leading, self.metrics)
         self._drainer = Drainer(self.state, self.actuator, leading)
         name = frame.common.member_id

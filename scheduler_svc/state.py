@@ -24,6 +24,7 @@ from tailrace.cluster import (
     Stage,
 )
 from tailrace.intra.base import QUANTUM_TOKENS
+from tailrace.lengths import LengthStatistics, LengthWindow
 from tailrace.policy.measured import Measured
 from tailrace.records import InstanceRecord, ProfileRecord
 from tailrace.v1 import monitor_pb2, types_pb2
@@ -96,6 +97,8 @@ class ClusterState:
         self._groups = ModelGroups({})
         # Views of some of the instances, by which, beside the view of all that they were made from.
         self._partial: dict[frozenset[str], tuple[ClusterView, ClusterView]] = {}
+        # None: nobody wants to know.
+        self._lengths: LengthWindow | None = None
 
     # ---- what happens
 
@@ -162,13 +165,14 @@ class ClusterState:
             for request_id in gone:
                 self._left(request_id, report.instance_id)
             for request in tracked.requests.values():
-                self._seen(request, changes)
+                self._seen(request, changes, now_s)
         for event in report.phase_events:
             if event.phase == types_pb2.PHASE_UNSPECIFIED:
+                self._note_finished(tracked, event, now_s)
                 tracked.gone(event.request_id)
                 self._left(event.request_id, report.instance_id)
             elif (entered := tracked.event(event)) is not None:
-                self._entered(entered, changes)
+                self._entered(entered, changes, now_s)
         self._touch(report.instance_id)
         return changes
 
@@ -193,6 +197,8 @@ class ClusterState:
             epoch=epoch,
             frontend_id=frontend_id,
         )
+        if where is None and not arrival.output_tokens:
+            self._note_arrived(request, now_s)
         forgotten = tracked.place(request, now_s)
         if forgotten is not None:
             self._left(forgotten, instance_id)
@@ -242,7 +248,16 @@ class ClusterState:
             del self._ordered[order.instance_id]
             self._touch(order.instance_id)
 
+    def keep_lengths(self, period_s: float | None, now_s: float) -> None:
+        """Keep the lengths of the requests of so many seconds from now on; None: of none."""
+        if period_s != (self._lengths.period_s if self._lengths is not None else None):
+            self._lengths = LengthWindow(period_s, now_s) if period_s is not None else None
+
     # ---- what is known
+
+    def lengths(self, now_s: float) -> LengthStatistics | None:
+        """Those that are kept; never change once given."""
+        return self._lengths.statistics(now_s) if self._lengths is not None else None
 
     def view(self) -> ClusterView:
         """The cluster now; never changes once given."""
@@ -281,10 +296,7 @@ class ClusterState:
         tracked = self._tracked.get(where.instance_id) if where is not None else None
         if tracked is None:
             return None
-        found = tracked.requests.get(request_id)
-        if found is None and (pending := tracked.pending.get(request_id)) is not None:
-            found = pending.request
-        return found
+        return tracked.find(request_id)
 
     def requests(self) -> Iterable[RequestView]:
         """Every request once, where it is now."""
@@ -318,16 +330,33 @@ class ClusterState:
             made = self._partial[names] = view, ClusterView(MappingProxyType(instances), stages)
         return made[1]
 
-    def _seen(self, request: RequestView, changes: list[PhaseChange]) -> None:
+    def _note_arrived(self, request: RequestView, now_s: float) -> None:
+        if self._lengths is not None:
+            self._lengths.arrived(request.prompt_tokens, now_s)
+
+    def _note_finished(self, tracked: Tracked, event: monitor_pb2.PhaseEvent, now_s: float) -> None:
+        """Only of one that made its last token here the event says how many there were."""
+        request = tracked.find(event.request_id)
+        if self._lengths is not None and request is not None and event.output_tokens:
+            self._lengths.finished(request.prompt_tokens, event.output_tokens, now_s)
+
+    def _seen(self, request: RequestView, changes: list[PhaseChange], now_s: float) -> None:
         """A steady report shows a request. An event may have been lost: it then tells of the phase too."""
         if request.request_id in self._where:
-            self._entered(request, changes)
+            self._entered(request, changes, now_s)
         else:
+            self._came(request, now_s)
             self._where[request.request_id] = _Where(request.instance_id, request.epoch, request.phase)
 
-    def _entered(self, request: RequestView, changes: list[PhaseChange]) -> None:
+    def _came(self, request: RequestView, now_s: float) -> None:
+        """It was placed by another scheduler; or it was handed over, which later epochs tell."""
+        if not request.epoch:
+            self._note_arrived(request, now_s)
+
+    def _entered(self, request: RequestView, changes: list[PhaseChange], now_s: float) -> None:
         where = self._where.get(request.request_id)
         if where is None:
+            self._came(request, now_s)
             self._where[request.request_id] = _Where(request.instance_id, request.epoch, request.phase)
             # Placed by another scheduler: which phase it was in follows from which it has entered.
             first = request.phase is not Phase.ANSWERING or request.output_tokens <= 1

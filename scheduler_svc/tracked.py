@@ -239,6 +239,13 @@ class Tracked:
         for pending in self.pending.values():
             yield pending.request
 
+    def find(self, request_id: str) -> RequestView | None:
+        """A request as it was reported last, or placed; None: it is not here."""
+        found = self.requests.get(request_id)
+        if found is None and (pending := self.pending.get(request_id)) is not None:
+            found = pending.request
+        return found
+
     # ---- what a policy sees
 
     def view(self, state: InstanceState, pool: Pool | None, measured: Measured | None = None) -> InstanceView:
@@ -255,6 +262,7 @@ class Tracked:
             kv_used_tokens=self._kv_used_tokens + sum(self._coming.values()),
             block_tokens=self.block_tokens,
             max_model_len=self.record.max_model_len,
+            max_num_seqs=self.record.max_num_seqs,
             running=self._running,
             waiting=self._waiting + len(self.pending),
             prefill_backlog_tokens=load.prefill_backlog_tokens + self._pending_tokens,

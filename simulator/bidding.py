@@ -234,8 +234,12 @@ class Bidding:
     def _granted(self, party: _Party, grant: Grant, now: float) -> None:
         receiver, request_id = party.receiver, grant.request_id
         job, offered = self._jobs[request_id], self._offers.get(request_id)
-        if not receiver.on_grant(grant) or offered is None:
+        if not receiver.on_grant(grant):
             self._post(receiver.name, grant.sender, Done(receiver.name, request_id, False), now)
+            return
+        if offered is None:
+            # It was done before the news of its turn came.
+            self._post_all(receiver.name, receiver.finished(request_id, False), now)
             return
         action, tokens = offered.action, job.prompt + job.tokens
         if offered.counted:

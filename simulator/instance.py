@@ -211,6 +211,18 @@ class Instance:
         if first or self._intra.pass_over:
             self.wake(now)
 
+    def waits(self, job: Job) -> bool:
+        """Whether a new prompt waits here of which nothing is computed."""
+        return job.instance is self and job.state is JobState.QUEUED and not job.tokens
+
+    def withdraw(self, job: Job, now: float) -> None:
+        """A prompt that waits here goes elsewhere."""
+        self._changing()
+        self.waiting.remove((job.rank, job))
+        self.idle_context -= job.prompt
+        self._prompts.pay(job, job.prefill_total)
+        self.wake(now)
+
     def wake(self, now: float) -> None:
         """Something has changed: decide anew at the next boundary."""
         if self._run.steps:

@@ -13,7 +13,7 @@ from tailrace.cluster import Pool, Stage
 
 @dataclass(frozen=True, slots=True)
 class PlacementRecord:
-    """A request got an instance: on arrival or by a committed migration."""
+    """A request got an instance: on arrival, when it was handed back, or by a committed migration."""
 
     at_s: float
     instance_id: str

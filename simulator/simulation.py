@@ -20,9 +20,10 @@ from simulator.reports import Report
 from simulator.request import SimRequest
 from simulator.sampling import Sampler
 from simulator.views import Views
-from tailrace.actions import Action, Migrate, Offer, Refuse, SetPool, SetStages
+from tailrace.actions import Action, HandBack, Migrate, Offer, Place, Refuse, SetPool, SetStages
 from tailrace.cluster import Arrival, ClusterView, RequestView, Stage
 from tailrace.intra.base import IntraPolicy
+from tailrace.lengths import LengthWindow
 from tailrace.policy.base import Policy
 
 # Ticks of the policy that may pass with nothing else going on before the simulation counts as stuck.
@@ -75,6 +76,8 @@ class Simulation:
         self._placements = 0
         self._idle_ticks = 0
         self._last_tick_s: float | None = None
+        period_s = policy.lengths_period_s
+        self._lengths = LengthWindow(period_s, 0.0) if period_s is not None else None
         # The monitor's clock is not the workload's.
         self._report_offset_s = random.Random(seed).random() * max(0.0, spec.report.interval_s)
         self._idle_calls = [
@@ -127,6 +130,8 @@ class Simulation:
         self.migrations.finished(job, now)
         self.bidding.finished(job, now)
         self._views.left(job, instance, job.tokens)
+        if self._lengths is not None:
+            self._lengths.finished(job.prompt, job.total, now)
         self._conclude(job)
 
     def preempted(self, instance: Instance, job: Job, now: float) -> None:
@@ -178,11 +183,23 @@ class Simulation:
             self._refuse(job, placement.reason)
             return
         instance = self._instance(placement.instance_id)
-        longest = min(instance.total_blocks * instance.block_tokens, instance.spec.max_model_len)
-        blocks = blocks_for(job.prompt + job.total, instance.block_tokens)
-        if job.prompt + job.total > longest or blocks > instance.total_blocks:
-            self._refuse(job, f"{job.prompt + job.total} tokens: longer than {instance.instance_id} can hold")
+        refusal = self._too_long(job, instance)
+        if refusal:
+            self._refuse(job, refusal)
             return
+        if self._lengths is not None:
+            self._lengths.arrived(job.prompt, now)
+        self._submit(job, instance, placement, now)
+
+    def _too_long(self, job: Job, instance: Instance) -> str:
+        """Why the instance could never run it; "": it could."""
+        longest = min(instance.total_blocks * instance.block_tokens, instance.spec.max_model_len)
+        tokens = job.prompt + job.total
+        if tokens <= longest and blocks_for(tokens, instance.block_tokens) <= instance.total_blocks:
+            return ""
+        return f"{tokens} tokens: longer than {instance.instance_id} can hold"
+
+    def _submit(self, job: Job, instance: Instance, placement: Place, now: float) -> None:
         job.placements.append(PlacementRecord(now, instance.instance_id))
         self._carry_out(placement.also, now)
         self._views.placed(job, instance)
@@ -228,7 +245,8 @@ class Simulation:
         self._idle_ticks = 0 if self._events.foreground else self._idle_ticks + 1
         if self._idle_ticks > _IDLE_TICKS:
             raise SimulationError(f"{len(self.jobs) - self._concluded.count} requests wait for nothing")
-        view = replace(self._view(now), last_tick_s=self._last_tick_s)
+        lengths = self._lengths.statistics(now) if self._lengths is not None else None
+        view = replace(self._view(now), last_tick_s=self._last_tick_s, lengths=lengths)
         self._last_tick_s = now
         self._carry_out(self._policy.on_tick(view, now), now)
         self._events.background(now + interval_s, self._tick)
@@ -253,6 +271,8 @@ class Simulation:
                     for name in action.receiver_ids:
                         self._instance(name)
                     self.bidding.offer(action, self._job(action.request_id), now)
+                case HandBack():
+                    self._hand_back(action, now)
                 case SetPool():
                     instance = self._instance(action.instance_id)
                     instance.pool = action.pool
@@ -260,6 +280,37 @@ class Simulation:
                     self._sampler.pool_changed(instance, now)
                 case SetStages():
                     self._set_stages(action.stages, now)
+
+    def _hand_back(self, action: HandBack, now: float) -> None:
+        """The order goes to the instance, its word to the front end, and that one asks for a place."""
+        source = self._instance(action.instance_id)
+        jobs = [self._job(request_id) for request_id in action.request_ids]
+
+        def place(then: float) -> None:
+            for job in jobs:
+                if source.waits(job):
+                    self._place_elsewhere(job, source, then)
+
+        self._events.at(now + 3 * self._spec.migration.message_s, place)
+
+    def _place_elsewhere(self, job: Job, source: Instance, now: float) -> None:
+        arrival = Arrival(
+            job.request.request_id,
+            job.prompt,
+            self._spec.max_tokens,
+            self._placements,
+            excluded=frozenset({source.instance_id}),
+        )
+        self._placements += 1
+        placement = self._policy.place(self._view(now), arrival, now)
+        if isinstance(placement, Refuse):
+            return
+        target = self._instance(placement.instance_id)
+        if self._too_long(job, target):
+            return
+        source.withdraw(job, now)
+        self._views.withdrawn(job, source)
+        self._submit(job, target, placement, now)
 
     def _set_stages(self, stages: tuple[Stage, ...], now: float) -> None:
         if stages == self._stages:
@@ -282,7 +333,7 @@ class Simulation:
     def _job(self, request_id: str) -> Job:
         job = self._jobs_by_id.get(request_id)
         if job is None:
-            raise SimulationError(f"the policy migrates {request_id!r}, which does not exist")
+            raise SimulationError(f"the policy moves {request_id!r}, which does not exist")
         return job
 
     def _instance(self, instance_id: str) -> Instance:

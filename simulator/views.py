@@ -118,6 +118,7 @@ class _Known:
         "report",
         "running_change",
         "told",
+        "waiting_change",
     )
 
     def __init__(self, instance: Instance) -> None:
@@ -150,6 +151,7 @@ class _Known:
     def forget_changes(self) -> None:
         """A new report has them."""
         self.running_change = 0
+        self.waiting_change = 0
         self.context_change = 0
         self.kv_change = 0
         # Requests that came to be decoding here, or entered a phase: job -> output tokens then.
@@ -163,7 +165,7 @@ class _Known:
             and not self.pending
             and not self.coming
             and not self.told
-            and not (self.running_change or self.context_change or self.kv_change)
+            and not (self.running_change or self.waiting_change or self.context_change or self.kv_change)
         )
 
 
@@ -254,6 +256,16 @@ class Views:
         known.told.pop(job, None)
         self._dirty.add(instance.instance_id)
 
+    def withdrawn(self, job: Job, instance: Instance) -> None:
+        """A prompt that waited on an instance is placed elsewhere."""
+        if self._exact:
+            return
+        known = self._known[instance.instance_id]
+        known.context_change -= job.prompt
+        if not known.expects_no_more(job):
+            known.waiting_change -= 1
+        self._dirty.add(instance.instance_id)
+
     def coming(self, migration: Migration) -> None:
         """A migration was opened: its target will need the room.
 
@@ -327,6 +339,7 @@ class Views:
         capacity = instance.total_blocks * block_tokens
         used = report.kv_used + known.kv_change + sum(known.coming.values())
         running = report.running + known.running_change
+        waiting = report.waiting + known.waiting_change
         context = report.context + known.context_change
         backlog = report.backlog + known.pending_tokens
         told, pending = known.told, known.pending
@@ -337,8 +350,9 @@ class Views:
             kv_used_tokens=0 if used < 0 else used if used < capacity else capacity,
             block_tokens=block_tokens,
             max_model_len=spec.max_model_len,
+            max_num_seqs=spec.max_num_seqs,
             running=running if running > 0 else 0,
-            waiting=report.waiting + len(pending),
+            waiting=(waiting if waiting > 0 else 0) + len(pending),
             prefill_backlog_tokens=backlog,
             context_tokens=context if context > 0 else 0,
             token_interval_s=report.token_interval_s,

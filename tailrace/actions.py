@@ -53,6 +53,18 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
+class HandBack:
+    """Have an instance give back prompts that wait there, to be placed on other ones.
+
+    Each waits where it is until it is placed elsewhere; one that has begun by then, or finds no other place,
+    stays.
+    """
+
+    instance_id: str
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SetPool:
     """Move an instance between pools; None takes it out of all pools."""
 
@@ -68,4 +80,4 @@ class SetStages:
 
 
 Placement = Place | Refuse
-Action = Migrate | Offer | SetPool | SetStages
+Action = Migrate | Offer | HandBack | SetPool | SetStages

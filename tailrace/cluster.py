@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tailrace.lengths import LengthStatistics
     from tailrace.policy.measured import Measured
 
 
@@ -116,6 +117,8 @@ class InstanceView:
     kv_used_tokens: int = 0
     block_tokens: int = 16
     max_model_len: int = 0
+    # Most requests in a batch; 0: not known.
+    max_num_seqs: int = 0
     running: int = 0
     waiting: int = 0
     # Prompt tokens not yet prefilled, and tokens of all requests held.
@@ -178,6 +181,9 @@ class ClusterView:
     # Only in views for on_tick: when this policy's previous one was, by the clock of its `now`. None: it is
     # the first since this scheduler began to decide by this policy (tailrace.policy.periods).
     last_tick_s: float | None = None
+    # Only in views for on_tick: lengths of the requests of the last `Policy.lengths_period_s`, less if this
+    # scheduler has not decided by this policy for so long. None: the policy asks for none.
+    lengths: LengthStatistics | None = None
 
     def placeable(self) -> list[InstanceView]:
         """Instances that may get new work, in instance-id order."""

@@ -1,4 +1,7 @@
-"""Requests that a draining worker asks front ends to place elsewhere, to be computed anew there."""
+"""Requests that a worker asks front ends to place elsewhere, to be computed anew there.
+
+All that it has no KV of while it drains; and prompts that the scheduler wants elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +43,17 @@ class HandBacks:
             for request in self._stats().requests
             if request.state == "waiting" or (request.state == "preempted" and not request.kv_on_host)
         }
-        if not idle:
-            return
-        self._hand_back(
-            [
-                key
-                for key, carried in self._carried.items()
-                if carried.request_id in idle and not self._exporting(key)
-            ],
+        self._hand_back_named(idle, now_s)
+
+    def prompts(self, request_ids: Collection[str], now_s: float) -> int:
+        """Hand back those of the requests that wait here and have made no token yet; how many."""
+        wanted = set(request_ids)
+        return self._hand_back_named(
+            {
+                request.request_id
+                for request in self._stats().requests
+                if request.request_id in wanted and request.state == "waiting" and not request.output_tokens
+            },
             now_s,
         )
 
@@ -55,7 +61,20 @@ class HandBacks:
         """Hand back whatever is left here, and what is being migrated from here, too."""
         self._hand_back([key for key, _ in self._carried.items()], now_s)
 
-    def _hand_back(self, keys: Collection[RequestKey], now_s: float) -> None:
+    def _hand_back_named(self, request_ids: Collection[str], now_s: float) -> int:
+        if not request_ids:
+            return 0
+        return self._hand_back(
+            [
+                key
+                for key, carried in self._carried.items()
+                if carried.request_id in request_ids and not self._exporting(key)
+            ],
+            now_s,
+        )
+
+    def _hand_back(self, keys: Collection[RequestKey], now_s: float) -> int:
+        """How many were handed back: not those that were a moment ago."""
         carried = dict(self._carried.items())
         self._asked_s = {key: at_s for key, at_s in self._asked_s.items() if key in carried}
         messages: dict[int, worker_pb2.HandBack] = defaultdict(worker_pb2.HandBack)
@@ -69,3 +88,4 @@ class HandBacks:
             front_end = self._front_ends.by_client(client)
             if front_end is not None:
                 front_end.send(worker_pb2.AttachDown(hand_back=message))
+        return sum(len(message.handles) for message in messages.values())

@@ -10,6 +10,7 @@ import grpc
 
 from tailrace.store.errors import StoreUnavailable
 from tailrace.v1 import profile_pb2, worker_pb2, worker_pb2_grpc
+from worker_agent.hand_backs import HandBacks
 from worker_agent.migration.exports import Exports
 from worker_agent.migration.imports import ImportRefused, Imports
 from worker_agent.migration.lease import Lease
@@ -21,7 +22,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     """One worker's. The streaming methods write through their context: a coroutine each, where the generated
     base class speaks of iterators."""
 
-    def __init__(self, exports: Exports, imports: Imports, profiler: Profiler) -> None:
+    def __init__(self, exports: Exports, imports: Imports, hand_backs: HandBacks, profiler: Profiler) -> None:
+        self._hand_backs = hand_backs
         self._exports = exports
         self._imports = imports
         self._profiler = profiler
@@ -67,6 +69,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.CancelImportReply:
         """Abort what is not committed; answers when it is over."""
         return worker_pb2.CancelImportReply(cancelled=await self._imports.cancel(request.migration_id))
+
+    async def HandBackPrompts(
+        self,
+        request: worker_pb2.HandBackPromptsRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.HandBackPromptsRequest, worker_pb2.HandBackPromptsReply],
+    ) -> worker_pb2.HandBackPromptsReply:
+        """Front ends are asked; where each goes, they see to."""
+        count = self._hand_backs.prompts(request.request_ids, asyncio.get_running_loop().time())
+        return worker_pb2.HandBackPromptsReply(handed_back=count)
 
     async def Profile(  # type: ignore[override]
         self,

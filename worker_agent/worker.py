@@ -201,10 +201,11 @@ async def running_worker(
         def stats() -> EngineStats:
             return own_stats(engine.stats(), sink)
 
+        hand_backs = HandBacks(stats, carried, front_ends, exports.open)
         draining = Draining(
             instance_id,
             lambda: instance_id in around.membership.draining,
-            HandBacks(stats, carried, front_ends, exports.open),
+            hand_backs,
             carried,
             exports,
             imports,
@@ -227,7 +228,7 @@ async def running_worker(
         profiler = Profiler(instance_id, engine, info, sink, carried, around.store, tpot_s)
         if settings.profile_at_start:
             await profiler.at_start()
-        worker, bidding = WorkerServicer(exports, imports, profiler), BidAskServicer(coordinator)
+        worker, bidding = WorkerServicer(exports, imports, hand_backs, profiler), BidAskServicer(coordinator)
         servicers = [
             Servicer(add_WorkerServicer_to_server, worker, "tailrace.v1.Worker"),
             Servicer(add_BidAskServicer_to_server, bidding, "tailrace.v1.BidAsk"),

@@ -34,6 +34,8 @@ class Policy(ABC):
     summary: str = ""
     # Seconds between calls of on_tick; None: never called.
     tick_interval_s: float | None = None
+    # Of how many seconds on_tick's view has the lengths of requests (`ClusterView.lengths`); None: of none.
+    lengths_period_s: float | None = None
 
     @abstractmethod
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:

@@ -8,7 +8,8 @@ import pytest
 
 from tailrace.cluster import Pool
 from tailrace.policy.cascade.layout import tiles
-from tailrace.v1 import migration_pb2, types_pb2
+from tailrace.v1 import migration_pb2, types_pb2, worker_pb2
+from tailrace.v1.worker_pb2_grpc import WorkerStub
 from tests.live.fleet import Fleet
 
 pytestmark = [pytest.mark.fleet, pytest.mark.asyncio(loop_scope="module")]
@@ -78,13 +79,39 @@ async def test_cascade_hands_over_a_request_that_outgrows_its_stage(fleet: Fleet
     await fleet.finish(*requests)
 
 
+async def test_prompts_that_wait_are_handed_back_and_placed_elsewhere(fleet: Fleet) -> None:
+    """Four of the eight fit for seconds. The others have no KV to migrate, and are placed anew."""
+    await fleet.set_stages(
+        types_pb2.Stage(lo=0, hi=2_048, instance_ids=["w-0"]),
+        types_pb2.Stage(lo=2_048, hi=131_072, instance_ids=["w-1", "w-2", "w-3"]),
+    )
+    await fleet.members_show(lambda m: len(m.stages) == 2)
+    await fleet.set_policy("cascade_inter_stage_only")
+    before = len(await fleet.migrations())
+    requests = [await fleet.send(900, 0, 600) for _ in range(8)]
+    await asyncio.gather(*(fleet.running(r) for r in requests[:4]))
+    assert set((await fleet.owners()).values()) == {"w-0"}
+    worker = WorkerStub(fleet.channels.get(fleet.members.instances["w-0"].address))
+    asked = worker_pb2.HandBackPromptsRequest(request_ids=requests)
+    reply = await worker.HandBackPrompts(asked, timeout=60.0)
+    # What runs stays where it is.
+    assert reply.handed_back == 4
+    await asyncio.gather(*(fleet.running(r) for r in requests[4:]))
+    owners = await fleet.owners()
+    assert {owners[r] for r in requests[4:] if r in owners} <= {"w-1", "w-2", "w-3"}
+    await fleet.finish(*requests)
+    assert len(await fleet.migrations()) == before
+
+
 async def test_cascade_plans_stages_into_etcd(fleet: Fleet) -> None:
-    # From requests in flight, two an instance, so that a small fleet can show it; one instance a stage, which
-    # is planned whatever is gained.
-    requests = [await fleet.send(16 if n % 4 else 400, 0, 600) for n in range(16)]
-    await asyncio.gather(*(fleet.running(r, 5) for r in requests))
-    await fleet.set_policy("cascade_chain", plan_requests="2")
-    await fleet.members_show(lambda m: len(m.stages) > 0)
+    # From the requests of a few seconds, two an instance, so that a small fleet can show it; one instance a
+    # stage, which is planned whatever is gained.
+    await fleet.set_policy("cascade_chain", plan_requests="2", replan_s="3")
+    requests: list[str] = []
+    async with asyncio.timeout(60.0):
+        while not fleet.members.stages:
+            requests.append(await fleet.send(400 if len(requests) % 4 else 16, 0, 20))
+            await fleet.running(requests[-1], 20)
     stages = fleet.members.stages
     assert tiles(stages, 131_072) and {n for s in stages for n in s.instance_ids} == set(fleet.names)
     await fleet.finish(*requests)

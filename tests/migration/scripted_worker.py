@@ -52,6 +52,13 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.cancelled_imports.append(request.migration_id)
         return worker_pb2.CancelImportReply(cancelled=True)
 
+    async def HandBackPrompts(
+        self,
+        request: worker_pb2.HandBackPromptsRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.HandBackPromptsRequest, worker_pb2.HandBackPromptsReply],
+    ) -> worker_pb2.HandBackPromptsReply:
+        raise NotImplementedError("nothing waits here")
+
     def Export(
         self,
         request_iterator: AsyncIterator[worker_pb2.ExportCommand],

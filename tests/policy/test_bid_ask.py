@@ -160,7 +160,7 @@ class Market:
         for request_id in self.transmitting:
             home = self.home[request_id]
             by_sender[home] = by_sender.get(home, 0) + 1
-        assert all(count == 1 for count in by_sender.values())
+        assert all(count <= TRANSFERS for count in by_sender.values())
         for name, receiver in self.receivers.items():
             assert sum(target == name for target in self.transmitting.values()) <= TRANSFERS
             # Whatever has been reserved already, all that was won fits.
@@ -311,6 +311,24 @@ def test_the_fullest_sender_first_and_three_at_a_time() -> None:
     assert taker.finished("qa", True) == [("a", Done("r", "qa", True)), ("e", Start("r", "qe"))]
 
 
+def test_a_sender_transmits_three_at_a_time() -> None:
+    giver, taker = Sender("a"), receiver()
+    starts = []
+    for n in range(4):
+        giver.offer(str(n), 10, ["r"])
+        (award,) = giver.on_bid(Bid("r", str(n), 0.0, 0.0))
+        assert isinstance(award[1], Award)
+        starts += taker.on_award(award[1])
+    assert [message.request_id for _, message in starts] == ["0", "1", "2"]
+    grants = [giver.on_start(start) for _, start in starts if isinstance(start, Start)]
+    assert grants == [[("r", Grant("a", str(n)))] for n in range(3)]
+    assert giver.on_start(Start("r", "3")) == [("r", Busy("a", "3"))]
+    giver.on_done(Done("r", "1", True))
+    assert giver.on_start(Start("r", "3")) == [("r", Grant("a", "3"))]
+    # Asked for again while it is under way: nothing more to say.
+    assert giver.on_start(Start("r", "3")) == []
+
+
 def test_a_bid_says_when_it_can_start() -> None:
     taker = receiver()
     taker.on_award(Award("a", "qa", 500, 10))
@@ -322,7 +340,7 @@ def test_a_bid_says_when_it_can_start() -> None:
 
 def test_a_request_that_starves_goes_next() -> None:
     """Skipped for another sender's, until it has failed too often; then its sender sends it next."""
-    giver, taker = Sender("a"), receiver(starvation=1)
+    giver, taker = Sender("a", transfers=1), receiver(starvation=1)
     for request_id in ("mine", "other"):
         giver.offer(request_id, 10, ["r", "x"])
     giver.on_no_bid("x", "mine")

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tailrace.lengths import LengthStatistics
+from tailrace.perf.length_penalty import load_length_penalty
 from tailrace.policy.cascade.layout import tiles
-from tailrace.policy.cascade.planner import Costs, Plan, chain, exact, heuristic, layout_cost, no_pipeline
+from tailrace.policy.cascade.planner import Costs, Plan, chain, exact, heuristic, no_pipeline
 from tailrace.policy.cascade.qoe import QoeModel, features
-from tailrace.policy.cascade.workload import Workload, bucket_edges
+from tailrace.policy.cascade.slowdown import Slowdown
+from tailrace.policy.cascade.stage_work import Engines, stage_work
+from tailrace.policy.cascade.traffic import Traffic
+from tailrace.policy.cascade.workload import Workload, bucket_edges, bucket_of, with_cuts
 from tailrace.profiles import load_profile
-from tests.policy.fleets import quick
+from tests.policy.fleets import instance, quick
 
 PROFILE = load_profile("llama-3.1-8b-h100")
 MODEL = QoeModel.of_profile(PROFILE)
+ENGINES = Engines.of([instance("a"), replace(instance("b"), max_num_seqs=256)], PROFILE)
 lengths = st.lists(st.tuples(st.integers(1, 3_000), st.integers(1, 3_000)), min_size=1, max_size=60)
 models = st.tuples(*(st.floats(0, 1) for _ in range(5))).map(
     lambda d: QoeModel((d[0], d[1] / 10, d[2] / 1e3, d[3] / 1e6, d[4] / 1e3))
@@ -40,29 +47,39 @@ def layouts(buckets: int, instances: int) -> Iterator[tuple[tuple[int, ...], tup
     model=models,
     instances=st.integers(1, 5),
     transfer=st.sampled_from([0.0, 1e-5, 1e-2, 1.0]),
-    history=st.booleans(),
+    busy=st.sampled_from([None, 0.5, 1.0, 3.0]),
+    penalty=st.sampled_from([None, "cascadeinfer-figure-2-step", "measured-rtx-pro-6000"]),
 )
-def test_exact_is_the_best_there_is(
-    rows: list[tuple[int, int]], model: QoeModel, instances: int, transfer: float, history: bool
+def test_exact_is_the_best_that_stages_can_do(
+    rows: list[tuple[int, int]],
+    model: QoeModel,
+    instances: int,
+    transfer: float,
+    busy: float | None,
+    penalty: str | None,
 ) -> None:
+    """`busy`: work of the whole cluster for each of its instances, of which one may have 1."""
     edges = bucket_edges(6_001, growth=4.0)
-    inputs, outputs = [r[0] for r in rows], [r[1] for r in rows]
-    if history:
-        workload = Workload.of_history(edges, inputs, outputs, 50.0)
-    else:
-        workload = Workload.of_snapshot(edges, inputs, [i + o for i, o in rows])
-    costs = Costs(workload, model, transfer)
+    traffic = Traffic.of_history(rows, 60.0)
+    workload = traffic.in_flight(edges, 50.0)
+    loaded = load_length_penalty(penalty) if penalty is not None else None
+    slowdown = Slowdown.of(loaded, workload, 16) if loaded is not None else Slowdown()
+    work = None
+    if busy is not None:
+        work = stage_work(traffic, edges, ENGINES, slowdown)
+        work = work * (busy * instances / work[0, -1])
+    costs = Costs(workload, model, transfer, slowdown, work, 1.0)
     found = exact(costs, instances)
-    all_costs = [costs.plan(*layout).cost for layout in layouts(costs.buckets, instances)]
-    best = min(all_costs)
+    plans = [costs.plan(*layout) for layout in layouts(costs.buckets, instances)]
+    feasible = [plan for plan in plans if costs.load(plan) <= 1.0 + 1e-9]
+    best = min(plan.cost for plan in feasible or plans)
     assert found.cost == pytest.approx(best, rel=1e-9, abs=1e-12)
+    assert not feasible or costs.load(found) <= 1.0 + 1e-6
     for other in (heuristic, chain, no_pipeline):
         plan = other(costs, instances)
-        assert plan.cost >= found.cost * (1 - 1e-9) - 1e-12
+        assert plan.cost >= min(p.cost for p in plans) * (1 - 1e-9) - 1e-12
         assert_whole(plan, instances)
-        assert layout_cost(workload, model, transfer, plan.cuts, plan.counts) == pytest.approx(
-            plan.cost, rel=1e-9, abs=1e-12
-        )
+        assert costs.layout(plan.cuts, plan.counts) == plan
     assert heuristic(costs, instances).cost <= chain(costs, instances).cost + 1e-12
     assert_whole(found, instances)
 
@@ -89,7 +106,11 @@ def test_a_stage_of_one_costs_what_the_model_says(rows: list[tuple[int, int]]) -
     """Prefix sums against Eq. (1)."""
     inputs, now = [r[0] for r in rows], [i + o for i, o in rows]
     edges = bucket_edges(6_001)
-    costs = Costs(Workload.of_snapshot(edges, inputs, now), MODEL, 0.0)
+    bucket = bucket_of(edges, np.array(now))
+    sums = np.zeros((len(edges) - 1, 4))
+    for at, i, n in zip(bucket, inputs, now, strict=True):
+        sums[at] += (1, i, i * i, n)
+    costs = Costs(Workload(edges, sums, np.zeros(len(edges))), MODEL, 0.0)
     for lo, hi in itertools.combinations(range(0, len(edges), 3), 2):
         inside = [(i, n) for i, n in zip(inputs, now, strict=True) if edges[lo] <= n < edges[hi]]
         batch = features([i for i, _ in inside], [n for _, n in inside])
@@ -108,6 +129,104 @@ def test_history_is_in_flight_where_its_tokens_are_made(
     at = 4
     made = sum(max(0, min(i + o, edges[at + 1]) - max(i, edges[at])) for i, o in rows)
     assert workload.sums[at, 0] == pytest.approx(in_flight * made / total)
+
+
+@quick
+@given(rows=lengths, cuts=st.lists(st.integers(1, 6_000), max_size=4))
+def test_any_cut_has_its_price(rows: list[tuple[int, int]], cuts: list[int]) -> None:
+    """Present stages end anywhere: finer edges change no sum."""
+    edges = bucket_edges(6_001)
+    finer = with_cuts(edges, [*cuts, 0, 10**9])
+    assert set(finer) == set(edges) | set(cuts)
+    traffic = Traffic.of_history(rows, 60.0)
+    coarse, fine = (Costs(traffic.in_flight(e, 50.0), MODEL, 1e-6) for e in (edges, finer))
+    whole = ([0, 512, 6_001], [2, 3])
+    assert fine.layout(*whole).cost == pytest.approx(coarse.layout(*whole).cost, rel=1e-9)
+    inner = sorted({cut for cut in cuts if cut < 6_001})
+    found = fine.layout([0, *inner, 6_001], [1] * (len(inner) + 1))
+    assert list(found.cuts) == [0, *inner, 6_001]
+    with pytest.raises(ValueError, match="edges"):
+        coarse.layout([0, 777, 6_001], [1, 1])
+
+
+def test_no_scheduler_gets_more_out_of_a_stage_than_its_work_says() -> None:
+    """One stage of equal requests against the fluid limit with its KV full, and with its seats full."""
+    traffic = Traffic.of_history([(1_000, 200)] * 60, 60.0)
+    edges = bucket_edges(131_072)
+    profile, mean = PROFILE, 1_100.0
+    prefill_s = (profile.prefill.ms_per_token * 1_000 + profile.prefill.ms_per_token_squared * 1e6) / 1e3
+    for capacity, seats in ((110_000.0, 1_024.0), (1e9, 50.0)):
+        batch = min(capacity / mean, seats)
+        step_s = (
+            profile.decode.base_ms
+            + profile.decode.ms_per_request * batch
+            + profile.decode.ms_per_kv_token * batch * mean
+        ) / 1e3
+        work = stage_work(
+            traffic, edges, replace(ENGINES, kv_capacity_tokens=capacity, seats=seats), Slowdown()
+        )
+        # One request a second: its prompt, and its share of 200 steps.
+        assert work[0, -1] == pytest.approx(prefill_s + 200 * step_s / batch, rel=0.01)
+    with pytest.raises(ValueError, match="seconds"):
+        stage_work(Traffic.of_history([(1, 1)], None), edges, ENGINES, Slowdown())
+
+
+def test_prompts_are_work_where_they_are_prefilled_and_tokens_where_they_are_made() -> None:
+    edges = bucket_edges(131_072)
+    work = stage_work(Traffic.of_history([(1_000, 100), (5_000, 100)], 1.0), edges, ENGINES, Slowdown())
+    at = {int(edge): number for number, edge in enumerate(edges)}
+    # Nobody is shorter than 512 tokens or longer than 8,192; the short one ends in [1,024, 2,048).
+    assert work[0, at[512]] == work[at[8_192], -1] == 0.0
+    first = work[at[512], at[1_024]]
+    assert first > PROFILE.prefill.ms(0, 1_000) / 1e3
+    decoded = work[at[1_024], at[2_048]]
+    assert 0.0 < decoded < first
+    parts = first + decoded + work[at[4_096], at[8_192]]
+    # Together their batches are larger, so that a step's base is shared by more.
+    assert 0.98 * parts < work[0, -1] <= parts
+
+
+def test_what_unequal_lengths_cost_counts_in_stages_that_have_them() -> None:
+    penalty = load_length_penalty("cascadeinfer-figure-2-step")
+    assert penalty is not None
+    edges = bucket_edges(131_072)
+    traffic = Traffic.of_history([(100, 50)] * 90 + [(10_000, 50)] * 10, 60.0)
+    slowdown = Slowdown.of(penalty, traffic.in_flight(edges, 100.0), 100)
+    assert isinstance(slowdown.step, np.ndarray) and isinstance(slowdown.attention, np.ndarray)
+    assert slowdown.step[0, -1] > 1.9 > 1.5 > slowdown.step[7, 8] >= 1.0
+    assert (slowdown.attention == 1.0).all()
+    plain = stage_work(traffic, edges, ENGINES, Slowdown())
+    slowed = stage_work(traffic, edges, ENGINES, slowdown)
+    assert (slowed >= plain - 1e-12).all() and slowed[0, -1] > plain[0, -1]
+
+
+def test_what_finished_stands_for_what_arrived_of_its_prompt_length() -> None:
+    edges = bucket_edges(131_072)
+    # Ten short and eight long ones came; one long one finished, and one from before; of the longest none.
+    arrived = [100] * 10 + [5_000] * 8 + [40_000, 60_000]
+    finished = [(100, 50)] * 10 + [(5_000, 300), (6_000, 500)]
+    traffic = Traffic.of_period(LengthStatistics.of(30.0, arrived, finished), edges)
+    assert traffic is not None and traffic.requests == pytest.approx(20.0) and traffic.seconds == 30.0
+    rows = dict(zip(traffic.inputs.tolist(), traffic.weights.tolist(), strict=True))
+    assert rows[5_000] == rows[6_000] == 4.0 and rows[40_000] == rows[60_000] == 1.0
+    outputs = dict(zip(traffic.inputs.tolist(), traffic.outputs.tolist(), strict=True))
+    assert outputs[40_000] == pytest.approx((10 * 50 + 800) / 12)
+    assert Traffic.of_period(LengthStatistics.of(30.0, [], finished), edges) is None
+    assert Traffic.of_period(LengthStatistics.of(30.0, arrived, []), edges) is None
+
+
+@quick
+@given(
+    st.lists(st.integers(1, 200_000), max_size=40),
+    st.lists(st.tuples(st.integers(1, 200_000), st.integers(0, 900)), max_size=40),
+)
+def test_as_many_are_planned_for_as_arrived(arrived: list[int], finished: list[tuple[int, int]]) -> None:
+    traffic = Traffic.of_period(LengthStatistics.of(60.0, arrived, finished), bucket_edges(131_072))
+    if traffic is None:
+        return
+    assert float(traffic.weights @ traffic.outputs) > 0.0
+    assert traffic.requests == pytest.approx(len(arrived))
+    assert (traffic.weights >= 0.0).all() and (traffic.outputs >= 0.0).all()
 
 
 def some_costs(instances: int) -> Costs:

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.actions import Action, Migrate, Offer, Place, SetStages
-from tailrace.cluster import Arrival, ClusterView, InstanceState, InstanceView, Phase, RequestView, Stage
-from tailrace.policy.cascade.layout import tiles
+from tailrace.actions import Action, HandBack, Migrate, Offer, Place, SetStages
+from tailrace.cluster import (
+    Arrival,
+    ClusterView,
+    InstanceState,
+    InstanceView,
+    Phase,
+    RequestState,
+    RequestView,
+    Stage,
+)
+from tailrace.lengths import LengthStatistics
+from tailrace.perf.length_penalty import load_length_penalty
+from tailrace.policy.cascade.layout import stage_of, tiles
 from tailrace.policy.cascade.llumnix import Llumnix, freeness
 from tailrace.policy.cascade.policy import (
     Cascade,
@@ -158,7 +169,7 @@ def test_a_tick_that_missed_refinements_makes_up_for_them() -> None:
     """Two steps of the moving average in one are the two one after the other."""
     view = staged(instance("a", held("a", 100, 200, 300)), instance("c", held("c", 2_000, 2_500, 3_000)))
     (first,) = set_stages(POLICY.on_tick(ticked(view, 4.0), 5.0))
-    (second,) = set_stages(POLICY.on_tick(ticked(replace_stages(view, first), 9.0), 10.0))
+    (second,) = set_stages(POLICY.on_tick(ticked(replace(view, stages=first.stages), 9.0), 10.0))
     (both,) = set_stages(POLICY.on_tick(ticked(view, 4.0), 10.0))
     ends = [[stage.hi for stage in action.stages] for action in (second, both)]
     assert ends[0] == pytest.approx(ends[1], abs=1)
@@ -175,59 +186,221 @@ def set_stages(actions: Iterable[Action]) -> list[SetStages]:
     return [a for a in actions if isinstance(a, SetStages)]
 
 
-def crowded(count: int = 8) -> ClusterView:
-    """Many short requests, few long ones."""
-    return cluster(
-        *(instance(f"w{n}", held(f"w{n}", *[200] * 30, 300, 9_000 + n, 20_000)) for n in range(count))
-    )
+# A minute's requests: many short ones, few long.
+MINUTE = [(150, 50)] * 900 + [(300, 100)] * 90 + [(9_000, 500)] * 20 + [(20_000, 300)] * 5
 
 
-def test_plans_once_there_is_something_to_plan_for() -> None:
-    assert not set_stages(POLICY.on_tick(cluster(instance("w0"), instance("w1")), 1.0))
-    (planned,) = set_stages(POLICY.on_tick(crowded(), 1.0))
+def period(rows: Sequence[tuple[int, int]] = MINUTE, seconds: float = 60.0) -> LengthStatistics:
+    """All that came has finished."""
+    return LengthStatistics.of(seconds, [prompt for prompt, _ in rows], rows)
+
+
+def crowded(count: int = 8, stages: tuple[Stage, ...] = ()) -> ClusterView:
+    """At the end of that minute."""
+    members = (instance(f"w{n}", held(f"w{n}", *[200] * 30, 300, 9_000 + n, 20_000)) for n in range(count))
+    return replace(cluster(*members, stages=stages), lengths=period(), last_tick_s=59.5)
+
+
+def test_plans_once_a_period_has_come() -> None:
+    """From in flight alone it would be planned from whom a stage is too slow to let go."""
+    view = crowded()
+    assert not set_stages(POLICY.on_tick(replace(view, lengths=None), 60.0))
+    assert not set_stages(POLICY.on_tick(replace(view, lengths=period(MINUTE[:39])), 60.0))
+    assert not set_stages(POLICY.on_tick(view, 59.9))
+    (planned,) = set_stages(POLICY.on_tick(view, 60.0))
     assert tiles(planned.stages, MAX_LENGTH)
     assert len(planned.stages) > 1
-    assert not set_stages(POLICY.on_tick(ticked(replace_stages(crowded(), planned), 1.0), 2.0))
-
-
-def replace_stages(view: ClusterView, action: SetStages) -> ClusterView:
-    return ClusterView(view.instances, action.stages)
+    staged_view = replace(view, stages=planned.stages)
+    assert not set_stages(POLICY.on_tick(ticked(staged_view, 60.0), 61.0))
+    # The plan for the same minute is the same.
+    assert [
+        a.stages for a in set_stages(Cascade(refine_s=1e6).on_tick(ticked(staged_view, 119.5), 120.0))
+    ] == []
 
 
 def test_plans_at_once_for_a_history() -> None:
     policy = Cascade(history=[(100, 100)] * 90 + [(20_000, 2_000)] * 10)
     (planned,) = set_stages(policy.on_tick(cluster(*(instance(f"w{n}") for n in range(8))), 1.0))
     assert len(planned.stages) > 1
+    assert not set_stages(policy.on_tick(ticked(cluster(), 1.0), 2.0))
+
+
+def one_stage(view: ClusterView) -> ClusterView:
+    return replace(view, stages=(Stage(0, MAX_LENGTH, tuple(view.instances)),))
 
 
 def test_replans_when_it_pays() -> None:
-    view = crowded()
-    names = tuple(view.instances)
-    one = SetStages((Stage(0, MAX_LENGTH, names),))
-    (planned,) = set_stages(POLICY.on_tick(replace_stages(view, one), 60.0))
+    view = one_stage(crowded())
+    (planned,) = set_stages(POLICY.on_tick(view, 60.0))
     assert len(planned.stages) > 1
     # Not off its time, and not for a plan that is hardly better.
-    assert not set_stages(POLICY.on_tick(ticked(replace_stages(view, one), 60.0), 61.0))
-    unmoved = Cascade(least_plan_gain=0.99)
-    assert not set_stages(unmoved.on_tick(replace_stages(view, one), 60.0))
+    assert not set_stages(POLICY.on_tick(ticked(view, 60.0), 61.0))
+    assert not set_stages(Cascade(least_plan_gain=0.99).on_tick(view, 60.0))
+
+
+def test_who_is_in_flight_does_not_change_the_plan() -> None:
+    """The backlog of an overloaded stage, running and waiting, is what its instances cannot do, not what
+    there is to do: by it the short stage was starved."""
+    view = one_stage(crowded())
+    (planned,) = set_stages(POLICY.on_tick(view, 60.0))
+    full = instance(
+        "w7",
+        (
+            *held("w7", *[20_000] * 12),
+            *(request(f"long{n}", "w7", 15_000, phase=Phase.PREFILL) for n in range(40)),
+        ),
+    )
+    # As many run elsewhere as before, and in all.
+    backlogged = replace(view, instances={**view.instances, "w7": replace(full, running=33)})
+    assert set_stages(POLICY.on_tick(backlogged, 60.0)) == [planned]
+
+
+def test_a_stage_that_cannot_keep_up_is_planned_for_by_what_arrives() -> None:
+    """Of the long prompts a quarter has finished: they are as many as came."""
+    slow = [row for row in MINUTE if row[0] < 1_000] + [(9_000, 500)] * 5 + [(20_000, 300)]
+    view = one_stage(crowded())
+    (planned,) = set_stages(POLICY.on_tick(view, 60.0))
+    late = replace(view, lengths=LengthStatistics.of(60.0, [prompt for prompt, _ in MINUTE], slow))
+    (same,) = set_stages(POLICY.on_tick(late, 60.0))
+    counts = [[len(stage.instance_ids) for stage in action.stages] for action in (planned, same)]
+    assert counts[0] == counts[1]
+    (missed,) = set_stages(POLICY.on_tick(replace(view, lengths=period(slow)), 60.0))
+    assert [len(stage.instance_ids) for stage in missed.stages] != counts[0]
 
 
 def test_layouts_of_the_baselines() -> None:
-    (chained,) = set_stages(CascadeChain().on_tick(crowded(), 1.0))
+    (chained,) = set_stages(CascadeChain().on_tick(crowded(), 60.0))
     assert all(len(stage.instance_ids) == 1 for stage in chained.stages)
-    (one,) = set_stages(CascadeNoPipeline().on_tick(crowded(), 1.0))
+    (one,) = set_stages(CascadeNoPipeline().on_tick(crowded(), 60.0))
     assert len(one.stages) == 1
 
 
 @settings(quick, max_examples=80)
-@given(view=fleets(staged=True), ticks=st.lists(st.sampled_from([1.0, 5.0, 60.0]), max_size=5))
-def test_stages_always_tile_the_lengths(view: ClusterView, ticks: list[float]) -> None:
+@given(
+    view=fleets(staged=True),
+    ticks=st.lists(st.sampled_from([1.0, 5.0, 60.0]), max_size=5),
+    rows=st.lists(st.tuples(st.integers(1, 200_000), st.integers(1, 5_000)), max_size=60),
+)
+def test_stages_always_tile_the_lengths(
+    view: ClusterView, ticks: list[float], rows: list[tuple[int, int]]
+) -> None:
+    view = replace(view, lengths=period(rows, 30.0))
     for now in ticks:
         for action in set_stages(POLICY.on_tick(view, now)):
-            view = replace_stages(view, action)
+            view = replace(view, stages=action.stages)
         members = {n for n, i in view.instances.items() if i.state is not InstanceState.DRAINING}
         assert {name for stage in view.stages for name in stage.instance_ids} == members
         assert not members or tiles(view.stages, MAX_LENGTH)
+
+
+# ---- what stages can do
+
+
+def test_no_stage_is_planned_that_cannot_keep_up() -> None:
+    """Long prompts take 1.3 s each and come at 1.5/s; Eq. (1) alone gives them one instance."""
+    rows = [(100, 100)] * 6_000 + [(20_000, 100)] * 90
+    view = replace(one_stage(crowded()), lengths=period(rows))
+    letter, careful = Cascade(most_work=0.0), Cascade()
+    (by_equation,) = set_stages(letter.on_tick(view, 60.0))
+    (planned,) = set_stages(careful.on_tick(view, 60.0))
+    assert served(by_equation.stages) < served(planned.stages)
+    # With stages that fall behind, a plan that does not is made whatever it gains.
+    falling = replace(view, stages=by_equation.stages)
+    assert set_stages(Cascade(least_plan_gain=1.0).on_tick(falling, 60.0))
+    assert not set_stages(Cascade(least_plan_gain=1.0, most_work=0.0, refine_s=1e6).on_tick(falling, 60.0))
+
+
+def served(stages: tuple[Stage, ...]) -> int:
+    """Instances that a prompt of 20,000 tokens can come to."""
+    return len(next(s for s in stages if s.hi > 20_000).instance_ids)
+
+
+def test_more_than_the_cluster_can_do_is_planned_for_all_the_same() -> None:
+    view = replace(crowded(), lengths=period([(100, 1_000)] * 60_000 + [(20_000, 500)] * 2_000))
+    for action in set_stages(POLICY.on_tick(view, 60.0)):
+        assert tiles(action.stages, MAX_LENGTH)
+
+
+def test_what_unequal_lengths_cost_is_weighed_where_it_is_asked_for() -> None:
+    """Eq. (1) with figure 2's penalty asks for more stages than without."""
+    penalty = load_length_penalty("cascadeinfer-figure-2-step")
+    view = replace(crowded(16), lengths=period([(n % 700 + 30, 300) for n in range(3_000)]))
+    plain, known, weighed = (
+        set_stages(policy.on_tick(one_stage(view), 60.0))
+        for policy in (
+            Cascade(least_plan_gain=0.0),
+            Cascade(least_plan_gain=0.0, penalty=penalty),
+            Cascade(least_plan_gain=0.0, penalty=penalty, plan_penalty=True),
+        )
+    )
+    assert plain == known
+    assert len(weighed[0].stages) > len(plain[0].stages)
+
+
+# ---- waiting prompts
+
+
+def waiting(where: str, *prompts: int) -> InstanceView:
+    """They came in this order."""
+    held_here = tuple(
+        replace(request(f"{where}-p{n}", where, tokens, phase=Phase.PREFILL), arrival_s=float(n + 1))
+        for n, tokens in enumerate(prompts)
+    )
+    return instance(where, held_here)
+
+
+def hand_backs(view: ClusterView) -> list[HandBack]:
+    actions = Cascade(outlier=1e9).on_tick(ticked(view, 0.5), 1.0)
+    return [a for a in actions if isinstance(a, HandBack)]
+
+
+def test_prompts_that_wait_in_a_stage_that_is_no_longer_theirs_are_handed_back() -> None:
+    """The first has nobody before it, and those of 500 tokens are where they belong."""
+    view = staged(waiting("a", 2_000, 500, 3_000, 500, 9_000))
+    assert hand_backs(view) == [HandBack("a", ("a-p2", "a-p4"))]
+
+
+def test_they_go_only_where_they_wait_for_less() -> None:
+    busy = [waiting(name, *[4_000] * 3) for name in "cd"]
+    assert hand_backs(staged(waiting("a", 500, 2_000, 500, 3_000), *busy)) == []
+    # Each goes to the end of a queue, which is longer for the next one.
+    view = staged(waiting("a", 4_000, 3_000, 3_000, 3_000), *[waiting(name, 1_000) for name in "cd"])
+    assert hand_backs(view) == [HandBack("a", ("a-p1", "a-p2"))]
+
+
+@pytest.mark.parametrize("why", ["it runs", "made tokens elsewhere", "nobody serves its stage", "draining"])
+def test_others_stay(why: str) -> None:
+    source = waiting("a", 4_000, 2_000)
+    first, second = source.requests
+    view = staged(source)
+    match why:
+        case "it runs":
+            second = replace(second, state=RequestState.RUNNING)
+        case "made tokens elsewhere":
+            second = replace(second, output_tokens=5)
+        case "nobody serves its stage":
+            gone = (instance(name, state=InstanceState.SUSPECT) for name in "cd")
+            view = staged(source, *gone)
+        case "draining":
+            source = replace(source, state=InstanceState.DRAINING)
+    instances = {**view.instances, "a": replace(source, requests=(first, second))}
+    assert hand_backs(replace(view, instances=instances)) == []
+
+
+@quick
+@given(fleets(staged=True))
+def test_what_is_handed_back_would_be_placed_elsewhere_and_sooner(view: ClusterView) -> None:
+    for action in hand_backs(view):
+        source = view.instances[action.instance_id]
+        at = stage_of(view.stages, action.instance_id)
+        assert at is not None and len(set(action.request_ids)) == len(action.request_ids)
+        for request_id in action.request_ids:
+            moved = next(r for r in source.requests if r.request_id == request_id)
+            assert moved.phase is Phase.PREFILL and moved.state is RequestState.WAITING
+            new = Arrival(request_id, moved.prompt_tokens, 10, 0, excluded=frozenset({action.instance_id}))
+            placed = Cascade().place(view, new, 1.0)
+            assert isinstance(placed, Place)
+            assert stage_of(view.stages, placed.instance_id) != at
 
 
 # ---- rebalance

@@ -123,9 +123,10 @@ def test_cascades_qoe_is_the_mean_of_those_measured() -> None:
     twice = instance(
         "c", measured=Measured.of(record(qoe=msgspec.structs.replace(fitted, d=(4.0, 8.0, 12.0, 16.0, 20.0))))
     )
-    assert policy._models([unknown])[0] is policy.model
-    assert policy._models([unknown, known])[0] == QoeModel(fitted.d)
-    assert policy._models([known, twice])[0] == QoeModel((3.0, 6.0, 9.0, 12.0, 15.0))
+    models = policy.planning.models
+    assert models([unknown])[0] is policy.planning.model
+    assert models([unknown, known])[0] == QoeModel(fitted.d)
+    assert models([known, twice])[0] == QoeModel((3.0, 6.0, 9.0, 12.0, 15.0))
 
 
 def test_without_a_fit_the_qoe_follows_from_the_measured_step_times() -> None:

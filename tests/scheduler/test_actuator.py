@@ -17,10 +17,11 @@ from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.migrations import Migrations
 from scheduler_svc.mover import Mover
 from scheduler_svc.negotiator import Negotiator
+from scheduler_svc.recaller import Recaller
 from scheduler_svc.settings import Settings
 from scheduler_svc.state import ClusterState
 from scheduler_svc.traceparents import Traceparents
-from tailrace.actions import Action, Migrate, SetPool
+from tailrace.actions import Action, HandBack, Migrate, SetPool
 from tailrace.cluster import ClusterView, Pool, RequestView, Stage
 from tailrace.policy.least_loaded import LeastLoaded
 from tailrace.records import PolicyRecord
@@ -105,7 +106,8 @@ async def scheduler(etcd: str, cluster: str) -> AsyncIterator[Scheduler]:
         metrics, traceparents = SchedulerMetrics(CollectorRegistry()), Traceparents()
         mover = Mover(state, Migrations(membership, channels), traceparents)
         negotiator = Negotiator(state, channels, traceparents)
-        actuator = Actuator(state, mover, negotiator, Settings(store), metrics)
+        recaller = Recaller(state, channels)
+        actuator = Actuator(state, mover, negotiator, recaller, Settings(store), metrics)
         stack.push_async_callback(actuator.close)
         state.set_members(told(dict.fromkeys("abc", Pool.PREFILL)), 0.0)
         state.apply(steady("a", [request("r", PREFILL), request("q", PREFILL)]), 1.0)
@@ -176,3 +178,18 @@ async def test_an_order_that_somebody_was_before_counts_no_longer(scheduler: Sch
     await scheduler.ended()
     assert await scheduler.store.get("pools/c") == b"decode_to_prefill"
     assert scheduler.pools == [Pool.PREFILL, Pool.PREFILL, Pool.PREFILL]
+
+
+async def test_prompts_are_handed_back_by_their_instance(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, tuple[str, ...]]] = []
+
+    async def recall(recaller: Recaller, instance_id: str, request_ids: tuple[str, ...]) -> int:
+        asked.append((instance_id, request_ids))
+        return len(request_ids)
+
+    monkeypatch.setattr(Recaller, "recall", recall)
+    scheduler.actuator.submit([HandBack("a", ("r", "q")), HandBack("b", ())], "test")
+    await scheduler.ended()
+    assert asked == [("a", ("r", "q")), ("b", ())]

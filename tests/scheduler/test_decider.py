@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 import msgspec
@@ -130,6 +131,29 @@ def test_a_tick_is_told_of_the_one_before_it(scheduler: Scheduler) -> None:
     scheduler.active.policy = Ticks()
     scheduler.decider.tick()
     assert told[-1][0] is None
+
+
+def test_a_tick_sees_the_lengths_that_its_policy_asks_for(scheduler: Scheduler) -> None:
+    told: list[int | None] = []
+
+    class Plans(Recorder):
+        lengths_period_s: float | None = 60.0
+
+        def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
+            told.append(None if view.lengths is None else len(view.lengths.arrived()[0]))
+            return ()
+
+    scheduler.active.policy = Plans()
+    # A standby counts, too.
+    scheduler.leading.clear()
+    scheduler.decider.take(steady("a"), time.monotonic())
+    scheduler.place("r")
+    scheduler.leading.set()
+    scheduler.decider.tick()
+    assert told == [1]
+    scheduler.active.policy = Recorder()
+    scheduler.decider.take(steady("a"), time.monotonic())
+    assert scheduler.state.lengths(time.monotonic()) is None
 
 
 async def test_who_leads_again_knows_of_no_tick_before(scheduler: Scheduler) -> None:

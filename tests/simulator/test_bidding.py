@@ -73,7 +73,7 @@ def run(spec: ClusterSpec, requests: list[SimRequest], intra: str, most: int) ->
 
 
 def one_receiver_each(bidding: Bidding) -> None:
-    """No request is in two receivers' queues; no receiver has more transfers than it may, no sender two."""
+    """No request is in two receivers' queues; no receiver and no sender has more transfers than it may."""
     parties = bidding._parties.values()
     won = Counter(request_id for party in parties for request_id in party.receiver.queue)
     live = {request_id: count for request_id, count in won.items() if request_id in bidding._offers}
@@ -84,7 +84,7 @@ def one_receiver_each(bidding: Bidding) -> None:
         for job in bidding._jobs.values()
         if job.migration is not None and job.migration.ended is not None
     )
-    assert all(count == 1 for count in sending.values())
+    assert all(count <= TRANSFERS for count in sending.values())
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -120,7 +120,10 @@ def test_one_receiver_each_and_all_offers_end(
         assert [p.instance_id for p in record.placements] == [p.instance_id for p in other.placements]
     assert jumping.bidding.outcomes == stepping.bidding.outcomes
     bidding = jumping.bidding
-    assert not bidding._offers
+    # Messages that are under way when the last request is done.
+    while jumping._events.foreground:
+        jumping._events.step()
+    assert not bidding._offers and not any(party.receiver.queue for party in bidding._parties.values())
     assert not any(job.on_offer for job in jumping.jobs)
     assert all(not party.sender.buffered for party in bidding._parties.values())
     committed = sum(m.outcome is MigrationOutcome.COMMITTED for m in result.migrations)

@@ -241,6 +241,6 @@ async def test_many_at_once_each_have_one_owner_and_few_transfers(market: Market
     assert moved == {r for w in receivers for r in w.requests}
     # Each has room for twenty of the thirty; if all chose the same, the rest is declined.
     assert len(moved) >= 20
-    # Three at a time to each receiver, one at a time from each sender; neither more room than there is.
-    assert max(w.most for w in receivers) <= 3 and market.most_sending == 1
+    # Three at a time to each receiver and from each sender; neither more room than there is.
+    assert max(w.most for w in receivers) <= 3 and market.most_sending <= 3
     assert all(w.free >= 0 for w in receivers)

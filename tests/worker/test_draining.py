@@ -15,7 +15,7 @@ import pytest
 
 from tailrace.records import InstanceRecord
 from tailrace.store.store import Store
-from tailrace.v1 import worker_pb2
+from tailrace.v1 import worker_pb2, worker_pb2_grpc
 from tests.worker.scripted_front_end import ScriptedFrontEnd, Stream
 from tests.worker.worker_processes import WAIT_S, WorkerProcess, migrate, worker_process
 
@@ -140,3 +140,20 @@ async def test_an_operators_drain_hands_back_prompts_that_wait(etcd: str, tmp_pa
         await r.abort(running)
         assert len(await waiting.end()) == SHORT["max_tokens"]
         await r.store.delete("drains/w")
+
+
+async def test_prompts_that_wait_are_handed_back_when_the_scheduler_asks(etcd: str, tmp_path: Path) -> None:
+    """Those that it names and that wait: nothing else, and the worker takes new ones as before."""
+    async with rig(etcd, tmp_path) as r:
+        running, waiting, other = await r.running(), await r.submit(**SHORT), await r.submit(**SHORT)
+        named = [stream.request_id for stream in (running, waiting)]
+        async with grpc.aio.insecure_channel(r.worker.address) as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            asked = worker_pb2.HandBackPromptsRequest(request_ids=[*named, "nobody's"])
+            reply = await stub.HandBackPrompts(asked, timeout=WAIT_S)
+        assert reply.handed_back == 1
+        assert await r.handed_back() == waiting.handle
+        await r.abort(running)
+        # Nobody has taken it, and it goes on here when its turn comes.
+        assert len(await waiting.end()) == len(await other.end()) == SHORT["max_tokens"]
+        assert r.front_end.handed_back.empty()

@@ -97,7 +97,10 @@ def tokens_by_instance(result: SimResult) -> Counter[str]:
     for record in result.requests:
         if not record.placements:
             continue
-        places = [(record.placements[0].instance_id, record.prompt_tokens), *moves.get(record.request_id, [])]
+        moved = moves.get(record.request_id, [])
+        # A prompt that was handed back made nothing where it was first.
+        began = record.placements[-1 - len(moved)].instance_id
+        places = [(began, record.prompt_tokens), *moved]
         ends = [*(start for _, start in places[1:]), record.prompt_tokens + record.output_tokens]
         for (name, start), end in zip(places, ends, strict=True):
             made[name] += max(0, end - start)

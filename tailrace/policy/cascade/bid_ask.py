@@ -8,16 +8,17 @@ their destinations. Whoever runs them delivers messages in order for each pair.
                                     <--     Bid(load, earliest start) or no bid
       Award(tokens, priority)       -->     into the priority queue
                                     <--     Start                      highest priority first
-      Grant | Busy                  -->     transmit | try the next
+      Grant | Busy                  -->     transmit | try another sender's
                                     <--     Starving                   after too many Busy
       Grant (when free)             -->     transmit
                                     <--     Done(accepted)             it owns the request | sender keeps it
 
 A request is its sender's until a transmission of it is accepted, and that receiver's from then on; the sender
 awards it to one receiver at a time. A sender has bids made for one of its requests at a time, so that bids
-for the next count what was awarded before ("The sender continues to hand over other requests"). It transmits
-one request at a time (section 4.4); a receiver takes up to three (section 5: "capped at three parallel
-transfers").
+for the next count what was awarded before ("The sender continues to hand over other requests"). A sender
+transmits up to three requests at a time and a receiver takes up to three (section 5: "capped at three
+parallel transfers"). By section 4.4 alone a sender would transmit one; but a live migration takes a step or
+two, and under heavy load more requests than that outgrow the first stage.
 
 `BID_S`, `OFFER_S` and `ATTEMPT_S` are the clock's part of the protocol: the worker and the simulator run it
 by the same numbers.
@@ -164,15 +165,17 @@ class _Offer:
 class Sender:
     """The side that hands requests over."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, transfers: int = TRANSFERS) -> None:
+        """`transfers`: most at a time."""
         self.name = name
+        self._transfers = transfers
         self._offers: dict[str, _Offer] = {}
         self._load = 0
         # Those that nobody has been asked about, in the order of their offers; some may be gone already.
         self._unasked: deque[str] = deque()
         # Whose bids are awaited.
         self._bidding: str | None = None
-        self._transmitting: str | None = None
+        self._transmitting: set[str] = set()
         # Requests promised to starving receivers, in order.
         self._promised: list[str] = []
 
@@ -240,20 +243,22 @@ class Sender:
         return [(won.receiver, award), *self._ask_next()]
 
     def on_start(self, start: Start) -> list[tuple[str, ToReceiver]]:
-        """Grant if nothing is being transmitted and nobody starves; else Busy."""
+        """Grant while another transfer may begin and nobody starves; else Busy."""
         offer = self._offers.get(start.request_id)
         if offer is None or offer.winner != start.receiver:
             return [(start.receiver, Withdraw(self.name, start.request_id))]
-        if self._transmitting is not None or self._promised:
+        if start.request_id in self._transmitting:
+            return []
+        if len(self._transmitting) >= self._transfers or self._promised:
             return [(start.receiver, Busy(self.name, start.request_id))]
         return self._grant(start.request_id, offer)
 
     def on_starving(self, starving: Starving) -> list[tuple[str, ToReceiver]]:
-        """Promise the next transmission; at once if there is none under way."""
+        """Promise the next transmission; at once if another may begin."""
         offer = self._offers.get(starving.request_id)
         if offer is None or offer.winner != starving.receiver:
             return [(starving.receiver, Withdraw(self.name, starving.request_id))]
-        if starving.request_id not in self._promised and starving.request_id != self._transmitting:
+        if starving.request_id not in self._promised and starving.request_id not in self._transmitting:
             self._promised.append(starving.request_id)
         return self._next_promised()
 
@@ -268,7 +273,7 @@ class Sender:
     def withdraw(self, request_id: str) -> list[tuple[str, ToReceiver]]:
         """The request finished here. Under transmission it is left alone: its end decides."""
         offer = self._offers.get(request_id)
-        if offer is None or request_id == self._transmitting:
+        if offer is None or request_id in self._transmitting:
             return []
         self._drop(request_id)
         messages = [*self._next_promised(), *self._ask_next()]
@@ -281,7 +286,7 @@ class Sender:
 
         Under transmission the receiver is told nothing: the migration's own journal knows how that ends.
         """
-        if request_id != self._transmitting:
+        if request_id not in self._transmitting:
             return self.withdraw(request_id)
         self._drop(request_id)
         return [*self._next_promised(), *self._ask_next()]
@@ -328,21 +333,21 @@ class Sender:
 
     def _grant(self, request_id: str, offer: _Offer) -> list[tuple[str, ToReceiver]]:
         assert offer.winner is not None
-        self._transmitting = request_id
+        self._transmitting.add(request_id)
         return [(offer.winner, Grant(self.name, request_id))]
 
     def _next_promised(self) -> list[tuple[str, ToReceiver]]:
-        if self._transmitting is not None or not self._promised:
-            return []
-        request_id = self._promised.pop(0)
-        return self._grant(request_id, self._offers[request_id])
+        messages: list[tuple[str, ToReceiver]] = []
+        while self._promised and len(self._transmitting) < self._transfers:
+            request_id = self._promised.pop(0)
+            messages += self._grant(request_id, self._offers[request_id])
+        return messages
 
     def _drop(self, request_id: str) -> None:
         self._load -= self._offers.pop(request_id).tokens
         if request_id in self._promised:
             self._promised.remove(request_id)
-        if self._transmitting == request_id:
-            self._transmitting = None
+        self._transmitting.discard(request_id)
         if self._bidding == request_id:
             self._bidding = None
 
@@ -442,7 +447,7 @@ class Receiver:
         return self.attempt()
 
     def attempt(self) -> list[tuple[str, ToSender]]:
-        """Start what can be started: at most three at a time, one from each sender, by priority.
+        """Start what can be started: at most three at a time, by priority.
 
         While a request starves, no other is attempted (section 4.4): its receiver waits for it. The runner
         calls this now and then, for requests whose senders were busy.
@@ -452,18 +457,15 @@ class Receiver:
     def _attempt(self, skipped: str | None) -> list[tuple[str, ToSender]]:
         if any(won.starving and not won.granted for won in self._won.values()):
             return []
-        senders = {won.sender for won in self._won.values() if won.asked or won.granted}
-        if skipped is not None:
-            senders.add(skipped)
+        left = self._transfers - self.open_transfers
         messages: list[tuple[str, ToSender]] = []
-        for request_id in self.queue:
+        for request_id in self.queue if left > 0 else ():
             won = self._won[request_id]
-            if self.open_transfers >= self._transfers:
-                break
-            if won.sender in senders:
+            if won.asked or won.granted or won.sender == skipped:
                 continue
+            if len(messages) >= left:
+                break
             won.asked = True
-            senders.add(won.sender)
             messages.append((won.sender, Start(self.name, request_id)))
         return messages
 

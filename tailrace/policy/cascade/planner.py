@@ -12,18 +12,22 @@ With Eq. (1), k * Q(S / k) = n * D_0 + n * (D_1 n + D_2 sum I + D_3 sum I^2 + D_
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
 from tailrace.cluster import Stage
 from tailrace.policy.cascade.qoe import Floats, QoeModel
+from tailrace.policy.cascade.slowdown import Slowdown
 from tailrace.policy.cascade.workload import Workload
 
 # Numbers of 8 bytes that one step of the dynamic program works on.
 _CACHED: Final = 1 << 16
+_NO_SLOWDOWN: Final = Slowdown()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +56,33 @@ class Plan:
 class Costs:
     """What a stage and a cut cost, for one workload. In seconds per output token, over all requests."""
 
-    def __init__(self, workload: Workload, model: QoeModel, transfer_s_per_token: float) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        model: QoeModel,
+        transfer_s_per_token: float,
+        slowdown: Slowdown = _NO_SLOWDOWN,
+        work: Floats | None = None,
+        most_work: float = math.inf,
+    ) -> None:
         """`transfer_s_per_token`: seconds to transfer the KV of one token between two instances.
 
-        A cut at l' costs the requests that pass it in an iteration the transfer of l' tokens each.
+        A cut at l' costs the requests that pass it in an iteration the transfer of l' tokens each. `slowdown`
+        is put to the decode part of Eq. (1): the paper has none. `work`: of each stage, in instances
+        (`stage_work`); no plan gives an instance more than `most_work` of it. None: stages have no limit.
         """
         self.workload = workload
         self.edges = workload.edges
-        d = np.array(model.d)
+        self.work = work
+        self.most_work = most_work
+        d0, d1, d2, d3, d4 = model.d
         # [B + 1, B + 1] over (l', l): the part that does not, and the part that does, shrink with k.
-        spans = workload.prefix[None, :, :] - workload.prefix[:, None, :]
-        requests = spans[:, :, 0]
-        self.fixed: Floats = requests * d[0]
-        self.shared: Floats = requests * (spans @ d[1:])
+        requests, inputs, squares, lengths = np.moveaxis(
+            workload.prefix[None, :, :] - workload.prefix[:, None, :], 2, 0
+        )
+        decode = slowdown.step * (d1 * requests + d4 * slowdown.attention * lengths)
+        self.fixed: Floats = requests * (slowdown.step * d0)
+        self.shared: Floats = requests * (decode + d2 * inputs + d3 * squares)
         self.cut: Floats = workload.density * workload.edges * transfer_s_per_token
         # A pipeline begins and ends without a transfer.
         self.cut[0] = self.cut[-1] = 0.0
@@ -85,60 +103,83 @@ class Costs:
         cost += sum(float(self.cut[cut]) for cut in cuts[1:-1])
         return Plan(tuple(int(self.edges[cut]) for cut in cuts), tuple(counts), cost)
 
+    def layout(self, cuts: Sequence[int], counts: Sequence[int]) -> Plan:
+        """A plan from lengths, each of which is an edge. Raises ValueError if one is none."""
+        at = np.searchsorted(self.edges, cuts)
+        if at[-1] >= len(self.edges) or (self.edges[at] != cuts).any():
+            raise ValueError(f"cuts {list(cuts)} are not all among the edges")
+        return self.plan(at.tolist(), counts)
 
-def layout_cost(
-    workload: Workload,
-    model: QoeModel,
-    transfer_s_per_token: float,
-    cuts: Sequence[int],
-    counts: Sequence[int],
-) -> float:
-    """Cost of any layout, with cuts at any lengths: to tell whether another plan is worth the change."""
-    sums = workload.between(cuts)
-    d = np.array(model.d)
-    shares = np.array(counts, dtype=np.float64)
-    cost = float((sums[:, 0] * (d[0] + (sums @ d[1:]) / shares)).sum())
-    return cost + sum(workload.density_at(cut) * cut * transfer_s_per_token for cut in cuts[1:-1])
+    def load(self, plan: Plan) -> float:
+        """Work of an instance of the stage that has the most; 0: what there is to do is not known."""
+        if self.work is None:
+            return 0.0
+        at = np.searchsorted(self.edges, plan.cuts)
+        return float((self.work[at[:-1], at[1:]] / np.array(plan.counts)).max())
+
+    def stages(self, instances: int) -> Floats:
+        """[B + 1, B + 1, E]: what each stage costs with E - j instances, infinite where that is too few."""
+        counts = np.arange(instances, 0, -1)
+        costs = self.fixed[:, :, None] + self.shared[:, :, None] / counts
+        if self.work is not None:
+            # A stage that has exactly what it may have is not to fail by rounding.
+            costs[self.work[:, :, None] > self.most_work * (1.0 + 1e-9) * counts] = np.inf
+        return costs
+
+
+class Planner(Protocol):
+    """Makes a plan for so many instances."""
+
+    def __call__(self, costs: Costs, instances: int) -> Plan:
+        """Raises ValueError without instances."""
+        ...
 
 
 def exact(costs: Costs, instances: int) -> Plan:
     """The optimum over all numbers of stages, cuts and instances a stage; O(E^2 B^2), in numpy.
 
-    Of plans with equal cost, one with a longer last stage. Raises ValueError without instances.
+    Of plans that give no instance too much work; if there is none of those, of all. Of plans with equal cost,
+    one with a longer last stage. Raises ValueError without instances.
     """
     if instances < 1:
         raise ValueError("a pipeline needs an instance")
     ends = costs.buckets + 1
+    stages = costs.stages(instances)
     # reach[l', E + e] = f(e, l') + c(l'), infinite for e < 0.
     reach = np.full((ends, 2 * instances + 1), np.inf)
     reach[0, instances] = 0.0
     # before[l', e, j] = reach of e - k instances with k = E - j: a window that slides, not a copy.
     before = np.lib.stride_tricks.sliding_window_view(reach, instances, axis=1)[:, :-1]
-    share = 1.0 / np.arange(instances, 0, -1)
     # As many starts at once as stay in the cache.
     batch = max(1, min(costs.buckets, _CACHED // (instances * (instances + 1))))
     sums = np.empty((batch, instances + 1, instances))
     for end in range(1, ends - 1):
-        shared = costs.shared[:end, end, None, None] * share
         least = np.full(instances + 1, np.inf)
         for start in range(0, end, batch):
             some = slice(start, min(start + batch, end))
-            totals = np.add(before[some], shared[some], out=sums[: some.stop - start])
-            by_start = totals.min(axis=2) + costs.fixed[some, end, None]
-            np.minimum(least, by_start.min(axis=0), out=least)
+            totals = np.add(before[some], stages[some, end, None, :], out=sums[: some.stop - start])
+            np.minimum(least, totals.min(axis=(0, 2)), out=least)
         reach[end, instances:] = least + costs.cut[end]
-    return _trace(costs, before, share)
+    found = _trace(costs, before, stages)
+    if found is None:
+        unlimited = copy.copy(costs)
+        unlimited.most_work = math.inf
+        return exact(unlimited, instances)
+    return found
 
 
-def _trace(costs: Costs, before: Floats, share: Floats) -> Plan:
-    """Walk back from f(E, L), finding which (l', k) was the least."""
-    end, left = costs.buckets, len(share)
+def _trace(costs: Costs, before: Floats, stages: Floats) -> Plan | None:
+    """Walk back from f(E, L), finding which (l', k) was the least. None: all are infinite."""
+    instances = stages.shape[2]
+    end, left = costs.buckets, instances
     cuts: list[int] = [end]
     counts: list[int] = []
     while end > 0:
-        totals = before[:end, left] + costs.shared[:end, end, None] * share + costs.fixed[:end, end, None]
+        totals = before[:end, left] + stages[:end, end]
         start, column = np.unravel_index(int(np.argmin(totals)), totals.shape)
-        counts.append(len(share) - int(column))
+        if math.isinf(totals[start, column]):
+            return None
+        counts.append(instances - int(column))
         left -= counts[-1]
         end = int(start)
         cuts.append(end)

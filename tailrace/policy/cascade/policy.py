@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
@@ -14,11 +15,14 @@ from tailrace.cluster import (
     RequestView,
     Stage,
 )
+from tailrace.perf.length_penalty import FittedLengthPenalty
 from tailrace.policy.base import Policy
 from tailrace.policy.cascade.handover import Handovers, Settle, by_bids, demand_tokens, in_turn
 from tailrace.policy.cascade.layout import active_in, earliest_stage, nearest_first, repaired, stage_of
+from tailrace.policy.cascade.misplaced import misplaced
 from tailrace.policy.cascade.parameters import PARAMETERS
-from tailrace.policy.cascade.planner import Costs, Plan, chain, exact, layout_cost, no_pipeline
+from tailrace.policy.cascade.planner import Planner, chain, exact, no_pipeline
+from tailrace.policy.cascade.planning import Planning
 from tailrace.policy.cascade.qoe import QoeModel
 from tailrace.policy.cascade.refinement import (
     Refinement,
@@ -30,7 +34,7 @@ from tailrace.policy.cascade.refinement import (
     quantity_split,
     whole,
 )
-from tailrace.policy.cascade.workload import Workload, bucket_edges
+from tailrace.policy.cascade.traffic import Traffic
 from tailrace.policy.deployment import Fact
 from tailrace.policy.periods import periods_elapsed
 from tailrace.policy.when_full import WhenFull
@@ -45,20 +49,26 @@ class Cascade(Policy):
 
     What the paper leaves open is settled by the parameters:
 
-    - `profile`: what the QoE model and the KV size of a token come from, unless `model` is given. Where
-      instances have been measured, both are the mean of theirs: section 4.1's fit of samples, or what follows
-      from their step times.
+    - `profile`: what the QoE model, step times and the KV size of a token come from, unless `model` is given.
+      Where instances have been measured, they are the mean of theirs: section 4.1's fit of samples, or what
+      follows from their step times.
+    - `penalty`: what unequal lengths cost. It counts for whether a stage can keep up, and in Eq. (1), which
+      has no term for it, only with `plan_penalty`.
     - `history`: (input, output) lengths of requests to plan for at the start ("collects request
-      statistics"). Without any there are no stages until requests are in flight to plan for.
+      statistics"), that came in `history_s` seconds. Without any there is one stage until a period is over.
     - `history_in_flight`: how many of the history's requests an instance has at a time. Eq. (1) is about
       batches; 64 is a middling one, and the plan depends on it little.
-    - `plan_requests`: planning from requests in flight needs that many an instance, on average: the five of
-      section 4.3, for its reason. Of fewer, each one that comes or goes shifts the distribution.
-    - `replan_s`, `least_plan_gain`: how often to replan from the requests in flight, and by what share a plan
-      must be better, by Eq. (1), than the present layout, or than one stage where there is none. A minute:
-      several lives of a request; a twentieth, because each change makes requests move. Under light load
-      D_0, which no layout changes, outweighs the rest: nothing gains a twentieth, and the system is
-      ordinary multi-instance scheduling, as the paper's (section 6.2).
+    - `replan_s`: the period: how often to plan, and from the requests of how long ("collects request
+      statistics over the period ... and generates pipeline settings for the next period"). A minute: several
+      lives of a request.
+    - `plan_requests`: least requests an instance in a period, on average: the five of section 4.3, for its
+      reason. Of fewer, each one shifts the distribution.
+    - `least_plan_gain`: by what share a plan must be better, by Eq. (1), than the present layout, or than one
+      stage where there is none. A twentieth, because each change makes requests move. Under light load D_0,
+      which no layout changes, outweighs the rest: nothing gains a twentieth, and the system is ordinary
+      multi-instance scheduling, as the paper's (section 6.2).
+    - `most_work`: how much of what an instance can do a plan may give it (`stage_work`); 0: no limit, the
+      paper's letter. 1.0 is no margin: what has more falls behind for certain.
     - `refine_s`, `smoothing`: section 4.3's interval and moving average.
     - `outlier`: an instance is overloaded at that much of its stage's mean demand ("25% above").
     - `bandwidth_bytes_per_s`: of a transfer, for the cost of cuts: the testbed's 400 Gbit/s (section 6.1).
@@ -66,13 +76,13 @@ class Cascade(Policy):
     - Within the stage, an arrival goes where a request handed over would: the least demand.
     """
 
-    needs = (Fact.PROFILE,)
+    needs = (Fact.PROFILE, Fact.PENALTY)
     parameters = PARAMETERS
     # "Migration is skipped if no idle cache is available" (section 5).
     when_full = WhenFull.REFUSE
     summary = "CascadeInfer: length stages, bid-ask handover and rebalance, adaptive boundaries"
 
-    planner = staticmethod(exact)
+    planner: Planner = staticmethod(exact)
     split: Splitter = staticmethod(optimal_split)
     share: Sharing = staticmethod(divided)
     # How it is found who takes a request over.
@@ -84,12 +94,16 @@ class Cascade(Policy):
     def __init__(
         self,
         profile: Profile | None = None,
+        penalty: FittedLengthPenalty | None = None,
         model: QoeModel | None = None,
         history: Sequence[tuple[int, int]] = (),
+        history_s: float | None = None,
         history_in_flight: float = 64.0,
         plan_requests: float = 5.0,
         replan_s: float = 60.0,
         least_plan_gain: float = 0.05,
+        most_work: float = 1.0,
+        plan_penalty: bool = False,
         refine_s: float = 5.0,
         smoothing: float = 0.2,
         outlier: float = 1.25,
@@ -98,20 +112,27 @@ class Cascade(Policy):
         tick_interval_s: float = 1.0,
     ) -> None:
         profile = profile if profile is not None else load_profile(PROFILE)
-        self.model = model if model is not None else QoeModel.of_profile(profile)
-        self.history = tuple(history)
+        self.history = Traffic.of_history(history, history_s)
         self.history_in_flight = history_in_flight
-        self.plan_requests = plan_requests
         self.replan_s = replan_s
-        self.least_plan_gain = least_plan_gain
+        self.lengths_period_s = replan_s if math.isfinite(replan_s) else None
         self.refine_s = refine_s
-        self.outlier = outlier
-        self.bandwidth_bytes_per_s = bandwidth_bytes_per_s
-        self.transfer_s_per_token = profile.kv_bytes_per_token / bandwidth_bytes_per_s
-        self.max_length = max_length
-        self.edges = bucket_edges(max_length)
-        self.tick_interval_s = tick_interval_s
         self.smoothing = smoothing
+        self.outlier = outlier
+        self.tick_interval_s = tick_interval_s
+        self.planning = Planning(
+            planner=self.planner,
+            profile=profile,
+            model=model if model is not None else QoeModel.of_profile(profile),
+            bandwidth_bytes_per_s=bandwidth_bytes_per_s,
+            max_length=max_length,
+            penalty=penalty,
+            weighs_penalty=plan_penalty,
+            most_work=most_work if most_work > 0.0 else math.inf,
+            least_requests=plan_requests,
+            least_gain=least_plan_gain,
+            insists=self.insists,
+        )
 
     # ---- section 3.2
 
@@ -147,9 +168,12 @@ class Cascade(Policy):
     # ---- tick
 
     def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
-        """Stages first (members, plan, boundaries), then handovers that are due, then outliers."""
+        """Stages first (members, plan, boundaries), then prompts that wait in a stage that is no longer
+        theirs, then handovers that are due, then outliers."""
         stages = self._stages(view, now)
         actions: list[Action] = [SetStages(stages)] if stages != view.stages else []
+        # By the stages that placements go by already.
+        actions += misplaced(view)
         handovers = Handovers(view, self.settle)
         if periods_elapsed(self.refine_s, view.last_tick_s, now):
             actions += handovers.outgrown(stages, _requests(view, stages))
@@ -161,75 +185,24 @@ class Cascade(Policy):
 
     def _stages(self, view: ClusterView, now: float) -> tuple[Stage, ...]:
         members = _members(view)
-        demand = {i.instance_id: demand_tokens(i) for i in members}
-        if not view.stages:
-            plan = self._first_plan(members)
-            return plan.stages(sorted(demand)) if plan is not None else ()
-        stages = repaired(view.stages, demand.keys(), demand)
-        if periods_elapsed(self.replan_s, view.last_tick_s, now):
-            workload = self._in_flight(members)
-            planned = self._replanned(members, workload, stages)
+        stages = view.stages
+        if not stages and self.history.requests:
+            return self.planning.first(members, self.history, self.history_in_flight)
+        if stages:
+            demand = {i.instance_id: demand_tokens(i) for i in members}
+            stages = repaired(stages, demand.keys(), demand)
+        if view.lengths is not None and periods_elapsed(self.replan_s, view.last_tick_s, now):
+            planned = self.planning.anew(members, stages, view.lengths)
             if planned is not None:
                 return planned
         refinements = periods_elapsed(self.refine_s, view.last_tick_s, now)
         if refinements and len(stages) > 1:
-            model, _ = self._models(members)
+            model, _ = self.planning.models(members)
             # What a late tick has missed is made up for: n steps of the moving average at once.
             smoothing = 1.0 - (1.0 - self.smoothing) ** refinements
             refinement = Refinement(model, self.split, smoothing, share=self.share)
             return refinement.refine(stages, _rows(members))
         return stages
-
-    def _first_plan(self, members: Sequence[InstanceView]) -> Plan | None:
-        """None: nothing to plan for yet."""
-        if not members:
-            return None
-        if self.history:
-            inputs, outputs = [h[0] for h in self.history], [h[1] for h in self.history]
-            in_flight = self.history_in_flight * len(members)
-            return self._plan(members, Workload.of_history(self.edges, inputs, outputs, in_flight))
-        if sum(i.running for i in members) < self.plan_requests * len(members):
-            return None
-        costs = self._costs(members, self._in_flight(members))
-        plan = self.planner(costs, len(members))
-        if not self.insists and not self._gains(plan, no_pipeline(costs, len(members)).cost):
-            return None
-        return plan
-
-    def _gains(self, plan: Plan, present_cost: float) -> bool:
-        return plan.cost <= (1.0 - self.least_plan_gain) * present_cost
-
-    def _models(self, members: Sequence[InstanceView]) -> tuple[QoeModel, float]:
-        """QoE, and seconds to transfer a token's KV: of those that were measured, if any was."""
-        measured = [i.measured for i in members if i.measured is not None]
-        if not measured:
-            return self.model, self.transfer_s_per_token
-        kv_bytes = sum(m.profile.kv_bytes_per_token for m in measured) / len(measured)
-        return QoeModel.mean([m.qoe for m in measured]), kv_bytes / self.bandwidth_bytes_per_s
-
-    def _costs(self, members: Sequence[InstanceView], workload: Workload) -> Costs:
-        return Costs(workload, *self._models(members))
-
-    def _plan(self, members: Sequence[InstanceView], workload: Workload) -> Plan:
-        return self.planner(self._costs(members, workload), len(members))
-
-    def _in_flight(self, members: Sequence[InstanceView]) -> Workload:
-        rows = [row for part in _rows(members).values() for row in part]
-        return Workload.of_snapshot(self.edges, [r[0] for r in rows], [r[1] for r in rows])
-
-    def _replanned(
-        self, members: Sequence[InstanceView], workload: Workload, stages: Sequence[Stage]
-    ) -> tuple[Stage, ...] | None:
-        """A plan that is better by `least_plan_gain`, with instances kept in the order of their stages."""
-        names = [name for stage in stages for name in stage.instance_ids]
-        if not names or workload.requests < self.plan_requests * len(names):
-            return None
-        costs = self._costs(members, workload)
-        plan = self.planner(costs, len(names))
-        cuts = [stages[0].lo, *(stage.hi for stage in stages)]
-        counts = [len(stage.instance_ids) for stage in stages]
-        present = layout_cost(workload, *self._models(members), cuts, counts)
-        return plan.stages(names) if self._gains(plan, present) else None
 
 
 class CascadeInterStageOnly(Cascade):
@@ -255,7 +228,7 @@ class CascadeChain(Cascade):
 
     summary = "CascadeInfer's baseline: a chain of stages with one instance each"
     insists = True
-    planner = staticmethod(chain)
+    planner: Planner = staticmethod(chain)
 
 
 class CascadeNoPipeline(Cascade):
@@ -263,7 +236,7 @@ class CascadeNoPipeline(Cascade):
 
     summary = "CascadeInfer's baseline: one stage, with rebalance"
     insists = True
-    planner = staticmethod(no_pipeline)
+    planner: Planner = staticmethod(no_pipeline)
 
 
 class CascadeQuantity(Cascade):

@@ -21,6 +21,12 @@ Ints = NDArray[np.int64]
 SUMS = 4
 
 
+def with_cuts(edges: Ints, cuts: Sequence[int]) -> Ints:
+    """The edges, and the cuts besides, so that a pipeline with these cuts has its price."""
+    inside = [cut for cut in cuts if edges[0] < cut < edges[-1]]
+    return np.unique(np.concatenate([edges, np.array(inside, dtype=np.int64)]))
+
+
 def bucket_edges(max_length: int, growth: float = 2.0, first: int = 2) -> Ints:
     """0, first, first * growth, ... and max_length; shape [buckets + 1], strictly increasing.
 
@@ -37,6 +43,12 @@ def bucket_edges(max_length: int, growth: float = 2.0, first: int = 2) -> Ints:
         edge *= growth
     edges.append(max_length)
     return np.array(edges, dtype=np.int64)
+
+
+def bucket_of(edges: Ints, lengths: Ints | Floats) -> Ints:
+    """Number of the bucket of each length; of what is longer than the last edge: the last bucket."""
+    found = np.searchsorted(edges, lengths, side="right") - 1
+    return np.clip(found, 0, len(edges) - 2).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -61,40 +73,24 @@ class Workload:
         """Requests in flight."""
         return float(self.prefix[-1, 0])
 
-    def between(self, cuts: Sequence[int]) -> Floats:
-        """[len(cuts) - 1, 4]: sums between any lengths, buckets being taken as evenly filled."""
-        at = np.stack([np.interp(cuts, self.edges, self.prefix[:, k]) for k in range(SUMS)], axis=1)
-        return np.asarray(np.diff(at, axis=0), dtype=np.float64)
-
-    def density_at(self, length: int) -> float:
-        """Requests in flight per token of length around any length."""
-        return float(np.interp(length, self.edges, self.density))
-
     @staticmethod
-    def of_snapshot(edges: Ints, inputs: Sequence[int], lengths: Sequence[int]) -> Workload:
-        """From the requests that are in flight now. Longer than the last edge: in the last bucket."""
-        prompt = np.asarray(inputs, dtype=np.float64)
-        length = np.asarray(lengths, dtype=np.float64)
-        count = len(edges) - 1
-        bucket = np.clip(np.searchsorted(edges, length, side="right") - 1, 0, count - 1)
-        columns = (None, prompt, prompt**2, length)
-        sums = np.stack([np.bincount(bucket, weights=c, minlength=count) for c in columns], axis=1)
-        per_token = sums[:, 0] / np.diff(edges)
-        # An edge lies between two buckets: the mean of both.
-        density = np.zeros(count + 1)
-        density[1:-1] = (per_token[:-1] + per_token[1:]) / 2
-        return Workload(edges, sums.astype(np.float64), density)
-
-    @staticmethod
-    def of_history(edges: Ints, inputs: Sequence[int], outputs: Sequence[int], in_flight: float) -> Workload:
+    def of_history(
+        edges: Ints,
+        inputs: Sequence[int] | Floats | Ints,
+        outputs: Sequence[float] | Floats | Ints,
+        in_flight: float,
+        weights: Floats | None = None,
+    ) -> Workload:
         """From finished requests (their input and output lengths), as `in_flight` of them at a time.
 
-        A request is in flight for one iteration an output token, and in each bucket for as many as its
-        length spends there: "sequence fragments". Raises ValueError if no request has any output.
+        `weights`: how many requests each stands for; None: one. A request is in flight for one iteration an
+        output token, and in each bucket for as many as its length spends there: "sequence fragments". Raises
+        ValueError if no request has any output.
         """
         prompt = np.asarray(inputs, dtype=np.float64)
         output = np.asarray(outputs, dtype=np.float64)
-        total = float(output.sum())
+        many = np.ones(len(prompt)) if weights is None else weights
+        total = float((many * output).sum())
         if total <= 0.0:
             raise ValueError("a workload needs requests with output")
         lo = np.minimum(edges[:-1], edges[-1]).astype(np.float64)
@@ -104,7 +100,7 @@ class Workload:
         start = np.maximum(prompt[:, None], lo)
         end = np.minimum((prompt + output)[:, None], hi)
         steps = np.maximum(0.0, end - start)
-        weight = steps * (in_flight / total)
+        weight = steps * (many * (in_flight / total))[:, None]
         middle = (start + end) / 2
         sums = np.stack(
             [
@@ -117,5 +113,5 @@ class Workload:
         )
         inner = edges.astype(np.float64)
         passing = (prompt[:, None] < inner) & (inner < (prompt + output)[:, None])
-        density = passing.sum(axis=0) * (in_flight / total)
+        density = (many @ passing) * (in_flight / total)
         return Workload(edges, sums, density.astype(np.float64))

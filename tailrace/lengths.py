@@ -1,0 +1,142 @@
+"""Lengths of the requests of a recent period, for policies that plan from them.
+
+A policy keeps no state, so whoever builds its view keeps the window: the scheduler from placements and phase
+events, the simulator from its own, both with the same code. What a policy gets is immutable.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+# A period is forgotten in so many parts.
+PARTS: Final = 12
+# Rows kept of one part; of more, every second, fourth, ... one, which then stands for as many.
+ROWS_MAX: Final = 8_192
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Rows of one part of the period, each standing for `weight` of them."""
+
+    # Shape [n, columns], in tokens.
+    rows: Ints
+    weight: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LengthStatistics:
+    """Requests that arrived in the last `seconds`, and those that finished, whenever they had arrived."""
+
+    seconds: float
+    # Columns: prompt tokens.
+    arrived_parts: tuple[Rows, ...]
+    # Columns: prompt tokens, output tokens.
+    finished_parts: tuple[Rows, ...]
+
+    def arrived(self) -> tuple[Ints, Floats]:
+        """(prompt tokens, how many requests each stands for)."""
+        rows, weights = _joined(self.arrived_parts, 1)
+        return rows[:, 0], weights
+
+    def finished(self) -> tuple[Ints, Ints, Floats]:
+        """(prompt tokens, output tokens, how many requests each stands for)."""
+        rows, weights = _joined(self.finished_parts, 2)
+        return rows[:, 0], rows[:, 1], weights
+
+    @staticmethod
+    def of(seconds: float, arrived: Iterable[int], finished: Iterable[tuple[int, int]]) -> LengthStatistics:
+        """From prompts that arrived, and (prompt, output) that finished."""
+        return LengthStatistics(
+            seconds,
+            (Rows(np.array([[prompt] for prompt in arrived], dtype=np.int64).reshape(-1, 1), 1),),
+            (Rows(np.array(list(finished), dtype=np.int64).reshape(-1, 2), 1),),
+        )
+
+
+class LengthWindow:
+    """The last `period_s` seconds, by the caller's clock, which never goes back."""
+
+    def __init__(self, period_s: float, now_s: float) -> None:
+        """`now_s`: from then on it is told of everything. Raises ValueError for a period that is none."""
+        if not 0.0 < period_s < float("inf"):
+            raise ValueError(f"a period of {period_s} s")
+        self.period_s = period_s
+        self._began_s = now_s
+        self._part_s = period_s / PARTS
+        # (its end, arrived, finished), oldest first.
+        self._past: deque[tuple[float, Rows, Rows]] = deque()
+        self._part_began_s = now_s
+        self._arrived, self._finished = _Sample(1), _Sample(2)
+
+    def arrived(self, prompt_tokens: int, now_s: float) -> None:
+        """A request came to the cluster."""
+        self._turn(now_s)
+        self._arrived.add((prompt_tokens,))
+
+    def finished(self, prompt_tokens: int, output_tokens: int, now_s: float) -> None:
+        """A request made its last token; one that was aborted did not."""
+        self._turn(now_s)
+        self._finished.add((prompt_tokens, output_tokens))
+
+    def statistics(self, now_s: float) -> LengthStatistics:
+        """Of the period, to within a part of it; of less if it has not lasted so long."""
+        self._turn(now_s)
+        forgotten = max(0, math.floor((now_s - self.period_s - self._began_s) / self._part_s))
+        return LengthStatistics(
+            now_s - self._began_s - forgotten * self._part_s,
+            (*(arrived for _, arrived, _ in self._past), self._arrived.rows()),
+            (*(finished for _, _, finished in self._past), self._finished.rows()),
+        )
+
+    def _turn(self, now_s: float) -> None:
+        """Begin a new part if the present one is over, and forget what is older than the period."""
+        if now_s < self._part_began_s + self._part_s:
+            return
+        end_s = self._part_began_s + self._part_s
+        self._past.append((end_s, self._arrived.rows(), self._finished.rows()))
+        self._arrived, self._finished = _Sample(1), _Sample(2)
+        # Parts in which nothing happened are left out, and their time is not.
+        self._part_began_s += (now_s - self._part_began_s) // self._part_s * self._part_s
+        while self._past and self._past[0][0] <= now_s - self.period_s:
+            self._past.popleft()
+
+
+class _Sample:
+    """All rows, or an even selection of them."""
+
+    __slots__ = ("_columns", "_rows", "_seen", "_weight")
+
+    def __init__(self, columns: int) -> None:
+        self._columns = columns
+        self._rows: list[tuple[int, ...]] = []
+        self._seen = 0
+        self._weight = 1
+
+    def add(self, row: tuple[int, ...]) -> None:
+        if self._seen % self._weight == 0:
+            self._rows.append(row)
+        self._seen += 1
+        if len(self._rows) >= ROWS_MAX:
+            self._rows = self._rows[::2]
+            self._weight *= 2
+
+    def rows(self) -> Rows:
+        return Rows(np.array(self._rows, dtype=np.int64).reshape(-1, self._columns), self._weight)
+
+
+def _joined(parts: Iterable[Rows], columns: int) -> tuple[Ints, Floats]:
+    chosen = [part for part in parts if len(part.rows)]
+    if not chosen:
+        return np.zeros((0, columns), dtype=np.int64), np.zeros(0)
+    rows = np.concatenate([part.rows for part in chosen])
+    return rows, np.repeat([float(part.weight) for part in chosen], [len(part.rows) for part in chosen])

@@ -1,0 +1,82 @@
+"""Whether a stage can serve what comes to it: its prefill, and its decoding in the KV that it has.
+
+Eq. (1) weighs latencies of batches and knows no limit. With the KV of an instance full, or its batch, a step
+takes T = d0 + d1 B + d2 K for B requests with K tokens, and makes B tokens; so a token of a request with m
+tokens of context takes d0 max(m / capacity, 1 / seats) + d1 + d2 m seconds of an instance, and no scheduler
+gets it for less. With what prompts take, that is the work of a stage: instance-seconds a second. A stage of k
+instances with more work than k falls behind, whatever its batches are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tailrace.cluster import InstanceView
+from tailrace.policy.cascade.qoe import Floats
+from tailrace.policy.cascade.slowdown import Slowdown
+from tailrace.policy.cascade.traffic import Traffic
+from tailrace.policy.cascade.workload import Ints, bucket_of
+from tailrace.profiles import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """Equal instances: the mean of those that there are."""
+
+    # Seconds of a prompt: per token, and per token squared.
+    prompt_s: tuple[float, float]
+    # Seconds of a decode step: base, per request, per KV token.
+    step_s: tuple[float, float, float]
+    kv_capacity_tokens: float
+    # Most requests in a batch; infinite: not known.
+    seats: float
+
+    @staticmethod
+    def of(members: Sequence[InstanceView], profile: Profile) -> Engines:
+        """Where any were measured, as measured; else as in `profile`. Raises ZeroDivisionError of none."""
+        profiles = [i.measured.profile for i in members if i.measured is not None] or [profile]
+        capacities = [i.kv_capacity_tokens for i in members if i.kv_capacity_tokens]
+        seats = [i.max_num_seqs for i in members if i.max_num_seqs]
+        prompt = [(p.prefill.ms_per_token, p.prefill.ms_per_token_squared) for p in profiles]
+        step = [(p.decode.base_ms, p.decode.ms_per_request, p.decode.ms_per_kv_token) for p in profiles]
+        per_token, per_square = np.mean(prompt, axis=0) / 1e3
+        base, per_request, per_kv_token = np.mean(step, axis=0) / 1e3
+        return Engines(
+            (float(per_token), float(per_square)),
+            (float(base), float(per_request), float(per_kv_token)),
+            float(np.mean(capacities)) if capacities else float(profile.kv_capacity_tokens),
+            float(np.mean(seats)) if seats else float("inf"),
+        )
+
+
+def stage_work(traffic: Traffic, edges: Ints, engines: Engines, slowdown: Slowdown) -> Floats:
+    """[buckets + 1, buckets + 1]: work of a stage from one edge to another, in instances.
+
+    A prompt is prefilled in the stage of its length, and a token made in the stage of the length that the
+    request then has. Raises ValueError for traffic of which no rate is known, or without output.
+    """
+    if not traffic.seconds:
+        raise ValueError("work needs the seconds in which the requests came")
+    per_s = traffic.weights / traffic.seconds
+    buckets = len(edges) - 1
+    per_token, per_square = engines.prompt_s
+    prompts_s = per_token * traffic.inputs + per_square * traffic.inputs**2
+    prefill = np.bincount(bucket_of(edges, traffic.inputs), weights=per_s * prompts_s, minlength=buckets)
+    # Tokens made a second, and the sum of their contexts, by bucket of length.
+    tokens_per_s = float(per_s @ traffic.outputs)
+    made = traffic.in_flight(edges, tokens_per_s).sums
+    prefill_between = _between(prefill)
+    tokens, contexts = _between(made[:, 0]), _between(made[:, 3])
+    base, per_request, per_kv_token = engines.step_s
+    batches = np.maximum(contexts / engines.kv_capacity_tokens, tokens / engines.seats)
+    decode = base * batches + per_request * tokens + per_kv_token * slowdown.attention * contexts
+    return np.asarray(prefill_between + slowdown.step * decode, dtype=np.float64)
+
+
+def _between(by_bucket: Floats | Ints) -> Floats:
+    """[buckets + 1, buckets + 1]: sums from one edge to another."""
+    prefix = np.concatenate([[0.0], np.cumsum(by_bucket)])
+    return np.asarray(prefix[None, :] - prefix[:, None], dtype=np.float64)

@@ -1,0 +1,69 @@
+"""What a pipeline is planned for: the requests of a period, by their input and output lengths (section 4.2).
+
+Requests that finished in the period tell of outputs, those that arrived in it of how many there are of each
+prompt length. Both are needed: where a stage cannot keep up, fewer finish than arrive, and by those that
+finished it would get fewer instances still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tailrace.lengths import LengthStatistics
+from tailrace.policy.cascade.qoe import Floats
+from tailrace.policy.cascade.workload import Ints, Workload, bucket_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Traffic:
+    """Requests, each row standing for `weights` of them."""
+
+    inputs: Floats
+    outputs: Floats
+    weights: Floats
+    # Over how many seconds they came; None: not known.
+    seconds: float | None
+
+    @property
+    def requests(self) -> float:
+        """How many there are."""
+        return float(self.weights.sum())
+
+    @staticmethod
+    def of_history(history: Sequence[tuple[int, int]], seconds: float | None) -> Traffic:
+        """From (input, output) lengths of earlier requests."""
+        rows = np.array(history, dtype=np.float64).reshape(-1, 2)
+        return Traffic(rows[:, 0], rows[:, 1], np.ones(len(rows)), seconds)
+
+    @staticmethod
+    def of_period(statistics: LengthStatistics, edges: Ints) -> Traffic | None:
+        """From a period. None: nothing arrived in it, or nothing is known of outputs.
+
+        In each bucket of prompt lengths, what finished stands for what arrived. Prompts of a bucket of which
+        none has finished count themselves, with the mean output of all.
+        """
+        prompts, prompt_weights = statistics.arrived()
+        inputs, outputs, weights = statistics.finished()
+        if not len(prompts) or float(weights @ outputs) <= 0.0:
+            return None
+        buckets = len(edges) - 1
+        arrived_at, finished_at = bucket_of(edges, prompts), bucket_of(edges, inputs)
+        arrived = np.bincount(arrived_at, weights=prompt_weights, minlength=buckets)
+        finished = np.bincount(finished_at, weights=weights, minlength=buckets)
+        share = np.divide(arrived, finished, out=np.zeros(buckets), where=finished > 0)
+        alone = finished[arrived_at] == 0
+        mean_output = float(weights @ outputs / weights.sum())
+        traffic = Traffic(
+            np.concatenate([inputs, prompts[alone]]).astype(np.float64),
+            np.concatenate([outputs, np.full(int(alone.sum()), mean_output)]),
+            np.concatenate([weights * share[finished_at], prompt_weights[alone]]),
+            statistics.seconds,
+        )
+        return traffic if float(traffic.weights @ traffic.outputs) > 0.0 else None
+
+    def in_flight(self, edges: Ints, requests: float) -> Workload:
+        """As `requests` of them at a time. Raises ValueError without any output."""
+        return Workload.of_history(edges, self.inputs, self.outputs, requests, self.weights)

@@ -1,0 +1,86 @@
+"""The scheduler keeps the lengths of a period: each request counts once, where it arrived and finished."""
+
+from __future__ import annotations
+
+from scheduler_svc.state import ClusterState
+from tailrace.cluster import Arrival
+from tests.scheduler.facts import ANSWERING, GONE, event, members, request, steady
+
+
+def placed(state: ClusterState, request_id: str, name: str, now_s: float, output_tokens: int = 0) -> None:
+    arrival = Arrival(request_id, 100, 1_000, 0, output_tokens)
+    state.place(arrival, name, "f", now_s)
+
+
+def keeping(period_s: float | None = 60.0) -> ClusterState:
+    state = ClusterState()
+    state.set_members(members("a", "b"), 0.0)
+    state.keep_lengths(period_s, 0.0)
+    return state
+
+
+def rows(state: ClusterState, now_s: float = 9.0) -> tuple[int, list[tuple[int, int]]]:
+    """How many arrived; (prompt, output) of those that finished."""
+    lengths = state.lengths(now_s)
+    assert lengths is not None
+    prompts, outputs, _ = lengths.finished()
+    return len(lengths.arrived()[0]), list(zip(prompts.tolist(), outputs.tolist(), strict=True))
+
+
+def test_nobody_asks_nothing_is_kept() -> None:
+    state = keeping(None)
+    placed(state, "r", "a", 1.0)
+    assert state.lengths(2.0) is None
+
+
+def test_a_request_from_its_placement_to_its_last_token() -> None:
+    state = keeping()
+    placed(state, "r", "a", 1.0)
+    state.apply(event("a", "r", ANSWERING), 2.0)
+    state.apply(steady("a", [request("r", ANSWERING, output_tokens=30)]), 3.0)
+    # The event says exactly how many there were, where the last report is half a second old.
+    state.apply(event("a", "r", GONE, output_tokens=41), 3.4)
+    assert rows(state) == (1, [(100, 41)])
+    state.apply(steady("a"), 3.5)
+    assert rows(state) == (1, [(100, 41)])
+
+
+def test_one_that_no_report_has_shown() -> None:
+    state = keeping()
+    placed(state, "r", "a", 1.0)
+    state.apply(event("a", "r", GONE, output_tokens=2), 1.2)
+    assert rows(state) == (1, [(100, 2)])
+
+
+def test_who_leaves_without_a_last_token_has_not_finished() -> None:
+    """Aborted, or handed over: where it goes its epoch tells that it is none that arrives."""
+    state = keeping()
+    placed(state, "r", "a", 1.0)
+    state.apply(steady("a", [request("r")]), 2.0)
+    state.apply(event("a", "r", GONE, output_tokens=0), 3.0)
+    state.apply(event("b", "r", ANSWERING, epoch=1, output_tokens=30), 3.1)
+    assert rows(state) == (1, [])
+    state.apply(event("b", "r", GONE, epoch=1, output_tokens=50), 4.0)
+    assert rows(state) == (1, [(100, 50)])
+
+
+def test_placed_anew_or_by_another_scheduler_counts_once() -> None:
+    state = keeping()
+    # A prompt that was handed back, and one that goes on after its instance was lost.
+    placed(state, "r", "a", 1.0)
+    placed(state, "r", "b", 2.0)
+    placed(state, "lost", "b", 2.5, output_tokens=20)
+    state.apply(steady("a", [request("other"), request("moved", epoch=2)]), 3.0)
+    state.apply(steady("a", [request("other"), request("moved", epoch=2)]), 4.0)
+    assert rows(state) == (2, [])
+
+
+def test_another_period_begins_anew() -> None:
+    state = keeping()
+    placed(state, "r", "a", 1.0)
+    state.keep_lengths(60.0, 2.0)
+    assert rows(state)[0] == 1
+    state.keep_lengths(30.0, 3.0)
+    assert rows(state)[0] == 0
+    state.keep_lengths(None, 4.0)
+    assert state.lengths(5.0) is None

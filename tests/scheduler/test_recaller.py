@@ -1,0 +1,55 @@
+"""The scheduler has an instance hand prompts back, and takes it as it comes when that cannot be done."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from scheduler_svc.recaller import Recaller
+from scheduler_svc.refused import Refused
+from scheduler_svc.state import ClusterState
+from tailrace.service.channels import Channels
+from tailrace.service.server import Servicer, serve_grpc
+from tailrace.v1 import worker_pb2, worker_pb2_grpc
+from tests.migration.scripted_worker import ScriptedWorker
+from tests.scheduler.facts import Members, instance
+
+
+class Worker(ScriptedWorker):
+    """Hands back all but one of what it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[list[str]] = []
+
+    async def HandBackPrompts(
+        self,
+        request: worker_pb2.HandBackPromptsRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.HandBackPromptsRequest, worker_pb2.HandBackPromptsReply],
+    ) -> worker_pb2.HandBackPromptsReply:
+        self.asked.append(list(request.request_ids))
+        return worker_pb2.HandBackPromptsReply(handed_back=len(request.request_ids) - 1)
+
+
+async def test_the_instance_is_told_which() -> None:
+    worker, channels = Worker(), Channels()
+    servicer = Servicer(worker_pb2_grpc.add_WorkerServicer_to_server, worker, "tailrace.v1.Worker")
+    async with serve_grpc("127.0.0.1:0", [servicer]) as server:
+        state = ClusterState()
+        state.set_members(Members(instances={"a": instance("a", server.address)}), 0.0)
+        recaller = Recaller(state, channels)
+        assert await recaller.recall("a", ("r", "q", "p")) == 2
+        assert worker.asked == [["r", "q", "p"]]
+        with pytest.raises(Refused, match="gone"):
+            await recaller.recall("b", ("r",))
+    await channels.close()
+
+
+async def test_a_worker_that_cannot_do_so() -> None:
+    channels = Channels()
+    async with serve_grpc("127.0.0.1:0", []) as server:
+        state = ClusterState()
+        state.set_members(Members(instances={"a": instance("a", server.address)}), 0.0)
+        with pytest.raises(Refused):
+            await Recaller(state, channels).recall("a", ("r",))
+    await channels.close()
