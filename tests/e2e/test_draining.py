@@ -104,7 +104,7 @@ def test_a_worker_that_is_told_to_stop_in_the_middle_of_a_migration(
     simulated_fleet: Fleet, simulated_chats: Chats, undisturbed: list[Chat], step: str, told: str
 ) -> None:
     stream = begin(simulated_chats, 1)[0]
-    (request,) = simulated_fleet.requests()
+    request = simulated_fleet.wait_request("")
     target = next(name for name in simulated_fleet.instances() if name != request.instance_id)
     simulated_fleet.arm({"hold": step, "seconds": 1})
     moving = threading.Thread(target=move, args=(simulated_fleet, request.request_id, target))
