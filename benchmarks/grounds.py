@@ -15,7 +15,7 @@ from pathlib import Path
 
 from simulator.records import RequestRecord
 from simulator.request import SimRequest
-from simulator.workloads.arrivals import at_rate, merged, poisson_requests
+from simulator.workloads.arrivals import at_rate, merged
 from simulator.workloads.base import Workload
 from simulator.workloads.generators import GENERATORS
 from simulator.workloads.resolve import WorkloadOptions, resolve_workload
@@ -95,10 +95,10 @@ def _loaded(spec: str) -> Sequence[SimRequest]:
 
 
 def generated(name: str) -> Draw:
-    """One of the simulator's generators, with Poisson arrivals."""
+    """One of the simulator's generators, with its own arrivals."""
 
     def draw(count: int, rate_per_s: float, seed: int, traces: Path | None) -> Sequence[SimRequest]:
-        return poisson_requests(name, GENERATORS[name].lengths, count, rate_per_s, seed)
+        return GENERATORS[name].requests(count, rate_per_s, seed)
 
     return draw
 
@@ -153,6 +153,29 @@ GROUNDS: tuple[Ground, ...] = (
         (Slo("sharegpt_turns", TTFT_S, PACE_S),),
         20.0,
         penalty="cascadeinfer-figure-2-step",
+        needs_traces=False,
+    ),
+    # Two on which KV is short and nobody reasons.
+    Ground(
+        "plain-mix",
+        "",
+        generated("plain_mix"),
+        LLAMA,
+        4,
+        80.0,
+        (Slo("plain_mix", TTFT_S, PACE_S),),
+        30.0,
+        needs_traces=False,
+    ),
+    Ground(
+        "turns-small-gpu",
+        "",
+        generated("sharegpt_turns"),
+        "llama-3.1-8b-rtx4090",
+        4,
+        80.0,
+        (Slo("sharegpt_turns", TTFT_S, PACE_S),),
+        5.0,
         needs_traces=False,
     ),
 )

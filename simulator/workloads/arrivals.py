@@ -1,4 +1,4 @@
-"""When requests arrive: Poisson arrivals, and workloads scaled, cut and merged.
+"""When requests arrive: Poisson or in bursts, and workloads scaled, cut and merged.
 
 Every function returns a new workload and leaves the given one as it is.
 """
@@ -18,12 +18,27 @@ from simulator.workloads.lengths import DrawLengths, Times
 
 def poisson_times(count: int, rate_per_s: float, rng: np.random.Generator) -> Times:
     """The first `count` arrivals of a Poisson process, in seconds. Raises WorkloadError for no rate."""
+    _check(count, rate_per_s)
+    times: Times = rng.standard_exponential(count).cumsum() / rate_per_s
+    return times
+
+
+def gamma_times(count: int, rate_per_s: float, rng: np.random.Generator, variation: float) -> Times:
+    """The first `count` arrivals, in seconds, with gamma distributed times between them.
+
+    `variation`: their coefficient of variation, above zero; 1: Poisson. Raises WorkloadError for no rate.
+    """
+    _check(count, rate_per_s)
+    shape = variation**-2
+    times: Times = rng.standard_gamma(shape, count).cumsum() / (shape * rate_per_s)
+    return times
+
+
+def _check(count: int, rate_per_s: float) -> None:
     if not rate_per_s > 0.0 or not np.isfinite(rate_per_s):
         raise WorkloadError(f"the rate must be a number above zero, not {rate_per_s}")
     if count < 1:
         raise WorkloadError(f"a workload needs at least one request, not {count}")
-    times: Times = rng.standard_exponential(count).cumsum() / rate_per_s
-    return times
 
 
 def poisson_requests(
@@ -34,9 +49,24 @@ def poisson_requests(
     Lengths and times come from two streams of `seed`: at another rate the same requests arrive in the same
     order, only closer together, which is what a comparison of rates wants.
     """
+    lengths_rng, times_rng = _streams(seed)
+    times = poisson_times(count, rate_per_s, times_rng)
+    return draw(count, lengths_rng).requests(times, name)
+
+
+def gamma_requests(
+    name: str, draw: DrawLengths, count: int, rate_per_s: float, seed: int, variation: float
+) -> list[SimRequest]:
+    """As `poisson_requests`, with arrivals as in `gamma_times`."""
+    lengths_rng, times_rng = _streams(seed)
+    times = gamma_times(count, rate_per_s, times_rng, variation)
+    return draw(count, lengths_rng).requests(times, name)
+
+
+def _streams(seed: int) -> tuple[np.random.Generator, np.random.Generator]:
+    """Of lengths and of times."""
     lengths_seed, times_seed = np.random.SeedSequence(seed).spawn(2)
-    times = poisson_times(count, rate_per_s, np.random.default_rng(times_seed))
-    return draw(count, np.random.default_rng(lengths_seed)).requests(times, name)
+    return np.random.default_rng(lengths_seed), np.random.default_rng(times_seed)
 
 
 def mean_rate_per_s(requests: Sequence[SimRequest]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from simulator.request import SimRequest
 from simulator.workloads import (
     alpaca_ares,
     alpaca_eval,
@@ -14,12 +15,14 @@ from simulator.workloads import (
     code,
     math_gpqa_lcb,
     mix,
+    plain_mix,
     r1,
     reasoning_phase,
     sharegpt,
     sharegpt_ares,
     sharegpt_turns,
 )
+from simulator.workloads.arrivals import gamma_requests, poisson_requests
 from simulator.workloads.lengths import DrawLengths
 
 
@@ -30,6 +33,19 @@ class Generator:
     name: str
     lengths: DrawLengths
     summary: str
+    # Coefficient of variation of the times between arrivals; 1: Poisson.
+    arrival_cv: float = 1.0
+
+    @property
+    def arrivals(self) -> str:
+        """How requests arrive, in words."""
+        return "Poisson" if self.arrival_cv == 1.0 else f"in bursts (variation {self.arrival_cv:g})"
+
+    def requests(self, count: int, rate_per_s: float, seed: int) -> list[SimRequest]:
+        """`count` requests at `rate_per_s`. Raises WorkloadError for no rate."""
+        if self.arrival_cv == 1.0:
+            return poisson_requests(self.name, self.lengths, count, rate_per_s, seed)
+        return gamma_requests(self.name, self.lengths, count, rate_per_s, seed, self.arrival_cv)
 
 
 _ALL = (
@@ -46,6 +62,12 @@ _ALL = (
     Generator(sharegpt_turns.NAME, sharegpt_turns.lengths, "ShareGPT, any turn with its history"),
     Generator(code.NAME, code.lengths, "code completion, after the Azure trace of 2023"),
     Generator(mix.NAME, mix.lengths, "a third each of sharegpt_turns, code and r1"),
+    Generator(
+        plain_mix.NAME,
+        plain_mix.lengths,
+        "a third each of summaries, chat and long writing; nobody reasons, KV is short",
+        plain_mix.ARRIVAL_CV,
+    ),
 )
 
 GENERATORS: Mapping[str, Generator] = {generator.name: generator for generator in _ALL}

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from simulator.workloads import azure, burstgpt, jsonl, mooncake
-from simulator.workloads.arrivals import at_rate, merged, poisson_requests, scaled
+from simulator.workloads.arrivals import at_rate, merged, scaled
 from simulator.workloads.base import Workload, WorkloadError
 from simulator.workloads.clip import Clip
 from simulator.workloads.fit import fit
@@ -33,7 +33,7 @@ class WorkloadOptions:
 
     # Of generators; traces have nothing random.
     seed: int = 0
-    # A generator's Poisson rate (it must have one); a trace is scaled in time until its mean rate is this.
+    # A generator's mean rate (it must have one); a trace is scaled in time until its mean rate is this.
     rate_per_s: float | None = None
     # A trace's time runs this many times as fast; not together with rate_per_s.
     speed: float | None = None
@@ -112,9 +112,11 @@ def _generated(generator: Generator, options: WorkloadOptions) -> Workload:
     if clip.duration_s is not None and clip.count is None:
         # Eight standard deviations above the mean: that so many arrive before the window ends never happens.
         mean = rate * clip.duration_s
-        count = math.ceil(mean + 8.0 * math.sqrt(mean)) + 8
-    requests = clip.cut(poisson_requests(generator.name, generator.lengths, count, rate, options.seed))
+        spread = math.sqrt(mean) * max(1.0, generator.arrival_cv)
+        count = math.ceil(mean + 8.0 * spread) + 8
+    requests = clip.cut(generator.requests(count, rate, options.seed))
     if not requests:
         raise WorkloadError(f"{generator.name}: nothing arrives{clip.words()} at {rate:g} requests/s")
-    source = f"{generator.summary}; {len(requests)} requests, Poisson, {rate:g}/s, seed {options.seed}"
+    arriving = f"{generator.arrivals}, {rate:g}/s, seed {options.seed}"
+    source = f"{generator.summary}; {len(requests)} requests, {arriving}"
     return Workload(generator.name, requests, source)

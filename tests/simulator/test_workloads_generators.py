@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.workloads import alpaca_ares, alpaca_eval, arena_hard, math_gpqa_lcb, r1, sharegpt_ares
+from simulator.workloads import (
+    alpaca_ares,
+    alpaca_eval,
+    arena_hard,
+    math_gpqa_lcb,
+    plain_mix,
+    r1,
+    sharegpt_ares,
+)
 from simulator.workloads.arrivals import poisson_requests
 from simulator.workloads.base import WorkloadError
 from simulator.workloads.generators import GENERATORS
@@ -32,8 +40,8 @@ def percentiles(values: Tokens, *shares: float) -> list[float]:
 @pytest.mark.parametrize("name", GENERATORS)
 def test_every_generator_gives_requests_in_order_and_is_a_function_of_its_seed(name: str) -> None:
     requests = import_module(f"simulator.workloads.{name}").generate(500, 2.0, 3)
-    assert requests == poisson_requests(name, GENERATORS[name].lengths, 500, 2.0, seed=3)
-    assert requests != poisson_requests(name, GENERATORS[name].lengths, 500, 2.0, seed=4)
+    assert requests == GENERATORS[name].requests(500, 2.0, seed=3)
+    assert requests != GENERATORS[name].requests(500, 2.0, seed=4)
     assert [r.arrival_s for r in requests] == sorted(r.arrival_s for r in requests)
     assert len({r.request_id for r in requests}) == 500
     assert max(r.prompt_tokens + r.output_tokens for r in requests) <= 131_072
@@ -54,9 +62,22 @@ def test_arrivals_are_poisson() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
-def test_no_rate_no_requests(rate: float) -> None:
+@pytest.mark.parametrize("name", ["r1", "plain_mix"])
+def test_no_rate_no_requests(name: str, rate: float) -> None:
     with pytest.raises(WorkloadError, match="rate must be"):
-        poisson_requests("r1", r1.lengths, 5, rate, seed=0)
+        GENERATORS[name].requests(5, rate, seed=0)
+
+
+def test_the_plain_mix_has_the_statistics_that_it_was_made_for() -> None:
+    lengths = drawn(plain_mix.lengths)
+    assert lengths.prompt.mean() == pytest.approx(2_000, rel=0.02)
+    assert percentiles(lengths.prompt, 95) == pytest.approx([5_000], rel=0.02)
+    assert lengths.answer.mean() == pytest.approx(780, rel=0.02)
+    assert percentiles(lengths.answer, 50, 95, 99) == pytest.approx([470, 2_060, 2_540], rel=0.02)
+    assert not lengths.reasoning.any()
+    between = np.diff([r.arrival_s for r in plain_mix.generate(20_000, 5.0, seed=2)])
+    assert between.mean() == pytest.approx(0.2, rel=0.03)
+    assert between.std() / between.mean() == pytest.approx(2.0, rel=0.03)
 
 
 # ARES, table 2 and section 2: (mean, sd, P50, P90, P95).

@@ -1,0 +1,54 @@
+"""Summaries of long texts, chat and long writing, a third each; nobody reasons.
+
+A load whose bottleneck is KV: long prompts beside long outputs, so that what a batch holds grows while it
+decodes. The kinds are ours, not a measurement. Their lognormal lengths were chosen so that those of all
+requests together have the statistics of a load on which orders inside an instance were found to differ
+most: prompts of mean 2,000 and P95 5,000; outputs of mean 780, P50 470, P95 2,060, P99 2,540.
+
+Arrivals come in bursts: the time between them is gamma distributed with a coefficient of variation of 2.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from simulator.request import SimRequest
+from simulator.workloads.arrivals import gamma_requests
+from simulator.workloads.blend import blend
+from simulator.workloads.lengths import Lengths, lognormal_of_mean, tokens
+
+NAME = "plain_mix"
+ARRIVAL_CV = 2.0
+
+
+def summaries(count: int, rng: np.random.Generator) -> Lengths:
+    """Long prompts of much the same length, short outputs."""
+    return _plain(count, rng, prompt=(4_400, 0.13), output=(207, 0.5))
+
+
+def chat(count: int, rng: np.random.Generator) -> Lengths:
+    """Some history, outputs of usual length."""
+    return _plain(count, rng, prompt=(1_000, 0.7), output=(490, 0.4))
+
+
+def writing(count: int, rng: np.random.Generator) -> Lengths:
+    """Long outputs."""
+    return _plain(count, rng, prompt=(600, 0.7), output=(1_643, 0.248))
+
+
+def lengths(count: int, rng: np.random.Generator) -> Lengths:
+    """Lengths of `count` requests."""
+    return blend([(1 / 3, summaries), (1 / 3, chat), (1 / 3, writing)], count, rng)
+
+
+def generate(count: int, rate_per_s: float, seed: int) -> list[SimRequest]:
+    """`count` requests at `rate_per_s`."""
+    return gamma_requests(NAME, lengths, count, rate_per_s, seed, ARRIVAL_CV)
+
+
+def _plain(
+    count: int, rng: np.random.Generator, *, prompt: tuple[float, float], output: tuple[float, float]
+) -> Lengths:
+    """Both lognormal: (mean, deviation of the logarithm)."""
+    prompts = tokens(lognormal_of_mean(*prompt, count, rng))
+    return Lengths(prompts, np.zeros(count, np.int64), tokens(lognormal_of_mean(*output, count, rng)))
