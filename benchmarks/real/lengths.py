@@ -6,7 +6,6 @@ Where it is a few percent, there is nothing that sorting could gain.
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Sequence
 from typing import Final
@@ -18,7 +17,7 @@ from benchmarks.real.plan import progress
 from benchmarks.servers import MODEL
 
 _REQUESTS: Final = 8
-_OUTPUT: Final = 128
+_OUTPUT: Final = 512
 # A token of the tiny model's is a byte.
 _MEAN: Final = 320
 _LONGEST: Final = 2_000
@@ -26,7 +25,7 @@ _PAIRS: Final = 3
 
 
 async def spread_over_equal(fleet: Fleet) -> float:
-    """Measure the time between tokens of one long and seven short contexts, over that of eight equal ones.
+    """Measure a decode step of one long and seven short contexts, over one of eight equal contexts.
 
     Both batches hold the same KV in all; the median of alternating pairs. `fleet`: of one instance.
     """
@@ -35,28 +34,27 @@ async def spread_over_equal(fleet: Fleet) -> float:
     equal = [_MEAN] * _REQUESTS
     spread = [_LONGEST] + [short] * (_REQUESTS - 1)
     await fleet.clear()
-    pairs = [(await _interval(fleet, spread), await _interval(fleet, equal)) for _ in range(_PAIRS)]
+    pairs = [(await _step(fleet, spread), await _step(fleet, equal)) for _ in range(_PAIRS)]
     ratios = [ours / theirs for ours, theirs in pairs]
     found = statistics.median(ratios)
     progress(f"  a step of unequal lengths takes {found:.3f} times one of equal ones ({_PAIRS} pairs)")
     return found
 
 
-async def _interval(fleet: Fleet, prompts: Sequence[int]) -> float:
-    """Median seconds between tokens while all of these decode."""
-
+async def _step(fleet: Fleet, prompts: Sequence[int]) -> float:
+    """Mean seconds of a step while all of these decode, one token each a step."""
     requests = [completion_request(fleet.url, MODEL, "x" * tokens, _OUTPUT) for tokens in prompts]
     results = await run_streams(fleet.url, requests)
     for result in results:
         if result.error:
             raise Disturbed(f"measuring unequal lengths: {result.error}")
+        if len(result.event_times) != _OUTPUT:
+            raise Disturbed(
+                f"measuring unequal lengths: {len(result.event_times)} events of {_OUTPUT} tokens"
+            )
     times = [result.event_times for result in results]
     # From when the last has begun to when the first has ended all decode together.
     begin, end = max(each[0] for each in times), min(each[-1] for each in times)
-    gaps = [
-        later - earlier
-        for each in times
-        for earlier, later in itertools.pairwise(each)
-        if begin <= earlier and later <= end
-    ]
-    return statistics.median(gaps)
+    # Tokens of one step often come in one read: only how many came in all that time says how long one took.
+    tokens = sum(begin < at <= end for each in times for at in each)
+    return (end - begin) * len(times) / tokens
