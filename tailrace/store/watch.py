@@ -143,14 +143,15 @@ class PrefixWatch:
                 raise StreamEnded("etcd's data was replaced")
             try:
                 async with asyncio.timeout(_CATCH_UP_S):
+                    # Before the request: its reply may have been taken in by the time that `write` returns.
+                    self._progress.clear()
                     await stream.write(progress_request())
                     await self._reached(now.revision)
             except TimeoutError as error:
                 raise StreamEnded(f"silent for {_CATCH_UP_S:.0f} s, or behind the others") from error
 
     async def _reached(self, revision: int) -> None:
-        # A reply to the request just written is waited for even when nothing has changed.
-        self._progress.clear()
+        # A reply since the request is waited for even when nothing has changed.
         await self._progress.wait()
         while self._seen < revision:
             self._progress.clear()

@@ -8,17 +8,21 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
 from tailrace.local.ports import free_ports
 from tailrace.service.etcd import find_etcd, local_etcd
-from tailrace.store.client import EtcdClient
+from tailrace.store.client import EtcdClient, Member
 from tailrace.store.endpoints import parse_endpoints
 from tailrace.store.store import Held, Store, StoreUnavailable
+from tailrace.v1 import etcd_pb2
 from tests.store.etcd_proxy import LEASE_GRANT, TXN, EtcdProxy, etcd_proxy
 from tests.store.waiting import until
+
+WatchStream = grpc.aio.StreamStreamCall[etcd_pb2.WatchRequest, etcd_pb2.WatchResponse]
 
 
 def prefer(store: Store, endpoint: str) -> None:
@@ -204,6 +208,53 @@ async def test_a_watch_leaves_a_member_that_falls_silent(often: None, etcd: str,
             assert await anext(watch) == {"pools/a": b"decode", "pools/b": b"decode"}
         await watch.aclose()
         await other.close()
+
+
+class _WriteReturnsLate:
+    """A watch's stream whose `write` returns once the reply has been taken in, as on a busy event loop."""
+
+    def __init__(self, stream: WatchStream) -> None:
+        self._stream = stream
+        self._asks_again = asyncio.Event()
+        self.writes = 0
+
+    async def read(self) -> object:
+        self._asks_again.set()
+        return await self._stream.read()
+
+    async def write(self, request: etcd_pb2.WatchRequest) -> None:
+        self._asks_again.clear()
+        await self._stream.write(request)
+        self.writes += 1
+        if request.HasField("progress_request"):
+            await self._asks_again.wait()
+
+    def cancel(self) -> bool:
+        return self._stream.cancel()
+
+
+async def test_a_watch_keeps_a_member_whose_reply_comes_before_the_write_returns(
+    etcd: str, cluster: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tailrace.store.watch._CHECK_S", 0.1)
+    streams: list[_WriteReturnsLate] = []
+    open_stream = Member.stream
+
+    def late(member: Member, *arguments: Any) -> _WriteReturnsLate:
+        streams.append(_WriteReturnsLate(open_stream(member, *arguments)))
+        return streams[-1]
+
+    monkeypatch.setattr(Member, "stream", late)
+    store = await Store.connect([etcd], cluster)
+    watch = store.watch_prefix("pools/")
+    assert await anext(watch) == {}
+    async with asyncio.timeout(10):
+        # The first opens the watch; three checks, of which each would have failed.
+        while streams[0].writes < 4 and len(streams) == 1:
+            await store.get("pools/none")
+    assert len(streams) == 1, caplog.text
+    await watch.aclose()
+    await store.close()
 
 
 async def test_a_watch_leaves_a_member_that_answers_but_is_behind(
