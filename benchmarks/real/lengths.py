@@ -48,11 +48,12 @@ async def _step(fleet: Fleet, prompts: Sequence[int]) -> float:
     for result in results:
         if result.error:
             raise Disturbed(f"measuring unequal lengths: {result.error}")
-        if len(result.event_times) != _OUTPUT:
+        if len(result.event_times) < _OUTPUT:
             raise Disturbed(
                 f"measuring unequal lengths: {len(result.event_times)} events of {_OUTPUT} tokens"
             )
-    times = [result.event_times for result in results]
+    # The events after the last token tell why it ended, and the usage.
+    times = [result.event_times[:_OUTPUT] for result in results]
     # From when the last has begun to when the first has ended all decode together.
     begin, end = max(each[0] for each in times), min(each[-1] for each in times)
     # Tokens of one step often come in one read: only how many came in all that time says how long one took.
