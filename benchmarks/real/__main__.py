@@ -17,6 +17,7 @@ from benchmarks.real.plan import Bench, Scale, progress
 from benchmarks.real.report import Comparison, summary
 from benchmarks.report import machine, save
 
+_FILE_COLUMNS: Final = 120
 # PASCAL first: its last fleet is the one that the others use.
 _COMPARISONS: Final[Mapping[str, Callable[[Bench], Awaitable[Sequence[Comparison]]]]] = {
     "pascal": pascal.run,
@@ -67,7 +68,8 @@ def main() -> int:
     if options.output == "json":
         print(json.dumps({"machine": machine(), **{each.name: each.json() for each in done}}))
     else:
-        console = Console()
+        # Of that many figures a table is wider than the 80 columns that a file or a pipe is taken for.
+        console = Console() if sys.stdout.isatty() else Console(width=_FILE_COLUMNS)
         for each in done:
             console.print(each.table())
         console.print(summary(done))

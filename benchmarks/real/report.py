@@ -89,25 +89,27 @@ class Comparison:
         }
 
     def table(self) -> Table:
-        """One row a figure."""
+        """One row a contestant, with the ratio of ours to it below each figure."""
         equal, requests = self.answers
         seeds = ", ".join(map(str, dict.fromkeys(run.seed for run in self.runs)))
+        more = "".join(
+            f"; {name.replace('_', ' ')}: {_number(value)}" for name, value in self.runs[0].more.items()
+        )
         table = Table(
             title=f"{self.title}: {equal} of {requests} answers equal",
-            caption=f"{self.rate:.2f} requests/s, seeds {seeds}; means over seeds; SLO: {self.slo}",
+            caption=f"{self.rate:.2f} requests/s, seeds {seeds}; means over seeds, and {self.ours} / theirs; "
+            f"SLO: {self.slo}{more}",
         )
-        table.add_column("figure")
-        for name in self.contestants:
-            table.add_column(name, justify="right")
-        ratios = self.ratios()
-        for rival in ratios:
-            table.add_column(f"{self.ours} / {rival}", justify="right")
+        table.add_column("contestant")
         for figure in self.compared:
-            values = [self.mean(name, figure) for name in self.contestants]
-            shown = [ratios[rival].get(figure) for rival in ratios]
-            table.add_row(_words(figure), *map(_number, values), *map(_number, shown))
-        for name, value in self.runs[0].more.items():
-            table.add_row(name.replace("_", " "), _number(value))
+            table.add_column(_words(figure), justify="right")
+        ratios = self.ratios()
+        for name in self.contestants:
+            cells = [_number(self.mean(name, figure)) for figure in self.compared]
+            if name in ratios:
+                shown = (ratios[name].get(figure) for figure in self.compared)
+                cells = [f"{cell}\n({_number(value)})" for cell, value in zip(cells, shown, strict=True)]
+            table.add_row(name, *cells)
         return table
 
 
