@@ -42,8 +42,11 @@ class Here:
         return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
 
     def tailrace(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.run(*self.command(*arguments))
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            self.command(*arguments),
+            command,
             cwd=self.path,
             env=self.environment(),
             stdin=subprocess.DEVNULL,
@@ -106,6 +109,14 @@ def test_a_whole_cluster(here: Here) -> None:
     assert "already up" in again.stderr
     assert here.state() == state
 
+    example = here.run(sys.executable, "-m", "examples.kill_a_worker", "--svg", "picture.svg")
+    assert example.returncode == 0, example.stdout + example.stderr
+    assert re.search(r"moved worker-\d -> worker-\d with its KV cache", example.stdout)
+    assert "text and usage equal to the answer left alone: yes" in example.stdout
+    assert "restarted worker-" in example.stdout
+    assert "<svg" in (here.path / "picture.svg").read_text()
+
+    state = here.state()
     worker = next(part for part in state.parts if part.name == "worker-0")
     os.kill(worker.identity.pid, signal.SIGKILL)
     _wait(lambda: not worker.identity.alive(), "worker-0 to end")
@@ -174,6 +185,14 @@ def test_a_worker_killed_while_starting(here: Here) -> None:
         text=True,
     )
     state = _when_worker_starts(here)
+    example = here.run(sys.executable, "-m", "examples.kill_a_worker", "--svg", "picture.svg")
+    assert example.returncode == 0, example.stdout + example.stderr
+    assert re.search(r"moved worker-\d -> worker-\d with its KV cache", example.stdout)
+    assert "text and usage equal to the answer left alone: yes" in example.stdout
+    assert "restarted worker-" in example.stdout
+    assert "<svg" in (here.path / "picture.svg").read_text()
+
+    state = here.state()
     worker = next(part for part in state.parts if part.name == "worker-0")
     os.kill(worker.identity.pid, signal.SIGKILL)
     _, errors = running.communicate(timeout=60)
