@@ -23,7 +23,8 @@ class Batch:
 
     def __init__(self, block_tokens: int) -> None:
         self.boundary = 0
-        self.jobs: dict[Job, None] = {}
+        # Each with what its context is beyond the boundary: constant, since each makes one token a step.
+        self.jobs: dict[Job, int] = {}
         self.blocks = DecodeBlocks(block_tokens)
         # Of their context, at the boundary.
         self.kv_tokens = 0
@@ -44,7 +45,7 @@ class Batch:
         job.joined = self.boundary
         job.residue = self.blocks.add(context, self.boundary)
         self.kv_tokens += context
-        self.jobs[job] = None
+        self.jobs[job] = context - self.boundary
         self.mark(job)
 
     def leave(self, job: Job, log: StepLog) -> int:
@@ -118,4 +119,4 @@ class Batch:
 
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of context of each."""
-        return np.array([job.prompt + self.tokens_of(job) for job in self.jobs], np.int64)
+        return np.fromiter(self.jobs.values(), np.int64, len(self.jobs)) + self.boundary

@@ -124,7 +124,7 @@ class Instance:
         return self._batch.boundary
 
     @property
-    def decoding(self) -> Mapping[Job, None]:
+    def decoding(self) -> Mapping[Job, int]:
         """The decoding batch."""
         return self._batch.jobs
 
