@@ -9,7 +9,7 @@ PYTHON := .venv/bin/python
 TAILRACE := .venv/bin/tailrace
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test lint format protos sbom soak bench-stream bench-transfer bench-swap bench-scale \
+.PHONY: help install up down test lint format protos sbom docs soak bench-stream bench-transfer bench-swap bench-scale \
 	bench-decisions bench-policies bench-real bench-live bench-validation bench-simulation bench-etcd claims
 
 help: ## Show this list
@@ -43,6 +43,9 @@ format: install ## Format the code
 
 protos: ## Generate tailrace/v1 from protos/
 	$(PYTHON) scripts/gen_protos.py
+
+docs: install ## Build the documentation's site in build/site
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
 
 sbom: install ## Write dist/sbom-*.json (CycloneDX) of what the lock files install
 	@mkdir -p dist
