@@ -26,6 +26,8 @@ from worker_agent.draining import HANDOVER_S
 from worker_agent.engines import EngineOptionError, EngineOptions, make_engine, read_argument
 from worker_agent.id_claim import IdInUse
 from worker_agent.intra_switch import BY_POLICY
+from worker_agent.kv.binding import BindingError, PortRange, interfaces, rdma_devices, ucx_options
+from worker_agent.kv.strays import discarding_strays
 from worker_agent.kv.transport import start_ucx, stop_ucx
 from worker_agent.metrics import WorkerCollector, WorkerHistograms, WorkerMetrics
 from worker_agent.migration.link_budget import SHARE
@@ -96,6 +98,16 @@ class EngineDied(RuntimeError):
     default=0,
     show_default=True,
     help="Port that front ends attach to; 0: any free one.",
+)
+@click.option(
+    "--kv-address",
+    metavar="HOST",
+    help="Address that KV transfer is bound to, by its network device; that of --listen when not given.",
+)
+@click.option(
+    "--kv-ports",
+    metavar="LOW-HIGH",
+    help="TCP ports for KV transfer, one for each network device; any free ones by default.",
 )
 @click.option(
     "--max-message-bytes",
@@ -173,6 +185,8 @@ def command(
     intra: str,
     host_kv_bytes: int | None,
     stream_port: int,
+    kv_address: str | None,
+    kv_ports: str | None,
     max_message_bytes: int,
     max_requests: int,
     report_interval: float,
@@ -205,6 +219,8 @@ def command(
         raise click.UsageError(str(error)) from error
     settings = WorkerSettings(
         stream_port=stream_port,
+        kv_address=kv_address,
+        kv_ports=_ports(kv_ports),
         max_message_bytes=max_message_bytes,
         max_requests=max_requests,
         report_s=report_interval,
@@ -217,6 +233,13 @@ def command(
         migration_bandwidth_share=migration_bandwidth_share,
     )
     run_service(lambda shutdown: _serve_or_say(common, options, count, settings, shutdown))
+
+
+def _ports(text: str | None) -> PortRange | None:
+    try:
+        return None if text is None else PortRange.parse(text)
+    except BindingError as error:
+        raise click.BadParameter(str(error), param_hint="--kv-ports") from error
 
 
 def _profile(name: str | None) -> Profile | None:
@@ -237,7 +260,7 @@ async def _serve_or_say(
         log.info("stopped")
         logging.shutdown()
         os._exit(0)
-    except (EngineOptionError, EngineStartError, EngineDied, IdInUse) as error:
+    except (BindingError, EngineOptionError, EngineStartError, EngineDied, IdInUse) as error:
         log.error("%s", error)
         sys.exit(1)
 
@@ -245,14 +268,15 @@ async def _serve_or_say(
 async def serve(
     common: CommonOptions, options: EngineOptions, count: int, settings: WorkerSettings, shutdown: Shutdown
 ) -> None:
-    """Run `count` workers until cancelled. Raises EngineDied when an engine failed for good."""
+    """Run `count` workers until cancelled. Raises BindingError; EngineDied when an engine failed for good."""
     names = numbered(common.member_id, count)
     registry = new_registry("worker", common.member_id)
     collector, histograms = WorkerCollector(registry), WorkerHistograms(registry)
     engines = [make_engine(options, histograms.step_late_seconds.observe) for _ in names]
-    start_ucx()
+    start_ucx(_ucx_options(common, settings))
     try:
         async with AsyncExitStack() as stack:
+            await stack.enter_async_context(discarding_strays(histograms.kv_strays.inc))
             store = await Store.connect(common.etcd, common.cluster)
             stack.push_async_callback(store.close)
             membership = await Membership.start(store)
@@ -289,6 +313,13 @@ async def serve(
                 raise EngineDied(await died)
     finally:
         stop_ucx()
+
+
+def _ucx_options(common: CommonOptions, settings: WorkerSettings) -> dict[str, str]:
+    host = settings.kv_address or common.listen.rpartition(":")[0]
+    options = ucx_options(host, settings.kv_ports, os.environ, interfaces(), rdma_devices())
+    log.info("KV transfer: %s", options or "every network device, any port")
+    return options
 
 
 def numbered(first: str, count: int) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import Counter as Counters
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -39,6 +40,11 @@ class WorkerHistograms:
             "How much too late a simulated engine's steps ended: the machine's fault. No real engine counts.",
             registry=registry,
             buckets=_LATE_BUCKETS_S,
+        )
+        self.kv_strays = Counters(
+            "tailrace_worker_kv_stray_messages",
+            "KV messages that nobody waited for: late ones, or from somebody without a ticket. Dropped.",
+            registry=registry,
         )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tailrace.intra.registry import ENGINE_ORDER
 from tailrace.profiles import Profile
 from tailrace.service.message_stream import DEFAULT_MAX_MESSAGE_BYTES
+from worker_agent.kv.binding import PortRange
 from worker_agent.migration.link_budget import SHARE
 
 
@@ -16,6 +17,10 @@ class WorkerSettings:
 
     # Where front ends attach; 0: any free port.
     stream_port: int = 0
+    # What KV transfer is bound to: an address of this machine; None: what the worker listens on.
+    kv_address: str | None = None
+    # TCP ports for KV transfer; None: any free ones.
+    kv_ports: PortRange | None = None
     # Largest message that front ends may send: a submission with its prompt.
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
     # Requests that may be here at a time, waiting or running; more are placed elsewhere, or refused.

@@ -38,7 +38,6 @@ from worker_agent.id_claim import replaced_message, wait_until_free
 from worker_agent.intra_switch import order_by
 from worker_agent.kv.client import KvClient
 from worker_agent.kv.server import KvServer
-from worker_agent.kv.sessions import Sessions
 from worker_agent.kv.staging import StagingPool
 from worker_agent.load import MigrationLoad
 from worker_agent.metrics import WorkerMetrics
@@ -93,7 +92,6 @@ class Running:
     front_ends: FrontEnds
     exports: Exports
     imports: Imports
-    sessions: Sessions
     # Hands over all that it carries, so that it can end.
     drain: Callable[[], Coroutine[None, None, None]]
 
@@ -116,7 +114,7 @@ async def running_worker(
     incarnation = fresh_incarnation()
     faults = Faults.from_environment(instance_id)
     front_ends, carried = FrontEnds(), CarriedRequests(lambda: around.membership.slo.reading_s)
-    news, sessions = PhaseNews(), Sessions()
+    news = PhaseNews()
 
     def on_dead(reason: str) -> None:
         # At once: an engine that hangs may hold the end of this process up for a while.
@@ -144,19 +142,16 @@ async def running_worker(
         order_by(settings.intra, engine.set_intra, around.membership)
         shape = info.kv_shape
         pool = StagingPool(engine, shape.block_bytes)
-        kv_server = KvServer(engine, shape, sessions, pool, faults, metrics)
+        kv_server = KvServer(engine, shape, pool, faults, metrics)
         stack.push_async_callback(kv_server.close)
         kv_client = KvClient(shape, pool, metrics)
-        stack.push_async_callback(kv_client.close)
 
         admission = Admission(engine, front_ends, carried, metrics, settings.max_requests)
         exports = Exports(
             SourceParts(
                 engine=engine,
                 shape=shape,
-                kv_host=around.host,
-                kv_port=kv_server.port,
-                sessions=sessions,
+                blocks=kv_server,
                 front_ends=front_ends,
                 carried=carried,
                 news=news,
@@ -263,7 +258,6 @@ async def running_worker(
         for name, work in (
             ("heartbeats", beat(front_ends, settings.frontend_silence_s)),
             ("reports", reports.run()),
-            ("idle KV connections", _trim(kv_client)),
             (
                 "progress",
                 watch_progress(
@@ -288,18 +282,12 @@ async def running_worker(
         registration = await register(around.store, record, settings.lease_ttl_s)
         registration.on_replaced(on_replaced)
         stack.push_async_callback(registration.withdraw)
-        log.info("%s serves %s at %s, KV at port %d", instance_id, info.model, address, kv_server.port)
+        log.info("%s serves %s at %s", instance_id, info.model, address)
 
         async def drain() -> None:
             await draining.stop(settings.drain_timeout_s, server.set_serving, registration, record)
 
-        yield Running(instance_id, record, info, stats, front_ends, exports, imports, sessions, drain)
-
-
-async def _trim(kv_client: KvClient) -> None:
-    while True:
-        await asyncio.sleep(30.0)
-        await kv_client.trim()
+        yield Running(instance_id, record, info, stats, front_ends, exports, imports, drain)
 
 
 @asynccontextmanager

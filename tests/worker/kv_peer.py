@@ -1,7 +1,14 @@
 """A process that serves KV blocks of a made-up engine: block n of a request is its own seeded noise.
 
-Run as `python -m tests.worker.kv_peer BLOCKS BLOCK_BYTES [FAULTS]`; prints port and session, serves until its
-input closes.
+Run as `python -m tests.worker.kv_peer` with a JSON PeerSettings. Answers each line that it reads, in JSON:
+
+    ["open", ADDRESS]     a session for this target: its number, the peer's address, the ticket
+    ["end", NUMBER]       end a session
+    ["address"]           the peer's address
+    ["pull", ADDRESS, TICKET]   begin to pull all blocks; after the first chunk it stands still
+    ["state"]             sessions that are open, strays that were dropped
+
+and ends with its input.
 """
 
 from __future__ import annotations
@@ -16,15 +23,27 @@ import numpy.typing as npt
 import xxhash
 from prometheus_client import CollectorRegistry
 
+from tailrace.v1 import worker_pb2
 from worker_agent.engine.base import Engine, EngineRefusal, KvShape, Staging
 from worker_agent.faults import Faults, FaultSpec
+from worker_agent.kv.address import address_of
+from worker_agent.kv.client import KvClient
+from worker_agent.kv.errors import KvTransferError
 from worker_agent.kv.server import KvServer
-from worker_agent.kv.sessions import Sessions
+from worker_agent.kv.sessions import Session
 from worker_agent.kv.staging import StagingPool
+from worker_agent.kv.strays import discarding_strays
+from worker_agent.kv.ticket import Ticket
 from worker_agent.kv.transport import start_ucx, stop_ucx
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 
-MIGRATION = "migration-1"
+
+class PeerSettings(msgspec.Struct):
+    blocks: int
+    block_bytes: int
+    faults: list[FaultSpec] = []
+    claim_s: float = 30.0
+    ucx: dict[str, str] = {}
 
 
 def shape(block_bytes: int) -> KvShape:
@@ -81,21 +100,74 @@ def checksums(data: npt.NDArray[np.uint8], size: int) -> list[int]:
     return [xxhash.xxh3_64_intdigest(view[at : at + size]) for at in range(0, data.size, size)]
 
 
-async def serve(blocks: int, block_bytes: int, faults: Sequence[FaultSpec], connections: int) -> None:
-    start_ucx()
-    engine: Engine = BlockEngine(blocks, block_bytes)  # type: ignore[assignment]
-    sessions = Sessions()
-    session = sessions.open("request", MIGRATION)
-    session.announce(0, [block_hash(number) for number in range(blocks)])
-    metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
-    pool = StagingPool(engine, block_bytes)
-    server = KvServer(engine, shape(block_bytes), sessions, pool, Faults(faults), metrics, connections)
-    print(server.port, session.number, flush=True)
-    await asyncio.to_thread(sys.stdin.read)
-    await server.close()
+class Serving:
+    """Obeys the test."""
+
+    def __init__(self, settings: PeerSettings) -> None:
+        self._settings = settings
+        engine: Engine = BlockEngine(settings.blocks, settings.block_bytes)  # type: ignore[assignment]
+        metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
+        pool = StagingPool(engine, settings.block_bytes)
+        self.server = KvServer(
+            engine, shape(settings.block_bytes), pool, Faults(settings.faults), metrics, settings.claim_s
+        )
+        self._client = KvClient(shape(settings.block_bytes), pool, metrics)
+        self._sessions: list[Session] = []
+        self._pulls: list[asyncio.Task[int]] = []
+        self._strays = 0
+
+    def count(self, strays: int) -> None:
+        self._strays += strays
+
+    async def obey(self, command: Sequence[str | int]) -> object:
+        match command:
+            case ["open", str(address)]:
+                message = worker_pb2.KvAddress.FromString(bytes.fromhex(address))
+                ours = self.server.address
+                try:
+                    session = await self.server.open("request", address_of(message, ours))
+                except KvTransferError as error:
+                    return str(error)
+                session.announce(0, [block_hash(number) for number in range(self._settings.blocks)])
+                self._sessions.append(session)
+                own = ours.message().SerializeToString().hex()
+                return [len(self._sessions) - 1, own, session.ticket.secret.hex()]
+            case ["end", int(number)]:
+                await self.server.end(self._sessions[number])
+                return True
+            case ["address"]:
+                return self.server.address.message().SerializeToString().hex()
+            case ["pull", str(address), str(ticket)]:
+                return await self._pull(worker_pb2.KvAddress.FromString(bytes.fromhex(address)), ticket)
+            case ["state"]:
+                return [len(self.server), self._strays]
+            case _:
+                raise ValueError(command)
+
+    async def _pull(self, message: worker_pb2.KvAddress, ticket: str) -> bool:
+        address = address_of(message, self.server.address)
+        transfer = await self._client.connect(address, Ticket(bytes.fromhex(ticket)))
+        arrived = asyncio.Event()
+
+        async def stand_still(first: int, num_blocks: int, data: Staging, sums: Sequence[int]) -> None:
+            arrived.set()
+            await asyncio.Event().wait()
+
+        names = [block_hash(number) for number in range(self._settings.blocks)]
+        self._pulls.append(asyncio.create_task(transfer.pull(0, names, stand_still)))
+        await arrived.wait()
+        return True
+
+
+async def serve(settings: PeerSettings) -> None:
+    start_ucx(settings.ucx)
+    serving = Serving(settings)
+    async with discarding_strays(serving.count):
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            print(msgspec.json.encode(await serving.obey(msgspec.json.decode(line))).decode(), flush=True)
+        await serving.server.close()
     stop_ucx()
 
 
 if __name__ == "__main__":
-    given = msgspec.json.decode(sys.argv[3], type=list[FaultSpec]) if len(sys.argv) > 3 else []
-    asyncio.run(serve(int(sys.argv[1]), int(sys.argv[2]), given, int(sys.argv[4])))
+    asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=PeerSettings)))

@@ -24,10 +24,11 @@ from worker_agent.engine.base import RequestKey, Submission
 from worker_agent.engine.simulated import SimulatedEngine, SimulatedSettings
 from worker_agent.faults import Faults
 from worker_agent.frontends import FrontEnds
-from worker_agent.kv.client import Deliver, Peer
+from worker_agent.kv.address import KvAddress
+from worker_agent.kv.client import Deliver
 from worker_agent.kv.errors import KvTransferError
-from worker_agent.kv.sessions import Sessions
-from worker_agent.kv.wire import migration_digest
+from worker_agent.kv.sessions import Session
+from worker_agent.kv.ticket import Ticket
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 from worker_agent.migration.exports import Exports
 from worker_agent.migration.imports import ImportRefused, Imports
@@ -115,27 +116,56 @@ class MemorySourceLink:
             raise SourceLost("the link broke")
 
 
+def _address(number: int) -> KvAddress:
+    return KvAddress(b"memory of %d" % number, "none")
+
+
+class MemoryBlocks:
+    """KvServer over the fleet's memory."""
+
+    def __init__(self, number: int) -> None:
+        self.address = _address(number)
+        self.sessions: dict[Ticket, Session] = {}
+
+    async def open(self, request_id: str, target: KvAddress) -> Session:
+        session = Session(request_id)
+        self.sessions[session.ticket] = session
+        return session
+
+    async def end(self, session: Session) -> None:
+        session.closed = True
+        del self.sessions[session.ticket]
+        await session.drained()
+
+
 class MemoryPuller:
     """KvClient over the fleet's memory."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, number: int) -> None:
         self._fleet = fleet
+        self.address = _address(number)
 
-    async def prepare(self, peer: Peer) -> None:
+    async def connect(self, source: KvAddress, ticket: Ticket) -> MemoryTransfer:
         await self._fleet.links.pass_()
+        node = next(node for node in self._fleet.nodes if node.blocks.address == source)
+        return MemoryTransfer(self._fleet, node, ticket)
 
-    async def pull(
-        self,
-        peer: Peer,
-        session: int,
-        migration_id: str,
-        first_block: int,
-        hashes: Sequence[bytes],
-        deliver: Deliver,
-    ) -> int:
-        source = self._fleet.nodes[peer.port]
-        found = source.sessions.find(session, migration_digest(migration_id))
-        if found is None or found.closed:
+
+class MemoryTransfer:
+    """KvTransfer over the fleet's memory."""
+
+    def __init__(self, fleet: Fleet, source: Node, ticket: Ticket) -> None:
+        self._fleet = fleet
+        self._source = source
+        self._ticket = ticket
+
+    async def close(self) -> None:
+        pass
+
+    async def pull(self, first_block: int, hashes: Sequence[bytes], deliver: Deliver) -> int:
+        source = self._source
+        found = source.blocks.sessions.get(self._ticket)
+        if found is None:
             raise KvTransferError("the export has ended")
         if found.hashes(first_block, len(hashes)) != list(hashes):
             raise KvTransferError("other blocks")
@@ -157,7 +187,7 @@ class Node:
     def __init__(self, fleet: Fleet, number: int) -> None:
         self.number = number
         self.dead = False
-        self.front_ends, self.sessions = FrontEnds(), Sessions()
+        self.front_ends, self.blocks = FrontEnds(), MemoryBlocks(number)
         self.carried = CarriedRequests()
         self.metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
         self.engine = SimulatedEngine(ENGINE, clock=asyncio.get_running_loop())
@@ -177,9 +207,7 @@ class Node:
             SourceParts(
                 self.engine,
                 shape,
-                "memory",
-                self.number,
-                self.sessions,
+                self.blocks,
                 self.front_ends,
                 self.carried,
                 self._news,
@@ -193,7 +221,7 @@ class Node:
                 str(self.number),
                 self.engine,
                 shape,
-                MemoryPuller(self._fleet),
+                MemoryPuller(self._fleet, self.number),
                 self.front_ends,
                 self.carried,
                 self._news,
@@ -475,7 +503,7 @@ class Fleet:
             stats = node.engine.stats()
             assert stats.requests == [], f"node {node.number} still runs {stats.requests}"
             assert stats.kv_blocks_used == 0, f"node {node.number} holds blocks"
-            assert len(node.imports) == len(node.exports) == len(node.sessions) == 0
+            assert len(node.imports) == len(node.exports) == len(node.blocks.sessions) == 0
             assert len(node.carried) == 0
             assert node.engine.stats().kv_blocks_total > 0
 

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+import msgspec
 import numpy as np
+import psutil
 import pytest
 import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
-from tests.worker.kv_peer import MIGRATION, BlockEngine, block, block_hash, checksums, shape
-from worker_agent.engine.base import KvCorrupt, Staging
-from worker_agent.kv.client import KvClient, Peer
+from tailrace.v1 import worker_pb2
+from tests.worker.kv_peer import BlockEngine, PeerSettings, block, block_hash, checksums, shape
+from worker_agent.engine.base import KvCorrupt, KvShape, Staging
+from worker_agent.faults import FaultSpec
+from worker_agent.kv.address import KvAddress, address_of
+from worker_agent.kv.binding import interfaces, ucx_options
+from worker_agent.kv.client import KvClient, KvTransfer
 from worker_agent.kv.errors import KvIdentityError, KvTransferError
 from worker_agent.kv.staging import StagingPool
-from worker_agent.kv.transport import start_ucx, stop_ucx
+from worker_agent.kv.strays import discard_strays
+from worker_agent.kv.ticket import Ticket
+from worker_agent.kv.transport import Channel, own_address, start_ucx, stop_ucx
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 
 # UCX is bound to one event loop.
@@ -25,37 +34,64 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SIZE = 64 << 10
 BLOCKS = 700
+LOOPBACK = ucx_options("127.0.0.1", None, {}, interfaces(), [])
 
 
 class Source:
     """A process that serves blocks."""
 
-    def __init__(self, process: asyncio.subprocess.Process, port: int, session: int) -> None:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
-        self.peer = Peer("127.0.0.1", port)
-        self.session = session
+        self._asking = asyncio.Lock()
+
+    async def ask(self, *command: object) -> object:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        async with asyncio.timeout(30), self._asking:
+            self.process.stdin.write(msgspec.json.encode(command) + b"\n")
+            return msgspec.json.decode(await self.process.stdout.readline())
+
+    async def open(self, client: KvClient) -> tuple[int, KvAddress, Ticket]:
+        """A session for this client."""
+        answer = await self.ask("open", client.address.message().SerializeToString().hex())
+        assert isinstance(answer, list), answer
+        number, address, ticket = answer
+        message = worker_pb2.KvAddress.FromString(bytes.fromhex(address))
+        return number, address_of(message, client.address), Ticket(bytes.fromhex(ticket))
+
+    @asynccontextmanager
+    async def transfer(self, client: KvClient) -> AsyncIterator[KvTransfer]:
+        number, address, ticket = await self.open(client)
+        transfer = await client.connect(address, ticket)
+        try:
+            yield transfer
+        finally:
+            await transfer.close()
+            if self.process.returncode is None:
+                await self.ask("end", number)
+
+    async def until(self, sessions: int, strays: int) -> None:
+        async with asyncio.timeout(20):
+            while await self.ask("state") != [sessions, strays]:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
 
 
 @asynccontextmanager
-async def source_process(
-    blocks: int = BLOCKS, faults: str = "[]", connections: int = 64
-) -> AsyncIterator[Source]:
+async def source_process(settings: PeerSettings | None = None) -> AsyncIterator[Source]:
+    given = settings or PeerSettings(BLOCKS, SIZE)
+    given.ucx = given.ucx or LOOPBACK
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "tests.worker.kv_peer",
-        str(blocks),
-        str(SIZE),
-        faults,
-        str(connections),
+        msgspec.json.encode(given).decode(),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "UCX_LOG_FILE": "stderr"},
+        limit=1 << 20,
     )
-    assert process.stdin is not None and process.stdout is not None
+    assert process.stdin is not None
     try:
-        async with asyncio.timeout(30):
-            port, session = (await process.stdout.readline()).split()
-        yield Source(process, int(port), int(session))
+        yield Source(process)
     finally:
         process.stdin.close()
         try:
@@ -80,14 +116,15 @@ class Receiver:
             self.blocks[first + number] = data[number * SIZE : (number + 1) * SIZE].tobytes()
 
 
+def client_of(kv: KvShape) -> KvClient:
+    metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
+    return KvClient(kv, StagingPool(BlockEngine(1, SIZE), SIZE), metrics)  # type: ignore[arg-type]
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client() -> AsyncIterator[KvClient]:
-    start_ucx()
-    metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
-    engine = BlockEngine(1, SIZE)
-    client = KvClient(shape(SIZE), StagingPool(engine, SIZE), metrics)  # type: ignore[arg-type]
-    yield client
-    await client.close()
+    start_ucx(LOOPBACK)
+    yield client_of(shape(SIZE))
     stop_ucx()
 
 
@@ -103,82 +140,153 @@ def names(first: int, count: int) -> list[bytes]:
 
 async def test_many_blocks_arrive_as_they_are(client: KvClient, source: Source) -> None:
     receiver = Receiver()
-    size = await client.pull(source.peer, source.session, MIGRATION, 0, names(0, BLOCKS), receiver.deliver)
-    assert size == BLOCKS * SIZE
-    for first, count in [(3, 1), (100, 129), (699, 1), (0, 128)]:
-        await client.pull(
-            source.peer, source.session, MIGRATION, first, names(first, count), receiver.deliver
-        )
+    async with source.transfer(client) as transfer:
+        assert await transfer.pull(0, names(0, BLOCKS), receiver.deliver) == BLOCKS * SIZE
+        for first, count in [(3, 1), (100, 129), (699, 1), (0, 128)]:
+            await transfer.pull(first, names(first, count), receiver.deliver)
     assert sorted(receiver.blocks) == list(range(BLOCKS))
     assert all(receiver.blocks[number] == block(number, SIZE).tobytes() for number in range(BLOCKS))
 
 
 async def test_transfers_at_the_same_time_do_not_mix(client: KvClient, source: Source) -> None:
-    receivers = [Receiver() for _ in range(3)]
+    async def pull(first: int, count: int) -> list[int]:
+        receiver = Receiver()
+        async with source.transfer(client) as transfer:
+            await transfer.pull(first, names(first, count), receiver.deliver)
+        return sorted(receiver.blocks)
+
     ranges = [(0, 400), (200, 400), (300, 400)]
-    await asyncio.gather(
-        *(
-            client.pull(source.peer, source.session, MIGRATION, first, names(first, count), each.deliver)
-            for each, (first, count) in zip(receivers, ranges, strict=True)
-        )
-    )
-    for each, (first, count) in zip(receivers, ranges, strict=True):
-        assert sorted(each.blocks) == list(range(first, first + count))
+    assert await asyncio.gather(*(pull(*each) for each in ranges)) == [
+        list(range(first, first + count)) for first, count in ranges
+    ]
 
 
-async def test_idle_connections_make_room(client: KvClient) -> None:
-    """A large fleet's peers keep more of them than there may be."""
-    engine = BlockEngine(1, SIZE)
-    metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
-    peers: list[KvClient] = []
-    async with source_process(connections=2) as source:
-        for first in range(4):
-            peers.append(KvClient(shape(SIZE), StagingPool(engine, SIZE), metrics))  # type: ignore[arg-type]
-            receiver = Receiver()
-            await peers[-1].pull(
-                source.peer, source.session, MIGRATION, first, names(first, 2), receiver.deliver
+async def test_only_the_given_address_and_ports_listen_while_blocks_are_sent(client: KvClient) -> None:
+    """By UCX's transport, for nothing else listens."""
+    options = LOOPBACK | {"TCP_PORT_RANGE": "23100-23199"}
+    listening: list[tuple[str, int]] = []
+    async with source_process(PeerSettings(BLOCKS, SIZE, ucx=options)) as source:
+
+        async def look(first: int, num_blocks: int, data: Staging, sums: Sequence[int]) -> None:
+            of_source = psutil.Process(source.process.pid).net_connections()
+            listening.extend(
+                (each.laddr.ip, each.laddr.port) for each in of_source if each.status == psutil.CONN_LISTEN
             )
-            assert sorted(receiver.blocks) == [first, first + 1]
-        for each in peers:
-            await each.close()
+
+        async with source.transfer(client) as transfer:
+            await transfer.pull(0, names(0, 300), look)
+    assert listening
+    assert all(address == "127.0.0.1" and 23100 <= port <= 23199 for address, port in listening)
 
 
 async def test_other_blocks_than_those_named_are_refused(client: KvClient, source: Source) -> None:
     receiver = Receiver()
-    with pytest.raises(KvIdentityError):
-        await client.pull(
-            source.peer, source.session, MIGRATION, 0, [b"another", *names(1, 3)], receiver.deliver
-        )
+    async with source.transfer(client) as transfer:
+        with pytest.raises(KvIdentityError):
+            await transfer.pull(0, [b"another", *names(1, 3)], receiver.deliver)
     assert receiver.blocks == {}
     # A transfer that failed leaves nothing behind that could disturb the next.
-    await client.pull(source.peer, source.session, MIGRATION, 0, names(0, 4), receiver.deliver)
+    async with source.transfer(client) as transfer:
+        await transfer.pull(0, names(0, 4), receiver.deliver)
     assert len(receiver.blocks) == 4
 
 
-async def test_who_does_not_know_the_session_gets_nothing(client: KvClient, source: Source) -> None:
+async def test_blocks_that_were_not_announced_are_refused(client: KvClient, source: Source) -> None:
     receiver = Receiver()
-    for session, migration in [(source.session + 1, MIGRATION), (source.session, "another")]:
+    async with source.transfer(client) as transfer:
         with pytest.raises(KvTransferError, match="ended"):
-            await client.pull(source.peer, session, migration, 0, names(0, 4), receiver.deliver)
-    with pytest.raises(KvTransferError, match="ended"):
-        await client.pull(
-            source.peer, source.session, MIGRATION, BLOCKS - 1, names(BLOCKS - 1, 2), receiver.deliver
-        )
+            await transfer.pull(BLOCKS - 1, names(BLOCKS - 1, 2), receiver.deliver)
     assert receiver.blocks == {}
 
 
-async def test_a_damaged_block_is_noticed(client: KvClient) -> None:
-    async with source_process(faults='[{"corrupt": "kv"}]') as source:
+async def test_kv_of_another_model_is_refused_at_once(client: KvClient, source: Source) -> None:
+    number, address, ticket = await source.open(client)
+    other = KvShape("another-model", 16, 4, SIZE // 4)
+    with pytest.raises(KvIdentityError, match="another model"):
+        await client_of(other).connect(address, ticket)
+    await source.ask("end", number)
+
+
+async def test_an_export_that_ends_between_two_pulls_is_told(client: KvClient, source: Source) -> None:
+    number, address, ticket = await source.open(client)
+    transfer = await client.connect(address, ticket)
+    receiver = Receiver()
+    await transfer.pull(0, names(0, 4), receiver.deliver)
+    await source.ask("end", number)
+    with pytest.raises(KvTransferError, match="ended"):
+        async with asyncio.timeout(3):
+            await transfer.pull(4, names(4, 4), receiver.deliver)
+    await transfer.close()
+
+
+async def test_a_ticket_serves_once(client: KvClient) -> None:
+    """Neither another target nor a repeated message gets an answer, or leaves anything behind."""
+    async with source_process() as source:
+        number, address, ticket = await source.open(client)
         receiver = Receiver()
-        with pytest.raises(KvCorrupt):
-            await client.pull(source.peer, source.session, MIGRATION, 0, names(0, 4), receiver.deliver)
-        await client.pull(source.peer, source.session, MIGRATION, 0, names(0, 4), receiver.deliver)
+        transfer = await client.connect(address, ticket)
+        await transfer.pull(0, names(0, 8), receiver.deliver)
+        assert await source.ask("state") == [1, 0]
+        # Anybody who knows the address can send; what is not expected is dropped, whatever its size.
+        channel = await Channel.connect(address)
+        for size, tag in [
+            (16, ticket.request(0)),
+            (8 << 20, ticket.request(1)),
+            (16, Ticket.fresh().request(0)),
+        ]:
+            await channel.wait(channel.send(np.zeros(size, np.uint8), tag))
+        await source.until(sessions=1, strays=3)
+        await transfer.pull(8, names(8, 8), receiver.deliver)
+        assert len(receiver.blocks) == 16
+        await transfer.close()
+        await channel.close()
+        # The target has left: its ticket is worth nothing any more.
+        await source.until(sessions=0, strays=3)
+        with pytest.raises((TimeoutError, KvTransferError)):
+            async with asyncio.timeout(0.3):
+                await client.connect(address, ticket)
+        await source.ask("end", number)
+
+
+async def test_a_ticket_that_nobody_claims_expires(client: KvClient) -> None:
+    async with source_process(PeerSettings(BLOCKS, SIZE, claim_s=0.3)) as source:
+        await source.open(client)
+        await source.until(sessions=0, strays=0)
+
+
+async def test_late_answers_are_dropped(client: KvClient, source: Source) -> None:
+    """A target that gives up does not know which of its answers are on their way."""
+    async with source.transfer(client) as transfer:
+        entered = asyncio.Event()
+
+        async def wait_for_ever(first: int, num_blocks: int, data: Staging, sums: Sequence[int]) -> None:
+            entered.set()
+            await asyncio.sleep(0.2)
+
+        pull = asyncio.create_task(transfer.pull(0, names(0, BLOCKS), wait_for_ever))
+        await entered.wait()
+        pull.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            async with asyncio.timeout(3):
+                await pull
+    async with asyncio.timeout(20):
+        while await discard_strays():
+            pass
+    receiver = Receiver()
+    async with source.transfer(client) as transfer:
+        await transfer.pull(0, names(0, 4), receiver.deliver)
+    assert len(receiver.blocks) == 4
+
+
+async def test_a_damaged_block_is_noticed(client: KvClient) -> None:
+    async with source_process(PeerSettings(BLOCKS, SIZE, faults=[FaultSpec(corrupt="kv")])) as source:
+        receiver = Receiver()
+        async with source.transfer(client) as transfer:
+            with pytest.raises(KvCorrupt):
+                await transfer.pull(0, names(0, 4), receiver.deliver)
+        async with source.transfer(client) as transfer:
+            await transfer.pull(0, names(0, 4), receiver.deliver)
         assert len(receiver.blocks) == 4
-
-
-async def test_nobody_listens(client: KvClient) -> None:
-    with pytest.raises(KvTransferError):
-        await client.pull(Peer("127.0.0.1", 9), 1, MIGRATION, 0, names(0, 1), Receiver().deliver)
 
 
 async def test_a_source_that_dies_under_a_transfer_is_an_error_not_a_wait(client: KvClient) -> None:
@@ -191,26 +299,41 @@ async def test_a_source_that_dies_under_a_transfer_is_an_error_not_a_wait(client
                 await source.process.wait()
             await received.deliver(first, num_blocks, data, sums)
 
-        with pytest.raises((KvTransferError, TimeoutError)):
-            async with asyncio.timeout(20):
-                await client.pull(source.peer, source.session, MIGRATION, 0, names(0, BLOCKS), die_then)
+        async with source.transfer(client) as transfer:
+            with pytest.raises(KvTransferError):
+                async with asyncio.timeout(20):
+                    await transfer.pull(0, names(0, BLOCKS), die_then)
+    with pytest.raises(KvTransferError):
+        async with asyncio.timeout(20):
+            await client.connect(own_address(), Ticket.fresh())
 
 
-async def test_a_pull_that_is_given_up_ends_at_once(client: KvClient, source: Source) -> None:
-    entered = asyncio.Event()
-
-    async def wait_for_ever(first: int, num_blocks: int, data: Staging, sums: Sequence[int]) -> None:
-        entered.set()
-        await asyncio.sleep(0.2)
-
-    pull = asyncio.create_task(
-        client.pull(source.peer, source.session, MIGRATION, 0, names(0, BLOCKS), wait_for_ever)
-    )
-    await entered.wait()
-    pull.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        async with asyncio.timeout(3):
-            await pull
+async def test_a_target_that_dies_under_a_transfer_leaves_nothing(client: KvClient, source: Source) -> None:
+    """Ended as its export is when the target's gRPC stream breaks, the source serves on."""
+    async with source_process() as target:
+        opened = await source.ask("open", await target.ask("address"))
+        assert isinstance(opened, list)
+        assert await target.ask("pull", opened[1], opened[2])
+        target.process.kill()
+        await target.process.wait()
+        await source.ask("end", opened[0])
+    state = await source.ask("state")
+    assert isinstance(state, list)
+    await source.until(sessions=0, strays=state[1])
     receiver = Receiver()
-    await client.pull(source.peer, source.session, MIGRATION, 0, names(0, 4), receiver.deliver)
+    async with source.transfer(client) as transfer:
+        await transfer.pull(0, names(0, 4), receiver.deliver)
     assert len(receiver.blocks) == 4
+
+
+async def test_an_address_that_came_damaged_never_reaches_ucx() -> None:
+    ours = own_address()
+    whole = ours.message()
+    assert address_of(whole, ours) == ours
+    for damaged in (
+        worker_pb2.KvAddress(),
+        worker_pb2.KvAddress(worker=whole.worker[:-1], ucx_version=whole.ucx_version, digest=whole.digest),
+        worker_pb2.KvAddress(worker=whole.worker, ucx_version="0.0.0", digest=whole.digest),
+    ):
+        with pytest.raises(KvTransferError):
+            address_of(damaged, ours)

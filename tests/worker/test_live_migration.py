@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -162,6 +163,19 @@ async def test_stop_and_copy_has_one_round(pair: Pair, undisturbed: list[int]) -
     rounds = [event for event in events if event.HasField("round")]
     assert [event.state for event in rounds] == [types_pb2.MIGRATION_STATE_STOP_AND_COPY]
     assert await stream.end() == undisturbed
+
+
+async def test_a_worker_listens_on_its_given_address_alone(pair: Pair) -> None:
+    """KV transfer included."""
+    stream = await pair.submit(0, **LONG)
+    await stream.until(5)
+    committed(await pair.move(stream, 0, 1))
+    for worker in pair.workers:
+        sockets = psutil.Process(worker.process.pid).net_connections()
+        assert {
+            each.laddr.ip.removeprefix("::ffff:") for each in sockets if each.status == psutil.CONN_LISTEN
+        } == {"127.0.0.1"}
+    await stream.end()
 
 
 async def test_a_refused_adoption_leaves_the_stream_at_its_source(pair: Pair, undisturbed: list[int]) -> None:

@@ -1,8 +1,9 @@
 """KV blocks from worker to worker over UCX.
 
-A target connects to the source's listener and asks for a range of an export's blocks; the answer comes in
-chunks, each a header (identity and checksum of every block) and the blocks' bytes. Two chunks are under way
-at either end, so that gathering and checking overlap the wire.
+A migration's two ends tell each other their UCX addresses over gRPC, and the source gives the target a
+ticket. The target asks for an export's blocks, a chunk at a time; each answer is a header (identity and
+checksum of every block) and the blocks' bytes. Several chunks are under way, so that gathering and checking
+overlap the wire.
 
 Which transport carries them (shared memory, TCP, RDMA, CUDA) is UCX's choice; UCX_TLS and its kin work as
 documented there. What was measured and chosen is in `transport.py`.

@@ -2,78 +2,103 @@
 
 from __future__ import annotations
 
-import time
+import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from worker_agent.engine.base import KvShape, Staging
-from worker_agent.kv.errors import KvIdentityError
+from worker_agent.kv.address import KvAddress
+from worker_agent.kv.errors import KvIdentityError, KvTransferError
 from worker_agent.kv.staging import StagingPool
-from worker_agent.kv.transport import Channel
-from worker_agent.kv.wire import BlockRequest, decode_header, header_bytes
+from worker_agent.kv.ticket import Ticket
+from worker_agent.kv.transport import Channel, own_address
+from worker_agent.kv.wire import WINDOW, Request, RequestKind, decode_header, header_bytes
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.unbroken import unbroken
 
-_IDLE_S: Final = 60.0
-_KEPT_PER_PEER: Final = 3
+_CONNECT_S: Final = 5.0
+_GOODBYE_S: Final = 1.0
 
 Deliver = Callable[[int, int, Staging, Sequence[int]], Awaitable[None]]
 """Takes (first block, blocks, their bytes, their checksums); the buffer is used again afterwards."""
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """A source's listener."""
-
-    host: str
-    port: int
-
-
-@dataclass(slots=True)
-class _Kept:
-    channel: Channel
-    since_s: float
-
-
 class _Incoming:
     """A chunk whose header and data are being received."""
 
-    def __init__(self, channel: Channel, staging: Staging, first: int, num_blocks: int) -> None:
+    def __init__(
+        self, channel: Channel, ticket: Ticket, chunk: int, staging: Staging, first: int, num_blocks: int
+    ) -> None:
         self.staging = staging
         self.first = first
         self.num_blocks = num_blocks
         self.header = np.zeros(header_bytes(num_blocks), np.uint8)
-        self.header_message = channel.receive(self.header)
-        self.data_message = channel.receive(staging.buffer)
+        self.header_message = channel.receive(self.header, ticket.header(chunk))
+        self.data_message = channel.receive(staging.buffer, ticket.data(chunk))
 
 
 class KvClient:
-    """Pulls blocks; keeps connections for later. One transfer at a time uses a connection, and one that
-    failed in any way is closed with all its buffers."""
+    """Opens transfers from sources."""
 
     def __init__(self, shape: KvShape, pool: StagingPool, metrics: WorkerMetrics) -> None:
         """UCX must be started."""
         self._shape = shape
         self._pool = pool
         self._metrics = metrics
-        self._kept: dict[Peer, list[_Kept]] = {}
+        self._address = own_address()
 
-    async def prepare(self, peer: Peer) -> None:
-        """Connect, so that a pull under a pause need not. Raises KvTransferError."""
-        self._keep(peer, await self._channel(peer))
+    @property
+    def address(self) -> KvAddress:
+        """Where sources send the blocks."""
+        return self._address
 
-    async def pull(
-        self,
-        peer: Peer,
-        session: int,
-        migration_id: str,
-        first_block: int,
-        hashes: Sequence[bytes],
-        deliver: Deliver,
-    ) -> int:
+    async def connect(self, source: KvAddress, ticket: Ticket) -> KvTransfer:
+        """Greet the source, so that a pull under a pause need not. A ticket serves once.
+
+        Raises KvTransferError.
+        """
+        channel = await Channel.connect(source)
+        transfer = KvTransfer(channel, ticket, self._shape, self._pool, self._metrics)
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                await transfer.greet()
+        except TimeoutError as error:
+            await unbroken(channel.close())
+            raise KvTransferError(f"the source did not answer within {_CONNECT_S:g} s") from error
+        except BaseException:
+            await unbroken(channel.close())
+            raise
+        return transfer
+
+
+class KvTransfer:
+    """All pulls of one migration, one after the other. One that fails in any way ends the transfer, with all
+    its buffers."""
+
+    def __init__(
+        self, channel: Channel, ticket: Ticket, shape: KvShape, pool: StagingPool, metrics: WorkerMetrics
+    ) -> None:
+        self._channel = channel
+        self._ticket = ticket
+        self._shape = shape
+        self._pool = pool
+        self._metrics = metrics
+        self._requests = 0
+        self._chunks = 0
+        self._goodbye = channel.receive(np.zeros(1, np.uint8), ticket.goodbye())
+
+    async def greet(self) -> None:
+        """Say hello, and check that the source has the same kind of KV. Raises KvTransferError."""
+        header = np.zeros(header_bytes(0), np.uint8)
+        answer = self._channel.receive(header, self._ticket.header(self._next_chunk()))
+        await self._ask(Request(RequestKind.HELLO))
+        await self._wait(answer)
+        decode_header(header.tobytes(), self._shape, 0, 0)
+
+    async def pull(self, first_block: int, hashes: Sequence[bytes], deliver: Deliver) -> int:
         """Fetch the blocks that `hashes` names and deliver them chunk by chunk; the bytes received.
 
         While one chunk is delivered the next is on the wire. The caller sets the deadline. Raises
@@ -81,82 +106,64 @@ class KvClient:
         """
         if not hashes:
             return 0
-        channel = await self._channel(peer)
         try:
-            await self._transfer(channel, session, migration_id, first_block, hashes, deliver)
+            await self._pull(first_block, hashes, deliver)
         except BaseException:
-            await unbroken(channel.close())
+            await unbroken(self._channel.close())
             raise
-        self._keep(peer, channel)
         size = len(hashes) * self._shape.block_bytes
         self._metrics.kv_received_blocks += len(hashes)
         self._metrics.kv_received_bytes += size
         return size
 
     async def close(self) -> None:
-        """Close the connections that are kept."""
-        kept, self._kept = self._kept, {}
-        for each in (each for some in kept.values() for each in some):
-            await each.channel.close()
+        """Leave the source. May be called again."""
+        if self._channel.alive and not self._goodbye.done():
+            data = np.frombuffer(Request(RequestKind.GOODBYE).encode(), np.uint8)
+            message = self._channel.send(data, self._ticket.request(self._requests))
+            await asyncio.wait({message}, timeout=_GOODBYE_S)
+        await self._channel.close()
 
-    async def _transfer(
-        self,
-        channel: Channel,
-        session: int,
-        migration_id: str,
-        first_block: int,
-        hashes: Sequence[bytes],
-        deliver: Deliver,
-    ) -> None:
-        chunk_blocks = self._pool.chunk_blocks
-        request = BlockRequest(session, migration_id, first_block, len(hashes), chunk_blocks)
+    async def _pull(self, first_block: int, hashes: Sequence[bytes], deliver: Deliver) -> None:
         end = first_block + len(hashes)
-        # Receives are posted before they are asked for: then the bytes go straight to their place.
-        following = self._expect(channel, first_block, end)
-        await channel.send_bytes(request.encode())
-        while following is not None:
-            chunk = following
-            await channel.wait(chunk.header_message)
+        following = first_block
+        coming: deque[_Incoming] = deque()
+        while coming or following < end:
+            while following < end and len(coming) < WINDOW:
+                num_blocks = min(self._pool.chunk_blocks, end - following)
+                # Received before it is asked for: the bytes go straight to their place.
+                coming.append(self._expect(following, num_blocks))
+                await self._ask(Request(RequestKind.BLOCKS, following, num_blocks))
+                following += num_blocks
+            chunk = coming.popleft()
+            await self._wait(chunk.header_message)
             header = decode_header(chunk.header.tobytes(), self._shape, chunk.first, chunk.num_blocks)
             start = chunk.first - first_block
             if list(header.hashes) != list(hashes[start : start + chunk.num_blocks]):
                 raise KvIdentityError(f"blocks {chunk.first}+{chunk.num_blocks} are not those asked for")
-            await channel.wait(chunk.data_message)
-            following = self._expect(channel, chunk.first + chunk.num_blocks, end)
+            await self._wait(chunk.data_message)
             await unbroken(_run(deliver, chunk, header.checksums))
             self._pool.give_back(chunk.staging, chunk.num_blocks)
 
-    def _expect(self, channel: Channel, first: int, end: int) -> _Incoming | None:
-        if first >= end:
-            return None
-        num_blocks = min(self._pool.chunk_blocks, end - first)
-        return _Incoming(channel, self._pool.take(num_blocks), first, num_blocks)
+    def _expect(self, first: int, num_blocks: int) -> _Incoming:
+        staging = self._pool.take(num_blocks)
+        return _Incoming(self._channel, self._ticket, self._next_chunk(), staging, first, num_blocks)
 
-    async def _channel(self, peer: Peer) -> Channel:
-        kept = self._kept.get(peer, [])
-        while kept:
-            each = kept.pop()
-            if each.channel.alive and time.monotonic() - each.since_s < _IDLE_S:
-                return each.channel
-            await each.channel.close()
-        self._kept.pop(peer, None)
-        return await Channel.connect(peer.host, peer.port)
+    def _next_chunk(self) -> int:
+        self._chunks += 1
+        return self._chunks - 1
 
-    def _keep(self, peer: Peer, channel: Channel) -> None:
-        kept = self._kept.setdefault(peer, [])
-        kept.append(_Kept(channel, time.monotonic()))
+    async def _ask(self, request: Request) -> None:
+        tag = self._ticket.request(self._requests)
+        self._requests += 1
+        await self._channel.send_bytes(request.encode(), tag)
 
-    async def trim(self) -> None:
-        """Close connections that nobody has used for a while, and more of them than a peer needs."""
-        now_s = time.monotonic()
-        for peer, kept in list(self._kept.items()):
-            old = [each for each in kept[:-_KEPT_PER_PEER]]
-            old += [each for each in kept[-_KEPT_PER_PEER:] if now_s - each.since_s > _IDLE_S]
-            self._kept[peer] = [each for each in kept if each not in old]
-            if not self._kept[peer]:
-                del self._kept[peer]
-            for each in old:
-                await each.channel.close()
+    async def _wait(self, message: asyncio.Task[object]) -> None:
+        """Until it is through, or the source says goodbye. Raises KvTransferError."""
+        await asyncio.wait({message, self._goodbye}, return_when=asyncio.FIRST_COMPLETED)
+        if not message.done() and not self._goodbye.cancelled() and self._goodbye.exception() is None:
+            raise KvTransferError("the export has ended")
+        await self._channel.wait(message)
 
 
 async def _run(deliver: Deliver, chunk: _Incoming, checksums: Sequence[int]) -> None:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections import deque
 from functools import partial
 from typing import Final
 
 import numpy as np
-import ucxx
+import numpy.typing as npt
 
 from tailrace.service.failure import failure
 from worker_agent.engine.base import Engine, EngineRefusal, KvShape, Staging
 from worker_agent.faults import Faults
+from worker_agent.kv.address import KvAddress
 from worker_agent.kv.errors import KvTransferError
-from worker_agent.kv.sessions import Session, Sessions
+from worker_agent.kv.sessions import Session
 from worker_agent.kv.staging import StagingPool
-from worker_agent.kv.transport import Channel
+from worker_agent.kv.transport import Channel, own_address
 from worker_agent.kv.wire import (
-    NO_SESSION,
+    ENDED,
     REQUEST_BYTES,
     UNREADABLE,
-    ReceivedRequest,
+    WINDOW,
+    Request,
+    RequestKind,
     decode_request,
     encode_header,
     encode_refusal,
@@ -31,16 +36,19 @@ from worker_agent.unbroken import unbroken
 
 log = logging.getLogger(__name__)
 
-# A connection that asks for nothing is closed; its client closes it sooner.
-_IDLE_S: Final = 120.0
+# For a target to make use of its ticket: it may have to wait for room first.
+CLAIM_S: Final = 30.0
+# Exports of one worker at a time; the migration service admits far fewer.
+SESSIONS_MAX: Final = 64
 # The target chooses the size of chunks, within reason.
 _CHUNK_BYTES_MAX: Final = 64 << 20
 # One chunk to a client that does not take it.
 _SEND_S: Final = 10.0
+_GOODBYE_S: Final = 1.0
 
 
-class _Refused(Exception):
-    """The rest of a request cannot be answered."""
+class _Leaving(Exception):
+    """The target wants nothing any more."""
 
 
 class _Chunk:
@@ -51,120 +59,185 @@ class _Chunk:
         self.num_blocks = num_blocks
         self.messages = messages
 
+    @property
+    def done(self) -> bool:
+        return all(message.done() for message in self.messages)
+
+
+class _Expected:
+    """A request that the target may send."""
+
+    def __init__(self, channel: Channel, tag: int) -> None:
+        self.buffer: npt.NDArray[np.uint8] = np.zeros(REQUEST_BYTES, np.uint8)
+        self.message = channel.receive(self.buffer, tag)
+
 
 class KvServer:
-    """Listens on a port of UCX's choosing and answers requests for announced blocks."""
+    """Answers targets' requests for announced blocks: one session an export, each with an endpoint of its own
+    to the address that its target gave over gRPC."""
 
     def __init__(
         self,
         engine: Engine,
         shape: KvShape,
-        sessions: Sessions,
         pool: StagingPool,
         faults: Faults,
         metrics: WorkerMetrics,
-        connections_max: int = 64,
+        claim_s: float = CLAIM_S,
     ) -> None:
-        """UCX must be started. `connections_max`: beyond it an idle one makes room for a new one."""
+        """UCX must be started. `claim_s`: seconds in which a session's target must say hello."""
         self._engine = engine
         self._shape = shape
-        self._sessions = sessions
         self._pool = pool
         self._faults = faults
         self._metrics = metrics
-        self._connections_max = connections_max
-        self._connections: dict[Channel, asyncio.Task[None]] = {}
-        # Those that ask for nothing now, the longest idle first.
-        self._idle: dict[Channel, None] = {}
-        self._listener = ucxx.create_listener(self._accept)
+        self._claim_s = claim_s
+        self._address = own_address()
+        self._sessions: dict[Session, asyncio.Task[None]] = {}
+
+    def __len__(self) -> int:
+        """Sessions whose endpoints are not closed yet."""
+        return len(self._sessions)
 
     @property
-    def port(self) -> int:
-        """Where it listens."""
-        return int(self._listener.port)
+    def address(self) -> KvAddress:
+        """Where targets find it."""
+        return self._address
+
+    async def open(self, request_id: str, target: KvAddress) -> Session:
+        """Await the requests of an export's target. Raises KvTransferError."""
+        if len(self._sessions) >= SESSIONS_MAX:
+            raise KvTransferError(f"{SESSIONS_MAX} exports are open")
+        session = Session(request_id)
+        channel = await Channel.connect(target)
+        conversation = _Conversation(
+            channel, session, self._engine, self._shape, self._pool, self._faults, self._metrics
+        )
+        task = asyncio.create_task(conversation.run(self._claim_s), name=f"KV of {request_id}")
+        self._sessions[session] = task
+        task.add_done_callback(partial(self._done, session))
+        try:
+            # The first receives are posted when the event loop turns: before the ticket is given away.
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        return session
+
+    async def end(self, session: Session) -> None:
+        """Nothing of it can be read any more, nor is being read when this returns."""
+        session.closed = True
+        if session in self._sessions:
+            self._sessions[session].cancel()
+        await session.drained()
 
     async def close(self) -> None:
-        """Stop listening and close every connection."""
-        self._listener.close()
-        connections = list(self._connections.values())
-        for connection in connections:
-            connection.cancel()
-        await asyncio.gather(*connections, return_exceptions=True)
+        """End every session."""
+        sessions = list(self._sessions.values())
+        for session in sessions:
+            session.cancel()
+        await asyncio.gather(*sessions, return_exceptions=True)
 
-    def _accept(self, endpoint: ucxx.Endpoint) -> None:
-        channel = Channel(endpoint)
-        if len(self._connections) < self._connections_max or self._end_an_idle_one():
-            task = asyncio.create_task(self._converse(channel), name="kv connection")
-        else:
-            log.warning("%d KV connections are busy; one more was refused", len(self._connections))
-            task = asyncio.create_task(channel.close())
-        self._connections[channel] = task
-        task.add_done_callback(partial(self._done, channel))
-
-    def _end_an_idle_one(self) -> bool:
-        """Make room: peers keep connections for their next migration, a large fleet's more than there may be.
-        False: all are busy."""
-        idle = next(iter(self._idle), None)
-        if idle is None:
-            return False
-        del self._idle[idle]
-        self._connections[idle].cancel()
-        return True
-
-    def _done(self, channel: Channel, task: asyncio.Task[None]) -> None:
-        self._idle.pop(channel, None)
-        del self._connections[channel]
+    def _done(self, session: Session, task: asyncio.Task[None]) -> None:
+        # Its ticket is worth nothing any more.
+        session.closed = True
+        del self._sessions[session]
         if (error := failure(task)) is not None:
-            # The target sees its connection end; why, only we know.
-            log.error("a KV connection failed", exc_info=error)
+            # The target hears that it has ended; why, only we know.
+            log.error("a KV session failed", exc_info=error)
 
-    async def _converse(self, channel: Channel) -> None:
-        """Answer one connection's requests, one after the other, until it ends."""
+
+class _Conversation:
+    """One session's requests, one after the other."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        session: Session,
+        engine: Engine,
+        shape: KvShape,
+        pool: StagingPool,
+        faults: Faults,
+        metrics: WorkerMetrics,
+    ) -> None:
+        self._channel = channel
+        self._session = session
+        self._ticket = session.ticket
+        self._engine = engine
+        self._shape = shape
+        self._pool = pool
+        self._faults = faults
+        self._metrics = metrics
+        self._requests = 0
+        self._answers = 0
+        self._expected: deque[_Expected] = deque()
+        self._flying: deque[_Chunk] = deque()
+        self._claimed = self._refused = False
+        for _ in range(WINDOW):
+            self._expect()
+
+    async def run(self, claim_s: float) -> None:
+        """Until the target leaves, or the session is ended from outside."""
+        leaving = False
         try:
-            while True:
-                self._idle[channel] = None
-                async with asyncio.timeout(_IDLE_S):
-                    data = await channel.receive_bytes(REQUEST_BYTES)
-                self._idle.pop(channel, None)
-                await self._answer(channel, decode_request(data))
+            await self._run(claim_s)
+        except _Leaving:
+            leaving = True
         except TimeoutError:
-            log.info("closing a KV connection: idle, or its client does not read")
+            log.info("%s: its target does not claim or does not take its KV", self._session.request_id)
         except KvTransferError as error:
-            log.debug("a KV connection ended: %s", error)
+            log.debug("a KV session ended: %s", error)
         finally:
-            await unbroken(channel.close())
+            self._session.closed = True
+            await unbroken(self._end(leaving))
 
-    async def _answer(self, channel: Channel, request: ReceivedRequest) -> None:
-        """Send the chunks; while one is on the wire the next one is gathered."""
-        session = self._sessions.find(request.session, request.migration)
-        chunk_blocks = min(request.chunk_blocks, request.num_blocks)
-        if chunk_blocks * self._shape.block_bytes > max(_CHUNK_BYTES_MAX, self._shape.block_bytes):
-            raise KvTransferError(f"chunks of {chunk_blocks} blocks are too large")
-        end = request.first_block + request.num_blocks
-        before: _Chunk | None = None
+    async def _run(self, claim_s: float) -> None:
+        async with asyncio.timeout(claim_s):
+            await self._channel.wait(self._expected[0].message)
+        self._claimed = True
+        while True:
+            expected = self._expected.popleft()
+            await self._channel.wait(expected.message)
+            # Before this one is answered, one more is expected.
+            self._expect()
+            await self._answer(decode_request(expected.buffer.tobytes()))
+
+    def _expect(self) -> None:
+        self._expected.append(_Expected(self._channel, self._ticket.request(self._requests)))
+        self._requests += 1
+
+    async def _end(self, leaving: bool) -> None:
+        if self._claimed and not leaving and self._channel.alive:
+            # A target that waits for more would otherwise find out by its deadline only.
+            message = self._channel.send(np.ones(1, np.uint8), self._ticket.goodbye())
+            await asyncio.wait({message}, timeout=_GOODBYE_S)
         try:
-            for first in range(request.first_block, end, chunk_blocks):
-                num_blocks = min(chunk_blocks, end - first)
-                try:
-                    chunk = await self._gather(channel, session, first, num_blocks)
-                except _Refused:
-                    return
-                before, done = chunk, before
-                if done is not None:
-                    await self._sent(channel, done)
-            if before is not None:
-                done, before = before, None
-                await self._sent(channel, done)
+            # What is under way now does not go back to the pool.
+            self._flying = deque(chunk for chunk in self._flying if chunk.done)
+            with contextlib.suppress(KvTransferError):
+                await self._land(0)
         finally:
-            if before is not None:
-                # Failed under way: the buffer goes with the channel's close, never back to the pool.
-                await unbroken(channel.close())
+            await self._channel.close()
 
-    async def _gather(self, channel: Channel, session: Session | None, first: int, num_blocks: int) -> _Chunk:
+    async def _answer(self, request: Request) -> None:
+        match request.kind:
+            case RequestKind.GOODBYE:
+                raise _Leaving
+            case RequestKind.HELLO:
+                await self._say(encode_header(self._shape, 0, [], []))
+            case RequestKind.BLOCKS if not self._refused:
+                # Here at most as many as the target may have asked for.
+                await self._land(WINDOW - 1)
+                await self._send_blocks(request.first_block, request.num_blocks)
+
+    async def _send_blocks(self, first: int, num_blocks: int) -> None:
         """Read blocks into a buffer and begin to send it."""
-        if session is None or session.closed or len(session.hashes(first, num_blocks)) != num_blocks:
-            await self._refuse(channel, NO_SESSION, first, num_blocks)
-            raise _Refused
+        session = self._session
+        if num_blocks * self._shape.block_bytes > max(_CHUNK_BYTES_MAX, self._shape.block_bytes):
+            raise KvTransferError(f"chunks of {num_blocks} blocks are too large")
+        if not session.may_read(first, num_blocks):
+            await self._refuse(ENDED, first, num_blocks)
+            return
         staging = self._pool.take(num_blocks)
         try:
             with session.reading():
@@ -173,21 +246,39 @@ class KvServer:
                 )
         except EngineRefusal as error:
             log.info("blocks %d+%d of %s: %s", first, num_blocks, session.request_id, error)
-            await self._refuse(channel, UNREADABLE, first, num_blocks)
-            raise _Refused from error
+            await self._refuse(UNREADABLE, first, num_blocks)
+            return
         self._faults.corrupt(staging)
         header = encode_header(self._shape, first, session.hashes(first, num_blocks), checksums)
-        messages = [channel.send(np.frombuffer(header, np.uint8)), channel.send(staging.buffer)]
-        return _Chunk(staging, num_blocks, messages)
+        data_tag = self._ticket.data(self._answers)
+        messages = [
+            self._channel.send(np.frombuffer(header, np.uint8), self._header_tag()),
+            self._channel.send(staging.buffer, data_tag),
+        ]
+        self._flying.append(_Chunk(staging, num_blocks, messages))
 
-    async def _sent(self, channel: Channel, chunk: _Chunk) -> None:
-        async with asyncio.timeout(_SEND_S):
-            for message in chunk.messages:
-                await channel.wait(message)
-        self._pool.give_back(chunk.staging, chunk.num_blocks)
-        self._metrics.kv_sent_blocks += chunk.num_blocks
-        self._metrics.kv_sent_bytes += chunk.num_blocks * self._shape.block_bytes
+    async def _land(self, left: int) -> None:
+        """Until at most `left` chunks are under way; the buffers of those that are through are free again."""
+        while self._flying and (len(self._flying) > left or self._flying[0].done):
+            chunk = self._flying.popleft()
+            async with asyncio.timeout(_SEND_S):
+                for message in chunk.messages:
+                    await self._channel.wait(message)
+            self._pool.give_back(chunk.staging, chunk.num_blocks)
+            self._metrics.kv_sent_blocks += chunk.num_blocks
+            self._metrics.kv_sent_bytes += chunk.num_blocks * self._shape.block_bytes
 
-    async def _refuse(self, channel: Channel, status: int, first: int, num_blocks: int) -> None:
+    async def _refuse(self, status: int, first: int, num_blocks: int) -> None:
+        """The target ends the transfer; what it has asked for meanwhile is not answered."""
+        self._refused = True
+        await self._say(encode_refusal(self._shape, status, first, num_blocks))
+
+    async def _say(self, header: bytes) -> None:
         async with asyncio.timeout(_SEND_S):
-            await channel.send_bytes(encode_refusal(self._shape, status, first, num_blocks))
+            await self._channel.send_bytes(header, self._header_tag())
+
+    def _header_tag(self) -> int:
+        """Of the next answer."""
+        tag = self._ticket.header(self._answers)
+        self._answers += 1
+        return tag

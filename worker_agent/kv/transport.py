@@ -1,5 +1,10 @@
 """This process's one UCX context, and messages over one endpoint.
 
+Nothing listens by our doing: two processes tell each other their UCX worker addresses, and each makes an
+endpoint of the other's. What UCX itself listens on for that is bounded by `binding.py`. A process that is
+killed ends its peers' endpoints within milliseconds; one that only closes its endpoint is not noticed at the
+other end, so that protocols must say goodbye.
+
 Chosen by measurement: two processes on loopback, 1 GiB a run, on a two-core machine that others used too, so
 that only the comparison counts (`benchmarks/transfer.py` sets the rate beside ucx_perftest's in one run).
 
@@ -10,7 +15,8 @@ that only the comparison counts (`benchmarks/transfer.py` sets the rate beside u
   time, at half the rate; page faults are the difference.
 - Chunks of 8 MiB, two under way. One at a time gave 0.6 GiB/s, chunks of 1 MiB 0.3 (each message costs up to
   half a millisecond of hand-overs between threads), chunks of 16 MiB 0.6 (they fall out of the cache).
-- Receives are posted before the request is sent, and the connection is made before the pause.
+- Receives are posted before the request is sent, and the connection is made before the pause. So no message
+  of ours ever arrives that nobody waits for, and whatever does can be thrown away (`strays.py`).
 """
 
 from __future__ import annotations
@@ -18,18 +24,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
 import ucxx
+from ucxx.types import Tag
 
 from tailrace.service.said import said
+from worker_agent.kv.address import KvAddress
+from worker_agent.kv.binding import BindingError
 from worker_agent.kv.errors import KvTransferError
 
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES: Final = 8 << 20
-CONNECT_S: Final = 5.0
 # Longest sleep of UCX's own thread; whatever concerns it wakes it up. ucxx's millisecond costs each idle
 # worker 3% of a core.
 _PROGRESS_MS: Final = 50
@@ -41,11 +50,17 @@ _DRAIN_S: Final = 2.0
 _started = False
 
 
-def start_ucx() -> None:
-    """Set UCX up for this process. May be called again."""
+def start_ucx(options: Mapping[str, str]) -> None:
+    """Set UCX up for this process, with these options (names without UCX_). May be called again.
+
+    Raises BindingError when UCX cannot use the devices or ports that they name.
+    """
     global _started
     if not _started:
-        ucxx.init(progress_mode="thread", enable_python_future=True)
+        try:
+            ucxx.init(options=dict(options), progress_mode="thread", enable_python_future=True)
+        except ucxx.exceptions.UCXError as error:
+            raise BindingError(f"UCX does not start with {dict(options)}: {said(error)}") from error
         # Started anew before there is anything to wait for.
         worker = ucxx.core._get_ctx().worker
         worker.stop_progress_thread()
@@ -53,9 +68,15 @@ def start_ucx() -> None:
         _started = True
 
 
+def own_address() -> KvAddress:
+    """Where peers reach this process's UCX, which must be started."""
+    version = ".".join(map(str, ucxx.get_ucx_version()))
+    return KvAddress(ucxx.get_worker_address().tobytes(), version)
+
+
 def stop_ucx() -> None:
-    """End UCX's threads, without which the process would not end. Takes a second. All channels and listeners
-    should be closed."""
+    """End UCX's threads, without which the process would not end. Takes a second. All channels should be
+    closed."""
     global _started
     if _started:
         _started = False
@@ -77,26 +98,30 @@ class Channel:
         self._closed = False
 
     @classmethod
-    async def connect(cls, host: str, port: int) -> Channel:
-        """Raises KvTransferError."""
+    async def connect(cls, peer: KvAddress) -> Channel:
+        """Make an endpoint; whether the peer is there shows with the first message.
+
+        Raises KvTransferError.
+        """
         try:
-            async with asyncio.timeout(CONNECT_S):
-                return cls(await ucxx.create_endpoint(host, port, connect_timeout=CONNECT_S))
-        except (TimeoutError, OSError, RuntimeError, ucxx.exceptions.UCXError) as error:
-            raise KvTransferError(f"no connection to {host}:{port}: {said(error)}") from error
+            address = ucxx.get_ucx_address_from_buffer(peer.worker)
+            return cls(await ucxx.create_endpoint_from_worker_address(address))
+        except (OSError, RuntimeError, ucxx.exceptions.UCXError) as error:
+            raise KvTransferError(f"no way to the other end's UCX: {said(error)}") from error
 
     @property
     def alive(self) -> bool:
         """Whether it can be used (again)."""
         return not self._closed and not self._endpoint.closed
 
-    def send(self, buffer: object) -> asyncio.Task[object]:
+    def send(self, buffer: object, tag: int) -> asyncio.Task[object]:
         """Send a buffer, whole; `wait` for it before the buffer is used for anything else."""
-        return self._begin(self._endpoint.send(buffer))
+        return self._begin(self._endpoint.send(buffer, Tag(tag), force_tag=True))
 
-    def receive(self, buffer: object) -> asyncio.Task[object]:
-        """Receive a message of exactly this size."""
-        return self._begin(self._endpoint.recv(buffer))
+    def receive(self, buffer: object, tag: int) -> asyncio.Task[object]:
+        """Receive the message with this tag, of exactly this size. It is expected from the event loop's next
+        turn on."""
+        return self._begin(self._endpoint.recv(buffer, Tag(tag), force_tag=True))
 
     async def wait(self, message: asyncio.Task[object]) -> None:
         """Until it is through. A caller that gives up must close the channel. Raises KvTransferError."""
@@ -109,15 +134,9 @@ class Channel:
         if self._closed:
             raise KvTransferError("the connection was closed")
 
-    async def send_bytes(self, data: bytes) -> None:
+    async def send_bytes(self, data: bytes, tag: int) -> None:
         """Send a small message. Raises KvTransferError."""
-        await self.wait(self.send(np.frombuffer(data, np.uint8)))
-
-    async def receive_bytes(self, size: int) -> bytes:
-        """Receive a small message. Raises KvTransferError."""
-        buffer = np.zeros(size, np.uint8)
-        await self.wait(self.receive(buffer))
-        return buffer.tobytes()
+        await self.wait(self.send(np.frombuffer(data, np.uint8), tag))
 
     async def close(self) -> None:
         """Close the endpoint and see every message under way end. May be called again."""

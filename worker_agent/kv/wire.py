@@ -1,12 +1,17 @@
-"""The messages of a transfer: fixed-size structs, little-endian.
+"""The messages of a transfer: fixed-size structs, little-endian, each with a tag of its own (`ticket.py`).
 
-request   target -> source   which blocks of which export, in chunks of how many
-header    source -> target   per chunk: model, layers, and hash and checksum of every block
-data      source -> target   per chunk, unless its header refuses: the blocks, each layer by layer
+request   target -> source   hello; or blocks, one chunk of them; or goodbye
+header    source -> target   to all but a goodbye: model, layers, and hash and checksum of every block
+data      source -> target   behind a header of blocks: the blocks, each layer by layer
+goodbye   source -> target   the export has ended; one byte
+
+Requests are answered in their order. At most WINDOW of them are unanswered; each end posts its receives
+before the other can send what they are for.
 """
 
 from __future__ import annotations
 
+import enum
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +22,9 @@ from worker_agent.engine.base import KvShape
 from worker_agent.kv.errors import KvIdentityError, KvTransferError
 
 _MAGIC: Final = b"TRKV"
-_VERSION: Final = 1
-# magic, version, padding, session, first block, blocks, blocks a chunk, padding, migration id
-_REQUEST: Final = struct.Struct("<4sHHQIIII64s")
+_VERSION: Final = 2
+# magic, version, kind, first block, blocks
+_REQUEST: Final = struct.Struct("<4sHHII")
 # magic, version, status, first block, blocks, first layer, layers, layer block bytes, fingerprint digest
 _HEADER: Final = struct.Struct("<4sHHIIIIQ16s")
 # checksum, length of the hash, hash
@@ -27,50 +32,42 @@ _BLOCK: Final = struct.Struct("<QB55s")
 _HASH_MAX: Final = 55
 
 REQUEST_BYTES: Final = _REQUEST.size
+# Chunks that are under way at a time: gathered, on the wire, or checked.
+WINDOW: Final = 4
 
 OK: Final = 0
-# The session is not there: the export has ended, or the asker is not its target.
-NO_SESSION: Final = 1
+# The export has ended, or its target was not told of these blocks.
+ENDED: Final = 1
 # The blocks could not be read.
 UNREADABLE: Final = 2
 
-_REFUSALS: Final = {NO_SESSION: "the export has ended", UNREADABLE: "the source cannot read the blocks"}
+_REFUSALS: Final = {ENDED: "the export has ended", UNREADABLE: "the source cannot read the blocks"}
+
+
+class RequestKind(enum.IntEnum):
+    """What a target wants."""
+
+    # Whether the source is there and has the same kind of KV: answered by a header of no blocks.
+    HELLO = 0
+    BLOCKS = 1
+    # Nothing any more. Not answered.
+    GOODBYE = 2
+
+
+_KINDS: Final = frozenset(int(kind) for kind in RequestKind)
 
 
 @dataclass(frozen=True, slots=True)
-class BlockRequest:
-    """Blocks [first_block, first_block + num_blocks) of an export."""
+class Request:
+    """Of kind BLOCKS: blocks [first_block, first_block + num_blocks)."""
 
-    session: int
-    migration_id: str
-    first_block: int
-    num_blocks: int
-    chunk_blocks: int
+    kind: RequestKind
+    first_block: int = 0
+    num_blocks: int = 0
 
     def encode(self) -> bytes:
         """As it goes over the wire."""
-        return _REQUEST.pack(
-            _MAGIC,
-            _VERSION,
-            0,
-            self.session,
-            self.first_block,
-            self.num_blocks,
-            self.chunk_blocks,
-            0,
-            migration_digest(self.migration_id),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class ReceivedRequest:
-    """A BlockRequest as the source sees it: the migration by its digest."""
-
-    session: int
-    migration: bytes
-    first_block: int
-    num_blocks: int
-    chunk_blocks: int
+        return _REQUEST.pack(_MAGIC, _VERSION, self.kind, self.first_block, self.num_blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +79,14 @@ class ChunkHeader:
     checksums: Sequence[int]
 
 
-def migration_digest(migration_id: str) -> bytes:
-    """Migration ids are of any length."""
-    return blake2b(migration_id.encode()).digest()
-
-
-def decode_request(data: bytes) -> ReceivedRequest:
+def decode_request(data: bytes) -> Request:
     """Raises KvTransferError when it is none."""
-    magic, version, _, session, first, count, chunk, _, migration = _REQUEST.unpack(data)
-    if magic != _MAGIC or version != _VERSION:
+    magic, version, kind, first, count = _REQUEST.unpack(data)
+    if magic != _MAGIC or version != _VERSION or kind not in _KINDS:
         raise KvTransferError("a peer that speaks another protocol")
-    if not count or not chunk:
+    if kind == RequestKind.BLOCKS and not count:
         raise KvTransferError("a request for no blocks")
-    return ReceivedRequest(session, migration, first, count, chunk)
+    return Request(RequestKind(kind), first, count)
 
 
 def header_bytes(num_blocks: int) -> int:

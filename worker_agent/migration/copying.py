@@ -9,12 +9,12 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from tailrace.v1 import types_pb2, worker_pb2
 from worker_agent.engine.base import Engine, ExportedPause, Staging
 from worker_agent.faults import Faults
-from worker_agent.kv.client import Deliver, Peer
+from worker_agent.migration.blocks import BlockTransfer
 from worker_agent.migration.link_budget import LinkBudget
 from worker_agent.migration.messages import block_hashes, pause_of
 from worker_agent.migration.plan import ImportPlan
@@ -26,24 +26,6 @@ log = logging.getLogger(__name__)
 _MS: Final = 1000.0
 # Blocks that are pulled in one go where the link is shared: tens of milliseconds of a fast link.
 _SLICE_BLOCKS: Final = 256
-
-
-class BlockPuller(Protocol):
-    """The part of KvClient that is needed here."""
-
-    async def prepare(self, peer: Peer) -> None:
-        """Connect."""
-
-    async def pull(
-        self,
-        peer: Peer,
-        session: int,
-        migration_id: str,
-        first_block: int,
-        hashes: Sequence[bytes],
-        deliver: Deliver,
-    ) -> int:
-        """Fetch blocks, deliver them, say how many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,33 +56,26 @@ class Copying:
     def __init__(
         self,
         engine: Engine,
-        puller: BlockPuller,
+        transfer: BlockTransfer,
         source: SourceLink,
         faults: Faults,
         request_id: str,
-        migration_id: str,
         on_round: Callable[[Round], None],
         link: LinkBudget | None,
     ) -> None:
         """`link`: what the copy must leave room on while the source decodes; None: nothing."""
         self._engine = engine
-        self._puller = puller
+        self._transfer = transfer
         self._source = source
         self._faults = faults
         self._request_id = request_id
-        self._migration_id = migration_id
         self._on_round = on_round
         self._link = link
-        self._peer = Peer("", 0)
-        self._session = 0
         self._have = 0
         self._rounds = 0
 
     async def run(self, opened: worker_pb2.ExportOpened, plan: ImportPlan) -> Paused:
         """All rounds and the pause; the engine is prepared when this returns."""
-        self._peer = Peer(opened.kv_host, opened.kv_port)
-        self._session = opened.session
-        await self._puller.prepare(self._peer)
         if plan.rounds:
             await self._pre_copy(block_hashes(opened.blocks), plan)
         return await self._stop_and_copy()
@@ -155,9 +130,7 @@ class Copying:
         self._on_round(Round(state, message, began_s, ended_s))
 
     async def _pull(self, hashes: Sequence[bytes]) -> int:
-        size = await self._puller.pull(
-            self._peer, self._session, self._migration_id, self._have, hashes, self._deliver
-        )
+        size = await self._transfer.pull(self._have, hashes, self._deliver)
         self._have += len(hashes)
         return size
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from tailrace.v1 import types_pb2, worker_pb2
 from worker_agent.engine.base import EnginePhase, Exported, ExportedPause, KvShape, RequestKey
+from worker_agent.kv.errors import KvTransferError
+from worker_agent.kv.ticket import Ticket
 from worker_agent.phase_news import PHASES
 
 _ENGINE_PHASES = {value: phase for phase, value in PHASES.items()}
@@ -72,3 +74,11 @@ def pause_of(paused: worker_pb2.ExportPaused) -> ExportedPause:
         ),
         waited_s=paused.waited_s,
     )
+
+
+def ticket_of(opened: worker_pb2.ExportOpened) -> Ticket:
+    """The right to read its blocks. Raises KvTransferError."""
+    try:
+        return Ticket(opened.kv_ticket)
+    except ValueError as error:
+        raise KvTransferError(f"the source gave no ticket: {error}") from error

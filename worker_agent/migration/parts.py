@@ -10,9 +10,8 @@ from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import Engine, KvShape, Submission
 from worker_agent.faults import Faults
 from worker_agent.frontends import FrontEnds
-from worker_agent.kv.sessions import Sessions
 from worker_agent.metrics import WorkerMetrics
-from worker_agent.migration.copying import BlockPuller
+from worker_agent.migration.blocks import BlockPuller, BlockSource
 from worker_agent.migration.link_budget import LinkBudget
 from worker_agent.migration.spans import TransferSpans
 from worker_agent.phase_news import PhaseNews
@@ -48,10 +47,8 @@ class SourceParts:
 
     engine: Engine
     shape: KvShape
-    # Where targets find this worker's KV listener.
-    kv_host: str
-    kv_port: int
-    sessions: Sessions
+    # Sends the blocks.
+    blocks: BlockSource
     front_ends: FrontEnds
     carried: CarriedRequests
     news: PhaseNews

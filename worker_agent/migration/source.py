@@ -21,6 +21,8 @@ from typing import Final
 
 from tailrace.v1 import worker_pb2
 from worker_agent.engine.base import EngineRefusal, Exported, ExportedPause, RequestKey
+from worker_agent.kv.address import address_of
+from worker_agent.kv.errors import KvTransferError
 from worker_agent.kv.sessions import Session
 from worker_agent.migration.inbox import Broken, Ended, Item, Owned, Released
 from worker_agent.migration.lease import Lease
@@ -93,14 +95,18 @@ class Export:
             return
         self.key, self.epoch = exported.key, exported.epoch
         self._opened_tokens = len(exported.output_token_ids)
-        session = self._parts.sessions.open(self._request_id, opening.migration_id)
+        session: Session | None = None
         outcome = Outcome.RESUME
         try:
             if self._parts.front_ends.by_client(exported.key.client) is None:
                 outcome, self._reason = Outcome.GONE, "its front end is gone"
             else:
+                blocks = self._parts.blocks
+                session = await blocks.open(self._request_id, address_of(opening.kv_address, blocks.address))
                 await self._announce(session, exported)
                 outcome = await self._converse(session)
+        except KvTransferError as error:
+            self._reason = str(error)
         finally:
             self.decided = True
             await unbroken(self._settle(session, outcome))
@@ -116,11 +122,10 @@ class Export:
             output_token_ids=exported.output_token_ids,
             phase=phase_of(exported.phase),
             layout=kv_layout(self._parts.shape),
-            session=session.number,
-            kv_host=self._parts.kv_host,
-            kv_port=self._parts.kv_port,
             traceparent=exported.traceparent,
             blocks=block_identities(exported.block_hashes),
+            kv_address=self._parts.blocks.address.message(),
+            kv_ticket=session.ticket.secret,
         )
         self._lease.send(worker_pb2.ExportEvent(opened=opened))
 
@@ -263,11 +268,12 @@ class Export:
                     if item.HasField("end") and item.end.committed:
                         return Outcome.RELEASE
 
-    async def _settle(self, session: Session, outcome: Outcome) -> None:
+    async def _settle(self, session: Session | None, outcome: Outcome) -> None:
         """Through the door: nothing of the export is left when this returns."""
         if outcome is Outcome.RELEASE:
             await self._parts.faults.hold("export:adopt")
-        await self._parts.sessions.close(session)
+        if session is not None:
+            await self._parts.blocks.end(session)
         try:
             if outcome is Outcome.RELEASE:
                 await self._parts.engine.export_release(self._request_id)

@@ -26,10 +26,12 @@ from worker_agent.engine.base import (
     Submission,
 )
 from worker_agent.frontends import FrontEnd
+from worker_agent.kv.address import address_of
 from worker_agent.kv.errors import KvIdentityError, KvTransferError
 from worker_agent.migration.adoption import Adoption, Verdict
+from worker_agent.migration.blocks import BlockTransfer
 from worker_agent.migration.copying import Copying, Paused, Round
-from worker_agent.migration.messages import exported_of, layout_difference, phase_of
+from worker_agent.migration.messages import exported_of, layout_difference, phase_of, ticket_of
 from worker_agent.migration.parts import TargetParts
 from worker_agent.migration.plan import plan_of
 from worker_agent.migration.source_link import SourceFailed, SourceLink, SourceLost
@@ -55,6 +57,7 @@ class Import:
         self._events: list[worker_pb2.ImportEvent] = []
         self._changed = asyncio.Event()
         self._copying: asyncio.Task[Paused] | None = None
+        self._transfer: BlockTransfer | None = None
         self._cancelled = ""
         self._opened: worker_pb2.ExportOpened | None = None
         # There may be something in the engine to drop.
@@ -168,6 +171,13 @@ class Import:
 
     async def _attempt(self) -> tuple[bool, str]:
         try:
+            return await self._copy_and_commit()
+        finally:
+            if self._transfer is not None:
+                await unbroken(self._transfer.close())
+
+    async def _copy_and_commit(self) -> tuple[bool, str]:
+        try:
             paused = await self._copy()
         except Abort as abort:
             await unbroken(self._give_up(str(abort)))
@@ -220,13 +230,15 @@ class Import:
 
     async def _open_and_copy(self) -> Paused:
         opened = await self._open()
+        puller = self._parts.puller
+        source, ticket = address_of(opened.kv_address, puller.address), ticket_of(opened)
+        transfer = self._transfer = await puller.connect(source, ticket)
         copying = Copying(
             self._parts.engine,
-            self._parts.puller,
+            transfer,
             self._source,
             self._parts.faults,
             self.request_id,
-            self.migration_id,
             self._round_done,
             self._parts.link if self._request.reason in BACKGROUND else None,
         )
@@ -238,6 +250,7 @@ class Import:
             migration_id=self.migration_id,
             request_id=self.request_id,
             target_instance_id=self._parts.instance_id,
+            kv_address=self._parts.puller.address.message(),
         )
         event = await self._source.ask(worker_pb2.ExportCommand(open=command))
         if event.WhichOneof("body") != "opened":

@@ -1,0 +1,45 @@
+"""Where a worker's UCX can be reached: what the two ends of a transfer tell each other over gRPC."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Final
+
+from tailrace.v1 import worker_pb2
+from worker_agent.kv.errors import KvTransferError
+
+# A worker address grows with the devices: some tens of bytes each.
+_BYTES_MAX: Final = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class KvAddress:
+    """A UCX worker address: opaque, and understood by the same version of UCX only."""
+
+    worker: bytes
+    ucx_version: str
+
+    def message(self) -> worker_pb2.KvAddress:
+        """As it goes over gRPC."""
+        digest = _digest(self.worker)
+        return worker_pb2.KvAddress(worker=self.worker, ucx_version=self.ucx_version, digest=digest)
+
+
+def address_of(message: worker_pb2.KvAddress, ours: KvAddress) -> KvAddress:
+    """The other end's address.
+
+    Raises KvTransferError unless it is whole and of our UCX's version: UCX ends the process over bytes that
+    it does not understand.
+    """
+    if not 0 < len(message.worker) <= _BYTES_MAX or message.digest != _digest(message.worker):
+        raise KvTransferError("the other end does not say where its UCX is")
+    if message.ucx_version != ours.ucx_version:
+        raise KvTransferError(f"UCX {message.ucx_version} there, {ours.ucx_version} here")
+    if message.worker[0] != ours.worker[0]:
+        raise KvTransferError("the other end's UCX address is of another format")
+    return KvAddress(message.worker, message.ucx_version)
+
+
+def _digest(worker: bytes) -> bytes:
+    return blake2b(worker, digest_size=16).digest()

@@ -1,0 +1,160 @@
+"""Which network devices and ports UCX may use, from the address that KV transfer is to be bound to.
+
+UCX binds by device, not by address: its TCP transport listens on the first address of every device that
+UCX_NET_DEVICES names, at a port from UCX_TCP_PORT_RANGE. So the device is looked up that has the address.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import ipaddress
+import logging
+import re
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+log = logging.getLogger(__name__)
+
+_SIOCGIFCONF: Final = 0x8912
+_IFREQ_BYTES: Final = 40
+_INTERFACES_MAX: Final = 1024
+_IF_INET6: Final = Path("/proc/net/if_inet6")
+_INFINIBAND: Final = Path("/sys/class/infiniband")
+_DEVICES: Final = "UCX_NET_DEVICES"
+_PORTS: Final = "UCX_TCP_PORT_RANGE"
+
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class BindingError(ValueError):
+    """KV transfer cannot be bound as asked; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class PortRange:
+    """TCP ports [low, high]. A process takes one for each device that it uses."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def parse(cls, text: str) -> PortRange:
+        """From LOW-HIGH. Raises BindingError."""
+        found = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
+        if found is None or not 0 < int(found[1]) <= int(found[2]) < 65536:
+            raise BindingError(f"{text!r}: LOW-HIGH expected, two ports, the lower one first")
+        return cls(int(found[1]), int(found[2]))
+
+    def __str__(self) -> str:
+        return f"{self.low}-{self.high}"
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """An address of a network device."""
+
+    device: str
+    address: IpAddress
+
+
+def ucx_options(
+    host: str,
+    ports: PortRange | None,
+    environment: Mapping[str, str],
+    interfaces: list[Interface],
+    rdma: list[str],
+) -> dict[str, str]:
+    """UCX's options (names without UCX_) for transfers bound to `host`, an address of this machine or a name
+    of one; a wildcard means every device.
+
+    What the environment says of devices goes before, so that an operator can name RDMA devices. The RDMA
+    devices `rdma` are used beside the address's own device, unless that is the loopback device: no TCP port
+    belongs to them. Raises BindingError.
+    """
+    options: dict[str, str] = {}
+    if ports is not None:
+        options["TCP_PORT_RANGE"] = str(ports)
+    elif _PORTS in environment:
+        options["TCP_PORT_RANGE"] = environment[_PORTS]
+    if _DEVICES in environment:
+        log.info(
+            "%s=%s: KV transfer uses these, wherever else the worker listens", _DEVICES, environment[_DEVICES]
+        )
+        return options | {"NET_DEVICES": environment[_DEVICES]}
+    wanted = _resolved(host)
+    if any(each.is_unspecified for each in wanted):
+        return options
+    loopback = any(each.is_loopback for each in wanted)
+    found = next((each for each in interfaces if each.address in wanted), None)
+    if found is None and loopback:
+        found = next((each for each in interfaces if each.address.is_loopback), None)
+    if found is None:
+        raise BindingError(f"KV transfer cannot be bound to {host}: no network device here has that address")
+    version = found.address.version
+    first = next(
+        each.address for each in interfaces if each.device == found.device and each.address.version == version
+    )
+    if first != found.address:
+        log.warning("UCX binds to the first address of %s: %s, not %s", found.device, first, found.address)
+    options["NET_DEVICES"] = ",".join([found.device, *([] if loopback else rdma)])
+    options["TCP_AF_PRIO"] = "inet6,inet" if version == 6 else "inet,inet6"
+    return options
+
+
+def interfaces() -> list[Interface]:
+    """Addresses of this machine's network devices, each device's first one first."""
+    return [*_ipv4(), *_ipv6()]
+
+
+def rdma_devices() -> list[str]:
+    """Active ports of RDMA devices, as UCX names them: mlx5_0:1."""
+    found = []
+    for state in sorted(_INFINIBAND.glob("*/ports/*/state")):
+        try:
+            active = "ACTIVE" in state.read_text()
+        except OSError:
+            continue
+        if active:
+            found.append(f"{state.parents[2].name}:{state.parent.name}")
+    return found
+
+
+def _resolved(host: str) -> set[IpAddress]:
+    name = host.strip("[]")
+    if name in ("", "*"):
+        return {ipaddress.IPv4Address(0)}
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise BindingError(f"KV transfer cannot be bound to {host}: {error.strerror or error}") from error
+    return {ipaddress.ip_address(str(each[4][0]).partition("%")[0]) for each in found}
+
+
+def _ipv4() -> list[Interface]:
+    buffer = array.array("B", bytes(_INTERFACES_MAX * _IFREQ_BYTES))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        answer = fcntl.ioctl(
+            asked.fileno(), _SIOCGIFCONF, struct.pack("iL", len(buffer), buffer.buffer_info()[0])
+        )
+    (size,) = struct.unpack_from("i", answer)
+    data = buffer.tobytes()[:size]
+    found = []
+    for at in range(0, size, _IFREQ_BYTES):
+        # An alias is called like its device, with a suffix: eth0:1.
+        name = data[at : at + 16].partition(b"\0")[0].decode().partition(":")[0]
+        found.append(Interface(name, ipaddress.IPv4Address(data[at + 20 : at + 24])))
+    return found
+
+
+def _ipv6() -> list[Interface]:
+    try:
+        lines = _IF_INET6.read_text().splitlines()
+    except OSError:
+        return []
+    fields = [line.split() for line in lines]
+    return [Interface(each[5], ipaddress.IPv6Address(bytes.fromhex(each[0]))) for each in fields]

@@ -1,0 +1,54 @@
+"""The right to read one export's blocks.
+
+The source makes a ticket for each migration and gives it to the target over the migration's own gRPC stream.
+UCX delivers a message to whoever waits for its 64-bit tag, whichever connection it came by; so every message
+of a transfer has a tag of its own, made from the ticket, and each is used once. Who does not hold the ticket
+cannot address a message to a transfer, and what comes late is expected by nobody.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Final
+
+_BYTES: Final = 32
+_REQUEST, _HEADER, _DATA, _GOODBYE = range(4)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Ticket:
+    """A secret of two ends."""
+
+    secret: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.secret) != _BYTES:
+            raise ValueError(f"a ticket has {_BYTES} bytes, not {len(self.secret)}")
+
+    @classmethod
+    def fresh(cls) -> Ticket:
+        """From the system's randomness: nobody can guess it, and none is made twice."""
+        return cls(secrets.token_bytes(_BYTES))
+
+    def request(self, number: int) -> int:
+        """Tag of the target's request of this number."""
+        return self._tag(_REQUEST, number)
+
+    def header(self, chunk: int) -> int:
+        """Tag of a chunk's header."""
+        return self._tag(_HEADER, chunk)
+
+    def data(self, chunk: int) -> int:
+        """Tag of a chunk's blocks."""
+        return self._tag(_DATA, chunk)
+
+    def goodbye(self) -> int:
+        """Tag of the source's word that the export has ended."""
+        return self._tag(_GOODBYE, 0)
+
+    def _tag(self, kind: int, number: int) -> int:
+        message = struct.pack("<BQ", kind, number)
+        return int.from_bytes(blake2b(message, key=self.secret, digest_size=8).digest(), "little")
