@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 from simulator.batch import Batch
@@ -207,6 +208,7 @@ class Instance:
         self._prompts.owe(job)
         self.idle_context += job.prompt + job.tokens
         self._set_stage(job)
+        self._note_lapse(job, now)
         first = self._wait(job)
         if first or self._intra.pass_over:
             self.wake(now)
@@ -509,6 +511,7 @@ class Instance:
             self._other_blocks -= job.blocks
             self._prompts.pay(job, job.prefill_total - job.prefill_done)
             self._forget_kv(job)
+        self._note_lapse(job, now)
         self._wait(job)
         self._listener.preempted(self, job, now)
         return stall_s
@@ -527,6 +530,30 @@ class Instance:
         job.passed_blocks = 0
         insort(self.waiting, (rank, job), key=rank_of)
         return self.waiting[0][1] is job
+
+    def _note_lapse(self, job: Job, now: float) -> None:
+        """A prompt is about to wait: its rank changes when its time has come."""
+        if job.lapsed or job.tokens:
+            return
+        lapses_s = self._intra.lapses_s(job.view(0))
+        if lapses_s is None:
+            return
+        if lapses_s > now:
+            self._events.at(lapses_s, partial(self._lapse, job))
+        else:
+            job.lapsed = True
+            job.rank_until = 0
+
+    def _lapse(self, job: Job, now: float) -> None:
+        """Its time has come."""
+        if job.lapsed or not self.waits(job):
+            return
+        self._changing()
+        self.waiting.remove((job.rank, job))
+        job.lapsed = True
+        job.rank_until = 0
+        insort(self.waiting, (job.rank_at(job.tokens, self._intra), job), key=rank_of)
+        self.wake(now)
 
     def _unpause(self, job: Job) -> None:
         del self.paused[job]

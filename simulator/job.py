@@ -48,6 +48,7 @@ class Job:
         "history",
         "instance",
         "joined",
+        "lapsed",
         "migration",
         "migrations",
         "on_offer",
@@ -101,6 +102,7 @@ class Job:
         self.rank: Rank = ()
         # Output tokens up to which `rank` holds.
         self.rank_until = 0
+        self.lapsed = False
         # Whether it is demoted, from so many output tokens on and up to (not including) so many.
         self.demoted = False
         self.demotion_since = 0
@@ -139,7 +141,22 @@ class Job:
         phase = self.phase_of(tokens)
         in_phase = tokens - self.reasoning if phase is Phase.ANSWERING else tokens
         arrived_s = self.request.arrival_s
-        return JobView(self.order, phase, self.prompt, tokens, in_phase, arrived_s, self.found_s)
+        return JobView(
+            self.order,
+            phase,
+            self.prompt,
+            tokens,
+            in_phase,
+            arrived_s,
+            self.found_s,
+            self.answering_s,
+            self.lapsed,
+        )
+
+    @property
+    def answering_s(self) -> float:
+        """When it began to answer; of no meaning before."""
+        return (self.reasoning_end_s if self.reasoning else self.first_token_s) or 0.0
 
     def rank_at(self, tokens: int, intra: IntraPolicy) -> Rank:
         """Its rank, asked anew only when it may have changed."""

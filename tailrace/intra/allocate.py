@@ -153,15 +153,13 @@ class _Admission(Generic[Name]):
             return True
         if not self._policy.preemptive:
             return False
-        level = self._policy.level(claim.rank)
+        takes_from, rank = self._policy.takes_from, claim.rank
         if self._victims is None:
-            # Those that wait behind this one have no lower level: nobody else can become a victim.
-            self._victims = _last_first(
-                [other for other in self._running() if self._policy.level(other.rank) > level]
-            )
+            # Those that wait behind this one can take from nobody else.
+            self._victims = _last_first([other for other in self._running() if takes_from(rank, other.rank)])
         end, seats = self._taken, self._seats
         while short > 0 or seats < 1:
-            if end >= len(self._victims) or self._policy.level(self._victims[end].rank) <= level:
+            if end >= len(self._victims) or not takes_from(rank, self._victims[end].rank):
                 return False
             short -= self._victims[end].blocks
             seats += 1

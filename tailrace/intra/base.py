@@ -69,6 +69,10 @@ class JobView:
     arrived_s: float = 0.0
     # Prefill that was left to do on its instance when it came there, in seconds of `tailrace.intra.due`.
     queue_s: float = 0.0
+    # When it began to answer, on that clock; of no meaning before.
+    answering_s: float = 0.0
+    # It waits, and the time that `IntraPolicy.lapses_s` gave has come.
+    lapsed: bool = False
 
     @property
     def context_tokens(self) -> int:
@@ -113,6 +117,15 @@ class IntraPolicy(ABC):
     def rank_holds(self, job: JobView) -> int | None:
         """Output tokens, at least 1, after which `rank` may change in this phase; None: it does not."""
         return None
+
+    def lapses_s(self, job: JobView) -> float | None:
+        """When the rank of a request that waits changes though nothing happens to it: once, by the clock of
+        `arrived_s`; None: it does not."""
+        return None
+
+    def takes_from(self, rank: Rank, victim: Rank) -> bool:
+        """Whether who waits at this rank may take the place of one that runs at that rank."""
+        return self.level(victim) > self.level(rank)
 
     def level(self, rank: Rank) -> Rank:
         """The beginning of a rank that says who may take whose place; all but the arrival, unless said."""

@@ -1,4 +1,4 @@
-"""When a waiting prompt is due: which prompts overtake which inside an instance of `answers_first`.
+"""When a waiting prompt is due: which prompts overtake which inside an instance of `earliest_due`.
 
 A prompt may be overtaken by those that come up to some times its own prefill after it and take less: the many
 short ones keep their SLOs at the cost of the few long ones that would have made all of them late. That is

@@ -11,10 +11,10 @@ from typing import Final
 
 from tailrace.intra.base import IntraPolicy
 from tailrace.intra.decode_first import DecodeFirst
+from tailrace.intra.earliest_due import EarliestDue
 from tailrace.intra.fcfs import Fcfs
 from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.round_robin import QuantumRoundRobin
-from tailrace.intra.tailrace import AnswersFirst
 from tailrace.policy.deployment import Deployment
 from tailrace.policy.parameters import NO_PARAMETERS, Parameter, ParameterError, Value, parse_parameters
 from tailrace.slo import Slo
@@ -28,7 +28,7 @@ INTRA_POLICIES: Final[Mapping[str, type[IntraPolicy]]] = MappingProxyType(
         "round_robin": QuantumRoundRobin,
         "pascal": PascalQueue,
         "decode_first": DecodeFirst,
-        "answers_first": AnswersFirst,
+        "earliest_due": EarliestDue,
     }
 )
 
@@ -43,7 +43,7 @@ _GOES_WITH: Final[Mapping[str, str]] = MappingProxyType(
         "minimal_load": "decode_first",
         "round_robin_pools": "decode_first",
         "static_pools": "decode_first",
-        "tailrace": "answers_first",
+        "tailrace": "earliest_due",
     }
 )
 

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from tailrace.cluster import Phase
 from tailrace.intra.base import ImportView, IntraPolicy, JobView
 from tailrace.intra.decode_first import DecodeFirst
-from tailrace.intra.due import due_s
+from tailrace.intra.earliest_due import EarliestDue
 from tailrace.intra.fcfs import Fcfs
 from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.round_robin import QuantumRoundRobin
-from tailrace.intra.tailrace import PROTECTED_TOKENS, AnswersFirst
 
 POLICIES: dict[str, IntraPolicy] = {
     "fcfs": Fcfs(),
@@ -23,7 +22,7 @@ POLICIES: dict[str, IntraPolicy] = {
     "round_robin": QuantumRoundRobin(),
     "pascal": PascalQueue(),
     "pascal_never_demotes": PascalQueue(demotion_tokens=None),
-    "answers_first": AnswersFirst(),
+    "earliest_due": EarliestDue(),
 }
 
 
@@ -34,7 +33,19 @@ def jobs(draw: st.DrawFn) -> JobView:
     made = draw(st.integers(0, 10_000))
     phase = Phase.PREFILL if not made else Phase.REASONING if made < reasoning else Phase.ANSWERING
     in_phase = made - reasoning if phase is Phase.ANSWERING else made
-    return JobView(draw(st.integers(0, 1_000)), phase, prompt, made, in_phase, draw(st.floats(0.0, 2e9)))
+    arrived_s = draw(st.floats(0.0, 2e9))
+    answering_s = arrived_s + draw(st.floats(0.0, 1e3))
+    return JobView(
+        draw(st.integers(0, 1_000)),
+        phase,
+        prompt,
+        made,
+        in_phase,
+        arrived_s,
+        0.0,
+        answering_s,
+        draw(st.booleans()),
+    )
 
 
 def grown(job: JobView, by: int) -> JobView:
@@ -109,26 +120,3 @@ def test_migrations_get_room_in_order(name: str) -> None:
 def test_a_quantum_has_at_least_one_token(make: type[QuantumRoundRobin]) -> None:
     with pytest.raises(ValueError, match="quantum"):
         make(quantum_tokens=0)
-
-
-@given(job=jobs(), answer=jobs())
-def test_nobody_is_preempted_while_being_read(job: JobView, answer: JobView) -> None:
-    """An allocation takes from those whose level is below that of who asks."""
-    policy = AnswersFirst()
-    if answer.phase is Phase.ANSWERING and answer.phase_tokens < PROTECTED_TOKENS:
-        assert policy.level(policy.rank(job)) >= policy.level(policy.rank(answer))
-
-
-def test_a_short_prompt_overtakes_a_long_one_until_that_has_waited_its_time() -> None:
-    policy, queue_s = AnswersFirst(), 60.0
-    long, short = due_s(0.0, 20_000, queue_s), due_s(0.0, 200, queue_s)
-    first = policy.rank(JobView(0, Phase.PREFILL, 20_000, 0, 0, 100.0, queue_s))
-    soon = policy.rank(JobView(1, Phase.PREFILL, 200, 0, 0, 101.0, queue_s))
-    late = policy.rank(JobView(2, Phase.PREFILL, 200, 0, 0, 100.0 + long - short + 0.001, queue_s))
-    assert soon < first < late
-    # A long one that found next to nothing yields as little.
-    early = policy.rank(JobView(4, Phase.PREFILL, 20_000, 0, 0, 100.0, 0.0))
-    assert early < policy.rank(JobView(5, Phase.PREFILL, 200, 0, 0, 103.0, 0.5)) and early < first
-    # None of them takes another's place, and one that reasons keeps its own.
-    reasoning = policy.rank(JobView(3, Phase.REASONING, 200, 10, 10, 500.0))
-    assert len({policy.level(rank) for rank in (first, soon, late, reasoning)}) == 1

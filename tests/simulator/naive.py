@@ -26,6 +26,7 @@ class NaiveJob:
     swaps: int = 0
     recomputes: int = 0
     passed_blocks: int = 0
+    lapsed: bool = False
 
     @property
     def context(self) -> int:
@@ -37,8 +38,22 @@ class NaiveJob:
         in_phase = made - reasoning if phase is Phase.ANSWERING else made
         if not made:
             phase, in_phase = Phase.PREFILL, 0
-        prompt, arrived_s = self.request.prompt_tokens, self.request.arrival_s
-        return intra.rank(JobView(self.order, phase, prompt, made, in_phase, arrived_s, self.found_s))
+        return intra.rank(self.view(phase, made, in_phase))
+
+    def view(self, phase: Phase, made: int, in_phase: int) -> JobView:
+        request = self.request
+        began = self.times[max(0, request.reasoning_tokens - 1)] if phase is Phase.ANSWERING else 0.0
+        return JobView(
+            self.order,
+            phase,
+            request.prompt_tokens,
+            made,
+            in_phase,
+            request.arrival_s,
+            self.found_s,
+            began,
+            self.lapsed,
+        )
 
 
 class Naive:
@@ -111,6 +126,9 @@ class Naive:
 
     def share_memory(self) -> tuple[float, bool]:
         intra = self.intra
+        for job in self.waiting:
+            lapses_s = None if job.times else intra.lapses_s(job.view(Phase.PREFILL, 0, 0))
+            job.lapsed = job.lapsed or (lapses_s is not None and lapses_s <= self.now)
         running = [Claim(j.rank(intra), j, self.blocks(j.context)) for j in self.decoding]
         running += [Claim(j.rank(intra), j, self.blocks(j.to_prefill)) for j in self.prefilling]
         free = self.spec.kv_blocks - sum(claim.blocks for claim in running)

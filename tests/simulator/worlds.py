@@ -18,6 +18,7 @@ from simulator.simulation import Simulation
 from simulator.steplog import TokenTimes
 from tailrace.intra.base import IntraPolicy
 from tailrace.intra.decode_first import DecodeFirst
+from tailrace.intra.earliest_due import EarliestDue
 from tailrace.intra.fcfs import Fcfs
 from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.round_robin import QuantumRoundRobin
@@ -41,6 +42,7 @@ INTRA: dict[str, IntraPolicy] = {
     "round_robin": QuantumRoundRobin(quantum_tokens=13),
     "pascal": PascalQueue(quantum_tokens=13, demotion_tokens=120),
     "fcfs_passing": Fcfs(pass_over=0.4),
+    "earliest_due": EarliestDue(lead_s=0.1, late_s=1.0, ttft_slo_s=0.3, pace_s=0.02),
     "pascal_passing": PascalQueue(quantum_tokens=13, demotion_tokens=120, pass_over=1.0),
 }
 

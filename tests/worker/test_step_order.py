@@ -18,7 +18,7 @@ from simulator.job import Job, JobState
 from simulator.request import SimRequest
 from tailrace.cluster import Phase
 from tailrace.intra.allocate import Claim, Grants, Room, allocate
-from tailrace.intra.base import IntraPolicy, Rank
+from tailrace.intra.base import IntraPolicy, JobView, Rank
 from tailrace.intra.fcfs import Fcfs
 from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.registry import INTRA_POLICIES, UnknownIntraError, intra_for_policy, make_intra
@@ -53,6 +53,8 @@ class Facts:
     computed: int
     # Blocks given past it so far (waiting only).
     passed: int = 0
+    answering_s: float = 0.0
+    lapsed: bool = False
 
     @property
     def total(self) -> int:
@@ -76,7 +78,12 @@ def facts(draw: st.DrawFn) -> list[Facts]:
         computed = draw(st.integers(0, prompt + tokens - 2)) if place == "prefilling" else 0
         reasoning = draw(st.sampled_from([0, 3, 40, 200]))
         passed = draw(st.integers(0, 20)) if place in ("swapped", "queued") else 0
-        made.append(Facts(arrival, prompt, reasoning, tokens, place, computed, passed))
+        answering_s = draw(st.floats(1.0, 100.0))
+        made.append(
+            Facts(
+                arrival, prompt, reasoning, tokens, place, computed, passed, answering_s, draw(st.booleans())
+            )
+        )
     return made
 
 
@@ -90,17 +97,24 @@ class Member:
         waits = given.place in ("swapped", "queued")
         computed = given.total - 1 if given.place == "decoding" else given.computed
         self.num_computed_tokens = 0 if waits else computed
-        self.turn = Turn(given.arrival)
+        self.turn = turn_of(given)
         self.turn.passed_blocks = given.passed
 
 
-def rank_of(policy: IntraPolicy, member: Member) -> Rank:
-    it = member.facts
+def turn_of(it: Facts) -> Turn:
     turn = Turn(it.arrival)
-    turn.ask(
-        policy,
-        view_of(turn, it.tokens < it.reasoning, it.prompt, it.tokens, min(it.tokens, it.reasoning)),
-    )
+    turn.answering_s, turn.lapsed = it.answering_s, it.lapsed
+    return turn
+
+
+def view(member: Member) -> JobView:
+    it = member.facts
+    return view_of(turn_of(it), it.tokens < it.reasoning, it.prompt, it.tokens, min(it.tokens, it.reasoning))
+
+
+def rank_of(policy: IntraPolicy, member: Member) -> Rank:
+    turn = turn_of(member.facts)
+    turn.ask(policy, view(member))
     return turn.rank
 
 
@@ -113,6 +127,7 @@ def order_for(policy: IntraPolicy, exempt: frozenset[int] = frozenset()) -> Step
         lambda member: -(-member.num_computed_tokens // BLOCK),
         lambda member: member.facts.place == "swapped",
         lambda member: member.facts.arrival in exempt,
+        view,
     )
 
 
@@ -160,6 +175,8 @@ def simulated(
         request = SimRequest(str(each.arrival), 0.0, each.prompt, each.reasoning, each.tokens + 500)
         job = Job(request, each.arrival)
         job.tokens = each.tokens
+        job.first_token_s = job.reasoning_end_s = each.answering_s
+        job.lapsed = each.lapsed
         job.instance = instance
         job.prefill_total = each.total
         if each.place == "decoding":

@@ -19,6 +19,7 @@ from vllm.v1.request import Request
 from tailrace.cluster import Phase
 from tailrace.intra.base import IntraPolicy, JobView, Rank
 from tailrace.intra.decode_first import DecodeFirst
+from tailrace.intra.earliest_due import RANK_TOKENS, EarliestDue
 from tailrace.intra.fcfs import Fcfs
 from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.registry import UnknownIntraError
@@ -168,6 +169,34 @@ async def test_quanta_are_taken_in_turns(engine: VllmEngine, front: Front) -> No
     assert engine.stats().swaps_in > 0
 
 
+async def test_an_answer_far_ahead_of_its_reader_yields(engine: VllmEngine, front: Front) -> None:
+    """Two answers fill the batch; once they are far enough ahead a prompt takes the place of one."""
+    await serve_by(engine, EarliestDue(lead_s=100.0, pace_s=10.0))
+    swaps = engine.stats().swaps_in
+    answers = [front.stream(ANSWERING, params(max_tokens=120)) for _ in range(SEATS)]
+    submit_together(engine, front, answers)
+    for answer in answers:
+        await front.until_tokens(answer, RANK_TOKENS + 1)
+    prompt = front.stream(ANSWERING, params(max_tokens=5))
+    front.submit(engine, prompt)
+    assert (await ends(front, [*answers, prompt]))[0] == SEATS
+    assert engine.stats().swaps_in > swaps
+
+
+async def test_a_prompt_that_has_missed_its_slo_goes_behind_one_that_has_not(
+    engine: VllmEngine, front: Front
+) -> None:
+    await serve_by(engine, EarliestDue(ttft_slo_s=100.0, late_s=2_000.0, lead_s=1e6))
+    answers = [front.stream(ANSWERING, params(max_tokens=60)) for _ in range(SEATS)]
+    submit_together(engine, front, answers)
+    for answer in answers:
+        await front.until_tokens(answer, 2)
+    late = front.stream(ANSWERING, params(max_tokens=40), waited_s=1_000.0)
+    fresh = [front.stream(ANSWERING, params(max_tokens=5)) for _ in range(SEATS)]
+    submit_together(engine, front, [late, *fresh])
+    assert (await ends(front, [*answers, late, *fresh]))[-1] == SEATS
+
+
 async def test_decodes_go_before_prompts(engine: VllmEngine, front: Front) -> None:
     """A prompt of many steps holds up no decode: a token for each chunk beside it."""
     await serve_by(engine, DecodeFirst())
@@ -254,7 +283,7 @@ def queued(lengths: list[int]) -> tuple[RankedQueue, list[Request]]:
     def rank(request: Request) -> Rank:
         return policy.rank(JobView(arrivals[request], Phase.PREFILL, request.num_prompt_tokens, 0, 0))
 
-    return RankedQueue(rank, requests[:2]), requests
+    return RankedQueue(rank, lambda request: None, lambda request: None, requests[:2]), requests
 
 
 async def test_the_queue_is_in_order_of_rank_and_open_for_the_admitted_alone() -> None:

@@ -109,12 +109,21 @@ class Front:
 
     # ---- requests
 
-    def stream(self, prompt: list[int], params: SamplingParams) -> Stream:
-        """A request, not yet submitted."""
+    def stream(self, prompt: list[int], params: SamplingParams, waited_s: float = 0.0) -> Stream:
+        """A request, not yet submitted, that came to the fleet so long ago."""
         handle = next(self._handles)
         request_id = f"request-{handle}"
         request = EngineCoreRequest(
-            request_id, list(prompt), None, params, None, time.time(), None, None, None, client_index=7
+            request_id,
+            list(prompt),
+            None,
+            params,
+            None,
+            time.time() - waited_s,
+            None,
+            None,
+            None,
+            client_index=7,
         )
         frames = [bytes(frame) for frame in self._encoder.encode(request)]
         stream = Stream(RequestKey(0, handle), request_id, frames, epoch=1)

@@ -98,8 +98,7 @@ class Submission:
     output_token_ids: Sequence[int] = ()
     traceparent: str = ""
     frontend_id: str = ""
-    # Answering tokens among the outputs, and the seconds since the first of them; for the worker, not the
-    # engine.
+    # Answering tokens among the outputs, and the seconds since the first of them.
     answer_tokens: int = 0
     answering_s: float = 0.0
 
@@ -241,6 +240,8 @@ class ExportedPause:
     predicted_remaining_tokens: float | None = None
     # Seconds that the step under way took to end after this was asked for.
     waited_s: float = 0.0
+    # Seconds since its first answering token; 0: there is none. For the target: the source's worker knows.
+    answering_for_s: float = 0.0
 
 
 class EngineRefusal(Exception):

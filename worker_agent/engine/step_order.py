@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from tailrace.intra.allocate import Claim, Room, allocate
-from tailrace.intra.base import IntraPolicy, Rank
+from tailrace.intra.base import IntraPolicy, JobView, Rank
 from worker_agent.engine.turns import Turn
 
 
@@ -66,7 +66,8 @@ class StepPlan(Generic[M]):
 
 
 class StepOrder(Generic[M]):
-    """One policy on one engine. All that it keeps between steps is the requests' `Turn.passed_blocks`."""
+    """One policy on one engine. All that it keeps between steps is in the requests' turns: `passed_blocks`,
+    and whether they have lapsed."""
 
     def __init__(
         self,
@@ -77,6 +78,7 @@ class StepOrder(Generic[M]):
         held_blocks: Callable[[M], int],
         swapped: Callable[[M], bool],
         exempt: Callable[[M], bool],
+        view: Callable[[M], JobView],
     ) -> None:
         """`held_blocks`: blocks that a running request has. `swapped`: its KV is in host memory. `exempt`: it
         runs and is not to be preempted."""
@@ -87,6 +89,15 @@ class StepOrder(Generic[M]):
         self._held_blocks = held_blocks
         self._swapped = swapped
         self._exempt = exempt
+        self._view = view
+
+    def lapses_s(self, member: M) -> float | None:
+        """When the rank of one that waits changes by itself, in seconds since the epoch; None: no more."""
+        return None if self._turn(member).lapsed else self.policy.lapses_s(self._view(member))
+
+    def lapse(self, member: M) -> None:
+        """That time has come."""
+        self._turn(member).lapse()
 
     def plan(self, running: Sequence[M], waiting: Iterable[tuple[Rank, M]], device: Device) -> StepPlan[M]:
         """Decide for one step. `waiting`: in order of rank, without those that cannot start; read only as far

@@ -48,24 +48,58 @@ def view_of(
     phase = serving_phase(output_tokens, reasons)
     in_phase = output_tokens - reasoning_tokens if phase is Phase.ANSWERING else output_tokens
     arrival = turn.arrival
-    return JobView(arrival, phase, prompt_tokens, output_tokens, in_phase, arrived_s(arrival), turn.queue_s)
+    came_s = arrived_s(arrival)
+    return JobView(
+        arrival,
+        phase,
+        prompt_tokens,
+        output_tokens,
+        in_phase,
+        came_s,
+        turn.queue_s,
+        turn.answering_s or came_s,
+        turn.lapsed,
+    )
 
 
 class Turn:
     """One request's place in the order: `rank`, once it was asked for."""
 
-    __slots__ = ("_phase", "_policy", "_until", "arrival", "passed_blocks", "queue_s", "rank")
+    __slots__ = (
+        "_phase",
+        "_policy",
+        "_until",
+        "answering_s",
+        "arrival",
+        "lapsed",
+        "passed_blocks",
+        "queue_s",
+        "rank",
+    )
 
     def __init__(self, arrival: int, queue_s: float = 0.0) -> None:
         """`queue_s`: as JobView has it."""
         self.arrival = arrival
         self.queue_s = queue_s
+        # As JobView has them; 0: it has not begun to answer.
+        self.answering_s = 0.0
+        self.lapsed = False
         # As `tailrace.intra.allocate.Claim` has it.
         self.passed_blocks = 0
         self.rank: Rank = ()
         self._until = 0
         self._phase: Phase | None = None
         self._policy: IntraPolicy | None = None
+
+    def answers(self, now_s: float, for_s: float = 0.0) -> None:
+        """It has begun to answer, so many seconds before now (seconds since the epoch). Once is enough."""
+        if not self.answering_s:
+            self.answering_s = now_s - for_s
+
+    def lapse(self) -> None:
+        """The time that `IntraPolicy.lapses_s` gave has come: the rank is to be asked anew."""
+        self.lapsed = True
+        self._until = 0
 
     def holds(self, policy: IntraPolicy, phase: Phase, output_tokens: int) -> bool:
         """Whether `rank` is still what `policy` would say."""

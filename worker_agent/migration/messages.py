@@ -73,6 +73,7 @@ def pause_of(paused: worker_pb2.ExportPaused) -> ExportedPause:
             paused.predicted_remaining_tokens if paused.HasField("predicted_remaining_tokens") else None
         ),
         waited_s=paused.waited_s,
+        answering_for_s=paused.answer_pace.since_first_s,
     )
 
 

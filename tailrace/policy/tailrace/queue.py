@@ -1,4 +1,4 @@
-"""The prompts that wait on an instance, in the order in which `answers_first` serves them."""
+"""The prompts that wait on an instance, in the order in which `earliest_due` serves them."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Final
@@ -204,6 +205,8 @@ class SimulatedEngine:
             emitter.add(request, len(outputs), [], _FINISHED, reason, stop)
             emitter.flush()
             return
+        if submission.answer_tokens:
+            request.turn.answers(time.time(), submission.answering_s)
         request.turn.queue_s = sum(
             left_s(other.total, other.computed) for other in self._table if other.state is not State.IMPORTING
         )
@@ -492,6 +495,8 @@ class SimulatedEngine:
             flags |= _REASONING_ENDED
             request.closes_at = index
             request.phase = EnginePhase.ANSWERING
+        if flags & _REASONING_ENDED:
+            request.turn.answers(time.time())
         if self._ends(request, index, token):
             reason, stop = self._finish_reason(request, token)
             emitter.add(request, index, [token], flags | _FINISHED, reason, stop)

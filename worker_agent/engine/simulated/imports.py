@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ import msgspec
 import numpy as np
 
 from worker_agent.engine.base import (
+    EnginePhase,
     EngineRefusal,
     Exported,
     ExportedPause,
@@ -144,6 +146,8 @@ class Imports:
             request.closes_at = closed if 0 <= closed < len(outputs) else None
         if outputs and pause.computed_tokens == request.total - 1:
             request.phase = request.decode_phase
+        if request.phase is EnginePhase.ANSWERING:
+            request.turn.answers(time.time(), pause.answering_for_s)
 
         blocks = self._scheduler.pool.blocks_for(pause.computed_tokens)
         demanded = request.chain.seeds(0, blocks, pause.computed_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -86,8 +87,10 @@ class Scheduler:
             lambda request: len(request.blocks),
             self.on_host,
             lambda request: request.exporting,
+            lambda request: request.view,
         )
-        self.waiting = RankedLine(self._order.rank, waiting)
+        order = self._order
+        self.waiting = RankedLine(order.rank, order.lapses_s, order.lapse, waiting)
 
     def on_host(self, request: Request) -> bool:
         """Its KV is in host memory."""
@@ -179,6 +182,7 @@ class Scheduler:
 
     def _plan_in_order(self, step: Step, order: StepOrder[Request]) -> tuple[float, int]:
         assert isinstance(self.waiting, RankedLine)
+        self.waiting.advance(time.time())
         device = Device(
             total_blocks=self.pool.total,
             free_blocks=self.pool.free,

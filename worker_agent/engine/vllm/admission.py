@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 from vllm.sampling_params import SamplingType
@@ -95,6 +96,9 @@ class Admission:
         phases = PhaseTracker(self._core.marks, request.prompt_token_ids or ())
         phases.replay(outputs)
         phases.back_to_prefill()
+        turn = self._table.new_turn(request, self._queue_s())
+        if submission.answer_tokens:
+            turn.answers(time.time(), submission.answering_s)
         entry = Entry(
             key=submission.key,
             request_id=request.request_id,
@@ -106,7 +110,7 @@ class Admission:
             phases=phases,
             pace=Pace(),
             emitted=len(outputs),
-            turn=self._table.new_turn(request, self._queue_s()),
+            turn=turn,
         )
         self._core.start_grammar(request)
         self._table.add(entry)

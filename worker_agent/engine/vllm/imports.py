@@ -7,13 +7,22 @@ memory: the request then enters as one that was swapped out.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.request import Request, RequestStatus
 
-from worker_agent.engine.base import EngineRefusal, Exported, ExportedPause, KvCorrupt, NoRoom, RequestKey
+from worker_agent.engine.base import (
+    EnginePhase,
+    EngineRefusal,
+    Exported,
+    ExportedPause,
+    KvCorrupt,
+    NoRoom,
+    RequestKey,
+)
 from worker_agent.engine.host_ledger import Swapped
 from worker_agent.engine.import_line import ImportLine
 from worker_agent.engine.vllm.in_use import InUse
@@ -287,6 +296,9 @@ class Imports:
             self._core.kv_manager.cache_blocks(request, computed)
         phases = PhaseTracker(self._core.marks, request.prompt_token_ids or ())
         phases.replay(outputs)
+        turn = self._table.new_turn(request)
+        if phases.phase is EnginePhase.ANSWERING:
+            turn.answers(time.time(), pause.answering_for_s)
         found.prepared = Entry(
             key=found.key,
             request_id=request.request_id,
@@ -298,7 +310,7 @@ class Imports:
             phases=phases,
             pace=Pace(pause.token_interval_ms),
             emitted=len(outputs),
-            turn=self._table.new_turn(request),
+            turn=turn,
             prediction=_prediction(pause, len(outputs)),
         )
 

@@ -55,4 +55,7 @@ def _step_order(policy: IntraPolicy, core: LoadedCore, table: RequestTable) -> S
     def exempt(request: Request) -> bool:
         return request.request_id in core.scheduler.exporting
 
-    return StepOrder(policy, core.block_tokens, rank, turn_of, held_blocks, swapped, exempt)
+    def view(request: Request) -> JobView:
+        return job_view(entry_of(request))
+
+    return StepOrder(policy, core.block_tokens, rank, turn_of, held_blocks, swapped, exempt, view)

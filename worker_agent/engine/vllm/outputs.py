@@ -16,6 +16,7 @@ from worker_agent.engine.vllm.requests import RequestTable
 
 # A plain int: an enum's own operators take a microsecond each, and this is done for every token.
 _FINISHED: Final = int(OutputFlag.FINISHED)
+_REASONING_ENDED: Final = int(OutputFlag.REASONING_ENDED)
 
 
 class OutputWriter:
@@ -78,6 +79,8 @@ class OutputWriter:
             flags = 0
             if tokens:
                 flags = int(entry.phases.advance(tokens))
+                if flags & _REASONING_ENDED:
+                    entry.turn.answers(time.time())
                 interval_ms = entry.pace.token(now_s)
                 if interval_ms != shared_ms:
                     self._count(now_s, shared_ms, sharing)

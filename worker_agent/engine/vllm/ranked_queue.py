@@ -17,8 +17,15 @@ class RankedQueue(RequestQueue):  # type: ignore[misc]
     other times, and for counting, the queue is what it holds.
     """
 
-    def __init__(self, rank: Callable[[Request], Rank], requests: Iterable[Request] = ()) -> None:
-        self._line = RankedLine(rank, requests)
+    def __init__(
+        self,
+        rank: Callable[[Request], Rank],
+        lapses_s: Callable[[Request], float | None],
+        lapse: Callable[[Request], None],
+        requests: Iterable[Request] = (),
+    ) -> None:
+        """See `RankedLine`."""
+        self._line = RankedLine(rank, lapses_s, lapse, requests)
         self._admitted: deque[Request] | None = None
 
     def open(self, admitted: Iterable[Request]) -> None:
@@ -28,6 +35,10 @@ class RankedQueue(RequestQueue):  # type: ignore[misc]
     def close(self) -> None:
         """The scan is over; who was not taken waits on."""
         self._admitted = None
+
+    def advance(self, now_s: float) -> None:
+        """See `RankedLine`."""
+        self._line.advance(now_s)
 
     def ranked(self) -> Iterator[tuple[Rank, Request]]:
         """All, in order; must not be changed meanwhile."""

@@ -111,7 +111,7 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
         requests = list(self.waiting)
         self._order = order
         if order is not None:
-            self.waiting = RankedQueue(order.rank, requests)
+            self.waiting = RankedQueue(order.rank, order.lapses_s, order.lapse, requests)
             return
         self.waiting = create_request_queue(self.policy)
         for request in requests:
@@ -124,6 +124,7 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
         if not queue and not self._inflight_prefills and free_blocks >= len(self.running):
             # Nobody to choose among.
             return super().schedule(throttle_prefills)
+        queue.advance(time.time())
         limit = self.max_num_scheduled_tokens
         entering = len(self.kv_holding_waiting)
         plan = order.plan(
