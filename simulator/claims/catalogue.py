@@ -29,8 +29,8 @@ def experiments(traces: Path | None = None, effort: Effort = WHOLE) -> list[Expe
     return [
         *pascal.experiments(effort),
         *ares.experiments(effort),
-        *arrow.experiments(traces),
-        *cascade.EXPERIMENTS,
+        *arrow.experiments(traces, effort),
+        *cascade.experiments(effort),
     ]
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +17,8 @@ class Effort:
     most_seeds: int
     share: float
 
-    def seeds(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """The first of an experiment's seeds."""
+    def seeds(self, whole: Sequence[T]) -> tuple[T, ...]:
+        """The first of an experiment's seeds, or of whatever else tells its samples apart."""
         return tuple(whole[: self.most_seeds])
 
     def of(self, whole: int) -> int:

@@ -13,11 +13,12 @@ from simulator.claims.arrow.elsewhere import elsewhere
 from simulator.claims.arrow.scalability import scalability
 from simulator.claims.arrow.traces import trace_statistics
 from simulator.claims.base import Experiment
+from simulator.claims.effort import WHOLE, Effort
 
 
-def experiments(traces: Path | None) -> tuple[Experiment, ...]:
+def experiments(traces: Path | None, effort: Effort = WHOLE) -> tuple[Experiment, ...]:
     """All rows of Arrow; `traces`: where the public traces are, None: not given."""
-    return (elsewhere(), *ablation(traces), scalability(traces), trace_statistics(traces))
+    return (elsewhere(), *ablation(traces, effort), scalability(traces), trace_statistics(traces))
 
 
 EXPERIMENTS: tuple[Experiment, ...] = experiments(None)

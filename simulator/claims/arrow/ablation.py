@@ -17,9 +17,11 @@ from simulator.claims.arrow.cluster import (
 )
 from simulator.claims.arrow.missing import without_traces
 from simulator.claims.arrow.rates import sustainable
-from simulator.claims.base import Claim, Experiment, Figures, Finding, Run
-from simulator.claims.figures import number, numbers
+from simulator.claims.base import Claim, Experiment, Figures, Finding, Run, Verdict
+from simulator.claims.effort import WHOLE, Effort
+from simulator.claims.figures import format_estimate, means_of, number, numbers, spreads_of
 from simulator.claims.verdicts import of_effect
+from simulator.estimate import estimate
 
 _PAPER: Final = "Arrow"
 
@@ -37,17 +39,22 @@ R8 = Claim(
 )
 
 
-def ablation(traces: Path | None) -> tuple[Experiment, ...]:
+# Where the trace begins: each is a sample of its own.
+STARTS: Final = (0.0, 1 / 3, 2 / 3)
+
+
+def ablation(traces: Path | None, effort: Effort = WHOLE) -> tuple[Experiment, ...]:
     """One experiment a trace: three schedulers, each bisected for the rate that it sustains."""
     return (
-        _of_trace("arrow-code", traces, CODE, R5, 1.67, R6, 0.043, 50.0),
-        _of_trace("arrow-conversation", traces, CONVERSATION, R7, 1.1, R8, 0.024, 90.0),
+        _of_trace("arrow-code", traces, effort, CODE, R5, 1.67, R6, 0.043, 16.0),
+        _of_trace("arrow-conversation", traces, effort, CONVERSATION, R7, 1.1, R8, 0.024, 50.0),
     )
 
 
 def _of_trace(
     name: str,
     traces: Path | None,
+    effort: Effort,
     trace: Trace,
     rate: Claim,
     rate_ratio: float,
@@ -58,22 +65,35 @@ def _of_trace(
     claims = (rate, balance)
     if traces is None:
         return Experiment(name, claims, (), without_traces(claims))
+    starts = effort.seeds(STARTS)
     runs = tuple(
-        Run(f"{name}/{policy}", sustainable, (str(traces), trace, policy), cost_s)
+        Run(
+            run_name(name, policy, start),
+            sustainable,
+            (str(traces), trace, policy, start, effort.share),
+            cost_s * effort.share,
+        )
         for policy in (SLO_AWARE, MINIMAL_LOAD, ROUND_ROBIN)
+        for start in starts
     )
-    return Experiment(name, claims, runs, judge(name, rate, rate_ratio, balance, balance_gain))
+    return Experiment(name, claims, runs, judge(name, starts, rate, rate_ratio, balance, balance_gain))
+
+
+def run_name(name: str, policy: str, start: float) -> str:
+    """The name of a run, by which its figures are found."""
+    return f"{name}/{policy}/{start:.2f}"
 
 
 def judge(
-    name: str, rate: Claim, rate_ratio: float, balance: Claim, balance_gain: float
+    name: str, starts: Sequence[float], rate: Claim, rate_ratio: float, balance: Claim, balance_gain: float
 ) -> Callable[[Mapping[str, Figures]], Sequence[Finding]]:
-    """A judge over the three runs of one trace."""
-    return partial(_judge, name, rate, rate_ratio, balance, balance_gain)
+    """A judge over all runs of one trace."""
+    return partial(_judge, name, starts, rate, rate_ratio, balance, balance_gain)
 
 
 def _judge(
     name: str,
+    starts: Sequence[float],
     rate: Claim,
     rate_ratio: float,
     balance: Claim,
@@ -81,38 +101,66 @@ def _judge(
     figures: Mapping[str, Figures],
 ) -> Sequence[Finding]:
     aware, minimal, turning = (
-        figures[f"{name}/{policy}"] for policy in (SLO_AWARE, MINIMAL_LOAD, ROUND_ROBIN)
+        [figures[run_name(name, policy, start)] for start in starts]
+        for policy in (SLO_AWARE, MINIMAL_LOAD, ROUND_ROBIN)
     )
-    ours, base = number(aware, "sustainable_per_s"), number(minimal, "sustainable_per_s")
-    ratio = ours / base
-    gain, at_per_s = greatest_gain(minimal, turning)
-    decoders = numbers(aware, "decoders")
+    rates = {
+        policy: estimate([number(run, "sustainable_per_s") for run in runs])
+        for policy, runs in ((SLO_AWARE, aware), (MINIMAL_LOAD, minimal), (ROUND_ROBIN, turning))
+    }
+    ratio = estimate(
+        [
+            number(ours, "sustainable_per_s") / number(base, "sustainable_per_s")
+            for ours, base in zip(aware, minimal, strict=True)
+        ]
+    )
+    gains = [gains_at(one, other) for one, other in zip(minimal, turning, strict=True)]
+    most = estimate([max(gain.values(), default=0.0) for gain in gains])
+    least = estimate([min(gain.values(), default=0.0) for gain in gains])
+    # A greatest difference is above zero by chance alone.
+    told = most.half_width is None or most.mean > most.half_width
+    decoders = [n for run in aware for n in numbers(run, "decoders")]
+    kept = min(attained for run in aware for attained in numbers(run, "tpot_attainments"))
+    found = {"ratio": ratio, **{f"{policy}_per_s": e for policy, e in rates.items()}}
+    balanced = {"gain": most, "least_gain": least}
     return (
         Finding(
             rate.claim_id,
-            f"{ratio:.2f}x ({ours:.0f} against {base:.0f} req/s)",
-            of_effect(ratio - 1.0, rate_ratio - 1.0),
-            f"{min(decoders):.0f} to {max(decoders):.0f} of 8 instances end up decoding, not 4; "
-            f"TPOT is kept by {min(numbers(aware, 'tpot_attainments')):.1%} or more: prefill alone decides",
-            {"ratio": ratio, **_prefixed("slo_aware", aware), **_prefixed("minimal_load", minimal)},
+            f"{format_estimate(ratio, '.2f')}x ({rates[SLO_AWARE].mean:.0f} against "
+            f"{rates[MINIMAL_LOAD].mean:.0f} req/s)",
+            of_effect(ratio.mean - 1.0, rate_ratio - 1.0),
+            f"{min(decoders):.0f} to {max(decoders):.0f} of 8 instances are left to decode at the end; 4 "
+            f"began; of all requests {kept:.1%} and more keep their TPOT at every rate tried: first tokens "
+            "decide",
+            means_of(found) | _curves("slo_aware", aware) | _curves("minimal_load", minimal),
+            spreads_of(found),
         ),
         Finding(
             balance.claim_id,
-            f"{gain:+.1%} (at {at_per_s:.0f} req/s)",
-            of_effect(gain, balance_gain),
-            "greatest difference over the rates that both were tried at; turns let queues differ",
-            {"gain": gain, "at_per_s": at_per_s, **_prefixed("round_robin", turning)},
+            f"{format_estimate(most, '+.1%')} at most, {least.mean:+.1%} at least",
+            of_effect(most.mean, balance_gain) if told else Verdict.DOES_NOT_HOLD,
+            "the greatest and the least difference over the rates that both were tried at"
+            + ("" if told else "; where the trace begins makes more difference"),
+            means_of(balanced) | _curves("minimal_load", minimal) | _curves("round_robin", turning),
+            spreads_of(balanced),
         ),
     )
 
 
-def greatest_gain(one: Figures, other: Figures) -> tuple[float, float]:
-    """(greatest difference in attainment, its rate) over the rates that both have; (0, 0) for none."""
-    mine = dict(zip(numbers(one, "rates_per_s"), numbers(one, "attainments"), strict=True))
-    theirs = dict(zip(numbers(other, "rates_per_s"), numbers(other, "attainments"), strict=True))
-    gains = [(mine[rate] - theirs[rate], rate) for rate in mine if rate in theirs]
-    return max(gains, default=(0.0, 0.0))
+def gains_at(one: Figures, other: Figures) -> dict[float, float]:
+    """The first one's attainment less the second's, at each rate that both have."""
+    mine, theirs = (
+        dict(zip(numbers(run, "rates_per_s"), numbers(run, "attainments"), strict=True))
+        for run in (one, other)
+    )
+    return {rate: attained - theirs[rate] for rate, attained in mine.items() if rate in theirs}
 
 
-def _prefixed(name: str, figures: Figures) -> dict[str, float | Sequence[float]]:
-    return {f"{name}.{key}": value for key, value in figures.items()}
+def _curves(name: str, runs: Sequence[Figures]) -> dict[str, Sequence[float]]:
+    """Every list of every run, by where its trace begins."""
+    return {
+        f"{name}.{n}.{key}": numbers(run, key)
+        for n, run in enumerate(runs)
+        for key in run
+        if not isinstance(run[key], int | float)
+    }

@@ -3,6 +3,9 @@
 Eight H800, one Llama-3.1-8B each, NVLink. Links: half of the 400 GB/s that the paper quotes, which is the sum
 of both directions. Scheduler, order inside an instance, pools at the start and migration are those of
 `simulator.setups`. Rates are the trace's own times multiplied by a constant (section 7.1).
+
+A trace is one sample, of which a run serves all, from an empty cluster: the paper's operating point. What
+chance there is in it shows when it is begun elsewhere, with what came before at the end (`begun_at`).
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from tailrace.slo import Slo
 PROFILE: Final = "llama-3.1-8b-h800"
 INSTANCES: Final = 8
 LINK_BYTES_PER_S: Final = 200e9
+# Nobody's QoE is asked: a pace so slow that no token is late for it costs no time to check.
+_NO_PACE_S: Final = 1e3
 # "SLO Aware", "Minimal Load" and "Round Robin" of figure 8.
 SLO_AWARE: Final = "arrow"
 MINIMAL_LOAD: Final = "minimal_load"
@@ -51,6 +56,22 @@ CONVERSATION: Final = Trace(
 )
 
 
+def begun_at(workload: Workload, start: float, share: float = 1.0) -> Workload:
+    """A share of the requests, from that share of them on; after the last the first come again."""
+    requests = workload.requests
+    count = len(requests)
+    first = int(start * count) % count
+    span_s = requests[-1].arrival_s - requests[0].arrival_s
+    period_s = span_s * count / max(1, count - 1)
+    turned = [
+        *requests[first:],
+        *(replace(r, arrival_s=r.arrival_s + period_s) for r in requests[:first]),
+    ][: max(1, round(share * count))]
+    began_s = turned[0].arrival_s
+    shifted = [replace(r, arrival_s=r.arrival_s - began_s) for r in turned]
+    return Workload(workload.name, shifted, f"{workload.source}; {share:g} of it from {start:g}")
+
+
 def half_capacity_per_s(profile: Profile, workload: Workload) -> float:
     """Requests a second that half of the eight instances prefill, one prompt after the other, at most.
 
@@ -66,7 +87,8 @@ def replay(trace: Trace, workload: Workload, policy: str, rate_per_s: float, ins
     """The trace at another mean rate under one scheduler."""
     profile = load_profile(PROFILE)
     setup = setup_for(policy)
-    spec = replace(ClusterSpec.uniform(instances, profile), link=LinkSpec(bytes_per_s=LINK_BYTES_PER_S))
+    link = LinkSpec(bytes_per_s=LINK_BYTES_PER_S)
+    spec = replace(ClusterSpec.uniform(instances, profile), link=link, tpot_target_s=_NO_PACE_S)
     requests = at_rate(workload, rate_per_s).requests
     decides = setup.policy(Deployment(trace.slo, profile))
     return simulate(setup.apply(spec), requests, decides, setup.intra(trace.slo))

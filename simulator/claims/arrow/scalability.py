@@ -48,7 +48,7 @@ def scalability(traces: Path | None) -> Experiment:
     if traces is None:
         return Experiment(_NAME, (R9,), (), without_traces((R9,)))
     runs = tuple(
-        Run(f"{_NAME}/{policy}/{gpus}", attained, (str(traces), CODE, policy, gpus), 8.0)
+        Run(f"{_NAME}/{policy}/{gpus}", attained, (str(traces), CODE, policy, gpus), 3.0)
         for policy in (SLO_AWARE, MINIMAL_LOAD)
         for gpus in GPUS
     )

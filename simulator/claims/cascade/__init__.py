@@ -9,12 +9,12 @@ from simulator.claims.cascade.heavy import heavy
 from simulator.claims.cascade.kernels import kernels
 from simulator.claims.cascade.planning import planning
 from simulator.claims.cascade.prediction import prediction
+from simulator.claims.effort import WHOLE, Effort
 
-EXPERIMENTS: tuple[Experiment, ...] = (
-    heavy(),
-    prediction(),
-    planning(),
-    balance(),
-    kernels(),
-    elsewhere(),
-)
+
+def experiments(effort: Effort) -> tuple[Experiment, ...]:
+    """All rows of CascadeInfer."""
+    return (heavy(effort), prediction(), planning(), balance(effort), kernels(), elsewhere())
+
+
+EXPERIMENTS: tuple[Experiment, ...] = experiments(WHOLE)

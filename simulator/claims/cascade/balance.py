@@ -1,10 +1,15 @@
-"""C13: how evenly bid-ask spreads the work inside each stage (section 6.5, figure 16)."""
+"""C13: how evenly bid-ask spreads the work inside each stage (section 6.5, figure 16).
+
+Judged at the load that is heavy for C1 to C11 (operating.py), with cuts by which no stage has more than it
+can do: one that has is even by being full. Counted are the tokens of requests that came after the warm-up.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, pairwise
 from typing import Final
 
@@ -14,22 +19,32 @@ from simulator.claims.base import Claim, Experiment, Figures, Finding, Run
 from simulator.claims.cascade.cluster import (
     CASCADES,
     FIGURE_2,
+    HISTORY,
     INSTANCES,
     LINK_BYTES_PER_S,
     cluster,
     history,
     llama_on_h20,
     requests,
+    saturation_per_s,
 )
-from simulator.claims.figures import number
+from simulator.claims.cascade.operating import HEAVY
+from simulator.claims.cascade.serving import MEASURED_UNTIL
+from simulator.claims.effort import QUICK, WHOLE, Effort
+from simulator.claims.figures import format_estimate, means_of, number, spreads_of
 from simulator.claims.verdicts import of_effect, weakest
-from simulator.records import MigrationOutcome, SimResult
+from simulator.estimate import Estimate, estimate
+from simulator.records import MigrationOutcome, RequestRecord, SimResult
 from simulator.run import simulate
 from simulator.setups import setup_for
 from tailrace.cluster import Stage
+from tailrace.perf.length_penalty import load_length_penalty
 from tailrace.policy.cascade.planner import Costs
 from tailrace.policy.cascade.qoe import QoeModel
-from tailrace.policy.cascade.workload import Workload, bucket_edges
+from tailrace.policy.cascade.slowdown import Slowdown
+from tailrace.policy.cascade.stage_work import Engines, stage_work
+from tailrace.policy.cascade.traffic import Traffic
+from tailrace.policy.cascade.workload import bucket_edges
 from tailrace.profiles import Profile
 
 C13 = Claim(
@@ -44,57 +59,90 @@ _NAME: Final = "cascade-balance"
 _FULL, _INTER, _TURNS = "cascade", "cascade_inter_stage_only", "cascade_round_robin"
 _MAX_LENGTH: Final = 131_072
 # Requests of the history in flight, an instance: the policy's own default.
-_IN_FLIGHT: Final = 64
+_IN_FLIGHT: Final = 64.0
+SECONDS: Final = 90.0
+# Share of the arrivals that is not counted. Requests live for seconds where stages keep up.
+_WARM_UP: Final = 1 / 3
+_QUICK_SECONDS: Final = 60.0
+SEEDS: Final = (1, 2, 3, 4, 5)
 
 
-def balance() -> Experiment:
+def balance(effort: Effort = WHOLE) -> Experiment:
     """Four stages of four instances each, whose members never change."""
-    runs = tuple(Run(f"{_NAME}/{policy}", spread, (policy,), 12.0) for policy in (_FULL, _INTER, _TURNS))
-    return Experiment(_NAME, (C13,), runs, judge)
+    seconds = _QUICK_SECONDS if effort is QUICK else SECONDS
+    seeds = effort.seeds(SEEDS)
+    runs = tuple(
+        Run(_run_name(policy, seed), spread, (policy, seconds, seed), 0.11 * seconds)
+        for policy in (_FULL, _INTER, _TURNS)
+        for seed in seeds
+    )
+    return Experiment(_NAME, (C13,), runs, partial(judge, seeds))
 
 
-def four_stages(profile: Profile) -> tuple[Stage, ...]:
-    """The cuts that Eq. (1) likes best of all for four stages of four."""
+def _run_name(policy: str, seed: int) -> str:
+    return f"{_NAME}/{policy}/{seed}"
+
+
+def four_stages(profile: Profile, load: float) -> tuple[Stage, ...]:
+    """Of the cuts for four stages of four with which all keep up, those that Eq. (1) likes best."""
     edges = bucket_edges(_MAX_LENGTH)
     lengths = history()
-    inputs, outputs = [row[0] for row in lengths], [row[1] for row in lengths]
-    workload = Workload.of_history(edges, inputs, outputs, _IN_FLIGHT * INSTANCES)
-    costs = Costs(workload, QoeModel.of_profile(profile), profile.kv_bytes_per_token / LINK_BYTES_PER_S)
+    traffic = Traffic.of_history(lengths, HISTORY / (load * saturation_per_s(profile, lengths)))
+    workload = traffic.in_flight(edges, _IN_FLIGHT * INSTANCES)
+    penalty = load_length_penalty(FIGURE_2)
+    assert penalty is not None
+    work = stage_work(
+        traffic, edges, Engines.of((), profile), Slowdown.of(penalty, workload, round(_IN_FLIGHT))
+    )
+    transfer_s = profile.kv_bytes_per_token / LINK_BYTES_PER_S
+    costs = Costs(workload, QoeModel.of_profile(profile), transfer_s, work=work)
     counts = [INSTANCES // STAGES] * STAGES
     plans = (
         costs.plan((0, *inner, costs.buckets), counts)
         for inner in combinations(range(1, costs.buckets), STAGES - 1)
     )
-    best = min(plans, key=lambda plan: plan.cost)
+    best = min(plans, key=lambda plan: (max(1.0, costs.load(plan)), plan.cost))
     return best.stages([f"i{n:03d}" for n in range(INSTANCES)])
 
 
-def spread(policy: str) -> Figures:
+def spread(policy: str, seconds: float, seed: int) -> Figures:
     """Coefficient of variation of output tokens between the instances of each stage."""
-    profile = llama_on_h20()
-    stages = four_stages(profile)
+    profile, load = llama_on_h20(), HEAVY[FIGURE_2]
+    stages = four_stages(profile, load)
     spec = replace(cluster(profile, policy, FIGURE_2), stages=stages)
-    fixed = CASCADES[policy](profile, bandwidth_bytes_per_s=LINK_BYTES_PER_S, replan_s=float("inf"))
-    result = simulate(spec, requests(profile), fixed, setup_for(policy).intra())
-    tokens = tokens_by_instance(result)
+    fixed = CASCADES[policy](
+        profile,
+        penalty=load_length_penalty(FIGURE_2),
+        bandwidth_bytes_per_s=LINK_BYTES_PER_S,
+        replan_s=float("inf"),
+    )
+    arriving = requests(profile, load, seconds, seed)
+    result = simulate(spec, arriving, fixed, setup_for(policy).intra())
+    begin_s, until_s = (
+        arriving[int(share * len(arriving))].arrival_s for share in (_WARM_UP, MEASURED_UNTIL)
+    )
+    counted = [r for r in result.requests if begin_s <= r.arrival_s < until_s]
+    tokens = tokens_by_instance(result, counted)
     made = [[tokens[name] for name in stage.instance_ids] for stage in stages]
     variation = [float(np.std(part) / np.mean(part)) if sum(part) else 0.0 for part in made]
+    waits = [r.ttft_s for r in counted if r.ttft_s is not None]
     return {
         "variation": variation,
         "mean_variation": float(np.mean(variation)),
         "tokens": [float(sum(part)) for part in made],
         "boundaries": [float(stage.hi) for stage in stages[:-1]],
+        "ttft_mean_s": float(np.mean(waits)),
     }
 
 
-def tokens_by_instance(result: SimResult) -> Counter[str]:
-    """Output tokens that each instance made; those made during a migration count for its target."""
+def tokens_by_instance(result: SimResult, counted: Sequence[RequestRecord]) -> Counter[str]:
+    """Output tokens of these requests by instance; those made during a migration count for its target."""
     moves: dict[str, list[tuple[str, int]]] = {}
     for move in result.migrations:
         if move.outcome is MigrationOutcome.COMMITTED:
             moves.setdefault(move.request_id, []).append((move.target_id, move.context_tokens))
     made: Counter[str] = Counter()
-    for record in result.requests:
+    for record in counted:
         if not record.placements:
             continue
         moved = moves.get(record.request_id, [])
@@ -107,21 +155,32 @@ def tokens_by_instance(result: SimResult) -> Counter[str]:
     return made
 
 
-def judge(figures: Mapping[str, Figures]) -> Sequence[Finding]:
-    """Mean over the stages."""
-    full, inter, turns = (_variation(figures, policy) for policy in (_FULL, _INTER, _TURNS))
-    against = (full / inter - 1.0, full / turns - 1.0)
+def judge(seeds: Sequence[int], figures: Mapping[str, Figures]) -> Sequence[Finding]:
+    """Mean over the stages; changes on the same requests."""
+    each = {
+        policy: [number(figures[_run_name(policy, seed)], "mean_variation") for seed in seeds]
+        for policy in (_FULL, _INTER, _TURNS)
+    }
+    found = {policy: estimate(values) for policy, values in each.items()}
+    against = [_change(each[_FULL], each[other]) for other in (_INTER, _TURNS)]
+    full, inter, turns = (found[policy].mean for policy in (_FULL, _INTER, _TURNS))
     ordered = all(a <= b for a, b in pairwise((full, inter, turns)))
+    told = all(change.half_width is None or abs(change.mean) > change.half_width for change in against)
+    estimates = {"full": found[_FULL], "inter_stage_only": found[_INTER], "round_robin": found[_TURNS]}
+    estimates |= {"against_inter_stage_only": against[0], "against_round_robin": against[1]}
     return (
         Finding(
             C13.claim_id,
-            f"{against[0]:+.0%} / {against[1]:+.0%} ({full:.3f}, {inter:.3f}, {turns:.3f})",
-            weakest([of_effect(against[0], -0.40), of_effect(against[1], -0.47)]),
-            "ordered as in the figure" if ordered else "not ordered as in the figure",
-            {"full": full, "inter_stage_only": inter, "round_robin": turns},
+            f"{format_estimate(against[0], '+.0%')} / {format_estimate(against[1], '+.0%')} "
+            f"({full:.3f}, {inter:.3f}, {turns:.3f})",
+            weakest([of_effect(against[0].mean, -0.40), of_effect(against[1].mean, -0.47)]),
+            ("ordered as in the figure" if ordered else "not ordered as in the figure")
+            + ("" if told else "; the seeds do not tell all of them apart"),
+            means_of(estimates),
+            spreads_of(estimates),
         ),
     )
 
 
-def _variation(figures: Mapping[str, Figures], policy: str) -> float:
-    return number(figures[f"{_NAME}/{policy}"], "mean_variation")
+def _change(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
+    return estimate([mine / other - 1.0 for mine, other in zip(ours, theirs, strict=True)])

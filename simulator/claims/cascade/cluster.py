@@ -1,14 +1,16 @@
 """CascadeInfer's testbed (section 6.1), the same for every row.
 
 - 16 instances of Llama-3.2-3B on H20 (the model of sections 6.4 and 6.5), batches of at most 1,024, FCFS
-  inside. Links: 400 Gbit/s.
+  inside. Links: 400 Gbit/s. A step takes up to 8,192 tokens: where vLLM has a batch of 1,024 by default, that
+  is the default that goes with it, and prompts are hardly ever cut, so that they come before decodes
+  ("all systems prioritize prefilling over decoding", section 6.3).
 - ShareGPT, first turns: what the paper's references do ("following the standard practice in prior work").
 - Unequal lengths slow the whole decode step down as in figure 2, whose caption says "decoding forward pass".
   `MEASURED` is the alternative, from kernel measurements that others have published.
-- Rates are on the figures' axes alone. The unit is what the cluster could serve with full batches if unequal
-  lengths cost nothing; "heavy" is `HEAVY` of it. A test point takes `DURATION_S` of arrivals.
+- Rates are on the figures' axes alone. The unit, a load of 1, is what the cluster could serve with full
+  batches if unequal lengths cost nothing; operating.py says which loads are judged.
 - The pipeline is planned at the start from the lengths of other requests of the same workload ("historical
-  workload statistics"), and replanned from requests in flight by the policy's own rule.
+  workload statistics"), and replanned each minute from that minute's requests by the policy's own rule.
 """
 
 from __future__ import annotations
@@ -42,14 +44,15 @@ from tailrace.profiles import Profile, load_profile
 PROFILE: Final = "llama-3.2-3b-h20"
 INSTANCES: Final = 16
 BATCH: Final = 1_024
+STEP_TOKENS: Final = 8_192
 LINK_BYTES_PER_S: Final = 50e9
 FIGURE_2: Final = "cascadeinfer-figure-2-step"
 MEASURED: Final = "measured-rtx-pro-6000"
-HEAVY: Final = 0.8
-DURATION_S: Final = 30.0
-# Of requests as served, and of those that the plan is made for.
-SEED, HISTORY_SEED = 0, 1
+# Of the requests that the plan is made for; no run's.
+HISTORY_SEED: Final = 0
 HISTORY: Final = 4_000
+# Nobody's QoE is asked: a pace so slow that no token is late for it costs no time to check.
+_NO_PACE_S: Final = 1e3
 
 CASCADES: Final[Mapping[str, type[Cascade]]] = MappingProxyType(
     {
@@ -84,26 +87,42 @@ def saturation_per_s(profile: Profile, lengths: Sequence[tuple[int, int]]) -> fl
     return INSTANCES * 1e3 / (prefill_ms + float(output.mean()) * step_ms / BATCH)
 
 
-def requests(profile: Profile) -> list[SimRequest]:
-    """What arrives under heavy load, Poisson."""
-    rate_per_s = HEAVY * saturation_per_s(profile, history())
-    return sharegpt.generate(round(rate_per_s * DURATION_S), rate_per_s, SEED)
+def requests(profile: Profile, load: float, seconds: float, seed: int) -> list[SimRequest]:
+    """What arrives in so many seconds, Poisson, at a load of so much of `saturation_per_s`; seeds from 1."""
+    rate_per_s = load * saturation_per_s(profile, history())
+    return sharegpt.generate(round(rate_per_s * seconds), rate_per_s, seed)
 
 
 def cluster(profile: Profile, policy: str, penalty: str) -> ClusterSpec:
     """The llama_on_h20, set up for a policy."""
-    limits = {"max_num_seqs": BATCH, "penalty": load_length_penalty(penalty)}
+    limits = {
+        "max_num_seqs": BATCH,
+        "chunk_budget_tokens": STEP_TOKENS,
+        "penalty": load_length_penalty(penalty),
+    }
     spec = ClusterSpec.uniform(INSTANCES, profile, **limits)
-    return setup_for(policy).apply(replace(spec, link=LinkSpec(bytes_per_s=LINK_BYTES_PER_S)))
+    spec = replace(spec, link=LinkSpec(bytes_per_s=LINK_BYTES_PER_S), tpot_target_s=_NO_PACE_S)
+    return setup_for(policy).apply(spec)
 
 
-def policy_for(name: str, profile: Profile) -> Policy:
-    """Round robin over vLLM, Llumnix, or one of CascadeInfer's own. Raises KeyError."""
+def policy_for(name: str, profile: Profile, penalty: str, load: float) -> Policy:
+    """Round robin over vLLM, Llumnix, or one of CascadeInfer's own. Raises KeyError.
+
+    CascadeInfer knows the rate at which its history came, and what unequal lengths cost: whether a stage
+    keeps up goes by both, as it does by a period's statistics later on.
+    """
     if name == "round_robin":
         return RoundRobin()
     if name == "llumnix":
         return Llumnix()
-    return CASCADES[name](profile, history=history(), bandwidth_bytes_per_s=LINK_BYTES_PER_S)
+    lengths = history()
+    return CASCADES[name](
+        profile,
+        penalty=load_length_penalty(penalty),
+        history=lengths,
+        history_s=HISTORY / (load * saturation_per_s(profile, lengths)),
+        bandwidth_bytes_per_s=LINK_BYTES_PER_S,
+    )
 
 
 def llama_on_h20() -> Profile:
