@@ -33,13 +33,9 @@ def reasoning(arrival: int, arrived_s: float, tokens: int) -> JobView:
 def claims(draw: st.DrawFn, first: int, *, waiting: bool) -> list[Claim[int]]:
     made: list[Claim[int]] = []
     for number in range(draw(st.integers(0, 8))):
-        at_s = draw(st.integers(0, 60))
-        kind = draw(st.sampled_from([prompt, answer, reasoning]))
-        job = (
-            prompt(first + number, at_s)
-            if kind is prompt
-            else kind(first + number, at_s, draw(st.integers(1, 900)))
-        )
+        at_s, output = draw(st.integers(0, 60)), draw(st.integers(1, 900))
+        makes = [prompt(number, at_s), answer(number, at_s, output), reasoning(number, at_s, output)]
+        job = replace(draw(st.sampled_from(makes)), arrival=first + number)
         computes = job.prompt_tokens if waiting and job.phase is Phase.PREFILL else 0
         made.append(Claim(POLICY.rank(job), first + number, draw(st.integers(1, 6)), computes))
     return made
