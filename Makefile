@@ -2,6 +2,7 @@
 WORKERS ?= 3
 ENGINE ?= vllm
 FRONT ?= python
+PART_MB ?= 60
 PORT ?= 8000
 POLICY ?=
 
@@ -9,7 +10,8 @@ PYTHON := .venv/bin/python
 TAILRACE := .venv/bin/tailrace
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test lint format protos sbom docs soak bench-stream bench-transfer bench-swap bench-scale \
+.PHONY: help install up down test lint format protos sbom bundle docs soak bench-stream bench-transfer bench-swap \
+	bench-scale \
 	bench-decisions bench-policies bench-real bench-live bench-validation bench-simulation bench-etcd claims
 
 help: ## Show this list
@@ -52,6 +54,11 @@ sbom: install ## Write dist/sbom-*.json (CycloneDX) of what the lock files insta
 	@for name in control simulated gpu; do \
 		$(PYTHON) -m cyclonedx_py requirements deploy/locks/$$name.txt --pyproject pyproject.toml -o dist/sbom-$$name.json; \
 	done; ls -l dist/sbom-*.json
+
+bundle: install ## An offline installation in dist/bundle, in files of PART_MB (ENGINE=cpu, BUNDLE_PYTHON=3.12, CONTENTS=, TORCH=host)
+	$(PYTHON) -m scripts.bundle --part-mb $(PART_MB) $(if $(filter cpu,$(ENGINE)),--engine cpu) \
+		$(if $(BUNDLE_PYTHON),--python $(BUNDLE_PYTHON)) $(if $(CONTENTS),--contents $(CONTENTS)) \
+		$(if $(TORCH),--torch $(TORCH))
 
 soak: install ## Run the slow tests: kills, partitions and migrations at random
 	$(PYTHON) -m pytest -m slow --timeout 1800

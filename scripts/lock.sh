@@ -13,3 +13,8 @@ lock() { # NAME OPTION...
 lock control
 lock simulated --extra simulated
 lock gpu --extra gpu
+# What a bundle carries beside (scripts/bundle): the extra `etcd` and an installer, without what the locks above have.
+python3 -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb")); print(*(
+  project["project"]["optional-dependencies"]["etcd"] + project["tool"]["tailrace"]["bundle"]), sep="\n")' |
+  "$uv" pip compile - --universal --python-version 3.11 --generate-hashes --no-header --no-annotate --quiet --no-deps \
+    --output-file deploy/locks/bundle.txt
