@@ -1,0 +1,86 @@
+"""Which roles may call which method. What is not in the table nobody may call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from tailrace.security.roles import MEMBERS, OPERATORS, Role
+
+_EVERYBODY: Final = frozenset(Role)
+# A scheduler that stands by passes on to the leader what operators ask of it.
+_LOOK: Final = OPERATORS | {Role.SCHEDULER}
+_CHANGE: Final = frozenset({Role.ADMIN, Role.SCHEDULER})
+_SCHEDULER: Final = frozenset({Role.SCHEDULER})
+_WORKER: Final = frozenset({Role.WORKER})
+
+_BY_SERVICE: Final[Mapping[str, Mapping[str, frozenset[Role]]]] = {
+    "tailrace.v1.Admin": {
+        "ListInstances": _LOOK,
+        "ListRequests": _LOOK,
+        "ListMigrations": _LOOK,
+        "ListPolicies": _LOOK,
+        "ListStages": _LOOK,
+        "ListServices": _LOOK,
+        "ListProfiles": _LOOK,
+        "GetSlo": _LOOK,
+        "GetTrace": _LOOK,
+        "SetPolicy": _CHANGE,
+        "SetSlo": _CHANGE,
+        "SetPool": _CHANGE,
+        "SetStages": _CHANGE,
+        "Migrate": _CHANGE,
+        "Drain": _CHANGE,
+        "Profile": _CHANGE,
+    },
+    "tailrace.v1.Scheduler": {
+        "Place": frozenset({Role.FRONTEND}),
+        "PlaceMany": frozenset({Role.FRONTEND}),
+    },
+    "tailrace.v1.Monitor": {"Report": _WORKER, "Watch": _SCHEDULER, "GetTrace": _SCHEDULER},
+    "tailrace.v1.Migration": {
+        # A worker, for what it takes over by bid-ask.
+        "Migrate": _SCHEDULER | _WORKER,
+        "ListMigrations": _SCHEDULER,
+    },
+    "tailrace.v1.Worker": {
+        "Export": _WORKER,
+        "Import": frozenset({Role.MIGRATION}),
+        "CancelImport": frozenset({Role.MIGRATION}),
+        "HandBackPrompts": _SCHEDULER,
+        "Profile": _SCHEDULER,
+    },
+    "tailrace.v1.BidAsk": {"Offer": _SCHEDULER, "Tell": _WORKER},
+    "opentelemetry.proto.collector.trace.v1.TraceService": {"Export": MEMBERS | {Role.TELEMETRY}},
+    "grpc.health.v1.Health": {"Check": _EVERYBODY, "Watch": _EVERYBODY},
+    "grpc.reflection.v1alpha.ServerReflection": {"ServerReflectionInfo": OPERATORS},
+}
+
+METHODS: Final[Mapping[str, frozenset[Role]]] = MappingProxyType(
+    {
+        f"/{service}/{method}": roles
+        for service, methods in _BY_SERVICE.items()
+        for method, roles in methods.items()
+    }
+)
+"""Roles by `/package.Service/Method`."""
+
+METRICS: Final = OPERATORS | {Role.TELEMETRY}
+"""Who may read /metrics."""
+
+NOBODY: Final[frozenset[Role]] = frozenset()
+
+
+def allowed(method: str) -> frozenset[Role]:
+    """The roles that may call `/package.Service/Method`."""
+    return METHODS.get(method, NOBODY)
+
+
+def denial(role: Role, name: str, method: str) -> str:
+    """Why a call is refused, in one line."""
+    needed = allowed(method)
+    if not needed:
+        return f"{method} is not for anybody"
+    roles = " or ".join(sorted(role.value for role in needed))
+    return f"the certificate of {name} is of role {role.value}; {method} needs {roles}"

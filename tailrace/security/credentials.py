@@ -1,0 +1,140 @@
+"""A process's own certificate, and whom it trusts."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import grpc
+
+from tailrace.security.refusals import refusal
+from tailrace.security.roles import Identity, NoIdentity, identity_of
+
+AUTHORITIES: Final = "ca.crt"
+"""PEM certificates of the authorities that are trusted: two while one takes the place of the other."""
+CERTIFICATE: Final = "tls.crt"
+"""PEM certificate, followed by intermediate ones if there are any."""
+KEY: Final = "tls.key"
+"""Its PEM private key, not encrypted."""
+
+
+class UnusableCredentials(Exception):
+    """A folder's certificate cannot be used; the message says which, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What a folder held at one time, checked as a peer would check it."""
+
+    identity: Identity
+    # Seconds since the Unix epoch.
+    not_after_s: float
+    authorities: bytes = field(repr=False)
+    certificate: bytes = field(repr=False)
+    key: bytes = field(repr=False)
+    # For a server's and a client's end of a connection; both ask the other end for its certificate.
+    server_context: ssl.SSLContext = field(repr=False)
+    client_context: ssl.SSLContext = field(repr=False)
+
+    def for_channels(self) -> grpc.ChannelCredentials:
+        """For a gRPC client."""
+        return grpc.ssl_channel_credentials(self.authorities, self.key, self.certificate)
+
+    def for_server(self) -> grpc.ServerCertificateConfiguration:
+        """For a gRPC server."""
+        return grpc.ssl_server_certificate_configuration([(self.key, self.certificate)], self.authorities)
+
+
+def read_credentials(folder: Path) -> Credentials:
+    """Read `ca.crt`, `tls.crt` and `tls.key` (the names that Kubernetes gives them). Raises
+    UnusableCredentials."""
+    try:
+        authorities, certificate, key = (
+            (folder / name).read_bytes() for name in (AUTHORITIES, CERTIFICATE, KEY)
+        )
+    except OSError as error:
+        raise UnusableCredentials(f"{error.filename}: {error.strerror}") from error
+    try:
+        server = _server_context(authorities, certificate, key)
+        client = client_context(authorities, certificate, key)
+        # A server that asks for a certificate; what it says of ours is what every peer will say.
+        shown = _as_peer_sees_it(server, certificate, key)
+        identity = identity_of(uris_of(shown))
+    except ssl.SSLCertVerificationError as error:
+        raise UnusableCredentials(f"{folder / CERTIFICATE}: {refusal(error)}") from error
+    except ssl.SSLError as error:
+        raise UnusableCredentials(f"{folder}: {_loading(error)}") from error
+    except (NoIdentity, ValueError) as error:
+        raise UnusableCredentials(f"{folder / CERTIFICATE}: {error}") from error
+    not_after_s = ssl.cert_time_to_seconds(str(shown["notAfter"]))
+    return Credentials(identity, not_after_s, authorities, certificate, key, server, client)
+
+
+def uris_of(certificate: Mapping[str, object]) -> list[str]:
+    """The URIs among the alternative names of what SSLObject.getpeercert() gives."""
+    names = certificate.get("subjectAltName", ())
+    if not isinstance(names, tuple):
+        return []
+    return [value for kind, value in names if kind == "URI"]
+
+
+def client_context(authorities: bytes, certificate: bytes, key: bytes) -> ssl.SSLContext:
+    """For a client's end of a connection. Raises ssl.SSLError, ValueError."""
+    return _filled(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), authorities, certificate, key)
+
+
+def _server_context(authorities: bytes, certificate: bytes, key: bytes) -> ssl.SSLContext:
+    context = _filled(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), authorities, certificate, key)
+    # Connections last; a ticket to resume one would be sent for nothing.
+    context.num_tickets = 0
+    return context
+
+
+def _filled(context: ssl.SSLContext, authorities: bytes, certificate: bytes, key: bytes) -> ssl.SSLContext:
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata=authorities.decode("ascii"))
+    _load_chain(context, certificate, key)
+    return context
+
+
+def _load_chain(context: ssl.SSLContext, certificate: bytes, key: bytes) -> None:
+    """The module reads files alone. One in memory: certificate and key are then of one reading."""
+    descriptor = os.memfd_create("tailrace-certificate", os.MFD_CLOEXEC)
+    with open(descriptor, "wb", buffering=0) as file:
+        file.write(certificate + b"\n" + key)
+        # An encrypted key fails, where the library would ask at the terminal.
+        context.load_cert_chain(f"/proc/self/fd/{descriptor}", password="")
+
+
+def _as_peer_sees_it(server: ssl.SSLContext, certificate: bytes, key: bytes) -> Mapping[str, object]:
+    """The certificate as a server has verified it. Raises ssl.SSLError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    _load_chain(context, certificate, key)
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ours = context.wrap_bio(to_client, to_server)
+    theirs = server.wrap_bio(to_server, to_client, server_side=True)
+    for end in (ours, theirs, ours, theirs):
+        try:
+            end.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+    return theirs.getpeercert() or {}
+
+
+def _loading(error: ssl.SSLError) -> str:
+    match error.reason:
+        case "KEY_VALUES_MISMATCH":
+            return f"{KEY} is not the key of {CERTIFICATE}"
+        case "NO_START_LINE" | "BAD_END_LINE" | "BAD_BASE64_DECODE" | None:
+            return f"{AUTHORITIES}, {CERTIFICATE} or {KEY} is not PEM"
+        case "BAD_DECRYPT" | "BAD_PASSWORD_READ":
+            return f"{KEY} is encrypted; it must not be"
+        case _:
+            return refusal(error)

@@ -1,0 +1,50 @@
+"""Options by which a process is given its certificate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+
+from tailrace.security.credentials import UnusableCredentials
+from tailrace.security.folder import CredentialFolder
+from tailrace.security.roles import Role
+from tailrace.security.transport import PLAIN, TlsTransport, Transport
+
+TLS_FOLDER: Final = "TAILRACE_TLS_DIR"
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def tls_option(function: F) -> F:
+    """Add `--tls`; the command gets a Path or None as `tls`."""
+    return click.option(
+        "--tls",
+        type=click.Path(file_okay=False, path_type=Path),
+        envvar=TLS_FOLDER,
+        metavar="DIR",
+        help="Folder of this process's certificate: ca.crt, tls.crt, tls.key (tailrace certs issue makes "
+        "one). Everything that it says to others is then encrypted, and both ends prove themselves.",
+    )(function)
+
+
+def insecure_option(function: F) -> F:
+    """Add `--insecure`; the command gets it as `insecure`."""
+    return click.option(
+        "--insecure",
+        is_flag=True,
+        envvar="TAILRACE_INSECURE",
+        help="Listen beyond loopback although nobody has to prove who they are.",
+    )(function)
+
+
+def open_transport(folder: Path | None, roles: frozenset[Role]) -> Transport:
+    """In the clear without a folder. `roles`: those that will do. Raises click.ClickException."""
+    if folder is None:
+        return PLAIN
+    try:
+        return TlsTransport(CredentialFolder(folder, roles))
+    except UnusableCredentials as error:
+        raise click.ClickException(str(error)) from error

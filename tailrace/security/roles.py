@@ -1,0 +1,88 @@
+"""Roles, and the identity that a certificate carries."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+_SCHEME: Final = "tailrace://"
+_DOMAIN: Final = "tailrace.internal"
+_NAME: Final = re.compile(r"[A-Za-z0-9._@-]{1,100}")
+
+
+class Role(enum.StrEnum):
+    """What a certificate entitles to."""
+
+    # Members: the services of the cluster.
+    FRONTEND = "frontend"
+    SCHEDULER = "scheduler"
+    MONITOR = "monitor"
+    MIGRATION = "migration"
+    WORKER = "worker"
+    # Operators: people and their tools, at the admin API.
+    VIEWER = "viewer"
+    ADMIN = "admin"
+    # Prometheus and collectors of spans.
+    TELEMETRY = "telemetry"
+    # etcd's members, and whoever sets up users and roles in it.
+    ETCD = "etcd"
+    ETCD_ROOT = "etcd-root"
+
+
+MEMBERS: Final = frozenset({Role.FRONTEND, Role.SCHEDULER, Role.MONITOR, Role.MIGRATION, Role.WORKER})
+OPERATORS: Final = frozenset({Role.VIEWER, Role.ADMIN})
+
+
+class NoIdentity(ValueError):
+    """A certificate names no identity of ours, or more than one; the message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A role, and who has it. Several processes may share a name; rights go by the role alone."""
+
+    role: Role
+    name: str
+
+    def __post_init__(self) -> None:
+        if _NAME.fullmatch(self.name) is None:
+            raise NoIdentity(f"{self.name!r}: 1 to 100 letters, digits and ._@- expected as a name")
+
+    def __str__(self) -> str:
+        return f"{self.role.value}/{self.name}"
+
+    @property
+    def uri(self) -> str:
+        """As in the certificate's subject alternative names."""
+        return f"{_SCHEME}{self}"
+
+
+def identity_of(uris: Iterable[str]) -> Identity:
+    """The identity among a certificate's URIs. Raises NoIdentity."""
+    ours = [uri.removeprefix(_SCHEME) for uri in uris if uri.startswith(_SCHEME)]
+    if len(ours) != 1:
+        raise NoIdentity(f"the certificate has {len(ours) or 'no'} names of the form {_SCHEME}ROLE/NAME")
+    role, _, name = ours[0].partition("/")
+    try:
+        return Identity(Role(role), name)
+    except NoIdentity:
+        raise
+    except ValueError:
+        raise NoIdentity(f"the certificate is of an unknown role {role!r}") from None
+
+
+def server_name(role: Role) -> str:
+    """The DNS name that a server of the role has in its certificate, wherever it listens.
+
+    Clients check it in place of a host name: members come and go on any host and port, and what matters is
+    that a process which answers for a worker is one.
+    """
+    return f"{role.value}.{_DOMAIN}"
+
+
+def etcd_user(role: Role) -> str:
+    """The common name of the role's certificates, which is its user in etcd."""
+    return "root" if role is Role.ETCD_ROOT else f"tailrace-{role.value}"
