@@ -77,7 +77,7 @@ class FleetEngine:
             incarnation=uuid.uuid4().hex,
             max_message_bytes=limits.max_message_bytes,
         )
-        self.workers = Workers(lambda: self.fleet.instances, hello, self)
+        self.workers = Workers(lambda: self.fleet.instances, hello, self, channels.transport)
         self._placement = Placement(frontend_id, self.fleet, self.workers, self.table, channels)
         self.metrics = FrontendMetrics(registry, self.table, self.workers.attached)
         observer = StreamObserver(self.metrics, traces)

@@ -12,12 +12,15 @@ from typing import Final, Protocol
 
 from frontend_svc.outbox import submit_bytes
 from tailrace.records import InstanceRecord
+from tailrace.security.roles import Role
+from tailrace.security.transport import PLAIN, Transport
 from tailrace.service.backoff import Backoff
 from tailrace.service.first_ended import first_ended
 from tailrace.service.message_stream import (
     DEFAULT_MAX_MESSAGE_BYTES,
     MessageStream,
     StreamBroken,
+    StreamRefused,
     connect_stream,
 )
 from tailrace.service.said import said
@@ -112,10 +115,12 @@ class Link:
         record: InstanceRecord,
         hello: worker_pb2.FrontendHello,
         sink: LinkSink,
+        transport: Transport = PLAIN,
     ) -> None:
         self.record = record
         self._hello = hello
         self._sink = sink
+        self._transport = transport
         self._attempts = 0
         self._backoff = Backoff(_RETRY_FIRST_S, _RETRY_MOST_S)
         self._queue: deque[worker_pb2.AttachUp] = deque()
@@ -222,6 +227,8 @@ class Link:
             await first_ended(self._read(stream), self._write(stream), self._wait_for_break())
         except TimeoutError:
             raise _Ended(f"no hello within {HELLO_S:g} s") from None
+        except StreamRefused as error:
+            raise _Refused(str(error)) from error
         except StreamBroken as error:
             raise _Ended(said(error)) from error
         finally:
@@ -229,11 +236,14 @@ class Link:
             stream.close()
 
     async def _connect(self) -> AttachStream:
-        """Connect. Raises _Ended."""
+        """Connect. Raises _Ended, _Refused."""
         limit = self._hello.max_message_bytes or DEFAULT_MAX_MESSAGE_BYTES
         try:
             async with asyncio.timeout(HELLO_S):
-                return await connect_stream(self.record.stream_address, worker_pb2.AttachDown, limit)
+                tls = self._transport.dial(Role.WORKER)
+                return await connect_stream(self.record.stream_address, worker_pb2.AttachDown, limit, tls)
+        except StreamRefused as error:
+            raise _Refused(str(error)) from error
         except TimeoutError:
             raise _Ended(f"no connection within {HELLO_S:g} s") from None
         except ConnectionRefusedError as error:
@@ -286,7 +296,7 @@ class Link:
         """Once, not at every attempt."""
         if reason != self._refusal:
             self._refusal = reason
-            log.error("%s refuses this front end: %s", self.instance_id, reason)
+            log.error("no stream to %s: %s", self.instance_id, reason)
 
     async def _read(self, stream: AttachStream) -> None:
         while True:

@@ -166,17 +166,17 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
     """Everything of one front end, until cancelled. Raises StoreUnavailable, ListenError (PortTaken)."""
     served = await asyncio.to_thread(_served_model, settings)
     async with AsyncExitStack() as stack:
-        store = await Store.connect(common.etcd, common.cluster)
+        store = await Store.connect(common.etcd, common.cluster, common.transport)
         stack.push_async_callback(store.close)
         members = await Membership.start(store)
         stack.push_async_callback(members.close)
         http = stack.enter_context(bind_http(settings.http, lambda: _is_shared(common, settings, members)))
         tracing = await stack.enter_async_context(configure(KIND, common.member_id))
-        channels = Channels()
+        channels = Channels(common.transport)
         stack.push_async_callback(channels.close)
         registry = new_registry(KIND, common.member_id)
-        metrics = await stack.enter_async_context(serve_metrics(common.metrics, registry))
-        server = await stack.enter_async_context(serve_grpc(common.listen, []))
+        metrics = await stack.enter_async_context(serve_metrics(common.metrics, registry, common.transport))
+        server = await stack.enter_async_context(serve_grpc(common.listen, [], common.transport))
         await server.set_serving(False)
         record = ServiceRecord(
             kind=KIND,

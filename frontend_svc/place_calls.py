@@ -9,6 +9,7 @@ from typing import Final
 import grpc
 
 from frontend_svc.fleet import Members
+from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.failure import failure
 from tailrace.service.preferred import preferred
@@ -35,7 +36,9 @@ class PlaceCalls:
         self._members = members
         self._channels = channels
         # A scheduler that did not answer is probed in the background: its deadline is paid by one call only.
-        self._reachability = reachability if reachability is not None else Reachability(channels)
+        self._reachability = (
+            reachability if reachability is not None else Reachability(channels, Role.SCHEDULER)
+        )
         self._waiting: list[tuple[scheduler_pb2.PlaceRequest, _Answer]] = []
         self._asking: asyncio.Task[None] | None = None
 
@@ -74,7 +77,7 @@ class PlaceCalls:
         self, requests: list[scheduler_pb2.PlaceRequest]
     ) -> list[scheduler_pb2.PlaceReply] | list[None]:
         for address in self._schedulers():
-            stub = scheduler_pb2_grpc.SchedulerStub(self._channels.get(address))
+            stub = scheduler_pb2_grpc.SchedulerStub(self._channels.get(address, Role.SCHEDULER))
             try:
                 reply = await stub.PlaceMany(
                     scheduler_pb2.PlaceManyRequest(requests=requests), timeout=_DEADLINE_S

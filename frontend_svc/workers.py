@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from frontend_svc.link import HEARTBEAT_S, Link, LinkSink, Loss, LossCause
 from tailrace.records import InstanceRecord
+from tailrace.security.transport import PLAIN, Transport
 from tailrace.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
@@ -29,11 +30,13 @@ class Workers:
         instances: Callable[[], Mapping[str, InstanceRecord]],
         hello: worker_pb2.FrontendHello,
         sink: LinkSink,
+        transport: Transport = PLAIN,
     ) -> None:
         """`instances` gives the fleet's members whenever asked."""
         self._instances = instances
         self._hello = hello
         self._sink = sink
+        self._transport = transport
         self._kept: dict[str, _Kept] = {}
         self._group: asyncio.TaskGroup | None = None
 
@@ -102,7 +105,7 @@ class Workers:
 
     def _keep(self, record: InstanceRecord) -> None:
         assert self._group is not None
-        link = Link(record, self._hello, self._sink)
+        link = Link(record, self._hello, self._sink, self._transport)
         task = self._group.create_task(link.run(), name=f"link to {record.instance_id}")
         self._kept[record.instance_id] = _Kept(link, task)
 

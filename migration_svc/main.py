@@ -116,7 +116,10 @@ async def serve(
         services = [Servicer(add_MigrationServicer_to_server, servicer, "tailrace.v1.Migration")]
         try:
             await runs.clean_up()
-            async with serve_grpc(common.listen, services) as server, AsyncExitStack() as membership:
+            async with (
+                serve_grpc(common.listen, services, common.transport) as server,
+                AsyncExitStack() as membership,
+            ):
                 record = await membership.enter_async_context(frame.announced(server.address))
                 log.info("%s serves on %s", record.service_id, server.address)
                 election = Election(frame.store, record)

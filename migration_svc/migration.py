@@ -15,6 +15,7 @@ from migration_svc.admission import Admission, NotAdmitted
 from migration_svc.journal import Closed, Journal, Opened
 from migration_svc.metrics import MigrationMetrics
 from migration_svc.traces import MigrationTrace, MigrationTraces
+from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.said import said
 from tailrace.v1 import migration_pb2, types_pb2, worker_pb2, worker_pb2_grpc
@@ -106,7 +107,7 @@ class MigrationRun:
             self._on_change(record)
 
     async def _import(self, channels: Channels, trace: MigrationTrace) -> None:
-        stub = worker_pb2_grpc.WorkerStub(channels.get(self._order.target_address))
+        stub = worker_pb2_grpc.WorkerStub(channels.get(self._order.target_address, Role.WORKER))
         record, request, rules = self.record, self._order.request, self._rules
         room_wait_s = rules.room_wait_s if request.wait_for_room else 0.0
         call = stub.Import(
@@ -180,7 +181,7 @@ class MigrationRun:
 
 async def cancel_left_open(entry: Opened, channels: Channels) -> str:
     """Cancel at its target what an earlier run left open; how that went."""
-    stub = worker_pb2_grpc.WorkerStub(channels.get(entry.target_address))
+    stub = worker_pb2_grpc.WorkerStub(channels.get(entry.target_address, Role.WORKER))
     try:
         reply = await stub.CancelImport(
             worker_pb2.CancelImportRequest(migration_id=entry.migration_id), timeout=_GRACE_S

@@ -66,7 +66,10 @@ async def serve(common: CommonOptions, patience_s: float, trace_spans: int, shut
             Servicer(add_MonitorServicer_to_server, servicer, MONITOR_SERVICE),
             Servicer(add_TraceServiceServicer_to_server, OtlpServicer(traces), OTLP_SERVICE),
         ]
-        async with serve_grpc(common.listen, servicers) as server, AsyncExitStack() as membership:
+        async with (
+            serve_grpc(common.listen, servicers, common.transport) as server,
+            AsyncExitStack() as membership,
+        ):
             record = await membership.enter_async_context(frame.announced(server.address))
             log.info("%s serves on %s", record.service_id, server.address)
             election = Election(frame.store, record)

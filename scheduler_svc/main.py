@@ -85,7 +85,10 @@ async def serve(common: CommonOptions, policy: PolicyRecord, shutdown: Shutdown)
     async with open_frame(KIND, common) as frame:
         leading = Leadership()
         parts = Parts(frame, policy, leading)
-        async with serve_grpc(common.listen, parts.servicers) as server, AsyncExitStack() as membership:
+        async with (
+            serve_grpc(common.listen, parts.servicers, common.transport) as server,
+            AsyncExitStack() as membership,
+        ):
             record = await membership.enter_async_context(frame.announced(server.address))
             log.info("%s serves on %s", record.service_id, server.address)
             election = Election(frame.store, record, leading)

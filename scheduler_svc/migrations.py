@@ -9,6 +9,7 @@ from typing import Final
 import grpc
 
 from scheduler_svc.refused import Refused
+from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.preferred import preferred
 from tailrace.store.membership import Membership
@@ -37,7 +38,9 @@ class Migrations:
         failure: grpc.aio.AioRpcError | None = None
         for service in preferred(self._members, KIND):
             heard = False
-            call = MigrationStub(self._channels.get(service.address)).Migrate(request, timeout=_MIGRATE_S)
+            call = MigrationStub(self._channels.get(service.address, Role.MIGRATION)).Migrate(
+                request, timeout=_MIGRATE_S
+            )
             try:
                 async for record in call:
                     heard = True
@@ -57,7 +60,7 @@ class Migrations:
         """The last migrations. Raises Refused."""
         failure: grpc.aio.AioRpcError | None = None
         for service in preferred(self._members, KIND):
-            stub = MigrationStub(self._channels.get(service.address))
+            stub = MigrationStub(self._channels.get(service.address, Role.MIGRATION))
             try:
                 return await stub.ListMigrations(request, timeout=_LIST_S)
             except grpc.aio.AioRpcError as error:

@@ -13,6 +13,7 @@ import grpc
 from scheduler_svc.merged_reports import MergedReports
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.state import ClusterState
+from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.failure import failure
 from tailrace.service.preferred import preferred
@@ -80,7 +81,7 @@ class MonitorWatch:
             await asyncio.sleep(_RETRY_S)
 
     async def _read(self, address: str) -> None:
-        call = MonitorStub(self._channels.get(address)).Watch(
+        call = MonitorStub(self._channels.get(address, Role.MONITOR)).Watch(
             monitor_pb2.WatchRequest(subscriber=self._subscriber)
         )
         try:

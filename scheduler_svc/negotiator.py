@@ -15,6 +15,7 @@ from tailrace.actions import Offer
 from tailrace.cluster import RequestView
 from tailrace.policy.cascade.bid_ask import OFFER_S
 from tailrace.records import InstanceRecord
+from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.v1 import bidask_pb2, bidask_pb2_grpc
 
@@ -69,7 +70,7 @@ class Negotiator:
         return self._offer(source.record, offered)
 
     async def _offer(self, source: InstanceRecord, offered: bidask_pb2.OfferRequest) -> bool:
-        stub = bidask_pb2_grpc.BidAskStub(self._channels.get(source.address))
+        stub = bidask_pb2_grpc.BidAskStub(self._channels.get(source.address, Role.WORKER))
         try:
             reply = await stub.Offer(offered, timeout=_OFFER_S)
         except grpc.aio.AioRpcError as error:

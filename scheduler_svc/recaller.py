@@ -8,6 +8,7 @@ import grpc
 
 from scheduler_svc.refused import Refused
 from scheduler_svc.state import ClusterState
+from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.v1 import worker_pb2, worker_pb2_grpc
 
@@ -26,7 +27,7 @@ class Recaller:
         tracked = self._state.tracked(instance_id)
         if tracked is None:
             raise Refused(grpc.StatusCode.NOT_FOUND, f"{instance_id} is gone")
-        stub = worker_pb2_grpc.WorkerStub(self._channels.get(tracked.record.address))
+        stub = worker_pb2_grpc.WorkerStub(self._channels.get(tracked.record.address, Role.WORKER))
         try:
             reply = await stub.HandBackPrompts(
                 worker_pb2.HandBackPromptsRequest(request_ids=request_ids), timeout=_CALL_S

@@ -42,7 +42,7 @@ class AttachStreams:
         try:
             front_end = self._front_ends.attach(hello, down)
         except AttachRefused as refusal:
-            down.send(worker_pb2.AttachDown(refused=worker_pb2.AttachRefused(reason=str(refusal))))
+            down.send(refused(str(refusal)))
             await _until_closed(messages)
             raise
         front_end.send(worker_pb2.AttachDown(hello=self._hello))
@@ -70,6 +70,11 @@ class AttachStreams:
                 return
             front_end.heard_s = time.monotonic()
             self._dispatch.handle(front_end, message)
+
+
+def refused(reason: str) -> worker_pb2.AttachDown:
+    """What a front end that is not served is told."""
+    return worker_pb2.AttachDown(refused=worker_pb2.AttachRefused(reason=reason))
 
 
 async def _incoming(stream: MessageStream[worker_pb2.AttachUp]) -> AsyncIterator[worker_pb2.AttachUp]:

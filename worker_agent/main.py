@@ -198,6 +198,8 @@ def command(
     profile_at_start: bool,
 ) -> None:
     """Run an engine as a member of the fleet."""
+    if kv_address is not None:
+        common.check_exposed(f"{kv_address}:0")
     if count > 1 and kind != "simulated":
         raise click.UsageError("--count is for the simulated engine: give a vLLM worker a process of its own")
     if count > 1 and stream_port:
@@ -277,14 +279,16 @@ async def serve(
     try:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(discarding_strays(histograms.kv_strays.inc))
-            store = await Store.connect(common.etcd, common.cluster)
+            store = await Store.connect(common.etcd, common.cluster, common.transport)
             stack.push_async_callback(store.close)
             membership = await Membership.start(store)
             stack.push_async_callback(membership.close)
-            channels = Channels()
+            channels = Channels(common.transport)
             stack.push_async_callback(channels.close)
             tracing = await stack.enter_async_context(configure("worker", common.member_id))
-            metrics_server = await stack.enter_async_context(serve_metrics(common.metrics, registry))
+            metrics_server = await stack.enter_async_context(
+                serve_metrics(common.metrics, registry, common.transport)
+            )
             around = Surroundings(
                 store=store,
                 membership=membership,

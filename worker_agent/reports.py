@@ -10,6 +10,7 @@ from typing import Final
 
 import grpc
 
+from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.reachability import Reachability
 from tailrace.service.said import said
@@ -78,7 +79,7 @@ class Reports:
         self._speeds = speeds
         self._monitors = monitors
         self._channels = channels
-        self._reachability = Reachability(channels)
+        self._reachability = Reachability(channels, Role.MONITOR)
         self._interval_s = interval_s
         self._seq = 0
 
@@ -118,7 +119,7 @@ class Reports:
 
     async def _attempt(self, address: str) -> tuple[bool, str]:
         """One stream, to its end; whether the monitor failed, and why it ended."""
-        call = monitor_pb2_grpc.MonitorStub(self._channels.get(address)).Report()
+        call = monitor_pb2_grpc.MonitorStub(self._channels.get(address, Role.MONITOR)).Report()
         unacknowledged = Unacknowledged()
         reading = asyncio.create_task(_acknowledged(call, unacknowledged), name="report acknowledgements")
         writing = asyncio.create_task(self._write(call, address, unacknowledged), name="reports")

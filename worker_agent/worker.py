@@ -11,8 +11,10 @@ from functools import partial
 
 from tailrace.perf.transfer_rate import TransferRate
 from tailrace.records import InstanceRecord
+from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.failure import failure
+from tailrace.service.message_stream import Admission as StreamAdmission
 from tailrace.service.message_stream import serve_streams
 from tailrace.service.options import fresh_incarnation
 from tailrace.service.preferred import first_address, preferred
@@ -23,7 +25,7 @@ from tailrace.telemetry.tracing import Tracing
 from tailrace.v1 import worker_pb2
 from tailrace.v1.bidask_pb2_grpc import add_BidAskServicer_to_server
 from tailrace.v1.worker_pb2_grpc import add_WorkerServicer_to_server
-from worker_agent.attach import AttachStreams
+from worker_agent.attach import AttachStreams, refused
 from worker_agent.bidask.assembly import coordinator_of
 from worker_agent.bidask.servicer import BidAskServicer
 from worker_agent.carried import CarriedRequests
@@ -179,7 +181,7 @@ async def running_worker(
                 link=LinkBudget(settings.migration_bandwidth_share),
                 incoming=incoming,
             ),
-            lambda address, seconds: GrpcSourceLink(around.channels.get(address), seconds),
+            lambda address, seconds: GrpcSourceLink(around.channels.get(address, Role.WORKER), seconds),
         )
         stack.push_async_callback(imports.close)
         dispatch = Dispatch(engine, admission, exports, imports, carried, news, metrics)
@@ -228,7 +230,7 @@ async def running_worker(
             Servicer(add_WorkerServicer_to_server, worker, "tailrace.v1.Worker"),
             Servicer(add_BidAskServicer_to_server, bidding, "tailrace.v1.BidAsk"),
         ]
-        server = await stack.enter_async_context(serve_grpc(listen, servicers))
+        server = await stack.enter_async_context(serve_grpc(listen, servicers, around.channels.transport))
         streams = AttachStreams(front_ends, dispatch, hello)
         stream_address = await stack.enter_async_context(
             serve_streams(
@@ -236,6 +238,7 @@ async def running_worker(
                 worker_pb2.AttachUp,
                 streams.serve_stream,
                 settings.max_message_bytes,
+                StreamAdmission(around.channels.transport, frozenset({Role.FRONTEND}), refused),
             )
         )
         stack.push_async_callback(front_ends.leave, worker_pb2.Goodbye(reason="the worker is stopping"))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import grpc
 
 from scheduler_svc.refused import Refused
+from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.store.membership import Membership
 from tailrace.v1.admin_pb2_grpc import AdminStub
@@ -44,4 +45,4 @@ class LeaderRoute:
                 f"scheduler {self._service_id} does not lead (leader known here: {named}); "
                 "try again in some seconds",
             )
-        return AdminStub(self._channels.get(leader.address))
+        return AdminStub(self._channels.get(leader.address, Role.SCHEDULER))

@@ -8,6 +8,7 @@ from typing import Final
 import grpc
 
 from scheduler_svc.refused import Refused
+from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.store.membership import Membership
 from tailrace.v1 import admin_pb2, profile_pb2
@@ -25,7 +26,7 @@ async def profile_events(
     record = members.instances.get(request.instance_id)
     if record is None:
         raise Refused(grpc.StatusCode.NOT_FOUND, f"instance_id: {request.instance_id!r} is gone")
-    call = WorkerStub(channels.get(record.address)).Profile(
+    call = WorkerStub(channels.get(record.address, Role.WORKER)).Profile(
         profile_pb2.ProfileRequest(force=request.force, budget_s=request.budget_s),
         timeout=(request.budget_s or _BUDGET_S) + _MARGIN_S,
     )

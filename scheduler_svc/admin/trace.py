@@ -7,6 +7,7 @@ from typing import Final
 import grpc
 
 from scheduler_svc.refused import Refused
+from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.preferred import preferred
 from tailrace.store.membership import Membership
@@ -24,7 +25,9 @@ async def fetch_trace(
     refused = Refused(grpc.StatusCode.UNAVAILABLE, "no monitor is registered")
     for monitor in preferred(members, _KIND):
         try:
-            return await MonitorStub(channels.get(monitor.address)).GetTrace(request, timeout=_DEADLINE_S)
+            return await MonitorStub(channels.get(monitor.address, Role.MONITOR)).GetTrace(
+                request, timeout=_DEADLINE_S
+            )
         except grpc.aio.AioRpcError as error:
             # That one monitor does not have it says more than that another does not answer.
             if refused.code is not grpc.StatusCode.NOT_FOUND:

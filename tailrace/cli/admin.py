@@ -1,4 +1,8 @@
-"""Reach the admin API: `--admin`, TAILRACE_ADMIN, or the local cluster's run folder."""
+"""Reach the admin API: `--admin`, TAILRACE_ADMIN, or the local cluster's run folder.
+
+Where the cluster asks for certificates, with the operator's: `--tls`, TAILRACE_TLS_DIR, or the local
+cluster's.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,25 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import click
-import grpc
 
 from tailrace.cli.errors import CliError, Unreachable, UsageProblem, rpc_errors
-from tailrace.local.state import RunFolderUnusable, find_state
+from tailrace.local.certificates import OPERATOR
+from tailrace.local.plan import certificate_folder
+from tailrace.local.state import RunFolderUnusable, RunState, find_state
+from tailrace.security.diagnosis import handshake_problem
+from tailrace.security.options import TLS_FOLDER, open_transport
+from tailrace.security.roles import OPERATORS, Role
+from tailrace.security.transport import TlsTransport, Transport
 from tailrace.service.channels import MESSAGE_BYTES_MAX
 from tailrace.v1.admin_pb2_grpc import AdminStub
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_TLS: Final = "tailrace.cli.admin.tls"
 
 CALL_TIMEOUT_S: Final = 5.0
 """Deadline of every call that is not a stream."""
@@ -28,16 +40,34 @@ class Admin:
 
     address: str
     stub: AdminStub
+    transport: Transport
 
     @contextmanager
     def errors(self, hint: str = "") -> Iterator[None]:
         """Turn gRPC errors of the block into one line for the user."""
-        with rpc_errors(self.address, hint):
+        with rpc_errors(self.address, hint, self._problem):
             yield
+
+    def _problem(self) -> str:
+        """What is wrong with certificates, as far as can be seen from here; empty: nothing."""
+        if not isinstance(self.transport, TlsTransport):
+            return ""
+        credentials = self.transport.folder.current()
+        problems = (handshake_problem(part, Role.SCHEDULER, credentials) for part in self.address.split(","))
+        return next(filter(None, problems), "")
 
 
 def admin_option(function: F) -> F:
-    """Add `--admin`; the command gets its value as `admin`."""
+    """Add `--admin` and `--tls`; the command gets the value of `--admin` as `admin`, `connect` the other."""
+    function = click.option(
+        "--tls",
+        type=click.Path(file_okay=False, path_type=Path),
+        envvar=TLS_FOLDER,
+        metavar="DIR",
+        expose_value=False,
+        callback=_keep_tls,
+        help="Folder of your certificate, of role viewer or admin: ca.crt, tls.crt, tls.key.",
+    )(function)
     return click.option(
         "--admin",
         envvar="TAILRACE_ADMIN",
@@ -49,14 +79,31 @@ def admin_option(function: F) -> F:
 @contextmanager
 def connect(admin: str | None) -> Iterator[Admin]:
     """Open the admin API at `admin`, or at the local cluster's address when that is None."""
-    address = admin or _local_address()
+    folder: Path | None = _given_tls()
+    if admin:
+        address = admin
+    else:
+        state = _local_cluster()
+        address = state.admin
+        if folder is None and state.certificates:
+            folder = Path(certificate_folder(state.certificates, OPERATOR.role.value, OPERATOR.name))
+    transport = open_transport(folder, OPERATORS)
     # gRPC's own limit of 4 MiB is some 20,000 requests.
     options = [("grpc.max_receive_message_length", MESSAGE_BYTES_MAX)]
-    with grpc.insecure_channel(_target(address), options=options) as channel:
-        yield Admin(address, AdminStub(channel))
+    with transport.blocking_channel(_target(address), Role.SCHEDULER, options) as channel:
+        yield Admin(address, AdminStub(channel), transport)
 
 
-def _local_address() -> str:
+def _given_tls() -> Path | None:
+    context = click.get_current_context(silent=True)
+    return None if context is None else context.meta.get(_TLS)
+
+
+def _keep_tls(context: click.Context, parameter: click.Parameter, value: Path | None) -> None:
+    context.meta[_TLS] = value
+
+
+def _local_cluster() -> RunState:
     try:
         state = find_state()
     except RunFolderUnusable as error:
@@ -66,7 +113,7 @@ def _local_address() -> str:
             "no admin API: no local cluster runs here (tailrace up starts one); "
             "for another cluster give --admin HOST:PORT or set TAILRACE_ADMIN"
         )
-    return state.admin
+    return state
 
 
 def _target(address: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
@@ -33,22 +33,31 @@ class Unreachable(CliError):
 
 
 @contextmanager
-def rpc_errors(address: str, hint: str = "") -> Iterator[None]:
+def rpc_errors(address: str, hint: str = "", diagnose: Callable[[], str] = str) -> Iterator[None]:
     """Turn a gRPC error of the block into a CliError.
 
-    `address` is where the admin API was expected; `hint` says what to do when the server refuses.
+    `address` is where the admin API was expected; `hint` says what to do when the server refuses; `diagnose`
+    is asked what is wrong with the connection when there is none, and gives "" where it does not know.
     """
     try:
         yield
     except grpc.RpcError as error:
-        raise _translate(error, address, hint) from error
+        raise _translate(error, address, hint, diagnose) from error
 
 
-def _translate(error: grpc.RpcError, address: str, hint: str) -> CliError:
+def _translate(error: grpc.RpcError, address: str, hint: str, diagnose: Callable[[], str]) -> CliError:
     if not isinstance(error, grpc.Call):
         return CliError(f"the admin API at {address} failed: {error}")
     code, details = error.code(), (error.details() or "").strip().rstrip(".")
     match code:
+        case grpc.StatusCode.UNAVAILABLE if problem := diagnose():
+            return Unreachable(f"no connection to the admin API at {address}: {problem}")
+        case grpc.StatusCode.UNAVAILABLE if details.endswith("Socket closed"):
+            return Unreachable(
+                f"the admin API at {address} closed the connection; does it ask for a certificate? (--tls)"
+            )
+        case grpc.StatusCode.PERMISSION_DENIED | grpc.StatusCode.UNAUTHENTICATED:
+            return CliError(details)
         case grpc.StatusCode.UNAVAILABLE:
             return Unreachable(
                 f"the admin API at {address} is unavailable ({details}); is the cluster up? (tailrace up)"

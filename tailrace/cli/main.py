@@ -16,6 +16,8 @@ _COMMANDS = {
     "set": ("tailrace.cli.set:set_", "Change policy, SLOs, pools and stages."),
     "trace": ("tailrace.cli.trace:trace", "Print the trace of one request as a tree."),
     "serve": ("tailrace.cli.serve:serve", "Run one service."),
+    "certs": ("tailrace.cli.certs:certs", "Make and renew certificates."),
+    "etcd-roles": ("tailrace.cli.etcd_roles:etcd_roles", "Show and set up what each service may do in etcd."),
     "version": ("tailrace.cli.version:version", "Print versions."),
 }
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -18,8 +19,9 @@ from tailrace.cli.greeting import greeting, tailrace_command
 from tailrace.cli.output import note
 from tailrace.local.float32 import loses_precision
 from tailrace.local.gpus import visible_gpus
+from tailrace.local.issue import issue_certificates
 from tailrace.local.options import MONITOR_TRACES, ClusterOptions, Engine, Front
-from tailrace.local.plan import Plan, make_plan
+from tailrace.local.plan import Plan, certificate_folder, make_plan
 from tailrace.local.ports import LOOPBACK, PortUnavailable, free_ports, require_free
 from tailrace.local.process import PartFailed
 from tailrace.local.progress import make_progress
@@ -29,7 +31,8 @@ from tailrace.local.state import RunFolder, RunFolderBusy, RunFolderUnusable, Ru
 from tailrace.local.stop import stop_parts
 from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, load
-from tailrace.service.etcd import etcd_command
+from tailrace.security.roles import Role
+from tailrace.service.etcd import EtcdTls, etcd_command
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 from tailrace.v1.admin_pb2 import SetPolicyRequest
 
@@ -84,6 +87,7 @@ which it is sure of every token, and which vLLM would lower."""
 @click.option("--predictor", metavar="PATH", help="Length predictor of the model (vLLM only); '' for none.")
 @click.option("--profile", is_flag=True, help="Measure the engine first, for the policies (about a minute).")
 @click.option("--no-traces", is_flag=True, help="Export no spans.")
+@click.option("--tls", is_flag=True, help="Make certificates, and have every part prove itself by one.")
 @click.argument("worker_arguments", nargs=-1, type=click.UNPROCESSED)
 def up(
     workers: int,
@@ -101,6 +105,7 @@ def up(
     predictor: str | None,
     profile: bool,
     no_traces: bool,
+    tls: bool,
     worker_arguments: tuple[str, ...],
 ) -> None:
     """Start a whole local cluster: etcd, services, workers and a front end on 127.0.0.1.
@@ -131,6 +136,7 @@ def up(
         worker_arguments=worker_arguments,
         frontend_arguments=frontend_arguments,
         traces=None if no_traces else os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", MONITOR_TRACES),
+        tls=tls,
     )
     folder = RunFolder.default()
     try:
@@ -206,15 +212,22 @@ def _plan(options: ClusterOptions, folder: RunFolder) -> Plan:
         require_free(options.host, options.port)
         shutil.rmtree(folder.data, ignore_errors=True)
         folder.data.mkdir(parents=True)
-        return make_plan(
+        plan = make_plan(
             options,
             free_ports,
-            lambda port: etcd_command(folder.data / "etcd", port),
+            partial(_etcd_command, folder, options.tls),
             [sys.executable, "-m", "tailrace"],
             str(folder.data),
         )
+        issue_certificates(plan)
+        return plan
     except (Missing, PortUnavailable, FileNotFoundError) as error:
         raise CliError(str(error)) from error
+
+
+def _etcd_command(folder: RunFolder, tls: bool, port: int, health_port: int) -> Sequence[str]:
+    own = Path(certificate_folder(str(folder.data / "certs"), Role.ETCD.value, "etcd"))
+    return etcd_command(folder.data / "etcd", port, EtcdTls(own, health_port) if tls else None)
 
 
 async def _run(plan: Plan, folder: RunFolder, options: ClusterOptions) -> RunState:

@@ -55,6 +55,8 @@ class ClusterOptions:
     frontend_arguments: tuple[str, ...] = ()
     # Where spans go; None: nowhere. MONITOR_TRACES: to the cluster's own monitor.
     traces: str | None
+    # With certificates, made for this cluster.
+    tls: bool = False
 
     @property
     def serves_tiny_model(self) -> bool:

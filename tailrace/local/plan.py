@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 
 from tailrace.local.options import MONITOR_TRACES, ClusterOptions, Engine, Front
 from tailrace.local.ports import LOOPBACK
+from tailrace.security.credentials import AUTHORITIES, CERTIFICATE, KEY
+from tailrace.security.roles import Role
 
 
 class Tier(enum.StrEnum):
@@ -35,6 +37,8 @@ class PartSpec:
     members: Sequence[str] = ()
     # HTTP address, for front ends alone.
     http: str = ""
+    # Its certificate's; empty: it has none.
+    role: str = ""
     # Takes seconds of CPU to start: not all of them at once.
     heavy: bool = False
     timeout_s: float = 60.0
@@ -49,6 +53,8 @@ class Plan:
     admin: str
     http: str
     etcd: str
+    # Folder of the certificates; empty: everything is in the clear.
+    certificates: str = ""
 
     def tier(self, tier: Tier) -> list[PartSpec]:
         """The parts of one tier, in order."""
@@ -73,27 +79,38 @@ _PROFILE_TIMEOUT_S = 150.0
 def make_plan(
     options: ClusterOptions,
     free_ports: Callable[[int], Sequence[int]],
-    etcd_command: Callable[[int], Sequence[str]],
+    etcd_command: Callable[[int, int], Sequence[str]],
     tailrace: Sequence[str],
     data: str,
 ) -> Plan:
     """Lay a cluster out.
 
-    `free_ports` gives so many ports; `etcd_command` the command of an etcd for clients on a port; `tailrace`
-    is the command that runs `tailrace`; `data` is the folder for what parts keep.
+    `free_ports` gives so many ports; `etcd_command` the command of an etcd for clients on one port, which
+    with certificates tells its health on another; `tailrace` is the command that runs `tailrace`; `data` is
+    the folder for what parts keep.
     """
     groups = _groups(options)
     services = 2 + options.schedulers + len(groups) + options.frontends
-    etcd_port, *ports = free_ports(1 + 2 * services)
+    etcd_port, health_port, *ports = free_ports(2 + 2 * services)
     etcd = f"{LOOPBACK}:{etcd_port}"
+    certificates = f"{data}/certs" if options.tls else ""
     addresses = iter([f"{LOOPBACK}:{port}" for port in ports])
 
     def service(kind: str, name: str, tier: Tier, *arguments: str) -> PartSpec:
         listen, metrics = next(addresses), next(addresses)
         command = [*tailrace, "serve", kind, "--etcd", etcd, "--listen", listen, "--metrics", metrics]
-        return PartSpec(name, tier, [*command, "--id", name, *arguments], listen)
+        if certificates:
+            command += ["--tls", certificate_folder(certificates, kind, name)]
+        part = PartSpec(name, tier, [*command, "--id", name, *arguments], listen)
+        if not certificates:
+            return part
+        environment = _span_certificates(certificate_folder(certificates, kind, name))
+        return replace(part, role=kind, environment=environment)
 
-    parts = [PartSpec("etcd", Tier.ETCD, etcd_command(etcd_port), etcd)]
+    health = f"{LOOPBACK}:{health_port}" if certificates else etcd
+    parts = [PartSpec("etcd", Tier.ETCD, etcd_command(etcd_port, health_port), health)]
+    if certificates:
+        parts = [replace(parts[0], role=Role.ETCD.value)]
     monitor = service("monitor", "monitor", Tier.CONTROL)
     parts.append(monitor)
     journal = f"{data}/migrations.jsonl"
@@ -112,6 +129,7 @@ def make_plan(
         admin=",".join(part.address for part in schedulers),
         http=f"http://{http}",
         etcd=etcd,
+        certificates=certificates,
     )
 
 
@@ -144,6 +162,7 @@ def _worker(options: ClusterOptions, service: Callable[..., PartSpec], group: ra
         share = _GPU_MEMORY / math.ceil(options.workers / len(options.gpus))
         arguments += ["--engine-arg", f"gpu_memory_utilization={share:.3f}"]
     part = service("worker", members[0], Tier.WORKER, *arguments, *options.worker_arguments)
+    environment = {**part.environment, **environment}
     return replace(part, members=members, environment=environment, heavy=True, timeout_s=_VLLM_TIMEOUT_S)
 
 
@@ -164,10 +183,25 @@ def _numbered(name: str, number: int, count: int) -> str:
     return name if count == 1 else f"{name}-{number}"
 
 
+def certificate_folder(certificates: str, role: str, name: str) -> str:
+    """Where a part's certificate is (tailrace/security/authority.py)."""
+    return f"{certificates}/issued/{role}/{name}"
+
+
+def _span_certificates(folder: str) -> dict[str, str]:
+    """For OpenTelemetry's exporter, which reads no options of ours."""
+    return {
+        "OTEL_EXPORTER_OTLP_CERTIFICATE": f"{folder}/{AUTHORITIES}",
+        "OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE": f"{folder}/{CERTIFICATE}",
+        "OTEL_EXPORTER_OTLP_CLIENT_KEY": f"{folder}/{KEY}",
+    }
+
+
 def _environment(options: ClusterOptions, monitor: str) -> dict[str, str]:
     # vLLM reports its use to its makers unless told not to; a local cluster talks to nobody.
     environment = {"VLLM_NO_USAGE_STATS": "1"}
     if options.traces is not None:
-        endpoint = f"http://{monitor}" if options.traces == MONITOR_TRACES else options.traces
+        scheme = "https" if options.tls else "http"
+        endpoint = f"{scheme}://{monitor}" if options.traces == MONITOR_TRACES else options.traces
         environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = endpoint
     return environment

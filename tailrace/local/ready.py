@@ -8,18 +8,20 @@ from typing import Final
 from tailrace.local.plan import PartSpec, Tier
 from tailrace.local.process import PartFailed, PartProcess
 from tailrace.local.progress import Progress, Step
+from tailrace.security.roles import Role
+from tailrace.security.transport import PLAIN, Transport
 from tailrace.service.probe import Unhealthy, check_grpc, check_http
 
 _TIMEOUT_S: Final = 2.0
 _POLL_S: Final = 0.1
 
 
-async def wait_ready(process: PartProcess, progress: Progress) -> None:
+async def wait_ready(process: PartProcess, progress: Progress, transport: Transport = PLAIN) -> None:
     """Until the part answers. Raises PartFailed when it ends, or is late."""
     spec = process.spec
     try:
         async with asyncio.timeout(spec.timeout_s):
-            while not await is_ready(spec):
+            while not await is_ready(spec, transport):
                 process.check()
                 await asyncio.sleep(_POLL_S)
     except TimeoutError:
@@ -31,19 +33,20 @@ async def wait_ready(process: PartProcess, progress: Progress) -> None:
     progress.tell(spec.name, Step.READY)
 
 
-async def is_ready(spec: PartSpec) -> bool:
+async def is_ready(spec: PartSpec, transport: Transport = PLAIN) -> bool:
     """One attempt, at most a few seconds long."""
     try:
-        await asyncio.to_thread(_check, spec)
+        await asyncio.to_thread(_check, spec, transport)
     except Unhealthy:
         return False
     return True
 
 
-def _check(spec: PartSpec) -> None:
+def _check(spec: PartSpec, transport: Transport) -> None:
     if spec.tier is Tier.ETCD:
         check_http(f"http://{spec.address}/health", _TIMEOUT_S)
         return
-    check_grpc(spec.address, "", _TIMEOUT_S)
+    role = Role(spec.role) if spec.role else Role.WORKER
+    check_grpc(spec.address, "", _TIMEOUT_S, transport, role)
     if spec.http:
         check_http(f"{spec.http}/v1/models", _TIMEOUT_S)

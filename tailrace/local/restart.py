@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from tailrace.local.certificates import OPERATOR, transport_of
 from tailrace.local.instances import active_instances
 from tailrace.local.plan import PartSpec, Tier
 from tailrace.local.process import PartFailed, PartProcess
@@ -42,6 +43,7 @@ class Restarter:
         self._progress = progress
         # Children of ours until this process ends.
         self._processes: list[PartProcess] = []
+        self._transport = transport_of(state.certificates, OPERATOR)
 
     async def restart(self, name: str, drain_s: float = DRAIN_S) -> Restarted:
         """Stop a part, if it runs, and start it again; return once the cluster uses it.
@@ -51,13 +53,13 @@ class Restarter:
         number, part = {part.name: (number, part) for number, part in enumerate(self._state.parts)}[name]
         if part.spec is None:
             raise PartFailed(f"{name} was started by another version; tailrace down and up start it anew")
-        before = await active_instances(self._state.admin)
+        before = await active_instances(self._state.admin, self._transport)
         stopping_s = await self._stop(part, drain_s)
         began_s = time.monotonic()
         process = self._start(part.spec)
         self._state.parts[number] = process.part
         self._folder.write(self._state)
-        await wait_ready(process, self._progress)
+        await wait_ready(process, self._progress, self._transport)
         await self._settle(part.spec, before)
         return Restarted(stopping_s, time.monotonic() - began_s)
 
@@ -89,7 +91,7 @@ class Restarter:
         try:
             async with asyncio.timeout(_SETTLE_TIMEOUT_S):
                 while True:
-                    now = await active_instances(self._state.admin)
+                    now = await active_instances(self._state.admin, self._transport)
                     if expected <= now.keys() and not any(
                         now[name] == before.get(name) for name in spec.members
                     ):

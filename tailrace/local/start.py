@@ -9,6 +9,7 @@ from typing import Final
 
 import grpc
 
+from tailrace.local.certificates import ETCD_ROOT, OPERATOR, transport_of
 from tailrace.local.instances import active_instances
 from tailrace.local.plan import PartSpec, Plan, Tier
 from tailrace.local.process import PartFailed, PartProcess
@@ -16,6 +17,12 @@ from tailrace.local.progress import Progress, Step
 from tailrace.local.ready import wait_ready
 from tailrace.local.state import RunFolder, RunState
 from tailrace.local.stop import stop_parts
+from tailrace.security.etcd_rights import etcd_rights
+from tailrace.security.roles import Role
+from tailrace.store.client import EtcdClient, Rejected
+from tailrace.store.endpoints import parse_endpoints
+from tailrace.store.errors import StoreUnavailable
+from tailrace.store.etcd_roles import apply_rights
 from tailrace.v1.admin_pb2 import SetPolicyRequest
 from tailrace.v1.admin_pb2_grpc import AdminStub
 
@@ -23,6 +30,8 @@ _POLL_S: Final = 0.1
 _CALL_TIMEOUT_S: Final = 2.0
 _SETTLE_TIMEOUT_S: Final = 30.0
 _LIGHT_AT_ONCE: Final = 8
+# What services take for their cluster unless told otherwise.
+_CLUSTER: Final = "default"
 
 
 class Starter:
@@ -36,8 +45,10 @@ class Starter:
         self._heavy = asyncio.Semaphore(max(1, cores))
         self._light = asyncio.Semaphore(_LIGHT_AT_ONCE)
         self._processes: list[PartProcess] = []
+        self._transport = transport_of(plan.certificates, OPERATOR)
         self._state = RunState(
             etcd=plan.etcd,
+            certificates=plan.certificates,
             environment=dict(plan.environment),
             workers=sum(len(spec.members) for spec in plan.tier(Tier.WORKER)),
         )
@@ -88,6 +99,8 @@ class Starter:
 
     async def _bring_up(self, policy: SetPolicyRequest | None) -> None:
         await self._start_all(self._plan.tier(Tier.ETCD))
+        if self._plan.certificates:
+            await self._set_rights()
         await self._start_all(self._plan.tier(Tier.CONTROL))
         self._state.admin = self._plan.admin
         self._folder.write(self._state)
@@ -113,7 +126,7 @@ class Starter:
     async def _start(self, spec: PartSpec) -> None:
         async with self._heavy if spec.heavy else self._light:
             self._progress.tell(spec.name, Step.STARTING)
-            await wait_ready(self._launch(spec), self._progress)
+            await wait_ready(self._launch(spec), self._progress, self._transport)
 
     def _launch(self, spec: PartSpec) -> PartProcess:
         environment = {**os.environ, **self._plan.environment, **spec.environment}
@@ -123,6 +136,17 @@ class Starter:
         self._folder.write(self._state)
         return process
 
+    async def _set_rights(self) -> None:
+        """Have etcd let each service do what it must, and nobody else anything."""
+        root = transport_of(self._plan.certificates, ETCD_ROOT)
+        client = EtcdClient(parse_endpoints([self._plan.etcd]), root)
+        try:
+            await apply_rights(client, etcd_rights(_CLUSTER), _CLUSTER)
+        except (StoreUnavailable, Rejected) as error:
+            raise PartFailed(f"etcd: its roles could not be set up: {error}") from error
+        finally:
+            await client.close()
+
     async def _set_policy(self, policy: SetPolicyRequest) -> None:
         """Tell the scheduler that leads; before there is one, ask again."""
         problem = ""
@@ -130,7 +154,7 @@ class Starter:
             async with asyncio.timeout(_SETTLE_TIMEOUT_S):
                 while True:
                     for address in self._plan.admin.split(","):
-                        async with grpc.aio.insecure_channel(address) as channel:
+                        async with self._transport.channel(address, Role.SCHEDULER, ()) as channel:
                             try:
                                 await AdminStub(channel).SetPolicy(policy, timeout=_CALL_TIMEOUT_S)
                                 return
@@ -147,7 +171,7 @@ class Starter:
         try:
             async with asyncio.timeout(_SETTLE_TIMEOUT_S):
                 while not expected <= seen:
-                    seen = set(await active_instances(self._plan.admin))
+                    seen = set(await active_instances(self._plan.admin, self._transport))
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             missing = ", ".join(sorted(expected - seen))

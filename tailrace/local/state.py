@@ -45,6 +45,8 @@ class RunState(msgspec.Struct, kw_only=True):
     # Instances; a process may hold several simulated ones.
     workers: int = 0
     etcd: str = ""
+    # Folder of the certificates; empty: the cluster asks for none.
+    certificates: str = ""
     # What every part's environment has besides that of `tailrace up`.
     environment: dict[str, str] = {}
 

@@ -1,4 +1,4 @@
-"""gRPC channels, one an address."""
+"""gRPC channels, one an address and role."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from typing import Final
 
 import grpc
+
+from tailrace.security.renewed_channel import RenewedChannel
+from tailrace.security.roles import Role
+from tailrace.security.transport import PLAIN, Transport
 
 MESSAGE_BYTES_MAX: Final = 256 * 1024 * 1024
 """Largest message either way: a step's outputs or a long prompt, with room to spare."""
@@ -26,6 +30,8 @@ _OPTIONS: Final = (
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     # Two channels of one process to one address share no connection: a slow one does not block another's.
     ("grpc.use_local_subchannel_pool", 1),
+    # What a new certificate has replaced goes soon after its last call.
+    ("grpc.client_idle_timeout_ms", 60_000),
 )
 
 
@@ -36,34 +42,39 @@ _FORGET_S: Final = 600.0
 
 @dataclass(slots=True)
 class _Kept:
-    channel: grpc.aio.Channel
+    channel: RenewedChannel
     asked_s: float
 
 
 class Channels:
-    """A cache of insecure channels by address."""
+    """A cache of channels by address and role."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, transport: Transport = PLAIN, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: seconds."""
+        self.transport = transport
         self._clock = clock
-        self._channels: dict[str, _Kept] = {}
+        self._channels: dict[tuple[str, Role], _Kept] = {}
 
     def __len__(self) -> int:
         return len(self._channels)
 
-    def get(self, address: str) -> grpc.aio.Channel:
-        """The channel to HOST:PORT, made at the first call; it connects by itself when used.
+    def get(self, address: str, role: Role) -> grpc.aio.Channel:
+        """The channel to a process of the role at HOST:PORT, made at the first call; it connects by itself
+        when used.
 
         Not to be kept: ask again for each call.
         """
         now_s = self._clock()
-        kept = self._channels.get(address)
+        kept = self._channels.get((address, role))
         if kept is None:
             self._forget(now_s)
-            kept = _Kept(grpc.aio.insecure_channel(address, options=_OPTIONS), now_s)
-            self._channels[address] = kept
+            transport = self.transport
+            channel = RenewedChannel(
+                lambda: transport.channel(address, role, _OPTIONS), lambda: transport.version
+            )
+            kept = self._channels[address, role] = _Kept(channel, now_s)
         kept.asked_s = now_s
-        return kept.channel
+        return kept.channel.get()
 
     async def close(self) -> None:
         """Close all; calls in progress end with CANCELLED."""
@@ -73,7 +84,7 @@ class Channels:
     def _forget(self, now_s: float) -> None:
         """A channel without references closes itself."""
         self._channels = {
-            address: kept
-            for address, kept in self._channels.items()
-            if now_s - kept.asked_s <= _FORGET_S or kept.channel.get_state() is grpc.ChannelConnectivity.READY
+            key: kept
+            for key, kept in self._channels.items()
+            if now_s - kept.asked_s <= _FORGET_S or kept.channel.connected
         }

@@ -13,10 +13,12 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from tailrace.local.ports import free_ports
+from tailrace.security.credentials import AUTHORITIES, CERTIFICATE, KEY
 
 _START_S: Final = 20.0
 _STOP_S: Final = 5.0
@@ -49,7 +51,36 @@ def _is_launcher(program: Path) -> bool:
         return file.read(2) == b"#!"
 
 
-def etcd_command(data_dir: Path, port: int) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class EtcdTls:
+    """With certificates for etcd and its clients, who are users by their common names."""
+
+    # Of a certificate of role etcd: ca.crt, tls.crt, tls.key.
+    folder: Path
+    # Where it tells its health, and no more, in the clear.
+    health_port: int
+
+    def arguments(self, port: int) -> dict[str, str]:
+        """Of etcd's command line."""
+        client, peer = f"https://127.0.0.1:{port}", "https://127.0.0.1:0"
+        arguments = {
+            "listen-client-urls": client,
+            "advertise-client-urls": client,
+            # Clients are served where peers are, too.
+            "listen-peer-urls": peer,
+            "initial-advertise-peer-urls": peer,
+            "initial-cluster": f"local={peer}",
+            "listen-metrics-urls": f"http://127.0.0.1:{self.health_port}",
+        }
+        for side in ("", "peer-"):
+            arguments[f"{side}cert-file"] = str(self.folder / CERTIFICATE)
+            arguments[f"{side}key-file"] = str(self.folder / KEY)
+            arguments[f"{side}trusted-ca-file"] = str(self.folder / AUTHORITIES)
+            arguments[f"{side}client-cert-auth"] = "true"
+        return arguments
+
+
+def etcd_command(data_dir: Path, port: int, tls: EtcdTls | None = None) -> list[str]:
     """The command of a one-member etcd on loopback that keeps its data in a folder.
 
     Raises EtcdNotFoundError.
@@ -69,6 +100,7 @@ def etcd_command(data_dir: Path, port: int) -> list[str]:
         "auto-compaction-retention": "1h",
         "logger": "zap",
         "log-level": "warn",
+        **({} if tls is None else tls.arguments(port)),
     }
     return [str(find_etcd()), *(f"--{name}={value}" for name, value in arguments.items())]
 
@@ -76,11 +108,14 @@ def etcd_command(data_dir: Path, port: int) -> list[str]:
 class LocalEtcd:
     """One etcd process that can be killed, frozen and started again on the same data and port."""
 
-    def __init__(self, data_dir: Path, port: int, arguments: Sequence[str] = ()) -> None:
+    def __init__(
+        self, data_dir: Path, port: int, arguments: Sequence[str] = (), tls: EtcdTls | None = None
+    ) -> None:
         """`arguments`: further ones of etcd's."""
         self.data_dir = data_dir
         self.port = port
         self._arguments = arguments
+        self._tls = tls
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -93,7 +128,7 @@ class LocalEtcd:
         self.data_dir.mkdir(parents=True, exist_ok=True)
         with (self.data_dir.parent / f"{self.data_dir.name}.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [*etcd_command(self.data_dir, self.port), *self._arguments],
+                [*etcd_command(self.data_dir, self.port, self._tls), *self._arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -104,7 +139,8 @@ class LocalEtcd:
         if self._process is None or self._process.poll() is not None:
             raise EtcdStartError(f"etcd ended; see {self.data_dir}.log")
         try:
-            with urllib.request.urlopen(f"http://{self.endpoint}/health", timeout=1) as reply:
+            port = self.port if self._tls is None else self._tls.health_port
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1) as reply:
                 return b'"true"' in reply.read()
         except OSError:
             return False
@@ -150,10 +186,10 @@ class LocalEtcd:
 
 @asynccontextmanager
 async def local_etcd(
-    data_dir: Path, port: int = 0, arguments: Sequence[str] = ()
+    data_dir: Path, port: int = 0, arguments: Sequence[str] = (), tls: EtcdTls | None = None
 ) -> AsyncIterator[LocalEtcd]:
     """A running etcd (port 0: any free one) for as long as the block lasts; its data stays."""
-    etcd = LocalEtcd(data_dir, port or free_ports(1)[0], arguments)
+    etcd = LocalEtcd(data_dir, port or free_ports(1)[0], arguments, tls)
     try:
         await etcd.start()
         yield etcd

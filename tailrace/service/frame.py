@@ -55,14 +55,14 @@ class Frame:
 async def open_frame(kind: str, common: CommonOptions) -> AsyncIterator[Frame]:
     """Connect to etcd and serve metrics. Raises StoreUnavailable; OSError when the metrics port is taken."""
     async with AsyncExitStack() as stack:
-        store = await Store.connect(common.etcd, common.cluster)
+        store = await Store.connect(common.etcd, common.cluster, common.transport)
         stack.push_async_callback(store.close)
         members = await Membership.start(store)
         stack.push_async_callback(members.close)
-        channels = Channels()
+        channels = Channels(common.transport)
         stack.push_async_callback(channels.close)
         tracing = await stack.enter_async_context(configure(kind, common.member_id))
         registry = new_registry(kind, common.member_id)
         registry.register(MembershipMetrics(members))
-        metrics = await stack.enter_async_context(serve_metrics(common.metrics, registry))
+        metrics = await stack.enter_async_context(serve_metrics(common.metrics, registry, common.transport))
         yield Frame(kind, common, store, members, channels, tracing, registry, metrics.address)

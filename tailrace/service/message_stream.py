@@ -1,4 +1,4 @@
-"""Protobuf messages over one TCP connection, each behind its length.
+"""Protobuf messages over one TCP connection, each behind its length, in the clear or inside TLS.
 
 The data path's transport: one message an engine step and front end is a few hundred small messages a second,
 and gRPC's Python binding takes several times the CPU of this for each (docs/decisions/0007).
@@ -7,17 +7,24 @@ and gRPC's Python binding takes several times the CPU of this for each (docs/dec
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
+import ssl
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Final, Generic, Protocol, Self, TypeVar, cast
 
 from google.protobuf.message import DecodeError
 
+from tailrace.security.refusals import refusal
+from tailrace.security.roles import NoIdentity, Role
+from tailrace.security.session import TlsSession
+from tailrace.security.transport import PLAIN, Transport
 from tailrace.service.failure import failure
 from tailrace.service.said import said
 from tailrace.service.server import ListenError
@@ -43,10 +50,18 @@ _PROBE_AFTER_S: Final = 10
 _PROBE_EVERY_S: Final = 5
 _PROBES: Final = 3
 _UNACKNOWLEDGED_MS: Final = 60_000
+# For a client to prove itself once it is connected.
+_HANDSHAKE_S: Final = 5.0
+# What a refused client has to read why.
+_REFUSED_S: Final = 1.0
 
 
 class StreamBroken(ConnectionError):
     """The stream ended, or what came over it is no message; the text says which."""
+
+
+class StreamRefused(StreamBroken):
+    """One end does not take the other's certificate, or does not speak TLS; the text says which."""
 
 
 class Message(Protocol):
@@ -64,11 +79,20 @@ Received = TypeVar("Received", bound=Message)
 class MessageStream(asyncio.Protocol, Generic[Received]):
     """One end. One task reads; any thread sends. A read or write may be cancelled."""
 
-    def __init__(self, received: type[Received], max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> None:
+    def __init__(
+        self,
+        received: type[Received],
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        tls: TlsSession | None = None,
+    ) -> None:
         """`received`: the class of the messages that come in. A larger one than `max_message_bytes`
-        breaks the stream: who sends has to keep to what it was told."""
+        breaks the stream: who sends has to keep to what it was told. `tls` None: in the clear."""
         self._parse = received.FromString
         self._max_message_bytes = max_message_bytes
+        # None: in the clear.
+        self.tls = tls
+        # Set once messages may be sent, or the stream is over.
+        self._opened = asyncio.Event()
         # When bytes last came in, in seconds of the monotonic clock.
         self.received_s = time.monotonic()
         self._transport: asyncio.Transport | None = None
@@ -80,8 +104,15 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
         self._arrived = asyncio.Event()
         self._writable = asyncio.Event()
         self._reading = True
-        # Set once the stream is over: why.
+        # Set once the stream is over: why, and whether that was over somebody's certificate.
         self._end: str | None = None
+        self._refused = False
+
+    async def opened(self) -> None:
+        """Until both ends have proved themselves, where they have to. Raises StreamBroken."""
+        await self._opened.wait()
+        if self._end is not None:
+            raise self._broken(self._end or "the other end closed before it had proved itself")
 
     async def read(self) -> Received | None:
         """The next message; None: the other end closed. Raises StreamBroken."""
@@ -89,7 +120,7 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
             if self._end == "":
                 return None
             if self._end is not None:
-                raise StreamBroken(self._end)
+                raise self._broken(self._end)
             self._arrived.clear()
             await self._arrived.wait()
         message, size = self._messages.popleft()
@@ -105,8 +136,12 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
         if self._end is not None or writer is None:
             raise StreamBroken(self._end or "closed")
         data = message.SerializeToString()
+        framed = len(data).to_bytes(_LENGTH_BYTES, "little") + data
         try:
-            writer.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+            if self.tls is None:
+                writer.write(framed)
+            else:
+                self.tls.send(framed, writer.write)
         except OSError as error:
             # The transport finds out, too, and ends the reader.
             raise StreamBroken(str(error)) from error
@@ -157,9 +192,48 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
         # If writing fails the transport learns it, too: its reader is told.
         self._writer = SocketWriter(own, lambda error: self._writable.set())
         self._writable.set()
+        if self.tls is None:
+            self.on_open()
+        else:
+            self.tls.begin(self._write_tls)
+
+    def on_open(self) -> None:
+        """Both ends have proved themselves; called once."""
+        self._opened.set()
 
     def data_received(self, data: bytes) -> None:
         self.received_s = time.monotonic()
+        if self.tls is None:
+            self._take(data)
+        else:
+            self._unseal(self.tls, data)
+
+    def _unseal(self, tls: TlsSession, data: bytes) -> None:
+        before = tls.established
+        try:
+            content, closed = tls.receive(data, self._write_tls)
+        except ssl.SSLError as error:
+            self._refused = self._end is None
+            self._reject(refusal(error))
+            return
+        if tls.established and not before:
+            self.on_open()
+        if content and self._end is None:
+            self._take(content)
+        if closed:
+            self.eof_received()
+
+    def _write_tls(self, data: bytes) -> None:
+        """What the protocol says by itself."""
+        writer = self._writer
+        if writer is None:
+            return
+        try:
+            writer.write(data)
+        except OSError as error:
+            self._finish(str(error))
+
+    def _take(self, data: bytes) -> None:
         buffer = self._buffer
         buffer += data
         start = 0
@@ -196,6 +270,9 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
     def connection_lost(self, error: Exception | None) -> None:
         self._finish("closed" if error is None else said(error))
 
+    def _broken(self, reason: str) -> StreamBroken:
+        return StreamRefused(reason) if self._refused else StreamBroken(reason)
+
     def _reject(self, reason: str) -> None:
         self._finish(reason)
         if self._transport is not None:
@@ -210,18 +287,46 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
             self._writer = None
         self._arrived.set()
         self._writable.set()
+        self._opened.set()
 
 
 async def connect_stream(
-    address: str, received: type[Received], max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+    address: str,
+    received: type[Received],
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    tls: TlsSession | None = None,
 ) -> MessageStream[Received]:
-    """Connect to HOST:PORT. Raises OSError, ValueError when this is no HOST:PORT."""
+    """Connect to HOST:PORT, and wait until the other end has proved itself.
+
+    That it takes our own certificate is not known before the first message from it. Raises OSError
+    (StreamBroken), ValueError when this is no HOST:PORT.
+    """
     host, _, port = address.rpartition(":")
     loop = asyncio.get_running_loop()
     _, stream = await loop.create_connection(
-        lambda: MessageStream(received, max_message_bytes), host.strip("[]"), int(port)
+        lambda: MessageStream(received, max_message_bytes, tls), host.strip("[]"), int(port)
     )
+    try:
+        await stream.opened()
+    except BaseException:
+        stream.close()
+        raise
     return stream
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Who may open a stream, and what others are told."""
+
+    transport: Transport
+    # In the clear anybody may.
+    roles: frozenset[Role]
+    # The message that says why somebody is refused.
+    refusal: Callable[[str], Message]
+
+
+ANYBODY: Final = Admission(PLAIN, frozenset(Role), cast(Callable[[str], Message], str))
+"""For streams in the clear; nobody is refused."""
 
 
 @asynccontextmanager
@@ -230,6 +335,7 @@ async def serve_streams(
     received: type[Received],
     serve: Callable[[MessageStream[Received]], Awaitable[None]],
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    admission: Admission = ANYBODY,
 ) -> AsyncIterator[str]:
     """Serve each connection to HOST:PORT (port 0: any free one) until `serve` returns or the block ends.
 
@@ -240,9 +346,10 @@ async def serve_streams(
     host, _, port = listen.rpartition(":")
     serving: set[asyncio.Task[None]] = set()
 
-    async def run(stream: MessageStream[Received]) -> None:
+    async def run(stream: MessageStream[Received], peer: str) -> None:
         try:
-            await serve(stream)
+            if await _admitted(stream, admission, peer):
+                await serve(stream)
         finally:
             stream.close()
 
@@ -254,13 +361,16 @@ async def serve_streams(
     class Accepted(MessageStream[Received]):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             super().connection_made(transport)
-            task = loop.create_task(run(self), name="stream")
+            peer = str(transport.get_extra_info("peername"))
+            task = loop.create_task(run(self, peer), name="stream")
             serving.add(task)
             task.add_done_callback(done)
 
     try:
         server = await loop.create_server(
-            lambda: Accepted(received, max_message_bytes), host.strip("[]"), int(port)
+            lambda: Accepted(received, max_message_bytes, admission.transport.accept()),
+            host.strip("[]"),
+            int(port),
         )
     except OSError as error:
         raise ListenError(f"cannot listen on {listen}: {error.strerror or error}") from error
@@ -271,3 +381,42 @@ async def serve_streams(
         for task in serving:
             task.cancel()
         await asyncio.gather(*serving, return_exceptions=True)
+
+
+async def _admitted(stream: MessageStream[Received], admission: Admission, peer: str) -> bool:
+    """Whether the other end has proved that it may open a stream; else it is told why not."""
+    if stream.tls is None:
+        return True
+    try:
+        async with asyncio.timeout(_HANDSHAKE_S):
+            await stream.opened()
+    except TimeoutError:
+        reason = f"it has not proved itself within {_HANDSHAKE_S:g} s"
+    except StreamBroken as error:
+        reason = str(error)
+    else:
+        reason = _unwelcome(stream.tls, admission.roles)
+        if not reason:
+            return True
+        log.warning("refused a stream from %s: %s", peer, reason)
+        with contextlib.suppress(TimeoutError, StreamBroken):
+            stream.send(admission.refusal(reason))
+            # It closes once it has read this.
+            async with asyncio.timeout(_REFUSED_S):
+                while await stream.read() is not None:
+                    pass
+        return False
+    log.warning("refused a stream from %s: %s", peer, reason)
+    return False
+
+
+def _unwelcome(tls: TlsSession, roles: frozenset[Role]) -> str:
+    """Why the other end may not open a stream here; empty: it may."""
+    try:
+        peer = tls.peer
+    except NoIdentity as error:
+        return str(error)
+    if peer.role in roles:
+        return ""
+    needed = " or ".join(sorted(role.value for role in roles))
+    return f"the certificate of {peer.name} is of role {peer.role.value}; this stream needs {needed}"

@@ -7,9 +7,14 @@ import socket
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import click
 
+from tailrace.security.exposure import exposed
+from tailrace.security.options import insecure_option, open_transport, tls_option
+from tailrace.security.roles import Role
+from tailrace.security.transport import PLAIN, Transport
 from tailrace.store.endpoints import parse_endpoints
 
 
@@ -25,6 +30,9 @@ class CommonOptions:
     member_id: str
     # Host that others reach us by; empty: the one we listen on.
     advertise: str
+    transport: Transport = PLAIN
+    # Whether it may listen beyond loopback in the clear.
+    insecure: bool = False
 
     def advertised(self, address: str) -> str:
         """HOST:PORT to register for an address we listen on. A wildcard host becomes this machine's name."""
@@ -34,6 +42,20 @@ class CommonOptions:
         elif host in ("0.0.0.0", "[::]", "*", ""):
             host = socket.gethostname()
         return f"{host}:{port}"
+
+    def check_exposed(self, *addresses: str) -> None:
+        """Refuse to listen where others can connect without having to prove themselves.
+
+        Raises click.UsageError.
+        """
+        if self.insecure or self.transport.encrypted:
+            return
+        if open_to_all := exposed(addresses):
+            raise click.UsageError(
+                f"{', '.join(open_to_all)} can be reached from elsewhere, and nobody would have to prove who "
+                "they are: give --tls (tailrace certs makes certificates), listen on 127.0.0.1, or say "
+                "--insecure"
+            )
 
 
 def fresh_incarnation() -> str:
@@ -60,6 +82,8 @@ def common_options(kind: str) -> Callable[[Callable[..., None]], Callable[..., N
             metrics: str,
             member_id: str | None,
             advertise: str,
+            tls: Path | None,
+            insecure: bool,
             **rest: object,
         ) -> None:
             common = CommonOptions(
@@ -69,7 +93,10 @@ def common_options(kind: str) -> Callable[[Callable[..., None]], Callable[..., N
                 metrics=metrics,
                 member_id=member_id or f"{kind}-{uuid.uuid4().hex[:8]}",
                 advertise=advertise,
+                transport=open_transport(tls, frozenset({Role(kind)})),
+                insecure=insecure,
             )
+            common.check_exposed(listen, metrics)
             function(common, **rest)
 
         return _with_options(wrapper)
@@ -143,6 +170,8 @@ def _with_options(function: Callable[..., None]) -> Callable[..., None]:
                 callback=_name,
                 help="Name in the cluster; made up when not given.",
             ),
+            tls_option,
+            insecure_option,
             click.option(
                 "--advertise",
                 envvar="TAILRACE_ADVERTISE",

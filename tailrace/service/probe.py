@@ -10,11 +10,16 @@ import sys
 import urllib.error
 import urllib.request
 from http import HTTPStatus
+from pathlib import Path
 
 import click
 import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from tailrace.security.options import open_transport, tls_option
+from tailrace.security.roles import MEMBERS, Role
+from tailrace.security.transport import PLAIN, TlsTransport, Transport
 
 
 class Unhealthy(Exception):
@@ -33,10 +38,19 @@ class Unhealthy(Exception):
     metavar="SECONDS",
     help="For each of the two.",
 )
-def main(address: str, service: str, url: str | None, timeout: float) -> None:
+@tls_option
+@click.option(
+    "--role",
+    type=click.Choice(sorted(role.value for role in MEMBERS)),
+    help="What the service is, where it has a certificate.  [default: of the role of one's own]",
+)
+def main(
+    address: str, service: str, url: str | None, timeout: float, tls: Path | None, role: str | None
+) -> None:
     """Say whether the service at HOST:PORT is healthy."""
+    transport = open_transport(tls, frozenset(Role))
     try:
-        check_grpc(address, service, timeout)
+        check_grpc(address, service, timeout, transport, _role(transport, role))
         if url is not None:
             check_http(url, timeout)
     except Unhealthy as why:
@@ -45,9 +59,23 @@ def main(address: str, service: str, url: str | None, timeout: float) -> None:
     click.echo("healthy")
 
 
-def check_grpc(address: str, service: str, timeout_s: float) -> None:
-    """Raise Unhealthy unless the health service at HOST:PORT says SERVING within the time."""
-    with grpc.insecure_channel(address) as channel:
+def _role(transport: Transport, given: str | None) -> Role:
+    """A process mostly probes itself."""
+    if given is None and isinstance(transport, TlsTransport):
+        return transport.folder.current().identity.role
+    return Role(given) if given is not None else Role.WORKER
+
+
+def check_grpc(
+    address: str,
+    service: str,
+    timeout_s: float,
+    transport: Transport = PLAIN,
+    role: Role = Role.WORKER,
+) -> None:
+    """Raise Unhealthy unless the health service at HOST:PORT says SERVING within the time. `role`: of the
+    process there; in the clear any will do."""
+    with transport.blocking_channel(address, role, ()) as channel:
         try:
             reply = HealthStub(channel).Check(HealthCheckRequest(service=service), timeout=timeout_s)
         except grpc.RpcError as error:

@@ -11,6 +11,7 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
+from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.failure import failure
 
@@ -23,7 +24,7 @@ _PAUSE_MAX_S: Final = 10.0
 
 
 class Reachability:
-    """A circuit breaker for each address.
+    """A circuit breaker for each address of services of one role.
 
     An address that failed is unusable until the standard health check says that it serves. One that fails
     again before it has worked is left alone for longer each time, up to ten seconds: a service whose health
@@ -33,11 +34,13 @@ class Reachability:
     def __init__(
         self,
         channels: Channels,
+        role: Role,
         check: Callable[[grpc.aio.Channel], Awaitable[bool]] | None = None,
         pause_s: float = _PAUSE_S,
     ) -> None:
         """`check`: whether a service serves; the standard health check when not given."""
         self._channels = channels
+        self._role = role
         self._check = check or serves
         self._pause_s = pause_s
         self._probes: dict[str, asyncio.Task[None]] = {}
@@ -86,7 +89,7 @@ class Reachability:
         try:
             while True:
                 await asyncio.sleep(min(self._pause_s * 2 ** min(failures - 1, 10), _PAUSE_MAX_S))
-                if await self._check(self._channels.get(address)):
+                if await self._check(self._channels.get(address, self._role)):
                     log.info("%s answers again", address)
                     return
                 failures += 1

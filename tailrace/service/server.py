@@ -11,6 +11,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from tailrace.security.transport import PLAIN, Transport
 from tailrace.service.channels import MESSAGE_BYTES_MAX
 
 _OPTIONS: Final = (
@@ -61,13 +62,15 @@ class GrpcServer:
 
 
 @asynccontextmanager
-async def serve_grpc(listen: str, servicers: Sequence[Servicer]) -> AsyncIterator[GrpcServer]:
+async def serve_grpc(
+    listen: str, servicers: Sequence[Servicer], transport: Transport = PLAIN
+) -> AsyncIterator[GrpcServer]:
     """Serve on HOST:PORT (port 0: any free one) until the block ends; SERVING from the start.
 
     At the end the health check says NOT_SERVING, calls get half a second, and are then cancelled. Raises
     ListenError when the address is taken or is none.
     """
-    server = grpc.aio.server(options=_OPTIONS)
+    server = grpc.aio.server(options=_OPTIONS, interceptors=list(transport.interceptors()))
     for servicer in servicers:
         servicer.add(servicer.servicer, server)
     names = [servicer.name for servicer in servicers]
@@ -75,7 +78,7 @@ async def serve_grpc(listen: str, servicers: Sequence[Servicer]) -> AsyncIterato
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     try:
-        port = server.add_insecure_port(listen)
+        port = transport.listen(server, listen)
     except RuntimeError as error:
         raise ListenError(f"cannot listen on {listen}: is the port taken?") from error
     handle = GrpcServer(f"{listen.rpartition(':')[0]}:{port}", health_servicer, names)

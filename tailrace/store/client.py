@@ -12,6 +12,8 @@ from typing import Final, Generic, TypeVar
 
 import grpc
 
+from tailrace.security.renewed_channel import RenewedChannel
+from tailrace.security.transport import PLAIN, Transport
 from tailrace.store.endpoints import Endpoint
 from tailrace.store.errors import StoreUnavailable
 from tailrace.store.etcd_api import LEASE_KEEP_ALIVE, RANGE, REQUIRE_LEADER, Method, Reply, Request
@@ -83,13 +85,13 @@ class Member:
     """One endpoint and its channel."""
 
     endpoint: Endpoint
-    channel: grpc.aio.Channel
+    channel: RenewedChannel
     # Since its last answer.
     failed: bool = False
 
     async def unary(self, method: Method[Request, Reply], request: Request, timeout_s: float) -> Reply:
         """One call. Raises AioRpcError."""
-        call = self.channel.unary_unary(
+        call = self.channel.get().unary_unary(
             method.path, request_serializer=method.encode, response_deserializer=method.decode
         )
         return await call(request, timeout=timeout_s, metadata=REQUIRE_LEADER)
@@ -98,7 +100,7 @@ class Member:
         self, method: Method[Request, Reply], timeout_s: float | None = None
     ) -> grpc.aio.StreamStreamCall[Request, Reply]:
         """One stream both ways. The caller cancels it."""
-        call = self.channel.stream_stream(
+        call = self.channel.get().stream_stream(
             method.path, request_serializer=method.encode, response_deserializer=method.decode
         )
         return call(timeout=timeout_s, metadata=REQUIRE_LEADER)
@@ -118,12 +120,15 @@ class EtcdClient:
     A call is sent again only as it was: who sends a write makes it one that cannot be carried out twice.
     """
 
-    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+    def __init__(self, endpoints: Sequence[Endpoint], transport: Transport = PLAIN) -> None:
+        def channel(target: str) -> RenewedChannel:
+            return RenewedChannel(
+                lambda: transport.etcd_channel(target, _CHANNEL_OPTIONS), lambda: transport.version
+            )
+
         # In random order, so that a fleet's members spread over etcd's.
         chosen = _random.sample(endpoints, len(endpoints))
-        self._members = [
-            Member(e, grpc.aio.insecure_channel(e.target, options=_CHANNEL_OPTIONS)) for e in chosen
-        ]
+        self._members = [Member(endpoint, channel(endpoint.target)) for endpoint in chosen]
 
     async def close(self) -> None:
         """Close the channels; calls under way end with StoreUnavailable."""

@@ -12,6 +12,7 @@ from typing import Final
 
 import grpc
 
+from tailrace.security.transport import PLAIN, Transport
 from tailrace.store.client import Answer, EtcdClient, Rejected
 from tailrace.store.endpoints import parse_endpoints
 from tailrace.store.errors import LeaseExpired as LeaseExpired
@@ -64,7 +65,7 @@ class Store:
         self._registrations: set[Registration] = set()
 
     @classmethod
-    async def connect(cls, endpoints: Sequence[str], cluster: str) -> Store:
+    async def connect(cls, endpoints: Sequence[str], cluster: str, transport: Transport = PLAIN) -> Store:
         """A store of which one etcd member has answered. Waits some seconds for an etcd that is just
         starting.
 
@@ -72,7 +73,7 @@ class Store:
         """
         if not cluster or "/" in cluster:
             raise ValueError(f"cluster name {cluster!r}: must not be empty nor contain '/'")
-        client = EtcdClient(parse_endpoints(endpoints))
+        client = EtcdClient(parse_endpoints(endpoints), transport)
         store = cls(client, cluster)
         give_up_s = time.monotonic() + _CONNECT_S
         while True:

@@ -1,4 +1,4 @@
-"""Prometheus metrics over HTTP.
+"""Prometheus metrics over HTTP, or over HTTPS for those who have a certificate.
 
 Names: `tailrace_<service>_<thing>_<unit>`, in base units (seconds, bytes, tokens), counters ending in
 `_total` (which prometheus_client appends itself). Labels have few values: phases, pools, causes, outcomes;
@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Final, Self
@@ -21,12 +22,21 @@ from typing import Final, Self
 from prometheus_client import CollectorRegistry, GCCollector, Info, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
+from tailrace.security.access import METRICS
+from tailrace.security.credentials import uris_of
+from tailrace.security.roles import NoIdentity, identity_of
+from tailrace.security.transport import PLAIN, Transport
 from tailrace.telemetry.tracing import package_version
 
 _LOG: Final = logging.getLogger(__name__)
 _REQUEST_TIMEOUT_S: Final = 5.0
 _BACKLOG: Final = 16
 _HEAD_LINES: Final = 64
+_FORBIDDEN: Final = (
+    HTTPStatus.FORBIDDEN,
+    "text/plain",
+    b"a telemetry, viewer or admin certificate is needed\n",
+)
 
 
 def new_registry(service: str, instance: str) -> CollectorRegistry:
@@ -42,10 +52,11 @@ def new_registry(service: str, instance: str) -> CollectorRegistry:
 class MetricsServer:
     """Serves one registry over HTTP, at any path, in the running event loop."""
 
-    def __init__(self, listener: socket.socket, registry: CollectorRegistry) -> None:
+    def __init__(self, listener: socket.socket, registry: CollectorRegistry, transport: Transport) -> None:
         host, port = listener.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._registry = registry
+        self._transport = transport
         self._serving = asyncio.get_running_loop().create_task(self._serve(listener), name="metrics")
 
     async def close(self) -> None:
@@ -62,7 +73,13 @@ class MetricsServer:
 
     async def _serve(self, listener: socket.socket) -> None:
         try:
-            server = await asyncio.start_server(self._answer, sock=listener, limit=8192)
+            server = await asyncio.start_server(
+                self._answer,
+                sock=listener,
+                limit=8192,
+                ssl=_following(self._transport),
+                ssl_handshake_timeout=_REQUEST_TIMEOUT_S if self._transport.encrypted else None,
+            )
         except BaseException:
             listener.close()
             raise
@@ -73,7 +90,8 @@ class MetricsServer:
         try:
             async with asyncio.timeout(_REQUEST_TIMEOUT_S):
                 method, accept = await _read_head(reader)
-                writer.write(self._reply(method, accept))
+                reply = self._reply(method, accept) if _may_read(writer) else _http(*_FORBIDDEN)
+                writer.write(reply)
                 await writer.drain()
         except (TimeoutError, OSError, ValueError, asyncio.IncompleteReadError) as error:
             _LOG.debug("scrape failed: %s", error)
@@ -89,7 +107,38 @@ class MetricsServer:
         return reply[: len(reply) - len(body)] if method == "HEAD" else reply
 
 
-def serve_metrics(address: str, registry: CollectorRegistry) -> MetricsServer:
+def _following(transport: Transport) -> ssl.SSLContext | None:
+    """A context that shows the transport's current certificate to whoever connects."""
+    context = transport.https()
+    if context is None:
+        return None
+
+    def take_current(tls: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
+        current = transport.https()
+        if current is not None:
+            tls.context = current
+
+    # A context of its own: the callback must not be on one that is in use elsewhere.
+    own = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    own.minimum_version = ssl.TLSVersion.TLSv1_3
+    own.verify_mode = ssl.CERT_REQUIRED
+    own.num_tickets = 0
+    own.sni_callback = take_current
+    return own
+
+
+def _may_read(writer: asyncio.StreamWriter) -> bool:
+    """In the clear anybody may."""
+    certificate = writer.get_extra_info("peercert")
+    if writer.get_extra_info("sslcontext") is None:
+        return True
+    try:
+        return identity_of(uris_of(certificate or {})).role in METRICS
+    except NoIdentity:
+        return False
+
+
+def serve_metrics(address: str, registry: CollectorRegistry, transport: Transport = PLAIN) -> MetricsServer:
     """Listen on HOST:PORT (port 0: any free one; see `.address`). Call it in a running event loop.
 
     Raises OSError when the address cannot be bound, ValueError when it is not one.
@@ -99,7 +148,9 @@ def serve_metrics(address: str, registry: CollectorRegistry) -> MetricsServer:
         raise ValueError(f"not HOST:PORT: {address!r}")
     host = host.removeprefix("[").removesuffix("]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return MetricsServer(socket.create_server((host, int(port)), family=family, backlog=_BACKLOG), registry)
+    return MetricsServer(
+        socket.create_server((host, int(port)), family=family, backlog=_BACKLOG), registry, transport
+    )
 
 
 async def _read_head(reader: asyncio.StreamReader) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from frontend_svc.placement import Placed, Placement, Refused
 from frontend_svc.streams import Stream, StreamTable
 from tailrace.cluster import Pool
 from tailrace.records import ServiceRecord
+from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.reachability import Reachability
 from tailrace.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2
@@ -194,7 +195,7 @@ async def test_a_leader_that_cannot_be_reached_is_asked_once_until_it_serves(cha
 
     hung, standby = Scheduler(None), Scheduler(placed_on("b"))
     async with scheduler(members, "s0", hung), scheduler(members, "s1", standby):
-        calls = PlaceCalls(members, channels, Reachability(channels, check, pause_s=0.001))
+        calls = PlaceCalls(members, channels, Reachability(channels, Role.SCHEDULER, check, pause_s=0.001))
         for number in range(5):
             probed.clear()
             reply = await calls.ask(scheduler_pb2.PlaceRequest(request_id=f"r{number}"))

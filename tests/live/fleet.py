@@ -27,6 +27,7 @@ from migration_svc.migration import CopyRules
 from monitor_svc import main as monitor_main
 from scheduler_svc import main as scheduler_main
 from tailrace.records import PolicyRecord
+from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.options import CommonOptions
 from tailrace.service.shutdown import Shutdown
@@ -67,7 +68,7 @@ class Fleet:
     @property
     def admin(self) -> AdminAsyncStub:
         """The leading scheduler's admin API."""
-        return AdminStub(self.channels.get(self.members.leaders["scheduler"].address))
+        return AdminStub(self.channels.get(self.members.leaders["scheduler"].address, Role.SCHEDULER))
 
     # ---- requests
 

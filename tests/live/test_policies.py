@@ -8,6 +8,7 @@ import pytest
 
 from tailrace.cluster import Pool
 from tailrace.policy.cascade.layout import tiles
+from tailrace.security.roles import Role
 from tailrace.v1 import migration_pb2, types_pb2, worker_pb2
 from tailrace.v1.worker_pb2_grpc import WorkerStub
 from tests.live.fleet import Fleet
@@ -91,7 +92,7 @@ async def test_prompts_that_wait_are_handed_back_and_placed_elsewhere(fleet: Fle
     requests = [await fleet.send(900, 0, 600) for _ in range(8)]
     await asyncio.gather(*(fleet.running(r) for r in requests[:4]))
     assert set((await fleet.owners()).values()) == {"w-0"}
-    worker = WorkerStub(fleet.channels.get(fleet.members.instances["w-0"].address))
+    worker = WorkerStub(fleet.channels.get(fleet.members.instances["w-0"].address, Role.WORKER))
     asked = worker_pb2.HandBackPromptsRequest(request_ids=requests)
     reply = await worker.HandBackPrompts(asked, timeout=60.0)
     # What runs stays where it is.

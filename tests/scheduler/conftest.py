@@ -18,6 +18,7 @@ from migration_svc.migration import CopyRules
 from monitor_svc import main as monitor_main
 from scheduler_svc import main as scheduler_main
 from tailrace.records import PolicyRecord
+from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.options import CommonOptions
 from tailrace.service.server import Servicer, serve_grpc
@@ -124,7 +125,7 @@ class Control:
 
     async def channel(self, kind: str, name: str) -> grpc.aio.Channel:
         """To a service."""
-        return self.channels.get(self.members.services[(kind, name)].address)
+        return self.channels.get(self.members.services[(kind, name)].address, Role(kind))
 
     async def admin(self, name: str = "s1") -> AdminAsyncStub:
         """A scheduler's admin API."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from tailrace.profiles import load_profile
+from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.preferred import preferred
 from tailrace.v1 import admin_pb2, monitor_pb2, scheduler_pb2, types_pb2
@@ -50,8 +51,8 @@ class Detours(Channels):
         super().__init__()
         self._by_address = by_address
 
-    def get(self, address: str) -> grpc.aio.Channel:
-        return super().get(self._by_address.get(address, address))
+    def get(self, address: str, role: Role) -> grpc.aio.Channel:
+        return super().get(self._by_address.get(address, address), role)
 
 
 def reports(control: Control, name: str, channels: Channels) -> Reports:

@@ -12,6 +12,7 @@ import pytest
 from google.protobuf.message import Message
 
 from tailrace.records import PolicyRecord
+from tailrace.security.roles import Role
 from tailrace.service.etcd import local_etcd
 from tailrace.slo import Slo
 from tailrace.v1 import admin_pb2, migration_pb2, scheduler_pb2, types_pb2
@@ -286,7 +287,7 @@ async def test_a_policy_with_parameters(control: Control) -> None:
     record = PolicyRecord(name="pascal", parameters={"quantum_tokens": 200, "demotion_tokens": 900})
     await control.members_show(lambda m: m.policy == record)
     address = control.members.services["scheduler", "scheduler-1"].address
-    for scheduler in (admin, AdminStub(control.channels.get(address))):
+    for scheduler in (admin, AdminStub(control.channels.get(address, Role.SCHEDULER))):
 
         async def told(scheduler: AdminAsyncStub = scheduler) -> bool:
             reply = await scheduler.ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=5)

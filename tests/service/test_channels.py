@@ -5,6 +5,7 @@ from __future__ import annotations
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
+from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.server import serve_grpc
 
@@ -23,23 +24,23 @@ class Clock:
 
 async def test_who_is_gone_is_forgotten_and_who_is_connected_is_not() -> None:
     clock = Clock()
-    channels = Channels(clock)
+    channels = Channels(clock=clock)
     async with serve_grpc("127.0.0.1:0", []) as server:
-        live = channels.get(server.address)
+        live = channels.get(server.address, Role.WORKER)
         await HealthStub(live).Check(HealthCheckRequest(), timeout=10)
-        gone = channels.get("127.0.0.1:1")
-        assert channels.get("127.0.0.1:1") is gone and len(channels) == 2
+        gone = channels.get("127.0.0.1:1", Role.WORKER)
+        assert channels.get("127.0.0.1:1", Role.WORKER) is gone and len(channels) == 2
         clock.now_s += HOUR_S
-        channels.get("127.0.0.1:2")
+        channels.get("127.0.0.1:2", Role.WORKER)
         assert len(channels) == 2
-        assert channels.get(server.address) is live
+        assert channels.get(server.address, Role.WORKER) is live
         await HealthStub(live).Check(HealthCheckRequest(), timeout=10)
     await channels.close()
     assert len(channels) == 0
 
 
 async def test_what_was_just_asked_for_stays() -> None:
-    channels = Channels(Clock())
-    kept = [channels.get(f"127.0.0.1:{port}") for port in range(1, 5)]
-    assert [channels.get(f"127.0.0.1:{port}") for port in range(1, 5)] == kept
+    channels = Channels(clock=Clock())
+    kept = [channels.get(f"127.0.0.1:{port}", Role.WORKER) for port in range(1, 5)]
+    assert [channels.get(f"127.0.0.1:{port}", Role.WORKER) for port in range(1, 5)] == kept
     await channels.close()

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
+from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.reachability import Reachability, serves
 from tailrace.service.server import serve_grpc
@@ -51,7 +52,7 @@ async def until_usable(reachability: Reachability, address: str) -> None:
 
 async def test_an_address_that_failed_is_usable_once_it_serves(channels: Channels) -> None:
     checks = Checks()
-    reachability = Reachability(channels, checks, pause_s=0.001)
+    reachability = Reachability(channels, Role.WORKER, checks, pause_s=0.001)
     assert reachability.usable("a:1")
     reachability.failed("a:1")
     reachability.failed("a:1")
@@ -68,7 +69,7 @@ async def test_one_that_only_says_that_it_serves_is_left_alone_for_longer(channe
     """Its health check answers at once, its calls fail: the pauses double."""
     checks = Checks()
     checks.serving = True
-    reachability = Reachability(channels, checks, pause_s=0.02)
+    reachability = Reachability(channels, Role.WORKER, checks, pause_s=0.02)
     loop = asyncio.get_running_loop()
     pauses = []
     for _ in range(4):
@@ -85,7 +86,7 @@ async def test_one_that_only_says_that_it_serves_is_left_alone_for_longer(channe
 
 async def test_who_has_left_is_not_asked_for_ever(channels: Channels) -> None:
     checks = Checks()
-    reachability = Reachability(channels, checks, pause_s=0.001)
+    reachability = Reachability(channels, Role.WORKER, checks, pause_s=0.001)
     reachability.failed("a:1")
     reachability.failed("b:1")
     reachability.keep_only(["b:1"])
@@ -96,15 +97,15 @@ async def test_who_has_left_is_not_asked_for_ever(channels: Channels) -> None:
 
 async def test_the_standard_health_check(channels: Channels) -> None:
     async with serve_grpc("127.0.0.1:0", []) as server:
-        assert await serves(channels.get(server.address))
+        assert await serves(channels.get(server.address, Role.WORKER))
         await server.set_serving(False)
-        assert not await serves(channels.get(server.address))
-    assert not await serves(channels.get("127.0.0.1:1"))
+        assert not await serves(channels.get(server.address, Role.WORKER))
+    assert not await serves(channels.get("127.0.0.1:1", Role.WORKER))
 
 
 async def test_a_service_without_a_health_check_is_there(channels: Channels) -> None:
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    assert await serves(channels.get(f"127.0.0.1:{port}"))
+    assert await serves(channels.get(f"127.0.0.1:{port}", Role.WORKER))
     await server.stop(None)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tailrace.policy.cascade.bid_ask import Space
+from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.v1 import bidask_pb2
@@ -104,7 +105,7 @@ class Market:
         self, source: str, request_id: str, tokens: int, *receivers: str, most_tokens: int | None = None
     ) -> bidask_pb2.OfferReply:
         """As the scheduler does; receivers may be addresses of nobody."""
-        stub = BidAskStub(self.channels.get(self.coordinators[source].address))
+        stub = BidAskStub(self.channels.get(self.coordinators[source].address, Role.WORKER))
         named = [
             bidask_pb2.Receiver(
                 instance_id=name,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from tailrace.policy.cascade.bid_ask import Space
+from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.v1 import bidask_pb2_grpc
 from worker_agent.bidask.coordinator import Coordinator
@@ -65,6 +66,6 @@ def tell_over(channels: Channels) -> Tell:
     """Messages by gRPC, each with a deadline."""
 
     async def tell(address: str, message: Wire) -> None:
-        await bidask_pb2_grpc.BidAskStub(channels.get(address)).Tell(message, timeout=_TELL_S)
+        await bidask_pb2_grpc.BidAskStub(channels.get(address, Role.WORKER)).Tell(message, timeout=_TELL_S)
 
     return tell

@@ -8,6 +8,7 @@ from typing import Final
 
 import grpc
 
+from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.v1 import migration_pb2, migration_pb2_grpc, types_pb2, worker_pb2
 from worker_agent.bidask.takings import Won
@@ -33,7 +34,7 @@ class Fetching:
         if address is None:
             return False
         award, state = won.award, types_pb2.MIGRATION_STATE_UNSPECIFIED
-        call = migration_pb2_grpc.MigrationStub(self._channels.get(address)).Migrate(
+        call = migration_pb2_grpc.MigrationStub(self._channels.get(address, Role.MIGRATION)).Migrate(
             migration_pb2.MigrateRequest(
                 request_id=won.request_id,
                 source_instance_id=won.sender,

@@ -1,0 +1,175 @@
+"""`tailrace certs`: the cluster's own authority, and the certificates that it signs."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+from rich.table import Table
+
+from tailrace.cli.errors import CliError, UsageProblem
+from tailrace.cli.output import Output, note, output_option, print_figures, print_json
+from tailrace.cli.plain import JsonValue
+from tailrace.security.authority import (
+    AUTHORITY_DAYS,
+    CERTIFICATE_DAYS,
+    Authority,
+    AuthorityProblem,
+    Issued,
+)
+from tailrace.security.roles import Identity, NoIdentity, Role
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_FOLDER: Final = "TAILRACE_CERTS_DIR"
+
+
+@click.group(
+    help="Certificates by which services and operators prove themselves to one another. Certificates from "
+    "elsewhere do as well: docs/security.md says what they must contain.",
+    epilog="Example: tailrace certs init; tailrace certs issue worker worker-0",
+)
+def certs() -> None:
+    """A group."""
+
+
+def _folder_option(function: F) -> F:
+    return click.option(
+        "--dir",
+        "folder",
+        type=click.Path(file_okay=False, path_type=Path),
+        envvar=_FOLDER,
+        default=Path("certs"),
+        show_default=True,
+        metavar="DIR",
+        help="Where the authority's key and all certificates are kept; for its owner alone.",
+    )(function)
+
+
+def _days_option(default: float) -> Callable[[F], F]:
+    return click.option(
+        "--days",
+        type=click.FloatRange(min=0, min_open=True, max=36_500),
+        default=default,
+        show_default=True,
+        help="How long it is valid.",
+    )
+
+
+@certs.command()
+@_folder_option
+@_days_option(AUTHORITY_DAYS)
+def init(folder: Path, days: float) -> None:
+    """Make an authority for one cluster."""
+    with _problems():
+        authority = Authority.create(folder, days)
+    note(f"authority in {folder}, valid until {_day(authority.not_after)}; keep ca.key where no service runs")
+
+
+@certs.command()
+@click.argument("role", type=click.Choice([role.value for role in Role]), metavar="ROLE")
+@click.argument("name")
+@click.option(
+    "--host",
+    "hosts",
+    multiple=True,
+    metavar="HOST",
+    help="Name or address by which clients other than Tailrace's reach it (etcd's members, a monitor that "
+    "takes spans); repeat.",
+)
+@_folder_option
+@_days_option(CERTIFICATE_DAYS)
+def issue(role: str, name: str, hosts: tuple[str, ...], folder: Path, days: float) -> None:
+    """Make a key and a certificate; prints their folder, which is what --tls takes."""
+    try:
+        identity = Identity(Role(role), name)
+    except NoIdentity as error:
+        raise UsageProblem(str(error)) from error
+    with _problems():
+        issued = Authority.load(folder).issue(identity, days, hosts)
+    note(f"{identity}: valid until {_day(issued.not_after)}")
+    click.echo(str(issued.folder))
+
+
+@certs.command()
+@_folder_option
+@_days_option(CERTIFICATE_DAYS)
+def rotate(folder: Path, days: float) -> None:
+    """Make every certificate anew. Services read theirs again by themselves, and drop no stream."""
+    with _problems():
+        renewed = Authority.load(folder).rotate(days)
+    for issued in renewed:
+        note(f"{issued.identity}: valid until {_day(issued.not_after)}")
+
+
+@certs.command("new-authority")
+@_folder_option
+@_days_option(AUTHORITY_DAYS)
+def new_authority(folder: Path, days: float) -> None:
+    """Begin to replace the authority: both are trusted from now on.
+
+    Then, with the folders brought to every process before each step: tailrace certs rotate, tailrace certs
+    retire-authority.
+    """
+    with _problems():
+        authority = Authority.load(folder)
+        authority.succeed(days)
+    note(
+        f"new authority, valid until {_day(authority.not_after)}; once every process has the new ca.crt: "
+        "tailrace certs rotate"
+    )
+
+
+@certs.command("retire-authority")
+@_folder_option
+def retire_authority(folder: Path) -> None:
+    """Trust the new authority alone."""
+    with _problems():
+        Authority.load(folder).retire()
+    note("the older authority is not trusted any more")
+
+
+@certs.command("list")
+@_folder_option
+@output_option()
+def list_(folder: Path, output: Output) -> None:
+    """Show the certificates and until when they are valid."""
+    with _problems():
+        found = Authority.load(folder).issued()
+    if output is Output.JSON:
+        print_json({"certificates": [_plain(issued) for issued in found]})
+        return
+    table = Table("ROLE", "NAME", "VALID UNTIL", "HOSTS", "FOLDER", box=None)
+    for issued in found:
+        identity, hosts = issued.identity, " ".join(issued.hosts)
+        table.add_row(identity.role.value, identity.name, _day(issued.not_after), hosts, str(issued.folder))
+    print_figures(table)
+
+
+def _plain(issued: Issued) -> dict[str, JsonValue]:
+    return {
+        "role": issued.identity.role.value,
+        "name": issued.identity.name,
+        "not_after": issued.not_after.isoformat(),
+        "hosts": list(issued.hosts),
+        "folder": str(issued.folder),
+    }
+
+
+def _day(when: datetime.datetime) -> str:
+    return f"{when:%Y-%m-%d %H:%M:%SZ}"
+
+
+@contextmanager
+def _problems() -> Iterator[None]:
+    """One line for the user."""
+    try:
+        yield
+    except AuthorityProblem as error:
+        raise CliError(str(error)) from error
+    except OSError as error:
+        raise CliError(f"{error.filename}: {error.strerror}") from error

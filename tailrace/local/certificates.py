@@ -1,0 +1,22 @@
+"""By which certificates a local cluster is reached."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from tailrace.local.plan import certificate_folder
+from tailrace.security.folder import CredentialFolder
+from tailrace.security.roles import Identity, Role
+from tailrace.security.transport import PLAIN, TlsTransport, Transport
+
+OPERATOR: Final = Identity(Role.ADMIN, "local")
+ETCD_ROOT: Final = Identity(Role.ETCD_ROOT, "local")
+
+
+def transport_of(certificates: str, identity: Identity) -> Transport:
+    """How `identity` reaches the cluster's parts; in the clear where `certificates` is empty."""
+    if not certificates:
+        return PLAIN
+    folder = certificate_folder(certificates, identity.role.value, identity.name)
+    return TlsTransport(CredentialFolder(Path(folder), frozenset({identity.role})))

@@ -1,0 +1,115 @@
+"""Sets etcd's users and roles up, one of each a role of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import grpc
+
+from tailrace.security.etcd_rights import Rights
+from tailrace.security.roles import Role, etcd_user
+from tailrace.store.client import EtcdClient, Rejected
+from tailrace.store.etcd_api import Method, Reply, Request, prefix_end
+from tailrace.store.etcd_auth_api import (
+    AUTH_ENABLE,
+    ROLE_ADD,
+    ROLE_GET,
+    ROLE_GRANT,
+    ROLE_REVOKE,
+    USER_ADD,
+    USER_GET,
+    USER_GRANT_ROLE,
+)
+from tailrace.v1 import etcd_pb2
+
+_ROOT = etcd_user(Role.ETCD_ROOT)
+
+_Span = tuple[bytes, bytes]
+
+
+async def apply_rights(client: EtcdClient, rights: Iterable[Rights], cluster: str) -> list[str]:
+    """Make users, roles and permissions as they should be, and turn etcd's authentication on.
+
+    Gives a line for each change; none where all is so already. The client must be root's once authentication
+    is on. Raises StoreUnavailable, Rejected.
+    """
+    changes: list[str] = []
+    changes += await _give(client, _ROOT, "root")
+    for each in rights:
+        role = role_name(each.role, cluster)
+        changes += await _fill(client, role, each)
+        changes += await _give(client, etcd_user(each.role), role)
+    await client.call(AUTH_ENABLE, etcd_pb2.AuthEnableRequest(), "turn authentication on")
+    return changes
+
+
+def role_name(role: Role, cluster: str) -> str:
+    """In etcd, which several clusters may share."""
+    return f"tailrace-{cluster}-{role.value}"
+
+
+async def _give(client: EtcdClient, user: str, role: str) -> Iterable[str]:
+    """Have the user, and the role given to it."""
+    changes = []
+    present = await _found(client, USER_GET, etcd_pb2.AuthUserGetRequest(name=user), f"look up user {user}")
+    if present is None:
+        options = etcd_pb2.UserAddOptions(no_password=True)
+        request = etcd_pb2.AuthUserAddRequest(name=user, options=options)
+        await client.call(USER_ADD, request, f"add user {user}")
+        changes.append(f"user {user} added")
+    if await _found(client, ROLE_GET, etcd_pb2.AuthRoleGetRequest(role=role), f"look up role {role}") is None:
+        await client.call(ROLE_ADD, etcd_pb2.AuthRoleAddRequest(name=role), f"add role {role}")
+        changes.append(f"role {role} added")
+    if present is None or role not in present.roles:
+        grant = etcd_pb2.AuthUserGrantRoleRequest(user=user, role=role)
+        await client.call(USER_GRANT_ROLE, grant, f"give {user} the role {role}")
+        changes.append(f"role {role} given to user {user}")
+    return changes
+
+
+async def _fill(client: EtcdClient, role: str, rights: Rights) -> list[str]:
+    """Have the role, with these permissions and no others."""
+    changes = []
+    present = await _found(client, ROLE_GET, etcd_pb2.AuthRoleGetRequest(role=role), f"look up role {role}")
+    if present is None:
+        await client.call(ROLE_ADD, etcd_pb2.AuthRoleAddRequest(name=role), f"add role {role}")
+        changes.append(f"role {role} added")
+    wanted = {(key, end): kind for key, end, kind in _permissions(rights)}
+    has: dict[_Span, etcd_pb2.Permission.Type.ValueType] = {}
+    if present is not None:
+        has = {(perm.key, perm.range_end): perm.perm_type for perm in present.perm}
+    for (key, end), kind in wanted.items():
+        if has.get((key, end)) != kind:
+            perm = etcd_pb2.Permission(perm_type=kind, key=key, range_end=end)
+            grant = etcd_pb2.AuthRoleGrantPermissionRequest(name=role, perm=perm)
+            await client.call(ROLE_GRANT, grant, f"grant {role} {key.decode()}")
+            changes.append(f"role {role}: {_kind_name(kind)} {key.decode()}")
+    for key, end in has.keys() - wanted.keys():
+        revoke = etcd_pb2.AuthRoleRevokePermissionRequest(role=role, key=key, range_end=end)
+        await client.call(ROLE_REVOKE, revoke, f"revoke from {role} {key.decode(errors='replace')}")
+        changes.append(f"role {role}: no more {key.decode(errors='replace')}")
+    return changes
+
+
+def _permissions(rights: Rights) -> Iterator[tuple[bytes, bytes, etcd_pb2.Permission.Type.ValueType]]:
+    for keys, kind in (
+        (rights.reads, etcd_pb2.Permission.READ),
+        (rights.writes, etcd_pb2.Permission.READWRITE),
+    ):
+        for key in keys:
+            yield key.encode(), prefix_end(key.encode()) if key.endswith("/") else b"", kind
+
+
+def _kind_name(kind: etcd_pb2.Permission.Type.ValueType) -> str:
+    return etcd_pb2.Permission.Type.Name(kind).lower()
+
+
+async def _found(
+    client: EtcdClient, method: Method[Request, Reply], request: Request, what: str
+) -> Reply | None:
+    try:
+        return (await client.call(method, request, what)).reply
+    except Rejected as error:
+        if error.code is grpc.StatusCode.FAILED_PRECONDITION and "not found" in str(error):
+            return None
+        raise

@@ -1,0 +1,202 @@
+"""gRPC between processes with certificates: who may call what, and what the others are told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import grpc
+import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from tailrace.security.authority import Authority
+from tailrace.security.credentials import read_credentials
+from tailrace.security.diagnosis import handshake_problem
+from tailrace.security.roles import Identity, Role
+from tailrace.security.transport import PLAIN, Transport
+from tailrace.service.channels import Channels
+from tailrace.service.probe import Unhealthy, check_grpc
+from tailrace.service.server import Servicer, serve_grpc
+from tailrace.v1 import profile_pb2, worker_pb2, worker_pb2_grpc
+from tests.security.conftest import EXPIRED_DAYS, transport
+
+
+class Worker(worker_pb2_grpc.WorkerServicer):
+    """One method of each kind, in both ways to write one."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.go_on = asyncio.Event()
+
+    async def CancelImport(
+        self,
+        request: worker_pb2.CancelImportRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.CancelImportRequest, worker_pb2.CancelImportReply],
+    ) -> worker_pb2.CancelImportReply:
+        self.calls.append("CancelImport")
+        return worker_pb2.CancelImportReply(cancelled=True)
+
+    async def Import(  # type: ignore[override]
+        self,
+        request: worker_pb2.ImportRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.ImportRequest, worker_pb2.ImportEvent],
+    ) -> None:
+        self.calls.append("Import")
+        await context.write(worker_pb2.ImportEvent())
+        await self.go_on.wait()
+        await context.write(worker_pb2.ImportEvent())
+
+    async def Export(
+        self,
+        request_iterator: AsyncIterator[worker_pb2.ExportCommand],
+        context: grpc.aio.ServicerContext[worker_pb2.ExportCommand, worker_pb2.ExportEvent],
+    ) -> AsyncIterator[worker_pb2.ExportEvent]:
+        self.calls.append("Export")
+        async for _ in request_iterator:
+            yield worker_pb2.ExportEvent()
+
+    async def HandBackPrompts(
+        self,
+        request: worker_pb2.HandBackPromptsRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.HandBackPromptsRequest, worker_pb2.HandBackPromptsReply],
+    ) -> worker_pb2.HandBackPromptsReply:
+        raise NotImplementedError
+
+    def Profile(
+        self,
+        request: profile_pb2.ProfileRequest,
+        context: grpc.aio.ServicerContext[profile_pb2.ProfileRequest, profile_pb2.ProfileEvent],
+    ) -> AsyncIterator[profile_pb2.ProfileEvent]:
+        raise NotImplementedError
+
+
+@asynccontextmanager
+async def serving(own: Transport) -> AsyncIterator[tuple[Worker, str]]:
+    worker = Worker()
+    servicer = Servicer(worker_pb2_grpc.add_WorkerServicer_to_server, worker, "tailrace.v1.Worker")
+    async with asyncio.timeout(30), serve_grpc("127.0.0.1:0", [servicer], own) as server:
+        yield worker, server.address
+
+
+async def call_all(channels: Channels, address: str) -> list[str]:
+    """What each kind of call ends with."""
+    worker = worker_pb2_grpc.WorkerStub(channels.get(address, Role.WORKER))
+    ends: list[str] = []
+    try:
+        await worker.CancelImport(worker_pb2.CancelImportRequest(), timeout=10)
+        ends.append("OK")
+    except grpc.aio.AioRpcError as error:
+        ends.append(f"{error.code().name}: {error.details()}")
+    imported = worker.Import(worker_pb2.ImportRequest(), timeout=10)
+    exported = worker.Export(iter([worker_pb2.ExportCommand()]), timeout=10)
+    for read in (imported.read, exported.read):
+        try:
+            assert await read() is not grpc.aio.EOF
+            ends.append("OK")
+        except grpc.aio.AioRpcError as error:
+            ends.append(f"{error.code().name}: {error.details()}")
+    imported.cancel()
+    exported.cancel()
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("role", "may"),
+    [
+        (Role.MIGRATION, [True, True, False]),
+        (Role.WORKER, [False, False, True]),
+        *((role, [False] * 3) for role in (Role.FRONTEND, Role.MONITOR, Role.ADMIN, Role.ETCD_ROOT)),
+    ],
+)
+async def test_each_method_is_for_its_roles(authority: Authority, role: Role, may: list[bool]) -> None:
+    channels = Channels(transport(authority, role, "caller"))
+    async with serving(transport(authority, Role.WORKER)) as (worker, address):
+        ends = await call_all(channels, address)
+        for end, allowed, name, needed in zip(
+            ends,
+            may,
+            ("CancelImport", "Import", "Export"),
+            ("migration", "migration", "worker"),
+            strict=True,
+        ):
+            if allowed:
+                assert end == "OK" and name in worker.calls
+            else:
+                assert end == (
+                    f"PERMISSION_DENIED: the certificate of caller is of role {role.value}; "
+                    f"/tailrace.v1.Worker/{name} needs {needed}"
+                )
+                assert name not in worker.calls
+        # How it is, everybody with a certificate may ask.
+        reply = await HealthStub(channels.get(address, Role.WORKER)).Check(HealthCheckRequest(), timeout=10)
+        assert reply.status == HealthCheckResponse.SERVING
+        await channels.close()
+
+
+async def test_nobody_gets_in_without_a_certificate(authority: Authority) -> None:
+    async with serving(transport(authority, Role.WORKER)) as (worker, address):
+        channels = Channels(PLAIN)
+        ends = await call_all(channels, address)
+        assert all(end.startswith("UNAVAILABLE") for end in ends) and not worker.calls
+        await channels.close()
+
+
+async def test_a_server_of_another_role_is_not_called(authority: Authority) -> None:
+    """One that took a worker's address."""
+    async with serving(transport(authority, Role.FRONTEND)) as (worker, address):
+        mine = transport(authority, Role.MIGRATION)
+        channels = Channels(mine)
+        ends = await call_all(channels, address)
+        assert all(end.startswith("UNAVAILABLE") for end in ends) and not worker.calls
+        problem = await asyncio.to_thread(handshake_problem, address, Role.WORKER, mine.folder.current())
+        assert problem.startswith("the certificate is of another role")
+        await channels.close()
+
+
+async def test_what_is_wrong_with_a_certificate_can_be_told(authority: Authority, foreign: Authority) -> None:
+    good = transport(authority, Role.ADMIN, "good").folder.current()
+    late = authority.issue(Identity(Role.ADMIN, "late"), days=EXPIRED_DAYS).folder
+    stranger = read_credentials(foreign.issue(Identity(Role.ADMIN, "stranger")).folder)
+    expired = replace(good, certificate=(late / "tls.crt").read_bytes(), key=(late / "tls.key").read_bytes())
+    cases = {
+        "": good,
+        "closes the connection at the sight of our certificate": expired,
+        "closes the connection at the sight": replace(stranger, authorities=good.authorities),
+        "the certificate is foreign": stranger,
+    }
+    async with serving(transport(authority, Role.SCHEDULER)) as (_, address):
+        for said, credentials in cases.items():
+            found = await asyncio.to_thread(handshake_problem, address, Role.SCHEDULER, credentials)
+            assert said in found and bool(said) == bool(found)
+
+
+async def test_the_probe_asks_with_a_certificate(authority: Authority) -> None:
+    own = transport(authority, Role.WORKER)
+    async with serving(own) as (_, address):
+        await asyncio.to_thread(check_grpc, address, "", 10.0, own, Role.WORKER)
+        with pytest.raises(Unhealthy, match="UNAVAILABLE"):
+            await asyncio.to_thread(check_grpc, address, "", 10.0)
+
+
+async def test_new_certificates_cut_no_call(authority: Authority) -> None:
+    """Of the server and of the client, while a stream is open, and of the authority itself."""
+    server, client = transport(authority, Role.WORKER), transport(authority, Role.MIGRATION)
+    channels = Channels(client)
+    async with serving(server) as (worker, address):
+        stub = worker_pb2_grpc.WorkerStub(channels.get(address, Role.WORKER))
+        stream = stub.Import(worker_pb2.ImportRequest(), timeout=20)
+        await stream.read()
+        first = channels.get(address, Role.WORKER)
+        authority.succeed()
+        authority.rotate()
+        authority.retire()
+        second = channels.get(address, Role.WORKER)
+        assert second is not first
+        await worker_pb2_grpc.WorkerStub(second).CancelImport(worker_pb2.CancelImportRequest(), timeout=10)
+        worker.go_on.set()
+        assert await stream.read() is not grpc.aio.EOF
+        assert await stream.read() is grpc.aio.EOF
+        await channels.close()
