@@ -7,7 +7,7 @@ from typing import Final
 
 from simulator.claims.base import Claim, Finding, Verdict
 from simulator.claims.figures import format_estimate, means_of, spreads_of
-from simulator.claims.pascal.results import ALPACA, ARENA, BEYOND, HIGH, LEVELS, LOADS, MIXED, Results
+from simulator.claims.pascal.results import ALPACA, ARENA, HIGH, LEVELS, LOADS, MIXED, Results
 from simulator.claims.verdicts import of_bound, of_effect, of_ordering, weakest
 from simulator.estimate import Estimate, estimate
 
@@ -36,7 +36,14 @@ def judge_gain(claim: Claim, results: Results, paper: Mapping[str, float], basel
         "fcfs": "short requests no longer wait behind long ones that hold KV until their last token",
         "rr": "long reasoning no longer ranks below others' answers; short reasoning does as well under RR",
     }[baseline]
+    why += _untold(changes)
     return Finding(claim.claim_id, " / ".join(ours), weakest(verdicts), why, figures, spreads_of(changes))
+
+
+def _untold(changes: Mapping[str, Estimate]) -> str:
+    """What there is to say of changes that are within their spread."""
+    untold = [name for name, e in changes.items() if e.half_width is not None and abs(e.mean) <= e.half_width]
+    return f"; the seeds do not tell from 0: {', '.join(untold)}" if untold else ""
 
 
 def judge_regressions(claim: Claim, results: Results) -> Finding:
@@ -142,17 +149,23 @@ def judge_no_migration(claim: Claim, results: Results, curves: Results) -> Findi
         near_zero = Verdict.HOLDS if with_it.mean < 1.0 else Verdict.DIRECTION
         verdict = weakest([of_effect(without.mean, 27.39), near_zero])
     violations = [results.mean(ALPACA, arm, HIGH, "violations") for arm in ("no_migration", "pascal")]
-    beyond = [curves.mean(ALPACA, arm, BEYOND, "blocking_p99_s") for arm in ("no_migration", "pascal")]
-    why = (
-        "a fresh answer takes an older one's place until reasoning holds a whole device: at "
-        f"{LOADS[BEYOND]} of saturation it is {beyond[0]:.1f} s vs {beyond[1]:.2f} s; at {LOADS[HIGH]} "
-        f"NoMigration's cost is in violations, {violations[0]:.1%} vs {violations[1]:.1%}"
-    )
     figures: dict[str, float | Sequence[float]] = {**means_of(found)}
+    lines: list[list[float]] = []
+    loads: list[float] = []
     for arm in ("no_migration", "pascal"):
-        figures |= {
-            f"curve_{name}": line for name, line in curves.curve(ALPACA, arm, "blocking_p99_s").items()
-        }
+        curve = curves.curve(ALPACA, arm, "blocking_p99_s")
+        loads = curve["loads"]
+        lines.append(curve[f"{arm}_blocking_p99_s"])
+        figures |= {f"curve_{name}": line for name, line in curve.items()}
+    beyond = ", ".join(
+        f"{one:.1f} s vs {other:.2f} s at {load:g}"
+        for load, one, other in zip(loads, *lines, strict=True)
+        if load > LOADS[HIGH]
+    )
+    why = (
+        f"up to {LOADS[HIGH]} of saturation nobody waits after reasoning, in neither; beyond it {beyond}. At "
+        f"{LOADS[HIGH]} NoMigration's cost is in violations, {violations[0]:.1%} vs {violations[1]:.1%}"
+    )
     ours = f"{format_estimate(without, '.2f')} s vs {format_estimate(with_it, '.2f')} s"
     return Finding(claim.claim_id, ours, verdict, why, figures, spreads_of(found))
 
@@ -210,9 +223,8 @@ def judge_mixed(
     why = {
         "fcfs": "FCFS at this load queues for minutes, the short as long as the long; even demoted reasoning "
         "gains",
-        "rr": "answers are short here, so that RR's order is nearly PASCAL's; the worst bin has five to "
-        "eleven requests a run, all of them demoted by PASCAL",
-    }[baseline]
+        "rr": "bins of long reasoning have some ten requests a run, all of them demoted by PASCAL",
+    }[baseline] + _untold(changes)
     ours = f"{format_estimate(gain, '+.0%')} (bin {best}) / {format_estimate(loss, '+.1%')} (bin {worst})"
     figures = {**means_of(changes), "worst_bin": float(worst)}
     return Finding(claim.claim_id, ours, verdict, why, figures, spreads_of(changes))
