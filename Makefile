@@ -63,9 +63,9 @@ bundle: install ## An offline installation in dist/bundle, in files of PART_MB (
 soak: install ## Run the slow tests: kills, partitions and migrations at random
 	$(PYTHON) -m pytest -m slow --timeout 1800
 
-bench-stream: ## Through the front ends against plain vllm serve
+bench-stream: ## Through the front ends against plain vllm serve (ARGS="--against clear": what mutual TLS costs)
 	@scripts/install.sh --rust
-	$(PYTHON) -m benchmarks.stream
+	$(PYTHON) -m benchmarks.stream $(ARGS)
 
 bench-transfer: install ## KV transfer and the pause of a migration
 	$(PYTHON) -m benchmarks.transfer

@@ -1,5 +1,7 @@
 """`make bench-stream`: one worker behind Tailrace against plain `vllm serve`, same front half, same engine.
 
+With `--against clear`: the same with certificates against the same without.
+
 Both servers of a pair run side by side, and each load goes to one and then to the other, several times. What
 is printed is the ratio within each pair of neighbours, so that a machine whose speed drifts does not matter.
 """
@@ -11,7 +13,8 @@ import asyncio
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -138,6 +141,25 @@ def _print_parts(loads: Sequence[dict[str, object]], console: Console) -> None:
         console.print(f"  CPU ms per 1,000 tokens at {load}: {spent}")
 
 
+@contextmanager
+def _pair(against: str, engine: str, front: str, rust: Path) -> Iterator[tuple[Server, Server]]:
+    """Ours, and what it is held against."""
+    common = ["--workers", "1", "--no-traces"]
+    if against == "vllm":
+        with (
+            TailraceCluster(f"tailrace, {front}", common, front) as ours,
+            VllmServe(f"vllm serve, {front}", rust if front == "rust" else None) as theirs,
+        ):
+            yield ours, theirs
+        return
+    common += ["--engine", engine]
+    with (
+        TailraceCluster(f"with certificates, {front}", [*common, "--tls"], front) as ours,
+        TailraceCluster(f"in the clear, {front}", common, front) as clear,
+    ):
+        yield ours, clear
+
+
 def main() -> int:
     """Run the pairs that can run here."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -145,6 +167,13 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=256, help="tokens of each stream")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--fronts", nargs="+", choices=["python", "rust"], default=["python", "rust"])
+    parser.add_argument(
+        "--against",
+        choices=["vllm", "clear"],
+        default="vllm",
+        help="vllm: plain vllm serve; clear: Tailrace without certificates, against Tailrace with them",
+    )
+    parser.add_argument("--engine", choices=["vllm", "simulated"], default="vllm", help="for --against clear")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     options = parser.parse_args()
     console = Console(stderr=options.output == "json")
@@ -155,13 +184,10 @@ def main() -> int:
         if front == "rust" and not rust.exists():
             console.print("no vllm-rs here (scripts/install.sh --rust fetches it): the Rust pair is left out")
             continue
-        with (
-            TailraceCluster(f"tailrace, {front}", ["--workers", "1", "--no-traces"], front) as ours,
-            VllmServe(f"vllm serve, {front}", rust if front == "rust" else None) as theirs,
-        ):
+        with _pair(options.against, options.engine, front, rust) as (ours, theirs):
             pairs.append(compare(ours, theirs, options.streams, options.tokens, options.rounds, console))
     figures: dict[str, object] = {"tokens_per_stream": options.tokens, "pairs": pairs}
-    path = save("stream", figures)
+    path = save("stream" if options.against == "vllm" else "stream-tls", figures)
     if options.output == "json":
         print(json.dumps(figures))
     console.print(f"figures: {path}")
