@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Final
 
 import click
@@ -31,6 +33,7 @@ from scheduler_svc.traceparents import Traceparents
 from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, all_parameters, load
 from tailrace.records import PolicyRecord
+from tailrace.security.audit import AuditFile, Auditing
 from tailrace.service.frame import Frame, open_frame
 from tailrace.service.options import CommonOptions, common_options
 from tailrace.service.run import run_service
@@ -39,6 +42,7 @@ from tailrace.service.shutdown import Shutdown
 from tailrace.slo import Slo
 from tailrace.store.election import Election
 from tailrace.store.leadership import Leadership
+from tailrace.telemetry.audit import audit_export
 from tailrace.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from tailrace.v1.scheduler_pb2_grpc import add_SchedulerServicer_to_server
 
@@ -66,7 +70,14 @@ _DRAIN_S: Final = 10.0
     metavar="KEY=VALUE",
     help="A parameter of that policy; may be repeated.",
 )
-def command(common: CommonOptions, policy: str, assignments: tuple[str, ...]) -> None:
+@click.option(
+    "--audit-log",
+    type=click.Path(dir_okay=False, path_type=Path),
+    envvar="TAILRACE_AUDIT_LOG",
+    metavar="FILE",
+    help="Append who changed what by the admin API, as JSON lines.  [default: to the log]",
+)
+def command(common: CommonOptions, policy: str, assignments: tuple[str, ...], audit_log: Path | None) -> None:
     """Decide where requests go; a second scheduler stands by."""
     try:
         given = read_assignments(assignments)
@@ -77,16 +88,19 @@ def command(common: CommonOptions, policy: str, assignments: tuple[str, ...]) ->
     except (UnknownPolicyError, UnusablePolicyError) as error:
         raise click.BadParameter(str(error), param_hint="--policy") from error
     default = PolicyRecord(name=policy, parameters={name: values[name] for name in given})
-    run_service(lambda shutdown: serve(common, default, shutdown))
+    run_service(lambda shutdown: serve(common, default, shutdown, audit_log))
 
 
-async def serve(common: CommonOptions, policy: PolicyRecord, shutdown: Shutdown) -> None:
+async def serve(
+    common: CommonOptions, policy: PolicyRecord, shutdown: Shutdown, audit_log: Path | None = None
+) -> None:
     """Until cancelled. Raises StoreUnavailable, ListenError, OSError."""
     async with open_frame(KIND, common) as frame:
         leading = Leadership()
         parts = Parts(frame, policy, leading)
         async with (
-            serve_grpc(common.listen, parts.servicers, common.transport) as server,
+            auditing(common.member_id, audit_log) as audit,
+            serve_grpc(common.listen, parts.servicers, common.transport, [audit]) as server,
             AsyncExitStack() as membership,
         ):
             record = await membership.enter_async_context(frame.announced(server.address))
@@ -106,6 +120,19 @@ async def serve(common: CommonOptions, policy: PolicyRecord, shutdown: Shutdown)
                 finally:
                     await membership.aclose()
                     await parts.actuator.close()
+
+
+@asynccontextmanager
+async def auditing(name: str, path: Path | None) -> AsyncIterator[Auditing]:
+    """Raises OSError when the file cannot be appended to."""
+    file = AuditFile(path)
+    export = audit_export(KIND, name)
+    try:
+        yield Auditing(file) if export is None else Auditing(file, export)
+    finally:
+        file.close()
+        if export is not None:
+            await export.close()
 
 
 class Parts:

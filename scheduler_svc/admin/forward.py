@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Final
 import grpc
 
 from scheduler_svc.refused import Refused
+from tailrace.security.audit import ON_BEHALF_OF, caller_name
+from tailrace.security.handlers import Context
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.store.membership import Membership
@@ -17,8 +19,14 @@ if TYPE_CHECKING:
     from tailrace.v1.admin_pb2_grpc import AdminAsyncStub
 
 KIND: Final = "scheduler"
-FORWARDED: Final = (("tailrace-forwarded", "1"),)
+FORWARDED: Final = ("tailrace-forwarded", "1")
 """Metadata of a call that a standby passed on; it is not passed on again."""
+
+
+def forwarding(context: Context) -> tuple[tuple[str, str], ...]:
+    """Metadata to pass a call on with: whom it is for, if that is known."""
+    who = caller_name(context)
+    return (FORWARDED, (ON_BEHALF_OF, who)) if who else (FORWARDED,)
 
 
 class LeaderRoute:
@@ -37,7 +45,7 @@ class LeaderRoute:
         if self._leading.is_set():
             return None
         leader = self._members.leaders.get(KIND)
-        forwarded = metadata is not None and FORWARDED[0] in tuple(metadata)
+        forwarded = metadata is not None and FORWARDED in tuple(metadata)
         if leader is None or leader.service_id == self._service_id or forwarded:
             named = leader.service_id if leader is not None else "none"
             raise Refused(

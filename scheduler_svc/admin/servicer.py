@@ -13,7 +13,7 @@ from scheduler_svc.active_policy import ActivePolicy
 from scheduler_svc.admin import listing
 from scheduler_svc.admin.deciding import parameter_words, policy_record
 from scheduler_svc.admin.draining import progress
-from scheduler_svc.admin.forward import FORWARDED, LeaderRoute
+from scheduler_svc.admin.forward import LeaderRoute, forwarding
 from scheduler_svc.admin.lookup import check_drained, check_instance, find_request
 from scheduler_svc.admin.profiling import profile_events
 from scheduler_svc.admin.stages import read_stages
@@ -187,7 +187,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         async with _Answering(context):
             leader = self._route.elsewhere(context.invocation_metadata())
             if leader is not None:
-                return await leader.SetPolicy(request, timeout=_WRITE_S, metadata=FORWARDED)
+                return await leader.SetPolicy(request, timeout=_WRITE_S, metadata=forwarding(context))
             record, default = policy_record(request, self._active.slo), self._active.record
             previous = await self._settings.set_policy(record) or default
             self._follow(record, self._active.slo)
@@ -212,7 +212,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         async with _Answering(context):
             leader = self._route.elsewhere(context.invocation_metadata())
             if leader is not None:
-                return await leader.SetSlo(request, timeout=_WRITE_S, metadata=FORWARDED)
+                return await leader.SetSlo(request, timeout=_WRITE_S, metadata=forwarding(context))
             try:
                 previous, slo = await self._settings.change_slo(given_objectives(request.slo))
             except ParameterError as error:
@@ -229,7 +229,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         async with _Answering(context):
             leader = self._route.elsewhere(context.invocation_metadata())
             if leader is not None:
-                return await leader.SetPool(request, timeout=_WRITE_S, metadata=FORWARDED)
+                return await leader.SetPool(request, timeout=_WRITE_S, metadata=forwarding(context))
             # What is left of an instance that is gone may be removed.
             taken_out = request.pool == types_pb2.POOL_UNSPECIFIED
             if not (taken_out and request.instance_id in self._members.pools):
@@ -248,7 +248,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         async with _Answering(context):
             leader = self._route.elsewhere(context.invocation_metadata())
             if leader is not None:
-                return await leader.SetStages(request, timeout=_WRITE_S, metadata=FORWARDED)
+                return await leader.SetStages(request, timeout=_WRITE_S, metadata=forwarding(context))
             await self._settings.set_stages(read_stages(self._state, request.stages))
         return admin_pb2.SetStagesReply()
 
@@ -261,7 +261,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         async with _Answering(context):
             leader = self._route.elsewhere(context.invocation_metadata())
             if leader is not None:
-                async for record in leader.Migrate(request, timeout=_STREAM_S, metadata=FORWARDED):
+                async for record in leader.Migrate(request, timeout=_STREAM_S, metadata=forwarding(context)):
                     yield record
                 return
             found = find_request(self._state, request.request_id)
@@ -296,7 +296,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         async with _Answering(context):
             leader = self._route.elsewhere(context.invocation_metadata())
             if leader is not None:
-                async for event in leader.Drain(request, timeout=_STREAM_S, metadata=FORWARDED):
+                async for event in leader.Drain(request, timeout=_STREAM_S, metadata=forwarding(context)):
                     yield event
                 return
             if request.undrain:

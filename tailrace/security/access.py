@@ -66,6 +66,13 @@ METHODS: Final[Mapping[str, frozenset[Role]]] = MappingProxyType(
 )
 """Roles by `/package.Service/Method`."""
 
+CHANGES: Final = frozenset(
+    f"/tailrace.v1.Admin/{method}"
+    for method, roles in _BY_SERVICE["tailrace.v1.Admin"].items()
+    if Role.VIEWER not in roles
+)
+"""Methods by which an operator changes something."""
+
 METRICS: Final = OPERATORS | {Role.TELEMETRY}
 """Who may read /metrics."""
 

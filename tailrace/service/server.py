@@ -63,14 +63,18 @@ class GrpcServer:
 
 @asynccontextmanager
 async def serve_grpc(
-    listen: str, servicers: Sequence[Servicer], transport: Transport = PLAIN
+    listen: str,
+    servicers: Sequence[Servicer],
+    transport: Transport = PLAIN,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> AsyncIterator[GrpcServer]:
-    """Serve on HOST:PORT (port 0: any free one) until the block ends; SERVING from the start.
+    """Serve on HOST:PORT (port 0: any free one) until the block ends; SERVING from the start. `interceptors`
+    see calls before it is checked who may make them.
 
     At the end the health check says NOT_SERVING, calls get half a second, and are then cancelled. Raises
     ListenError when the address is taken or is none.
     """
-    server = grpc.aio.server(options=_OPTIONS, interceptors=list(transport.interceptors()))
+    server = grpc.aio.server(options=_OPTIONS, interceptors=[*interceptors, *transport.interceptors()])
     for servicer in servicers:
         servicer.add(servicer.servicer, server)
     names = [servicer.name for servicer in servicers]

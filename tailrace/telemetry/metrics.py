@@ -19,13 +19,13 @@ from contextlib import suppress
 from http import HTTPStatus
 from typing import Final, Self
 
-from prometheus_client import CollectorRegistry, GCCollector, Info, ProcessCollector
+from prometheus_client import CollectorRegistry, Gauge, GCCollector, Info, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
 from tailrace.security.access import METRICS
 from tailrace.security.credentials import uris_of
 from tailrace.security.roles import NoIdentity, identity_of
-from tailrace.security.transport import PLAIN, Transport
+from tailrace.security.transport import PLAIN, TlsTransport, Transport
 from tailrace.telemetry.tracing import package_version
 
 _LOG: Final = logging.getLogger(__name__)
@@ -127,6 +127,15 @@ def _following(transport: Transport) -> ssl.SSLContext | None:
     return own
 
 
+def _register_expiry(registry: CollectorRegistry, transport: TlsTransport) -> None:
+    expiry = Gauge(
+        "tailrace_certificate_expiry_timestamp_seconds",
+        "When this process's certificate ends, in seconds since the Unix epoch.",
+        registry=registry,
+    )
+    expiry.set_function(lambda: transport.folder.current().not_after_s)
+
+
 def _may_read(writer: asyncio.StreamWriter) -> bool:
     """In the clear anybody may."""
     certificate = writer.get_extra_info("peercert")
@@ -143,6 +152,8 @@ def serve_metrics(address: str, registry: CollectorRegistry, transport: Transpor
 
     Raises OSError when the address cannot be bound, ValueError when it is not one.
     """
+    if isinstance(transport, TlsTransport):
+        _register_expiry(registry, transport)
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit():
         raise ValueError(f"not HOST:PORT: {address!r}")

@@ -110,6 +110,8 @@ def test_whoever_started_it_is_its_operator(cluster: Cluster) -> None:
     listed = json.loads(cluster.tailrace("get", "instances", "-o", "json").stdout)["instances"]
     assert [each["state"] for each in listed] == ["active", "active"]
     assert cluster.tailrace("set", "slo", "ttft=3").returncode == 0
+    told = (cluster.folder / ".run" / "logs" / "scheduler.log").read_text()
+    assert '"who":"admin/local"' in told and '"what":"SetSlo"' in told
 
 
 def test_a_viewer_looks_and_does_not_change(cluster: Cluster) -> None:

@@ -1,0 +1,57 @@
+"""gRPC handlers with something around them, of all four kinds and in both ways to write one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeAlias, cast
+
+import grpc
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Around: TypeAlias = "Callable[[object, Context], AbstractAsyncContextManager[None]]"
+"""What is entered before a call, with its request (or the iterator of its requests), and left after it."""
+
+# gRPC's handlers are untyped: they take a request or an iterator of them, and give a reply, an iterator of
+# replies, or nothing.
+_Behavior: TypeAlias = "Callable[[Any, Context], Any]"
+
+
+def surrounded(handler: Handler, around: Around) -> Handler:
+    """The handler with `around` about each of its calls."""
+    make: Callable[..., Handler]
+    behavior: object
+    match (handler.request_streaming, handler.response_streaming):
+        case (False, False):
+            make, behavior = grpc.unary_unary_rpc_method_handler, handler.unary_unary
+        case (False, True):
+            make, behavior = grpc.unary_stream_rpc_method_handler, handler.unary_stream
+        case (True, False):
+            make, behavior = grpc.stream_unary_rpc_method_handler, handler.stream_unary
+        case _:
+            make, behavior = grpc.stream_stream_rpc_method_handler, handler.stream_stream
+    return make(
+        _surrounded(cast(_Behavior, behavior), around),
+        request_deserializer=handler.request_deserializer,
+        response_serializer=handler.response_serializer,
+    )
+
+
+def _surrounded(behavior: _Behavior, around: Around) -> _Behavior:
+    if inspect.isasyncgenfunction(behavior):
+
+        async def replies(request: object, context: Context) -> AsyncIterator[object]:
+            async with around(request, context):
+                async for reply in behavior(request, context):
+                    yield reply
+
+        return replies
+
+    # With one reply, or with replies that it writes through the context.
+    async def reply(request: object, context: Context) -> object:
+        async with around(request, context):
+            return await behavior(request, context)
+
+    return reply

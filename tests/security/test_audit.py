@@ -1,0 +1,194 @@
+"""The audit log: every change, by whom, with its outcome; refused ones too."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import grpc
+import pytest
+from opentelemetry.proto.collector.logs.v1 import logs_service_pb2, logs_service_pb2_grpc
+
+from tailrace.security.access import CHANGES
+from tailrace.security.audit import ON_BEHALF_OF, AuditEntry, AuditFile, Auditing
+from tailrace.security.authority import Authority
+from tailrace.security.roles import Role
+from tailrace.security.transport import PLAIN, Transport
+from tailrace.service.server import Servicer, serve_grpc
+from tailrace.telemetry.audit import LOGS_ENDPOINT, audit_export
+from tailrace.v1 import admin_pb2, admin_pb2_grpc
+from tests.security.conftest import transport
+
+
+class Admin(admin_pb2_grpc.AdminServicer):
+    """What is needed of it."""
+
+    async def SetPool(
+        self,
+        request: admin_pb2.SetPoolRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.SetPoolRequest, admin_pb2.SetPoolReply],
+    ) -> admin_pb2.SetPoolReply:
+        if request.instance_id == "none":
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such instance")
+        return admin_pb2.SetPoolReply()
+
+    async def Drain(
+        self,
+        request: admin_pb2.DrainRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.DrainRequest, admin_pb2.DrainEvent],
+    ) -> AsyncIterator[admin_pb2.DrainEvent]:
+        yield admin_pb2.DrainEvent(message="on it")
+        if request.instance_id == "slow":
+            await asyncio.Event().wait()
+
+    async def GetSlo(
+        self,
+        request: admin_pb2.GetSloRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.GetSloRequest, admin_pb2.GetSloReply],
+    ) -> admin_pb2.GetSloReply:
+        return admin_pb2.GetSloReply()
+
+
+def _admin() -> admin_pb2_grpc.AdminServicer:
+    """The rest of its methods answer UNIMPLEMENTED."""
+    made: admin_pb2_grpc.AdminServicer = type("Whole", (Admin, admin_pb2_grpc.AdminServicer), {})()
+    return made
+
+
+class Kept:
+    def __init__(self) -> None:
+        self.entries: list[AuditEntry] = []
+
+    def write(self, entry: AuditEntry) -> None:
+        self.entries.append(entry)
+
+    def told(self) -> list[tuple[str, str, str, str, str]]:
+        return [(e.who, e.on_behalf_of, e.what, e.outcome, e.details) for e in self.entries]
+
+
+@asynccontextmanager
+async def admin(
+    server: Transport, client: Transport, *sinks: Kept | AuditFile
+) -> AsyncIterator[admin_pb2_grpc.AdminAsyncStub]:
+    servicer = Servicer(admin_pb2_grpc.add_AdminServicer_to_server, _admin(), "tailrace.v1.Admin")
+    async with (
+        asyncio.timeout(30),
+        serve_grpc("127.0.0.1:0", [servicer], server, [Auditing(*sinks)]) as running,
+        client.channel(running.address, Role.SCHEDULER, ()) as channel,
+    ):
+        yield admin_pb2_grpc.AdminStub(channel)
+
+
+async def test_each_change_is_told_and_no_look(authority: Authority) -> None:
+    kept = Kept()
+    own = transport(authority, Role.ADMIN, "alice")
+    async with admin(transport(authority, Role.SCHEDULER), own, kept) as stub:
+        await stub.GetSlo(admin_pb2.GetSloRequest(), timeout=10)
+        forged = ((ON_BEHALF_OF, "admin/bob"),)
+        await stub.SetPool(admin_pb2.SetPoolRequest(instance_id="w"), timeout=10, metadata=forged)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.SetPool(admin_pb2.SetPoolRequest(instance_id="none"), timeout=10)
+        async for _ in stub.Drain(admin_pb2.DrainRequest(instance_id="w"), timeout=10):
+            pass
+    assert kept.told() == [
+        ("admin/alice", "", "SetPool", "OK", ""),
+        ("admin/alice", "", "SetPool", "NOT_FOUND", "no such instance"),
+        ("admin/alice", "", "Drain", "begun", ""),
+        ("admin/alice", "", "Drain", "OK", ""),
+    ]
+    assert kept.entries[0].request == {"instance_id": "w"}
+    assert kept.entries[0].peer.startswith("ipv4:127.0.0.1:")
+
+
+async def test_who_was_refused_is_told(authority: Authority) -> None:
+    kept = Kept()
+    own = transport(authority, Role.VIEWER, "eve")
+    async with admin(transport(authority, Role.SCHEDULER), own, kept) as stub:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.SetPool(admin_pb2.SetPoolRequest(instance_id="w"), timeout=10)
+    ((who, _, what, outcome, details),) = kept.told()
+    assert (who, what, outcome) == ("viewer/eve", "SetPool", "PERMISSION_DENIED")
+    assert "needs admin" in details
+
+
+async def test_a_scheduler_tells_for_whom(authority: Authority) -> None:
+    kept = Kept()
+    own = transport(authority, Role.SCHEDULER, "standby")
+    async with admin(transport(authority, Role.SCHEDULER), own, kept) as stub:
+        passed_on = ((ON_BEHALF_OF, "admin/alice"),)
+        await stub.SetPool(admin_pb2.SetPoolRequest(instance_id="w"), timeout=10, metadata=passed_on)
+    assert kept.told() == [("scheduler/standby", "admin/alice", "SetPool", "OK", "")]
+
+
+async def test_a_caller_who_goes_away_is_told() -> None:
+    kept = Kept()
+    async with admin(PLAIN, PLAIN, kept) as stub:
+        call = stub.Drain(admin_pb2.DrainRequest(instance_id="slow"), timeout=10)
+        async for _ in call:
+            call.cancel()
+            break
+        with suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
+            await call.code()
+        # The server has ended, with all its calls, when its block has.
+    assert [entry[3] for entry in kept.told()] == ["begun", "CANCELLED"]
+    assert kept.told()[0][0] == ""
+
+
+async def test_lines_are_json_and_appended(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    for _ in range(2):
+        file = AuditFile(path)
+        async with admin(PLAIN, PLAIN, file) as stub:
+            await stub.SetPool(admin_pb2.SetPoolRequest(instance_id="w"), timeout=10)
+        file.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["what"] for line in lines] == ["SetPool", "SetPool"]
+    assert {"time", "who", "peer", "request", "outcome", "seconds"} <= lines[0].keys()
+    assert path.stat().st_mode & 0o007 == 0
+
+
+async def test_entries_are_exported_as_opentelemetry_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Logs(logs_service_pb2_grpc.LogsServiceServicer):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.got: asyncio.Queue[logs_service_pb2.ExportLogsServiceRequest] = asyncio.Queue()
+
+        async def Export(
+            self, request: logs_service_pb2.ExportLogsServiceRequest, context: object
+        ) -> logs_service_pb2.ExportLogsServiceResponse:
+            self.got.put_nowait(request)
+            return logs_service_pb2.ExportLogsServiceResponse()
+
+    logs, server = Logs(), grpc.aio.server()
+    logs_service_pb2_grpc.add_LogsServiceServicer_to_server(logs, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    assert audit_export("scheduler", "s") is None
+    monkeypatch.setenv(LOGS_ENDPOINT, f"http://127.0.0.1:{port}")
+    export = audit_export("scheduler", "s")
+    assert export is not None
+    kept = Kept()
+    async with admin(PLAIN, PLAIN, kept) as stub:
+        await stub.SetPool(admin_pb2.SetPoolRequest(instance_id="w"), timeout=10)
+    export.write(kept.entries[0])
+    async with asyncio.timeout(30):
+        request = await logs.got.get()
+    (record,) = request.resource_logs[0].scope_logs[0].log_records
+    values = {each.key: each.value.string_value for each in record.attributes}
+    assert (values["tailrace.audit.what"], values["tailrace.audit.outcome"]) == ("SetPool", "OK")
+    await export.close()
+    await server.stop(None)
+
+
+def test_changes_are_what_a_viewer_may_not_do() -> None:
+    assert {method.rpartition("/")[2] for method in CHANGES} == {
+        "SetPolicy",
+        "SetSlo",
+        "SetPool",
+        "SetStages",
+        "Migrate",
+        "Drain",
+        "Profile",
+    }
