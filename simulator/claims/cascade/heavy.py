@@ -32,6 +32,8 @@ from simulator.claims.verdicts import weakest
 from simulator.estimate import Estimate
 
 _NAME: Final = "cascade-heavy"
+# Of rows whose parts are judged at different loads.
+_WORDS: Final[Mapping[str, str]] = {"normalized_s": "latency", "tokens_per_s": "throughput"}
 # An attainment of which no ratio says anything.
 _FEW: Final = 0.005
 # Seconds of one core, for each of arrivals.
@@ -220,7 +222,8 @@ def _elsewhere(row: Row, results: Results) -> list[str]:
                     _shown(part, _alone(part.change(results, penalty, load)), results, penalty, load)
                     for part in there
                 ]
-                found.append(f"{words}at {load:g}: {' / '.join(shown)}")
+                what = "" if len(there) == len(row.against) else f"{_WORDS.get(there[0].figure, '')} "
+                found.append(f"{words}at {load:g}: {what}{' / '.join(shown)}")
     return found
 
 
