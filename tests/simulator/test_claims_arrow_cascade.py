@@ -136,7 +136,6 @@ def test_a_trace_begun_elsewhere_has_the_same_requests() -> None:
     # 16 s in four gaps, and one more to the first again.
     assert [r.arrival_s for r in turned.requests] == [0.0, 7.0, 11.0, 12.0, 15.0]
     assert begun_at(Workload("w", requests, ""), 0.0).requests == requests
-    assert [r.request_id for r in begun_at(Workload("w", requests, ""), 0.6, 0.4).requests] == ["3", "4"]
 
 
 def scaled(aware: Sequence[float], static: Sequence[float]) -> Mapping[str, Figures]:

@@ -18,7 +18,7 @@ from simulator.claims.effort import WHOLE, Effort
 
 def experiments(traces: Path | None, effort: Effort = WHOLE) -> tuple[Experiment, ...]:
     """All rows of Arrow; `traces`: where the public traces are, None: not given."""
-    return (elsewhere(), *ablation(traces, effort), scalability(traces, effort), trace_statistics(traces))
+    return (elsewhere(), *ablation(traces, effort), scalability(traces), trace_statistics(traces))
 
 
 EXPERIMENTS: tuple[Experiment, ...] = experiments(None)

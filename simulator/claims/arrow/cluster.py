@@ -56,8 +56,8 @@ CONVERSATION: Final = Trace(
 )
 
 
-def begun_at(workload: Workload, start: float, share: float = 1.0) -> Workload:
-    """A share of the requests, from that share of them on; after the last the first come again."""
+def begun_at(workload: Workload, start: float) -> Workload:
+    """From that share of the requests on; after the last come those before."""
     requests = workload.requests
     count = len(requests)
     first = int(start * count) % count
@@ -66,10 +66,10 @@ def begun_at(workload: Workload, start: float, share: float = 1.0) -> Workload:
     turned = [
         *requests[first:],
         *(replace(r, arrival_s=r.arrival_s + period_s) for r in requests[:first]),
-    ][: max(1, round(share * count))]
+    ]
     began_s = turned[0].arrival_s
     shifted = [replace(r, arrival_s=r.arrival_s - began_s) for r in turned]
-    return Workload(workload.name, shifted, f"{workload.source}; {share:g} of it from {start:g}")
+    return Workload(workload.name, shifted, f"{workload.source}; begun at {start:g}")
 
 
 def half_capacity_per_s(profile: Profile, workload: Workload) -> float:

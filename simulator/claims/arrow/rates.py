@@ -62,17 +62,17 @@ def crossing(points: Mapping[float, float]) -> float:
     return low + share * (high - low)
 
 
-def sustainable(traces: str, trace: Trace, policy: str, start: float = 0.0, share: float = 1.0) -> Figures:
+def sustainable(traces: str, trace: Trace, policy: str, start: float = 0.0) -> Figures:
     """The sustainable rate on eight instances, and all rates tried with what was attained there.
 
-    `start`, `share`: where in the trace to begin, and how much of it to serve. The unit is the whole trace's.
+    `start`: where in the trace to begin, as a share of its requests.
 
     `ttft_attainments`, `tpot_attainments`: of either half of the SLO alone. `decoders`: instances in a pool
     that decodes, at the end of each run. Raises WorkloadError.
     """
     workload = trace.load(Path(traces))
     unit_per_s = half_capacity_per_s(load_profile(PROFILE), workload)
-    workload = begun_at(workload, start, share)
+    workload = begun_at(workload, start)
     results: dict[int, SimResult] = {}
 
     def attained(n: int) -> float:

@@ -20,13 +20,11 @@ from simulator.claims.arrow.cluster import (
     PROFILE,
     SLO_AWARE,
     Trace,
-    begun_at,
     half_capacity_per_s,
     replay,
 )
 from simulator.claims.arrow.missing import without_traces
 from simulator.claims.base import Claim, Experiment, Figures, Finding, Run, Verdict
-from simulator.claims.effort import WHOLE, Effort
 from simulator.claims.figures import number
 from simulator.claims.verdicts import of_ordering
 from simulator.goodput import attainment
@@ -45,26 +43,23 @@ _LINEAR: Final = 0.9
 _NAME: Final = "arrow-scalability"
 
 
-def scalability(traces: Path | None, effort: Effort = WHOLE) -> Experiment:
+def scalability(traces: Path | None) -> Experiment:
     """Both schedulers at 2, 4, 6 and 8 GPUs."""
     if traces is None:
         return Experiment(_NAME, (R9,), (), without_traces((R9,)))
     runs = tuple(
-        Run(f"{_NAME}/{policy}/{gpus}", attained, (str(traces), CODE, policy, gpus, effort.share), 3.0)
+        Run(f"{_NAME}/{policy}/{gpus}", attained, (str(traces), CODE, policy, gpus), 6.0)
         for policy in (SLO_AWARE, MINIMAL_LOAD)
         for gpus in GPUS
     )
     return Experiment(_NAME, (R9,), runs, judge)
 
 
-def attained(traces: str, trace: Trace, policy: str, gpus: int, share: float = 1.0) -> Figures:
-    """Attainment at the unit of rates, by the first `share` of the trace. Raises WorkloadError.
-
-    Half of the GPUs are in each pool at the start.
-    """
+def attained(traces: str, trace: Trace, policy: str, gpus: int) -> Figures:
+    """Attainment at the unit of rates; half of the GPUs in each pool at the start. Raises WorkloadError."""
     workload = trace.load(Path(traces))
     rate_per_s = half_capacity_per_s(load_profile(PROFILE), workload)
-    result = replay(trace, begun_at(workload, 0.0, share), policy, rate_per_s, gpus)
+    result = replay(trace, workload, policy, rate_per_s, gpus)
     return {"attainment": attainment(result.requests, trace.slo), "rate_per_s": rate_per_s}
 
 
