@@ -10,7 +10,7 @@ PYTHON := .venv/bin/python
 TAILRACE := .venv/bin/tailrace
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test lint format protos sbom bundle docs soak bench-stream bench-transfer bench-swap \
+.PHONY: help install up down test test-features lint format protos sbom bundle docs soak bench-stream bench-transfer bench-swap \
 	bench-scale \
 	bench-decisions bench-policies bench-real bench-live bench-validation bench-simulation bench-etcd claims
 
@@ -62,6 +62,9 @@ bundle: install ## An offline installation in dist/bundle, in files of PART_MB (
 
 soak: install ## Run the slow tests: kills, partitions and migrations at random
 	$(PYTHON) -m pytest -m slow --timeout 1800
+
+test-features: install ## Speculation, adapters, images, embedding: moved streams against undisturbed (ARGS=adapters)
+	$(PYTHON) -m benchmarks.features $(ARGS)
 
 bench-stream: ## Through the front ends against plain vllm serve (ARGS="--against clear": what mutual TLS costs)
 	@scripts/install.sh --rust

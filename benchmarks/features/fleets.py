@@ -1,0 +1,52 @@
+"""A fleet of two workers with the arguments that a feature needs, at both ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import grpc
+from openai import OpenAI
+
+from benchmarks.servers import MODEL, TailraceCluster
+from examples.fleet import Fleet
+from tailrace.v1 import admin_pb2, admin_pb2_grpc, types_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A fleet that serves."""
+
+    url: str
+    fleet: Fleet
+    client: OpenAI
+    admin: admin_pb2_grpc.AdminStub
+
+    def ways(self) -> dict[str, tuple[str, str]]:
+        """How the requests of each instance move, and why not live."""
+        reply = self.admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=5)
+        return {i.instance_id: (types_pb2.Way.Name(i.way)[4:].lower(), i.way_reason) for i in reply.instances}
+
+
+@contextmanager
+def serving(
+    name: str, model: str = "", engine: Sequence[str] = (), front: Sequence[str] = ()
+) -> Iterator[Served]:
+    """`engine`: vLLM's arguments as NAME=VALUE; `front`: flags of `vllm serve` for the API server. `model`
+    empty: the tiny one."""
+    arguments = ["--workers", "2", "--policy", "least_loaded", "--no-traces", "--served-model-name", MODEL]
+    arguments += ["--model", model] if model else []
+    arguments += [f"--frontend-arg={flag}" for flag in front]
+    arguments += ["--", "--report-interval", "0.1", "--kv-blocks", "1024"]
+    for each in engine:
+        arguments += ["--engine-arg", each]
+    with TailraceCluster(name, arguments) as cluster:
+        channel = grpc.insecure_channel(cluster.admin.split(",")[0])
+        admin = admin_pb2_grpc.AdminStub(channel)
+        client = OpenAI(base_url=f"{cluster.url}/v1", api_key="none", timeout=180, max_retries=0)
+        try:
+            yield Served(cluster.url, Fleet(admin), client, admin)
+        finally:
+            client.close()
+            channel.close()

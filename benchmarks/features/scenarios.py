@@ -1,0 +1,173 @@
+"""What is tried: one function a fleet, each yielding its rows."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import httpx
+import numpy as np
+from PIL import Image
+
+from benchmarks.features.fleets import Served, serving
+from benchmarks.features.models import make_adapter, make_image_model
+from benchmarks.features.moving import moved_chat
+from benchmarks.features.rows import Row
+from benchmarks.servers import MODEL
+from examples.fleet import stream_chat
+from tailrace.tiny import MODEL_PATH
+from tailrace.tiny.task import task
+
+GREEDY: Final[Mapping[str, object]] = {"temperature": 0}
+_NGRAM: Final = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_max": 4,
+    "prompt_lookup_min": 2,
+}
+_DRAFT: Final = {"method": "draft_model", "model": str(MODEL_PATH), "num_speculative_tokens": 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """`streams` a row, so many at a time, each of `tokens` tokens at most, moved `moves` times."""
+
+    streams: int = 20
+    at_a_time: int = 4
+    tokens: int = 300
+    moves: int = 2
+
+    @property
+    def every_tokens(self) -> int:
+        """Tokens between two moves: the last comes well before the end."""
+        return self.tokens // (2 * self.moves + 1)
+
+
+def seeded(number: int) -> Mapping[str, object]:
+    """Sampled, each stream from a seed of its own."""
+    return {"temperature": 1.0, "seed": 100 + number}
+
+
+def prompts(number: int) -> str:
+    """A task whose answer is longer than any row's `tokens`."""
+    return task(f"wx{chr(97 + number % 26)}z", 110 + number, 60).prompt
+
+
+def streams(
+    served: Served,
+    row: Row,
+    scale: Scale,
+    options: Callable[[int], Mapping[str, object]],
+    model: Callable[[int], str] = lambda number: MODEL,
+    prompt: Callable[[int], object] = prompts,
+) -> Row:
+    """Each stream undisturbed, then moved."""
+
+    def both(number: int) -> None:
+        asked = {"max_tokens": scale.tokens, **options(number)}
+        text, name = prompt(number), model(number)
+        undisturbed = stream_chat(served.client, name, text, asked)  # type: ignore[arg-type]
+        moved, moves = moved_chat(
+            served.client,
+            served.fleet,
+            name,
+            text,  # type: ignore[arg-type]
+            asked,
+            scale.every_tokens,
+            scale.moves,
+        )
+        row.add(undisturbed, moved, moves)
+
+    with ThreadPoolExecutor(scale.at_a_time) as pool:
+        list(pool.map(both, range(scale.streams)))
+    return row
+
+
+def speculative(scale: Scale, folder: Path) -> Iterator[Row]:
+    """n-gram: live."""
+    with serving("n-gram", engine=[f"speculative_config={json.dumps(_NGRAM)}"]) as served:
+        yield streams(served, Row("speculative, n-gram", "greedy"), scale, lambda number: GREEDY)
+        note = "after a move drafts differ, and with them the draws: equal in distribution only"
+        row = Row("speculative, n-gram", "seeded", note=note, may_differ=True)
+        yield streams(served, row, scale, seeded)
+
+
+def draft(scale: Scale, folder: Path) -> Iterator[Row]:
+    """A draft model: by replay."""
+    with serving("draft", engine=[f"speculative_config={json.dumps(_DRAFT)}"]) as served:
+        yield streams(served, Row("speculative, draft model", "greedy"), scale, lambda number: GREEDY)
+
+
+def adapters(scale: Scale, folder: Path) -> Iterator[Row]:
+    """Two adapters and the model itself, mixed in each batch."""
+    paths = {name: make_adapter(folder / name, seed) for seed, name in enumerate(("a", "b"))}
+    names = [*paths, MODEL]
+    # As an operator would, while it runs; the workers load each when it is first asked for.
+    os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    with serving("adapters", engine=["enable_lora=true", "max_loras=2"], front=["--enable-lora"]) as served:
+        for name, path in paths.items():
+            asked = {"lora_name": name, "lora_path": str(path)}
+            httpx.post(f"{served.url}/v1/load_lora_adapter", json=asked, timeout=60).raise_for_status()
+        named = lambda number: names[number % len(names)]  # noqa: E731
+        yield streams(served, Row("LoRA adapters", "greedy"), scale, lambda number: GREEDY, named)
+        yield streams(served, Row("LoRA adapters", "seeded"), scale, seeded, named)
+
+
+def images(scale: Scale, folder: Path) -> Iterator[Row]:
+    """An image in each prompt."""
+    model = make_image_model(folder / "image-model")
+    front = ['--limit-mm-per-prompt={"image": 2}']
+    with serving("images", str(model), engine=["dtype=float32"], front=front) as served:
+        pictured = lambda number: _with_image(number)  # noqa: E731
+        yield streams(served, Row("image prompts", "greedy"), scale, lambda number: GREEDY, prompt=pictured)
+        yield streams(served, Row("image prompts", "seeded"), scale, seeded, prompt=pictured)
+
+
+def embedding(scale: Scale, folder: Path) -> Iterator[Row]:
+    """Placed, never moved: the same vector wherever it is computed."""
+    engine = ["runner=pooling"]
+    with serving("embedding", engine=engine, front=["--runner=pooling"]) as served:
+        row = Row(
+            "embedding", "-", note="; ".join(sorted({": ".join(way) for way in served.ways().values()}))
+        )
+        texts = [prompts(number) for number in range(scale.streams)]
+        # The first pass one after the other; the second all at once, over both workers.
+        alone = [served.client.embeddings.create(model=MODEL, input=text).data[0].embedding for text in texts]
+        with ThreadPoolExecutor(scale.at_a_time) as pool:
+            again = list(
+                pool.map(
+                    lambda text: served.client.embeddings.create(model=MODEL, input=text).data[0].embedding,
+                    texts,
+                )
+            )
+        for one, other in zip(alone, again, strict=True):
+            row.count(bool(np.allclose(one, other, atol=1e-5)))
+        yield row
+
+
+def _with_image(number: int) -> Sequence[Mapping[str, object]]:
+    """A chat message's content: a picture of noise, and a task."""
+    pixels = np.random.default_rng(number).integers(0, 255, (56, 56, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": prompts(number)},
+    ]
+
+
+SCENARIOS: Final[Mapping[str, Callable[[Scale, Path], Iterator[Row]]]] = {
+    "speculative": speculative,
+    "draft": draft,
+    "adapters": adapters,
+    "images": images,
+    "embedding": embedding,
+}
