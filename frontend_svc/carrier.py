@@ -29,6 +29,7 @@ from frontend_svc.streams import (
     PREFILL_DONE,
     Accepted,
     MalformedStep,
+    Needs,
     Reject,
     Stream,
     StreamTable,
@@ -118,6 +119,8 @@ class Carrier:
         except ValueError:
             log.exception("refused a request")
             return
+        if head.adapter or not head.generates:
+            stream.needs = Needs(head.generates, head.adapter)
         if head.pace_tpot_ms is not None:
             stream.pace_s = head.pace_tpot_ms / 1e3
         else:

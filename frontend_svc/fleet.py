@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from frontend_svc.served_model import ServedModel
+from frontend_svc.streams import Needs
 from tailrace.cluster import Pool
 from tailrace.model_identity import is_model
 from tailrace.records import InstanceRecord, ServiceRecord
@@ -46,6 +47,8 @@ class Fleet:
         self._served = served
         self._instances: dict[str, InstanceRecord] = {}
         self._model = ""
+        # See `unable`.
+        self._pooling = self._generating = self._without_adapters = frozenset[str]()
         # Instances of other models, by the incarnation that was logged.
         self._others: dict[str, str] = {}
         # Instances that said that they drain, by the incarnation that did.
@@ -72,6 +75,11 @@ class Fleet:
         """Whether an instance that is attached may run the model of this key."""
         record = self._instances.get(instance_id)
         return is_model(None if record is None else record.model_identity, model)
+
+    def unable(self, needs: Needs) -> frozenset[str]:
+        """Instances that run the model and yet not such a request."""
+        others = self._pooling if needs.generates else self._generating
+        return others | self._without_adapters if needs.adapter else others
 
     @property
     def services(self) -> Mapping[tuple[str, str], ServiceRecord]:
@@ -119,6 +127,9 @@ class Fleet:
         """Membership has changed: take over who runs the model. What instances said that are gone, or were
         started again, counts no more."""
         instances = self._instances = self._choose()
+        self._pooling = frozenset(name for name, record in instances.items() if record.pooling)
+        self._generating = frozenset(instances) - self._pooling
+        self._without_adapters = frozenset(n for n, record in instances.items() if not record.takes_adapters)
         keys = {
             record.model_identity.key for record in instances.values() if record.model_identity is not None
         }

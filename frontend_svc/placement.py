@@ -57,17 +57,18 @@ class Placement:
     async def choose(self, stream: Stream, avoid: frozenset[str]) -> Placed | Refused:
         """An instance for the stream, attached at this moment. Takes at most a few seconds."""
         # The scheduler may not have heard yet which instances drain.
-        excluded = {*avoid, *self._fleet.draining}
+        unable = self._fleet.unable(stream.needs)
+        excluded = {*avoid, *self._fleet.draining, *unable}
         for _ in range(_ASKS):
             reply = await self._ask(stream, excluded)
             if reply is None:
-                return self._fallback(stream, avoid)
+                return self._fallback(stream, avoid | unable)
             if not reply.instance_id:
                 return Refused(reply.refusal or "the scheduler named no instance")
             if self._may_take(reply.instance_id, stream):
                 return Placed(reply.instance_id, reply.policy)
             excluded.add(reply.instance_id)
-        return self._fallback(stream, avoid)
+        return self._fallback(stream, avoid | unable)
 
     async def _ask(self, stream: Stream, excluded: set[str]) -> scheduler_pb2.PlaceReply | None:
         """What a scheduler says; None: none does."""

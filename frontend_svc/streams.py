@@ -11,7 +11,7 @@ import enum
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, NamedTuple, Protocol
 
 from tailrace.cluster import Phase
 
@@ -36,6 +36,18 @@ class Columns(Protocol):
     def token_ids(self) -> Sequence[int]: ...
     @property
     def flags(self) -> Sequence[int]: ...
+
+
+class Needs(NamedTuple):
+    """What a request asks of an instance beside the model."""
+
+    # False: a pooling request.
+    generates: bool = True
+    # It names a LoRA adapter.
+    adapter: bool = False
+
+
+TEXT: Final = Needs()
 
 
 class Reject(enum.Enum):
@@ -95,6 +107,8 @@ class Stream:
     seen_s: float = 0.0
     # Seconds a token at which its answer is shown; 0: as soon as it is made.
     pace_s: float = 0.0
+    # What its instance must be able to do.
+    needs: Needs = TEXT
 
     @property
     def accepted(self) -> int:

@@ -62,6 +62,9 @@ async def serve(boot: PythonBoot, args: Namespace) -> None:
     import_plugins(args)
     engine_args = AsyncEngineArgs.from_cli_args(args)
     vllm_config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    # More than one: they then send every image whole. One leaves out what its engine has seen, and here
+    # another engine may get the request.
+    vllm_config.parallel_config._api_process_count = 2
     http = socket.socket(fileno=boot.http_fd)
     FleetClient.admission = AdmissionReader(Path(boot.admission_path))
     engine = FleetClient.from_vllm_config(

@@ -9,6 +9,7 @@ import msgspec
 
 from tailrace.wire.frames import Frames
 
+_NIL: Final = b"\xc0"
 # Slower than anybody reads.
 _PACE_MAX_MS: Final = 60_000.0
 
@@ -112,6 +113,8 @@ class RequestHead(msgspec.Struct, frozen=True, gc=False):
     min_tokens: int
     # False: a pooling request, which has no stream of tokens.
     generates: bool
+    # It names a LoRA adapter.
+    adapter: bool
     client_index: int
     priority: int
     # Seconds since the epoch.
@@ -145,6 +148,7 @@ def read_request(frames: Frames) -> RequestHead:
         max_tokens=sampling.max_tokens if sampling is not None else None,
         min_tokens=sampling.min_tokens if sampling is not None else 0,
         generates=sampling is not None,
+        adapter=bytes(memoryview(head.lora_request)[:1]) != _NIL,
         client_index=head.client_index,
         priority=head.priority,
         arrival_time=head.arrival_time,

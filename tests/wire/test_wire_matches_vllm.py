@@ -88,6 +88,7 @@ def test_request_head(vllm_engine: Any, serial: Any, length: int) -> None:
         max_tokens=99,
         min_tokens=3,
         generates=True,
+        adapter=False,
         client_index=3,
         priority=-1,
         arrival_time=12.5,

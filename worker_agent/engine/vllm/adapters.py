@@ -1,0 +1,53 @@
+"""LoRA adapters: loaded before a request that names one is taken, so that a missing one fails that request
+alone.
+
+Each front half numbers the adapters that it knows by itself, and vLLM's engine goes by the number: two front
+ends would mix theirs up. So they are numbered anew here, by name and path, and named by both: the name is
+part of the names of KV blocks, and another adapter may have had it before.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from msgspec.structs import replace
+from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine.core import EngineCore
+
+from worker_agent.engine.base import EngineRefusal
+
+
+class Adapters:
+    """Those that were loaded since the start; vLLM keeps the latest in memory. Engine thread only."""
+
+    def __init__(self, config: VllmConfig, core: EngineCore) -> None:
+        self._enabled = config.lora_config is not None
+        self._core = core
+        self._numbers = itertools.count(1)
+        self._known: dict[tuple[str, str], LoRARequest] = {}
+
+    def load(self, asked: LoRARequest) -> LoRARequest:
+        """The same adapter as this engine names and numbers it, in memory. Raises EngineRefusal."""
+        if not self._enabled:
+            raise EngineRefusal(f"adapter {asked.lora_name}: this engine takes none (enable_lora)")
+        key = (asked.lora_name, asked.lora_path)
+        known = self._known.get(key)
+        if known is None or asked.load_inplace:
+            known = self._load(asked, next(self._numbers) if known is None else known.lora_int_id)
+            self._known[key] = known
+        return known
+
+    def _load(self, asked: LoRARequest, number: int) -> LoRARequest:
+        name = f"{asked.lora_name} {asked.lora_path}"
+        own = replace(asked, lora_name=name, lora_int_id=number)
+        if asked.load_inplace:
+            # Its KV is named as before, and will not be as before.
+            self._core.reset_prefix_cache()
+        try:
+            self._core.add_lora(own)
+        # Whatever is wrong with the files, the engine goes on without them.
+        except Exception as error:
+            reason = f"adapter {asked.lora_name} cannot be loaded from {asked.lora_path}: {error}"
+            raise EngineRefusal(reason) from error
+        return replace(own, load_inplace=False)
