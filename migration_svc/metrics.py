@@ -21,8 +21,8 @@ class MigrationMetrics:
     ) -> None:
         self._ended = Counter(
             "tailrace_migration_migrations",
-            "Migrations that ended, by outcome and reason.",
-            ["outcome", "reason"],
+            "Migrations that ended, by outcome, reason and way (live, replay).",
+            ["outcome", "reason", "way"],
             registry=registry,
         )
         self._bytes = Counter("tailrace_migration_kv_bytes", "KV that migrations copied.", registry=registry)
@@ -46,7 +46,9 @@ class MigrationMetrics:
     def ended(self, record: migration_pb2.MigrationRecord) -> None:
         """Count one."""
         committed = record.state == types_pb2.MIGRATION_STATE_COMMITTED
-        self._ended.labels("committed" if committed else "aborted", label(record.reason)).inc()
+        # Live but for those of which the target has said otherwise.
+        way = "replay" if record.way == types_pb2.WAY_REPLAY else "live"
+        self._ended.labels("committed" if committed else "aborted", label(record.reason), way).inc()
         self._bytes.inc(record.bytes)
         if committed:
             self._pause.observe(record.pause_ms / 1000)

@@ -153,6 +153,8 @@ class MigrationRun:
         elif event.state == ABORTED:
             self._end(ABORTED, event.reason or "the target gave no reason")
         elif event.state != record.state or event.HasField("round"):
+            if event.way:
+                record.way, record.way_reason = event.way, event.way_reason
             record.state = event.state
             self._on_change(record)
 

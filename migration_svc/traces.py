@@ -65,6 +65,8 @@ class MigrationTraces:
                 names.MIGRATION_PAUSE_STEPS: record.pause_steps,
                 names.PHASE: types_pb2.Phase.Name(record.phase).removeprefix("PHASE_").lower(),
                 names.TOKENS: record.tokens,
+                names.MIGRATION_WAY: types_pb2.Way.Name(record.way).removeprefix("WAY_").lower(),
+                names.MIGRATION_WAY_REASON: record.way_reason,
             }
         )
         if record.error:

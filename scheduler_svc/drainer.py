@@ -55,8 +55,9 @@ class Drainer:
         for instance in draining:
             moves: list[Migrate] = []
             requests = self._state.requests_on(instance.instance_id)
-            # Those that take new work and can take its KV.
+            # Those that take new work and can take its KV; if there are none, those that can compute it anew.
             targets = self._state.view_of_kv(instance.instance_id).placeable()
+            targets = targets or self._state.view_of_answers(instance.instance_id).placeable()
             room = _OPEN_MAX - sum(request.migrating for request in requests)
             for request in requests:
                 if len(moves) >= room:

@@ -11,6 +11,8 @@ from scheduler_svc.refused import Refused
 from scheduler_svc.state import ClusterState
 from scheduler_svc.traceparents import Traceparents
 from tailrace.cluster import InstanceState, Phase, RequestView
+from tailrace.handover import Way, between
+from tailrace.model_identity import difference
 from tailrace.policy.when_full import WhenFull
 from tailrace.v1 import migration_pb2, worker_pb2
 
@@ -78,10 +80,14 @@ class Mover:
             raise Refused(_PRECONDITION, f"request {request.request_id} is already on {target_id}")
         if target.state is not InstanceState.ACTIVE:
             raise Refused(_PRECONDITION, f"instance {target_id} is {target.state.value}; it gets nothing new")
+        if between(source.record.handover, tracked.record.handover).way is Way.STAYS:
+            stays = between(source.record.handover, tracked.record.handover)
+            raise Refused(_PRECONDITION, f"request {request.request_id} is not moved: {stays.reason}")
         if tracked.record.model_fingerprint != source.record.model_fingerprint:
-            raise Refused(
-                _PRECONDITION, f"instances {request.instance_id} and {target_id} cannot exchange KV"
-            )
+            # By replay, then; that needs the same model.
+            models = difference(source.record.model_identity, tracked.record.model_identity)
+            if models:
+                raise Refused(_PRECONDITION, f"{request.instance_id} and {target_id}: {models}")
         if request.migrating:
             raise Refused(_PRECONDITION, f"request {request.request_id}: a migration of it is open")
         if request.phase is Phase.PREFILL:

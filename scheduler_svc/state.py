@@ -276,6 +276,10 @@ class ClusterState:
         """The cluster as a request on this instance may see it: where its KV cannot go is not in it."""
         return self._view_of(self._groups.exchanging_kv(instance_id))
 
+    def view_of_answers(self, instance_id: str) -> ClusterView:
+        """The cluster as a request that must leave this instance sees it: where it can go on at all."""
+        return self._view_of(self._groups.going_on(instance_id))
+
     def can_exchange_kv(self, one: str, other: str) -> bool:
         """Whether a request can migrate from one instance to the other."""
         return other in self._groups.exchanging_kv(one)

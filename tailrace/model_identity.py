@@ -53,6 +53,22 @@ def is_model(identity: ModelIdentity | None, key: str) -> bool:
     return not key or identity is None or f"{identity.key}:".startswith(f"{key}:")
 
 
+def difference(source: ModelIdentity | None, target: ModelIdentity | None) -> str:
+    """Why the target cannot go on with the source's answers, naming the setting; empty: it can."""
+    if source is None or target is None:
+        return "source or target does not tell which model it runs"
+    if source.text != target.text:
+        return "source and target run different models (--model): their configurations or tokenizers differ"
+    if source.weights != target.weights:
+        return "source and target have different weights (--model, --revision)"
+    if source.precision != target.precision:
+        return (
+            "source and target compute in different formats (dtype, quantization, kv_cache_dtype): "
+            f"{source.precision!r} against {target.precision!r}"
+        )
+    return ""
+
+
 def identify_model(model: str, revision: str = "") -> ModelIdentity:
     """The identity of a model by what is in its folder, or its file; of a name, by the name and revision as
     given.

@@ -8,6 +8,7 @@ from typing import Final
 
 import msgspec
 
+from tailrace.handover import LIVE, Handover
 from tailrace.model_identity import ModelIdentity
 from tailrace.policy.parameters import Value
 from tailrace.profiles import Profile
@@ -41,6 +42,12 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     profile_kind: str = ""
     # It was told to stop: it hands over what it has, and gets nothing new.
     draining: bool = False
+    # How its requests go to and from others of its kind.
+    handover: Handover = LIVE
+    # It runs embedding, scoring and the like; False: it generates text.
+    pooling: bool = False
+    # Requests may name a LoRA adapter.
+    takes_adapters: bool = False
 
 
 class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -40,6 +40,9 @@ def instance_record(
         kv_bytes_per_token=shape.block_bytes // shape.block_tokens,
         started_s=time.time(),
         profile_kind=profile_kind,
+        handover=info.handover,
+        pooling=info.pooling,
+        takes_adapters=info.takes_adapters,
     )
 
 

@@ -152,7 +152,7 @@ async def running_worker(
         exports = Exports(
             SourceParts(
                 engine=engine,
-                shape=shape,
+                info=info,
                 blocks=kv_server,
                 front_ends=front_ends,
                 carried=carried,
@@ -168,7 +168,7 @@ async def running_worker(
             TargetParts(
                 instance_id=instance_id,
                 engine=engine,
-                shape=shape,
+                info=info,
                 puller=kv_client,
                 front_ends=front_ends,
                 carried=carried,

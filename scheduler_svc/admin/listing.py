@@ -13,6 +13,7 @@ from scheduler_svc.wire import (
     pool_number,
 )
 from tailrace.cluster import Phase, RequestView, Stage
+from tailrace.handover_message import WAYS
 from tailrace.policy import registry
 from tailrace.policy.parameters import Parameter, Value, format_value
 from tailrace.store.membership import Membership
@@ -55,6 +56,8 @@ def _instance_info(state: ClusterState, name: str, now_s: float) -> admin_pb2.In
         preemptions=load.preemptions,
         profile_kind=record.profile_kind,
         model_key=record.model_identity.key if record.model_identity is not None else "",
+        way=WAYS[record.handover.way],
+        way_reason=record.handover.reason,
     )
 
 

@@ -14,7 +14,7 @@ from tailrace.cli.plain import enum_word
 from tailrace.v1.admin_pb2 import InstanceInfo, PolicyInfo, RequestInfo, ServiceInfo
 from tailrace.v1.migration_pb2 import MigrationRecord
 from tailrace.v1.profile_pb2 import MeasuredProfile
-from tailrace.v1.types_pb2 import InstanceState, MigrationState, Phase, Pool, RequestState, Stage
+from tailrace.v1.types_pb2 import InstanceState, MigrationState, Phase, Pool, RequestState, Stage, Way
 
 RowT = TypeVar("RowT", bound=Message)
 
@@ -66,6 +66,11 @@ def migration_word(state: int) -> str:
     return enum_word(MigrationState.DESCRIPTOR, state) or NOTHING
 
 
+def way_word(way: int) -> str:
+    """How requests move, or a dash."""
+    return enum_word(Way.DESCRIPTOR, way) or NOTHING
+
+
 def instance_word(state: int) -> str:
     """The instance state's name, or a dash."""
     return enum_word(InstanceState.DESCRIPTOR, state) or NOTHING
@@ -102,6 +107,7 @@ INSTANCES = View[InstanceInfo](
         Column("IN", lambda i: str(i.migrations_in), figure=True),
         Column("OUT", lambda i: str(i.migrations_out), figure=True),
         Column("REPORT", lambda i: f"{i.report_age_s:.1f} s ago", figure=True),
+        Column("MOVES", lambda i: way_word(i.way)),
         Column("ENGINE", lambda i: i.engine),
         Column("ADDRESS", lambda i: i.address),
     ),
@@ -144,6 +150,7 @@ MIGRATIONS = View[MigrationRecord](
         Column("FROM", lambda m: m.source_instance_id),
         Column("TO", lambda m: m.target_instance_id),
         Column("STATE", lambda m: migration_word(m.state)),
+        Column("WAY", lambda m: way_word(m.way)),
         Column("PHASE", lambda m: phase_word(m.phase)),
         Column("EPOCH", lambda m: str(m.epoch), figure=True),
         Column("ROUNDS", lambda m: str(len(m.rounds)), figure=True),

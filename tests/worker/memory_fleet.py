@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry
 
@@ -184,13 +185,13 @@ class MemoryTransfer:
 class Node:
     """One worker."""
 
-    def __init__(self, fleet: Fleet, number: int) -> None:
+    def __init__(self, fleet: Fleet, number: int, settings: SimulatedSettings) -> None:
         self.number = number
         self.dead = False
         self.front_ends, self.blocks = FrontEnds(), MemoryBlocks(number)
         self.carried = CarriedRequests()
         self.metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
-        self.engine = SimulatedEngine(ENGINE, clock=asyncio.get_running_loop())
+        self.engine = SimulatedEngine(settings, clock=asyncio.get_running_loop())
         self.leases: list[MemorySourceLink] = []
         self.incoming = TransferRate()
         self._news = PhaseNews()
@@ -200,13 +201,13 @@ class Node:
         sink = FrontEndSink(
             self.front_ends, self.carried, self._news, self.metrics, lambda reason: None, lambda key: None
         )
-        shape = (await self.engine.start(sink)).kv_shape
+        info = await self.engine.start(sink)
         admission = Admission(self.engine, self.front_ends, self.carried, self.metrics, 1000)
         faults = self.faults = Faults()
         self.exports = Exports(
             SourceParts(
                 self.engine,
-                shape,
+                info,
                 self.blocks,
                 self.front_ends,
                 self.carried,
@@ -220,7 +221,7 @@ class Node:
             TargetParts(
                 str(self.number),
                 self.engine,
-                shape,
+                info,
                 MemoryPuller(self._fleet, self.number),
                 self.front_ends,
                 self.carried,
@@ -418,8 +419,10 @@ class FrontEnd:
 class Fleet:
     """Three workers and the front end."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, engines: Mapping[int, SimulatedSettings] = MappingProxyType({})) -> None:
+        """`engines`: of workers that are not like the others, by number."""
         self.links = Links(seed)
+        self._engines = engines
         self.front_end = FrontEnd(self)
         self.nodes: list[Node] = []
         self.commits = 0
@@ -430,10 +433,13 @@ class Fleet:
 
     async def start(self, count: int = 3) -> None:
         for number in range(count):
-            self.nodes.append(Node(self, number))
+            self.nodes.append(self._node(number))
             await self.nodes[-1].start()
         for node in self.nodes:
             self.front_end.attach(node)
+
+    def _node(self, number: int) -> Node:
+        return Node(self, number, self._engines.get(number, ENGINE))
 
     def alive(self, number: int) -> Node | None:
         node = self.nodes[number]
@@ -478,7 +484,7 @@ class Fleet:
     async def restart(self, number: int) -> None:
         """kill -9, and a fresh worker of the same name."""
         await self.nodes[number].die()
-        self.nodes[number] = Node(self, number)
+        self.nodes[number] = self._node(number)
         await self.nodes[number].start()
         self.front_end.attach(self.nodes[number])
 

@@ -210,7 +210,7 @@ class Fleet:
         self.resubmit(stream)
         return stream
 
-    def resubmit(self, stream: Stream) -> None:
+    def resubmit(self, stream: Stream, sampling_state: bytes = b"") -> None:
         """Submit a stream's request to its owner, to go on after the tokens accepted so far."""
         self.engines[stream.owner].submit(
             Submission(
@@ -220,6 +220,7 @@ class Fleet:
                 stream.frames,
                 list(stream.tokens),
                 frontend_id="front-end",
+                sampling_state=sampling_state,
             )
         )
 

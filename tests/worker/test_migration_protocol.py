@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from tests.worker.memory_fleet import MODES, Fleet
+from tests.worker.memory_fleet import ENGINE, MODES, Fleet
 from tests.worker.virtual_loop import run_virtually
+from worker_agent.engine.simulated import SimulatedSettings
 
 NODE = st.integers(0, 2)
 ACTION = st.one_of(
@@ -28,6 +30,10 @@ ACTION = st.one_of(
     st.tuples(st.just("damage"), NODE, st.integers(0, 10)),
     st.tuples(st.just("abort")),
 )
+# Workers that are not like the others: between them and those, requests go by replay.
+ALIKE: Mapping[int, SimulatedSettings] = {}
+OTHER_BLOCKS = replace(ENGINE, block_tokens=8, kv_blocks=32)
+NO_KV = replace(ENGINE, replay_reason="a test")
 # Seconds before the action: some hit the very moment of another's messages, some come after it.
 SCRIPT = st.lists(st.tuples(st.sampled_from((0.0, 0.001, 0.01, 0.05, 0.3, 1.0)), ACTION), max_size=14)
 
@@ -58,9 +64,13 @@ async def act(fleet: Fleet, action: tuple[object, ...]) -> None:
             fleet.front_end.abort()
 
 
-async def play(seed: int, script: Sequence[tuple[float, tuple[object, ...]]]) -> tuple[list[int], int]:
+async def play(
+    seed: int,
+    script: Sequence[tuple[float, tuple[object, ...]]],
+    engines: Mapping[int, SimulatedSettings] = ALIKE,
+) -> tuple[list[int], int]:
     """The tokens that reached the user, and how many migrations were committed."""
-    fleet = Fleet(seed)
+    fleet = Fleet(seed, engines)
     await fleet.start()
     for wait_s, action in script:
         await asyncio.sleep(wait_s)
@@ -79,16 +89,23 @@ def undisturbed() -> list[int]:
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(seed=st.integers(0, 10_000), script=SCRIPT)
+@given(
+    seed=st.integers(0, 10_000),
+    script=SCRIPT,
+    engines=st.dictionaries(NODE, st.sampled_from((OTHER_BLOCKS, NO_KV)), max_size=2),
+)
 # A submission that comes while the import of the same request is on its last step.
 @example(
     seed=74,
     script=[(0.3, ("migrate", 1, MODES[0])), (0.0, ("migrate", 2, MODES[0])), (0.01, ("reattach", 0))],
+    engines=ALIKE,
 )
 def test_whatever_fails_the_stream_is_whole_and_nothing_is_left(
-    seed: int, script: Sequence[tuple[float, tuple[object, ...]]]
+    seed: int,
+    script: Sequence[tuple[float, tuple[object, ...]]],
+    engines: Mapping[int, SimulatedSettings],
 ) -> None:
-    tokens, _ = run_virtually(play(seed, script))
+    tokens, _ = run_virtually(play(seed, script, engines))
     if any(action == ("abort",) for _, action in script):
         assert tokens == undisturbed()[: len(tokens)]
     else:
@@ -102,6 +119,25 @@ def test_without_failures_every_migration_is_committed(seed: int) -> None:
     tokens, commits = run_virtually(play(seed, script))
     assert tokens == undisturbed()
     assert commits >= 1
+
+
+@pytest.mark.parametrize("engines", [{1: OTHER_BLOCKS}, {0: NO_KV}, {1: NO_KV, 2: OTHER_BLOCKS}])
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_between_unlike_workers_every_migration_is_a_replay(
+    seed: int, engines: Mapping[int, SimulatedSettings]
+) -> None:
+    script = [(0.6, ("migrate", target, MODES[0])) for target in (1, 2, 0)]
+    tokens, commits = run_virtually(play(seed, script, engines))
+    assert tokens == undisturbed()
+    assert commits >= 1
+
+
+def test_another_models_worker_takes_nothing_over() -> None:
+    """Refused before anything is copied; the source goes on."""
+    other = replace(ENGINE, weights_seed=1)
+    tokens, commits = run_virtually(play(0, [(0.6, ("migrate", 1, MODES[0]))], {1: other}))
+    assert (tokens, commits) == (undisturbed(), 0)
 
 
 def test_a_worker_knows_how_fast_kv_has_come_to_it() -> None:

@@ -38,6 +38,8 @@ class Migration:
     source: int
     epoch: int
     exported: Exported
+    # Nothing is copied: the target computes it anew.
+    replay: bool = False
     have: int = 0
     pause: ExportedPause | None = None
     steps: list[Callable[[], None]] = field(default_factory=list)
@@ -101,14 +103,14 @@ class TwoEngines(RuleBasedStateMachine):
     @precondition(lambda self: self._live())
     @rule(data=st.data())
     def open(self, data: st.DataObject) -> None:
-        self._open(data.draw(st.sampled_from(self._live())))
+        self._open(data.draw(st.sampled_from(self._live())), data.draw(st.booleans()))
 
     @precondition(lambda self: self._live())
     @rule(data=st.data(), waits=st.lists(st.integers(0, 5), min_size=2, max_size=5))
     def migrate(self, data: st.DataObject, waits: list[int]) -> None:
         """All of a migration, with some time between its steps."""
         stream = data.draw(st.sampled_from(self._live()))
-        opened = self._open(stream)
+        opened = self._open(stream, data.draw(st.booleans()))
         if opened is None:
             return
         *rounds, before_pause = waits
@@ -123,16 +125,20 @@ class TwoEngines(RuleBasedStateMachine):
             self.fleet.clock.advance(before_pause)
             self._adopt(opened)
 
-    def _open(self, stream: Stream) -> Migration | None:
+    def _open(self, stream: Stream, replay: bool) -> Migration | None:
         source = self.fleet.engines[stream.owner]
         try:
             exported = now(source.export_open(stream.request_id))
         except EngineRefusal:
             return None
-        migration = Migration(stream, stream.owner, stream.epoch + 1, exported)
+        migration = Migration(stream, stream.owner, stream.epoch + 1, exported, replay)
+        target, key = self.fleet.engines[migration.target], self.fleet.key(stream)
         try:
-            key = self.fleet.key(stream)
-            now(self.fleet.engines[migration.target].import_open(exported, key, migration.epoch))
+            now(
+                target.replay_check(exported, key)
+                if replay
+                else target.import_open(exported, key, migration.epoch)
+            )
         except EngineRefusal:
             now(source.export_resume(stream.request_id))
             return None
@@ -147,6 +153,8 @@ class TwoEngines(RuleBasedStateMachine):
             self._copy_a_round(migration)
 
     def _copy_a_round(self, migration: Migration) -> None:
+        if migration.replay:
+            return
         request_id = migration.stream.request_id
         try:
             source = self.fleet.engines[migration.source]
@@ -166,10 +174,17 @@ class TwoEngines(RuleBasedStateMachine):
         request_id = migration.stream.request_id
         try:
             source = self.fleet.engines[migration.source]
-            migration.pause = at_boundary(self.fleet.clock, source.export_pause(request_id, migration.have))
+            migration.pause = at_boundary(
+                self.fleet.clock,
+                source.export_stop(request_id)
+                if migration.replay
+                else source.export_pause(request_id, migration.have),
+            )
             self._copy(migration, len(migration.pause.block_hashes))
         except EngineRefusal:
             self._give_up(migration)
+            return
+        if migration.replay:
             return
         try:
             now(self.fleet.engines[migration.target].import_prepare(request_id, migration.pause))
@@ -192,7 +207,10 @@ class TwoEngines(RuleBasedStateMachine):
             return
         assert handed_over == stream.tokens, "the pause came after all that was delivered"
         stream.owner, stream.epoch = migration.target, migration.epoch
-        now(self.fleet.engines[migration.target].import_activate(stream.request_id))
+        if migration.replay:
+            self.fleet.resubmit(stream, pause.sampling_state)
+        else:
+            now(self.fleet.engines[migration.target].import_activate(stream.request_id))
         now(self.fleet.engines[migration.source].export_release(stream.request_id))
         self.migrations.remove(migration)
 

@@ -498,6 +498,31 @@ async def test_recovery_by_recompute(
     assert OutputFlag.PREFILL_DONE in stream.flags[0]
 
 
+async def test_replay_changes_nothing(
+    engine: VllmEngine, front: Front, case: tuple[list[int], SamplingParams]
+) -> None:
+    """Stopped and computed anew, twice; a stop that comes to nothing in between."""
+    reference = await front.run(engine, *case)
+    stream = front.stream(*case)
+    front.submit(engine, stream)
+    for at in (2, 40):
+        await front.until_tokens(stream, at)
+        exported = await engine.export_open(stream.request_id)
+        await engine.export_stop(stream.request_id)
+        await engine.export_resume(stream.request_id)
+        await front.until_tokens(stream, at + 3)
+        exported = await engine.export_open(stream.request_id)
+        stopped = await engine.export_stop(stream.request_id)
+        assert stream.tokens == [*exported.output_token_ids, *stopped.new_output_token_ids]
+        assert engine.stats().requests[0].state == "paused"
+        await engine.export_release(stream.request_id)
+        await engine.replay_check(exported, stream.key)
+        stream.epoch += 1
+        front.submit(engine, stream, stopped.sampling_state)
+    await front.until(lambda: stream.finished)
+    same(stream, reference)
+
+
 async def test_it_knows_what_it_has_and_what_its_steps_take(engine: VllmEngine, front: Front) -> None:
     stream = front.stream(REASONING, SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True))
     front.submit(engine, stream)
@@ -625,6 +650,13 @@ async def test_refusals_at_the_target(engine: VllmEngine, front: Front) -> None:
     with pytest.raises(EngineRefusal, match="not all reserved"):
         await engine.write_blocks(stream.request_id, 60, 1, engine.staging(1), [0])
     await engine.import_drop(stream.request_id)
+    named = replace(bundle.exported, frames=front.stream(ANSWERING, params(), adapter="a").frames)
+    for check in (
+        engine.replay_check(named, stream.key),
+        engine.import_open(named, stream.key, 2),
+    ):
+        with pytest.raises(EngineRefusal, match="adapter a: this engine takes none"):
+            await check
     with pytest.raises(EngineRefusal, match="not being imported"):
         await engine.import_reserve(stream.request_id, 3)
 

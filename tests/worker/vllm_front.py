@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -109,10 +110,13 @@ class Front:
 
     # ---- requests
 
-    def stream(self, prompt: list[int], params: SamplingParams, waited_s: float = 0.0) -> Stream:
+    def stream(
+        self, prompt: list[int], params: SamplingParams, waited_s: float = 0.0, adapter: str = ""
+    ) -> Stream:
         """A request, not yet submitted, that came to the fleet so long ago."""
         handle = next(self._handles)
         request_id = f"request-{handle}"
+        lora = LoRARequest(adapter, 7, f"/adapters/{adapter}") if adapter else None
         request = EngineCoreRequest(
             request_id,
             list(prompt),
@@ -120,7 +124,7 @@ class Front:
             params,
             None,
             time.time() - waited_s,
-            None,
+            lora,
             None,
             None,
             client_index=7,
@@ -130,7 +134,7 @@ class Front:
         self.streams[handle] = stream
         return stream
 
-    def submit(self, engine: VllmEngine, stream: Stream) -> None:
+    def submit(self, engine: VllmEngine, stream: Stream, sampling_state: bytes = b"") -> None:
         """Submit it, going on after the tokens it has."""
         engine.submit(
             Submission(
@@ -141,6 +145,7 @@ class Front:
                 list(stream.tokens),
                 traceparent="00-trace",
                 frontend_id="front",
+                sampling_state=sampling_state,
             )
         )
 

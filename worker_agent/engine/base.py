@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from tailrace.handover import LIVE, Handover
 from tailrace.model_identity import ModelIdentity
 from tailrace.policy.parameters import NO_PARAMETERS, Value
 from tailrace.profiles import Profile
@@ -101,6 +102,8 @@ class Submission:
     # Answering tokens among the outputs, and the seconds since the first of them.
     answer_tokens: int = 0
     answering_s: float = 0.0
+    # Of a request that was stopped elsewhere (ExportedPause.sampling_state); empty: made from the tokens.
+    sampling_state: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,12 @@ class EngineInfo:
     step_tokens: int = 2048
     # Which model it is; None: the engine does not say.
     identity: ModelIdentity | None = None
+    # How its requests go to other engines, and come from them.
+    handover: Handover = LIVE
+    # It runs embedding, scoring and the like; False: it generates text.
+    pooling: bool = False
+    # Requests may name a LoRA adapter.
+    takes_adapters: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,13 +230,15 @@ class Exported:
     output_token_ids: list[int]
     phase: EnginePhase
     traceparent: str
-    # Content hash of each full block whose KV exists.
+    # Content hash of each full block whose KV exists and can be had.
     block_hashes: list[bytes]
+    # Why this request can go by replay only; empty: live.
+    replay_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportedPause:
-    """What is left to hand over once the request is paused."""
+    """What is left to hand over once the request is paused; by replay, of its KV nothing."""
 
     new_output_token_ids: list[int]
     # Tokens whose KV exists: all but the last sampled one.
@@ -313,6 +324,9 @@ class Engine(Protocol):
         """Stop scheduling the request; its tokens so far have all been delivered to the sink before this
         returns. Refused when the request has finished meanwhile."""
 
+    async def export_stop(self, request_id: str) -> ExportedPause:
+        """As export_pause, for a replay: whether the request has KV or not."""
+
     async def export_resume(self, request_id: str) -> None:
         """Abort: unpin, and go on as if nothing had happened."""
 
@@ -328,6 +342,13 @@ class Engine(Protocol):
         """Copy pinned blocks into `out`, each block layer by layer; one 64-bit checksum a block."""
 
     # ---- target of a migration
+
+    async def replay_check(self, exported: Exported, key: RequestKey) -> None:
+        """Whether the request could run here, computed anew, and begin at once. Nothing is reserved for it:
+        once the front end has accepted, it is submitted.
+
+        Raises EngineRefusal for what this engine lacks (an adapter, length), NoRoom while it has no room.
+        """
 
     async def import_open(self, exported: Exported, key: RequestKey, epoch: int) -> None:
         """Reserve room for the request as it is now (one block beyond). Raises NoRoom when there is none or

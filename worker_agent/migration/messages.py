@@ -29,11 +29,14 @@ def kv_layout(shape: KvShape) -> worker_pb2.KvLayout:
 
 
 def layout_difference(ours: KvShape, theirs: worker_pb2.KvLayout) -> str:
-    """Why the two cannot exchange KV; empty when they can."""
+    """Why the two cannot exchange KV, by the settings that differ; empty when they can."""
+    if ours.block_tokens != theirs.block_tokens:
+        return f"KV blocks of {theirs.block_tokens} tokens against {ours.block_tokens} (block_size)"
     if ours.model_fingerprint != theirs.model_fingerprint:
-        return "source and target run different models or cache layouts"
+        return "the models' KV, its format (kv_cache_dtype), its layout or the versions of vLLM differ"
     if kv_layout(ours) != theirs:
-        return f"source and target have KV blocks of different shapes: {theirs} against {kv_layout(ours)}"
+        source = f"{theirs.num_layers} layers of {theirs.layer_block_bytes} bytes a block"
+        return f"{source} against {ours.num_layers} of {ours.layer_block_bytes} (parallel sizes)"
     return ""
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from tailrace.perf.transfer_rate import TransferRate
 from worker_agent.carried import CarriedRequests
-from worker_agent.engine.base import Engine, KvShape, Submission
+from worker_agent.engine.base import Engine, EngineInfo, Submission
 from worker_agent.faults import Faults
 from worker_agent.frontends import FrontEnds
 from worker_agent.metrics import WorkerMetrics
@@ -24,7 +24,7 @@ class TargetParts:
 
     instance_id: str
     engine: Engine
-    shape: KvShape
+    info: EngineInfo
     puller: BlockPuller
     front_ends: FrontEnds
     carried: CarriedRequests
@@ -46,7 +46,7 @@ class SourceParts:
     """Parts of the worker that an export works with."""
 
     engine: Engine
-    shape: KvShape
+    info: EngineInfo
     # Sends the blocks.
     blocks: BlockSource
     front_ends: FrontEnds

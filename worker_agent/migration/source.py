@@ -28,6 +28,7 @@ from worker_agent.migration.inbox import Broken, Ended, Item, Owned, Released
 from worker_agent.migration.lease import Lease
 from worker_agent.migration.messages import block_identities, kv_layout, phase_of
 from worker_agent.migration.parts import SourceParts
+from worker_agent.migration.way import identity_message
 from worker_agent.unbroken import unbroken
 
 log = logging.getLogger(__name__)
@@ -121,11 +122,13 @@ class Export:
             frames=[bytes(frame) for frame in exported.frames],
             output_token_ids=exported.output_token_ids,
             phase=phase_of(exported.phase),
-            layout=kv_layout(self._parts.shape),
+            layout=kv_layout(self._parts.info.kv_shape),
             traceparent=exported.traceparent,
             blocks=block_identities(exported.block_hashes),
             kv_address=self._parts.blocks.address.message(),
             kv_ticket=session.ticket.secret,
+            replay_reason=exported.replay_reason,
+            model=identity_message(self._parts.info.identity),
         )
         self._lease.send(worker_pb2.ExportEvent(opened=opened))
 
@@ -164,7 +167,7 @@ class Export:
             case "more" if not self.paused:
                 return await self._more(session, command.more.have_blocks)
             case "pause" if not self.paused:
-                return await self._pause(session, command.pause.have_blocks)
+                return await self._pause(session, command.pause)
             case "end" if command.end.committed and self.paused:
                 return Outcome.RELEASE
             case "end":
@@ -185,9 +188,14 @@ class Export:
         self._lease.send(worker_pb2.ExportEvent(blocks=blocks))
         return None
 
-    async def _pause(self, session: Session, have_blocks: int) -> Outcome | None:
+    async def _pause(self, session: Session, command: worker_pb2.ExportPause) -> Outcome | None:
+        engine, have_blocks = self._parts.engine, command.have_blocks
         try:
-            pause = await unbroken(self._parts.engine.export_pause(self._request_id, have_blocks))
+            pause = await unbroken(
+                engine.export_stop(self._request_id)
+                if command.replay
+                else engine.export_pause(self._request_id, have_blocks)
+            )
         except EngineRefusal as error:
             self._reason = str(error)
             return Outcome.RESUME

@@ -15,6 +15,8 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 from tailrace import wire
+from tailrace.handover import LIVE, Handover, Way
+from tailrace.handover_message import WAYS
 from tailrace.reasons import BACKGROUND
 from tailrace.v1 import types_pb2, worker_pb2
 from worker_agent.engine.base import (
@@ -28,13 +30,15 @@ from worker_agent.engine.base import (
 from worker_agent.frontends import FrontEnd
 from worker_agent.kv.address import address_of
 from worker_agent.kv.errors import KvIdentityError, KvTransferError
+from worker_agent.migration import replaying
 from worker_agent.migration.adoption import Adoption, Verdict
 from worker_agent.migration.blocks import BlockTransfer
 from worker_agent.migration.copying import Copying, Paused, Round
-from worker_agent.migration.messages import exported_of, layout_difference, phase_of, ticket_of
+from worker_agent.migration.messages import exported_of, phase_of, ticket_of
 from worker_agent.migration.parts import TargetParts
 from worker_agent.migration.plan import plan_of
 from worker_agent.migration.source_link import SourceFailed, SourceLink, SourceLost
+from worker_agent.migration.way import CannotMove, way_of
 from worker_agent.unbroken import unbroken
 
 log = logging.getLogger(__name__)
@@ -60,6 +64,8 @@ class Import:
         self._transfer: BlockTransfer | None = None
         self._cancelled = ""
         self._opened: worker_pb2.ExportOpened | None = None
+        # Which way it comes; known once the source has opened its export.
+        self._handover: Handover = LIVE
         # There may be something in the engine to drop.
         self._in_engine = False
         self._reserved = False
@@ -230,6 +236,8 @@ class Import:
 
     async def _open_and_copy(self) -> Paused:
         opened = await self._open()
+        if self._handover.way is Way.REPLAY:
+            return await replaying.stop(self._source, self._parts.faults)
         puller = self._parts.puller
         source, ticket = address_of(opened.kv_address, puller.address), ticket_of(opened)
         transfer = self._transfer = await puller.connect(source, ticket)
@@ -256,9 +264,10 @@ class Import:
         if event.WhichOneof("body") != "opened":
             raise SourceLost("the source did not open the export")
         opened = self._opened = event.opened
-        difference = layout_difference(self._parts.shape, opened.layout)
-        if difference:
-            raise Abort(difference)
+        try:
+            handover = self._handover = way_of(self._parts.info, opened)
+        except CannotMove as error:
+            raise Abort(str(error)) from error
         if opened.epoch != self._request.from_epoch:
             raise Abort(f"the request is in epoch {opened.epoch}, not {self._request.from_epoch}")
         front_end = self._front_end = self._parts.front_ends.by_id(opened.frontend_id)
@@ -266,8 +275,18 @@ class Import:
             raise Abort(f"front end {opened.frontend_id} is not attached to this instance")
         key = self.key = RequestKey(front_end.client, opened.handle)
         exported = exported_of(opened, key)
-        await self._reserve(exported, key)
-        self._tell(worker_pb2.ImportEvent(state=types_pb2.MIGRATION_STATE_OPEN, phase=opened.phase))
+        if handover.way is Way.REPLAY:
+            await self._parts.engine.replay_check(exported, key)
+        else:
+            await self._reserve(exported, key)
+        self._tell(
+            worker_pb2.ImportEvent(
+                state=types_pb2.MIGRATION_STATE_OPEN,
+                phase=opened.phase,
+                way=WAYS[handover.way],
+                way_reason=handover.reason,
+            )
+        )
         await self._parts.faults.hold("import:open")
         return opened
 
@@ -328,7 +347,7 @@ class Import:
             )
             if paused.answer_pace is not None:
                 carried.pace.go_on(paused.answer_pace, next_index, paused.arrived_s)
-            await self._parts.engine.import_activate(self.request_id)
+            await self._begin(key, opened, paused)
         except Exception as error:
             if isinstance(error, EngineRefusal):
                 log.warning("%s was adopted and does not run: %s", self.request_id, error)
@@ -358,6 +377,14 @@ class Import:
             "%s adopted at token %d after a pause of %.1f ms", self.request_id, next_index, pause_s * 1000
         )
         await self._end_source(True, "")
+
+    async def _begin(self, key: RequestKey, opened: worker_pb2.ExportOpened, paused: Paused) -> None:
+        """It is this engine's now. Raises EngineRefusal."""
+        if self._handover.way is Way.REPLAY:
+            submission = replaying.submission(opened, paused, key, self.request_id, self._request.epoch)
+            self._parts.engine.submit(submission)
+        else:
+            await self._parts.engine.import_activate(self.request_id)
 
     def _phase(self, opened: worker_pb2.ExportOpened) -> types_pb2.Phase.ValueType:
         """The phase it is in now: it may have changed since the export was opened."""

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import structs
 
 from tailrace import wire
+from tailrace.handover import LIVE, by_replay
 from tailrace.intra.registry import make_intra
 from tailrace.model_identity import ModelIdentity, identify_model
 from tailrace.policy.parameters import NO_PARAMETERS, Value
@@ -41,7 +42,7 @@ from worker_agent.engine.simulated.boundary import Boundary
 from worker_agent.engine.simulated.clock import Clock, Timer
 from worker_agent.engine.simulated.emitter import Emitter
 from worker_agent.engine.simulated.exports import Exports
-from worker_agent.engine.simulated.imports import Imports
+from worker_agent.engine.simulated.imports import Imports, check_state
 from worker_agent.engine.simulated.kv import HostStaging, KvCodec
 from worker_agent.engine.simulated.prediction import predicted_remaining
 from worker_agent.engine.simulated.reader import RequestReader, UnrunnableError
@@ -98,7 +99,9 @@ class SimulatedEngine:
         self._table = RequestTable()
         codec = KvCodec(self._shape)
         self._reader = RequestReader(settings, self._vocabulary, self._shape, self._max_model_len)
-        self._exports = Exports(self._table, self._scheduler, codec, self._shape, self.faults)
+        self._exports = Exports(
+            self._table, self._scheduler, codec, self._shape, settings.replay_reason, self.faults
+        )
         self._imports = Imports(self._table, self._scheduler, self._reader, codec, self._shape, self.faults)
         self._intervals = RecentIntervals()
         self._boundary = Boundary()
@@ -127,6 +130,7 @@ class SimulatedEngine:
             engine="simulated",
             model=settings.model,
             identity=_identity(settings),
+            handover=by_replay(settings.replay_reason) if settings.replay_reason else LIVE,
             kv_shape=self._shape,
             kv_blocks_total=self._pool.total,
             max_model_len=self._max_model_len,
@@ -195,7 +199,9 @@ class SimulatedEngine:
                 submission.frontend_id,
                 submission.traceparent,
             )
-        except UnrunnableError:
+            if submission.sampling_state:
+                check_state(request, len(request.outputs), submission.sampling_state)
+        except (UnrunnableError, EngineRefusal):
             emitter.refuse(submission)
             return
         outputs = request.outputs
@@ -332,6 +338,18 @@ class SimulatedEngine:
         interval_ms, _ = self._intervals.mean_and_p99_ms(now_s)
         return self._exports.pause(request_id, have_blocks, interval_ms, now_s - asked_s)
 
+    async def export_stop(self, request_id: str) -> ExportedPause:
+        """Engine.export_stop."""
+        asked_s = self._live_clock().time()
+        if self._step is not None:
+            return await self._boundary.call(lambda: self._stop_request(request_id, asked_s))
+        return self._stop_request(request_id, asked_s)
+
+    def _stop_request(self, request_id: str, asked_s: float) -> ExportedPause:
+        now_s = self._live_clock().time()
+        interval_ms, _ = self._intervals.mean_and_p99_ms(now_s)
+        return self._exports.stop(request_id, interval_ms, now_s - asked_s)
+
     async def export_resume(self, request_id: str) -> None:
         """Engine.export_resume."""
         self._exports.resume(request_id)
@@ -358,6 +376,10 @@ class SimulatedEngine:
         return await self._exports.read(request_id, first_block, num_blocks, out)
 
     # ---- target of a migration
+
+    async def replay_check(self, exported: Exported, key: RequestKey) -> None:
+        """Engine.replay_check."""
+        self._imports.check_replay(exported, key)
 
     async def import_open(self, exported: Exported, key: RequestKey, epoch: int) -> None:
         """Engine.import_open."""

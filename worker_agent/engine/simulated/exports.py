@@ -29,12 +29,19 @@ class Exports:
     """Requests on their way to another engine; which ones, each Request knows (`exporting`)."""
 
     def __init__(
-        self, table: RequestTable, scheduler: Scheduler, codec: KvCodec, shape: KvShape, faults: Faults
+        self,
+        table: RequestTable,
+        scheduler: Scheduler,
+        codec: KvCodec,
+        shape: KvShape,
+        replay_reason: str,
+        faults: Faults,
     ) -> None:
         self._table = table
         self._scheduler = scheduler
         self._codec = codec
         self._shape = shape
+        self._replay_reason = replay_reason
         self._faults = faults
 
     def open(self, request_id: str) -> Exported:
@@ -53,7 +60,8 @@ class Exports:
             output_token_ids=list(request.outputs),
             phase=request.phase,
             traceparent=request.traceparent,
-            block_hashes=request.chain.full(0, self._full_blocks(request)),
+            block_hashes=[] if self._replay_reason else request.chain.full(0, self._full_blocks(request)),
+            replay_reason=self._replay_reason,
         )
 
     def more(self, request_id: str, have_blocks: int) -> list[bytes]:
@@ -65,14 +73,27 @@ class Exports:
         self, request_id: str, have_blocks: int, token_interval_ms: float, waited_s: float
     ) -> ExportedPause:
         """Engine.export_pause, between two steps."""
+        request = self._hold(request_id)
+        hashes = request.chain.full(have_blocks, self._full_blocks(request))
+        if request.computed % self._shape.block_tokens:
+            hashes.append(b"")
+        return self._paused(request, hashes, token_interval_ms, waited_s)
+
+    def stop(self, request_id: str, token_interval_ms: float, waited_s: float) -> ExportedPause:
+        """Engine.export_stop, between two steps."""
+        return self._paused(self._hold(request_id), [], token_interval_ms, waited_s)
+
+    def _hold(self, request_id: str) -> Request:
         request = self._exporting(request_id)
         if request.state is State.PAUSED:
             raise EngineRefusal(f"request {request_id} is paused already")
         self._scheduler.hold(request, State.PAUSED)
-        full = self._full_blocks(request)
-        hashes = request.chain.full(have_blocks, full)
-        if request.computed % self._shape.block_tokens:
-            hashes.append(b"")
+        return request
+
+    @staticmethod
+    def _paused(
+        request: Request, hashes: list[bytes], token_interval_ms: float, waited_s: float
+    ) -> ExportedPause:
         return ExportedPause(
             new_output_token_ids=request.outputs[request.exported_outputs :],
             computed_tokens=request.computed,

@@ -71,6 +71,14 @@ class Imports:
         # Those that wait for room; asked before each step.
         self.line = ImportLine()
 
+    def check_replay(self, exported: Exported, key: RequestKey) -> None:
+        """Engine.replay_check."""
+        request = self._request(exported, key, exported.epoch)
+        scheduler, pool = self._scheduler, self._scheduler.pool
+        blocks = min(pool.blocks_for(request.total) + 1, pool.total)
+        if scheduler.free_slots < 1 or pool.free < blocks:
+            raise NoRoom(f"{blocks} KV blocks and a place in the batch are needed")
+
     def open(self, exported: Exported, key: RequestKey, epoch: int) -> None:
         """Engine.import_open."""
         request = self._request(exported, key, epoch)
@@ -136,7 +144,7 @@ class Imports:
         incoming = self._importing(request_id)
         request = incoming.request
         outputs = [*request.outputs, *pause.new_output_token_ids]
-        self._check_state(request, len(outputs), pause)
+        check_state(request, len(outputs), pause.sampling_state)
         request.outputs += pause.new_output_token_ids
         request.total = len(request.prompt) + len(outputs)
         if not 0 <= pause.computed_tokens < request.total:
@@ -238,13 +246,14 @@ class Imports:
             raise EngineRefusal(f"request {request_id} is not being imported")
         return incoming
 
-    @staticmethod
-    def _check_state(request: Request, output_tokens: int, pause: ExportedPause) -> None:
-        try:
-            state = _state.decode(pause.sampling_state)
-        except msgspec.DecodeError as error:
-            raise EngineRefusal(f"sampling state: {error}") from error
-        if state.script != request.script.identity:
-            raise EngineRefusal("the source would have gone on otherwise: another prompt, seed or model")
-        if state.output_tokens != output_tokens:
-            raise EngineRefusal(f"{output_tokens} output tokens handed over, {state.output_tokens} made")
+
+def check_state(request: Request, output_tokens: int, sampling_state: bytes) -> None:
+    """Whether the request goes on here as it would have at its source. Raises EngineRefusal."""
+    try:
+        state = _state.decode(sampling_state)
+    except msgspec.DecodeError as error:
+        raise EngineRefusal(f"sampling state: {error}") from error
+    if state.script != request.script.identity:
+        raise EngineRefusal("the source would have gone on otherwise: another prompt, seed or model")
+    if state.output_tokens != output_tokens:
+        raise EngineRefusal(f"{output_tokens} output tokens handed over, {state.output_tokens} made")

@@ -45,6 +45,8 @@ class SimulatedSettings(msgspec.Struct, frozen=True, kw_only=True):
     prediction_error: float | None = None
     # Stands for the weights: another seed, another model.
     weights_seed: int = 0
+    # Why its requests go by replay; empty: they go live.
+    replay_reason: str = ""
 
 
 @dataclass(slots=True)

@@ -91,6 +91,8 @@ class Admission:
         if request.request_id != submission.request_id:
             raise EngineRefusal(f"its message is that of request {request.request_id}")
         outputs = list(submission.output_token_ids)
+        if self._core.pooling and outputs:
+            raise EngineRefusal("a pooling model goes on with no output")
         if request.num_tokens + len(outputs) > self._core.max_model_len:
             raise EngineRefusal(f"{len(outputs)} output tokens are more than fit max_model_len")
         phases = PhaseTracker(self._core.marks, request.prompt_token_ids or ())
@@ -124,7 +126,7 @@ class Admission:
             try:
                 if refusal is not None:
                     raise refusal
-                self._go_on(entry, outputs)
+                self._go_on(entry, outputs, submission.sampling_state)
             except EngineRefusal as error:
                 _log.warning("request %s cannot go on: %s", request.request_id, error)
                 self._fail(submission)
@@ -143,7 +145,7 @@ class Admission:
                 request.status = RequestStatus.PREEMPTED
         self._core.core.add_request(request)
 
-    def _go_on(self, entry: Entry, outputs: list[int]) -> None:
+    def _go_on(self, entry: Entry, outputs: list[int], generator_state: bytes) -> None:
         request = entry.request
         self._core.take_outputs(request, outputs)
         if check_stop(request, self._core.max_model_len):
@@ -158,7 +160,7 @@ class Admission:
             self._deliver([self._writer.ended(entry.key, entry.epoch, entry.emitted, output)])
             return
         request.status = RequestStatus.PREEMPTED
-        self._core.adopt(request, b"")
+        self._core.adopt(request, generator_state)
         self._core.core.add_request(request)
 
     def _queue_s(self) -> float:
@@ -184,4 +186,5 @@ class Admission:
 
 
 def _is_seeded(request: Request) -> bool:
-    return bool(request.sampling_params.sampling_type == SamplingType.RANDOM_SEED)
+    params = request.sampling_params
+    return params is not None and bool(params.sampling_type == SamplingType.RANDOM_SEED)

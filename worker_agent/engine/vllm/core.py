@@ -120,7 +120,7 @@ class EngineThread:
             exports=Exports(core, table, self.post),
             imports=imports,
             utility=UtilityCalls(core),
-            watch=LengthWatch.of(self._settings.predictor, core, table),
+            watch=None if core.pooling else LengthWatch.of(self._settings.predictor, core, table),
         )
 
         def step_now() -> None:

@@ -81,6 +81,9 @@ class VllmEngine:
             hardware=hardware(core.kv.device, self._settings.cpu_threads),
             step_tokens=core.config.scheduler_config.max_num_batched_tokens,
             identity=await asyncio.to_thread(identity, self._settings.model, core),
+            handover=core.handover,
+            pooling=core.pooling,
+            takes_adapters=core.config.lora_config is not None,
         )
 
     async def stop(self) -> None:
@@ -143,6 +146,11 @@ class VllmEngine:
             lambda parts: parts.exports.pause(request_id, have_blocks, time.monotonic() - asked_s)
         )
 
+    async def export_stop(self, request_id: str) -> ExportedPause:
+        """Stop scheduling the request, to be computed anew elsewhere."""
+        asked_s = time.monotonic()
+        return await self._ask(lambda parts: parts.exports.stop(request_id, time.monotonic() - asked_s))
+
     async def export_resume(self, request_id: str) -> None:
         """Unpin, and go on."""
         await self._ask(lambda parts: parts.exports.resume(request_id))
@@ -169,6 +177,10 @@ class VllmEngine:
         return await asyncio.to_thread(copy)
 
     # ---- target of a migration
+
+    async def replay_check(self, exported: Exported, key: RequestKey) -> None:
+        """Whether the request could be computed anew here, now."""
+        await self._ask(lambda parts: parts.imports.check_replay(exported, key))
 
     async def import_open(self, exported: Exported, key: RequestKey, epoch: int) -> None:
         """Reserve room for the request as it is now."""

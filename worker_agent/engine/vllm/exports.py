@@ -14,6 +14,7 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import RequestStatus
 
+from tailrace.handover import Way
 from worker_agent.engine.base import EngineRefusal, Exported, ExportedPause
 from worker_agent.engine.vllm.in_use import InUse
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging
@@ -82,14 +83,17 @@ class Exports:
         entry = self._table.get(request_id)
         if entry is None:
             raise EngineRefusal(f"request {request_id} is not running here")
-        status = entry.request.status
-        if status != RequestStatus.RUNNING and self._core.host.get(request_id) is None:
+        status, handover = entry.request.status, self._core.handover
+        if handover.way is Way.STAYS:
+            raise EngineRefusal(handover.reason)
+        if not self._can_leave(entry):
             raise EngineRefusal(f"request {request_id} is {_state(status)}")
         outputs = list(entry.request.output_token_ids)
         export = Export(entry, len(outputs), InUse(f"the export of {request_id}"))
         self._exports[request_id] = export
         self._core.scheduler.exporting.add(request_id)
-        self._pin_full(export)
+        if handover.way is Way.LIVE:
+            self._pin_full(export)
         return Exported(
             key=entry.key,
             frontend_id=entry.frontend_id,
@@ -99,6 +103,7 @@ class Exports:
             phase=entry.phases.phase,
             traceparent=entry.traceparent,
             block_hashes=list(export.hashes),
+            replay_reason=handover.reason,
         )
 
     def more(self, request_id: str, have_blocks: int) -> list[bytes]:
@@ -112,26 +117,50 @@ class Exports:
 
         `waited_s`: since this was asked for.
         """
-        export = self._live(request_id)
-        entry, request, scheduler = export.entry, export.entry.request, self._core.scheduler
-        if request_id in scheduler.paused:
-            raise EngineRefusal(f"request {request_id} is already paused")
+        export = self._running(request_id)
+        request = export.entry.request
         swapped = self._core.host.get(request_id)
-        if request.status != RequestStatus.RUNNING and swapped is None:
-            raise EngineRefusal(f"request {request_id} is {_state(request.status)}")
         computed = request.num_computed_tokens if swapped is None else swapped.tokens
         if computed != request.num_tokens - 1 or not request.num_output_tokens:
             raise EngineRefusal(f"request {request_id} is computing its prompt")
         state = self._core.generator_state(request_id)
-        scheduler.pause(request)
+        self._core.scheduler.pause(request)
         self._pin_full(export)
         if cdiv(computed, self._core.block_tokens) > len(export.pinned):
             self._pin(export, len(export.pinned), b"")
-        new_tokens = list(request.output_token_ids)[export.reported_tokens :]
+        return self._paused(export, computed, export.hashes[have_blocks:], state, waited_s)
+
+    def stop(self, request_id: str, waited_s: float) -> ExportedPause:
+        """Stop stepping the request, which is to be computed anew elsewhere. `waited_s`: as for `pause`."""
+        export = self._running(request_id)
+        state = self._core.generator_state(request_id)
+        self._core.scheduler.pause(export.entry.request)
+        return self._paused(export, 0, [], state, waited_s)
+
+    def _can_leave(self, entry: Entry) -> bool:
+        """Whether it runs, or has its KV in host memory; or, where KV does not travel, has lost it."""
+        status = entry.request.status
+        if status == RequestStatus.RUNNING or self._core.host.get(entry.request_id) is not None:
+            return True
+        return self._core.handover.way is Way.REPLAY and status == RequestStatus.PREEMPTED
+
+    def _running(self, request_id: str) -> Export:
+        """The export of a request that is not paused yet. Raises EngineRefusal."""
+        export = self._live(request_id)
+        if request_id in self._core.scheduler.paused:
+            raise EngineRefusal(f"request {request_id} is already paused")
+        if not self._can_leave(export.entry):
+            raise EngineRefusal(f"request {request_id} is {_state(export.entry.request.status)}")
+        return export
+
+    def _paused(
+        self, export: Export, computed: int, hashes: list[bytes], state: bytes, waited_s: float
+    ) -> ExportedPause:
+        entry = export.entry
         return ExportedPause(
-            new_output_token_ids=new_tokens,
+            new_output_token_ids=list(entry.request.output_token_ids)[export.reported_tokens :],
             computed_tokens=computed,
-            block_hashes=export.hashes[have_blocks:],
+            block_hashes=hashes,
             sampling_state=state,
             token_interval_ms=entry.pace.interval_ms,
             predicted_remaining_tokens=entry.predicted_remaining(self._core.max_model_len),

@@ -95,6 +95,14 @@ class Imports:
             raise EngineRefusal(f"request {request_id} is not being imported")
         return found
 
+    def check_replay(self, exported: Exported, key: RequestKey) -> None:
+        """Whether the request could be computed anew here, now. Raises EngineRefusal, NoRoom."""
+        request = self._request(exported, key)
+        tokens = request.num_tokens + len(exported.output_token_ids)
+        blocks = min(cdiv(tokens, self._core.block_tokens) + 1, self._core.max_blocks)
+        if self._core.scheduler.free_slots() < 1 or self._core.block_pool.get_num_free_blocks() < blocks:
+            raise NoRoom(f"no room: {blocks} KV blocks or a place in the batch are not free")
+
     def open(self, exported: Exported, key: RequestKey, epoch: int) -> None:
         """Reserve blocks for the request's tokens and one block more, and a place in the batch."""
         request = self._request(exported, key)

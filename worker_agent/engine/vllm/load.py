@@ -19,8 +19,10 @@ from vllm.v1.serial_utils import MsgpackDecoder
 from tailrace.intra.base import IntraPolicy
 from worker_agent.engine.base import EngineRefusal, Frames
 from worker_agent.engine.host_ledger import HostLedger
+from worker_agent.engine.vllm.adapters import Adapters
 from worker_agent.engine.vllm.connector import TailraceConnector
 from worker_agent.engine.vllm.grammars import Grammars
+from worker_agent.engine.vllm.handover import handover_of
 from worker_agent.engine.vllm.hidden_states import HiddenStateTap, StepStates
 from worker_agent.engine.vllm.host_pool import HostPool
 from worker_agent.engine.vllm.kv_blocks import KvBlocks
@@ -50,7 +52,11 @@ class LoadedCore:
         # Block hashes name KV between workers, so all must start their chains alike.
         os.environ.setdefault("PYTHONHASHSEED", "0")
         self.config = config
+        self.handover = handover_of(config)
+        # Its requests have no outputs but the one.
+        self.pooling: bool = config.model_config.runner_type != "generate"
         self.core = InProcessCore(config, Executor.get_class(config), log_stats=False)
+        self.adapters = Adapters(config, self.core)
         self.scheduler = self.core.scheduler
         self.kv_manager = self.scheduler.kv_cache_manager
         self.block_pool = self.kv_manager.block_pool
@@ -87,15 +93,20 @@ class LoadedCore:
     def decode(self, frames: Frames, client: int) -> Request:
         """vLLM's Request of a message. Raises EngineRefusal for what this engine cannot run."""
         message: EngineCoreRequest = self._decoder.decode(frames)
-        if message.sampling_params is None or message.prompt_token_ids is None or message.resumable:
-            raise EngineRefusal("only prompts of text that is to be continued can run")
+        if (message.sampling_params is None) != self.pooling:
+            runner = self.config.model_config.runner_type
+            raise EngineRefusal(f"what a {runner!r} runner (runner) does not do")
+        if message.prompt_token_ids is None or message.resumable:
+            raise EngineRefusal("only prompts of tokens, whole ones, can run")
         prompt = message.prompt_token_ids
-        if not prompt or len(prompt) >= self.max_model_len:
+        if not prompt or len(prompt) >= self.max_model_len + self.pooling:
             raise EngineRefusal(f"a prompt of {len(prompt)} tokens with max_model_len {self.max_model_len}")
         if not message.mm_features and not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
             raise EngineRefusal(f"a token id outside the vocabulary of {self._vocab_size}")
         if self.core.mm_receiver_cache is not None and message.mm_features:
             message.mm_features = self.core.mm_receiver_cache.get_and_update_features(message.mm_features)
+        if message.lora_request is not None:
+            message.lora_request = self.adapters.load(message.lora_request)
         message.client_index = client
         return Request.from_engine_core_request(message, self.core.request_block_hasher)
 

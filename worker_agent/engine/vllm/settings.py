@@ -59,6 +59,8 @@ def vllm_config(settings: VllmSettings) -> VllmConfig:
     os.environ.update(_ENVIRONMENT)
     arguments: dict[str, object] = {
         "model": settings.model,
+        # Front halves send every image whole: what an engine has seen says nothing about the next one.
+        "mm_processor_cache_gb": 0,
         "dtype": settings.dtype,
         "block_size": settings.block_tokens,
         "num_gpu_blocks_override": settings.kv_blocks,
@@ -101,9 +103,5 @@ def vllm_config(settings: VllmSettings) -> VllmConfig:
 def _check(config: VllmConfig) -> None:
     if config.parallel_config.world_size != 1 or config.parallel_config.data_parallel_size != 1:
         raise RuntimeError("a worker runs one device: leave tensor, pipeline and data parallel size at 1")
-    if config.speculative_config is not None:
-        raise RuntimeError("speculative decoding is not supported by the worker: remove speculative_config")
     if config.use_v2_model_runner:
         raise RuntimeError("set VLLM_USE_V2_MODEL_RUNNER=0 before vLLM is imported")
-    if config.model_config.runner_type != "generate":
-        raise RuntimeError(f"{config.model_config.model} is not a model that generates text")

@@ -12,6 +12,9 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from worker_agent.engine.base import Frames
 from worker_agent.engine.vllm.load import LoadedCore
 
+# Adapters leave when others need their place, as front halves number each their own.
+_ADAPTERS_STAY = frozenset({"remove_lora", "pin_lora"})
+
 _log = logging.getLogger(__name__)
 
 # What reads, or frees a cache. Not what stops, pauses or reloads an engine that other front ends share.
@@ -57,4 +60,9 @@ class UtilityCalls:
         if method not in ALLOWED:
             raise PermissionError(f"{method} is not for a worker of a fleet")
         bound = getattr(self._core.core, method)
-        return bound(*EngineCoreProc._convert_msgspec_args(bound, arguments))
+        arguments = EngineCoreProc._convert_msgspec_args(bound, arguments)
+        if method == "add_lora":
+            return bool(self._core.adapters.load(*arguments))
+        if method in _ADAPTERS_STAY:
+            return True
+        return bound(*arguments)

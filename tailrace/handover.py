@@ -1,0 +1,44 @@
+"""Which way a running request goes from one instance to another: live, by replay, or not at all."""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+import msgspec
+
+
+class Way(enum.Enum):
+    """The values of the proto enum, in words; tailrace.handover_message has both."""
+
+    # Its KV travels.
+    LIVE = "live"
+    # The target computes its KV anew from the tokens made so far.
+    REPLAY = "replay"
+    # It ends where it is.
+    STAYS = "stays"
+
+
+class Handover(msgspec.Struct, frozen=True):
+    """How the requests of an instance leave it, and come to it. `reason`: why not live; empty where they go
+    live."""
+
+    way: Way = Way.LIVE
+    reason: str = ""
+
+
+LIVE: Final = Handover()
+
+
+def by_replay(reason: str) -> Handover:
+    """By replay, for this reason."""
+    return Handover(Way.REPLAY, reason)
+
+
+def between(source: Handover, target: Handover) -> Handover:
+    """The way of a request from one to the other: that of the end that can do less."""
+    for way in (Way.STAYS, Way.REPLAY):
+        for handover, end in ((source, "source"), (target, "target")):
+            if handover.way is way:
+                return Handover(way, f"{end}: {handover.reason}")
+    return LIVE

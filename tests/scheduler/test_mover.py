@@ -1,0 +1,99 @@
+"""Which moves are asked of the migration service, and which are refused, with the setting in the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from scheduler_svc.drainer import Drainer
+from scheduler_svc.migrations import Migrations
+from scheduler_svc.mover import Mover
+from scheduler_svc.refused import Refused
+from scheduler_svc.state import ClusterState
+from scheduler_svc.traceparents import Traceparents
+from tailrace.actions import Migrate
+from tailrace.cluster import RequestView
+from tailrace.handover import Handover, Way, by_replay
+from tailrace.model_identity import ModelIdentity
+from tailrace.records import InstanceRecord
+from tailrace.service.channels import Channels
+from tests.scheduler.facts import Members, instance, request, steady
+from tests.scheduler.test_decider import Scheduler
+
+MODEL = ModelIdentity("text", "weights", "bf16")
+
+
+def record(
+    name: str, layout: str = "blocks of 16", model: ModelIdentity = MODEL, handover: Handover | None = None
+) -> InstanceRecord:
+    """An instance whose KV has this layout."""
+    return msgspec.structs.replace(
+        instance(name),
+        model_fingerprint=layout,
+        model_identity=model,
+        handover=handover or Handover(),
+    )
+
+
+FLEET = [
+    record("a"),
+    record("alike"),
+    record("older", "blocks of 32"),
+    record("drafts", handover=by_replay("a draft model")),
+    record("lower", "other", ModelIdentity("text", "weights", "fp8")),
+    record("embeds", handover=Handover(Way.STAYS, "a pooling model")),
+]
+
+
+@pytest_asyncio.fixture
+async def mover() -> AsyncIterator[tuple[Mover, RequestView]]:
+    """One, and a request on `a`."""
+    state, channels = ClusterState(), Channels()
+    state.set_members(Members(instances={each.instance_id: each for each in FLEET}), 0.0)
+    state.apply(steady("a", [request("r")]), 1.0)
+    found = state.request("r")
+    assert found is not None
+    yield Mover(state, Migrations(Members(), channels), Traceparents()), found  # type: ignore[arg-type]
+    await channels.close()
+
+
+@pytest.mark.parametrize("target", ["alike", "older", "drafts"])
+async def test_a_request_may_go_to_whoever_can_go_on_with_it(
+    mover: tuple[Mover, RequestView], target: str
+) -> None:
+    mover[0].check(mover[1], target)
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"), [("lower", "dtype, quantization, kv_cache_dtype"), ("embeds", "a pooling model")]
+)
+async def test_what_is_in_the_way_is_named_before_anything_is_asked(
+    mover: tuple[Mover, RequestView], target: str, reason: str
+) -> None:
+    with pytest.raises(Refused, match=reason):
+        mover[0].check(mover[1], target)
+
+
+def drained(*others: InstanceRecord) -> str:
+    """Where the only request of `a` goes when that is drained."""
+    scheduler = Scheduler()
+    fleet = [record("a"), *others]
+    scheduler.state.set_members(
+        Members(instances={each.instance_id: each for each in fleet}, draining=frozenset("a")), 0.0
+    )
+    scheduler.state.apply(steady("a", [request("r")]), 1.0)
+    leading = asyncio.Event()
+    leading.set()
+    Drainer(scheduler.state, scheduler.hands, leading).look(1.0)
+    return next((each.target_id for each in scheduler.hands.actions if isinstance(each, Migrate)), "")
+
+
+def test_a_drain_replays_where_nobody_takes_the_kv() -> None:
+    older, lower = record("older", "blocks of 32"), record("lower", "other", ModelIdentity("text", "weights"))
+    assert drained(older, record("z")) == "z"
+    assert drained(older, lower) == "older"
+    assert drained(lower) == ""

@@ -1,0 +1,85 @@
+"""Which way a request comes to a worker, from what the two engines are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.handover import LIVE, Handover, Way, between, by_replay
+from tailrace.model_identity import ModelIdentity
+from tailrace.v1 import worker_pb2
+from worker_agent.engine.base import EngineInfo, KvShape
+from worker_agent.migration.messages import kv_layout
+from worker_agent.migration.way import CannotMove, identity_message, way_of
+
+SHAPE = KvShape("fingerprint", block_tokens=16, num_layers=2, layer_block_bytes=512)
+MODEL = ModelIdentity("text", "weights", "bfloat16 None auto")
+INFO = EngineInfo("vllm", "tiny", SHAPE, 100, 2048, 8, b"", identity=MODEL)
+STAYS = Handover(Way.STAYS, "a pooling model")
+
+
+def opened(
+    shape: KvShape = SHAPE, model: ModelIdentity | None = MODEL, reason: str = ""
+) -> worker_pb2.ExportOpened:
+    """What a source says, after its way over the wire."""
+    said = worker_pb2.ExportOpened(
+        layout=kv_layout(shape), model=identity_message(model), replay_reason=reason
+    )
+    return worker_pb2.ExportOpened.FromString(said.SerializeToString())
+
+
+def test_between_equal_engines_it_comes_live() -> None:
+    assert way_of(INFO, opened()) == LIVE
+    # From a source of a version that does not tell which model it runs, too.
+    assert way_of(INFO, opened(model=None)) == LIVE
+
+
+@pytest.mark.parametrize(
+    ("info", "source", "reason"),
+    [
+        (INFO, opened(reason="a draft model"), "source: a draft model"),
+        (replace(INFO, handover=by_replay("version 9")), opened(), "target: version 9"),
+        (INFO, opened(replace(SHAPE, block_tokens=32)), "KV blocks of 32 tokens against 16 (block_size)"),
+        (INFO, opened(replace(SHAPE, model_fingerprint="other")), "kv_cache_dtype"),
+        (INFO, opened(replace(SHAPE, layer_block_bytes=256)), "parallel sizes"),
+    ],
+)
+def test_where_kv_does_not_fit_it_is_replayed_and_the_setting_named(
+    info: EngineInfo, source: worker_pb2.ExportOpened, reason: str
+) -> None:
+    way = way_of(info, source)
+    assert way.way is Way.REPLAY
+    assert reason in way.reason
+
+
+@pytest.mark.parametrize(
+    ("model", "setting"),
+    [
+        (None, "does not tell"),
+        (ModelIdentity("other", "weights", MODEL.precision), "--model"),
+        (ModelIdentity("text", "other", MODEL.precision), "--revision"),
+        (ModelIdentity("text", "weights", "float32 None auto"), "dtype"),
+    ],
+)
+def test_another_models_answer_is_never_gone_on_with(model: ModelIdentity | None, setting: str) -> None:
+    with pytest.raises(CannotMove, match=setting):
+        way_of(INFO, opened(replace(SHAPE, model_fingerprint="other"), model))
+
+
+def test_nothing_comes_to_a_pooling_model() -> None:
+    with pytest.raises(CannotMove, match="target: a pooling model"):
+        way_of(replace(INFO, handover=STAYS), opened())
+
+
+ENDS = st.sampled_from([LIVE, by_replay("a feature"), STAYS])
+
+
+@given(source=ENDS, target=ENDS)
+def test_the_end_that_can_do_less_decides(source: Handover, target: Handover) -> None:
+    order = [Way.LIVE, Way.REPLAY, Way.STAYS]
+    way = between(source, target)
+    assert way.way is max(source.way, target.way, key=order.index)
+    assert bool(way.reason) == (way.way is not Way.LIVE)

@@ -1,0 +1,40 @@
+"""How the requests of an engine move: live, by replay, or not; from its configuration alone."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from vllm.config import VllmConfig
+from vllm.version import __version__ as vllm_version
+
+from tailrace.handover import LIVE, Handover, Way, by_replay
+
+_log = logging.getLogger(__name__)
+
+# Live migration is tested with these.
+TESTED_VERSIONS: Final = ("0.32",)
+
+
+def handover_of(config: VllmConfig) -> Handover:
+    """What cannot go live goes by replay; what has nothing to go on with stays. Never refuses."""
+    if config.model_config.runner_type != "generate":
+        return Handover(Way.STAYS, "a pooling model's request ends with the step that computes its prompt")
+    reason = _version_reason(vllm_version) or _feature_reason(config)
+    return by_replay(reason) if reason else LIVE
+
+
+def _version_reason(version: str) -> str:
+    """Empty for versions that live migration is tested with."""
+    if ".".join(version.split(".")[:2]) in TESTED_VERSIONS:
+        return ""
+    tested = ", ".join(f"{each}.x" for each in TESTED_VERSIONS)
+    _log.warning("vLLM %s is not among the versions tested (%s): requests move by replay", version, tested)
+    return f"vLLM {version}: live migration is tested with {tested}"
+
+
+def _feature_reason(config: VllmConfig) -> str:
+    speculative = config.speculative_config
+    if speculative is not None and speculative.method != "ngram":
+        return f"speculative decoding by {speculative.method}: its draft model's state does not travel"
+    return ""

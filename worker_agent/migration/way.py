@@ -1,0 +1,51 @@
+"""Which way a request comes: with its KV, or computed anew here; or not at all."""
+
+from __future__ import annotations
+
+from tailrace.handover import LIVE, Handover, Way, by_replay
+from tailrace.model_identity import ModelIdentity, difference
+from tailrace.v1 import worker_pb2
+from worker_agent.engine.base import EngineInfo
+from worker_agent.migration.messages import layout_difference
+
+
+class CannotMove(Exception):
+    """Neither way is open; the message names the setting."""
+
+
+def way_of(info: EngineInfo, opened: worker_pb2.ExportOpened) -> Handover:
+    """The way to an engine of this kind. Raises CannotMove. Pure.
+
+    A replay needs the same model, computed in the same number formats, or the answer would go on otherwise.
+    """
+    if info.handover.way is Way.STAYS:
+        raise CannotMove(f"target: {info.handover.reason}")
+    layouts = layout_difference(info.kv_shape, opened.layout)
+    if opened.replay_reason:
+        way = by_replay(f"source: {opened.replay_reason}")
+    elif info.handover.way is Way.REPLAY:
+        way = by_replay(f"target: {info.handover.reason}")
+    elif layouts:
+        way = by_replay(layouts)
+    else:
+        return LIVE
+    if opened.layout.model_fingerprint != info.kv_shape.model_fingerprint:
+        models = difference(_identity(opened), info.identity)
+        if models:
+            raise CannotMove(models)
+    return way
+
+
+def identity_message(identity: ModelIdentity | None) -> worker_pb2.ModelIdentity | None:
+    """As sent to the other end."""
+    if identity is None:
+        return None
+    return worker_pb2.ModelIdentity(
+        text=identity.text, weights=identity.weights, precision=identity.precision
+    )
+
+
+def _identity(opened: worker_pb2.ExportOpened) -> ModelIdentity | None:
+    """None: a source of a version that does not tell."""
+    model = opened.model
+    return ModelIdentity(model.text, model.weights, model.precision) if opened.HasField("model") else None
