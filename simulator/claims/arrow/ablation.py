@@ -130,9 +130,8 @@ def _judge(
             f"{format_estimate(ratio, '.2f')}x ({rates[SLO_AWARE].mean:.0f} against "
             f"{rates[MINIMAL_LOAD].mean:.0f} req/s)",
             of_effect(ratio.mean - 1.0, rate_ratio - 1.0),
-            f"{min(decoders):.0f} to {max(decoders):.0f} of 8 instances are left to decode at the end; 4 "
-            f"began; of all requests {kept:.1%} and more keep their TPOT at every rate tried: first tokens "
-            "decide",
+            f"{min(decoders):.0f} to {max(decoders):.0f} instances decode at the end, where 4 of 8 began; "
+            f"of all requests {kept:.1%} and more keep their TPOT at every rate tried: first tokens decide",
             means_of(found) | _curves("slo_aware", aware) | _curves("minimal_load", minimal),
             spreads_of(found),
         ),
