@@ -10,7 +10,7 @@ PYTHON := .venv/bin/python
 TAILRACE := .venv/bin/tailrace
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test test-features lint format protos sbom bundle docs soak bench-stream bench-transfer bench-swap \
+.PHONY: help install up down test test-features lint format protos sbom bundle check-gpu docs soak bench-stream bench-transfer bench-swap \
 	bench-scale \
 	bench-decisions bench-policies bench-real bench-live bench-validation bench-simulation bench-etcd claims
 
@@ -59,6 +59,9 @@ bundle: install ## An offline installation in dist/bundle, in files of PART_MB (
 	$(PYTHON) -m scripts.bundle --part-mb $(PART_MB) $(if $(filter cpu,$(ENGINE)),--engine cpu) \
 		$(if $(BUNDLE_PYTHON),--python $(BUNDLE_PYTHON)) $(if $(CONTENTS),--contents $(CONTENTS)) \
 		$(if $(TORCH),--torch $(TORCH))
+
+check-gpu: install ## What only a GPU can show (PART=transfer|serving|migration|lengths|profile, ARGS=)
+	$(PYTHON) -m benchmarks.gpu $(PART) $(ARGS)
 
 soak: install ## Run the slow tests: kills, partitions and migrations at random
 	$(PYTHON) -m pytest -m slow --timeout 1800

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -83,40 +83,26 @@ class TailraceCluster(Server):
         self._folder.cleanup()
 
 
-class VllmServe(Server):
-    """`vllm serve`, engine core and API server in a process each, with the worker's engine settings."""
+class ServeProcess(Server):
+    """`vllm serve MODEL OPTIONS`, ready to be asked."""
 
-    def __init__(self, name: str, rust_front: Path | None = None) -> None:
-        """`rust_front`: the vllm-rs executable; None: vLLM's Python API server."""
+    def __init__(
+        self, name: str, model: Path, options: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
+        """`environment` is added to this process's."""
         self.name = name
         (port,) = free_ports(1)
         self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(MODEL_PATH)]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
-        command += ["--reasoning-parser", REASONING_PARSER, "--enforce-eager", "--block-size", "32"]
-        command += ["--num-gpu-blocks-override", "4096", "--dtype", "float32"]
-        command += ["--distributed-executor-backend", "uni"]
-        command += ["--no-async-scheduling"]
-        if rust_front is None:
-            command += ["--uvicorn-log-level", "warning"]  # vllm-rs refuses what it does not know
-        environment = {
-            # Without this vLLM turns `uni` back to `mp`, which spins on shared memory on two cores.
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            # As `tailrace up` gives one worker: all cores but one, which is the front half's.
-            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1)),
-        }
-        if rust_front is not None:
-            environment |= {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": str(rust_front)}
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+        command += ["--host", "127.0.0.1", "--port", str(port), *options]
+        own = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         self._log = tempfile.NamedTemporaryFile(prefix="vllm-serve-", suffix=".log")  # noqa: SIM115
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            env={**os.environ, **environment},
+            env={**os.environ, **own, **environment},
             start_new_session=True,
         )
         self._wait()
@@ -152,3 +138,27 @@ class VllmServe(Server):
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(timeout=10)
         self._log.close()
+
+
+class VllmServe(ServeProcess):
+    """`vllm serve`, engine core and API server in a process each, with the worker's engine settings."""
+
+    def __init__(self, name: str, rust_front: Path | None = None) -> None:
+        """`rust_front`: the vllm-rs executable; None: vLLM's Python API server."""
+        options = ["--served-model-name", MODEL]
+        options += ["--reasoning-parser", REASONING_PARSER, "--enforce-eager", "--block-size", "32"]
+        options += ["--num-gpu-blocks-override", "4096", "--dtype", "float32"]
+        options += ["--distributed-executor-backend", "uni"]
+        options += ["--no-async-scheduling"]
+        if rust_front is None:
+            options += ["--uvicorn-log-level", "warning"]  # vllm-rs refuses what it does not know
+        environment = {
+            # Without this vLLM turns `uni` back to `mp`, which spins on shared memory on two cores.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            # As `tailrace up` gives one worker: all cores but one, which is the front half's.
+            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1)),
+        }
+        if rust_front is not None:
+            environment |= {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": str(rust_front)}
+        super().__init__(name, MODEL_PATH, options, environment)

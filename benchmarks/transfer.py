@@ -49,8 +49,8 @@ class Move:
     mib_per_s: float
 
 
-def perftest_mib_per_s(message_bytes: int) -> float:
-    """`ucx_perftest tag_bw` between two processes on loopback, MiB/s."""
+def perftest_mib_per_s(message_bytes: int, memory: str = "host") -> float:
+    """`ucx_perftest tag_bw` between two processes on loopback, MiB/s; `memory`: host or cuda."""
     folder = Path(libucx.__file__).parent
     environment = {**os.environ, "LD_LIBRARY_PATH": str(folder / "lib")}
     (port,) = free_ports(1)
@@ -60,6 +60,7 @@ def perftest_mib_per_s(message_bytes: int) -> float:
     ) as server:
         try:
             load = ["127.0.0.1", "-t", "tag_bw", "-s", str(message_bytes), "-n", "64", "-w", "4"]
+            load += ["-m", memory]
             for _ in range(50):
                 ran = subprocess.run(
                     [tool[0], *load, "-p", str(port)],

@@ -26,7 +26,9 @@ def project_wheel(root: Path, folder: Path) -> Path:
 
 def benchmarks_wheel(root: Path, folder: Path) -> Path:
     """Pack `benchmarks/`, which the project's wheel has not, for hosts without the repository."""
-    files = {str(p.relative_to(root)): p.read_bytes() for p in sorted((root / "benchmarks").rglob("*.py"))}
+    # Benchmarks share the examples' ways of talking to a cluster.
+    sources = [*(root / "benchmarks").rglob("*.py"), *(root / "examples").glob("*.py")]
+    files = {str(path.relative_to(root)): path.read_bytes() for path in sources}
     return write_wheel(
         folder, "tailrace-benchmarks", project_version(root), "Tailrace's benchmarks and GPU checks", files
     )

@@ -1,0 +1,103 @@
+"""`make check-gpu [PART=transfer|serving|migration|lengths|profile]`: each part in under ten minutes.
+
+Exits with 3, and says so, where there is no NVIDIA GPU. `--device cpu` runs the same code with a model of two
+layers, to show that it runs; its figures say nothing about GPUs and are kept apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final, Protocol
+
+from rich.console import Console
+
+from benchmarks.gpu.devices import description, nvidia_gpu
+from benchmarks.gpu.model import write_model
+from benchmarks.gpu.setting import ON_CPU, ON_GPU, Budget, Setting
+from benchmarks.gpu.tables import Rows
+from benchmarks.report import RESULTS
+
+PARTS: Final = ("transfer", "serving", "migration", "lengths", "profile")
+NOT_HERE: Final = 3
+
+
+class Part(Protocol):
+    """A part's module."""
+
+    def run(self, setting: Setting, model: Path, budget: Budget) -> dict[str, object]: ...
+
+    def table(self, figures: dict[str, object]) -> Rows: ...
+
+
+def load_part(name: str) -> Part:
+    """Import a part: it brings torch or vLLM, which another part may not need."""
+    module: Part = importlib.import_module(f"benchmarks.gpu.{name}")
+    return module
+
+
+def save(name: str, setting: Setting, seconds: float, figures: dict[str, object], folder: Path) -> Path:
+    """Write gpu-NAME.json, of a CPU gpu-NAME-cpu.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"gpu-{name}{'' if setting.device == 'cuda' else '-cpu'}.json"
+    record = {
+        "benchmark": f"gpu-{name}",
+        "taken": time.strftime("%Y-%m-%dT%H:%M:%S"),
+        "device": setting.device,
+        "machine": description(),
+        "seconds": round(seconds, 1),
+        "setting": asdict(setting),
+        **figures,
+    }
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    return path
+
+
+def main() -> int:
+    """Run the parts that are named, one after the other; 1 if one of them failed."""
+    parser = argparse.ArgumentParser(prog="make check-gpu", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all of them")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER")
+    parser.add_argument("--budget", type=float, default=540.0, metavar="SECONDS", help="of each part")
+    options = parser.parse_args()
+    if unknown := [name for name in options.parts if name not in PARTS]:
+        parser.error(f"no part {unknown[0]!r}: there are {', '.join(PARTS)}")
+    if options.device == "cuda" and nvidia_gpu() is None:
+        print("check-gpu: not run: no NVIDIA GPU (nvidia-smi finds none)", file=sys.stderr)
+        return NOT_HERE
+    # A time limit from outside ends it with SIGTERM; its servers must not outlive it.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    setting = ON_GPU if options.device == "cuda" else ON_CPU
+    console = Console()
+    failed = []
+    with tempfile.TemporaryDirectory(prefix="tailrace-gpu-") as folder:
+        model = write_model(Path(folder) / "model", setting.shape)
+        for name in options.parts or PARTS:
+            console.print(f"check-gpu: {name}, on {setting.device}")
+            begun = time.monotonic()
+            part = load_part(name)
+            try:
+                figures = part.run(setting, model, Budget(options.budget))
+            except Exception as error:  # noqa: BLE001 - the other parts are still worth running
+                console.print(f"check-gpu: {name} failed: {type(error).__name__}: {error}", markup=False)
+                failed.append(name)
+                continue
+            path = save(name, setting, time.monotonic() - begun, figures, options.results)
+            rows = part.table(figures)
+            console.print(rows.render())
+            for note in rows.notes:
+                console.print(note, markup=False)
+            console.print(f"figures: {path}", markup=False)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

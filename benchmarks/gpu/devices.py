@@ -1,0 +1,40 @@
+"""Which GPU is here, and the machine as a reader of the figures needs it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from typing import Final
+
+from benchmarks.report import machine
+
+_TIMEOUT_S: Final = 20.0
+_QUERY: Final = ("name", "driver_version", "memory.total")
+_PACKAGES: Final = ("vllm", "torch", "triton", "ucxx-cu13", "ucxx-cu12", "tailrace")
+
+
+def nvidia_gpu() -> dict[str, str] | None:
+    """Name, driver and memory of the first NVIDIA GPU, as nvidia-smi says them; None: there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.strip().splitlines()
+    if done.returncode != 0 or not lines:
+        return None
+    return dict(zip(_QUERY, (part.strip() for part in lines[0].split(",")), strict=True))
+
+
+def description() -> dict[str, object]:
+    """Machine, GPU and the versions of what was measured."""
+    versions: dict[str, str] = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {**machine(), "gpu": nvidia_gpu(), "versions": versions}

@@ -1,0 +1,104 @@
+"""How long a live migration stops its request while both instances are decoding for others."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import grpc
+
+from benchmarks.gpu.cluster import tailrace_cluster
+from benchmarks.gpu.model import prompt
+from benchmarks.gpu.setting import Budget, Setting
+from benchmarks.gpu.tables import Rows
+from benchmarks.loadgen import completion_request, run_stream
+from benchmarks.servers import MODEL, Server
+from benchmarks.transfer import move_once
+from examples.fleet import Fleet
+from tailrace.v1 import admin_pb2_grpc
+
+_MODES = ("live", "stop and copy")
+# What the last move may still take.
+_RESERVE_S = 60.0
+
+
+@contextmanager
+def steady_load(server: Server, setting: Setting, streams: int, longest_s: float) -> Iterator[None]:
+    """Keep so many streams running: one that ends is followed by another. Ends with the block."""
+    stop = threading.Event()
+    end = time.monotonic() + longest_s
+    tokens = 4 * setting.other_tokens
+
+    async def one(number: int) -> None:
+        turn = 0
+        while not stop.is_set() and time.monotonic() < end:
+            turn += 1
+            text = prompt(setting.other_tokens, setting.shape.vocab_size, 7_000_000 + 10_000 * number + turn)
+            result = await run_stream(server.url, completion_request(server.url, MODEL, text, tokens), 120)
+            if result.error:
+                # The load goes on: a refusal must not turn into a loop without a pause.
+                await asyncio.sleep(0.5)
+
+    async def every() -> None:
+        async with asyncio.TaskGroup() as group:
+            for number in range(streams):
+                group.create_task(one(number))
+
+    thread = threading.Thread(target=lambda: asyncio.run(every()), name="steady-load")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(timeout=150)
+
+
+def run(setting: Setting, model: Path, budget: Budget) -> dict[str, object]:
+    """Each length, live and by stop and copy, with `others` streams decoding on either instance."""
+    moves: list[dict[str, object]] = []
+    left_out: list[str] = []
+    with tailrace_cluster(setting, model, 2) as cluster, grpc.insecure_channel(cluster.admin) as channel:
+        fleet = Fleet(admin_pb2_grpc.AdminStub(channel))
+        with steady_load(cluster, setting, 2 * setting.others, budget.left_s):
+            for repeat in range(setting.repeats):
+                for tokens in setting.moved_tokens:
+                    for mode in _MODES:
+                        if budget.left_s < _RESERVE_S:
+                            left_out.append(f"{tokens} tokens, {mode}, repeat {repeat + 1}")
+                            continue
+                        moves.append(asdict(move_once(cluster, fleet, tokens, mode, repeat)))
+    return {"others_on_each": setting.others, "moves": moves, "not_run_for_time": left_out}
+
+
+def table(figures: dict[str, object]) -> Rows:
+    """Medians, a row for each length and mode."""
+    moves = figures["moves"]
+    assert isinstance(moves, list)
+    rows = []
+    for tokens, mode in dict.fromkeys((move["prompt_tokens"], move["mode"]) for move in moves):
+        group = [move for move in moves if (move["prompt_tokens"], move["mode"]) == (tokens, mode)]
+        medians = {
+            name: statistics.median(move[name] for move in group)
+            for name in ("bytes", "pause_ms", "pause_steps", "rounds", "mib_per_s")
+        }
+        rows.append(
+            [
+                f"{tokens:,} tokens, {mode}",
+                f"{medians['bytes'] / (1 << 20):,.0f}",
+                f"{medians['pause_ms']:,.1f}",
+                f"{medians['pause_steps']:.1f}",
+                f"{medians['rounds']:.0f}",
+                f"{medians['mib_per_s']:,.0f}",
+            ]
+        )
+    title = f"Pause while {figures['others_on_each']} others decode on each instance (medians)"
+    left_out = figures["not_run_for_time"]
+    assert isinstance(left_out, list)
+    notes = [f"not run: out of time: {what}" for what in left_out]
+    return Rows(title, ["request", "MiB", "pause, ms", "steps", "rounds", "MiB/s"], rows, notes)
