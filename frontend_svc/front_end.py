@@ -147,6 +147,8 @@ def _launch(settings: Settings, http: socket.socket, sockets: EngineSockets, adm
         reasoning_parser=settings.reasoning_parser,
         drain_timeout_s=settings.drain_timeout_s,
         vllm_arguments=settings.vllm_arguments,
+        api_keys=settings.api_keys,
+        max_body_bytes=settings.max_body_bytes,
     )
     if settings.front is Front.RUST:
         return rust_launch(spec, http, sockets, settings.vllm_rs)

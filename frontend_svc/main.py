@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 import sys
 import sysconfig
@@ -18,6 +19,7 @@ from frontend_svc.engine import DEFAULT_PLACE_WAIT_S, FrontHalfStuck
 from frontend_svc.front_end import FrontHalfExited, run_front_end
 from frontend_svc.front_half.rust import flags_to_json
 from frontend_svc.front_half.sockets import bind_http, split_address
+from frontend_svc.front_half.spec import DEFAULT_MAX_BODY_BYTES
 from frontend_svc.served_model import ServedModel
 from frontend_svc.settings import DRAIN_TIMEOUT_S, Front, Limits, Settings
 from frontend_svc.traces import RequestTraces
@@ -33,6 +35,7 @@ from tailrace.store.membership import Membership
 from tailrace.store.store import Store
 from tailrace.telemetry.metrics import new_registry, serve_metrics
 from tailrace.telemetry.tracing import configure
+from tailrace.tenancy.file import KeyFileUnusable, read_book
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 
 log = logging.getLogger(__name__)
@@ -111,6 +114,21 @@ _LIMITS: Final = Limits()
     show_default=True,
     help="Largest message that a worker may send: one step's outputs, with their log-probabilities.",
 )
+@click.option(
+    "--api-keys",
+    type=click.Path(dir_okay=False, path_type=Path),
+    envvar="TAILRACE_API_KEYS",
+    metavar="FILE",
+    help="Users want a key of this file (tailrace keys make), each with its tenant's models and rates. With "
+    "--front python alone.",
+)
+@click.option(
+    "--max-body-bytes",
+    type=click.IntRange(min=1024),
+    default=DEFAULT_MAX_BODY_BYTES,
+    show_default=True,
+    help="Largest body of a user's request; a larger one is refused with 413. With --front python alone.",
+)
 @click.argument("vllm_arguments", nargs=-1, type=click.UNPROCESSED)
 def command(
     common: CommonOptions,
@@ -127,6 +145,8 @@ def command(
     max_streams: int,
     max_unplaced: int,
     max_message_bytes: int,
+    api_keys: Path | None,
+    max_body_bytes: int,
     vllm_arguments: tuple[str, ...],
 ) -> None:
     """Serve the fleet to users through vLLM's own API server.
@@ -137,6 +157,10 @@ def command(
         split_address(http)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--http") from error
+    if api_keys is not None:
+        _check_keys(api_keys, Front(front), vllm_arguments)
+    elif not _asks_for_key(vllm_arguments):
+        common.check_exposed(http)
     if front == Front.RUST.value:
         try:
             flags_to_json(vllm_arguments)
@@ -158,6 +182,8 @@ def command(
         drain_timeout_s=drain_timeout,
         pace_s=pace_tpot / 1e3,
         limits=Limits(max_message_bytes, max_streams, max_unplaced),
+        api_keys=api_keys,
+        max_body_bytes=max_body_bytes,
     )
     run_service(lambda shutdown: serve(common, settings, shutdown))
 
@@ -208,6 +234,24 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
                 raise
             log.error("%s", _first(known))
             raise SystemExit(1) from None
+
+
+def _check_keys(file: Path, front: Front, vllm_arguments: tuple[str, ...]) -> None:
+    """Raises click.UsageError, click.ClickException."""
+    if front is not Front.PYTHON:
+        raise click.UsageError("--api-keys: vllm-rs knows no tenants; take --front python, or VLLM_API_KEY")
+    if _asks_for_key(vllm_arguments):
+        raise click.UsageError("--api-keys: vLLM's own key (VLLM_API_KEY, --api-key) would be asked for, too")
+    try:
+        read_book(file)
+    except KeyFileUnusable as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _asks_for_key(vllm_arguments: tuple[str, ...]) -> bool:
+    """Whether vLLM's own API server asks users for a key."""
+    given = any(argument.partition("=")[0] == "--api-key" for argument in vllm_arguments)
+    return given or bool(os.environ.get("VLLM_API_KEY"))
 
 
 def _served_model(settings: Settings) -> ServedModel:

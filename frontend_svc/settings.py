@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from frontend_svc.front_half.spec import DEFAULT_MAX_BODY_BYTES
 from tailrace.service.message_stream import DEFAULT_MAX_MESSAGE_BYTES
 
 DRAIN_TIMEOUT_S: Final = 300.0
@@ -56,3 +57,7 @@ class Settings:
     # Seconds a token at which answers are shown to users; 0: as they are made.
     pace_s: float = 0.0
     limits: Limits = Limits()
+    # File of tenants and keys; None: no key is asked for but vLLM's own.
+    api_keys: Path | None = None
+    # Largest body of a user's request.
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES

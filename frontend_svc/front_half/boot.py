@@ -17,3 +17,6 @@ class PythonBoot(msgspec.Struct, frozen=True, kw_only=True):
     output_address: str
     # File of the AdmissionFlag.
     admission_path: str
+    # File of tenants and keys; empty: no key is asked for but vLLM's own.
+    api_keys_path: str
+    max_body_bytes: int

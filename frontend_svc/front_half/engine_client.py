@@ -3,18 +3,22 @@ their own."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from copy import copy
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 from vllm.config import ObservabilityConfig
 from vllm.exceptions import GracefulHTTPError
 from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from frontend_svc.admission import AdmissionReader, AdmissionState
+from frontend_svc.front_half.door import TenantDoor, Tenants, tenant_of_call
 from frontend_svc.refusal import NO_INSTANCE, TOO_MANY_REQUESTS, Refusal
+from tailrace.tenancy.book import Tenant
 
 
 class Refused(GracefulHTTPError):  # type: ignore[misc]
@@ -50,9 +54,30 @@ class FleetClient(AsyncLLM):  # type: ignore[misc]
                 raise Refused(TOO_MANY_REQUESTS)
         super().check_admission(n, request_id)
 
-    async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
-        """vLLM's stream; a request that `frontend_svc` refuses ends with the status that it gives."""
-        outputs = super().generate(*args, **kwargs)
+    def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """vLLM's stream, as the tenant whose request it is may have it. A prompt that is too long for the
+        tenant is refused here, before a response is started. Raises Refused."""
+        tenant, tenants = tenant_of_call.get(), TenantDoor.tenants
+        if tenant is None or tenants is None:
+            return self._generate(prompt, sampling_params, request_id, kwargs)
+        length = _prompt_tokens(prompt)
+        if tenant.longest_prompt and length > tenant.longest_prompt:
+            raise Refused(
+                Refusal(400, f"This key may send {tenant.longest_prompt} tokens in a prompt, not {length}.")
+            )
+        # Not for the client to say.
+        kwargs["priority"] = tenant.priority
+        outputs = self._generate(prompt, sampling_params, request_id, kwargs)
+        delta = sampling_params.output_kind is RequestOutputKind.DELTA
+        return _charged(outputs, delta, length, partial(_charge, tenants, tenant))
+
+    async def _generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, further: dict[str, Any]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """A request that `frontend_svc` refuses ends with the status that it gives."""
+        outputs = super().generate(prompt, sampling_params, request_id, **further)
         try:
             async for output in outputs:
                 if output.finished:
@@ -62,3 +87,35 @@ class FleetClient(AsyncLLM):  # type: ignore[misc]
                 yield output
         finally:
             await outputs.aclose()
+
+
+async def _charged(
+    outputs: AsyncGenerator[RequestOutput, None],
+    delta: bool,
+    prompt_tokens: int,
+    charge: Callable[[int], None],
+) -> AsyncGenerator[RequestOutput, None]:
+    """The same; in the end the tokens of prompt and answers are charged, whoever ended it."""
+    made = 0
+    try:
+        async for output in outputs:
+            now = sum(len(each.token_ids) for each in output.outputs)
+            made = made + now if delta else now
+            yield output
+    finally:
+        charge(prompt_tokens + made)
+        await outputs.aclose()
+
+
+def _charge(tenants: Tenants, tenant: Tenant, tokens: int) -> None:
+    tenants.meter.charge(tenant, tokens, tenants.now_s())
+
+
+def _prompt_tokens(prompt: Any) -> int:
+    """Of what vLLM's own API hands over; 0 where it is not tokens."""
+    ids = (
+        prompt.get("prompt_token_ids")
+        if isinstance(prompt, dict)
+        else getattr(prompt, "prompt_token_ids", None)
+    )
+    return 0 if ids is None else len(ids)

@@ -27,6 +27,8 @@ def python_launch(
         output_fd=sockets.output.fileno(),
         output_address=sockets.output_address,
         admission_path=str(admission_path),
+        api_keys_path="" if spec.api_keys is None else str(spec.api_keys.absolute()),
+        max_body_bytes=spec.max_body_bytes,
     )
     command = [
         sys.executable,

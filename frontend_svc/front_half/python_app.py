@@ -26,11 +26,13 @@ from vllm.utils.system_utils import set_ulimit
 
 from frontend_svc.admission import AdmissionReader
 from frontend_svc.front_half.boot import PythonBoot
+from frontend_svc.front_half.door import BodyLimit, TenantDoor, Tenants
 from frontend_svc.front_half.engine_client import FleetClient
 from frontend_svc.front_half.engine_control import RefuseEngineControl
 from frontend_svc.front_half.graceful_stop import GracefulStop
 from frontend_svc.front_half.require_api_key import RequireApiKey, api_keys
 from frontend_svc.front_half.retry_after import RetryAfter
+from tailrace.tenancy.file import KeyFile
 
 
 def parse_args(arguments: list[str]) -> Namespace:
@@ -44,7 +46,8 @@ def parse_args(arguments: list[str]) -> Namespace:
     validate_parsed_serve_args(args)
     validate_api_server_args(args)
     RequireApiKey.keys = api_keys(args)
-    ours = (RetryAfter, GracefulStop, RefuseEngineControl, RequireApiKey)
+    # The last is asked first.
+    ours = (RetryAfter, GracefulStop, RefuseEngineControl, RequireApiKey, TenantDoor, BodyLimit)
     args.middleware = [*args.middleware, *(f"{each.__module__}.{each.__qualname__}" for each in ours)]
     return args
 
@@ -95,5 +98,8 @@ def run(boot_json: str, arguments: list[str]) -> None:
     """Serve. `arguments`: those of `vllm serve`."""
     boot = msgspec.json.decode(boot_json, type=PythonBoot)
     args = parse_args(arguments)
+    BodyLimit.most_bytes = boot.max_body_bytes
+    if boot.api_keys_path:
+        TenantDoor.tenants = Tenants(KeyFile(Path(boot.api_keys_path)))
     set_ulimit()
     uvloop.run(serve(boot, args))

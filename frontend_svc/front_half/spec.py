@@ -8,6 +8,8 @@ from typing import Final
 
 # A front half starts at once and waits for the first worker; how long is for us to say, not for vLLM.
 READY_TIMEOUT_S: Final = 7 * 24 * 3600
+DEFAULT_MAX_BODY_BYTES: Final = 64 << 20
+"""Beyond it not even a worker would take what is inside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,10 @@ class FrontHalfSpec:
     # Seconds for responses under way once it is told to stop.
     drain_timeout_s: float = 0.0
     vllm_arguments: tuple[str, ...] = ()
+    # File of tenants and keys (tailrace/tenancy); None: no key is asked for but vLLM's own.
+    api_keys: Path | None = None
+    # Largest body of a request.
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ _COMMANDS = {
     "trace": ("tailrace.cli.trace:trace", "Print the trace of one request as a tree."),
     "serve": ("tailrace.cli.serve:serve", "Run one service."),
     "certs": ("tailrace.cli.certs:certs", "Make and renew certificates."),
+    "keys": ("tailrace.cli.keys:keys", "Make, list and revoke API keys of users."),
     "etcd-roles": ("tailrace.cli.etcd_roles:etcd_roles", "Show and set up what each service may do in etcd."),
     "version": ("tailrace.cli.version:version", "Print versions."),
 }

@@ -49,4 +49,5 @@ def _check(spec: PartSpec, transport: Transport) -> None:
     role = Role(spec.role) if spec.role else Role.WORKER
     check_grpc(spec.address, "", _TIMEOUT_S, transport, role)
     if spec.http:
-        check_http(f"{spec.http}/v1/models", _TIMEOUT_S)
+        # Asked for without a key.
+        check_http(f"{spec.http}/health", _TIMEOUT_S)

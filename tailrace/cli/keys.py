@@ -1,0 +1,147 @@
+"""`tailrace keys`: API keys of the front ends' users."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+from rich.table import Table
+
+from tailrace.cli.errors import CliError, UsageProblem
+from tailrace.cli.output import Output, note, output_option, print_figures, print_json
+from tailrace.tenancy.book import KeyBook, Tenant
+from tailrace.tenancy.file import KeyFileUnusable, changing, read_book
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_FILE: Final = "TAILRACE_API_KEYS"
+
+
+@click.group(
+    help="API keys of users, in a file that front ends read (--api-keys) and follow: no restart is needed.",
+    epilog="Example: tailrace keys make team-a --requests-per-minute 600 --concurrency 50",
+)
+def keys() -> None:
+    """A group."""
+
+
+def _file_option(function: F) -> F:
+    return click.option(
+        "--file",
+        type=click.Path(dir_okay=False, path_type=Path),
+        envvar=_FILE,
+        default=Path("keys.json"),
+        show_default=True,
+        metavar="FILE",
+        help="Where tenants and hashes of keys are kept.",
+    )(function)
+
+
+@keys.command()
+@click.argument("tenant")
+@click.option("--models", metavar="NAME[,..]", help="Models that it may ask; '' for all.")
+@click.option("--requests-per-minute", type=click.FloatRange(min=0), help="0: no limit.")
+@click.option("--tokens-per-minute", type=click.FloatRange(min=0), help="Read and made; 0: no limit.")
+@click.option("--concurrency", type=click.IntRange(min=0), help="Requests under way; 0: no limit.")
+@click.option("--priority", type=int, help="Smaller is served first, where engines go by priority.")
+@click.option("--longest-prompt", type=click.IntRange(min=0), help="In tokens; 0: no limit.")
+@click.option("--no-key", is_flag=True, help="Change the tenant's limits alone.")
+@_file_option
+def make(tenant: str, models: str | None, no_key: bool, file: Path, **limits: float | None) -> None:
+    """Make a key for a tenant, and print it: it is stored nowhere.
+
+    Limits that are given are the tenant's from now on, for all its keys.
+    """
+    given: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
+    if models is not None:
+        given["models"] = tuple(part.strip() for part in models.split(",") if part.strip())
+    if not tenant or len(tenant) > 100:
+        raise UsageProblem("a tenant's name has 1 to 100 characters")
+    with _problems(), changing(file) as replace:
+        book = read_book(file) if file.exists() else KeyBook()
+        before = book.tenant(tenant)
+        if no_key and before is None:
+            raise UsageProblem(f"there is no tenant {tenant!r}")
+        fields = {} if before is None else {name: getattr(before, name) for name in before.__struct_fields__}
+        book = book.with_tenant(Tenant(**{**fields, "name": tenant, **given}))
+        key = ""
+        if not no_key:
+            now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            book, key = book.with_key(tenant, now)
+        replace(book)
+    if key:
+        note(f"{tenant}: a key, shown this once")
+        click.echo(key)
+
+
+@keys.command("list")
+@_file_option
+@output_option()
+def list_(file: Path, output: Output) -> None:
+    """Show tenants, their limits and the ids of their keys."""
+    with _problems():
+        book = read_book(file)
+    if output is Output.JSON:
+        print_json(
+            {
+                "keys": [
+                    {"key_id": key.key_id, "tenant": key.tenant, "created": key.created} for key in book.keys
+                ],
+                "tenants": [
+                    {name: _json(getattr(tenant, name)) for name in tenant.__struct_fields__}
+                    for tenant in book.tenants
+                ],
+            }
+        )
+        return
+    table = Table(
+        "KEY",
+        "TENANT",
+        "CREATED",
+        "MODELS",
+        "REQ/MIN",
+        "TOKENS/MIN",
+        "AT A TIME",
+        "PRIORITY",
+        "PROMPT",
+        box=None,
+    )
+    for key in book.keys:
+        if (tenant := book.tenant(key.tenant)) is not None:
+            limits = (tenant.requests_per_minute, tenant.tokens_per_minute, tenant.concurrency)
+            shown = [f"{limit:g}" if limit else "-" for limit in limits]
+            prompt = str(tenant.longest_prompt or "-")
+            models = ", ".join(tenant.models) or "all"
+            table.add_row(key.key_id, key.tenant, key.created, models, *shown, str(tenant.priority), prompt)
+    print_figures(table)
+
+
+@keys.command()
+@click.argument("key_id")
+@_file_option
+def revoke(key_id: str, file: Path) -> None:
+    """Take a key back, by its id; front ends refuse it within a second. Requests under way go on."""
+    with _problems(), changing(file) as replace:
+        try:
+            replace(read_book(file).without_key(key_id))
+        except KeyError:
+            raise UsageProblem(f"there is no key {key_id!r} (tailrace keys list)") from None
+    note(f"{key_id}: revoked")
+
+
+def _json(value: object) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+@contextmanager
+def _problems() -> Iterator[None]:
+    try:
+        yield
+    except KeyFileUnusable as error:
+        raise CliError(str(error)) from error
+    except OSError as error:
+        raise CliError(f"{error.filename}: {error.strerror}") from error

@@ -1,0 +1,1 @@
+"""Clients: API keys, the tenants behind them, and what each may take."""

@@ -1,0 +1,87 @@
+"""The file of tenants and keys."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from tailrace.tenancy.book import KeyBook, KeyIndex
+
+log = logging.getLogger(__name__)
+
+# How soon a change is seen, at most.
+_LOOK_S: Final = 1.0
+
+
+class KeyFileUnusable(Exception):
+    """The file cannot be read, or is damaged; the message says which."""
+
+
+class KeyFile:
+    """Keys that follow their file. One that cannot be used leaves those of before in force."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: seconds. Raises KeyFileUnusable."""
+        self._path = path
+        self._clock = clock
+        self._stamp = _stamp(path)
+        self._index = KeyIndex(read_book(path))
+        self._look_at_s = clock() + _LOOK_S
+
+    def index(self) -> KeyIndex:
+        """The keys that are in force now."""
+        now_s = self._clock()
+        if now_s >= self._look_at_s:
+            self._look_at_s = now_s + _LOOK_S
+            stamp = _stamp(self._path)
+            if stamp != self._stamp:
+                self._stamp = stamp
+                try:
+                    self._index = KeyIndex(read_book(self._path))
+                except KeyFileUnusable as error:
+                    log.error("%s; the keys of before stay in force", error)
+        return self._index
+
+
+def read_book(path: Path) -> KeyBook:
+    """Raises KeyFileUnusable."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=KeyBook)
+    except OSError as error:
+        raise KeyFileUnusable(f"{path}: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise KeyFileUnusable(f"{path}: {error}") from error
+
+
+@contextmanager
+def changing(path: Path) -> Iterator[Callable[[KeyBook], None]]:
+    """Hold the file's lock for the block; yields what replaces it, in one step. Raises OSError."""
+    with path.with_name(f".{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        def replace(book: KeyBook) -> None:
+            partial = path.with_name(f".{path.name}.partial")
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o640)
+            with open(descriptor, "wb") as file:
+                file.write(msgspec.json.format(msgspec.json.encode(book)) + b"\n")
+                file.flush()
+                os.fsync(descriptor)
+            partial.replace(path)
+
+        yield replace
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    try:
+        status = path.stat()
+    except OSError:
+        return (0, 0, 0)
+    return status.st_mtime_ns, status.st_ino, status.st_size

@@ -1,0 +1,111 @@
+"""Keys: shown once, stored as hashes, found by those who have them, and gone when revoked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tailrace.cli.main import main
+from tailrace.tenancy.book import KeyBook, KeyIndex, Tenant
+from tailrace.tenancy.file import KeyFile, KeyFileUnusable, read_book
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "keys.json"
+
+
+def run(file: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(main, ["keys", *arguments, "--file", str(file)])
+
+
+def make(file: Path, *arguments: str) -> str:
+    done = run(file, "make", *arguments)
+    assert done.exit_code == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_key_is_found_and_nothing_near_it() -> None:
+    book, key = KeyBook(tenants=(Tenant(name="a"),)).with_key("a", "now")
+    index = KeyIndex(book)
+    owner = index.owner(key)
+    assert owner is not None and owner.name == "a"
+    for wrong in (key[:-1], key + "x", key.upper(), "", "sk-tailrace--", "sk-tailrace-x-y", "a-b-c-d"):
+        assert index.owner(wrong) is None
+
+
+def test_the_key_is_stored_nowhere(file: Path) -> None:
+    key = make(file, "a")
+    stored = file.read_text()
+    assert key not in stored and key.rsplit("-", 1)[1] not in stored
+    assert file.stat().st_mode & 0o007 == 0
+    listed = run(file, "list", "-o", "json").stdout
+    assert key not in listed and json.loads(listed)["keys"][0]["key_id"] in key
+
+
+def test_limits_are_the_tenants(file: Path) -> None:
+    make(file, "a", "--models", "x, y", "--concurrency", "3")
+    make(file, "a", "--requests-per-minute", "60")
+    assert run(file, "make", "a", "--no-key", "--priority", "2").stdout == ""
+    book = read_book(file)
+    wanted = Tenant(name="a", models=("x", "y"), concurrency=3, requests_per_minute=60.0, priority=2)
+    assert book.tenants == (wanted,)
+    assert len(book.keys) == 2
+    assert "x, y" in run(file, "list").stdout
+
+
+def test_a_revoked_key_is_nobodys(file: Path) -> None:
+    first, second = make(file, "a"), make(file, "a")
+    assert run(file, "revoke", first.split("-")[2]).exit_code == 0
+    index = KeyIndex(read_book(file))
+    assert index.owner(first) is None and index.owner(second) is not None
+    run(file, "revoke", second.split("-")[2])
+    assert read_book(file) == KeyBook()
+    assert run(file, "revoke", "none").exit_code == 2
+
+
+def test_a_running_front_end_follows_the_file(file: Path) -> None:
+    ticks = iter(range(0, 1000, 2))
+    first = make(file, "a")
+    keys = KeyFile(file, lambda: float(next(ticks)))
+    second = make(file, "b")
+    assert keys.index().owner(second) is not None
+    run(file, "revoke", first.split("-")[2])
+    assert keys.index().owner(first) is None
+    # A mistake leaves those of before in force.
+    file.write_text("rubbish")
+    assert keys.index().owner(second) is not None
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"tenants": [{"name": "a", "rate": 3}]}'])
+def test_a_damaged_file_is_named(file: Path, content: str) -> None:
+    file.write_text(content)
+    with pytest.raises(KeyFileUnusable, match=r"keys\.json"):
+        KeyFile(file)
+    assert run(file, "list").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--front", "rust"], "vllm-rs knows no tenants"),
+        (["--", "--api-key", "x"], "vLLM's own key"),
+    ],
+)
+def test_what_does_not_go_together_is_said(file: Path, arguments: list[str], said: str) -> None:
+    make(file, "a")
+    done = CliRunner().invoke(main, ["serve", "frontend", "--api-keys", str(file), *arguments])
+    assert done.exit_code == 2 and said in done.stderr
+
+
+def test_a_port_for_users_beyond_loopback_wants_keys(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    open_to_all = ["serve", "frontend", "--http", "0.0.0.0:8000"]
+    done = CliRunner().invoke(main, open_to_all)
+    assert done.exit_code == 2 and "0.0.0.0:8000 can be reached from elsewhere" in done.stderr
+    # With keys it gets as far as the next mistake.
+    missing = CliRunner().invoke(main, [*open_to_all, "--api-keys", str(file)])
+    assert missing.exit_code == 1 and "keys.json: No such file" in missing.stderr
