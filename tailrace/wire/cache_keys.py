@@ -1,0 +1,98 @@
+"""What names a request's KV blocks, read from vLLM's EngineCoreRequest: tokens, and what goes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from tailrace.cache.names import NO_KEYS, Image, Keys
+from tailrace.wire.frames import Frames
+
+
+class _Place(msgspec.Struct, gc=False):
+    offset: int
+    length: int
+
+
+class _Feature(msgspec.Struct, gc=False):
+    identifier: str
+    mm_position: _Place
+
+
+class _Adapter(msgspec.Struct, array_like=True, gc=False):
+    lora_name: str
+    lora_int_id: int
+    lora_path: str = ""
+
+
+class _Head(msgspec.Struct, array_like=True, gc=False):
+    request_id: msgspec.Raw
+    prompt_token_ids: msgspec.Raw
+    mm_features: list[_Feature] | None
+    sampling_params: msgspec.Raw
+    pooling_params: msgspec.Raw
+    arrival_time: msgspec.Raw
+    lora_request: _Adapter | None
+    cache_salt: str | None
+    data_parallel_rank: msgspec.Raw
+    prompt_embeds: msgspec.Raw = msgspec.Raw(b"\xc0")
+    prompt_is_token_ids: msgspec.Raw = msgspec.Raw(b"\xc0")
+    client_index: msgspec.Raw = msgspec.Raw(b"\xc0")
+    current_wave: msgspec.Raw = msgspec.Raw(b"\xc0")
+    priority: msgspec.Raw = msgspec.Raw(b"\xc0")
+    trace_headers: msgspec.Raw = msgspec.Raw(b"\xc0")
+    resumable: msgspec.Raw = msgspec.Raw(b"\xc0")
+    external_req_id: msgspec.Raw = msgspec.Raw(b"\xc0")
+    reasoning_ended: msgspec.Raw = msgspec.Raw(b"\xc0")
+    reasoning_parser_kwargs: msgspec.Raw = msgspec.Raw(b"\xc0")
+    abort_immediately: msgspec.Raw = msgspec.Raw(b"\xc0")
+    session_id: str | None = None
+
+
+_heads = msgspec.msgpack.Decoder(_Head)
+_token_ids = msgspec.msgpack.Decoder(list[int] | None)
+_NIL = b"\xc0"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheKeys:
+    """Of one request. `session_id` is empty when the client named no session."""
+
+    keys: Keys
+    session_id: str
+    # As it came; empty: a prompt of embeddings, whose blocks have no names that could be told from here.
+    _prompt: bytes
+
+    def tokens(self) -> Sequence[int]:
+        """The prompt's tokens; decoding them is most of the work. Raises msgspec.DecodeError."""
+        return (_token_ids.decode(self._prompt) or ()) if self._prompt else ()
+
+
+def read_cache_keys(frames: Frames) -> CacheKeys | None:
+    """Of an ADD's data frames; None: a message that is not as expected."""
+    if not frames:
+        return None
+    try:
+        head = _heads.decode(frames[0])
+    except msgspec.DecodeError:
+        return None
+    embedded = bytes(memoryview(head.prompt_embeds)[:1]) != _NIL
+    return CacheKeys(
+        keys=_keys(head),
+        session_id=head.session_id or "",
+        _prompt=b"" if embedded else bytes(head.prompt_token_ids),
+    )
+
+
+def _keys(head: _Head) -> Keys:
+    adapter = head.lora_request
+    if not head.mm_features and adapter is None and not head.cache_salt:
+        return NO_KEYS
+    images = [Image(f.identifier, f.mm_position.offset, f.mm_position.length) for f in head.mm_features or ()]
+    return Keys(
+        adapter=None if adapter is None else (adapter.lora_name, adapter.lora_path),
+        images=sorted(images, key=lambda image: image.offset),
+        salt=head.cache_salt,
+    )
