@@ -8,6 +8,7 @@ from typing import Final
 
 import msgspec
 
+from tailrace.cache.names import Naming
 from tailrace.handover import LIVE, Handover
 from tailrace.model_identity import ModelIdentity
 from tailrace.policy.parameters import Value
@@ -40,6 +41,8 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     started_s: float
     # The measured profile that is for it, `profiles/<kind>`; empty: it was given a profile of its own.
     profile_kind: str = ""
+    # How it names its blocks; None: it keeps no prefixes, or does not tell of them.
+    block_naming: Naming | None = None
     # It was told to stop: it hands over what it has, and gets nothing new.
     draining: bool = False
     # How its requests go to and from others of its kind.

@@ -50,6 +50,8 @@ def load_of(
         token_interval_ms_p99=stats.token_interval_ms_p99,
         steps=stats.steps,
         generated_tokens=stats.generated_tokens,
+        prompt_tokens=stats.prompt_tokens,
+        cached_prompt_tokens=stats.cached_prompt_tokens,
         preemptions=stats.preemptions,
         swaps_out=stats.swaps_out,
         swaps_in=stats.swaps_in,

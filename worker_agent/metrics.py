@@ -117,6 +117,14 @@ class WorkerCollector(Collector):
         yield GaugeMetricFamily("tailrace_worker_kv_blocks_used", "KV blocks in use.", value=used)
         yield GaugeMetricFamily("tailrace_worker_kv_blocks", "KV blocks there are.", value=total)
         yield _count("generated_tokens", "Tokens made.", sum(s.generated_tokens for s in stats))
+        yield _count(
+            "prompt_tokens", "Prompt tokens prefilled or found.", sum(s.prompt_tokens for s in stats)
+        )
+        yield _count(
+            "cached_prompt_tokens",
+            "Prompt tokens found in the prefix cache.",
+            sum(s.cached_prompt_tokens for s in stats),
+        )
         yield _count("steps", "Engine steps.", sum(s.steps for s in stats))
         yield _count("preemptions", "Requests preempted.", sum(s.preemptions for s in stats))
         used, total = sum(s.host_kv_bytes_used for s in stats), sum(s.host_kv_bytes_total for s in stats)

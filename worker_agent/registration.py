@@ -43,6 +43,7 @@ def instance_record(
         handover=info.handover,
         pooling=info.pooling,
         takes_adapters=info.takes_adapters,
+        block_naming=info.naming,
     )
 
 

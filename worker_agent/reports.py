@@ -10,11 +10,13 @@ from typing import Final
 
 import grpc
 
+from tailrace.cache.book import CacheBook
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.reachability import Reachability
 from tailrace.service.said import said
 from tailrace.v1 import monitor_pb2, monitor_pb2_grpc
+from worker_agent.cache_messages import update_of
 from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import EngineStats
 from worker_agent.load import MigrationLoad, load_of, request_report
@@ -67,8 +69,9 @@ class Reports:
         monitors: Callable[[], Sequence[str]],
         channels: Channels,
         interval_s: float,
+        cache: CacheBook | None = None,
     ) -> None:
-        """`monitors`: addresses of those that there are, in order of preference."""
+        """`monitors`: addresses of those that there are, in order of preference. `cache`: of the engine."""
         self._instance_id = instance_id
         self._incarnation = incarnation
         self._block_tokens = block_tokens
@@ -82,6 +85,7 @@ class Reports:
         self._reachability = Reachability(channels, Role.MONITOR)
         self._interval_s = interval_s
         self._seq = 0
+        self._cache = cache
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -179,6 +183,8 @@ class Reports:
             seq=self._seq,
             time_s=time.time(),
         )
+        if self._cache is not None:
+            report.cache.CopyFrom(update_of(self._cache))
         stats = self._stats() if steady or self._news.needs_stats else None
         report.phase_events.extend(
             self._news.take(stats.requests if stats is not None else [], self._carried)

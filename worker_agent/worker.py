@@ -24,10 +24,12 @@ from tailrace.store.store import Store
 from tailrace.telemetry.tracing import Tracing
 from tailrace.v1 import worker_pb2
 from tailrace.v1.bidask_pb2_grpc import add_BidAskServicer_to_server
+from tailrace.v1.cache_pb2_grpc import add_CacheServicer_to_server
 from tailrace.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from worker_agent.attach import AttachStreams, refused
 from worker_agent.bidask.assembly import coordinator_of
 from worker_agent.bidask.servicer import BidAskServicer
+from worker_agent.cache_servicer import CacheServicer
 from worker_agent.carried import CarriedRequests
 from worker_agent.dispatch import Admission, Dispatch
 from worker_agent.draining import Draining
@@ -226,9 +228,11 @@ async def running_worker(
         if settings.profile_at_start:
             await profiler.at_start()
         worker, bidding = WorkerServicer(exports, imports, hand_backs, profiler), BidAskServicer(coordinator)
+        cache = CacheServicer(incarnation, info.cache)
         servicers = [
             Servicer(add_WorkerServicer_to_server, worker, "tailrace.v1.Worker"),
             Servicer(add_BidAskServicer_to_server, bidding, "tailrace.v1.BidAsk"),
+            Servicer(add_CacheServicer_to_server, cache, "tailrace.v1.Cache"),
         ]
         server = await stack.enter_async_context(serve_grpc(listen, servicers, around.channels.transport))
         streams = AttachStreams(front_ends, dispatch, hello)
@@ -257,6 +261,7 @@ async def running_worker(
             lambda: [record.address for record in preferred(around.membership, "monitor")],
             around.channels,
             settings.report_s,
+            info.cache,
         )
         for name, work in (
             ("heartbeats", beat(front_ends, settings.frontend_silence_s)),

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from tailrace.cache.book import CacheBook
+from tailrace.cache.names import Naming
 from tailrace.handover import LIVE, Handover
 from tailrace.model_identity import ModelIdentity
 from tailrace.policy.parameters import NO_PARAMETERS, Value
@@ -147,6 +149,9 @@ class EngineInfo:
     pooling: bool = False
     # Requests may name a LoRA adapter.
     takes_adapters: bool = False
+    # What its prefix cache holds, and how blocks are named there; None: it keeps none, or does not tell.
+    cache: CacheBook | None = None
+    naming: Naming | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +222,10 @@ class EngineStats:
     # The longest that the step under way, or the next one, should take by the steps so far (StepTimes).
     # None: too few of its kind were seen.
     expected_step_s: float | None = None
+    # Prompt tokens of requests that have made their first token here, and how many of them were found in the
+    # prefix cache.
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

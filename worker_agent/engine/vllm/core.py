@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from worker_agent.engine.base import StepColumns
 from worker_agent.engine.vllm.admission import Admission
+from worker_agent.engine.vllm.cache_watch import CacheWatch
 from worker_agent.engine.vllm.exports import Exports
 from worker_agent.engine.vllm.host_pool import default_host_bytes
 from worker_agent.engine.vllm.imports import Imports
@@ -46,6 +47,8 @@ class EngineParts:
     imports: Imports
     utility: UtilityCalls
     watch: LengthWatch | None
+    # None: it keeps no prefixes.
+    cache: CacheWatch | None
 
 
 class EngineThread:
@@ -121,6 +124,7 @@ class EngineThread:
             imports=imports,
             utility=UtilityCalls(core),
             watch=None if core.pooling else LengthWatch.of(self._settings.predictor, core, table),
+            cache=None if core.pooling else CacheWatch.of(core),
         )
 
         def step_now() -> None:

@@ -27,6 +27,7 @@ from worker_agent.engine.base import (
     StepColumns,
     Submission,
 )
+from worker_agent.engine.vllm.cache_watch import naming_of
 from worker_agent.engine.vllm.core import EngineParts, EngineThread
 from worker_agent.engine.vllm.fingerprint import identity, kv_shape, ready_response
 from worker_agent.engine.vllm.hardware import hardware
@@ -84,6 +85,8 @@ class VllmEngine:
             handover=core.handover,
             pooling=core.pooling,
             takes_adapters=core.config.lora_config is not None,
+            cache=None if self._parts.cache is None else self._parts.cache.book,
+            naming=None if self._parts.cache is None else naming_of(core),
         )
 
     async def stop(self) -> None:
@@ -123,7 +126,7 @@ class VllmEngine:
 
     def stats(self) -> EngineStats:
         """The engine as it is now."""
-        return engine_stats(self._parts.core, self._parts.table, self._parts.writer)
+        return engine_stats(self._parts.core, self._parts.table, self._parts.writer, self._parts.cache)
 
     async def held(self, keys: Sequence[RequestKey]) -> dict[RequestKey, Held]:
         """Those of these requests that the engine has."""

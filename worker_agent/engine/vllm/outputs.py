@@ -27,6 +27,9 @@ class OutputWriter:
         self._encoder = MsgpackEncoder()
         self.steps = 0
         self.generated_tokens = 0
+        # Of requests that have made their first token here.
+        self.prompt_tokens = 0
+        self.cached_prompt_tokens = 0
         self.intervals = RecentIntervals()
         self.times = StepTimes()
 
@@ -86,6 +89,9 @@ class OutputWriter:
                     self._count(now_s, shared_ms, sharing)
                     shared_ms, sharing = interval_ms, 0
                 sharing += 1
+            if output.prefill_stats is not None:
+                self.prompt_tokens += output.prefill_stats.num_prompt_tokens
+                self.cached_prompt_tokens += output.prefill_stats.num_cached_tokens
             if output.finish_reason is not None:
                 flags |= _FINISHED
                 self._table.remove(entry)

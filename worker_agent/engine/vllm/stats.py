@@ -7,17 +7,20 @@ import time
 from vllm.v1.request import RequestStatus
 
 from worker_agent.engine.base import EngineStats, RequestStats
+from worker_agent.engine.vllm.cache_watch import CacheWatch, to_be_found
 from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.orders import job_view
 from worker_agent.engine.vllm.outputs import OutputWriter
 from worker_agent.engine.vllm.requests import Entry, RequestTable
 
 
-def engine_stats(core: LoadedCore, table: RequestTable, writer: OutputWriter) -> EngineStats:
-    """Everything for the steady report."""
+def engine_stats(
+    core: LoadedCore, table: RequestTable, writer: OutputWriter, cache: CacheWatch | None
+) -> EngineStats:
+    """Everything for the steady report. `cache` None: no prefixes are kept."""
     entries = list(table)
     mean_ms, p99_ms = writer.intervals.mean_and_p99_ms(time.monotonic())
-    backlog = sum(_backlog(core, entry) for entry in entries)
+    backlog = sum(_backlog(core, entry, cache) for entry in entries)
     # vLLM counts what a step computes as computed when the step begins.
     ahead = min(core.config.scheduler_config.max_num_batched_tokens, backlog + len(entries))
     return EngineStats(
@@ -34,6 +37,8 @@ def engine_stats(core: LoadedCore, table: RequestTable, writer: OutputWriter) ->
         expected_step_s=writer.times.expected_s(max(core.scheduler.scheduled_tokens, ahead)),
         steps=writer.steps,
         generated_tokens=writer.generated_tokens,
+        prompt_tokens=writer.prompt_tokens,
+        cached_prompt_tokens=writer.cached_prompt_tokens,
         preemptions=core.scheduler.preemptions,
         token_interval_ms_mean=mean_ms,
         token_interval_ms_p99=p99_ms,
@@ -75,9 +80,11 @@ def _state(core: LoadedCore, entry: Entry) -> str:
     return "waiting"
 
 
-def _backlog(core: LoadedCore, entry: Entry) -> int:
+def _backlog(core: LoadedCore, entry: Entry, cache: CacheWatch | None) -> int:
     """Tokens to compute before the request's next output token, when they are more than that one's."""
     if core.host.get(entry.request_id) is not None:
         return 0
     left: int = entry.request.num_tokens - entry.request.num_computed_tokens
+    if cache is not None:
+        left -= to_be_found(entry.request, cache.book, core.block_tokens)
     return left if left > 1 else 0
