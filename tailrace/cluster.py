@@ -10,7 +10,8 @@ import enum
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from tailrace.lengths import LengthStatistics
@@ -191,6 +192,22 @@ class ClusterView:
         return [i for i in self.instances.values() if i.state is active]
 
 
+class CachedTokens(NamedTuple):
+    """Tokens at the beginning of a prompt whose KV an instance holds, as far as is known."""
+
+    # On its device.
+    device: int
+    # On its device or in its host memory.
+    total: int
+
+
+NOTHING_CACHED: Final[Mapping[str, CachedTokens]] = MappingProxyType({})
+
+
+def _nothing_cached() -> Mapping[str, CachedTokens]:
+    return NOTHING_CACHED
+
+
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """A request that needs an instance."""
@@ -203,3 +220,19 @@ class Arrival:
     # Not 0: the request goes on after its instance was lost, with this many tokens already delivered.
     output_tokens: int = 0
     excluded: frozenset[str] = field(default_factory=frozenset)
+    # Of its prompt and delivered tokens; instances that hold nothing of it, or do not tell, are not in it.
+    cached: Mapping[str, CachedTokens] = field(default_factory=_nothing_cached)
+    # Names of the blocks that it begins with (tailrace.cache.names), where they are known.
+    block_names: Sequence[int] = ()
+    # The conversation that it belongs to; empty: not known.
+    session_id: str = ""
+
+    @property
+    def context_tokens(self) -> int:
+        """Prompt and delivered tokens."""
+        return self.prompt_tokens + self.output_tokens
+
+    def cached_tokens(self, instance_id: str) -> int:
+        """Tokens that need not be computed on an instance: their KV is on its device."""
+        held = self.cached.get(instance_id)
+        return 0 if held is None else held.device

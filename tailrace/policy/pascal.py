@@ -28,6 +28,7 @@ from tailrace.actions import Action, Migrate, Place, Placement
 from tailrace.cluster import Arrival, ClusterView, InstanceView, PhaseLoad, RequestView
 from tailrace.intra.base import QUANTUM, QUANTUM_TOKENS
 from tailrace.policy.base import Policy
+from tailrace.policy.cached import CACHE_AWARE, credit
 from tailrace.policy.candidates import NO_INSTANCE, candidates
 from tailrace.policy.min_kv import QUEUED_WEIGHT
 from tailrace.policy.parameters import Parameter
@@ -46,6 +47,7 @@ _PLACEMENT: tuple[Parameter, ...] = (
         minimum=0.0,
     ),
     QUEUED_WEIGHT,
+    CACHE_AWARE,
     QUANTUM,
 )
 
@@ -64,6 +66,7 @@ class PascalNoMigration(Policy):
         behind_tokens: float = 1.0,
         queued_weight: float = 1.0,
         quantum_tokens: int = QUANTUM_TOKENS,
+        cache_aware: bool = False,
     ) -> None:
         """The module's docstring has the reasons; `quantum_tokens` (section V-A) says what "fresh" is."""
         if quantum_tokens < 1:
@@ -71,6 +74,7 @@ class PascalNoMigration(Policy):
         self.behind_tokens = behind_tokens
         self.queued_weight = queued_weight
         self.quantum_tokens = quantum_tokens
+        self.cache_aware = cache_aware
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         """Algorithm 1."""
@@ -81,7 +85,8 @@ class PascalNoMigration(Policy):
         load_of = self.load_of
         meeting = [i for i in instances if load_of(i).least_pacer_slack_tokens > behind]  # line 3
         eligible = meeting or instances  # lines 4-6
-        return Place(min(eligible, key=self.footprint).instance_id)  # line 7
+        held, footprint = credit(arrival, self.cache_aware), self.footprint
+        return Place(min(eligible, key=lambda i: footprint(i) - held(i)).instance_id)  # line 7
 
     def load_of(self, instance: InstanceView) -> PhaseLoad:
         """r_i, a_i and the slack that decides t_i."""
@@ -164,10 +169,14 @@ class Pascal(PascalNonAdaptive):
         queued_weight: float = 1.0,
         quantum_tokens: int = QUANTUM_TOKENS,
         growth_tokens: int = QUANTUM_TOKENS,
+        cache_aware: bool = False,
     ) -> None:
         """The module's docstring has the reasons."""
         super().__init__(
-            behind_tokens=behind_tokens, queued_weight=queued_weight, quantum_tokens=quantum_tokens
+            behind_tokens=behind_tokens,
+            queued_weight=queued_weight,
+            quantum_tokens=quantum_tokens,
+            cache_aware=cache_aware,
         )
         self.growth_tokens = growth_tokens
 

@@ -23,6 +23,8 @@ OUTCOME: Final = "tailrace.outcome"
 """How the request ended: finished, aborted or error."""
 
 PROMPT_TOKENS: Final = "tailrace.prompt_tokens"
+CACHED_TOKENS: Final = "tailrace.cached_tokens"
+"""Prompt tokens whose KV the chosen instance was known to hold."""
 OUTPUT_TOKENS: Final = "tailrace.output_tokens"
 TOKENS: Final = "tailrace.tokens"
 """Tokens made in the span, or held by what it moved."""

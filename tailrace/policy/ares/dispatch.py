@@ -12,7 +12,7 @@ that Arrow is turning into a prefill instance gets no more decodes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from tailrace.cluster import ClusterView, InstanceView, Phase, Pool, RequestState, RequestView
 
@@ -32,9 +32,10 @@ def prefillers(instances: Sequence[InstanceView]) -> list[InstanceView]:
     return able if any(pool in _NO_DECODE for pool in pools) else []
 
 
-def least_backlog(instances: Sequence[InstanceView]) -> InstanceView:
-    """The prefill instance that is done first, which the paper leaves open; then fewest requests."""
-    return min(instances, key=_backlog)
+def least_backlog(instances: Sequence[InstanceView], held: Callable[[InstanceView], int]) -> InstanceView:
+    """The prefill instance that is done first, which the paper leaves open; then fewest requests. `held`:
+    tokens that need not be computed there."""
+    return min(instances, key=lambda i: (i.prefill_backlog_tokens - held(i), i.load))
 
 
 def hands_over(source: InstanceView, request: RequestView) -> bool:
@@ -50,7 +51,3 @@ def waiting_to_leave(view: ClusterView) -> Iterator[tuple[InstanceView, RequestV
         for request in source.requests:
             if request.phase is not Phase.PREFILL and request.state is RequestState.RUNNING:
                 yield source, request
-
-
-def _backlog(instance: InstanceView) -> tuple[int, int]:
-    return (instance.prefill_backlog_tokens, instance.load)

@@ -9,6 +9,7 @@ handed in.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar, Final
 
 from tailrace.actions import Action, Migrate, Place, Placement
@@ -24,6 +25,7 @@ from tailrace.policy.ares.horizon import HORIZON, NOW, Horizon, expected_remaini
 from tailrace.policy.ares.loads import collect
 from tailrace.policy.ares.rescheduling import PARAMETERS, Rescheduling
 from tailrace.policy.base import Policy
+from tailrace.policy.cached import CACHE_AWARE, credit
 from tailrace.policy.candidates import NO_INSTANCE, candidates
 from tailrace.policy.parameters import Parameter
 from tailrace.policy.room import fits_device, with_request
@@ -40,6 +42,7 @@ class CurrentLoad(Policy):
     summary = "prefill to decode by current KV load; no rescheduling"
     # "After a fixed interval (e.g., every 1 second)" (Algorithm 1, line 3).
     tick_interval_s = 1.0
+    cache_aware = False
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         """To prefill; where no instance only prefills, already by decode load."""
@@ -47,11 +50,15 @@ class CurrentLoad(Policy):
         if not instances:
             return NO_INSTANCE
         prefilling = prefillers(instances)
+        held = credit(arrival, self.cache_aware)
         if prefilling:
-            return Place(least_backlog(prefilling).instance_id)
+            return Place(least_backlog(prefilling, held).instance_id)
         tokens = arrival.prompt_tokens + arrival.output_tokens
         left = tokens_left(arrival.prompt_tokens, arrival.output_tokens, arrival.max_tokens)
-        return Place(self.choose(decoders(instances) or instances, tokens, left).instance_id)
+        usable = decoders(instances) or instances
+        if self.cache_aware and arrival.cached:
+            usable = [replace(i, kv_used_tokens=i.kv_used_tokens - held(i)) for i in usable]
+        return Place(self.choose(usable, tokens, left).instance_id)
 
     def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
         """To decode, from an instance that only prefills. No room anywhere: a tick will try again."""
@@ -113,6 +120,7 @@ class AresNoPrediction(CurrentLoad):
             source="ARES, section 6.1 (all its systems dispatch by KV load)",
             choices=(KV_LOAD, VARIANCE),
         ),
+        CACHE_AWARE,
         Parameter(
             "migrations_per_tick",
             int,
@@ -125,11 +133,17 @@ class AresNoPrediction(CurrentLoad):
     summary = "current-load dispatch and ARES's rescheduling without prediction"
 
     def __init__(
-        self, *, dispatch: str = KV_LOAD, migrations_per_tick: int = 1, **rescheduling: float
+        self,
+        *,
+        dispatch: str = KV_LOAD,
+        migrations_per_tick: int = 1,
+        cache_aware: bool = False,
+        **rescheduling: float,
     ) -> None:
         """`rescheduling`: keyword arguments of `Rescheduling`."""
         self.rescheduling = Rescheduling(**rescheduling)
         self.dispatch = dispatch
+        self.cache_aware = cache_aware
         self.migrations_per_tick = migrations_per_tick
         self.horizon = NOW
 
@@ -210,6 +224,7 @@ class Ares(AresNoPrediction):
         horizon_end_weight: float = HORIZON.end_weight,
         dispatch: str = KV_LOAD,
         migrations_per_tick: int = 1,
+        cache_aware: bool = False,
         **rescheduling: float,
     ) -> None:
         """`rescheduling`: keyword arguments of `Rescheduling`.
@@ -217,7 +232,12 @@ class Ares(AresNoPrediction):
         The default horizon is the one that workers report by; for others the loads are simulated here.
         Raises ValueError when the horizon has more points than tokens.
         """
-        super().__init__(dispatch=dispatch, migrations_per_tick=migrations_per_tick, **rescheduling)
+        super().__init__(
+            dispatch=dispatch,
+            migrations_per_tick=migrations_per_tick,
+            cache_aware=cache_aware,
+            **rescheduling,
+        )
         self.horizon = Horizon(horizon_tokens, horizon_points, horizon_end_weight)
 
 

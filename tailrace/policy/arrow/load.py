@@ -43,6 +43,11 @@ class LoadModel:
         measured = instance.measured
         return (self.ttft if measured is None else measured.ttft).prefill_s(tokens)
 
+    def found_s(self, instance: InstanceView, cached_tokens: int) -> float:
+        """Seconds that a prompt takes less there if so many of its first tokens are cached."""
+        measured = instance.measured
+        return (self.ttft if measured is None else measured.ttft).computed_s(cached_tokens)
+
     def prefill_delay_s(self, instance: InstanceView) -> float:
         """Seconds until a prefill that arrives now would start: as reported, else from the backlog."""
         if instance.prefill_delay_s is not None:

@@ -27,6 +27,7 @@ from tailrace.policy.arrow.pools import (
 )
 from tailrace.policy.arrow.ttft import TtftPredictor
 from tailrace.policy.base import Policy
+from tailrace.policy.cached import CACHE_AWARE
 from tailrace.policy.deployment import Fact
 from tailrace.policy.ledger import Ledger
 from tailrace.policy.parameters import Parameter
@@ -140,6 +141,7 @@ class Arrow(Policy):
             minimum=0.0,
             maximum=1.0,
         ),
+        CACHE_AWARE,
     )
     summary = "Arrow: SLO-aware dispatch over elastic prefill and decode pools"
 
@@ -156,6 +158,7 @@ class Arrow(Policy):
         kv_wait: bool = False,
         flips: str = PAPER,
         flip_gain: float = 0.05,
+        cache_aware: bool = False,
     ) -> None:
         profile = profile if profile is not None else load_profile(PROFILE)
         self.ttft_slo_s = ttft_slo_s
@@ -164,6 +167,7 @@ class Arrow(Policy):
         self.room = room
         self.kv_wait = kv_wait
         self.flips = flips
+        self.cache_aware = cache_aware
         self.prefill_share = prefill_share
         self.tick_interval_s = tick_interval_s
         self.loads = LoadModel(
@@ -183,6 +187,8 @@ class Arrow(Policy):
         pools = Pools.of(view, arrival.excluded)
         tokens, prefill_s = arrival.prompt_tokens + arrival.output_tokens, self.loads.prefill_s
         delay_s = self._delay_model(pools, tokens)
+        if self.cache_aware and arrival.cached:
+            delay_s = self._less_what_is_found(delay_s, arrival)
         delay_1, t_1 = _least_delay(pools.prefill + pools.unpooled, delay_s)
         if t_1 is not None and delay_1 + prefill_s(t_1, tokens) <= self.ttft_slo_s:
             return Place(t_1.instance_id)
@@ -330,6 +336,13 @@ class Arrow(Policy):
             return delay_s
         wait = KvWait(pools, self.tpot_slo_s)
         return lambda instance: max(delay_s(instance), wait.wait_s(instance, tokens))
+
+    def _less_what_is_found(
+        self, delay_s: Callable[[InstanceView], float], arrival: Arrival
+    ) -> Callable[[InstanceView], float]:
+        """As if the prefill of what the instance's prefix cache holds were saved before it starts."""
+        found_s = self.loads.found_s
+        return lambda i: delay_s(i) - found_s(i, arrival.cached_tokens(i.instance_id))
 
     def _decode_load_is_low(self, pools: Pools, move: SetPool) -> bool:
         """The overload guard: would the decode instances do without the one that is to be flipped?"""

@@ -71,6 +71,10 @@ class TtftPredictor:
         """Seconds to prefill one prompt of this length (p_1 in section 4.1)."""
         return self.base_s + (self.per_token_s + self.per_token_squared_s * tokens) * tokens
 
+    def computed_s(self, cached_tokens: int) -> float:
+        """What a prompt that begins with so many cached tokens is computed sooner by."""
+        return (self.per_token_s + self.per_token_squared_s * cached_tokens) * cached_tokens
+
     def queue_s(self, lengths: Iterable[int]) -> float:
         """Queueing delay behind prompts that are prefilled one after the other (Eq. 1 and 2)."""
         return sum(self.prefill_s(tokens) for tokens in lengths)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from tailrace.policy.cached import CACHE_AWARE
 from tailrace.policy.parameters import Parameter
 
 PARAMETERS: Final = (
@@ -108,4 +109,5 @@ PARAMETERS: Final = (
         unit="s",
         minimum=0.01,
     ),
+    CACHE_AWARE,
 )

@@ -17,6 +17,7 @@ from tailrace.cluster import (
 )
 from tailrace.perf.length_penalty import FittedLengthPenalty
 from tailrace.policy.base import Policy
+from tailrace.policy.cached import credit
 from tailrace.policy.cascade.handover import Handovers, Settle, by_bids, demand_tokens, in_turn
 from tailrace.policy.cascade.layout import active_in, earliest_stage, nearest_first, repaired, stage_of
 from tailrace.policy.cascade.misplaced import misplaced
@@ -110,6 +111,7 @@ class Cascade(Policy):
         bandwidth_bytes_per_s: float = 50e9,
         max_length: int = 131_072,
         tick_interval_s: float = 1.0,
+        cache_aware: bool = False,
     ) -> None:
         profile = profile if profile is not None else load_profile(PROFILE)
         self.history = Traffic.of_history(history, history_s)
@@ -120,6 +122,7 @@ class Cascade(Policy):
         self.smoothing = smoothing
         self.outlier = outlier
         self.tick_interval_s = tick_interval_s
+        self.cache_aware = cache_aware
         self.planning = Planning(
             planner=self.planner,
             profile=profile,
@@ -152,7 +155,8 @@ class Cascade(Policy):
         return Place(self._dispatch(usable, arrival).instance_id) if usable else Refuse("no active instance")
 
     def _dispatch(self, instances: Sequence[InstanceView], arrival: Arrival) -> InstanceView:
-        return min(instances, key=_dispatch_key)
+        held = credit(arrival, self.cache_aware)
+        return min(instances, key=lambda i: _dispatch_key(i, held(i)))
 
     # ---- section 4.4, inter-stage
 
@@ -255,9 +259,9 @@ class CascadeMemory(Cascade):
     share: Sharing = staticmethod(whole)
 
 
-def _dispatch_key(instance: InstanceView) -> tuple[int, int, str]:
+def _dispatch_key(instance: InstanceView, held_tokens: int) -> tuple[int, int, str]:
     """Whole thousandths of capacity, so that a few tokens do not outweigh the number of requests."""
-    share = demand_tokens(instance) * 1_000 // (instance.kv_capacity_tokens or 1)
+    share = (demand_tokens(instance) - held_tokens) * 1_000 // (instance.kv_capacity_tokens or 1)
     return share, instance.load, instance.instance_id
 
 

@@ -138,17 +138,25 @@ def prefill_s(offered: Offer[Number], prompt_tokens: int) -> Number:
     return (offered.per_token_s + offered.per_token_squared_s * prompt_tokens) * prompt_tokens
 
 
+def prefill_after_s(offered: Offer[Number], prompt_tokens: int, cached_tokens: Number | float) -> Number:
+    """The same where KV of its first tokens is there."""
+    found_s = (offered.per_token_s + offered.per_token_squared_s * cached_tokens) * cached_tokens
+    return prefill_s(offered, prompt_tokens) - found_s
+
+
 def without_kv_s(
     offered: Offer[Number],
     prompt_tokens: int,
+    cached_tokens: Number | float,
     before: Before[Number],
     patience_s: float,
     bounds: Bounds[Number],
 ) -> Number:
-    """Its wait, its prefill, and, without a penalty, decoding with the others."""
-    own_s = prefill_s(offered, prompt_tokens)
+    """Its wait, its prefill, and, without a penalty, decoding with the others. `cached_tokens` of the
+    prompt need not be computed there."""
+    own_s = prefill_after_s(offered, prompt_tokens, cached_tokens)
     chunks, step_s = offered.chunk_tokens, offered.step_s
-    wait_s = own_s + (prompt_tokens / chunks + 1.0) * step_s
+    wait_s = own_s + ((prompt_tokens - cached_tokens) / chunks + 1.0) * step_s
     wait_s = wait_s + (before.seconds + before.tokens / chunks * step_s)
     others = bounds.larger(0.0, offered.requests - before.after)
     joining_s = offered.joining_s + offered.joining_s_per_token * prompt_tokens

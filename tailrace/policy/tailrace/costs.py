@@ -47,20 +47,21 @@ class Costs:
         measured = instance.measured
         return self.steps if measured is None else measured.steps
 
-    def first_token_s(self, instance: InstanceView, prompt_tokens: int) -> float:
+    def first_token_s(self, instance: InstanceView, prompt_tokens: int, cached_tokens: int = 0) -> float:
         """TTFT of an arrival here: the queue's prefill and its own, in steps shared with decodes.
 
-        One more step for the one that is under way.
+        One more step for the one that is under way. `cached_tokens` of the prompt are not computed.
         """
         measured = instance.measured
         steps = self.steps if measured is None else measured.steps
         queued = instance.prefill_backlog_tokens
-        count = (queued + prompt_tokens) / steps.chunk_tokens + 1.0
+        count = (queued + prompt_tokens - cached_tokens) / steps.chunk_tokens + 1.0
         decode_s = steps.decode_s(instance.running, instance.kv_used_tokens)
         return (
             count * decode_s
             + steps.backlog_s(queued, max(1, instance.waiting))
             + steps.compute_s(prompt_tokens)
+            - steps.compute_s(cached_tokens)
         )
 
     # ---- decoding

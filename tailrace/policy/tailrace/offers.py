@@ -7,7 +7,7 @@ costs. Of many instances they are columns; of a few, where that would take longe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, compress
 from math import inf
 from operator import attrgetter, is_not
@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.cluster import InstanceState, InstanceView
+from tailrace.cluster import NOTHING_CACHED, CachedTokens, InstanceState, InstanceView
 from tailrace.intra.due import PREFILLS, nominal_s, yielded_s
 from tailrace.policy.phase_load import phase_load
 from tailrace.policy.prompts import prompts
@@ -78,15 +78,22 @@ class Offers:
         """Whether any instance is in a pool."""
         return bool(self._pooled)
 
-    def cheapest(self, among: Sequence[InstanceView] | None, prompt_tokens: int, now: float) -> InstanceView:
-        """Where an arrival costs least; the first of equals. `among`: some of them, not none; None: all."""
+    def cheapest(
+        self,
+        among: Sequence[InstanceView] | None,
+        prompt_tokens: int,
+        now: float,
+        cached: Mapping[str, CachedTokens] = NOTHING_CACHED,
+    ) -> InstanceView:
+        """Where an arrival costs least; the first of equals. `among`: some of them, not none; None: all.
+        `cached`: what of the arrival instances hold."""
         positions: Sequence[int] = range(len(self._instances))
         if among is not None:
             positions = [self._at[instance.instance_id] for instance in among]
         if self._offers:
-            found = self._cheapest_of_few(positions, prompt_tokens, now)
+            found = self._cheapest_of_few(positions, prompt_tokens, now, cached)
         else:
-            found = self._cheapest_of_many(positions, prompt_tokens, now)
+            found = self._cheapest_of_many(positions, prompt_tokens, now, cached)
         return self._instances[found]
 
     def prices_s(self) -> dict[str, float]:
@@ -104,7 +111,9 @@ class Offers:
 
     # ---- an arrival
 
-    def _cheapest_of_few(self, positions: Sequence[int], prompt_tokens: int, now: float) -> int:
+    def _cheapest_of_few(
+        self, positions: Sequence[int], prompt_tokens: int, now: float, cached: Mapping[str, CachedTokens]
+    ) -> int:
         costs, offers, queues = self._costs, self._offers, self._queues
         patience_s = self._patience_s(prefill_s(offers[positions[0]], prompt_tokens))
         more_tokens = prompt_tokens + costs.expected_tokens
@@ -119,7 +128,9 @@ class Offers:
                 known, known_s, after = queue.before(now + yielded_s(own_s, queue.found_s))
                 tokens, seconds = tokens + known, seconds + known_s
             before = Before(tokens, seconds, after)
-            costs_s.append(without_kv_s(offered, prompt_tokens, before, patience_s, OF_ONE))
+            held = cached.get(self._instances[position].instance_id) if cached else None
+            found = 0.0 if held is None else float(held.device)
+            costs_s.append(without_kv_s(offered, prompt_tokens, found, before, patience_s, OF_ONE))
             shortages_s.append(shortage_s(costs, offered, more_tokens, OF_ONE))
         if costs.penalty is not None:
             hurries = [offers[position].hurry for position in positions]
@@ -127,7 +138,9 @@ class Offers:
         totals_s = [cost + shortage for cost, shortage in zip(costs_s, shortages_s, strict=True)]
         return positions[totals_s.index(min(totals_s))]
 
-    def _cheapest_of_many(self, positions: Sequence[int], prompt_tokens: int, now: float) -> int:
+    def _cheapest_of_many(
+        self, positions: Sequence[int], prompt_tokens: int, now: float, cached: Mapping[str, CachedTokens]
+    ) -> int:
         costs, offered = self._costs, Offer(*self._table)
         patience_s = self._patience_s(float(prefill_s(offered, prompt_tokens)[positions[0]]))
         before = Before(offered.unknown, offered.unknown_s, np.zeros(len(offered.unknown)))
@@ -139,7 +152,8 @@ class Offers:
                 before.tokens[position] += known
                 before.seconds[position] += known_s
                 before.after[position] = after
-        cost_s = without_kv_s(offered, prompt_tokens, before, patience_s, OF_MANY)
+        found: Floats | float = self._found(cached) if cached else 0.0
+        cost_s = without_kv_s(offered, prompt_tokens, found, before, patience_s, OF_MANY)
         shortages_s = shortage_s(costs, offered, prompt_tokens + costs.expected_tokens, OF_MANY)
         all_of_them = len(positions) == len(self._instances) and isinstance(positions, range)
         if costs.penalty is None and all_of_them:
@@ -173,6 +187,15 @@ class Offers:
             total_s += shortages_s[rank]
             if (total_s, rank) < least:
                 least, found = (total_s, rank), position
+        return found
+
+    def _found(self, cached: Mapping[str, CachedTokens]) -> Floats:
+        """What of an arrival each instance holds on its device, in tokens."""
+        found = np.zeros(len(self._instances))
+        for name, held in cached.items():
+            position = self._at.get(name)
+            if position is not None:
+                found[position] = held.device
         return found
 
     def _patience_s(self, own_s: float) -> float:

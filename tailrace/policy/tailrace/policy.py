@@ -89,8 +89,9 @@ class Tailrace(Policy):
             among = usable = within_stage(view, usable, tokens)
         if offers.pooled:
             among = prefillers(usable)
-        chosen = offers.cheapest(among, tokens, now)
-        if offers.pooled and costs.first_token_s(chosen, tokens) > self.ttft_slo_s:
+        chosen = offers.cheapest(among, tokens, now, arrival.cached)
+        cached = arrival.cached_tokens(chosen.instance_id)
+        if offers.pooled and costs.first_token_s(chosen, tokens, cached) > self.ttft_slo_s:
             flipped = self.arrow.place(view, arrival, now)
             if isinstance(flipped, Place) and flipped.also:
                 return flipped

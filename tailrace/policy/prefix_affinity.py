@@ -1,0 +1,52 @@
+"""Overlap less load: how the routers of NVIDIA Dynamo and llm-d place by prefix."""
+
+from __future__ import annotations
+
+from tailrace.actions import Place, Placement
+from tailrace.cluster import Arrival, ClusterView
+from tailrace.policy.base import Policy
+from tailrace.policy.candidates import NO_INSTANCE, candidates
+from tailrace.policy.parameters import Parameter
+
+
+class PrefixAffinity(Policy):
+    """The least `overlap_weight` * tokens to prefill + active tokens.
+
+    That is how the KV router of NVIDIA Dynamo chooses ("Router Design" in its documentation: potential new
+    prefill blocks, weighed, and potential active blocks) at its default temperature of 0. Tokens to prefill
+    are those queued there and those of the arrival that the instance does not hold; active ones, those in
+    use there and all of the arrival's. The scorers of llm-d weigh the same: the share of the prompt that is
+    held against the queue and the KV in use.
+    """
+
+    parameters = (
+        Parameter(
+            "overlap_weight",
+            float,
+            1.0,
+            "what a token to prefill counts against a token of KV in use",
+            source="Dynamo's kv_overlap_score_weight",
+            minimum=0.0,
+        ),
+    )
+    summary = "each arrival where most of its prefix is, less load, as Dynamo's and llm-d's routers have it"
+
+    def __init__(self, *, overlap_weight: float = 1.0) -> None:
+        self.overlap_weight = overlap_weight
+
+    def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
+        """The least cost; then the fewest requests; the first of equals."""
+        instances = candidates(view, arrival)
+        if not instances:
+            return NO_INSTANCE
+        weight, tokens, cached = self.overlap_weight, arrival.context_tokens, arrival.cached_tokens
+        chosen = min(
+            instances,
+            key=lambda i: (
+                weight * (i.prefill_backlog_tokens + tokens - cached(i.instance_id))
+                + i.kv_used_tokens
+                + tokens,
+                i.load,
+            ),
+        )
+        return Place(chosen.instance_id)

@@ -1,0 +1,66 @@
+"""Sticky sessions: what belongs together goes to one instance, whatever its load."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Final
+
+from tailrace.actions import Place, Placement
+from tailrace.cluster import Arrival, ClusterView
+from tailrace.policy.base import Policy
+from tailrace.policy.candidates import NO_INSTANCE, candidates
+from tailrace.policy.parameters import Parameter
+
+_MASK: Final = (1 << 64) - 1
+
+
+class Session(Policy):
+    """Consistent hashing on the session that the client names, else on the prompt's first blocks.
+
+    By rendezvous (Thaler and Ravishankar, "Using name-based mappings to increase hit rates", IEEE/ACM
+    Transactions on Networking 6(1), 1998): each instance draws a number from the key, and the largest wins.
+    When one comes or goes, only its own sessions move. An arrival that has neither goes by its id.
+    """
+
+    parameters = (
+        Parameter(
+            "blocks",
+            int,
+            4,
+            "first blocks of a prompt that tell a session, where the client names none",
+            unit="blocks",
+            minimum=1,
+        ),
+    )
+    summary = "each session to one instance, by consistent hashing on its id or the first blocks"
+
+    def __init__(self, *, blocks: int = 4) -> None:
+        self.blocks = blocks
+
+    def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
+        """Where the session's key draws the largest number."""
+        instances = candidates(view, arrival)
+        if not instances:
+            return NO_INSTANCE
+        key = self._key(arrival)
+        return Place(max(instances, key=lambda i: _mixed(key ^ _digest(i.instance_id))).instance_id)
+
+    def _key(self, arrival: Arrival) -> int:
+        if arrival.session_id:
+            return _digest(arrival.session_id)
+        names = arrival.block_names
+        # A name stands for its block and all before it.
+        return names[min(self.blocks, len(names)) - 1] if names else _digest(arrival.request_id)
+
+
+@lru_cache(maxsize=8_192)
+def _digest(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def _mixed(value: int) -> int:
+    """The finaliser of the SplitMix64 generator (Steele et al., OOPSLA 2014)."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
