@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
+from frontend_svc.prefixes import common_naming
 from frontend_svc.served_model import ServedModel
 from frontend_svc.streams import Needs
+from tailrace.cache.names import Naming
 from tailrace.cluster import Pool
 from tailrace.model_identity import is_model
 from tailrace.records import InstanceRecord, ServiceRecord
@@ -49,6 +51,7 @@ class Fleet:
         self._model = ""
         # See `unable`.
         self._pooling = self._generating = self._without_adapters = frozenset[str]()
+        self._naming: Naming | None = None
         # Instances of other models, by the incarnation that was logged.
         self._others: dict[str, str] = {}
         # Instances that said that they drain, by the incarnation that did.
@@ -65,6 +68,11 @@ class Fleet:
         """Key of the model that may answer a new request: exact where all instances are of one, else
         short."""
         return self._model
+
+    @property
+    def naming(self) -> Naming | None:
+        """How the instances name their KV blocks; None: none of them tells."""
+        return self._naming
 
     def model_of(self, instance_id: str) -> str:
         """Key of the model that an instance runs; empty: it is not known."""
@@ -130,6 +138,7 @@ class Fleet:
         self._pooling = frozenset(name for name, record in instances.items() if record.pooling)
         self._generating = frozenset(instances) - self._pooling
         self._without_adapters = frozenset(n for n, record in instances.items() if not record.takes_adapters)
+        self._naming = common_naming(instances.values())
         keys = {
             record.model_identity.key for record in instances.values() if record.model_identity is not None
         }

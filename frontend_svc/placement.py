@@ -8,6 +8,7 @@ from typing import Final
 from frontend_svc.fleet import Fleet, may_prefill, usable
 from frontend_svc.outbox import Outbox
 from frontend_svc.place_calls import PlaceCalls
+from frontend_svc.prefixes import Prefix, prefix_of
 from frontend_svc.streams import Stream, StreamTable
 from tailrace.service.channels import Channels
 from tailrace.v1 import scheduler_pb2
@@ -59,8 +60,9 @@ class Placement:
         # The scheduler may not have heard yet which instances drain.
         unable = self._fleet.unable(stream.needs)
         excluded = {*avoid, *self._fleet.draining, *unable}
+        prefix = prefix_of(stream, self._fleet.naming)
         for _ in range(_ASKS):
-            reply = await self._ask(stream, excluded)
+            reply = await self._ask(stream, excluded, prefix)
             if reply is None:
                 return self._fallback(stream, avoid | unable)
             if not reply.instance_id:
@@ -70,7 +72,9 @@ class Placement:
             excluded.add(reply.instance_id)
         return self._fallback(stream, avoid | unable)
 
-    async def _ask(self, stream: Stream, excluded: set[str]) -> scheduler_pb2.PlaceReply | None:
+    async def _ask(
+        self, stream: Stream, excluded: set[str], prefix: Prefix
+    ) -> scheduler_pb2.PlaceReply | None:
         """What a scheduler says; None: none does."""
         request = scheduler_pb2.PlaceRequest(
             request_id=stream.request_id,
@@ -81,6 +85,9 @@ class Placement:
             excluded_instance_ids=sorted(excluded),
             traceparent=stream.traceparent,
             model=self._model(stream),
+            block_names=prefix.names,
+            block_tokens=prefix.block_tokens,
+            session_id=prefix.session_id,
         )
         return await self._calls.ask(request)
 

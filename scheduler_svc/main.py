@@ -16,6 +16,7 @@ from scheduler_svc.active_policy import ActivePolicy, warm_up
 from scheduler_svc.actuator import Actuator
 from scheduler_svc.admin.forward import LeaderRoute
 from scheduler_svc.admin.servicer import AdminServicer
+from scheduler_svc.cache_sync import CacheSync
 from scheduler_svc.decider import Decider
 from scheduler_svc.drainer import Drainer
 from scheduler_svc.metrics import SchedulerMetrics
@@ -142,6 +143,8 @@ class Parts:
         self.metrics = SchedulerMetrics(frame.registry)
         self.metrics.leading.set_function(lambda: float(leading.is_set()))
         self.state = ClusterState()
+        self.metrics.cache_index_blocks.set_function(lambda: float(len(self.state.cache.index)))
+        self.metrics.cache_snapshots.set_function(lambda: float(self.state.cache.follower.snapshots))
         self.active = ActivePolicy(policy, frame.members.slo)
         self._members = frame.members
         self._leading = leading
@@ -160,6 +163,7 @@ class Parts:
         self._watch = MonitorWatch(
             name, frame.members, frame.channels, self.state, self._decider.take, self.metrics
         )
+        self._cache_sync = CacheSync(self.state, frame.channels)
         placer = Placer(self.state, self.active, self.actuator, self.metrics)
         route = LeaderRoute(name, frame.members, frame.channels, leading)
         admin = AdminServicer(
@@ -187,6 +191,7 @@ class Parts:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(warm_up(), name="policies")
             tasks.create_task(self._watch.run(), name="monitor")
+            tasks.create_task(self._cache_sync.run(), name="prefix caches")
             tasks.create_task(self._decider.run_ticks(), name="ticks")
             tasks.create_task(self._drainer.run(), name="drains")
             tasks.create_task(

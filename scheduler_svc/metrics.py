@@ -19,6 +19,24 @@ class SchedulerMetrics:
             ["policy", "instance"],
             registry=registry,
         )
+        self.placed_tokens = Counter(
+            "tailrace_scheduler_placed_tokens", "Prompt tokens of requests placed.", registry=registry
+        )
+        self.placed_cached_tokens = Counter(
+            "tailrace_scheduler_placed_cached_tokens",
+            "Those that the chosen instance held, as far as was known.",
+            registry=registry,
+        )
+        self.cache_index_blocks = Gauge(
+            "tailrace_scheduler_cache_index_blocks",
+            "Different KV blocks that some instance holds on its device.",
+            registry=registry,
+        )
+        self.cache_snapshots = Gauge(
+            "tailrace_scheduler_cache_snapshots",
+            "Instances' whole caches taken in, because an update was missing.",
+            registry=registry,
+        )
         self.refusals = Counter(
             "tailrace_scheduler_refusals", "Requests that no instance could take.", registry=registry
         )

@@ -8,7 +8,7 @@ from typing import Final
 import grpc
 from opentelemetry.trace import Tracer
 
-from scheduler_svc.placer import Decision, Placer
+from scheduler_svc.placer import Decision, Placer, Prefix
 from scheduler_svc.traceparents import Traceparents
 from tailrace.telemetry import attributes
 from tailrace.telemetry.tracing import Tracing, record_span
@@ -59,6 +59,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             request.max_tokens,
             frozenset(excluded) if excluded else _NOTHING_EXCLUDED,
             request.model,
+            Prefix(tuple(request.block_names), request.block_tokens, request.session_id),
         )
         self._traceparents.note(request.request_id, request.traceparent)
         if self._tracing.continues(request.traceparent):
@@ -68,6 +69,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             policy=decision.policy,
             refusal=decision.refusal,
             decided_us=decision.seconds * 1e6,
+            cached_tokens=decision.cached_tokens,
         )
 
     def _trace(self, request: scheduler_pb2.PlaceRequest, decision: Decision) -> None:
@@ -82,6 +84,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                 attributes.REQUEST_ID: request.request_id,
                 attributes.INSTANCE: decision.instance_id,
                 attributes.POLICY: decision.policy,
+                attributes.PROMPT_TOKENS: request.prompt_tokens,
+                attributes.CACHED_TOKENS: decision.cached_tokens,
             },
             error=decision.refusal,
         )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from scheduler_svc.active_policy import ActivePolicy
 from scheduler_svc.decider import Hands
@@ -25,6 +27,20 @@ class Decision:
     policy: str
     refusal: str
     seconds: float
+    # Of the request, that the instance is known to hold.
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What a request begins with: names of its blocks, of so many tokens each, and its session, if known."""
+
+    names: Sequence[int] = ()
+    block_tokens: int = 0
+    session_id: str = ""
+
+
+_NO_PREFIX: Final = Prefix()
 
 
 class Placer:
@@ -50,6 +66,7 @@ class Placer:
         max_tokens: int,
         excluded: frozenset[str],
         model: str = "",
+        prefix: Prefix = _NO_PREFIX,
     ) -> Decision:
         """Decide for an instance of this model (its key; empty: any) and count the placement in. Waits for no
         I/O: works on the last known state.
@@ -58,7 +75,17 @@ class Placer:
         placed: pool moves are compare-and-swap, so that it need not lead.
         """
         began_s = time.perf_counter()
-        arrival = Arrival(request_id, prompt_tokens, max_tokens, self._seq, output_tokens, excluded)
+        arrival = Arrival(
+            request_id,
+            prompt_tokens,
+            max_tokens,
+            self._seq,
+            output_tokens,
+            excluded,
+            self._state.cache.of_arrival(prefix.names, prefix.block_tokens, prompt_tokens + output_tokens),
+            prefix.names,
+            prefix.session_id,
+        )
         self._seq += 1
         policy = self._active.name
         placement = self._ask(arrival, self._state.view_of_model(model))
@@ -71,7 +98,10 @@ class Placer:
         self._metrics.placements.labels(policy, placement.instance_id).inc()
         if placement.also:
             self._hands.submit(placement.also, policy)
-        return Decision(placement.instance_id, policy, "", now_s - began_s)
+        cached = arrival.cached_tokens(placement.instance_id)
+        self._metrics.placed_tokens.inc(arrival.context_tokens)
+        self._metrics.placed_cached_tokens.inc(cached)
+        return Decision(placement.instance_id, policy, "", now_s - began_s, cached)
 
     def _ask(self, arrival: Arrival, view: ClusterView) -> Placement:
         now_s = time.time()

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
+from scheduler_svc.known_cache import KnownCache
 from scheduler_svc.model_groups import ModelGroups
 from scheduler_svc.tracked import Tracked
 from tailrace.cluster import (
@@ -77,6 +78,8 @@ class ClusterState:
     """Everything known of instances and requests."""
 
     def __init__(self) -> None:
+        # Where prefixes are.
+        self.cache = KnownCache()
         self._tracked: dict[str, Tracked] = {}
         self._quantum_tokens = QUANTUM_TOKENS
         self._where: dict[str, _Where] = {}
@@ -114,6 +117,7 @@ class ClusterState:
             known.record = record
             tracked[name] = known
         self._tracked = tracked
+        self.cache.set_instances(members.instances)
         self._groups = ModelGroups(members.instances)
         self._partial.clear()
         self._forget([r for r, where in self._where.items() if where.instance_id not in tracked])
@@ -159,6 +163,7 @@ class ClusterState:
         tracked = self._tracked.get(report.instance_id)
         if tracked is None or tracked.record.incarnation != report.incarnation:
             return []
+        self.cache.apply(report)
         changes: list[PhaseChange] = []
         if report.HasField("load"):
             gone = tracked.report(report, self._migrating, now_s)
@@ -199,7 +204,7 @@ class ClusterState:
         )
         if where is None and not arrival.output_tokens:
             self._note_arrived(request, now_s)
-        forgotten = tracked.place(request, now_s)
+        forgotten = tracked.place(request, now_s, arrival.cached_tokens(instance_id))
         if forgotten is not None:
             self._left(forgotten, instance_id)
         self._where[arrival.request_id] = _Where(instance_id, epoch, Phase.PREFILL)

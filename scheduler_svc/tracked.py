@@ -28,10 +28,12 @@ _RUNNING: Final = frozenset({RequestState.RUNNING, RequestState.PAUSED})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pending:
-    """A request placed here that no report has shown yet. Its whole context is still to be prefilled."""
+    """A request placed here that no report has shown yet. Its context is still to be prefilled, but for what
+    is cached here."""
 
     request: RequestView
     placed_s: float
+    cached_tokens: int = 0
 
 
 class Tracked:
@@ -59,6 +61,7 @@ class Tracked:
         self._context_tokens = 0
         self._kv_used_tokens = 0
         self._pending_tokens = 0
+        self._pending_cached_tokens = 0
         self._future_load: tuple[float, ...] = ()
 
     @property
@@ -104,16 +107,17 @@ class Tracked:
         self._future_load = tuple(load.future_load)
         return before - self.requests.keys() - self.pending.keys()
 
-    def place(self, request: RequestView, now_s: float) -> str | None:
-        """The request was placed here and will arrive in a moment. The id of one that had to be forgotten for
-        it, if any: no report has come for long."""
+    def place(self, request: RequestView, now_s: float, cached_tokens: int = 0) -> str | None:
+        """The request was placed here and will arrive in a moment; so many of its tokens are cached here. The
+        id of one that had to be forgotten for it, if any: no report has come for long."""
         self._take_pending(request.request_id)
         forgotten = None
         if len(self.pending) >= _PENDING_MAX:
             forgotten = next(iter(self.pending))
             self._take_pending(forgotten)
-        self.pending[request.request_id] = Pending(request, now_s)
+        self.pending[request.request_id] = Pending(request, now_s, cached_tokens)
         self._pending_tokens += request.context_tokens
+        self._pending_cached_tokens += cached_tokens
         self._phases.add(request)
         return forgotten
 
@@ -224,6 +228,7 @@ class Tracked:
         pending = self.pending.pop(request_id, None)
         if pending is not None:
             self._pending_tokens -= pending.request.context_tokens
+            self._pending_cached_tokens -= pending.cached_tokens
             self._phases.remove(pending.request)
         return pending
 
@@ -265,7 +270,9 @@ class Tracked:
             max_num_seqs=self.record.max_num_seqs,
             running=self._running,
             waiting=self._waiting + len(self.pending),
-            prefill_backlog_tokens=load.prefill_backlog_tokens + self._pending_tokens,
+            prefill_backlog_tokens=(
+                load.prefill_backlog_tokens + self._pending_tokens - self._pending_cached_tokens
+            ),
             context_tokens=self._context_tokens + self._pending_tokens,
             token_interval_s=load.token_interval_ms_mean / 1e3,
             host_kv_tokens=load.host_kv_bytes_used // kv_bytes,
@@ -294,5 +301,9 @@ class Tracked:
         if not load.HasField("prefill_delay_s"):
             return None
         curve = TtftPredictor(load.prefill_base_s, load.prefill_s_per_token, load.prefill_s_per_token_squared)
-        placed = (pending.request.context_tokens for pending in self.pending.values())
-        return load.prefill_delay_s + curve.queue_s(placed)
+        waiting = self.pending.values()
+        placed_s = curve.queue_s(pending.request.context_tokens for pending in waiting)
+        cached_s = sum(
+            curve.computed_s(pending.cached_tokens) for pending in waiting if pending.cached_tokens
+        )
+        return load.prefill_delay_s + placed_s - cached_s

@@ -12,6 +12,7 @@ from scheduler_svc.wire import (
     REQUEST_STATE_NUMBERS,
     pool_number,
 )
+from tailrace.cache.tiers import Tier
 from tailrace.cluster import Phase, RequestView, Stage
 from tailrace.handover_message import WAYS
 from tailrace.policy import registry
@@ -55,6 +56,10 @@ def _instance_info(state: ClusterState, name: str, now_s: float) -> admin_pb2.In
         generated_tokens=load.generated_tokens,
         preemptions=load.preemptions,
         profile_kind=record.profile_kind,
+        cached_blocks=state.cache.index.count(name),
+        cached_host_blocks=state.cache.index.count(name, Tier.HOST),
+        prompt_tokens=load.prompt_tokens,
+        cached_prompt_tokens=load.cached_prompt_tokens,
         model_key=record.model_identity.key if record.model_identity is not None else "",
         way=WAYS[record.handover.way],
         way_reason=record.handover.reason,

@@ -91,6 +91,11 @@ def bytes_text(count: int) -> str:
     return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
 
 
+def share_text(part: int, whole: int) -> str:
+    """In percent; a dash of nothing."""
+    return f"{100 * part / whole:.0f}%" if whole else NOTHING
+
+
 INSTANCES = View[InstanceInfo](
     name="instances",
     columns=(
@@ -104,6 +109,8 @@ INSTANCES = View[InstanceInfo](
         Column("ANSWER", lambda i: str(i.answering), figure=True),
         Column("KV BLOCKS", lambda i: f"{i.kv_blocks_used}/{i.kv_blocks_total}", figure=True),
         Column("MS/TOKEN", lambda i: f"{i.token_interval_ms:.1f}", figure=True),
+        Column("CACHED", lambda i: str(i.cached_blocks), figure=True),
+        Column("HITS", lambda i: share_text(i.cached_prompt_tokens, i.prompt_tokens), figure=True),
         Column("IN", lambda i: str(i.migrations_in), figure=True),
         Column("OUT", lambda i: str(i.migrations_out), figure=True),
         Column("REPORT", lambda i: f"{i.report_age_s:.1f} s ago", figure=True),

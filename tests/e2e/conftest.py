@@ -27,7 +27,7 @@ def vllm_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         for name in VLLM_WORKERS:
             fleet.start_worker(name, ["--engine-arg", "max_logprobs=-1"], wait=False)
         limit = ["--max-message-bytes", str(VLLM_MAX_MESSAGE_BYTES)]
-        fleet.start_frontend(options=[*limit, "--", "--max-logprobs", "-1"])
+        fleet.start_frontend(options=[*limit, "--", "--max-logprobs", "-1", "--enable-prompt-tokens-details"])
         for name in VLLM_WORKERS:
             fleet.wait_healthy(name, 240)
         fleet.wait_instances(VLLM_WORKERS)

@@ -1,0 +1,66 @@
+"""Where prefixes are, as workers tell in their reports, and what of an arrival each instance holds. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+from tailrace.cache.follow import CacheFollower, Change
+from tailrace.cache.index import CacheIndex
+from tailrace.cache.tiers import Tier
+from tailrace.cluster import NOTHING_CACHED, CachedTokens
+from tailrace.records import InstanceRecord
+from tailrace.v1 import cache_pb2, monitor_pb2
+
+_TIERS: Final = {cache_pb2.CACHE_TIER_DEVICE: Tier.DEVICE, cache_pb2.CACHE_TIER_HOST: Tier.HOST}
+
+
+class KnownCache:
+    """The index, followed from reports."""
+
+    def __init__(self) -> None:
+        self.follower = CacheFollower(CacheIndex())
+
+    @property
+    def index(self) -> CacheIndex:
+        """The index itself."""
+        return self.follower.index
+
+    def set_instances(self, records: Mapping[str, InstanceRecord]) -> None:
+        """These are the members of the fleet."""
+        self.follower.keep({name: record.incarnation for name, record in records.items()})
+
+    def apply(self, report: monitor_pb2.WorkerReport) -> None:
+        """Take one report in."""
+        if report.HasField("cache"):
+            update = report.cache
+            changes = read_changes(update.changes)
+            self.follower.update(report.instance_id, report.incarnation, update.seq, changes)
+
+    def listed(self, instance_id: str, reply: cache_pb2.ListCacheReply) -> None:
+        """An instance has told all that it holds."""
+        self.follower.snapshot(instance_id, reply.incarnation, reply.seq, read_changes(reply.held))
+
+    def of_arrival(
+        self, names: Sequence[int], block_tokens: int, prompt_tokens: int
+    ) -> Mapping[str, CachedTokens]:
+        """Tokens of a prompt with these blocks that each instance holds; those that hold none are not in it.
+
+        The last token of a prompt is computed in any case.
+        """
+        if not names or block_tokens < 1:
+            return NOTHING_CACHED
+        most = max(0, prompt_tokens - 1)
+        return {
+            name: CachedTokens(min(held.device * block_tokens, most), min(held.total * block_tokens, most))
+            for name, held in self.index.match(names).items()
+        }
+
+
+def read_changes(messages: Iterable[cache_pb2.CacheChange]) -> list[Change]:
+    """Of tiers that are known."""
+    return [
+        Change(tier, message.stored, message.removed)
+        for message in messages
+        if (tier := _TIERS.get(message.tier)) is not None
+    ]
