@@ -83,8 +83,8 @@ bench-scale: ## 100 simulated workers, 1,000 streams
 	@scripts/install.sh --rust
 	$(PYTHON) -m benchmarks.scale
 
-bench-decisions: install ## Cost of each policy's decisions at 16 to 1,024 instances
-	$(PYTHON) -m benchmarks.decisions
+bench-decisions: install ## Cost of each policy's decisions at 16 to 1,024 instances, and of the prefix index (ARGS=--only=cache)
+	$(PYTHON) -m benchmarks.decisions $(ARGS)
 
 bench-validation: ## A real worker, profiled and loaded, against the simulator
 	@scripts/install.sh --rust

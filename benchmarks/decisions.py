@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
 import statistics
 import sys
 import time
@@ -25,7 +26,8 @@ from benchmarks.clusters import REQUESTS_PER_INSTANCE, arrivals, cluster
 from benchmarks.loadgen import percentile
 from benchmarks.report import machine, save
 from tailrace.actions import SetStages
-from tailrace.cluster import ClusterView, Phase
+from tailrace.cache.index import CacheIndex
+from tailrace.cluster import CachedTokens, ClusterView, Phase
 from tailrace.lengths import LengthStatistics
 from tailrace.policy.base import Policy
 from tailrace.policy.cascade.planner import Costs, Plan, exact, heuristic
@@ -83,6 +85,45 @@ def placement_on_new_reports(policy: Policy) -> Callable[[int], Call]:
         return lambda n: policy.place(views[n % 2], new[n % len(new)], 0.0)
 
     return prepare
+
+
+def placement_of_known(policy: Policy) -> Callable[[int], Call]:
+    """Arrival when every instance holds some of its prompt: what must be computed differs everywhere."""
+
+    def prepare(instances: int) -> Call:
+        view, new = cluster(instances), arrivals(1_000)
+        held = dict.fromkeys(view.instances, CachedTokens(64, 64))
+        known = [replace(each, cached=held) for each in new]
+        return lambda n: policy.place(view, known[n % len(known)], 0.0)
+
+    return prepare
+
+
+def lookup(instances: int) -> Call:
+    """Of 200 blocks, all instances hold the first 64, and one all of them, among a million."""
+    shared, index, own = full_index(instances)
+    names = [[*shared, *blocks[:136]] for blocks in own]
+    return lambda n: index.match(names[n % len(names)])
+
+
+def update(instances: int) -> Call:
+    """An instance gains 1,000 blocks, and loses them again in the next call, among a million."""
+    _, index, _ = full_index(instances)
+    draw = random.Random(2)
+    news = [[draw.getrandbits(64) for _ in range(1_000)] for _ in range(50)]
+    return lambda n: index.change(
+        "i0", () if n % 2 else news[n // 2 % 50], news[n // 2 % 50] if n % 2 else ()
+    )
+
+
+def full_index(instances: int) -> tuple[list[int], CacheIndex, list[list[int]]]:
+    """(names that all hold, an index of a million, names that each holds alone)."""
+    draw, index = random.Random(1), CacheIndex()
+    shared = [draw.getrandbits(64) for _ in range(64)]
+    own = [[draw.getrandbits(64) for _ in range(1_000_000 // instances)] for _ in range(instances)]
+    for number, blocks in enumerate(own):
+        index.change(f"i{number}", [*shared, *blocks], ())
+    return shared, index, own
 
 
 def reasoning_ended(policy: Policy) -> Callable[[int], Call]:
@@ -146,6 +187,9 @@ def cases() -> list[Case]:
     """All of them, cheap ones first."""
     return [
         *(Case(f"place: {name}", placement(load(name))) for name in names()),
+        Case("place: tailrace, prefix known", placement_of_known(load("tailrace"))),
+        Case("cache: look up 200 blocks", lookup),
+        Case("cache: store or remove 1,000 blocks", update),
         Case("place: tailrace, all reports new", placement_on_new_reports(load("tailrace"))),
         Case("reasoning ended: pascal", reasoning_ended(load("pascal"))),
         Case("reasoning ended: tailrace", reasoning_ended(load("tailrace"))),

@@ -33,6 +33,8 @@ class InstanceSpec:
     max_running_tokens: int | None = None
     pool: Pool | None = None
     penalty: LengthPenalty | None = None
+    # Whether KV of prefixes is kept and found, where the workload names its blocks.
+    prefix_caching: bool = True
 
     @property
     def kv_blocks(self) -> int:

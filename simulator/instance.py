@@ -19,6 +19,7 @@ from simulator.cluster import InstanceSpec
 from simulator.events import NEVER, EventQueue
 from simulator.intervals import RecentIntervals
 from simulator.job import Job, JobState
+from simulator.prefix_cache import PrefixCache
 from simulator.prompts import Prompts, rank_of
 from simulator.steplog import StepLog
 from simulator.steprun import StepRun
@@ -69,8 +70,9 @@ class Instance:
         events: EventQueue,
         listener: Listener,
         most_steps: int = NEVER,
+        cache: PrefixCache | None = None,
     ) -> None:
-        """`most_steps`: longest run; 1 steps through every iteration."""
+        """`most_steps`: longest run; 1 steps through every iteration. `cache` None: no prefix is kept."""
         self.spec = spec
         self.instance_id = spec.instance_id
         self.pool: Pool | None = spec.pool
@@ -91,6 +93,7 @@ class Instance:
         self.step_s = 0.0
         self.busy_s = 0.0
         self.swap_s = 0.0
+        self.cache = cache
         self._intra = intra
         self._events = events
         self._listener = listener
@@ -206,6 +209,7 @@ class Instance:
         job.prefill_total = job.prompt + job.tokens
         job.blocks = 0
         self._prompts.owe(job)
+        self._expect(job)
         self.idle_context += job.prompt + job.tokens
         self._set_stage(job)
         self._note_lapse(job, now)
@@ -222,7 +226,7 @@ class Instance:
         self._changing()
         self.waiting.remove((job.rank, job))
         self.idle_context -= job.prompt
-        self._prompts.pay(job, job.prefill_total)
+        self._prompts.pay(job, job.prefill_total - job.prefill_done)
         self.wake(now)
 
     def wake(self, now: float) -> None:
@@ -310,6 +314,7 @@ class Instance:
         """A paused job has gone elsewhere: free what it held."""
         self._changing()
         if job in self.paused:
+            self._let_go(job)
             self._unpause(job)
         else:
             self.waiting.remove((job.rank, job))
@@ -324,6 +329,7 @@ class Instance:
         job.instance = self
         job.rank_until = 0
         self._set_stage(job)
+        self._name(job, job.prompt + job.tokens - 1)
         self._batch.join(job)
 
     def receive_on_host(self, job: Job, blocks: int) -> None:
@@ -400,6 +406,7 @@ class Instance:
             self._at_boundary = []
             for action in actions:
                 action(now)
+        self._evict()
         while self.imports and self.imports[0][1](now):
             self.imports.pop(0)
         batch, prompts = self._batch, self._prompts
@@ -472,7 +479,10 @@ class Instance:
         if job.state is JobState.SWAPPED:
             return Claim(rank, job, job.blocks, 0, job.passed_blocks)
         blocks = blocks_for(job.prefill_total, self.block_tokens)
-        return Claim(rank, job, blocks, job.prefill_total, job.passed_blocks)
+        if self.cache is not None:
+            found = self.cache.leading(job.request.unit_names, self._units(job))
+            blocks -= self.cache.in_use(job.request.unit_names[:found])
+        return Claim(rank, job, blocks, job.prefill_total - job.prefill_done, job.passed_blocks)
 
     def _admit(self, job: Job) -> float:
         """Give a waiting job its place; seconds of copying its KV back."""
@@ -485,6 +495,7 @@ class Instance:
         job.state = JobState.PREFILLING
         job.blocks = blocks_for(job.prefill_total, self.block_tokens)
         self._other_blocks += job.blocks
+        self._find(job)
         self._prompts.place(job)
         return 0.0
 
@@ -495,6 +506,7 @@ class Instance:
     def _preempt(self, job: Job, now: float) -> float:
         """Take a job's place; seconds of copying its KV out."""
         stall_s = 0.0
+        self._let_go(job)
         if job.state is JobState.DECODING:
             blocks = self._batch.leave(job, self.log)
             self.idle_context += job.prompt + job.tokens
@@ -523,6 +535,7 @@ class Instance:
         job.prefill_done = 0
         job.prefill_total = job.prompt + job.tokens
         self._prompts.owe(job)
+        self._expect(job)
 
     def _wait(self, job: Job) -> bool:
         """Queue a job by its rank; whether it is the first."""
@@ -555,6 +568,70 @@ class Instance:
         insort(self.waiting, (job.rank_at(job.tokens, self._intra), job), key=rank_of)
         self.wake(now)
 
+    # ---- the prefix cache
+
+    def _units(self, job: Job) -> int:
+        """Named units that may be found when the job is computed anew."""
+        unit = job.request.unit_tokens
+        return min(len(job.request.unit_names), (job.prefill_total - 1) // unit) if unit else 0
+
+    def _expect(self, job: Job) -> None:
+        """What is found now is likely to be found when the job has its turn: it counts as computed."""
+        if self.cache is not None:
+            found = self.cache.leading(job.request.unit_names, self._units(job)) * job.request.unit_tokens
+            self._prompts.pay(job, found - job.prefill_done)
+            job.prefill_done = found
+
+    def _find(self, job: Job) -> None:
+        """Its turn has come: it holds what is found."""
+        cache = self.cache
+        if cache is None:
+            return
+        self._expect(job)
+        names = job.request.unit_names[: self._units_in(job.prefill_done, job)]
+        shared = cache.shared
+        cache.hold(names)
+        job.held_names = list(names)
+        # Blocks that several hold are there once.
+        self._other_blocks -= cache.shared - shared
+        if job.cached is None:
+            job.cached = job.prefill_done
+        self._evict()
+
+    def _units_in(self, tokens: int, job: Job) -> int:
+        """Units that are all within the first `tokens`."""
+        unit = job.request.unit_tokens
+        return min(len(job.request.unit_names), tokens // unit) if unit else 0
+
+    def _name(self, job: Job, tokens: int) -> None:
+        """KV of so many tokens is there: its units can be found from now on."""
+        if self.cache is None:
+            return
+        names, held = job.request.unit_names, job.held_names
+        for number in range(len(held), self._units_in(tokens, job)):
+            if not self.cache.add(names[number]):
+                # Somebody else's is found; what follows in this one stays without a name, too.
+                break
+            held.append(names[number])
+
+    def _let_go(self, job: Job) -> None:
+        """Its blocks are free, and what has a name can be found until it is evicted."""
+        cache = self.cache
+        if cache is None:
+            return
+        decoded = job.prompt + job.tokens_at(self.boundary) - 1
+        tokens = job.prefill_done if job.state is JobState.PREFILLING else decoded
+        named = len(job.held_names) * job.request.unit_tokens // self.block_tokens
+        shared = cache.shared
+        cache.let_go(job.held_names, tokens // self.block_tokens - named)
+        self._other_blocks += shared - cache.shared
+        job.held_names = []
+
+    def _evict(self) -> None:
+        """What is held goes before what is kept."""
+        if self.cache is not None:
+            self.cache.shrink(self.total_blocks - self._batch.blocks.used - self._other_blocks)
+
     def _unpause(self, job: Job) -> None:
         del self.paused[job]
         self._other_blocks -= job.blocks
@@ -582,6 +659,7 @@ class Instance:
         """Prompt tokens were computed; with the last of them comes a token."""
         self._prompts.pay(job, tokens)
         job.prefill_done += tokens
+        self._name(job, job.prefill_done)
         if job.prefill_done < job.prefill_total:
             return
         self._prompts.remove(job)
@@ -621,4 +699,6 @@ class Instance:
         job.state = JobState.DONE
         job.version += 1
         job.finish_s = now
+        self._name(job, job.prompt + job.total - 1)
+        self._let_go(job)
         self._listener.finished(self, job, now)

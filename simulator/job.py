@@ -38,6 +38,7 @@ class Job:
         "blocking_s",
         "blocks",
         "boundary_tokens",
+        "cached",
         "demoted",
         "demotion_since",
         "demotion_until",
@@ -45,6 +46,7 @@ class Job:
         "first_answer_s",
         "first_token_s",
         "found_s",
+        "held_names",
         "history",
         "instance",
         "joined",
@@ -71,6 +73,7 @@ class Job:
         "state",
         "swapped",
         "tokens",
+        "told_cached",
         "total",
         "version",
     )
@@ -99,6 +102,11 @@ class Job:
         self.passed_blocks = 0
         self.prefill_done = 0
         self.prefill_total = self.prompt
+        # Units of its KV that it holds by name, in order; tokens that it found when it first began (None: it
+        # has not); and those that its placement counted on.
+        self.held_names: list[int] = []
+        self.cached: int | None = None
+        self.told_cached = 0
         self.rank: Rank = ()
         # Output tokens up to which `rank` holds.
         self.rank_until = 0

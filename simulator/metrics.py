@@ -110,6 +110,7 @@ def _record_of(job: Job, gaps: _Gaps) -> RequestRecord:
         preemptions_recomputed=job.recomputed,
         answer_blocking_s=job.blocking_s,
         queue_s=job.queue_s,
+        cached_tokens=job.cached or 0,
     )
 
 

@@ -53,6 +53,8 @@ class RequestRecord:
     answer_blocking_s: float | None
     # From arrival to the start of the first step that prefills it.
     queue_s: float | None
+    # Prompt tokens that were found in the prefix cache.
+    cached_tokens: int = 0
 
     @property
     def output_tokens(self) -> int:

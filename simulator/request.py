@@ -18,6 +18,12 @@ class SimRequest:
     prompt_tokens: int
     reasoning_tokens: int
     answer_tokens: int
+    # Names of what the prompt, and what is made after it, consist of: a unit of `unit_tokens` each, from the
+    # first on, as far as they are known. Equal names: equal tokens, and equal tokens before them.
+    unit_names: tuple[int, ...] = ()
+    unit_tokens: int = 0
+    # The conversation that it belongs to; empty: not known.
+    session_id: str = ""
 
     def __post_init__(self) -> None:
         """Raises ValueError: a request has a prompt, an answer, and no negative length."""
@@ -27,6 +33,13 @@ class SimRequest:
             )
         if not self.arrival_s >= 0.0:
             raise ValueError(f"request {self.request_id!r} arrives before the start: {self.arrival_s}")
+
+    @property
+    def named_prompt_units(self) -> int:
+        """Units with a name that are all prompt, without the last token, which is computed in any case."""
+        if not self.unit_names:
+            return 0
+        return min(len(self.unit_names), (self.prompt_tokens - 1) // self.unit_tokens)
 
     @property
     def output_tokens(self) -> int:

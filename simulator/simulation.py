@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from simulator.bidding import Bidding
@@ -15,13 +15,15 @@ from simulator.job import Job, JobState
 from simulator.metrics import Concluded
 from simulator.migration import Migration, Migrations
 from simulator.network import Network
+from simulator.prefix_cache import prefix_cache
 from simulator.records import MigrationOutcome, PlacementRecord, SimResult
 from simulator.reports import Report
 from simulator.request import SimRequest
 from simulator.sampling import Sampler
 from simulator.views import Views
 from tailrace.actions import Action, HandBack, Migrate, Offer, Place, Refuse, SetPool, SetStages
-from tailrace.cluster import Arrival, ClusterView, RequestView, Stage
+from tailrace.cache.index import CacheIndex
+from tailrace.cluster import Arrival, CachedTokens, ClusterView, RequestView, Stage
 from tailrace.intra.base import IntraPolicy
 from tailrace.lengths import LengthWindow
 from tailrace.policy.base import Policy
@@ -56,7 +58,10 @@ class Simulation:
         self._spec = spec
         self._policy = policy
         self._events = events = EventQueue()
-        self.instances = [Instance(i, intra, events, self, most_steps) for i in spec.instances]
+        self._index = CacheIndex()
+        self.instances = [
+            Instance(i, intra, events, self, most_steps, prefix_cache(i, requests)) for i in spec.instances
+        ]
         self._by_id = {instance.instance_id: instance for instance in self.instances}
         self._views = Views(spec, self.instances, intra)
         self.migrations = Migrations(spec.migration, intra, events, Network(spec.link, events), self)
@@ -175,8 +180,7 @@ class Simulation:
         self._next += 1
         if self._next < len(self.jobs):
             self._events.at(self.jobs[self._next].request.arrival_s, self._arrive)
-        request = job.request
-        arrival = Arrival(request.request_id, job.prompt, self._spec.max_tokens, self._placements)
+        arrival = self._arrival(job)
         self._placements += 1
         placement = self._policy.place(self._view(now), arrival, now)
         if isinstance(placement, Refuse):
@@ -189,7 +193,31 @@ class Simulation:
             return
         if self._lengths is not None:
             self._lengths.arrived(job.prompt, now)
-        self._submit(job, instance, placement, now)
+        self._submit(job, instance, placement, arrival, now)
+
+    def _arrival(self, job: Job) -> Arrival:
+        request = job.request
+        arrival = Arrival(request.request_id, job.prompt, self._spec.max_tokens, self._placements)
+        if not request.unit_names and not request.session_id:
+            return arrival
+        names = request.unit_names[: request.named_prompt_units]
+        return replace(
+            arrival,
+            cached=self._cached(names, request.unit_tokens),
+            block_names=names,
+            session_id=request.session_id,
+        )
+
+    def _cached(self, names: Sequence[int], unit_tokens: int) -> Mapping[str, CachedTokens]:
+        """What each instance holds now: workers tell what they gain and lose with the events that placing
+        goes by already, which are all but immediate."""
+        for instance in self.instances:
+            if instance.cache is not None:
+                self._index.change(instance.instance_id, *instance.cache.take_changes())
+        return {
+            name: CachedTokens(held.device * unit_tokens, held.total * unit_tokens)
+            for name, held in self._index.match(names).items()
+        }
 
     def _too_long(self, job: Job, instance: Instance) -> str:
         """Why the instance could never run it; "": it could."""
@@ -199,7 +227,8 @@ class Simulation:
             return ""
         return f"{tokens} tokens: longer than {instance.instance_id} can hold"
 
-    def _submit(self, job: Job, instance: Instance, placement: Place, now: float) -> None:
+    def _submit(self, job: Job, instance: Instance, placement: Place, arrival: Arrival, now: float) -> None:
+        job.told_cached = arrival.cached_tokens(instance.instance_id)
         job.placements.append(PlacementRecord(now, instance.instance_id))
         self._carry_out(placement.also, now)
         self._views.placed(job, instance)
@@ -294,13 +323,7 @@ class Simulation:
         self._events.at(now + 3 * self._spec.migration.message_s, place)
 
     def _place_elsewhere(self, job: Job, source: Instance, now: float) -> None:
-        arrival = Arrival(
-            job.request.request_id,
-            job.prompt,
-            self._spec.max_tokens,
-            self._placements,
-            excluded=frozenset({source.instance_id}),
-        )
+        arrival = replace(self._arrival(job), excluded=frozenset({source.instance_id}))
         self._placements += 1
         placement = self._policy.place(self._view(now), arrival, now)
         if isinstance(placement, Refuse):
@@ -310,7 +333,7 @@ class Simulation:
             return
         source.withdraw(job, now)
         self._views.withdrawn(job, source)
-        self._submit(job, target, placement, now)
+        self._submit(job, target, placement, arrival, now)
 
     def _set_stages(self, stages: tuple[Stage, ...], now: float) -> None:
         if stages == self._stages:

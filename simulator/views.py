@@ -113,6 +113,7 @@ class _Known:
         "instance",
         "kv_change",
         "pending",
+        "pending_cached_tokens",
         "pending_s",
         "pending_tokens",
         "report",
@@ -131,6 +132,7 @@ class _Known:
         # Placements that no report shows yet: job -> running number; their prompts' tokens and seconds.
         self.pending: dict[Job, int] = {}
         self.pending_tokens = 0
+        self.pending_cached_tokens = 0
         self.pending_s = 0.0
         self.forget_changes()
 
@@ -138,15 +140,22 @@ class _Known:
         """A placement that no report shows yet."""
         self.pending[job] = number
         self.pending_tokens += job.prompt
-        self.pending_s += self.instance.prefill_s(job.prompt)
+        self.pending_cached_tokens += job.told_cached
+        self.pending_s += self._prefill_s(job)
 
     def expects_no_more(self, job: Job) -> bool:
         """It has begun, or gone; whether it was a placement that no report shows."""
         if self.pending.pop(job, None) is None:
             return False
         self.pending_tokens -= job.prompt
-        self.pending_s = self.pending_s - self.instance.prefill_s(job.prompt) if self.pending else 0.0
+        self.pending_cached_tokens -= job.told_cached
+        self.pending_s = self.pending_s - self._prefill_s(job) if self.pending else 0.0
         return True
+
+    def _prefill_s(self, job: Job) -> float:
+        """Of what its placement did not count on finding."""
+        whole_s = self.instance.prefill_s(job.prompt)
+        return whole_s - self.instance.prefill_s(job.told_cached) if job.told_cached else whole_s
 
     def forget_changes(self) -> None:
         """A new report has them."""
@@ -341,7 +350,8 @@ class Views:
         running = report.running + known.running_change
         waiting = report.waiting + known.waiting_change
         context = report.context + known.context_change
-        backlog = report.backlog + known.pending_tokens
+        pending_tokens = known.pending_tokens - known.pending_cached_tokens
+        backlog = report.backlog + pending_tokens
         told, pending = known.told, known.pending
         return InstanceView(
             instance_id=instance.instance_id,
@@ -358,7 +368,7 @@ class Views:
             token_interval_s=report.token_interval_s,
             host_kv_tokens=report.host,
             host_kv_capacity_tokens=instance.host_capacity_blocks * block_tokens if self._host_imports else 0,
-            prefill_delay_s=report.prefill_delay_s(known.pending_tokens, known.pending_s),
+            prefill_delay_s=report.prefill_delay_s(pending_tokens, known.pending_s),
             max_running_tokens=spec.max_running_tokens,
             future_load=report.future or (),
             migrations_in=instance.migrations_in,

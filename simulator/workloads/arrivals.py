@@ -107,7 +107,12 @@ def merged(name: str, workloads: Sequence[Workload]) -> Workload:
     if not workloads:
         raise WorkloadError("nothing to merge")
     together = [
-        replace(request, request_id=f"{position}/{request.request_id}")
+        replace(
+            request,
+            request_id=f"{position}/{request.request_id}",
+            # Names are those of their workload.
+            unit_names=tuple(name | position << 48 for name in request.unit_names),
+        )
         for position, workload in enumerate(workloads)
         for request in workload.requests
     ]

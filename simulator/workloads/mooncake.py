@@ -1,18 +1,22 @@
-"""Mooncake traces: JSONL with timestamp (milliseconds), input_length, output_length; hash_ids are not used.
+"""Mooncake traces: JSONL with timestamp (milliseconds), input_length, output_length, hash_ids.
+
+A hash id names 512 tokens of the prompt and all before them; the last one, what is left.
 
 https://github.com/kvcache-ai/Mooncake. Prompts of up to 126K tokens: see `fit`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Final
 
 from simulator.workloads.base import Workload
 from simulator.workloads.clip import EVERYTHING, Clip
 from simulator.workloads.json_rows import field, objects
-from simulator.workloads.rows import Format, Row, seconds, whole, workload_of
+from simulator.workloads.rows import Format, Row, seconds, whole, workload_of, wrong
 
+_UNIT_TOKENS: Final = 512
 FORMAT = Format("Mooncake trace", "timestamp")
 
 
@@ -30,4 +34,15 @@ def _rows(path: Path) -> Iterator[Row]:
             prompt_tokens=whole(field(entry, "input_length", path, line), path, line, "input_length"),
             reasoning_tokens=0,
             answer_tokens=whole(field(entry, "output_length", path, line), path, line, "output_length"),
+            unit_names=_names(entry, path, line),
+            unit_tokens=_UNIT_TOKENS,
         )
+
+
+def _names(entry: Mapping[str, object], path: Path, line: int) -> tuple[int, ...]:
+    """Those of whole units; traces without hash ids have none."""
+    ids = entry.get("hash_ids", [])
+    if not isinstance(ids, list):
+        raise wrong(path, line, "hash_ids", "not a list")
+    units = whole(field(entry, "input_length", path, line), path, line, "input_length") // _UNIT_TOKENS
+    return tuple(whole(each, path, line, "hash_ids") for each in ids[:units])

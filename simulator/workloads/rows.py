@@ -45,6 +45,9 @@ class Row(NamedTuple):
     prompt_tokens: int
     reasoning_tokens: int
     answer_tokens: int
+    # As SimRequest has them.
+    unit_names: tuple[int, ...] = ()
+    unit_tokens: int = 0
 
 
 @contextmanager
@@ -118,6 +121,8 @@ def workload_of(path: Path, rows: Iterable[Row], form: Format, clip: Clip) -> Wo
                     row.prompt_tokens,
                     row.reasoning_tokens,
                     row.answer_tokens,
+                    row.unit_names,
+                    row.unit_tokens,
                 )
             else:
                 failed += 1

@@ -1,0 +1,143 @@
+"""The simulated prefix cache: never more than the memory there is, and what is found is what was computed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulator.cluster import ClusterSpec
+from simulator.prefix_cache import PrefixCache
+from simulator.records import RequestRecord
+from simulator.request import SimRequest
+from simulator.simulation import Simulation
+from tailrace.intra.fcfs import Fcfs
+from tailrace.policy.base import Policy
+from tailrace.policy.least_loaded import LeastLoaded
+from tailrace.policy.prefix_affinity import PrefixAffinity
+from tailrace.policy.session import Session
+from tailrace.policy.tailrace.policy import Tailrace
+from tailrace.profiles import load_profile
+
+PROFILE = load_profile("llama-3.1-8b-h100")
+UNIT = 64
+
+
+def request(name: str, at_s: float, units: Sequence[int], rest: int = 8, answer: int = 20) -> SimRequest:
+    """A prompt of these units and some tokens more."""
+    return SimRequest(name, at_s, len(units) * UNIT + rest, 0, answer, tuple(units), UNIT)
+
+
+def run(
+    requests: Sequence[SimRequest], policy: Policy, instances: int = 1, **limits: object
+) -> tuple[Simulation, dict[str, RequestRecord]]:
+    spec = ClusterSpec.uniform(instances, PROFILE, **limits)
+    simulation = Simulation(spec, requests, policy, Fcfs(), seed=0, sample_interval_s=None)
+    return simulation, {record.request_id: record for record in simulation.run(None).requests}
+
+
+def test_what_was_computed_is_found_and_takes_less_time() -> None:
+    units = list(range(60))
+    first, again = request("first", 0.0, units), request("again", 10.0, units)
+    other = request("other", 20.0, [n + 1_000 for n in units])
+    _, records = run([first, again, other], LeastLoaded())
+    assert [records[name].cached_tokens for name in ("first", "again", "other")] == [0, 60 * UNIT, 0]
+    ttft = {name: record.ttft_s or 0.0 for name, record in records.items()}
+    assert ttft["again"] < ttft["first"] / 4
+    assert ttft["other"] == pytest.approx(ttft["first"])
+
+
+def test_the_last_token_is_computed_in_any_case() -> None:
+    whole = [request("a", 0.0, range(4), rest=0), request("b", 10.0, range(4), rest=0)]
+    _, records = run(whole, LeastLoaded())
+    assert records["b"].cached_tokens == 3 * UNIT
+
+
+def test_what_follows_a_difference_is_not_found() -> None:
+    _, records = run([request("a", 0.0, [1, 2, 3, 4]), request("b", 9.0, [1, 2, 9, 4])], LeastLoaded())
+    assert records["b"].cached_tokens == 2 * UNIT
+
+
+def test_those_let_go_first_are_evicted_first_and_of_one_its_end() -> None:
+    """Room for ten units: of `old`, whose end goes first, the first two are left when `new` has come."""
+    old, new = request("old", 0.0, range(5), answer=8), request("new", 5.0, range(100, 107), answer=8)
+    back = request("back", 10.0, range(5), answer=8)
+    _, records = run([old, new, back], LeastLoaded(), kv_capacity_tokens=10 * UNIT)
+    assert 0 < records["back"].cached_tokens < 5 * UNIT
+
+
+def test_without_names_nothing_is_kept() -> None:
+    plain = [SimRequest(f"r{n}", 0.1 * n, 500, 0, 30) for n in range(20)]
+    simulation, records = run(plain, LeastLoaded())
+    assert all(instance.cache is None for instance in simulation.instances)
+    assert all(record.cached_tokens == 0 for record in records.values())
+
+
+@pytest.mark.parametrize("policy", [PrefixAffinity(), Session(), Tailrace()], ids=lambda p: type(p).__name__)
+def test_conversations_go_where_their_prefix_is(policy: Policy) -> None:
+    turns = [
+        request(f"{talk}-{turn}", 2.0 * turn + 0.05 * talk, range(1_000 * talk, 1_000 * talk + 20 + 5 * turn))
+        for turn in range(4)
+        for talk in range(12)
+    ]
+    _, records = run(turns, policy, instances=4)
+    for turn in range(1, 4):
+        found = [records[f"{talk}-{turn}"].cached_tokens for talk in range(12)]
+        assert sum(found) >= 0.9 * 12 * (15 + 5 * turn) * UNIT
+    assert len({record.instance_id for record in records.values()}) > 1
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> list[SimRequest]:
+    """Sessions that branch, some of them too many at once for the memory there is."""
+    count = draw(st.integers(1, 14))
+    made: list[SimRequest] = []
+    for n in range(count):
+        stem = draw(st.integers(0, 2))
+        shared = draw(st.integers(0, 4))
+        units = [100 * stem + k for k in range(shared)]
+        units += [10_000 * (n + 1) + k for k in range(draw(st.integers(0, 3)))]
+        at_s = draw(st.floats(0.0, 0.4))
+        made.append(
+            request(f"r{n}", at_s, units, rest=draw(st.integers(1, 63)), answer=draw(st.integers(1, 60)))
+        )
+    return made
+
+
+@given(workloads(), st.sampled_from([8, 12, 40]), st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_memory_adds_up(requests: list[SimRequest], units: int, host: bool) -> None:
+    """In the end nothing is held, and all that is kept fits."""
+    simulation, records = run(
+        requests,
+        LeastLoaded(),
+        instances=2,
+        kv_capacity_tokens=units * UNIT,
+        host_kv_bytes=1 << 30 if host else 0,
+    )
+    for record in records.values():
+        assert record.refused or record.finish_s is not None
+        assert record.cached_tokens < record.prompt_tokens
+    for instance in simulation.instances:
+        assert instance.is_empty
+        cache = instance.cache
+        if cache is not None:
+            assert cache.shared == 0 and not cache._held
+            assert sum(cache._free.values()) == cache._free_blocks <= instance.total_blocks
+
+
+def test_an_eviction_order_that_is_vllm_s() -> None:
+    """Let go in reverse: of two requests the first one's end, then its beginning, then the second's end."""
+    cache = PrefixCache(1)
+    for name in (1, 2, 3, 11, 12):
+        assert cache.add(name)
+    cache.let_go([1, 2, 3], 1)
+    cache.let_go([11, 12], 0)
+    order: list[OrderedDict[int, int] | list[int]] = []
+    for room in range(6, -1, -1):
+        cache.shrink(room)
+        order.append([name for name in (1, 2, 3, 11, 12) if name in cache])
+    assert order == [[1, 2, 3, 11, 12], [1, 2, 3, 11, 12], [1, 2, 11, 12], [1, 11, 12], [11, 12], [11], []]
