@@ -1,8 +1,10 @@
 """`make bench-transfer`: how fast KV moves, and how long a live migration stops its request.
 
-Two simulated workers, whose KV bytes are really made, sent over UCX, checked and kept. The rate of a large
-migration stands beside `ucx_perftest` (of the same UCX, on the transport it chooses by itself) taken just
-before and just after; the pause of a live migration stands beside that of stop-and-copy of the same request.
+Two simulated workers, whose KV bytes are really made, sent, checked and kept. The rate of a large migration
+stands beside `ucx_perftest` (of the same UCX), taken just before it, again and again; the pause of a live
+migration stands beside that of stop-and-copy of the same request. All of it twice: as two workers of one host
+do it, beside the transport that ucx_perftest chooses by itself; and over TCP, as between hosts, beside
+ucx_perftest over TCP.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ from tailrace.local.ports import free_ports
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, types_pb2, worker_pb2
 
 KV_BYTES_PER_TOKEN = 16384
+# By name, the transports that UCX may use; all when empty.
+WAYS = {"on one host": "", "over TCP": "tcp"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +51,14 @@ class Move:
     pause_steps: float
     # Of the largest round.
     mib_per_s: float
+    # ucx_perftest's, just before.
+    ceiling_mib_per_s: float
 
 
 def perftest_mib_per_s(message_bytes: int, memory: str = "host") -> float:
     """`ucx_perftest tag_bw` between two processes on loopback, MiB/s; `memory`: host or cuda."""
     folder = Path(libucx.__file__).parent
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder / "lib")}
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder / "lib"), "UCX_NET_DEVICES": "lo"}
     (port,) = free_ports(1)
     tool = [str(folder / "bin" / "ucx_perftest"), "-p", str(port)]
     with subprocess.Popen(
@@ -81,6 +87,7 @@ def perftest_mib_per_s(message_bytes: int, memory: str = "host") -> float:
 
 def move_once(cluster: TailraceCluster, fleet: Fleet, tokens: int, mode: str, seed: int) -> Move:
     """Start a request with a prompt of `tokens`, migrate it while it decodes, and let it go."""
+    ceiling = perftest_mib_per_s(8 << 20)
     body = {
         "model": MODEL,
         "prompt": [(seed * 7919 + n * 31) % 200 + 20 for n in range(tokens)],
@@ -103,7 +110,7 @@ def move_once(cluster: TailraceCluster, fleet: Fleet, tokens: int, mode: str, se
         record = fleet.migrate(running.request_id, target, mode=how)
     if record.state != types_pb2.MIGRATION_STATE_COMMITTED:
         raise RuntimeError(f"{mode} migration of {tokens} tokens: {record.error}")
-    return _as_move(record, mode, tokens)
+    return _as_move(record, mode, tokens, ceiling)
 
 
 def _read_on(stream: HTTPResponse) -> None:
@@ -124,7 +131,7 @@ def _listed(fleet: Fleet, tokens: int) -> admin_pb2.RequestInfo:
     raise TimeoutError("the request is not listed")
 
 
-def _as_move(record: migration_pb2.MigrationRecord, mode: str, tokens: int) -> Move:
+def _as_move(record: migration_pb2.MigrationRecord, mode: str, tokens: int, ceiling: float) -> Move:
     largest = max(record.rounds, key=lambda r: r.bytes)
     return Move(
         mode=mode,
@@ -134,6 +141,7 @@ def _as_move(record: migration_pb2.MigrationRecord, mode: str, tokens: int) -> M
         pause_ms=record.pause_ms,
         pause_steps=record.pause_steps,
         mib_per_s=largest.bytes / (1 << 20) / (largest.ms / 1000),
+        ceiling_mib_per_s=ceiling,
     )
 
 
@@ -152,24 +160,22 @@ def main() -> int:
     arguments = ["--workers", "2", "--engine", "simulated", "--no-traces"]
     arguments += ["--", *worker]
     front = "rust" if (Path(sys.executable).parent / "vllm-rs").exists() else "python"
-    ceilings = [perftest_mib_per_s(8 << 20)]
-    moves: list[Move] = []
-    with TailraceCluster("tailrace", arguments, front) as cluster:
-        fleet = Fleet(admin_pb2_grpc.AdminStub(grpc.insecure_channel(cluster.admin)))
-        for repeat in range(options.repeats):
-            for tokens in options.tokens:
-                for mode in ("live", "stop and copy"):
-                    console.print(
-                        f"  {tokens} tokens, {mode}, {repeat + 1} of {options.repeats}", style="dim"
-                    )
-                    moves.append(move_once(cluster, fleet, tokens, mode, repeat))
-    ceilings.append(perftest_mib_per_s(8 << 20))
-    figures: dict[str, object] = {
-        "kv_bytes_per_token": KV_BYTES_PER_TOKEN,
-        "ucx_perftest_mib_per_s": ceilings,
-        "moves": [asdict(move) for move in moves],
-    }
-    _print(moves, ceilings, options.tokens, console)
+    figures: dict[str, object] = {"kv_bytes_per_token": KV_BYTES_PER_TOKEN}
+    for way, transports in WAYS.items():
+        console.print(f"[bold]{way}[/bold]")
+        if transports:
+            os.environ["UCX_TLS"] = transports
+        moves: list[Move] = []
+        with TailraceCluster("tailrace", arguments, front) as cluster:
+            fleet = Fleet(admin_pb2_grpc.AdminStub(grpc.insecure_channel(cluster.admin)))
+            for repeat in range(options.repeats):
+                for tokens in options.tokens:
+                    for mode in ("live", "stop and copy"):
+                        turn = f"{repeat + 1} of {options.repeats}"
+                        console.print(f"  {tokens} tokens, {mode}, {turn}", style="dim")
+                        moves.append(move_once(cluster, fleet, tokens, mode, repeat))
+        figures[way] = [asdict(move) for move in moves]
+        _print(moves, options.tokens, console)
     path = save("transfer", figures)
     if options.output == "json":
         print(json.dumps(figures))
@@ -177,7 +183,7 @@ def main() -> int:
     return 0
 
 
-def _print(moves: list[Move], ceilings: list[float], lengths: list[int], console: Console) -> None:
+def _print(moves: list[Move], lengths: list[int], console: Console) -> None:
     meant = "from when the request stood still at its source until the target may emit"
     table = Table(title=f"Medians. Pause: {meant}")
     for column in ("KV", "live: pause ms", "steps", "rounds", "stop and copy: pause ms", "steps", "ratio"):
@@ -196,13 +202,15 @@ def _print(moves: list[Move], ceilings: list[float], lengths: list[int], console
             f"{pause / whole:.3f}",
         )
     console.print(table)
-    largest = [m.mib_per_s for m in moves if m.prompt_tokens == max(lengths)]
-    rate, ceiling = statistics.median(largest), statistics.median(ceilings)
-    console.print(
-        f"KV transfer, checksums and copies included: {rate:,.0f} MiB/s; ucx_perftest in the same run: "
-        f"{ceiling:,.0f} MiB/s (before and after: {', '.join(f'{c:,.0f}' for c in ceilings)}); "
-        f"ratio {rate / ceiling:.2f}"
-    )
+    largest = [m for m in moves if m.prompt_tokens == max(lengths)]
+    for name, values in {
+        "KV transfer, checksums and copies included, MiB/s": [m.mib_per_s for m in largest],
+        "ucx_perftest just before each, MiB/s": [m.ceiling_mib_per_s for m in largest],
+        "ratio": [m.mib_per_s / m.ceiling_mib_per_s for m in largest],
+    }.items():
+        digits = 2 if name == "ratio" else 0
+        low, middle, high = (f"{f(values):,.{digits}f}" for f in (min, statistics.median, max))
+        console.print(f"{name}: median {middle} ({low} to {high})")
 
 
 if __name__ == "__main__":

@@ -76,15 +76,15 @@ class Faults:
         while (left_s := until_s - time.monotonic()) > 0 and self._hold_s(point) is not None:  # noqa: ASYNC110
             await asyncio.sleep(min(left_s, _LOOK_S))
 
-    def corrupt(self, staging: Staging) -> None:
-        """Flip a byte of what is about to be sent if told to. Host memory only."""
+    def corrupt(self, staging: Staging, size: int) -> None:
+        """Flip one of the first `size` bytes, which are about to be sent, if told to. Host memory only."""
         if not any(spec.corrupt == "kv" for spec in self._armed()):
             return
         armed_at = 0 if self._file is None else self._file.stat().st_mtime_ns
         if self._corrupted_at != armed_at:
             self._corrupted_at = armed_at
             data = np.frombuffer(staging.buffer, np.uint8)  # type: ignore[call-overload]
-            data[data.size // 2] ^= 0xFF
+            data[size // 2] ^= 0xFF
             log.warning("fault: corrupted a block")
 
     def _hold_s(self, point: str) -> float | None:

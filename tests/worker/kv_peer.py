@@ -63,8 +63,8 @@ def block_hash(number: int) -> bytes:
 class Memory:
     """Staging in ordinary memory."""
 
-    def __init__(self, size: int) -> None:
-        self.array: npt.NDArray[np.uint8] = np.zeros(size, np.uint8)
+    def __init__(self, array: npt.NDArray[np.uint8]) -> None:
+        self.array = array
 
     @property
     def buffer(self) -> object:
@@ -80,7 +80,10 @@ class BlockEngine:
         self._kv = np.concatenate([block(number, block_bytes) for number in range(blocks)])
 
     def staging(self, num_blocks: int) -> Staging:
-        return Memory(num_blocks * self._bytes)
+        return Memory(np.zeros(num_blocks * self._bytes, np.uint8))
+
+    def staging_over(self, memory: npt.NDArray[np.uint8]) -> Staging | None:
+        return Memory(memory)
 
     async def read_blocks(
         self, request_id: str, first_block: int, num_blocks: int, out: Staging
@@ -91,7 +94,7 @@ class BlockEngine:
         return await asyncio.to_thread(self._copy, data, out)
 
     def _copy(self, data: npt.NDArray[np.uint8], out: Staging) -> list[int]:
-        np.frombuffer(out.buffer, np.uint8)[:] = data  # type: ignore[call-overload]
+        np.frombuffer(out.buffer, np.uint8)[: data.size] = data  # type: ignore[call-overload]
         return checksums(data, self._bytes)
 
 

@@ -1,8 +1,10 @@
-"""KV blocks between two processes over UCX."""
+"""KV blocks between two processes: on one host in memory that both have mapped, and by UCX alone, as between
+hosts."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -109,27 +111,46 @@ class Receiver:
         self.blocks: dict[int, bytes] = {}
 
     async def deliver(self, first: int, num_blocks: int, received: Staging, sums: Sequence[int]) -> None:
-        data = np.frombuffer(received.buffer, np.uint8)  # type: ignore[call-overload]
+        data = np.frombuffer(received.buffer, np.uint8)[: num_blocks * SIZE]  # type: ignore[call-overload]
         if checksums(data, SIZE) != list(sums):
             raise KvCorrupt("damaged")
         for number in range(num_blocks):
             self.blocks[first + number] = data[number * SIZE : (number + 1) * SIZE].tobytes()
 
 
-def client_of(kv: KvShape) -> KvClient:
+def client_of(kv: KvShape, kind: type[KvClient] = KvClient) -> KvClient:
     metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
-    return KvClient(kv, StagingPool(BlockEngine(1, SIZE), SIZE), metrics)  # type: ignore[arg-type]
+    return kind(kv, StagingPool(BlockEngine(1, SIZE), SIZE), metrics)  # type: ignore[arg-type]
+
+
+class Remote(KvClient):
+    """One that no source takes for a process of its host."""
+
+    @property
+    def address(self) -> KvAddress:
+        return dataclasses.replace(super().address, host=b"")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client() -> AsyncIterator[KvClient]:
+async def ucx() -> AsyncIterator[None]:
     start_ucx(LOOPBACK)
-    yield client_of(shape(SIZE))
+    yield
     stop_ucx()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def source(client: KvClient) -> AsyncIterator[Source]:
+async def client(ucx: None) -> KvClient:
+    return client_of(shape(SIZE))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[KvClient, Remote])
+async def either(request: pytest.FixtureRequest, ucx: None) -> KvClient:
+    """On the source's host, and on another."""
+    return client_of(shape(SIZE), request.param)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def source(ucx: None) -> AsyncIterator[Source]:
     async with source_process() as source:
         yield source
 
@@ -138,9 +159,9 @@ def names(first: int, count: int) -> list[bytes]:
     return [block_hash(number) for number in range(first, first + count)]
 
 
-async def test_many_blocks_arrive_as_they_are(client: KvClient, source: Source) -> None:
+async def test_many_blocks_arrive_as_they_are(either: KvClient, source: Source) -> None:
     receiver = Receiver()
-    async with source.transfer(client) as transfer:
+    async with source.transfer(either) as transfer:
         assert await transfer.pull(0, names(0, BLOCKS), receiver.deliver) == BLOCKS * SIZE
         for first, count in [(3, 1), (100, 129), (699, 1), (0, 128)]:
             await transfer.pull(first, names(first, count), receiver.deliver)
@@ -148,10 +169,10 @@ async def test_many_blocks_arrive_as_they_are(client: KvClient, source: Source) 
     assert all(receiver.blocks[number] == block(number, SIZE).tobytes() for number in range(BLOCKS))
 
 
-async def test_transfers_at_the_same_time_do_not_mix(client: KvClient, source: Source) -> None:
+async def test_transfers_at_the_same_time_do_not_mix(either: KvClient, source: Source) -> None:
     async def pull(first: int, count: int) -> list[int]:
         receiver = Receiver()
-        async with source.transfer(client) as transfer:
+        async with source.transfer(either) as transfer:
             await transfer.pull(first, names(first, count), receiver.deliver)
         return sorted(receiver.blocks)
 
@@ -207,9 +228,9 @@ async def test_kv_of_another_model_is_refused_at_once(client: KvClient, source: 
     await source.ask("end", number)
 
 
-async def test_an_export_that_ends_between_two_pulls_is_told(client: KvClient, source: Source) -> None:
-    number, address, ticket = await source.open(client)
-    transfer = await client.connect(address, ticket)
+async def test_an_export_that_ends_between_two_pulls_is_told(either: KvClient, source: Source) -> None:
+    number, address, ticket = await source.open(either)
+    transfer = await either.connect(address, ticket)
     receiver = Receiver()
     await transfer.pull(0, names(0, 4), receiver.deliver)
     await source.ask("end", number)
@@ -254,9 +275,9 @@ async def test_a_ticket_that_nobody_claims_expires(client: KvClient) -> None:
         await source.until(sessions=0, strays=0)
 
 
-async def test_late_answers_are_dropped(client: KvClient, source: Source) -> None:
+async def test_late_answers_are_dropped(either: KvClient, source: Source) -> None:
     """A target that gives up does not know which of its answers are on their way."""
-    async with source.transfer(client) as transfer:
+    async with source.transfer(either) as transfer:
         entered = asyncio.Event()
 
         async def wait_for_ever(first: int, num_blocks: int, data: Staging, sums: Sequence[int]) -> None:
@@ -273,23 +294,23 @@ async def test_late_answers_are_dropped(client: KvClient, source: Source) -> Non
         while await discard_strays():
             pass
     receiver = Receiver()
-    async with source.transfer(client) as transfer:
+    async with source.transfer(either) as transfer:
         await transfer.pull(0, names(0, 4), receiver.deliver)
     assert len(receiver.blocks) == 4
 
 
-async def test_a_damaged_block_is_noticed(client: KvClient) -> None:
+async def test_a_damaged_block_is_noticed(either: KvClient) -> None:
     async with source_process(PeerSettings(BLOCKS, SIZE, faults=[FaultSpec(corrupt="kv")])) as source:
         receiver = Receiver()
-        async with source.transfer(client) as transfer:
+        async with source.transfer(either) as transfer:
             with pytest.raises(KvCorrupt):
                 await transfer.pull(0, names(0, 4), receiver.deliver)
-        async with source.transfer(client) as transfer:
+        async with source.transfer(either) as transfer:
             await transfer.pull(0, names(0, 4), receiver.deliver)
         assert len(receiver.blocks) == 4
 
 
-async def test_a_source_that_dies_under_a_transfer_is_an_error_not_a_wait(client: KvClient) -> None:
+async def test_a_source_that_dies_under_a_transfer_is_an_error_not_a_wait(either: KvClient) -> None:
     async with source_process() as source:
         received = Receiver()
 
@@ -299,13 +320,13 @@ async def test_a_source_that_dies_under_a_transfer_is_an_error_not_a_wait(client
                 await source.process.wait()
             await received.deliver(first, num_blocks, data, sums)
 
-        async with source.transfer(client) as transfer:
+        async with source.transfer(either) as transfer:
             with pytest.raises(KvTransferError):
                 async with asyncio.timeout(20):
                     await transfer.pull(0, names(0, BLOCKS), die_then)
     with pytest.raises(KvTransferError):
         async with asyncio.timeout(20):
-            await client.connect(own_address(), Ticket.fresh())
+            await either.connect(own_address(), Ticket.fresh())
 
 
 async def test_a_target_that_dies_under_a_transfer_leaves_nothing(client: KvClient, source: Source) -> None:

@@ -13,6 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from tailrace.cache.book import CacheBook
 from tailrace.cache.names import Naming
 from tailrace.handover import LIVE, Handover
@@ -344,6 +347,9 @@ class Engine(Protocol):
 
     def staging(self, num_blocks: int) -> Staging:
         """A contiguous buffer of num_blocks * KvShape.block_bytes in the memory that holds the KV."""
+
+    def staging_over(self, memory: npt.NDArray[np.uint8]) -> Staging | None:
+        """The same over host memory that is given, a whole number of blocks; None: the KV is elsewhere."""
 
     async def read_blocks(
         self, request_id: str, first_block: int, num_blocks: int, out: Staging

@@ -5,7 +5,8 @@ ticket. The target asks for an export's blocks, a chunk at a time; each answer i
 checksum of every block) and the blocks' bytes. Several chunks are under way, so that gathering and checking
 overlap the wire.
 
-Which transport carries them (shared memory, TCP, RDMA, CUDA) is UCX's choice; UCX_TLS and its kin work as
+Between processes of one host, bytes of host memory are written where the other reads them (`segments.py`).
+Everything else goes over the transport that UCX chooses (TCP, RDMA, CUDA); UCX_TLS and its kin work as
 documented there. What was measured and chosen is in `transport.py`.
 """
 

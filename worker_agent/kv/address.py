@@ -19,11 +19,19 @@ class KvAddress:
 
     worker: bytes
     ucx_version: str
+    # Names kernel, PID namespace and user; empty: not known.
+    host: bytes = b""
 
     def message(self) -> worker_pb2.KvAddress:
         """As it goes over gRPC."""
         digest = _digest(self.worker)
-        return worker_pb2.KvAddress(worker=self.worker, ucx_version=self.ucx_version, digest=digest)
+        return worker_pb2.KvAddress(
+            worker=self.worker, ucx_version=self.ucx_version, digest=digest, host=self.host
+        )
+
+    def shares_memory(self, other: KvAddress) -> bool:
+        """Whether these two processes can, as far as can be told."""
+        return bool(self.host) and self.host == other.host
 
 
 def address_of(message: worker_pb2.KvAddress, ours: KvAddress) -> KvAddress:
@@ -38,7 +46,7 @@ def address_of(message: worker_pb2.KvAddress, ours: KvAddress) -> KvAddress:
         raise KvTransferError(f"UCX {message.ucx_version} there, {ours.ucx_version} here")
     if message.worker[0] != ours.worker[0]:
         raise KvTransferError("the other end's UCX address is of another format")
-    return KvAddress(message.worker, message.ucx_version)
+    return KvAddress(message.worker, message.ucx_version, message.host)
 
 
 def _digest(worker: bytes) -> bytes:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 import numpy as np
 
+from tailrace.service.said import said
 from worker_agent.engine.base import KvShape, Staging
 from worker_agent.kv.address import KvAddress
 from worker_agent.kv.errors import KvIdentityError, KvTransferError
+from worker_agent.kv.segments import NAME_BYTES, Mappings, SegmentName
 from worker_agent.kv.staging import StagingPool
 from worker_agent.kv.ticket import Ticket
 from worker_agent.kv.transport import Channel, own_address
 from worker_agent.kv.wire import WINDOW, Request, RequestKind, decode_header, header_bytes
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.unbroken import unbroken
+
+log = logging.getLogger(__name__)
 
 _CONNECT_S: Final = 5.0
 _GOODBYE_S: Final = 1.0
@@ -30,14 +35,23 @@ class _Incoming:
     """A chunk whose header and data are being received."""
 
     def __init__(
-        self, channel: Channel, ticket: Ticket, chunk: int, staging: Staging, first: int, num_blocks: int
+        self,
+        channel: Channel,
+        ticket: Ticket,
+        chunk: int,
+        staging: Staging,
+        shared: bool,
+        first: int,
+        num_blocks: int,
     ) -> None:
+        """`shared`: `staging` is the source's memory, and only the header is received."""
         self.staging = staging
+        self.shared = shared
         self.first = first
         self.num_blocks = num_blocks
         self.header = np.zeros(header_bytes(num_blocks), np.uint8)
         self.header_message = channel.receive(self.header, ticket.header(chunk))
-        self.data_message = channel.receive(staging.buffer, ticket.data(chunk))
+        self.data_message = None if shared else channel.receive(staging.buffer, ticket.data(chunk))
 
 
 class KvClient:
@@ -49,6 +63,7 @@ class KvClient:
         self._pool = pool
         self._metrics = metrics
         self._address = own_address()
+        self._mappings = Mappings()
 
     @property
     def address(self) -> KvAddress:
@@ -61,7 +76,7 @@ class KvClient:
         Raises KvTransferError.
         """
         channel = await Channel.connect(source)
-        transfer = KvTransfer(channel, ticket, self._shape, self._pool, self._metrics)
+        transfer = KvTransfer(channel, ticket, self._shape, self._pool, self._mappings, self._metrics)
         try:
             async with asyncio.timeout(_CONNECT_S):
                 await transfer.greet()
@@ -79,24 +94,38 @@ class KvTransfer:
     its buffers."""
 
     def __init__(
-        self, channel: Channel, ticket: Ticket, shape: KvShape, pool: StagingPool, metrics: WorkerMetrics
+        self,
+        channel: Channel,
+        ticket: Ticket,
+        shape: KvShape,
+        pool: StagingPool,
+        mappings: Mappings,
+        metrics: WorkerMetrics,
     ) -> None:
         self._channel = channel
         self._ticket = ticket
         self._shape = shape
         self._pool = pool
+        self._mappings = mappings
         self._metrics = metrics
+        # The source's memory, where it can be read; used in turn.
+        self._slots: list[Staging] = []
+        self._slots_used = 0
         self._requests = 0
         self._chunks = 0
         self._goodbye = channel.receive(np.zeros(1, np.uint8), ticket.goodbye())
 
     async def greet(self) -> None:
         """Say hello, and check that the source has the same kind of KV. Raises KvTransferError."""
-        header = np.zeros(header_bytes(0), np.uint8)
-        answer = self._channel.receive(header, self._ticket.header(self._next_chunk()))
-        await self._ask(Request(RequestKind.HELLO))
-        await self._wait(answer)
-        decode_header(header.tobytes(), self._shape, 0, 0)
+        answer = np.zeros(header_bytes(0) + NAME_BYTES, np.uint8)
+        message = self._channel.receive(answer, self._ticket.header(self._next_chunk()))
+        self._ask(Request(RequestKind.HELLO))
+        await self._wait(message)
+        data = answer.tobytes()
+        decode_header(data[:-NAME_BYTES], self._shape, 0, 0)
+        segment = SegmentName.decode(data[-NAME_BYTES:])
+        if segment is not None:
+            self._slots = self._shared(segment)
 
     async def pull(self, first_block: int, hashes: Sequence[bytes], deliver: Deliver) -> int:
         """Fetch the blocks that `hashes` names and deliver them chunk by chunk; the bytes received.
@@ -133,7 +162,8 @@ class KvTransfer:
                 num_blocks = min(self._pool.chunk_blocks, end - following)
                 # Received before it is asked for: the bytes go straight to their place.
                 coming.append(self._expect(following, num_blocks))
-                await self._ask(Request(RequestKind.BLOCKS, following, num_blocks))
+                kind = RequestKind.SHARED if self._slots else RequestKind.BLOCKS
+                self._ask(Request(kind, following, num_blocks))
                 following += num_blocks
             chunk = coming.popleft()
             await self._wait(chunk.header_message)
@@ -141,22 +171,43 @@ class KvTransfer:
             start = chunk.first - first_block
             if list(header.hashes) != list(hashes[start : start + chunk.num_blocks]):
                 raise KvIdentityError(f"blocks {chunk.first}+{chunk.num_blocks} are not those asked for")
-            await self._wait(chunk.data_message)
+            if chunk.data_message is not None:
+                await self._wait(chunk.data_message)
             await unbroken(_run(deliver, chunk, header.checksums))
-            self._pool.give_back(chunk.staging, chunk.num_blocks)
+            if not chunk.shared:
+                self._pool.give_back(chunk.staging, chunk.num_blocks)
 
     def _expect(self, first: int, num_blocks: int) -> _Incoming:
-        staging = self._pool.take(num_blocks)
-        return _Incoming(self._channel, self._ticket, self._next_chunk(), staging, first, num_blocks)
+        if self._slots:
+            staging = self._slots[self._slots_used % WINDOW]
+            self._slots_used += 1
+        else:
+            staging = self._pool.take(num_blocks)
+        return _Incoming(
+            self._channel, self._ticket, self._next_chunk(), staging, bool(self._slots), first, num_blocks
+        )
+
+    def _shared(self, segment: SegmentName) -> list[Staging]:
+        """The slots of the source's memory; none where it cannot be read, and is sent over the wire."""
+        if segment.size != WINDOW * self._pool.chunk_blocks * self._shape.block_bytes:
+            return []
+        try:
+            parts = np.split(self._mappings.map(segment), WINDOW)
+        except OSError as error:
+            log.info("a source's memory cannot be shared: %s", said(error))
+            return []
+        slots = [self._pool.over(part) for part in parts]
+        return [slot for slot in slots if slot is not None]
 
     def _next_chunk(self) -> int:
         self._chunks += 1
         return self._chunks - 1
 
-    async def _ask(self, request: Request) -> None:
+    def _ask(self, request: Request) -> None:
+        """Begin to send it: that it could not be sent shows in the answer's not coming."""
         tag = self._ticket.request(self._requests)
         self._requests += 1
-        await self._channel.send_bytes(request.encode(), tag)
+        self._channel.send(np.frombuffer(request.encode(), np.uint8), tag)
 
     async def _wait(self, message: asyncio.Task[object]) -> None:
         """Until it is through, or the source says goodbye. Raises KvTransferError."""

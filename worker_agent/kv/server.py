@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
@@ -13,10 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tailrace.service.failure import failure
+from tailrace.service.said import said
 from worker_agent.engine.base import Engine, EngineRefusal, KvShape, Staging
 from worker_agent.faults import Faults
 from worker_agent.kv.address import KvAddress
 from worker_agent.kv.errors import KvTransferError
+from worker_agent.kv.segments import NO_SEGMENT, Segment, Segments
 from worker_agent.kv.sessions import Session
 from worker_agent.kv.staging import StagingPool
 from worker_agent.kv.transport import Channel, own_address
@@ -54,7 +57,10 @@ class _Leaving(Exception):
 class _Chunk:
     """A chunk on its way out: its buffer, and the messages that still use it."""
 
-    def __init__(self, staging: Staging, num_blocks: int, messages: list[asyncio.Task[object]]) -> None:
+    def __init__(
+        self, staging: Staging | None, num_blocks: int, messages: list[asyncio.Task[object]]
+    ) -> None:
+        """`staging`: of the pool; None when it is in shared memory."""
         self.staging = staging
         self.num_blocks = num_blocks
         self.messages = messages
@@ -70,6 +76,32 @@ class _Expected:
     def __init__(self, channel: Channel, tag: int) -> None:
         self.buffer: npt.NDArray[np.uint8] = np.zeros(REQUEST_BYTES, np.uint8)
         self.message = channel.receive(self.buffer, tag)
+
+
+class Slots:
+    """A segment's parts, each for a chunk, used in turn: with a request the target says that it has read what
+    came WINDOW requests before."""
+
+    def __init__(self, segment: Segment, stagings: Sequence[Staging]) -> None:
+        self.segment = segment
+        self._stagings = stagings
+        self._used = 0
+
+    @classmethod
+    def of(cls, segments: Segments, engine: Engine) -> Slots | None:
+        """None where the engine's KV is not in host memory. Raises OSError."""
+        segment = segments.take()
+        stagings = [engine.staging_over(part) for part in np.split(segment.memory, WINDOW)]
+        found = [each for each in stagings if each is not None]
+        if len(found) < WINDOW:
+            segments.give_back(segment)
+            return None
+        return cls(segment, found)
+
+    def next(self) -> Staging:
+        """The slot for the next chunk."""
+        self._used += 1
+        return self._stagings[(self._used - 1) % WINDOW]
 
 
 class KvServer:
@@ -93,6 +125,7 @@ class KvServer:
         self._metrics = metrics
         self._claim_s = claim_s
         self._address = own_address()
+        self._segments = Segments(WINDOW * pool.chunk_blocks * shape.block_bytes)
         self._sessions: dict[Session, asyncio.Task[None]] = {}
 
     def __len__(self) -> int:
@@ -110,8 +143,9 @@ class KvServer:
             raise KvTransferError(f"{SESSIONS_MAX} exports are open")
         session = Session(request_id)
         channel = await Channel.connect(target)
+        segments = self._segments if target.shares_memory(self._address) else None
         conversation = _Conversation(
-            channel, session, self._engine, self._shape, self._pool, self._faults, self._metrics
+            channel, session, self._engine, self._shape, self._pool, segments, self._faults, self._metrics
         )
         task = asyncio.create_task(conversation.run(self._claim_s), name=f"KV of {request_id}")
         self._sessions[session] = task
@@ -137,6 +171,7 @@ class KvServer:
         for session in sessions:
             session.cancel()
         await asyncio.gather(*sessions, return_exceptions=True)
+        self._segments.close()
 
     def _done(self, session: Session, task: asyncio.Task[None]) -> None:
         # Its ticket is worth nothing any more.
@@ -157,9 +192,11 @@ class _Conversation:
         engine: Engine,
         shape: KvShape,
         pool: StagingPool,
+        segments: Segments | None,
         faults: Faults,
         metrics: WorkerMetrics,
     ) -> None:
+        """`segments`: for a target that can share memory."""
         self._channel = channel
         self._session = session
         self._ticket = session.ticket
@@ -168,6 +205,8 @@ class _Conversation:
         self._pool = pool
         self._faults = faults
         self._metrics = metrics
+        self._slots: Slots | None = None
+        self._segments = segments
         self._requests = 0
         self._answers = 0
         self._expected: deque[_Expected] = deque()
@@ -218,27 +257,50 @@ class _Conversation:
                 await self._land(0)
         finally:
             await self._channel.close()
+            if self._segments is not None and self._slots is not None:
+                # What the target may still be reading must not change under it: it would take it for damaged.
+                has_read = leaving or self._session.taken
+                (self._segments.give_back if has_read else Segment.close)(self._slots.segment)
+                self._slots = None
 
     async def _answer(self, request: Request) -> None:
         match request.kind:
             case RequestKind.GOODBYE:
                 raise _Leaving
             case RequestKind.HELLO:
-                await self._say(encode_header(self._shape, 0, [], []))
-            case RequestKind.BLOCKS if not self._refused:
+                await self._say(encode_header(self._shape, 0, [], []) + self._share())
+            case _ if not self._refused:
                 # Here at most as many as the target may have asked for.
                 await self._land(WINDOW - 1)
-                await self._send_blocks(request.first_block, request.num_blocks)
+                await self._send_blocks(request)
 
-    async def _send_blocks(self, first: int, num_blocks: int) -> None:
+    def _share(self) -> bytes:
+        """Name of a segment for this target; of none where it is of no use."""
+        if self._segments is None or self._slots is not None:
+            return NO_SEGMENT
+        try:
+            self._slots = Slots.of(self._segments, self._engine)
+        except OSError as error:
+            log.warning("no memory to share with a target: %s", said(error))
+        return NO_SEGMENT if self._slots is None else self._slots.segment.name.encode()
+
+    def _staging(self, request: Request) -> Staging:
+        """Where the blocks go."""
+        if request.kind is RequestKind.BLOCKS:
+            return self._pool.take(request.num_blocks)
+        if self._slots is None or request.num_blocks > self._pool.chunk_blocks:
+            raise KvTransferError("more blocks than fit into the shared memory")
+        return self._slots.next()
+
+    async def _send_blocks(self, request: Request) -> None:
         """Read blocks into a buffer and begin to send it."""
-        session = self._session
+        session, first, num_blocks = self._session, request.first_block, request.num_blocks
         if num_blocks * self._shape.block_bytes > max(_CHUNK_BYTES_MAX, self._shape.block_bytes):
             raise KvTransferError(f"chunks of {num_blocks} blocks are too large")
         if not session.may_read(first, num_blocks):
             await self._refuse(ENDED, first, num_blocks)
             return
-        staging = self._pool.take(num_blocks)
+        staging = self._staging(request)
         try:
             with session.reading():
                 checksums = await unbroken(
@@ -248,14 +310,14 @@ class _Conversation:
             log.info("blocks %d+%d of %s: %s", first, num_blocks, session.request_id, error)
             await self._refuse(UNREADABLE, first, num_blocks)
             return
-        self._faults.corrupt(staging)
+        self._faults.corrupt(staging, num_blocks * self._shape.block_bytes)
         header = encode_header(self._shape, first, session.hashes(first, num_blocks), checksums)
         data_tag = self._ticket.data(self._answers)
-        messages = [
-            self._channel.send(np.frombuffer(header, np.uint8), self._header_tag()),
-            self._channel.send(staging.buffer, data_tag),
-        ]
-        self._flying.append(_Chunk(staging, num_blocks, messages))
+        messages = [self._channel.send(np.frombuffer(header, np.uint8), self._header_tag())]
+        if request.kind is RequestKind.BLOCKS:
+            messages.append(self._channel.send(staging.buffer, data_tag))
+        of_pool = staging if request.kind is RequestKind.BLOCKS else None
+        self._flying.append(_Chunk(of_pool, num_blocks, messages))
 
     async def _land(self, left: int) -> None:
         """Until at most `left` chunks are under way; the buffers of those that are through are free again."""
@@ -264,7 +326,8 @@ class _Conversation:
             async with asyncio.timeout(_SEND_S):
                 for message in chunk.messages:
                     await self._channel.wait(message)
-            self._pool.give_back(chunk.staging, chunk.num_blocks)
+            if chunk.staging is not None:
+                self._pool.give_back(chunk.staging, chunk.num_blocks)
             self._metrics.kv_sent_blocks += chunk.num_blocks
             self._metrics.kv_sent_bytes += chunk.num_blocks * self._shape.block_bytes
 

@@ -21,6 +21,8 @@ class Session:
         self._idle = asyncio.Event()
         self._idle.set()
         self.closed = False
+        # The target has committed: it has all that it wanted, and reads no more.
+        self.taken = False
 
     def announce(self, first_block: int, hashes: Sequence[bytes]) -> None:
         """These blocks may be read from now on."""

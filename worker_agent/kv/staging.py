@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 from worker_agent.engine.base import Engine, Staging
 from worker_agent.kv.transport import CHUNK_BYTES
 
@@ -23,6 +26,10 @@ class StagingPool:
         if num_blocks == self.chunk_blocks and self._free:
             return self._free.pop()
         return self._engine.staging(num_blocks)
+
+    def over(self, memory: npt.NDArray[np.uint8]) -> Staging | None:
+        """A buffer over host memory that is given; None where the KV is elsewhere."""
+        return self._engine.staging_over(memory)
 
     def give_back(self, staging: Staging, num_blocks: int) -> None:
         """No transfer uses it any more."""

@@ -5,16 +5,22 @@ endpoint of the other's. What UCX itself listens on for that is bounded by `bind
 killed ends its peers' endpoints within milliseconds; one that only closes its endpoint is not noticed at the
 other end, so that protocols must say goodbye.
 
-Chosen by measurement: two processes on loopback, 1 GiB a run, on a two-core machine that others used too, so
-that only the comparison counts (`benchmarks/transfer.py` sets the rate beside ucx_perftest's in one run).
+Endpoints have error handling, without which a peer that is killed ends our process with it (UCX's cma calls
+that fatal). UCX's shared-memory transports cannot handle a peer's failure and are not used then: what UCX
+carries between two processes of one host goes over TCP on loopback. So blocks go another way there
+(`segments.py`), and UCX carries requests and headers.
+
+Chosen by measurement on a two-core machine that others used too, so that only comparisons count
+(`benchmarks/transfer.py` sets the rate beside ucx_perftest's in one run).
 
 - Progress mode "thread" with Python futures. In every other mode `ucxx` awaits by polling: an idle endpoint
   that waits for its next request would keep the event loop, which the engine's outputs pass through, busy for
   ever. A process with an idle endpoint uses about 1% of a core this way, against 25-50% ("blocking").
-- Tag messages into a buffer of ours: 0.9 GiB/s. Active messages arrive in memory that UCX allocates anew each
-  time, at half the rate; page faults are the difference.
-- Chunks of 8 MiB, two under way. One at a time gave 0.6 GiB/s, chunks of 1 MiB 0.3 (each message costs up to
-  half a millisecond of hand-overs between threads), chunks of 16 MiB 0.6 (they fall out of the cache).
+- Tag messages into a buffer of ours, at twice the rate of active messages, which arrive in memory that UCX
+  allocates anew each time; page faults are the difference.
+- Chunks of 8 MiB, four under way. Through shared memory 4 and 8 MiB were the fastest (1.8 to 2.6 GiB/s while
+  others used both cores), 2 MiB gave 1.3, 1 MiB 0.3: each message costs up to half a millisecond of
+  hand-overs between threads.
 - Receives are posted before the request is sent, and the connection is made before the pause. So no message
   of ours ever arrives that nobody waits for, and whatever does can be thrown away (`strays.py`).
 """
@@ -24,6 +30,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Mapping
 from typing import Final
 
@@ -35,6 +42,7 @@ from tailrace.service.said import said
 from worker_agent.kv.address import KvAddress
 from worker_agent.kv.binding import BindingError
 from worker_agent.kv.errors import KvTransferError
+from worker_agent.kv.segments import this_host
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +79,7 @@ def start_ucx(options: Mapping[str, str]) -> None:
 def own_address() -> KvAddress:
     """Where peers reach this process's UCX, which must be started."""
     version = ".".join(map(str, ucxx.get_ucx_version()))
-    return KvAddress(ucxx.get_worker_address().tobytes(), version)
+    return KvAddress(ucxx.get_worker_address().tobytes(), version, this_host(os.environ))
 
 
 def stop_ucx() -> None:

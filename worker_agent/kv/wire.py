@@ -2,7 +2,8 @@
 
 request   target -> source   hello; or blocks, one chunk of them; or goodbye
 header    source -> target   to all but a goodbye: model, layers, and hash and checksum of every block
-data      source -> target   behind a header of blocks: the blocks, each layer by layer
+data      source -> target   behind a header of blocks: the blocks, each layer by layer; none for those that
+                             are asked for in shared memory (`segments.py`), whose slots are used in turn
 goodbye   source -> target   the export has ended; one byte
 
 Requests are answered in their order. At most WINDOW of them are unanswered; each end posts its receives
@@ -47,11 +48,14 @@ _REFUSALS: Final = {ENDED: "the export has ended", UNREADABLE: "the source canno
 class RequestKind(enum.IntEnum):
     """What a target wants."""
 
-    # Whether the source is there and has the same kind of KV: answered by a header of no blocks.
+    # Whether the source is there and has the same kind of KV: answered by a header of no blocks, and the name
+    # of a segment.
     HELLO = 0
     BLOCKS = 1
     # Nothing any more. Not answered.
     GOODBYE = 2
+    # Blocks, into the next of the segment's WINDOW slots.
+    SHARED = 3
 
 
 _KINDS: Final = frozenset(int(kind) for kind in RequestKind)
@@ -59,7 +63,7 @@ _KINDS: Final = frozenset(int(kind) for kind in RequestKind)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Of kind BLOCKS: blocks [first_block, first_block + num_blocks)."""
+    """Of kind BLOCKS or SHARED: blocks [first_block, first_block + num_blocks)."""
 
     kind: RequestKind
     first_block: int = 0
@@ -84,7 +88,7 @@ def decode_request(data: bytes) -> Request:
     magic, version, kind, first, count = _REQUEST.unpack(data)
     if magic != _MAGIC or version != _VERSION or kind not in _KINDS:
         raise KvTransferError("a peer that speaks another protocol")
-    if kind == RequestKind.BLOCKS and not count:
+    if kind in (RequestKind.BLOCKS, RequestKind.SHARED) and not count:
         raise KvTransferError("a request for no blocks")
     return Request(RequestKind(kind), first, count)
 

@@ -281,6 +281,7 @@ class Export:
         if outcome is Outcome.RELEASE:
             await self._parts.faults.hold("export:adopt")
         if session is not None:
+            session.taken = outcome is Outcome.RELEASE
             await self._parts.blocks.end(session)
         try:
             if outcome is Outcome.RELEASE:

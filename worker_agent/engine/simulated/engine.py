@@ -9,6 +9,7 @@ from hashlib import blake2b
 from typing import Final
 
 import msgspec
+import numpy as np
 from msgspec import structs
 
 from tailrace import wire
@@ -43,7 +44,7 @@ from worker_agent.engine.simulated.clock import Clock, Timer
 from worker_agent.engine.simulated.emitter import Emitter
 from worker_agent.engine.simulated.exports import Exports
 from worker_agent.engine.simulated.imports import Imports, check_state
-from worker_agent.engine.simulated.kv import HostStaging, KvCodec
+from worker_agent.engine.simulated.kv import Bytes, HostStaging, KvCodec
 from worker_agent.engine.simulated.prediction import predicted_remaining
 from worker_agent.engine.simulated.reader import RequestReader, UnrunnableError
 from worker_agent.engine.simulated.request import Request, State
@@ -367,7 +368,11 @@ class SimulatedEngine:
 
     def staging(self, num_blocks: int) -> HostStaging:
         """Engine.staging."""
-        return HostStaging(num_blocks * self._shape.block_bytes)
+        return HostStaging(np.empty(num_blocks * self._shape.block_bytes, np.uint8))
+
+    def staging_over(self, memory: Bytes) -> HostStaging:
+        """Engine.staging_over."""
+        return HostStaging(memory)
 
     async def read_blocks(
         self, request_id: str, first_block: int, num_blocks: int, out: Staging

@@ -32,8 +32,8 @@ class HostStaging:
 
     __slots__ = ("array",)
 
-    def __init__(self, size: int) -> None:
-        self.array: Bytes = np.empty(size, np.uint8)
+    def __init__(self, array: Bytes) -> None:
+        self.array = array
 
     @property
     def buffer(self) -> object:

@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from tailrace.intra.registry import make_intra
 from tailrace.policy.parameters import NO_PARAMETERS, Value
 from tailrace.slo import Slo
@@ -165,6 +168,10 @@ class VllmEngine:
     def staging(self, num_blocks: int) -> Staging:
         """A contiguous buffer in the memory that holds the KV."""
         return self._parts.core.kv.staging(num_blocks)
+
+    def staging_over(self, memory: npt.NDArray[np.uint8]) -> Staging | None:
+        """The same over host memory; None where the KV is on a GPU."""
+        return self._parts.core.kv.staging_over(memory)
 
     async def read_blocks(
         self, request_id: str, first_block: int, num_blocks: int, out: Staging

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 
@@ -14,18 +16,13 @@ from worker_agent.engine.base import KvCorrupt
 class DeviceStaging:
     """A contiguous buffer in the memory that holds the KV: num_blocks * layers * bytes of a block's layer."""
 
-    def __init__(
-        self, num_blocks: int, num_layers: int, layer_block_bytes: int, device: torch.device
-    ) -> None:
-        self.bytes = torch.empty(
-            (num_blocks, num_layers, layer_block_bytes), dtype=torch.uint8, device=device
-        )
+    def __init__(self, data: torch.Tensor) -> None:
+        """`data`: [blocks, layers, bytes of a block's layer], uint8."""
+        self.bytes = data
 
     def part(self, first: int, num_blocks: int) -> DeviceStaging:
         """Some of its blocks, in the same memory."""
-        view = object.__new__(DeviceStaging)
-        view.bytes = self.bytes[first : first + num_blocks]
-        return view
+        return DeviceStaging(self.bytes[first : first + num_blocks])
 
     @property
     def buffer(self) -> object:
@@ -54,11 +51,21 @@ class KvBlocks:
         self.layout = f"{tuple(first.shape[1:])} {first.dtype}"
         on_gpu = first.device.type == "cuda"
         self._stream = torch.cuda.Stream(first.device) if on_gpu else None
+        # On the host, as bytes: a layer's part of a block is copied at a time, while it is in the cache.
+        on_host = not on_gpu and all(layer.stride(-1) == 1 for layer in self._layers)
+        self._rows = [layer.view(torch.uint8).numpy() for layer in self._layers] if on_host else []
         self.checksum_name = "odd-weights" if on_gpu else "xxh3_64"
 
     def staging(self, num_blocks: int) -> DeviceStaging:
         """A buffer for num_blocks blocks, in the KV's own memory."""
-        return DeviceStaging(num_blocks, self.num_layers, self.layer_block_bytes, self.device)
+        shape = (num_blocks, self.num_layers, self.layer_block_bytes)
+        return DeviceStaging(torch.empty(shape, dtype=torch.uint8, device=self.device))
+
+    def staging_over(self, memory: npt.NDArray[np.uint8]) -> DeviceStaging | None:
+        """A buffer over host memory that is given, a whole number of blocks; None: the KV is on a GPU."""
+        if self.device.type != "cpu":
+            return None
+        return DeviceStaging(torch.from_numpy(memory).view(-1, self.num_layers, self.layer_block_bytes))
 
     @contextmanager
     def stream(self) -> Iterator[None]:
@@ -70,6 +77,21 @@ class KvBlocks:
 
     def gather(self, block_ids: Sequence[int], out: DeviceStaging) -> list[int]:
         """Copy these blocks to the front of `out`; their checksums."""
+        return self._gather_on_host(block_ids, out) if self._rows else self._gather_on_device(block_ids, out)
+
+    def _gather_on_host(self, block_ids: Sequence[int], out: DeviceStaging) -> list[int]:
+        """Each row is copied once, and its checksum made of what is then in the cache."""
+        shape = self._rows[0].shape[1:]
+        sums: list[int] = []
+        for row, block_id in zip(out.bytes.numpy(), block_ids, strict=False):
+            checksum = xxhash.xxh3_64()
+            for place, layer in zip(row, self._rows, strict=True):
+                np.copyto(place.reshape(shape), layer[block_id])
+                checksum.update(place)
+            sums.append(checksum.intdigest())
+        return sums
+
+    def _gather_on_device(self, block_ids: Sequence[int], out: DeviceStaging) -> list[int]:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             ids = torch.tensor(block_ids, dtype=torch.long, device=self.device)
             for number, layer in enumerate(self._layers):
@@ -89,6 +111,12 @@ class KvBlocks:
 
     def scatter(self, received: DeviceStaging, block_ids: Sequence[int]) -> None:
         """Copy the first blocks of `received` into these blocks of the KV cache."""
+        if self._rows:
+            shape = self._rows[0].shape[1:]
+            for row, block_id in zip(received.bytes.numpy(), block_ids, strict=False):
+                for place, layer in zip(row, self._rows, strict=True):
+                    np.copyto(layer[block_id], place.reshape(shape))
+            return
         with self.stream():
             ids = torch.tensor(block_ids, dtype=torch.long, device=self.device)
             for number, layer in enumerate(self._layers):

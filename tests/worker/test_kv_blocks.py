@@ -1,0 +1,80 @@
+"""Gather, checksum and scatter of KV blocks, over the layouts of KV tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from worker_agent.engine.base import KvCorrupt
+from worker_agent.engine.vllm.kv_blocks import KvBlocks, odd_weight_sums
+
+BLOCKS, LAYERS = 11, 3
+# By block first; keys and values apart; kernel blocks of half a pool's block.
+LAYOUTS = [(BLOCKS, 2, 16, 8), (2, BLOCKS, 16, 8), (2 * BLOCKS, 2, 8, 8)]
+
+
+def tensors(layout: tuple[int, ...], seed: int) -> list[torch.Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(layout, generator=made, dtype=torch.float32).to(torch.bfloat16) for _ in range(LAYERS)
+    ]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_blocks_arrive_as_they_are_and_nothing_else_changes(layout: tuple[int, ...]) -> None:
+    sent, kept = tensors(layout, 1), tensors(layout, 2)
+    source = KvBlocks(sent, BLOCKS)
+    size = source.num_layers * source.layer_block_bytes
+    memory = np.zeros(4 * size, np.uint8)
+    staging = source.staging_over(memory)
+    assert staging is not None
+    sums = source.gather([7, 0, 3], staging)
+    # The checksum is of the bytes as they travel.
+    travels = memory.tobytes()
+    assert sums == [xxhash.xxh3_64_intdigest(travels[n * size : (n + 1) * size]) for n in range(3)]
+    before = [layer.clone() for layer in kept]
+    target = KvBlocks(kept, BLOCKS)
+    received = target.staging_over(memory)
+    assert received is not None
+    target.verify(received, sums, 0)
+    target.scatter(received, [2, 5, 9])
+    of_source, of_target = KvBlocks(sent, BLOCKS), KvBlocks(before, BLOCKS)
+    for here, there in {2: 7, 5: 0, 9: 3}.items():
+        assert target.gather([here], target.staging(1)) == of_source.gather([there], of_source.staging(1))
+    untouched = [number for number in range(BLOCKS) if number not in (2, 5, 9)]
+    assert target.gather(untouched, target.staging(8)) == of_target.gather(untouched, of_target.staging(8))
+
+
+def test_every_damaged_byte_is_noticed() -> None:
+    kv = KvBlocks(tensors(LAYOUTS[0], 1), BLOCKS)
+    staging = kv.staging(2)
+    sums = kv.gather([4, 5], staging)
+    flat = staging.bytes.view(-1)
+    for place in range(0, len(flat), 97):
+        flat[place] ^= 0x10
+        with pytest.raises(KvCorrupt):
+            kv.verify(staging, sums, 0)
+        flat[place] ^= 0x10
+    kv.verify(staging, sums, 0)
+
+
+def test_the_checksum_that_gpus_make_notices_changed_and_swapped_words() -> None:
+    """Computed by torch where the bytes are; here on the CPU."""
+    blocks = torch.randint(0, 256, (5, 4096), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    sums = odd_weight_sums(blocks)
+    assert len(set(sums)) == 5 and all(0 <= each < 1 << 64 for each in sums)
+    for place in (0, 1, 2047, 4095):
+        damaged = blocks.clone()
+        damaged[2, place] ^= 1
+        assert [a == b for a, b in zip(odd_weight_sums(damaged), sums, strict=True)] == [
+            True,
+            True,
+            False,
+            True,
+            True,
+        ]
+    swapped = blocks.clone()
+    swapped[0, 8:16], swapped[0, 16:24] = blocks[0, 16:24], blocks[0, 8:16]
+    assert odd_weight_sums(swapped)[0] != sums[0]

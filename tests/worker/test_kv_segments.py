@@ -1,0 +1,106 @@
+"""Memory that two processes share."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from worker_agent.kv.segments import Mappings, Segment, SegmentName, Segments, this_host
+
+SIZE = 64 << 10
+# Maps the segment that its arguments name, and says what it reads.
+READER = """
+import sys
+from worker_agent.kv.segments import Mappings, SegmentName
+name = SegmentName(*map(int, sys.argv[1:]))
+print(int(Mappings().map(name).sum()))
+"""
+
+
+def test_another_process_reads_what_is_written() -> None:
+    segment = Segment(SIZE)
+    segment.memory[:] = 7
+    name = segment.name
+    arguments = [str(each) for each in (name.process, name.descriptor, name.size, name.inode)]
+    read = subprocess.run(
+        [sys.executable, "-c", READER, *arguments], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert int(read.stdout) == 7 * SIZE
+    segment.close()
+
+
+def test_a_name_travels_and_none_stays_none() -> None:
+    name = SegmentName(1, 2, 3 << 40, 4 << 40)
+    assert SegmentName.decode(name.encode()) == name
+    assert SegmentName.decode(bytes(len(name.encode()))) is None
+
+
+def test_what_is_mapped_outlives_its_owner() -> None:
+    segment, mappings = Segment(SIZE), Mappings()
+    segment.memory[:] = 9
+    mapped = mappings.map(segment.name)
+    segment.close()
+    del segment
+    gc.collect()
+    assert (mapped == 9).all()
+
+
+def test_a_reader_cannot_change_the_source_s_memory() -> None:
+    segment = Segment(SIZE)
+    Mappings().map(segment.name)[:] = 1
+    assert not segment.memory.any()
+    segment.close()
+
+
+def test_what_is_not_the_segment_is_refused() -> None:
+    segment, mappings = Segment(SIZE), Mappings()
+    for wrong in (
+        replace(segment.name, inode=segment.name.inode + 1),
+        replace(segment.name, size=2 * SIZE),
+        replace(segment.name, descriptor=0),
+        replace(segment.name, process=1),
+    ):
+        with pytest.raises(OSError):
+            mappings.map(wrong)
+    segment.close()
+    with pytest.raises(OSError):
+        mappings.map(segment.name)
+
+
+def test_memory_that_could_shrink_under_its_reader_is_refused() -> None:
+    """Reading beyond a file's end would end the process."""
+    descriptor = os.memfd_create("shrinks", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, SIZE)
+    with pytest.raises(OSError, match="shrink"):
+        Mappings().map(SegmentName(os.getpid(), descriptor, SIZE, os.fstat(descriptor).st_ino))
+    os.close(descriptor)
+    segment = Segment(SIZE)
+    with pytest.raises(OSError):
+        os.ftruncate(segment.name.descriptor, SIZE // 2)
+    segment.close()
+
+
+def test_segments_are_used_again_and_few_are_kept() -> None:
+    segments = Segments(SIZE)
+    taken = [segments.take() for _ in range(9)]
+    assert len({each.name for each in taken}) == 9
+    for each in taken:
+        each.memory[:] = 1
+        segments.give_back(each)
+    again = [segments.take() for _ in range(9)]
+    assert sum(bool(np.any(each.memory)) for each in again) == 4
+    for each in again:
+        each.close()
+    segments.close()
+
+
+def test_memory_is_shared_within_a_host_unless_ucx_is_told_other_transports() -> None:
+    here = this_host({})
+    assert here and this_host({"UCX_TLS": "sm,tcp"}) == here
+    assert this_host({"UCX_TLS": "tcp"}) == this_host({"UCX_TLS": "^sm"}) == b""
