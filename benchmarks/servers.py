@@ -41,6 +41,19 @@ class Server:
         raise NotImplementedError
 
 
+def _run_to_end(command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> None:
+    """Run a command that undoes what it began when it is interrupted; interrupt it if this is."""
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
+        try:
+            status = process.wait(timeout=timeout_s)
+        except BaseException:  # whatever ends the wait, a signal too
+            process.send_signal(signal.SIGINT)
+            process.wait(timeout=60)
+            raise
+    if status != 0:
+        raise subprocess.CalledProcessError(status, command)
+
+
 class TailraceCluster(Server):
     """`tailrace up` in a run folder of its own."""
 
@@ -52,7 +65,7 @@ class TailraceCluster(Server):
         self.url = f"http://127.0.0.1:{port}"
         self._env = {**os.environ, "TAILRACE_RUN_DIR": self._folder.name}
         command = [sys.executable, "-m", "tailrace", "up", "--port", str(port), "--front", front, *arguments]
-        subprocess.run(command, env=self._env, check=True, stdout=subprocess.DEVNULL, timeout=900)
+        _run_to_end(command, self._env, timeout_s=900)
         self._state = json.loads((Path(self._folder.name) / "state.json").read_text())
 
     @property
@@ -105,7 +118,11 @@ class ServeProcess(Server):
             env={**os.environ, **own, **environment},
             start_new_session=True,
         )
-        self._wait()
+        try:
+            self._wait()
+        except BaseException:  # whatever ends the wait, a signal too: the process must not outlive it
+            self.__exit__(None, None, None)
+            raise
 
     def _wait(self) -> None:
         deadline = time.monotonic() + 600

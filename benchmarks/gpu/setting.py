@@ -42,10 +42,14 @@ class Setting:
     profile_budget_s: int
 
 
+# Of each of two instances. Given, not found out: vLLM goes by the memory that is free while it loads, and
+# that is not the same at both ends of its loading when another instance loads beside it.
+KV_BYTES = 16_000_000_000
+
 ON_GPU = Setting(
     device="cuda",
     shape=LLAMA_8B,
-    worker_options=("--max-model-len", "40960"),
+    worker_options=("--max-model-len", "40960", "--engine-arg", f"kv_cache_memory_bytes={KV_BYTES}"),
     serve_options=("--max-model-len", "40960"),
     serve_environment=(),
     pool_blocks=4096,

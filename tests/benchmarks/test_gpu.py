@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from benchmarks.gpu import devices, lengths, migration, profile, serving, transfer
 from benchmarks.gpu.__main__ import NOT_HERE, PARTS, load_part, save
 from benchmarks.gpu.model import LLAMA_8B, SMALL, prompt, prompt_ids, write_model
-from benchmarks.gpu.setting import ON_CPU, ON_GPU, Budget
+from benchmarks.gpu.setting import KV_BYTES, ON_CPU, ON_GPU, Budget
 from benchmarks.loadgen import StreamResult
 
 ROOT = Path(__file__).parents[2]
@@ -70,8 +70,9 @@ def test_the_model_is_read_as_it_is_meant(tmp_path: Path) -> None:
 
 
 def test_a_gpu_of_80_gb_holds_what_the_parts_ask_for() -> None:
-    """Two instances at 0.45 of 80 GB each, less 16.1 GB of weights and 3 GB for graphs and activations."""
-    room = (0.45 * 80e9 - 16.1e9 - 3e9) / ON_GPU.shape.kv_bytes_per_token
+    """Two instances, each with 16.1 GB of weights and 3 GB for graphs and activations."""
+    assert 2 * (KV_BYTES + 16.1e9 + 3e9) < 80e9
+    room = KV_BYTES / ON_GPU.shape.kv_bytes_per_token
     served = max(ON_GPU.streams) / 2 * (ON_GPU.prompt_tokens + ON_GPU.output_tokens)
     moved = max(ON_GPU.moved_tokens) + 2000 + ON_GPU.others * 5 * ON_GPU.other_tokens
     assert served < room
@@ -160,6 +161,29 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
 
 def test_an_unknown_part_is_named() -> None:
     assert "no part 'speed'" in _check_gpu("speed", path=os.environ["PATH"]).stderr
+
+
+LATE_PART = """
+import sys, threading
+from benchmarks.gpu import __main__ as check
+class Late:
+    def run(self, setting, model, budget):
+        try:
+            threading.Event().wait(60)
+        finally:
+            print("servers stopped")
+check.load_part = lambda name: Late()
+sys.argv = ["check-gpu", "serving", "lengths", "--device", "cpu", "--budget", "-29.8"]
+sys.exit(check.main())
+"""
+
+
+def test_a_part_that_takes_too_long_is_ended_and_the_next_begun() -> None:
+    command = [sys.executable, "-c", LATE_PART]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.count("servers stopped") == 2
+    assert "lengths failed: TimeoutError: not done within its budget" in done.stdout
 
 
 def test_what_nvidia_smi_says_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
