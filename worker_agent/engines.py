@@ -30,6 +30,8 @@ class EngineOptions:
     max_num_seqs: int | None = None
     max_model_len: int | None = None
     host_kv_bytes: int | None = None
+    # vLLM only.
+    async_scheduling: bool | None = None
     # File of a length predictor (vLLM only). None: the tiny model has its own, others have none. Empty: none.
     predictor: str | None = None
     # Anything else that the engine takes: fields of vLLM's EngineArgs or of SimulatedSettings.
@@ -94,6 +96,7 @@ def _vllm(given: EngineOptions) -> Engine:
             max_num_seqs=options.max_num_seqs,
             max_model_len=options.max_model_len,
             host_kv_bytes=options.host_kv_bytes,
+            async_scheduling=options.async_scheduling,
             engine_args=options.arguments,
         )
     )

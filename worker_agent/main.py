@@ -69,6 +69,11 @@ class EngineDied(RuntimeError):
 @click.option("--max-num-seqs", type=click.IntRange(1), help="Requests that run at a time.")
 @click.option("--max-model-len", type=click.IntRange(1), help="Longest prompt and output, in tokens.")
 @click.option(
+    "--async-scheduling/--no-async-scheduling",
+    default=None,
+    help="Begin a step before the tokens of the last one are there (vLLM only). As vLLM chooses by default.",
+)
+@click.option(
     "--predictor",
     metavar="PATH",
     help="Length predictor of the model (vLLM only); '' for none. The tiny model's own by default.",
@@ -180,6 +185,7 @@ def command(
     block_size: int | None,
     max_num_seqs: int | None,
     max_model_len: int | None,
+    async_scheduling: bool | None,
     predictor: str | None,
     arguments: tuple[str, ...],
     intra: str,
@@ -214,6 +220,7 @@ def command(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             host_kv_bytes=host_kv_bytes,
+            async_scheduling=async_scheduling,
             predictor=predictor,
             arguments=dict(map(read_argument, arguments)),
         )

@@ -13,6 +13,12 @@ from tests.e2e.fleet import Fleet
 
 RUST_FRONT = Path(sys.executable).parent / "vllm-rs"
 VLLM_WORKERS = ("w0", "w1", "w2")
+# vLLM schedules asynchronously on GPUs, and not on CPU unless told to: requests move between both kinds.
+VLLM_OPTIONS = {
+    "w0": ["--no-async-scheduling"],
+    "w1": ["--async-scheduling"],
+    "w2": ["--async-scheduling"],
+}
 # Most of one step's outputs: all log-probabilities of a long prompt are more.
 VLLM_MAX_MESSAGE_BYTES = 4 << 20
 SIMULATED_WORKERS = ("w0", "w1", "w2")
@@ -25,7 +31,8 @@ def vllm_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     try:
         fleet.start_control()
         for name in VLLM_WORKERS:
-            fleet.start_worker(name, ["--engine-arg", "max_logprobs=-1"], wait=False)
+            options = [*VLLM_OPTIONS[name], "--engine-arg", "max_logprobs=-1"]
+            fleet.start_worker(name, options, wait=False)
         limit = ["--max-message-bytes", str(VLLM_MAX_MESSAGE_BYTES)]
         fleet.start_frontend(options=[*limit, "--", "--max-logprobs", "-1", "--enable-prompt-tokens-details"])
         for name in VLLM_WORKERS:

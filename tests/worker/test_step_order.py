@@ -94,6 +94,7 @@ class Member:
         self.facts = given
         self.num_tokens = given.total
         self.num_output_tokens = given.tokens
+        self.num_output_placeholders = 0
         waits = given.place in ("swapped", "queued")
         computed = given.total - 1 if given.place == "decoding" else given.computed
         self.num_computed_tokens = 0 if waits else computed

@@ -137,9 +137,11 @@ async def nothing_left(engine: VllmEngine, front: Front) -> AsyncIterator[None]:
 
 
 async def idle(engine: VllmEngine) -> None:
-    """Let the engine thread run all commands given so far."""
+    """Let the engine thread run all commands given so far, and end the steps of requests that are gone."""
     await engine.import_drop("nobody")
     await engine.import_drop("nobody")
+    while await engine._ask(lambda parts: parts.core.busy and not parts.core.scheduler.requests):
+        pass
 
 
 def params(**changes: object) -> SamplingParams:

@@ -27,8 +27,12 @@ class Member(Hashable, Protocol):
         """Output."""
 
     @property
+    def num_output_placeholders(self) -> int:
+        """Output tokens that steps in flight make, beyond those of `num_output_tokens`."""
+
+    @property
     def num_computed_tokens(self) -> int:
-        """Those whose KV is on the device."""
+        """Those whose KV is on the device, or will be when the steps in flight have ended."""
 
 
 M = TypeVar("M", bound=Member)
@@ -155,13 +159,13 @@ class StepOrder(Generic[M]):
         return int(self._held_blocks(member) * self._block_tokens <= computed)
 
     def _blocks(self, member: M) -> int:
-        return -(-member.num_tokens // self._block_tokens)
+        return -(-_tokens(member) // self._block_tokens)
 
     def _claim(self, member: M) -> Claim[M]:
         return Claim(self.rank(member), member, self._blocks(member))
 
     def _wanting(self, rank: Rank, member: M) -> Claim[M]:
-        prompt = 0 if self._swapped(member) else member.num_tokens
+        prompt = 0 if self._swapped(member) else _tokens(member)
         return Claim(rank, member, self._blocks(member), prompt, self._turn(member).passed_blocks)
 
 
@@ -210,11 +214,15 @@ def _share(
 
 
 def _decodes(member: Member) -> bool:
-    return member.num_output_tokens > 0 and _left(member) == 1
+    return member.num_output_tokens + member.num_output_placeholders > 0 and _left(member) == 1
 
 
 def _left(member: Member) -> int:
-    return member.num_tokens - member.num_computed_tokens
+    return _tokens(member) - member.num_computed_tokens
+
+
+def _tokens(member: Member) -> int:
+    return member.num_tokens + member.num_output_placeholders
 
 
 def _first(entry: tuple[Rank, object]) -> Rank:

@@ -127,6 +127,11 @@ class Request:
         return len(self.outputs)
 
     @property
+    def num_output_placeholders(self) -> int:
+        """A step's tokens are there before the next one begins."""
+        return 0
+
+    @property
     def num_computed_tokens(self) -> int:
         """Those whose KV exists."""
         return self.computed

@@ -41,10 +41,11 @@ class Swap:
 
 @dataclass(slots=True)
 class SwapMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """One step's swaps: all of `out` before any of `back`."""
+    """One step's swaps: all of `out` before any of `back`, which is what `loaded` requests read."""
 
     out: list[Swap] = field(default_factory=list)
     back: list[Swap] = field(default_factory=list)
+    loaded: set[str] = field(default_factory=set)
 
 
 class TailraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -91,6 +92,9 @@ class TailraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, SwapMetadata)
+        if kv_connector_metadata.out:
+            assert self.blocks is not None
+            self.blocks.wait_for_steps()
         for swap in kv_connector_metadata.out:
             assert self.pool is not None
             self.pool.save(swap.block_ids, swap.slots, swap.names)
@@ -120,7 +124,7 @@ class TailraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # ---- scheduler side
 
     def step_begins(self) -> None:
-        """The step before is complete: what it read may be written."""
+        """The last step's loads are complete: what they read may be written."""
         self.ledger.give_back(self._read_slots)
         self._read_slots = []
 
@@ -130,6 +134,9 @@ class TailraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if not self.ledger.total or request.skip_reading_prefix_cache:
             return
         tokens = request.num_computed_tokens
+        if tokens > request.num_tokens:
+            # KV of a token that is not known yet has no name.
+            return
         names = kv_names(request, tokens, self._block_tokens)
         swapped = self.ledger.swap_out(request.request_id, tokens, names)
         if swapped is not None:
@@ -153,6 +160,7 @@ class TailraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         first = (swapped.tokens - num_external_tokens) // self._block_tokens
         names = kv_names(request, swapped.tokens, self._block_tokens)
         block_ids = blocks.get_block_ids()[0]
+        self._swaps.loaded.add(request.request_id)
         self._swaps.back.append(Swap(block_ids[first : len(names)], swapped.slots[first:], names[first:]))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:

@@ -135,26 +135,31 @@ class EngineThread:
 
     def _turn(self, parts: EngineParts) -> None:
         poll_s = parts.core.grammars.poll()
-        if not parts.core.scheduler.has_requests():
+        if not parts.core.busy:
             self._wait(poll_s)
         self._run_commands()
         parts.imports.admit()
-        if parts.core.scheduler.has_requests() and not self._stopping and not self._step(parts):
+        if parts.core.busy and not self._stopping and not self._step(parts):
             self._wait(_NOTHING_SCHEDULED_S)
 
     def _step(self, parts: EngineParts) -> bool:
+        """Begin a step, or end one, or both; False when there was nothing to do either with."""
         core = parts.core.core
         if parts.watch is not None:
             parts.watch.step_begins()
         began_s = time.monotonic()
         outputs, executed = core.step_fn()
         core.post_step(executed)
+        if outputs is None:
+            # The first step of a pipeline has begun: none has ended.
+            return bool(executed)
         parts.core.after_step()
-        parts.writer.times.add(time.monotonic() - began_s, parts.core.scheduler.scheduled_tokens)
+        parts.writer.times.add(time.monotonic() - began_s, parts.core.scheduler.processed_tokens)
         columns = parts.writer.step(outputs)
         if columns:
             self._deliver(columns)
-        return bool(executed)
+        parts.exports.step_ended()
+        return bool(executed or columns)
 
     def _wait(self, timeout_s: float | None) -> None:
         """Run the next command, waiting for it; None: for ever."""

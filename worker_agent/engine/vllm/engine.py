@@ -32,6 +32,7 @@ from worker_agent.engine.base import (
 )
 from worker_agent.engine.vllm.cache_watch import naming_of
 from worker_agent.engine.vllm.core import EngineParts, EngineThread
+from worker_agent.engine.vllm.exports import Paused
 from worker_agent.engine.vllm.fingerprint import identity, kv_shape, ready_response
 from worker_agent.engine.vllm.hardware import hardware
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging
@@ -148,14 +149,14 @@ class VllmEngine:
     async def export_pause(self, request_id: str, have_blocks: int) -> ExportedPause:
         """Stop scheduling the request. Its outputs were handed to the loop before this answer."""
         asked_s = time.monotonic()
-        return await self._ask(
-            lambda parts: parts.exports.pause(request_id, have_blocks, time.monotonic() - asked_s)
+        return await self._paused(
+            lambda done: self._parts.exports.pause(request_id, have_blocks, asked_s, done)
         )
 
     async def export_stop(self, request_id: str) -> ExportedPause:
         """Stop scheduling the request, to be computed anew elsewhere."""
         asked_s = time.monotonic()
-        return await self._ask(lambda parts: parts.exports.stop(request_id, time.monotonic() - asked_s))
+        return await self._paused(lambda done: self._parts.exports.stop(request_id, asked_s, done))
 
     async def export_resume(self, request_id: str) -> None:
         """Unpin, and go on."""
@@ -280,6 +281,26 @@ class VllmEngine:
                 answer.set_exception(EngineRefusal(f"it failed: {error}"))
             else:
                 answer.set_result(result)
+
+        self._thread.post(run)
+        return await self._answer(answer)
+
+    async def _paused(self, pause: Callable[[Paused], None]) -> ExportedPause:
+        answer: Future[ExportedPause] = self._new_answer()
+
+        def done(result: ExportedPause | EngineRefusal) -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
+            if isinstance(result, EngineRefusal):
+                answer.set_exception(result)
+            else:
+                answer.set_result(result)
+
+        def run() -> None:
+            try:
+                pause(done)
+            except EngineRefusal as refusal:
+                done(refusal)
 
         self._thread.post(run)
         return await self._answer(answer)

@@ -1,11 +1,15 @@
 """Source of a migration: pins blocks, pauses, hands over. Engine thread, but for `Export.read`.
 
+vLLM may begin a step before it has the tokens of the last (async scheduling). What a step in flight computes
+is not pinned, and a pause is complete when the request's steps in flight have ended, while the others' go on.
+
 A request that is swapped out is handed over from host memory; one that is swapped out, or comes back, while
 its export is open has some blocks pinned here and some there.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -20,6 +24,9 @@ from worker_agent.engine.vllm.in_use import InUse
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging
 from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.requests import Entry, RequestTable
+from worker_agent.engine.vllm.scheduler import decodes
+
+Paused = Callable[[ExportedPause | EngineRefusal], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +64,17 @@ class Export:
         return sums
 
 
+@dataclass(frozen=True, slots=True)
+class _Pause:
+    """One that waits for the request's steps in flight. `asked_s`: monotonic clock. `pin`: computed tokens
+    that travel, and the names of the blocks that are new to the target."""
+
+    export: Export
+    asked_s: float
+    pin: Callable[[], tuple[int, list[bytes]]]
+    done: Paused
+
+
 class Exports:
     """All exports of this engine, by request id."""
 
@@ -68,6 +86,7 @@ class Exports:
         self._table = table
         self._post = post
         self._exports: dict[str, Export] = {}
+        self._pauses: list[_Pause] = []
 
     def get(self, request_id: str) -> Export:
         """The open export. Any thread. Raises EngineRefusal."""
@@ -112,30 +131,57 @@ class Exports:
         self._pin_full(export)
         return export.hashes[have_blocks:]
 
-    def pause(self, request_id: str, have_blocks: int, waited_s: float) -> ExportedPause:
-        """Stop stepping the request; pin all its blocks, the partial one included.
+    def pause(self, request_id: str, have_blocks: int, asked_s: float, done: Paused) -> None:
+        """Take the request into no further step; when those in flight have ended, pin all its blocks, the
+        partial one included, and give `done` the rest. Raises EngineRefusal.
 
-        `waited_s`: since this was asked for.
+        `asked_s`: when this was asked for, by the monotonic clock.
         """
         export = self._running(request_id)
         request = export.entry.request
+        if request.status == RequestStatus.RUNNING and not decodes(request):
+            raise EngineRefusal(f"request {request_id} is computing its prompt")
+        self._pause(_Pause(export, asked_s, lambda: self._with_kv(export, have_blocks), done))
+
+    def stop(self, request_id: str, asked_s: float, done: Paused) -> None:
+        """Like `pause`, for a request that is to be computed anew elsewhere: nothing is pinned."""
+        export = self._running(request_id)
+        self._pause(_Pause(export, asked_s, lambda: (0, []), done))
+
+    def step_ended(self) -> None:
+        """Complete the pauses whose requests have no step in flight any more."""
+        if not self._pauses:
+            return
+        pauses, self._pauses = self._pauses, []
+        for pause in pauses:
+            try:
+                self._live(pause.export.entry.request_id)
+                if pause.export.entry.request.num_in_flight_tokens:
+                    self._pauses.append(pause)
+                    continue
+                result: ExportedPause | EngineRefusal = self._paused(pause)
+            except EngineRefusal as refusal:
+                result = refusal
+            pause.done(result)
+
+    def _pause(self, pause: _Pause) -> None:
+        self._core.scheduler.pause(pause.export.entry.request)
+        self._pauses.append(pause)
+        self.step_ended()
+
+    def _with_kv(self, export: Export, have_blocks: int) -> tuple[int, list[bytes]]:
+        request, scheduler = export.entry.request, self._core.scheduler
+        request_id = request.request_id
         swapped = self._core.host.get(request_id)
         computed = request.num_computed_tokens if swapped is None else swapped.tokens
-        if computed != request.num_tokens - 1 or not request.num_output_tokens:
+        if request_id not in scheduler.paused or computed != request.num_tokens - 1:
+            # KV that had been swapped out did not come back whole in its last step.
+            scheduler.unpause(request_id)
             raise EngineRefusal(f"request {request_id} is computing its prompt")
-        state = self._core.generator_state(request_id)
-        self._core.scheduler.pause(request)
         self._pin_full(export)
         if cdiv(computed, self._core.block_tokens) > len(export.pinned):
             self._pin(export, len(export.pinned), b"")
-        return self._paused(export, computed, export.hashes[have_blocks:], state, waited_s)
-
-    def stop(self, request_id: str, waited_s: float) -> ExportedPause:
-        """Stop stepping the request, which is to be computed anew elsewhere. `waited_s`: as for `pause`."""
-        export = self._running(request_id)
-        state = self._core.generator_state(request_id)
-        self._core.scheduler.pause(export.entry.request)
-        return self._paused(export, 0, [], state, waited_s)
+        return computed, export.hashes[have_blocks:]
 
     def _can_leave(self, entry: Entry) -> bool:
         """Whether it runs, or has its KV in host memory; or, where KV does not travel, has lost it."""
@@ -153,18 +199,17 @@ class Exports:
             raise EngineRefusal(f"request {request_id} is {_state(export.entry.request.status)}")
         return export
 
-    def _paused(
-        self, export: Export, computed: int, hashes: list[bytes], state: bytes, waited_s: float
-    ) -> ExportedPause:
-        entry = export.entry
+    def _paused(self, pause: _Pause) -> ExportedPause:
+        entry = pause.export.entry
+        computed, hashes = pause.pin()
         return ExportedPause(
-            new_output_token_ids=list(entry.request.output_token_ids)[export.reported_tokens :],
+            new_output_token_ids=list(entry.request.output_token_ids)[pause.export.reported_tokens :],
             computed_tokens=computed,
             block_hashes=hashes,
-            sampling_state=state,
+            sampling_state=self._core.generator_state(entry.request_id),
             token_interval_ms=entry.pace.interval_ms,
             predicted_remaining_tokens=entry.predicted_remaining(self._core.max_model_len),
-            waited_s=waited_s,
+            waited_s=time.monotonic() - pause.asked_s,
         )
 
     def resume(self, request_id: str) -> None:
@@ -188,7 +233,10 @@ class Exports:
 
     def _close(self, request_id: str) -> Export | None:
         self._core.scheduler.exporting.discard(request_id)
-        return self._exports.pop(request_id, None)
+        export = self._exports.pop(request_id, None)
+        # Pauses of it that wait are told that there is no export.
+        self.step_ended()
+        return export
 
     def _live(self, request_id: str) -> Export:
         export = self.get(request_id)
@@ -200,7 +248,7 @@ class Exports:
         """Pin the full blocks that it has now: none while its KV is being computed anew."""
         request = export.entry.request
         swapped = self._core.host.get(request.request_id)
-        computed = request.num_computed_tokens if swapped is None else swapped.tokens
+        computed = self._core.scheduler.settled_tokens(request) if swapped is None else swapped.tokens
         for number in range(len(export.pinned), computed // self._core.block_tokens):
             self._pin(export, number, bytes(request.block_hashes[number]))
 

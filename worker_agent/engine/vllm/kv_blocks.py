@@ -75,6 +75,11 @@ class KvBlocks:
             if self._stream is not None:
                 self._stream.synchronize()
 
+    def wait_for_steps(self) -> None:
+        """What follows on this stream comes after the steps that were begun so far. Engine thread only."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+
     def gather(self, block_ids: Sequence[int], out: DeviceStaging) -> list[int]:
         """Copy these blocks to the front of `out`; their checksums."""
         return self._gather_on_host(block_ids, out) if self._rows else self._gather_on_device(block_ids, out)

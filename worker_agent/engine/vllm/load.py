@@ -30,6 +30,9 @@ from worker_agent.engine.vllm.phases import ReasoningMarks, load_marks
 from worker_agent.engine.vllm.runner_extension import Adoption, Rewind
 from worker_agent.engine.vllm.scheduler import PausingScheduler
 
+# Far beyond any number of batches that vLLM has in flight.
+_SETTLING_STEPS = 64
+
 
 class InProcessCore(EngineCore):  # type: ignore[misc]
     """EngineCore with the two attributes that vLLM's ready response asks of its process variant."""
@@ -88,6 +91,26 @@ class LoadedCore:
         """Blocks that are not free; what only the prefix cache holds counts as free. Any thread."""
         return self.kv_blocks_total - int(self.block_pool.get_num_free_blocks())
 
+    # ---- steps
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is a step to begin, or one in flight to end."""
+        return bool(self.scheduler.has_requests() or self.core.batch_queue)
+
+    def settle(self, request_id: str) -> None:
+        """Step until no step in flight, and no news to the model runner, is about a former request of this
+        id."""
+        for _ in range(_SETTLING_STEPS):
+            if not self._in_flight(request_id) and request_id not in self.scheduler.finished_req_ids:
+                return
+            self.step_now()
+        raise RuntimeError(f"steps of request {request_id} did not end")
+
+    def _in_flight(self, request_id: str) -> bool:
+        batches = self.core.batch_queue or ()
+        return any(request_id in scheduled.num_scheduled_tokens for _, scheduled, _ in batches)
+
     # ---- requests
 
     def decode(self, frames: Frames, client: int) -> Request:
@@ -131,9 +154,7 @@ class LoadedCore:
 
     def adopt(self, request: Request, generator_state: bytes) -> None:
         """Make the request known to the model runner, to enter the scheduler as a preempted one does."""
-        if request.request_id in self.scheduler.finished_req_ids:
-            # The model runner has yet to hear of the end of this id's former life here.
-            self.step_now()
+        self.settle(request.request_id)
         self._rpc("tailrace_adopt", Adoption(request, generator_state))
         self.scheduler.adopted.add(request.request_id)
 
@@ -156,10 +177,11 @@ class LoadedCore:
 
     def after_step(self) -> None:
         """What vLLM leaves undone when KV that was swapped out did not come back whole."""
-        failed, self.scheduler.failed_loads = self.scheduler.failed_loads, set()
-        for request_id in failed:
-            request = self.scheduler.requests[request_id]
-            self._rpc("tailrace_rewind", Rewind(request_id, request.num_output_tokens))
+        discarded, self.scheduler.discarded = self.scheduler.discarded, set()
+        for request_id in discarded:
+            request = self.scheduler.requests.get(request_id)
+            if request is not None:
+                self._rpc("tailrace_rewind", Rewind(request_id, request.num_output_tokens))
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """End requests and free their blocks, without an output; unknown ones are ignored."""

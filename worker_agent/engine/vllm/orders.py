@@ -53,7 +53,9 @@ def _step_order(policy: IntraPolicy, core: LoadedCore, table: RequestTable) -> S
         return core.host.get(request.request_id) is not None
 
     def exempt(request: Request) -> bool:
-        return request.request_id in core.scheduler.exporting
+        # KV that is not proven yet must not go back to host memory, to be proven by its new checksums.
+        scheduler, request_id = core.scheduler, request.request_id
+        return request_id in scheduler.exporting or request_id in scheduler.unproven
 
     def view(request: Request) -> JobView:
         return job_view(entry_of(request))

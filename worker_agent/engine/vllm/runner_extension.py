@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.sampling_params import SamplingType
 from vllm.v1.request import Request
@@ -31,7 +30,7 @@ class Adoption:
 
 @dataclass(frozen=True, slots=True)
 class Rewind:
-    """A request whose last step does not count: it has so many output tokens."""
+    """A request whose last steps do not count: it has so many output tokens."""
 
     request_id: str
     output_tokens: int
@@ -60,11 +59,6 @@ class RunnerExtension:
         runner, request = self.model_runner, adoption.request
         params = request.sampling_params
         outputs = list(request.output_token_ids)
-        generator: torch.Generator | None = None
-        if params.sampling_type == SamplingType.RANDOM_SEED:
-            generator = make_generator(
-                runner.device, params.seed, outputs, runner.input_batch.vocab_size, adoption.generator_state
-            )
         state = CachedRequestState(
             req_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
@@ -73,7 +67,7 @@ class RunnerExtension:
             mm_features=request.mm_features,
             sampling_params=params,
             pooling_params=None,
-            generator=generator,
+            generator=None,
             block_ids=([],),
             num_computed_tokens=request.num_computed_tokens,
             output_token_ids=outputs,
@@ -86,6 +80,15 @@ class RunnerExtension:
         if runner.uses_mrope:
             runner._init_mrope_positions(state)
         runner.requests[request.request_id] = state
+        if params.sampling_type == SamplingType.RANDOM_SEED:
+            state.generator = make_generator(
+                runner.device,
+                params.seed,
+                # The list itself is another one each time that the request is resumed with async scheduling.
+                lambda: len(runner.requests[request.request_id].output_token_ids),
+                runner.input_batch.vocab_size,
+                adoption.generator_state,
+            )
 
     def tailrace_forget(self, request_ids: Sequence[str]) -> None:
         """Drop adopted requests that never reached the scheduler; it reports the others itself."""
@@ -94,13 +97,12 @@ class RunnerExtension:
             self.model_runner.num_prompt_logprobs.pop(request_id, None)
 
     def tailrace_rewind(self, rewind: Rewind) -> None:
-        """Take back what a step that made its token on bad KV drew. vLLM itself takes back the token."""
+        """Take back what steps that made their tokens on bad KV drew. vLLM itself takes back the tokens."""
         runner, state = self.model_runner, self.model_runner.requests[rewind.request_id]
         if state.generator is None:
             return
-        kept = state.output_token_ids[: rewind.output_tokens]
         seed, vocab_size = state.sampling_params.seed, runner.input_batch.vocab_size
-        fresh = make_generator(runner.device, seed, kept, vocab_size, b"")
+        fresh = make_generator(runner.device, seed, lambda: rewind.output_tokens, vocab_size, b"")
         state.generator.set_state(fresh.get_state())
 
     def tailrace_generator_state(self, request_id: str) -> bytes:

@@ -7,6 +7,8 @@ row of exponentials as wide as the vocabulary. So the seed and the number of tok
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -19,23 +21,24 @@ class SeededCpuGenerator(torch.Generator):  # type: ignore[misc]
     draws to keep are as many as the request has tokens, so taking back is: start over, draw that many.
     """
 
-    def __new__(cls, seed: int, output_token_ids: list[int]) -> SeededCpuGenerator:
+    def __new__(cls, seed: int, drawn: Callable[[], int]) -> SeededCpuGenerator:
         # torch's own constructor looks at the arguments here, and knows only a device.
         generator: SeededCpuGenerator = super().__new__(cls)
         return generator
 
-    def __init__(self, seed: int, output_token_ids: list[int]) -> None:
-        """`output_token_ids` is the model runner's own list, which grows as tokens are sampled."""
+    def __init__(self, seed: int, drawn: Callable[[], int]) -> None:
+        """`drawn`: how many of its draws count, which is how many output tokens the model runner has made."""
         super().__init__()
         self._seed = seed
-        self._output_token_ids = output_token_ids
+        self._drawn = drawn
         self.rewind()
 
     def rewind(self) -> None:
         """Go to where the generator stands after as many tokens as the request has."""
         self.manual_seed(self._seed)
-        if self._output_token_ids:
-            torch.randint(0, 2**31, (len(self._output_token_ids),), generator=self, dtype=torch.long)
+        drawn = self._drawn()
+        if drawn:
+            torch.randint(0, 2**31, (drawn,), generator=self, dtype=torch.long)
 
     def get_offset(self) -> int:
         """Nothing: set_offset does not need it."""
@@ -47,16 +50,18 @@ class SeededCpuGenerator(torch.Generator):  # type: ignore[misc]
 
 
 def make_generator(
-    device: torch.device, seed: int, output_token_ids: list[int], vocab_size: int, state: bytes
+    device: torch.device, seed: int, drawn: Callable[[], int], vocab_size: int, state: bytes
 ) -> torch.Generator:
-    """The generator of a request that has these tokens: from another's state, else replayed from the seed."""
+    """The generator of a request that has made so many tokens: from another's state, else replayed from the
+    seed."""
     if device.type == "cpu":
-        generator: torch.Generator = SeededCpuGenerator(seed, output_token_ids)
+        generator: torch.Generator = SeededCpuGenerator(seed, drawn)
     else:
         generator = torch.Generator(device=device)
         generator.manual_seed(seed)
-        if not state and output_token_ids:
-            _skip_rows(generator, device, vocab_size, len(output_token_ids))
+        rows = drawn()
+        if not state and rows:
+            _skip_rows(generator, device, vocab_size, rows)
     if state:
         generator.set_state(torch.from_numpy(np.frombuffer(state, dtype=np.uint8).copy()))
     return generator

@@ -6,22 +6,25 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import RequestQueue, create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tailrace.intra.base import Rank
 from worker_agent.engine.step_order import Device, StepOrder
-from worker_agent.engine.vllm.connector import TailraceConnector
+from worker_agent.engine.vllm.connector import SwapMetadata, TailraceConnector
 from worker_agent.engine.vllm.ranked_queue import RankedQueue
 
 
 class PausingScheduler(Scheduler):  # type: ignore[misc]
     """Adds to vLLM's scheduler:
 
-    - `pause` and `unpause`: a running request keeps its KV and its cached state, but is not stepped. Its
-      place in the batch stays reserved, so that `unpause` never has to wait.
+    - `pause` and `unpause`: a running request keeps its KV and its cached state, but takes part in no further
+      step. Its place in the batch stays reserved, so that `unpause` never has to wait.
     - `hold_slots`: places reserved for requests that are being imported.
     - adopted requests: the model runner knows them before their first step, so they enter as if they had
       been preempted.
@@ -38,8 +41,10 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
     adopted: set[str]
     # Requests with an open export: preempting them frees nothing, as their blocks are pinned.
     exporting: set[str]
-    # Requests whose KV did not come back whole in the last step; vLLM computes it anew.
-    failed_loads: set[str]
+    # Requests with steps, complete or in flight, whose tokens do not count: their KV did not come back whole.
+    discarded: set[str]
+    # Requests whose KV comes from host memory in a step in flight: whether it is whole is not known yet.
+    unproven: set[str]
     preemptions: int
     _order: StepOrder[Request] | None
     _scheduling: bool
@@ -49,11 +54,13 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.paused = {}
-        # Of the step under way, or the last one.
+        # Of the step that was begun last, and of the one whose tokens came last.
         self.scheduled_tokens = 0
+        self.processed_tokens = 0
         self.adopted = set()
         self.exporting = set()
-        self.failed_loads = set()
+        self.discarded = set()
+        self.unproven = set()
         self.preemptions = 0
         self._order = None
         self._scheduling = False
@@ -63,11 +70,15 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
     # ---- pause
 
     def pause(self, request: Request) -> None:
-        """Hold back a request that runs or is swapped out. Call between two steps."""
+        """Hold back a request that runs or is swapped out, from the next step on. Call between two steps.
+
+        Steps in flight go on, and may end it.
+        """
         if request.status == RequestStatus.RUNNING:
             self.running.remove(request)
         else:
             self.waiting.remove_request(request)
+            self.deferred_waiting.discard(request)
         self.paused[request.request_id] = request
         self._update_limit()
 
@@ -81,6 +92,12 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
         else:
             self.waiting.prepend_request(request)
         self._update_limit()
+
+    def settled_tokens(self, request: Request) -> int:
+        """Tokens of a running request whose KV is on the device, and proven."""
+        if request.request_id in self.unproven:
+            return 0
+        return max(0, int(request.num_computed_tokens) - int(request.num_in_flight_tokens))
 
     # ---- places in the batch
 
@@ -170,6 +187,9 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
     def _startable(self, queue: RankedQueue) -> Iterator[tuple[Rank, Request]]:
         """Those that wait for nothing but their turn."""
         for rank, request in queue.ranked():
+            if request.num_stale_output_tokens and not request.drop_stale_output:
+                # A step from before it was preempted still brings it a token.
+                continue
             if request.status != RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
                 yield rank, request
                 continue
@@ -188,6 +208,18 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
 
     # ---- vLLM's own methods
 
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        self.processed_tokens = int(scheduler_output.total_num_scheduled_tokens)
+        swaps = scheduler_output.kv_connector_metadata
+        assert isinstance(swaps, SwapMetadata)
+        self.unproven -= swaps.loaded
+        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
+            scheduler_output, model_runner_output
+        )
+        return outputs
+
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         assert isinstance(self.connector, TailraceConnector)
         self.connector.step_begins()
@@ -200,6 +232,8 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
         finally:
             self._scheduling = False
         self.scheduled_tokens = int(output.total_num_scheduled_tokens)
+        assert isinstance(output.kv_connector_metadata, SwapMetadata)
+        self.unproven |= output.kv_connector_metadata.loaded
         if self.adopted:
             self.adopted.difference_update(output.num_scheduled_tokens)
         return output
@@ -214,8 +248,7 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
     def _preempt_request(self, request: Request, *args: object, **kwargs: object) -> None:
         self.preemptions += 1
         # Outside of a step (vLLM's reset_prefix_cache) the blocks might be overwritten before the copy.
-        decodes = request.num_output_tokens and request.num_computed_tokens == request.num_tokens - 1
-        if self._scheduling and decodes:
+        if self._scheduling and decodes(request):
             assert isinstance(self.connector, TailraceConnector)
             block_ids = self.kv_cache_manager.get_block_ids(request.request_id)[0]
             self.connector.swap_out(request, block_ids)
@@ -225,18 +258,53 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
         self, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]
     ) -> set[str]:
         affected: set[str] = super()._handle_invalid_blocks(invalid_block_ids, num_scheduled_tokens)
-        self.failed_loads |= affected
+        self.discarded |= affected
         return affected
 
-    def finish_requests(self, request_ids: object, finished_status: RequestStatus) -> list[Request]:
-        finished: list[Request] = super().finish_requests(request_ids, finished_status)
-        for request in finished:
-            self.adopted.discard(request.request_id)
-            self.paused.pop(request.request_id, None)
-        self._update_limit()
-        return finished
+    def _free_request(self, request: Request, *args: object, **kwargs: object) -> object:
+        self.adopted.discard(request.request_id)
+        if self.paused.pop(request.request_id, None) is not None:
+            self._update_limit()
+        return super()._free_request(request, *args, **kwargs)
 
     def has_finished_requests(self) -> bool:
         # vLLM's counts requests in no queue as waiting for a connector's clean-up and would step for them
         # without end; ours never delays a clean-up, and paused requests are in no queue.
         return bool(self.finished_req_ids)
+
+
+class AsyncPausingScheduler(PausingScheduler, AsyncScheduler):  # type: ignore[misc]
+    """The same over vLLM's asynchronous scheduler, which begins a step before the last one has ended."""
+
+    def _handle_invalid_blocks(
+        self, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]
+    ) -> set[str]:
+        """Also the next step has already begun on the bad KV: everything that builds on it is discarded.
+
+        The requests start over as preempted ones do, which vLLM has a way for: it drops what is in flight.
+        """
+        held = [request for request in self.paused.values() if request.status == RequestStatus.RUNNING]
+        self.running.extend(held)
+        affected = super()._handle_invalid_blocks(invalid_block_ids, num_scheduled_tokens)
+        kept = set(held)
+        self.running = [request for request in self.running if request not in kept]
+        now_s = time.monotonic()
+        for request_id in affected:
+            request = self.requests[request_id]
+            # Nobody else may find them by their names.
+            self.kv_cache_manager.evict_blocks(set(self.kv_cache_manager.get_block_ids(request_id)[0]))
+            if request in kept:
+                del self.paused[request_id]
+                self._update_limit()
+            else:
+                self.running.remove(request)
+            self._preempt_request(request, now_s, drop_stale_output=True)
+        return affected
+
+
+def decodes(request: Request) -> bool:
+    """All tokens but the latest are computed, or being computed, and the latest is or will be an output."""
+    coming: int = request.num_output_placeholders
+    made: int = request.num_output_tokens + coming
+    left: int = request.num_tokens + coming - request.num_computed_tokens
+    return made > 0 and left == 1

@@ -43,6 +43,8 @@ class VllmSettings:
     cpu_threads: int | None = None
     max_num_seqs: int | None = None
     max_model_len: int | None = None
+    # Begin a step before the tokens of the last one are there. None: as vLLM does, which is yes on GPUs.
+    async_scheduling: bool | None = None
     # vLLM's name of the model's reasoning parser; empty: the model does not reason.
     reasoning_parser: str = ""
     # File of a length predictor for this model; empty: lengths are not predicted.
@@ -68,6 +70,7 @@ def vllm_config(settings: VllmSettings) -> VllmConfig:
         "max_num_seqs": settings.max_num_seqs,
         "max_model_len": settings.max_model_len,
         "reasoning_parser": settings.reasoning_parser,
+        "async_scheduling": settings.async_scheduling,
     }
     if current_platform.is_cpu():
         if settings.cpu_threads is not None:
@@ -83,8 +86,6 @@ def vllm_config(settings: VllmSettings) -> VllmConfig:
         config = EngineArgs(
             **arguments,
             distributed_executor_backend="uni",
-            async_scheduling=False,
-            scheduler_cls="worker_agent.engine.vllm.scheduler.PausingScheduler",
             worker_extension_cls="worker_agent.engine.vllm.runner_extension.RunnerExtension",
             kv_transfer_config=KVTransferConfig(
                 kv_connector="TailraceConnector",
@@ -97,7 +98,17 @@ def vllm_config(settings: VllmSettings) -> VllmConfig:
     except (TypeError, ValueError) as error:
         raise RuntimeError(f"vLLM does not take these engine arguments: {error}") from error
     _check(config)
+    _choose_scheduler(config, forced=arguments.get("async_scheduling") is True)
     return config
+
+
+def _choose_scheduler(config: VllmConfig, forced: bool) -> None:
+    """Ours, over the one of vLLM's that goes with the configuration."""
+    if forced:
+        # vLLM switches it off on CPU, where it gains nothing, but works.
+        config.scheduler_config.async_scheduling = True
+    name = "AsyncPausingScheduler" if config.scheduler_config.async_scheduling else "PausingScheduler"
+    config.scheduler_config.scheduler_cls = f"worker_agent.engine.vllm.scheduler.{name}"
 
 
 def _check(config: VllmConfig) -> None:

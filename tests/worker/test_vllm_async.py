@@ -1,0 +1,222 @@
+"""The vLLM engine with async scheduling: a step begins before the tokens of the last one are there.
+
+The answers that all others are compared with are those of an engine without. Most of the tests are those of
+the other modules, run again here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+import pytest_asyncio
+
+from tailrace.tiny import MODEL_PATH, REASONING_PARSER
+
+pytest.importorskip("vllm", reason="the vLLM engine is not installed")
+
+from vllm.sampling_params import SamplingParams
+
+from tests.worker.test_vllm_engine import (  # noqa: F401
+    CASES,
+    KV_BLOCKS,
+    NO_THINK_END,
+    REASONING,
+    SEEDED,
+    Bundle,
+    case,
+    idle,
+    params,
+    same,
+    take_out,
+    test_a_newer_epoch_replaces_the_request,
+    test_a_storm_of_migrations_pauses_recoveries_and_aborts,
+    test_abort_frees_a_paused_request_but_what_the_export_pins,
+    test_abort_frees_an_import_at_every_step,
+    test_migration_changes_nothing,
+    test_preemption_during_an_export,
+    test_recovery_by_recompute,
+    test_recovery_of_a_prompt_that_takes_several_steps,
+    test_refusals_at_the_source,
+    test_resume_goes_on_as_if_nothing_had_happened,
+    test_resume_into_a_full_batch,
+    test_states_are_those_that_the_next_tokens_come_from,
+)
+from tests.worker.vllm_front import Front, Stream
+from worker_agent.engine.base import EngineRefusal
+from worker_agent.engine.vllm.core import EngineParts
+from worker_agent.engine.vllm.engine import VllmEngine
+from worker_agent.engine.vllm.settings import VllmSettings
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+
+SEED = SEEDED | {"seed": 31}
+
+
+@dataclass(frozen=True)
+class Before:
+    """What an engine without async scheduling gave: whole answers, and a request that was taken out of it."""
+
+    answers: dict[str, Stream]
+    stream: Stream
+    bundle: Bundle
+
+
+def engine_with(async_scheduling: bool) -> VllmEngine:
+    return VllmEngine(
+        VllmSettings(
+            model=str(MODEL_PATH),
+            dtype="float32",
+            max_num_seqs=16,
+            max_model_len=2048,
+            kv_blocks=KV_BLOCKS,
+            cpu_threads=1,
+            reasoning_parser=REASONING_PARSER,
+            async_scheduling=async_scheduling,
+            engine_args={"max_num_batched_tokens": 256},
+        )
+    )
+
+
+def fresh(name: str) -> tuple[list[int], SamplingParams]:
+    """As vLLM's front half makes a request."""
+    prompt, sampling = CASES[name]
+    sampling = sampling.clone()
+    sampling.update_from_generation_config({}, 258)
+    return prompt, sampling
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def before() -> Before:
+    engine, front = engine_with(async_scheduling=False), Front()
+    await engine.start(front)
+    answers = {name: await front.run(engine, *fresh(name)) for name in CASES}
+    answers["moved"] = await front.run(engine, REASONING, params(logit_bias=NO_THINK_END, **SEED))
+    stream = front.stream(REASONING, params(logit_bias=NO_THINK_END, **SEED))
+    front.submit(engine, stream)
+    bundle = await take_out(engine, front, stream, 30)
+    await engine.export_release(stream.request_id)
+    await engine.stop()
+    return Before(answers, stream, bundle)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def started(before: Before) -> AsyncIterator[tuple[VllmEngine, Front]]:
+    engine, front = engine_with(async_scheduling=True), Front()
+    await engine.start(front)
+    assert await engine._ask(lambda parts: parts.core.core.batch_queue is not None)
+    yield engine, front
+    await engine.stop()
+
+
+@pytest.fixture
+def engine(started: tuple[VllmEngine, Front]) -> VllmEngine:
+    return started[0]
+
+
+@pytest.fixture
+def front(started: tuple[VllmEngine, Front]) -> Front:
+    return started[1]
+
+
+@pytest_asyncio.fixture(loop_scope="module", autouse=True)
+async def nothing_left(engine: VllmEngine, front: Front) -> AsyncIterator[None]:
+    yield
+    await idle(engine)
+    stats = engine.stats()
+    engine.abort_client(0)
+    assert (stats.kv_blocks_used, stats.requests) == (0, [])
+    assert not front.dead
+
+
+@pytest.mark.parametrize("name", CASES, ids=lambda name: name.replace(" ", "-"))
+async def test_answers_are_those_of_an_engine_without(
+    engine: VllmEngine, front: Front, before: Before, name: str
+) -> None:
+    same(await front.run(engine, *fresh(name)), before.answers[name])
+
+
+async def test_a_request_comes_from_an_engine_without(
+    engine: VllmEngine, front: Front, before: Before
+) -> None:
+    stream, bundle = before.stream, before.bundle
+    front.streams[stream.key.handle] = stream
+    bundle.engine = engine
+    await bundle.bring_in(stream)
+    await front.until(lambda: stream.finished)
+    same(stream, before.answers["moved"])
+
+
+async def test_a_pause_waits_for_the_step_in_flight_and_the_others_go_on(
+    engine: VllmEngine, front: Front
+) -> None:
+    streams = [
+        front.stream(REASONING, params(logit_bias=NO_THINK_END, max_tokens=400, **SEED)) for _ in range(3)
+    ]
+    for stream in streams:
+        front.submit(engine, stream)
+    paused = streams[0]
+    await front.until_tokens(streams[-1], 20)
+    bundle = Bundle(engine, paused.request_id)
+    await bundle.open()
+
+    def in_flight(parts: EngineParts) -> int:
+        entry = parts.table.get(paused.request_id)
+        assert entry is not None
+        return int(entry.request.num_in_flight_tokens)
+
+    assert await engine._ask(in_flight) == 1
+    await bundle.stop_and_copy()
+    assert await engine._ask(in_flight) == 0
+    assert bundle.pause.computed_tokens == len(REASONING) + len(paused.tokens) - 1
+    count, other = len(paused.tokens), len(streams[1].tokens)
+    await front.until_tokens(streams[1], other + 20)
+    assert len(paused.tokens) == count
+    await engine.export_resume(paused.request_id)
+    await front.until(lambda: all(stream.finished for stream in streams))
+    for stream in streams[1:]:
+        same(paused, stream)
+
+
+async def test_the_step_in_flight_may_end_the_request(engine: VllmEngine, front: Front) -> None:
+    """A pause is asked for when the last token is being made: the request ends here, and only here."""
+    stream = front.stream(REASONING, params(logit_bias=NO_THINK_END, max_tokens=40))
+    front.submit(engine, stream)
+    await front.until_tokens(stream, 9)
+    await engine.export_open(stream.request_id)
+    answers: list[object] = []
+
+    def pause_at_the_end(parts: EngineParts) -> None:
+        entry = parts.table.get(stream.request_id)
+        assert entry is not None
+        while entry.request.num_output_tokens < 39:
+            parts.core.step_now()
+        parts.exports.pause(stream.request_id, 0, 0.0, answers.append)
+        assert not answers
+
+    await engine._ask(pause_at_the_end)
+    await front.until(lambda: stream.finished)
+    await idle(engine)
+    assert len(stream.tokens) == 40
+    assert len(answers) == 1 and "has finished" in str(answers[0])
+    await engine.export_resume(stream.request_id)
+
+
+async def test_a_pause_that_is_taken_back_while_it_waits(engine: VllmEngine, front: Front) -> None:
+    sampling = params(logit_bias=NO_THINK_END, **SEED)
+    reference = await front.run(engine, REASONING, sampling)
+    stream = front.stream(REASONING, sampling)
+    front.submit(engine, stream)
+    await front.until_tokens(stream, 20)
+    await engine.export_open(stream.request_id)
+    answers: list[object] = []
+
+    def pause_and_resume(parts: EngineParts) -> None:
+        parts.exports.pause(stream.request_id, 0, 0.0, answers.append)
+        parts.exports.resume(stream.request_id)
+
+    await engine._ask(pause_and_resume)
+    assert len(answers) == 1 and isinstance(answers[0], EngineRefusal)
+    await front.until(lambda: stream.finished)
+    same(stream, reference)
