@@ -33,8 +33,9 @@ class InstanceSpec:
     max_running_tokens: int | None = None
     pool: Pool | None = None
     penalty: LengthPenalty | None = None
-    # Whether KV of prefixes is kept and found, where the workload names its blocks.
-    prefix_caching: bool = True
+    # Whether KV of prefixes is kept and found, where the workload names its blocks. vLLM does by default; the
+    # papers' systems do not.
+    prefix_caching: bool = False
 
     @property
     def kv_blocks(self) -> int:

@@ -37,6 +37,8 @@ class Fleet:
     penalty: str = "none"
     # Of the policies that start with pools; None: as their setups have it.
     prefill_instances: int | None = None
+    # Prefixes are kept and found, where the workload names its blocks.
+    prefix_caching: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,8 @@ class Figures:
     pause_max_s: float
     swapped: int
     recomputed: int
+    # Share of the prompt tokens that were found in a prefix cache.
+    cached_share: float
     pool_changes: int
     stage_changes: int
     # From the first arrival to the last token.
@@ -152,7 +156,12 @@ def run_scenario(scenario: Scenario, progress: Callable[[float], None] | None = 
     setup = scenario.setup()
     profile, penalty = load_profile(scenario.fleet.profile), load_length_penalty(scenario.fleet.penalty)
     spec = replace(
-        ClusterSpec.uniform(scenario.fleet.instances, profile, penalty=penalty),
+        ClusterSpec.uniform(
+            scenario.fleet.instances,
+            profile,
+            penalty=penalty,
+            prefix_caching=scenario.fleet.prefix_caching,
+        ),
         tpot_target_s=scenario.slo.reading_s,
     )
     mean_output = float(np.mean([request.output_tokens for request in workload.requests]))
@@ -211,6 +220,7 @@ def figures_of(result: SimResult, slo: Slo) -> Figures:
         pause_max_s=max((m.pause_s for m in committed), default=0.0),
         swapped=sum(r.preemptions_swapped for r in records),
         recomputed=sum(r.preemptions_recomputed for r in records),
+        cached_share=sum(r.cached_tokens for r in records) / sum(r.prompt_tokens for r in records),
         # The first of each instance, and of the stages, is the beginning.
         pool_changes=len(result.series.pools) - len(result.series.instance_ids),
         stage_changes=len(result.series.stages) - 1,

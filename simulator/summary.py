@@ -25,6 +25,7 @@ def summary_rows(figures: Figures) -> list[tuple[str, str]]:
         ("Throughput", f"{figures.tokens_per_s:,.0f} tokens/s"),
         ("Migrations", f"{figures.migrations}, {figures.migrated_bytes / 1024**3:.1f} GiB"),
         ("Longest pause by a migration", _milliseconds(figures.pause_max_s)),
+        ("Prompt tokens cached", f"{100 * figures.cached_share:.1f}%"),
         ("Preemptions", f"{figures.swapped} swapped, {figures.recomputed} recomputed"),
     ]
     if figures.pool_changes:

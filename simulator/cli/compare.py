@@ -71,6 +71,7 @@ def compare_command(
     instances: int,
     length_penalty: str,
     prefill_instances: int | None,
+    prefix_caching: bool,
     predict: str | None,
     assignments: tuple[str, ...],
     slo_ttft: float,
@@ -101,7 +102,7 @@ def compare_command(
         WorkloadOptions(
             speed=speed, count=count, start_s=start, duration_s=duration, max_model_len=max_model_len
         ),
-        fleet_of(profile, instances, length_penalty, prefill_instances),
+        fleet_of(profile, instances, length_penalty, prefill_instances, prefix_caching),
         slo_of(slo_ttft, slo_tpot, slo_qoe, slo_pace),
         predict,
         parameters=parameters_of(assignments, policies),

@@ -27,7 +27,7 @@ _POSITIVE: Final = click.FloatRange(min=0.0, min_open=True)
 
 
 def fleet_options(function: F) -> F:
-    """--profile, --instances, --length-penalty, --prefill-instances, --predict."""
+    """--profile, --instances, --length-penalty, --prefill-instances, --prefix-caching, --predict."""
     for option in reversed(
         (
             click.option(
@@ -49,6 +49,11 @@ def fleet_options(function: F) -> F:
                 "--prefill-instances",
                 type=click.IntRange(min=1),
                 help="For policies with pools: so many prefill at the start. [default: the policy's share]",
+            ),
+            click.option(
+                "--prefix-caching",
+                is_flag=True,
+                help="Instances keep KV of prefixes and find it, where the workload names blocks (mooncake).",
             ),
             click.option(
                 "--predict",
@@ -127,7 +132,9 @@ def slo_of(ttft_s: float, tpot_s: float, qoe: float, pace_s: float) -> Slo:
     return Slo(ttft_s or None, tpot_s or None, qoe or None, pace_s or None)
 
 
-def fleet_of(profile: str, instances: int, penalty: str, prefill_instances: int | None) -> Fleet:
+def fleet_of(
+    profile: str, instances: int, penalty: str, prefill_instances: int | None, prefix_caching: bool
+) -> Fleet:
     """From the options. Raises UsageProblem that names the option."""
     try:
         load_profile(profile)
@@ -139,7 +146,7 @@ def fleet_of(profile: str, instances: int, penalty: str, prefill_instances: int 
         raise UsageProblem(f"--length-penalty: {error}") from error
     if prefill_instances is not None and prefill_instances >= instances:
         raise UsageProblem(f"--prefill-instances: {prefill_instances} of {instances} leaves nobody to decode")
-    return Fleet(profile, instances, penalty, prefill_instances)
+    return Fleet(profile, instances, penalty, prefill_instances, prefix_caching)
 
 
 def check_policy(name: str, option: str) -> None:

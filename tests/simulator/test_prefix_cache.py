@@ -34,7 +34,7 @@ def request(name: str, at_s: float, units: Sequence[int], rest: int = 8, answer:
 def run(
     requests: Sequence[SimRequest], policy: Policy, instances: int = 1, **limits: object
 ) -> tuple[Simulation, dict[str, RequestRecord]]:
-    spec = ClusterSpec.uniform(instances, PROFILE, **limits)
+    spec = ClusterSpec.uniform(instances, PROFILE, **{"prefix_caching": True, **limits})
     simulation = Simulation(spec, requests, policy, Fcfs(), seed=0, sample_interval_s=None)
     return simulation, {record.request_id: record for record in simulation.run(None).requests}
 
@@ -69,11 +69,13 @@ def test_those_let_go_first_are_evicted_first_and_of_one_its_end() -> None:
     assert 0 < records["back"].cached_tokens < 5 * UNIT
 
 
-def test_without_names_nothing_is_kept() -> None:
+def test_without_names_or_unasked_nothing_is_kept() -> None:
     plain = [SimRequest(f"r{n}", 0.1 * n, 500, 0, 30) for n in range(20)]
-    simulation, records = run(plain, LeastLoaded())
-    assert all(instance.cache is None for instance in simulation.instances)
-    assert all(record.cached_tokens == 0 for record in records.values())
+    named = [request(f"r{n}", 0.1 * n, range(7)) for n in range(20)]
+    for requests, caching in ((plain, True), (named, False)):
+        simulation, records = run(requests, LeastLoaded(), prefix_caching=caching)
+        assert all(instance.cache is None for instance in simulation.instances)
+        assert all(record.cached_tokens == 0 for record in records.values())
 
 
 @pytest.mark.parametrize("policy", [PrefixAffinity(), Session(), Tailrace()], ids=lambda p: type(p).__name__)
