@@ -27,6 +27,7 @@ from worker_agent.engines import EngineOptionError, EngineOptions, make_engine, 
 from worker_agent.id_claim import IdInUse
 from worker_agent.intra_switch import BY_POLICY
 from worker_agent.kv.binding import BindingError, PortRange, interfaces, rdma_devices, ucx_options
+from worker_agent.kv.segments import SharedMemory
 from worker_agent.kv.strays import discarding_strays
 from worker_agent.kv.transport import start_ucx, stop_ucx
 from worker_agent.metrics import WorkerCollector, WorkerHistograms, WorkerMetrics
@@ -296,6 +297,8 @@ async def serve(
             metrics_server = await stack.enter_async_context(
                 serve_metrics(common.metrics, registry, common.transport)
             )
+            memory = SharedMemory()
+            stack.callback(memory.segments.close)
             around = Surroundings(
                 store=store,
                 membership=membership,
@@ -303,6 +306,7 @@ async def serve(
                 tracing=tracing,
                 metrics_address=common.advertised(metrics_server.address),
                 host=common.advertised(common.listen).rpartition(":")[0],
+                memory=memory,
             )
             died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
             listen = common.listen

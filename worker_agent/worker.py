@@ -41,6 +41,7 @@ from worker_agent.heartbeats import beat
 from worker_agent.id_claim import replaced_message, wait_until_free
 from worker_agent.intra_switch import order_by
 from worker_agent.kv.client import KvClient
+from worker_agent.kv.segments import SharedMemory
 from worker_agent.kv.server import KvServer
 from worker_agent.kv.staging import StagingPool
 from worker_agent.load import MigrationLoad
@@ -82,6 +83,7 @@ class Surroundings:
     metrics_address: str
     # Host that others reach this process by.
     host: str
+    memory: SharedMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +148,9 @@ async def running_worker(
         order_by(settings.intra, engine.set_intra, around.membership)
         shape = info.kv_shape
         pool = StagingPool(engine, shape.block_bytes)
-        kv_server = KvServer(engine, shape, pool, faults, metrics)
+        kv_server = KvServer(engine, shape, pool, around.memory.segments, faults, metrics)
         stack.push_async_callback(kv_server.close)
-        kv_client = KvClient(shape, pool, metrics)
+        kv_client = KvClient(shape, pool, around.memory.mappings, metrics)
 
         admission = Admission(engine, front_ends, carried, metrics, settings.max_requests)
         exports = Exports(

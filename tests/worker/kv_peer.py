@@ -29,6 +29,7 @@ from worker_agent.faults import Faults, FaultSpec
 from worker_agent.kv.address import address_of
 from worker_agent.kv.client import KvClient
 from worker_agent.kv.errors import KvTransferError
+from worker_agent.kv.segments import Mappings, Segments
 from worker_agent.kv.server import KvServer
 from worker_agent.kv.sessions import Session
 from worker_agent.kv.staging import StagingPool
@@ -112,9 +113,15 @@ class Serving:
         metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
         pool = StagingPool(engine, settings.block_bytes)
         self.server = KvServer(
-            engine, shape(settings.block_bytes), pool, Faults(settings.faults), metrics, settings.claim_s
+            engine,
+            shape(settings.block_bytes),
+            pool,
+            Segments(),
+            Faults(settings.faults),
+            metrics,
+            settings.claim_s,
         )
-        self._client = KvClient(shape(settings.block_bytes), pool, metrics)
+        self._client = KvClient(shape(settings.block_bytes), pool, Mappings(), metrics)
         self._sessions: list[Session] = []
         self._pulls: list[asyncio.Task[int]] = []
         self._strays = 0

@@ -87,13 +87,16 @@ def test_memory_that_could_shrink_under_its_reader_is_refused() -> None:
 
 
 def test_segments_are_used_again_and_few_are_kept() -> None:
-    segments = Segments(SIZE)
-    taken = [segments.take() for _ in range(9)]
+    segments = Segments()
+    taken = [segments.take(SIZE) for _ in range(9)]
     assert len({each.name for each in taken}) == 9
     for each in taken:
         each.memory[:] = 1
         segments.give_back(each)
-    again = [segments.take() for _ in range(9)]
+    larger = segments.take(2 * SIZE)
+    assert not larger.memory.any()
+    larger.close()
+    again = [segments.take(SIZE) for _ in range(9)]
     assert sum(bool(np.any(each.memory)) for each in again) == 4
     for each in again:
         each.close()

@@ -25,6 +25,7 @@ from worker_agent.kv.address import KvAddress, address_of
 from worker_agent.kv.binding import interfaces, ucx_options
 from worker_agent.kv.client import KvClient, KvTransfer
 from worker_agent.kv.errors import KvIdentityError, KvTransferError
+from worker_agent.kv.segments import Mappings
 from worker_agent.kv.staging import StagingPool
 from worker_agent.kv.strays import discard_strays
 from worker_agent.kv.ticket import Ticket
@@ -120,7 +121,7 @@ class Receiver:
 
 def client_of(kv: KvShape, kind: type[KvClient] = KvClient) -> KvClient:
     metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
-    return kind(kv, StagingPool(BlockEngine(1, SIZE), SIZE), metrics)  # type: ignore[arg-type]
+    return kind(kv, StagingPool(BlockEngine(1, SIZE), SIZE), Mappings(), metrics)  # type: ignore[arg-type]
 
 
 class Remote(KvClient):

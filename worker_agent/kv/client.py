@@ -57,13 +57,13 @@ class _Incoming:
 class KvClient:
     """Opens transfers from sources."""
 
-    def __init__(self, shape: KvShape, pool: StagingPool, metrics: WorkerMetrics) -> None:
+    def __init__(self, shape: KvShape, pool: StagingPool, mappings: Mappings, metrics: WorkerMetrics) -> None:
         """UCX must be started."""
         self._shape = shape
         self._pool = pool
         self._metrics = metrics
         self._address = own_address()
-        self._mappings = Mappings()
+        self._mappings = mappings
 
     @property
     def address(self) -> KvAddress:

@@ -82,22 +82,23 @@ class Segment:
 
 
 class Segments:
-    """Segments of one size, used again."""
+    """A process's segments, used again."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self) -> None:
         self._free: list[Segment] = []
 
-    def take(self) -> Segment:
+    def take(self, size: int) -> Segment:
         """A segment that nobody reads. Raises OSError."""
-        return self._free.pop() if self._free else Segment(self._size)
+        for number, segment in enumerate(self._free):
+            if segment.name.size == size:
+                return self._free.pop(number)
+        return Segment(size)
 
     def give_back(self, segment: Segment) -> None:
         """Nobody reads it any more."""
-        if len(self._free) < _KEPT_MAX:
-            self._free.append(segment)
-        else:
-            segment.close()
+        self._free.append(segment)
+        if len(self._free) > _KEPT_MAX:
+            self._free.pop(0).close()
 
     def close(self) -> None:
         """Drop those that are kept."""
@@ -106,7 +107,7 @@ class Segments:
 
 
 class Mappings:
-    """Peers' segments, mapped here to be read."""
+    """Peers' segments, mapped in this process to be read."""
 
     def __init__(self) -> None:
         self._mapped: OrderedDict[SegmentName, Bytes] = OrderedDict()
@@ -131,6 +132,14 @@ class Mappings:
         if len(self._mapped) > _KEPT_MAX:
             self._mapped.popitem(last=False)
         return memory
+
+
+class SharedMemory:
+    """What the workers of one process have of it."""
+
+    def __init__(self) -> None:
+        self.segments = Segments()
+        self.mappings = Mappings()
 
 
 def this_host(environment: Mapping[str, str]) -> bytes:

@@ -88,9 +88,9 @@ class Slots:
         self._used = 0
 
     @classmethod
-    def of(cls, segments: Segments, engine: Engine) -> Slots | None:
+    def of(cls, segments: Segments, size: int, engine: Engine) -> Slots | None:
         """None where the engine's KV is not in host memory. Raises OSError."""
-        segment = segments.take()
+        segment = segments.take(size)
         stagings = [engine.staging_over(part) for part in np.split(segment.memory, WINDOW)]
         found = [each for each in stagings if each is not None]
         if len(found) < WINDOW:
@@ -113,6 +113,7 @@ class KvServer:
         engine: Engine,
         shape: KvShape,
         pool: StagingPool,
+        segments: Segments,
         faults: Faults,
         metrics: WorkerMetrics,
         claim_s: float = CLAIM_S,
@@ -125,7 +126,7 @@ class KvServer:
         self._metrics = metrics
         self._claim_s = claim_s
         self._address = own_address()
-        self._segments = Segments(WINDOW * pool.chunk_blocks * shape.block_bytes)
+        self._segments = segments
         self._sessions: dict[Session, asyncio.Task[None]] = {}
 
     def __len__(self) -> int:
@@ -171,7 +172,6 @@ class KvServer:
         for session in sessions:
             session.cancel()
         await asyncio.gather(*sessions, return_exceptions=True)
-        self._segments.close()
 
     def _done(self, session: Session, task: asyncio.Task[None]) -> None:
         # Its ticket is worth nothing any more.
@@ -279,7 +279,8 @@ class _Conversation:
         if self._segments is None or self._slots is not None:
             return NO_SEGMENT
         try:
-            self._slots = Slots.of(self._segments, self._engine)
+            size = WINDOW * self._pool.chunk_blocks * self._shape.block_bytes
+            self._slots = Slots.of(self._segments, size, self._engine)
         except OSError as error:
             log.warning("no memory to share with a target: %s", said(error))
         return NO_SEGMENT if self._slots is None else self._slots.segment.name.encode()
