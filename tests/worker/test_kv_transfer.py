@@ -241,6 +241,32 @@ async def test_an_export_that_ends_between_two_pulls_is_told(either: KvClient, s
     await transfer.close()
 
 
+async def test_what_is_being_read_does_not_change_when_its_export_ends(
+    client: KvClient, source: Source
+) -> None:
+    """It would be taken for damaged: in shared memory, another export could come to lie where it is."""
+    number, address, ticket = await source.open(client)
+    transfer = await client.connect(address, ticket)
+    reading, others = asyncio.Event(), asyncio.Event()
+    receiver = Receiver()
+
+    async def read_late(first: int, num_blocks: int, data: Staging, sums: Sequence[int]) -> None:
+        reading.set()
+        await others.wait()
+        await receiver.deliver(first, num_blocks, data, sums)
+
+    pull = asyncio.create_task(transfer.pull(0, names(0, BLOCKS), read_late))
+    await reading.wait()
+    await source.ask("end", number)
+    async with source.transfer(client) as another:
+        await another.pull(300, names(300, 400), Receiver().deliver)
+    others.set()
+    with pytest.raises(KvTransferError, match="ended"):
+        await pull
+    assert receiver.blocks and all(data == block(n, SIZE).tobytes() for n, data in receiver.blocks.items())
+    await transfer.close()
+
+
 async def test_a_ticket_serves_once(client: KvClient) -> None:
     """Neither another target nor a repeated message gets an answer, or leaves anything behind."""
     async with source_process() as source:
