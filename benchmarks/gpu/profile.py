@@ -21,12 +21,12 @@ def run(setting: Setting, model: Path, budget: Budget) -> dict[str, object]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=allowed + 60)
         if done.returncode != 0:
             raise RuntimeError(f"tailrace profile: {done.stderr.strip()[-600:]}")
-        profile: dict[str, object] = json.loads(done.stdout)
+        (profile,) = json.loads(done.stdout)["profiles"]
     return {"budget_s": allowed, "profile": profile}
 
 
 def table(figures: dict[str, object]) -> Rows:
-    """Each number of the profile that is one."""
+    """Each figure of the profile, `decode.base_ms` and the like."""
     profile = figures["profile"]
     assert isinstance(profile, dict)
     return Rows("Profile", ["figure", "value"], _flat(profile))
@@ -37,6 +37,8 @@ def _flat(value: dict[str, object], before: str = "") -> list[list[str]]:
     for name, entry in value.items():
         if isinstance(entry, dict):
             rows += _flat(entry, f"{before}{name}.")
-        elif not isinstance(entry, list):
-            rows.append([before + name, f"{entry:.6g}" if isinstance(entry, float) else str(entry)])
+        else:
+            values = entry if isinstance(entry, list) else [entry]
+            shown = (f"{each:.6g}" if isinstance(each, float) else str(each) for each in values)
+            rows.append([before + name, ", ".join(shown)])
     return rows

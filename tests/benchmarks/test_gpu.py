@@ -120,8 +120,8 @@ def test_a_backend_that_failed_has_its_reason_in_the_table() -> None:
 
 
 def test_a_profile_is_shown_number_by_number() -> None:
-    shown = profile.table({"profile": {"a": {"b": 1.5, "list": [1]}, "c": "x"}})
-    assert shown.rows == [["a.b", "1.5"], ["c", "x"]]
+    shown = profile.table({"profile": {"a": {"b": 1.5, "d": [1.0, 2e-7]}, "c": "x"}})
+    assert shown.rows == [["a.b", "1.5"], ["a.d", "1, 2e-07"], ["c", "x"]]
 
 
 def test_gather_and_scatter_are_timed_and_checked() -> None:

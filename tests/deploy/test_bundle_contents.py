@@ -7,6 +7,7 @@ import csv
 import hashlib
 import io
 import zipfile
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from scripts.bundle import download as download_module
+from scripts.bundle.download import DownloadError, download
 from scripts.bundle.installed import NotInstalled, installed_pins, wanted
 from scripts.bundle.left_out import _PACKAGES, chosen, dropped_from_vllm, matcher
 from scripts.bundle.own import benchmarks_wheel, vllm_name_wheel
@@ -162,6 +165,54 @@ def _find(name: str) -> tuple[str, list[str]]:
 def test_what_is_installed_is_followed_through_extras_and_circles() -> None:
     pins = installed_pins(["Engine", "base"], find=_find)
     assert [pin.line() for pin in pins] == ["base==3.0", "engine==1.0", "lib==2.0", "quick==4.0"]
+
+
+def _pip(
+    monkeypatch: pytest.MonkeyPatch, has: Callable[[Sequence[str]], bool]
+) -> list[tuple[str, list[str]]]:
+    """Put a pip in place that has what `has` says; return the calls that come, as names and options."""
+    calls: list[tuple[str, list[str]]] = []
+
+    def run(pins: Sequence[Pin], cache: Path, options: Sequence[str]) -> None:
+        calls.append((" ".join(pin.name for pin in pins), list(options)))
+        if not has(options):
+            raise DownloadError("No matching distribution found")
+        for pin in pins:
+            (cache / f"{pin.name.replace('-', '_')}-{pin.version}-py3-none-any.whl").touch()
+
+    monkeypatch.setattr(download_module, "_pip", run)
+    return calls
+
+
+def test_only_what_is_not_there_is_downloaded_with_its_hashes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = _pip(monkeypatch, lambda options: True)
+    old = tmp_path / "Has_It-1.0-cp311-cp311-manylinux_2_28_x86_64.whl"
+    old.touch()
+    (tmp_path / "new_one-0.9-py3-none-any.whl").touch()
+    pins = [Pin("new-one", "1.0", ("sha256:aa",)), Pin("has-it", "1.0"), Pin("bare", "2.0")]
+    wheels = download(pins, tmp_path, [])
+    assert [wheel.name.partition("-")[0] for wheel in wheels] == ["new_one", "Has_It", "bare"]
+    assert wheels[0].name.startswith("new_one-1.0-"), "not the old version"
+    assert calls == [("new-one", []), ("bare", [])], (
+        "pip takes hashes for all that it is asked for, or for none"
+    )
+
+
+def test_torch_alone_is_taken_from_its_own_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two indexes at once pip takes any package from either: dependency confusion."""
+    calls = _pip(monkeypatch, lambda options: "--index-url" in options or calls[-1][0] != "torch")
+    wheels = download([Pin("torch", "2.13.0+cpu"), Pin("six", "1.0")], tmp_path, [])
+    assert [wheel.name for wheel in wheels] == [
+        "torch-2.13.0+cpu-py3-none-any.whl",
+        "six-1.0-py3-none-any.whl",
+    ]
+    assert [(name, bool(options)) for name, options in calls] == [
+        ("torch", False),
+        ("torch", True),
+        ("six", False),
+    ]
 
 
 def test_what_is_not_installed_is_named() -> None:
