@@ -12,7 +12,7 @@ TAILRACE := .venv/bin/tailrace
 .DEFAULT_GOAL := help
 .PHONY: help install up down test test-features lint format protos sbom bundle check-gpu docs soak bench-stream bench-transfer bench-swap \
 	bench-scale \
-	bench-decisions bench-policies bench-real bench-live bench-validation bench-simulation bench-etcd claims
+	bench-decisions bench-policies bench-real bench-live bench-validation bench-simulation bench-etcd strangers claims
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -105,6 +105,10 @@ bench-live: install ## Slices of traces on live simulated engines and in the sim
 
 bench-etcd: install ## Leaders, views and streams while one etcd member of three fails (ARGS=--no-streams)
 	$(PYTHON) -m benchmarks.etcd_faults $(ARGS)
+
+strangers: ## Every port of a cluster with certificates, tried from another network namespace; and a capture of its links
+	@scripts/install.sh --rust
+	$(PYTHON) -m benchmarks.strangers $(ARGS)
 
 claims: install ## Every claim of the papers, with JSON and a page in benchmarks/results (TAILRACE_DATA as above)
 	$(TAILRACE) claims $(if $(TAILRACE_DATA),--traces $(TAILRACE_DATA)/traces) \

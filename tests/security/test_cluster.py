@@ -14,17 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
-import psutil
 import pytest
 
 from benchmarks.loadgen import completion_request, run_streams
+from benchmarks.strangers.calls import call_all, http_get
+from benchmarks.strangers.cluster import listening
+from benchmarks.strangers.sniffer import Sniffer
 from tailrace.local.ports import free_ports
 from tailrace.local.state import RunFolder, RunState
 from tailrace.security.access import METHODS
 from tailrace.security.authority import Authority
 from tailrace.security.credentials import read_credentials
 from tailrace.security.roles import Identity, Role, server_name
-from tests.security.sniffer import Sniffer
 
 pytestmark = pytest.mark.fleet
 
@@ -54,22 +55,9 @@ class Cluster:
     def tailrace(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return _tailrace(self.folder, *arguments)
 
-    def pids(self) -> dict[str, list[int]]:
-        """Of each part and its children."""
-        parts = ((part.name, psutil.Process(part.identity.pid)) for part in self.state.parts)
-        return {
-            name: [process.pid, *(child.pid for child in process.children(recursive=True))]
-            for name, process in parts
-        }
-
     def listening(self) -> dict[int, str]:
         """Every TCP port of the cluster's, and the part that listens there."""
-        owners = {pid: name for name, pids in self.pids().items() for pid in pids}
-        return {
-            connection.laddr.port: owners[connection.pid]
-            for connection in psutil.net_connections("tcp")
-            if connection.laddr and connection.status == psutil.CONN_LISTEN and connection.pid in owners
-        }
+        return listening(self.state)
 
     async def streams(self, prompts: Sequence[str], tokens: int) -> list[str]:
         """Errors of so many streams at once."""
@@ -191,9 +179,9 @@ def test_every_port_and_every_method_refuses_whoever_has_no_certificate(cluster:
         if port in exempt:
             continue
         for credentials in (None, grpc.ssl_channel_credentials(authorities)):
-            ends = _call_all(port, credentials, "x")
+            ends = call_all("127.0.0.1", port, credentials)
             assert set(ends.values()) <= {"UNAVAILABLE", "DEADLINE_EXCEEDED"}, (part, port, ends)
-        assert b"200" not in _http_get(port), (part, port)
+        assert "200" not in http_get("127.0.0.1", port, "/metrics"), (part, port)
 
 
 @pytest.mark.parametrize("role", [Role.WORKER, Role.TELEMETRY, Role.VIEWER])
@@ -205,7 +193,7 @@ def test_a_member_of_another_role_gets_no_further(cluster: Cluster, role: Role) 
         kind = part.partition("-")[0]
         if port in exempt or kind == "etcd":
             continue
-        for method, code in _call_all(port, own.for_channels(), server_name(Role(kind))).items():
+        for method, code in call_all("127.0.0.1", port, own.for_channels(), server_name(Role(kind))).items():
             if role in METHODS[method]:
                 continue
             # Not served there, or refused; on a port that is not gRPC's, nothing at all.
@@ -238,40 +226,3 @@ def _speaks_tls(port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _call_all(port: int, credentials: grpc.ChannelCredentials | None, name: str) -> dict[str, str]:
-    """How a call of each method ends."""
-    address = f"127.0.0.1:{port}"
-    options = [("grpc.ssl_target_name_override", name)] if name != "x" else []
-    channel = (
-        grpc.insecure_channel(address)
-        if credentials is None
-        else grpc.secure_channel(address, credentials, options=options)
-    )
-    with channel:
-        calls = {}
-        for method in METHODS:
-            call = channel.stream_stream(method, request_serializer=bytes, response_deserializer=bytes)
-            calls[method] = call(iter([b""]), timeout=5)
-        ends = {}
-        for method, stream in calls.items():
-            try:
-                for _ in stream:
-                    break
-                ends[method] = "OK"
-            except grpc.RpcError as error:
-                assert isinstance(error, grpc.Call)
-                ends[method] = error.code().name
-            stream.cancel()
-    return ends
-
-
-def _http_get(port: int) -> bytes:
-    try:
-        with socket.create_connection(("127.0.0.1", port), 2) as connection:
-            connection.settimeout(2)
-            connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
-            return connection.recv(100)
-    except OSError:
-        return b""

@@ -1,0 +1,102 @@
+"""A cluster with certificates that listens on an address which others reach."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from tailrace.local.certificates import ETCD_ROOT, OPERATOR
+from tailrace.local.options import ClusterOptions, Engine, Front
+from tailrace.local.plan import PartSpec, Plan, certificate_folder, make_plan
+from tailrace.local.ports import LOOPBACK, free_ports
+from tailrace.local.state import RunFolder, RunState
+from tailrace.security.authority import Authority
+from tailrace.security.roles import Identity, Role
+from tailrace.service.etcd import EtcdTls, etcd_command
+from tailrace.tiny import MODEL_PATH, REASONING_PARSER
+
+KEY: Final = "sk-of-the-users"
+"""What the front end wants of users, by vLLM's own means."""
+
+
+def exposed_plan(folder: RunFolder, host: str, workers: int) -> Plan:
+    """As `tailrace up --tls` with simulated engines, but on `host` in place of loopback."""
+    options = ClusterOptions(
+        workers=workers,
+        engine=Engine.SIMULATED,
+        front=Front.RUST,
+        host=LOOPBACK,
+        port=free_ports(1)[0],
+        schedulers=2,
+        frontends=1,
+        model=str(MODEL_PATH),
+        served_name="tiny",
+        reasoning_parser=REASONING_PARSER,
+        policy=None,
+        policy_parameters={},
+        cores=2,
+        gpus=(),
+        worker_arguments=(),
+        traces="monitor",
+        tls=True,
+    )
+    command = [sys.executable, "-m", "tailrace"]
+    plan = make_plan(options, free_ports, partial(_etcd, folder), command, str(folder.data))
+    plan = replace(
+        plan,
+        parts=[_moved(part, host) for part in plan.parts],
+        environment={name: value.replace(LOOPBACK, host) for name, value in plan.environment.items()}
+        | {"VLLM_API_KEY": KEY},
+        admin=plan.admin.replace(LOOPBACK, host),
+        http=plan.http.replace(LOOPBACK, host),
+        etcd=plan.etcd.replace(LOOPBACK, host),
+    )
+    authority = Authority.create(Path(plan.certificates))
+    for part in plan.parts:
+        authority.issue(Identity(Role(part.role), part.name), hosts=[host])
+    for identity in (
+        OPERATOR,
+        ETCD_ROOT,
+        Identity(Role.TELEMETRY, "stranger"),
+        Identity(Role.VIEWER, "stranger"),
+    ):
+        authority.issue(identity)
+    return plan
+
+
+def listening(state: RunState) -> dict[int, str]:
+    """Every TCP port of the cluster's, and the part that listens there."""
+    owners = {process.pid: part.name for part in state.parts for process in _tree(part.identity.pid)}
+    return {
+        connection.laddr.port: owners[connection.pid]
+        for connection in psutil.net_connections("tcp")
+        if connection.laddr and connection.status == psutil.CONN_LISTEN and connection.pid in owners
+    }
+
+
+def _tree(pid: int) -> list[psutil.Process]:
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+def _etcd(folder: RunFolder, port: int, health_port: int) -> list[str]:
+    own = Path(certificate_folder(str(folder.data / "certs"), Role.ETCD.value, "etcd"))
+    return etcd_command(folder.data / "etcd", port, EtcdTls(own, health_port))
+
+
+def _moved(part: PartSpec, host: str) -> PartSpec:
+    return replace(
+        part,
+        # etcd's health stays on loopback: it is in the clear.
+        command=[
+            argument if argument.startswith("--listen-metrics-urls") else argument.replace(LOOPBACK, host)
+            for argument in part.command
+        ],
+        address=part.address if part.role == Role.ETCD.value else part.address.replace(LOOPBACK, host),
+        http=part.http.replace(LOOPBACK, host),
+    )
