@@ -368,7 +368,7 @@ def install(
     environment |= {"PIP_CONFIG_FILE": os.devnull}
     count = 0
     for batch in batches(files):
-        command = [str(interpreter), *runner, "--isolated", "install", "--quiet", "--force-reinstall"]
+        command = [str(interpreter), "-I", *runner, "--isolated", "install", "--quiet", "--force-reinstall"]
         command += ["--no-index", "--no-deps", "--no-compile", "--no-warn-script-location"]
         command += ["--disable-pip-version-check", "--root-user-action=ignore"]
         command += [str(staging.path(file)) for file in batch]
@@ -383,7 +383,7 @@ def install(
     _link_rust_front_end(folder)
     say("compiling Python's byte code")
     # Of no consequence where it fails: Python then compiles what it imports, in each process that does.
-    compiler = [str(interpreter), "-m", "compileall", "-q", "-j", "0", str(folder / "lib")]
+    compiler = [str(interpreter), "-I", "-m", "compileall", "-q", "-j", "0", str(folder / "lib")]
     subprocess.run(compiler, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=_COMPILE_TIMEOUT_S)
 
 
@@ -402,7 +402,7 @@ def imports_of(manifest: Manifest, interpreter: Path) -> list[str]:
     for module in manifest.checks:
         try:
             done = subprocess.run(
-                [str(interpreter), "-c", f"import {module}"],
+                [str(interpreter), "-I", "-c", f"import {module}"],
                 capture_output=True,
                 text=True,
                 timeout=300,

@@ -35,6 +35,9 @@ def _make(
     own = write_wheel(sources, "module-b", "1.0", "B", {"module_b.py": f"value = {text!r}\n".encode()})
     bundle = out / "bundle"
     bundle.mkdir()
+    astray = out / "astray"
+    astray.mkdir()
+    (astray / "module_a.py").write_text("raise ImportError('astray')\n")
     files, parts = write_parts([[first, pip], [own]], bundle, "test", 1_000_000)
     write_manifest(bundle, Manifest("test", python, machine, files, parts, host, checks), {})
     shutil.copy(install_bundle.__file__, bundle)
@@ -49,7 +52,12 @@ def _install(bundle: Path, into: Path, *arguments: str | Path) -> subprocess.Com
         text=True,
         timeout=120,
         # Of no use, and must not be used: there is no such index.
-        env={"PATH": "/usr/bin:/bin", "PIP_INDEX_URL": "http://127.0.0.1:9/", "PIP_REQUIRE_HASHES": "1"},
+        env={
+            "PATH": "/usr/bin:/bin",
+            "PIP_INDEX_URL": "http://127.0.0.1:9/",
+            "PIP_REQUIRE_HASHES": "1",
+            "PYTHONPATH": str(bundle.parent / "astray"),
+        },
     )
 
 
