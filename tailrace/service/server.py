@@ -23,6 +23,8 @@ _OPTIONS: Final = (
     # What our channels ping with is no abuse.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
+    # For a client to prove itself, once it is connected.
+    ("grpc.server_handshake_timeout_ms", 5_000),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
 )
