@@ -7,6 +7,7 @@ from typing import Final
 
 from tailrace.cache.follow import CacheFollower, Change
 from tailrace.cache.index import CacheIndex
+from tailrace.cache.placed import PlacedPrefixes, with_placed
 from tailrace.cache.tiers import Tier
 from tailrace.cluster import NOTHING_CACHED, CachedTokens
 from tailrace.records import InstanceRecord
@@ -20,6 +21,7 @@ class KnownCache:
 
     def __init__(self) -> None:
         self.follower = CacheFollower(CacheIndex())
+        self._placed = PlacedPrefixes()
 
     @property
     def index(self) -> CacheIndex:
@@ -41,8 +43,12 @@ class KnownCache:
         """An instance has told all that it holds."""
         self.follower.snapshot(instance_id, reply.incarnation, reply.seq, read_changes(reply.held))
 
+    def placed(self, instance_id: str, names: Sequence[int], now_s: float) -> None:
+        """A request that begins with these blocks was placed there."""
+        self._placed.place(instance_id, names, now_s)
+
     def of_arrival(
-        self, names: Sequence[int], block_tokens: int, prompt_tokens: int
+        self, names: Sequence[int], block_tokens: int, prompt_tokens: int, now_s: float
     ) -> Mapping[str, CachedTokens]:
         """Tokens of a prompt with these blocks that each instance holds; those that hold none are not in it.
 
@@ -50,10 +56,11 @@ class KnownCache:
         """
         if not names or block_tokens < 1:
             return NOTHING_CACHED
+        self._placed.forget(now_s)
         most = max(0, prompt_tokens - 1)
         return {
             name: CachedTokens(min(held.device * block_tokens, most), min(held.total * block_tokens, most))
-            for name, held in self.index.match(names).items()
+            for name, held in with_placed(self.index.match(names), self._placed.index.match(names)).items()
         }
 
 

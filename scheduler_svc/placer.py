@@ -82,7 +82,9 @@ class Placer:
             self._seq,
             output_tokens,
             excluded,
-            self._state.cache.of_arrival(prefix.names, prefix.block_tokens, prompt_tokens + output_tokens),
+            self._state.cache.of_arrival(
+                prefix.names, prefix.block_tokens, prompt_tokens + output_tokens, time.monotonic()
+            ),
             prefix.names,
             prefix.session_id,
         )

@@ -204,6 +204,7 @@ class ClusterState:
         )
         if where is None and not arrival.output_tokens:
             self._note_arrived(request, now_s)
+        self.cache.placed(instance_id, arrival.block_names, now_s)
         forgotten = tracked.place(request, now_s, arrival.cached_tokens(instance_id))
         if forgotten is not None:
             self._left(forgotten, instance_id)

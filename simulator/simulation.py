@@ -23,6 +23,7 @@ from simulator.sampling import Sampler
 from simulator.views import Views
 from tailrace.actions import Action, HandBack, Migrate, Offer, Place, Refuse, SetPool, SetStages
 from tailrace.cache.index import CacheIndex
+from tailrace.cache.placed import PlacedPrefixes, with_placed
 from tailrace.cluster import Arrival, CachedTokens, ClusterView, RequestView, Stage
 from tailrace.intra.base import IntraPolicy
 from tailrace.lengths import LengthWindow
@@ -59,6 +60,7 @@ class Simulation:
         self._policy = policy
         self._events = events = EventQueue()
         self._index = CacheIndex()
+        self._placed = PlacedPrefixes()
         self.instances = [
             Instance(i, intra, events, self, most_steps, prefix_cache(i, requests)) for i in spec.instances
         ]
@@ -180,7 +182,7 @@ class Simulation:
         self._next += 1
         if self._next < len(self.jobs):
             self._events.at(self.jobs[self._next].request.arrival_s, self._arrive)
-        arrival = self._arrival(job)
+        arrival = self._arrival(job, now)
         self._placements += 1
         placement = self._policy.place(self._view(now), arrival, now)
         if isinstance(placement, Refuse):
@@ -195,7 +197,7 @@ class Simulation:
             self._lengths.arrived(job.prompt, now)
         self._submit(job, instance, placement, arrival, now)
 
-    def _arrival(self, job: Job) -> Arrival:
+    def _arrival(self, job: Job, now: float) -> Arrival:
         request = job.request
         arrival = Arrival(request.request_id, job.prompt, self._spec.max_tokens, self._placements)
         if not request.unit_names and not request.session_id:
@@ -203,20 +205,21 @@ class Simulation:
         names = request.unit_names[: request.named_prompt_units]
         return replace(
             arrival,
-            cached=self._cached(names, request.unit_tokens),
+            cached=self._cached(names, request.unit_tokens, now),
             block_names=names,
             session_id=request.session_id,
         )
 
-    def _cached(self, names: Sequence[int], unit_tokens: int) -> Mapping[str, CachedTokens]:
+    def _cached(self, names: Sequence[int], unit_tokens: int, now: float) -> Mapping[str, CachedTokens]:
         """What each instance holds now: workers tell what they gain and lose with the events that placing
         goes by already, which are all but immediate."""
+        self._placed.forget(now)
         for instance in self.instances:
             if instance.cache is not None:
                 self._index.change(instance.instance_id, *instance.cache.take_changes())
         return {
             name: CachedTokens(held.device * unit_tokens, held.total * unit_tokens)
-            for name, held in self._index.match(names).items()
+            for name, held in with_placed(self._index.match(names), self._placed.index.match(names)).items()
         }
 
     def _too_long(self, job: Job, instance: Instance) -> str:
@@ -229,6 +232,8 @@ class Simulation:
 
     def _submit(self, job: Job, instance: Instance, placement: Place, arrival: Arrival, now: float) -> None:
         job.told_cached = arrival.cached_tokens(instance.instance_id)
+        if instance.cache is not None:
+            self._placed.place(instance.instance_id, arrival.block_names, now)
         job.placements.append(PlacementRecord(now, instance.instance_id))
         self._carry_out(placement.also, now)
         self._views.placed(job, instance)
@@ -323,7 +328,7 @@ class Simulation:
         self._events.at(now + 3 * self._spec.migration.message_s, place)
 
     def _place_elsewhere(self, job: Job, source: Instance, now: float) -> None:
-        arrival = replace(self._arrival(job), excluded=frozenset({source.instance_id}))
+        arrival = replace(self._arrival(job, now), excluded=frozenset({source.instance_id}))
         self._placements += 1
         placement = self._policy.place(self._view(now), arrival, now)
         if isinstance(placement, Refuse):

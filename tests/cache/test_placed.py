@@ -1,0 +1,61 @@
+"""Placements count as held for a while, and leave nothing behind."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tailrace.cache import placed as module
+from tailrace.cache.index import HeldBlocks
+from tailrace.cache.placed import PlacedPrefixes, with_placed
+
+
+def test_the_next_of_a_burst_is_told_where_the_first_went() -> None:
+    placed = PlacedPrefixes()
+    placed.place("a", [1, 2, 3], 0.0)
+    assert placed.index.match([1, 2, 9]) == {"a": HeldBlocks(2, 2)}
+    placed.forget(1.9)
+    assert placed.index.match([1])
+    placed.forget(2.1)
+    assert not placed.index.match([1])
+
+
+def test_what_is_held_and_what_is_coming_is_the_longer_of_both() -> None:
+    held = {"a": HeldBlocks(2, 6), "b": HeldBlocks(5, 5)}
+    placed = {"a": HeldBlocks(4, 4), "b": HeldBlocks(3, 3), "c": HeldBlocks(1, 1)}
+    assert with_placed(held, placed) == {
+        "a": HeldBlocks(4, 6),
+        "b": HeldBlocks(5, 5),
+        "c": HeldBlocks(1, 1),
+    }
+
+
+PLACEMENTS = st.lists(
+    st.tuples(
+        st.floats(0.0, 1.5), st.sampled_from("abc"), st.lists(st.integers(0, 9), max_size=6, unique=True)
+    ),
+    max_size=40,
+)
+
+
+@given(PLACEMENTS, st.sampled_from([10, 1_000]))
+@settings(max_examples=80, deadline=None)
+def test_exactly_the_latest_placements_count(
+    placements: list[tuple[float, str, list[int]]], most_names: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_NAMES_MAX", most_names)
+        placed = PlacedPrefixes()
+        now_s = 0.0
+        made: list[tuple[float, str, list[int]]] = []
+        for wait_s, instance, names in placements:
+            now_s += wait_s
+            placed.place(instance, names, now_s)
+            made.append((now_s, instance, names))
+        made = [each for each in made if now_s - each[0] <= 2.0]
+        while sum(len(names) for _, _, names in made) > most_names:
+            made.pop(0)
+        for instance in "abc":
+            expected = {name for _, where, names in made if where == instance for name in names}
+            assert placed.index.names(instance) == expected

@@ -1,0 +1,59 @@
+"""What reports tell of prefix caches, as placements see it."""
+
+from __future__ import annotations
+
+from scheduler_svc.state import ClusterState
+from tailrace.cluster import Arrival, CachedTokens
+from tailrace.v1 import cache_pb2
+from tests.scheduler.facts import members, steady
+
+BLOCK = 16
+NAMES = [11, 12, 13, 14]
+
+
+def told(state: ClusterState, name: str, seq: int, stored: list[int]) -> None:
+    report = steady(name)
+    report.cache.seq = seq
+    if stored:
+        report.cache.changes.add(tier=cache_pb2.CACHE_TIER_DEVICE, stored=stored)
+    state.apply(report, 0.0)
+
+
+def known(state: ClusterState, prompt_tokens: int = 100, now_s: float = 0.0) -> dict[str, CachedTokens]:
+    return dict(state.cache.of_arrival(NAMES, BLOCK, prompt_tokens, now_s))
+
+
+def test_reports_tell_and_a_listing_mends() -> None:
+    state = ClusterState()
+    state.set_members(members("a", "b"), 0.0)
+    assert known(state) == {}
+    told(state, "a", 1, NAMES[:2])
+    told(state, "b", 1, NAMES)
+    assert known(state) == {"a": CachedTokens(32, 32), "b": CachedTokens(64, 64)}
+    # The last token is computed in any case.
+    assert known(state, prompt_tokens=64)["b"] == CachedTokens(63, 63)
+    told(state, "a", 3, NAMES[3:])
+    assert state.cache.follower.wanted == ["a"]
+    incarnation = state.cache.follower._followed["a"].incarnation
+    listing = cache_pb2.ListCacheReply(incarnation=incarnation, seq=2)
+    listing.held.add(tier=cache_pb2.CACHE_TIER_HOST, stored=NAMES[2:3])
+    listing.held.add(tier=cache_pb2.CACHE_TIER_DEVICE, stored=NAMES[:2])
+    state.cache.listed("a", listing)
+    assert state.cache.follower.wanted == []
+    assert known(state)["a"] == CachedTokens(32, 64)
+    state.set_members(members("b"), 0.0)
+    assert set(known(state)) == {"b"}
+
+
+def test_a_placement_counts_what_is_left_to_compute_and_is_known_at_once() -> None:
+    state = ClusterState()
+    state.set_members(members("a", "b"), 0.0)
+    told(state, "a", 1, NAMES)
+    cached = state.cache.of_arrival(NAMES, BLOCK, 100, 0.0)
+    state.place(Arrival("r", 100, 10, 0, cached=cached, block_names=NAMES), "a", "f", 0.0)
+    state.place(Arrival("s", 100, 10, 0, cached=cached, block_names=NAMES), "b", "f", 0.0)
+    view = state.view()
+    assert view.instances["a"].prefill_backlog_tokens == 36
+    assert view.instances["b"].prefill_backlog_tokens == 100
+    assert known(state)["b"] == CachedTokens(64, 64)
+    assert set(known(state, now_s=3.0)) == {"a"}
