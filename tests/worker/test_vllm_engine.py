@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from tailrace.cache.names import block_names, short
 from tailrace.tiny import MODEL_PATH, PREDICTOR_PATH, REASONING_PARSER
 from tailrace.tiny.task import task
 from tailrace.tiny.tokens import encode_turns
@@ -24,6 +25,7 @@ pytest.importorskip("vllm", reason="the vLLM engine is not installed")
 
 from safetensors import safe_open
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -311,6 +313,56 @@ async def test_a_seeded_prompt_longer_than_a_step_does_not_end_the_engine(
     second = await front.run(engine, long, sampling)
     assert first.tokens == second.tokens
     assert len(first.tokens) == 40
+
+
+def pool_names(engine: VllmEngine) -> set[int]:
+    """Names of all blocks that vLLM's prefix cache has."""
+    blocks = engine._parts.core.block_pool.blocks
+    return {short(get_block_hash(block.block_hash)) for block in blocks if block.block_hash is not None}
+
+
+async def test_it_tells_what_its_prefix_cache_holds(
+    engine: VllmEngine, front: Front, started: tuple[VllmEngine, Front, EngineInfo]
+) -> None:
+    """Named as a front end would; with several blocks of one name; and when blocks have been evicted."""
+    book, naming = started[2].cache, started[2].naming
+    assert book is not None and naming is not None
+    told: set[int] = set()
+
+    async def check() -> None:
+        await idle(engine)
+        _, changes = book.take()
+        for change in changes:
+            told.difference_update(change.removed)
+            told.update(change.stored)
+        _, held = book.snapshot()
+        assert told == {name for change in held for name in change.stored} == pool_names(engine)
+
+    book.take()
+    told.update(*(change.stored for change in book.snapshot()[1]))
+    prompt = [7 * n % 199 for n in range(5 * BLOCK)]
+    before = engine.stats()
+    first = await front.run(engine, prompt, params(max_tokens=BLOCK))
+    await check()
+    names = block_names([*prompt, *first.tokens], naming)
+    assert len(names) == 5 and all(map(book.holds, names))
+    again = await front.run(engine, prompt, params(max_tokens=BLOCK))
+    assert again.tokens == first.tokens
+    after = engine.stats()
+    assert after.prompt_tokens - before.prompt_tokens == 2 * len(prompt)
+    assert after.cached_prompt_tokens - before.cached_prompt_tokens == 4 * BLOCK
+
+    twins = [[*range(150), *prompt] for _ in range(2)]
+    streams = [front.stream(each, params(max_tokens=2)) for each in twins]
+    for stream in streams:
+        front.submit(engine, stream)
+    for stream in streams:
+        await front.until(lambda stream=stream: stream.finished)  # type: ignore[misc]
+    await check()
+    for number in range(4):
+        await front.run(engine, [(11 + number) * n % 197 for n in range(1_000)], params(max_tokens=2))
+        await check()
+    assert len(told) <= KV_BLOCKS - 1
 
 
 async def test_phases(engine: VllmEngine, front: Front) -> None:

@@ -1,0 +1,99 @@
+"""Policies that are told what of an arrival each instance holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.actions import Place
+from tailrace.cluster import Arrival, CachedTokens, ClusterView
+from tailrace.policy.ares.policy import Ares
+from tailrace.policy.arrow.policy import Arrow
+from tailrace.policy.base import Policy
+from tailrace.policy.cascade.policy import Cascade
+from tailrace.policy.pascal import Pascal
+from tailrace.policy.prefix_affinity import PrefixAffinity
+from tailrace.policy.session import Session
+from tailrace.policy.tailrace.policy import Tailrace
+from tests.policy.fleets import cluster, fleets, instance, quick
+
+PAPERS: tuple[type[Policy], ...] = (Pascal, Ares, Arrow, Cascade)
+NAMES = [f"w{n}" for n in range(8)]
+
+
+def arrival(tokens: int = 4_000, **fields: object) -> Arrival:
+    return replace(Arrival("r", tokens, 1_000, 0), **fields)  # type: ignore[arg-type]
+
+
+def held(where: str, tokens: int) -> dict[str, CachedTokens]:
+    return {where: CachedTokens(tokens, tokens)}
+
+
+def idle(count: int) -> ClusterView:
+    return cluster(*(instance(name) for name in NAMES[:count]))
+
+
+@pytest.mark.parametrize("kind", PAPERS)
+@given(view=fleets(), tokens=st.integers(1, 5_000), where=st.sampled_from(NAMES))
+@quick
+def test_papers_follow_their_letter_unless_told(
+    kind: type[Policy], view: ClusterView, tokens: int, where: str
+) -> None:
+    plain, knowing = kind(), kind(cache_aware=True)  # type: ignore[call-arg]
+    told = arrival(tokens, cached=held(where, tokens // 2))
+    assert plain.place(view, told, 1.0) == plain.place(view, arrival(tokens), 1.0)
+    assert knowing.place(view, arrival(tokens), 1.0) == plain.place(view, arrival(tokens), 1.0)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [*(kind(cache_aware=True) for kind in PAPERS), PrefixAffinity(), Tailrace()],  # type: ignore[call-arg]
+    ids=lambda policy: type(policy).__name__,
+)
+@pytest.mark.parametrize("count", [3, 8])
+def test_of_equals_the_one_with_the_prefix_gets_it(policy: Policy, count: int) -> None:
+    for where in NAMES[:count]:
+        placement = policy.place(idle(count), arrival(cached=held(where, 3_000)), 1.0)
+        assert isinstance(placement, Place) and placement.instance_id == where
+
+
+@given(fleets(all_active=True, least=1), st.integers(1, 20_000), st.integers(0, 2**32))
+@quick
+def test_few_and_many_instances_are_told_alike(view: ClusterView, tokens: int, seed: int) -> None:
+    """`tailrace` goes through a few one by one, and through many by columns."""
+    cached = {
+        name: CachedTokens(share, share)
+        for n, name in enumerate(view.instances)
+        if (share := tokens * ((seed >> n) % 5) // 5)
+    }
+    told = arrival(tokens, cached=cached)
+    by_one, by_columns = Tailrace(), Tailrace()
+    by_columns.offers._few = 0
+    assert by_one.place(view, told, 1.0) == by_columns.place(view, told, 1.0)
+
+
+@given(view=fleets(), session=st.text(min_size=1, max_size=8), names=st.lists(st.integers(0, 2**64 - 1)))
+@quick
+def test_a_session_stays_until_its_instance_goes(view: ClusterView, session: str, names: list[int]) -> None:
+    policy = Session()
+    placed = policy.place(view, arrival(session_id=session), 0.0)
+    again = policy.place(view, arrival(session_id=session, block_names=names), 5.0)
+    assert placed == again
+    if not isinstance(placed, Place):
+        return
+    others = [name for name in view.instances if name != placed.instance_id]
+    for gone in others:
+        assert policy.place(view, arrival(session_id=session, excluded=frozenset({gone})), 9.0) == placed
+
+
+def test_sessions_are_told_by_their_first_blocks_and_spread_evenly() -> None:
+    policy, view = Session(), idle(8)
+    long = arrival(block_names=list(range(1_000, 1_020)))
+    longer = arrival(block_names=[*range(1_000, 1_020), 5, 6])
+    assert policy.place(view, long, 0.0) == policy.place(view, longer, 0.0)
+    counts = Counter(policy.place(view, arrival(session_id=f"s{n}"), 0.0) for n in range(4_000))
+    assert len(counts) == 8 and min(counts.values()) > 400
