@@ -20,12 +20,12 @@ def _installed(monkeypatch: pytest.MonkeyPatch, **commands: str) -> None:
 
 def test_help_lists_them_after_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
     _installed(monkeypatch, zebra="no.such.module:command", simulate="another.module:command")
-    lines = CliRunner().invoke(main, ["--help"]).output.splitlines()
+    lines = [" ".join(line.split()) for line in CliRunner().invoke(main, ["--help"]).output.splitlines()]
     # One whose line we know, and one of which the place is all that is known without importing it.
-    assert lines.index("  simulate  Run one policy on a workload in the simulator.") > next(
-        place for place, line in enumerate(lines) if line.startswith("  version ")
+    assert lines.index("simulate Run one policy on a workload in the simulator.") > next(
+        place for place, line in enumerate(lines) if line.startswith("version ")
     )
-    assert "  zebra     no.such.module:command" in lines
+    assert "zebra no.such.module:command" in lines
 
 
 def test_a_command_that_is_not_installed_is_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
