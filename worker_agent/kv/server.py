@@ -3,39 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections import deque
-from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
 from tailrace.service.failure import failure
-from tailrace.service.said import said
-from worker_agent.engine.base import Engine, EngineRefusal, KvShape, Staging
+from worker_agent.engine.base import Engine, KvShape
 from worker_agent.faults import Faults
 from worker_agent.kv.address import KvAddress
+from worker_agent.kv.conversation import Conversation
 from worker_agent.kv.errors import KvTransferError
-from worker_agent.kv.segments import NO_SEGMENT, Segment, Segments
+from worker_agent.kv.segments import Segments
 from worker_agent.kv.sessions import Session
 from worker_agent.kv.staging import StagingPool
 from worker_agent.kv.transport import Channel, own_address
-from worker_agent.kv.wire import (
-    ENDED,
-    REQUEST_BYTES,
-    UNREADABLE,
-    WINDOW,
-    Request,
-    RequestKind,
-    decode_request,
-    encode_header,
-    encode_refusal,
-)
 from worker_agent.metrics import WorkerMetrics
-from worker_agent.unbroken import unbroken
 
 log = logging.getLogger(__name__)
 
@@ -43,65 +25,6 @@ log = logging.getLogger(__name__)
 CLAIM_S: Final = 30.0
 # Exports of one worker at a time; the migration service admits far fewer.
 SESSIONS_MAX: Final = 64
-# The target chooses the size of chunks, within reason.
-_CHUNK_BYTES_MAX: Final = 64 << 20
-# One chunk to a client that does not take it.
-_SEND_S: Final = 10.0
-_GOODBYE_S: Final = 1.0
-
-
-class _Leaving(Exception):
-    """The target wants nothing any more."""
-
-
-class _Chunk:
-    """A chunk on its way out: its buffer, and the messages that still use it."""
-
-    def __init__(
-        self, staging: Staging | None, num_blocks: int, messages: list[asyncio.Task[object]]
-    ) -> None:
-        """`staging`: of the pool; None when it is in shared memory."""
-        self.staging = staging
-        self.num_blocks = num_blocks
-        self.messages = messages
-
-    @property
-    def done(self) -> bool:
-        return all(message.done() for message in self.messages)
-
-
-class _Expected:
-    """A request that the target may send."""
-
-    def __init__(self, channel: Channel, tag: int) -> None:
-        self.buffer: npt.NDArray[np.uint8] = np.zeros(REQUEST_BYTES, np.uint8)
-        self.message = channel.receive(self.buffer, tag)
-
-
-class Slots:
-    """A segment's parts, each for a chunk, used in turn: with a request the target says that it has read what
-    came WINDOW requests before."""
-
-    def __init__(self, segment: Segment, stagings: Sequence[Staging]) -> None:
-        self.segment = segment
-        self._stagings = stagings
-        self._used = 0
-
-    @classmethod
-    def of(cls, segments: Segments, size: int, engine: Engine) -> Slots | None:
-        """None where the engine's KV is not in host memory. Raises OSError."""
-        segment = segments.take(size)
-        stagings = [engine.staging_over(part) for part in np.split(segment.memory, WINDOW)]
-        found = [each for each in stagings if each is not None]
-        if len(found) < WINDOW:
-            segments.give_back(segment)
-            return None
-        return cls(segment, found)
-
-    def next(self) -> Staging:
-        """The slot for the next chunk."""
-        self._used += 1
-        return self._stagings[(self._used - 1) % WINDOW]
 
 
 class KvServer:
@@ -145,7 +68,7 @@ class KvServer:
         session = Session(request_id)
         channel = await Channel.connect(target)
         segments = self._segments if target.shares_memory(self._address) else None
-        conversation = _Conversation(
+        conversation = Conversation(
             channel, session, self._engine, self._shape, self._pool, segments, self._faults, self._metrics
         )
         task = asyncio.create_task(conversation.run(self._claim_s), name=f"KV of {request_id}")
@@ -180,169 +103,3 @@ class KvServer:
         if (error := failure(task)) is not None:
             # The target hears that it has ended; why, only we know.
             log.error("a KV session failed", exc_info=error)
-
-
-class _Conversation:
-    """One session's requests, one after the other."""
-
-    def __init__(
-        self,
-        channel: Channel,
-        session: Session,
-        engine: Engine,
-        shape: KvShape,
-        pool: StagingPool,
-        segments: Segments | None,
-        faults: Faults,
-        metrics: WorkerMetrics,
-    ) -> None:
-        """`segments`: for a target that can share memory."""
-        self._channel = channel
-        self._session = session
-        self._ticket = session.ticket
-        self._engine = engine
-        self._shape = shape
-        self._pool = pool
-        self._faults = faults
-        self._metrics = metrics
-        self._slots: Slots | None = None
-        self._segments = segments
-        self._requests = 0
-        self._answers = 0
-        self._expected: deque[_Expected] = deque()
-        self._flying: deque[_Chunk] = deque()
-        self._claimed = self._refused = False
-        for _ in range(WINDOW):
-            self._expect()
-
-    async def run(self, claim_s: float) -> None:
-        """Until the target leaves, or the session is ended from outside."""
-        leaving = False
-        try:
-            await self._run(claim_s)
-        except _Leaving:
-            leaving = True
-        except TimeoutError:
-            log.info("%s: its target does not claim or does not take its KV", self._session.request_id)
-        except KvTransferError as error:
-            log.debug("a KV session ended: %s", error)
-        finally:
-            self._session.closed = True
-            await unbroken(self._end(leaving))
-
-    async def _run(self, claim_s: float) -> None:
-        async with asyncio.timeout(claim_s):
-            await self._channel.wait(self._expected[0].message)
-        self._claimed = True
-        while True:
-            expected = self._expected.popleft()
-            await self._channel.wait(expected.message)
-            # Before this one is answered, one more is expected.
-            self._expect()
-            await self._answer(decode_request(expected.buffer.tobytes()))
-
-    def _expect(self) -> None:
-        self._expected.append(_Expected(self._channel, self._ticket.request(self._requests)))
-        self._requests += 1
-
-    async def _end(self, leaving: bool) -> None:
-        if self._claimed and not leaving and self._channel.alive:
-            # A target that waits for more would otherwise find out by its deadline only.
-            message = self._channel.send(np.ones(1, np.uint8), self._ticket.goodbye())
-            await asyncio.wait({message}, timeout=_GOODBYE_S)
-        try:
-            # What is under way now does not go back to the pool.
-            self._flying = deque(chunk for chunk in self._flying if chunk.done)
-            with contextlib.suppress(KvTransferError):
-                await self._land(0)
-        finally:
-            await self._channel.close()
-            if self._segments is not None and self._slots is not None:
-                # What the target may still be reading must not change under it: it would take it for damaged.
-                has_read = leaving or self._session.taken
-                (self._segments.give_back if has_read else Segment.close)(self._slots.segment)
-                self._slots = None
-
-    async def _answer(self, request: Request) -> None:
-        match request.kind:
-            case RequestKind.GOODBYE:
-                raise _Leaving
-            case RequestKind.HELLO:
-                await self._say(encode_header(self._shape, 0, [], []) + self._share())
-            case _ if not self._refused:
-                # Here at most as many as the target may have asked for.
-                await self._land(WINDOW - 1)
-                await self._send_blocks(request)
-
-    def _share(self) -> bytes:
-        """Name of a segment for this target; of none where it is of no use."""
-        if self._segments is None or self._slots is not None:
-            return NO_SEGMENT
-        try:
-            size = WINDOW * self._pool.chunk_blocks * self._shape.block_bytes
-            self._slots = Slots.of(self._segments, size, self._engine)
-        except OSError as error:
-            log.warning("no memory to share with a target: %s", said(error))
-        return NO_SEGMENT if self._slots is None else self._slots.segment.name.encode()
-
-    def _staging(self, request: Request) -> Staging:
-        """Where the blocks go."""
-        if request.kind is RequestKind.BLOCKS:
-            return self._pool.take(request.num_blocks)
-        if self._slots is None or request.num_blocks > self._pool.chunk_blocks:
-            raise KvTransferError("more blocks than fit into the shared memory")
-        return self._slots.next()
-
-    async def _send_blocks(self, request: Request) -> None:
-        """Read blocks into a buffer and begin to send it."""
-        session, first, num_blocks = self._session, request.first_block, request.num_blocks
-        if num_blocks * self._shape.block_bytes > max(_CHUNK_BYTES_MAX, self._shape.block_bytes):
-            raise KvTransferError(f"chunks of {num_blocks} blocks are too large")
-        if not session.may_read(first, num_blocks):
-            await self._refuse(ENDED, first, num_blocks)
-            return
-        staging = self._staging(request)
-        try:
-            with session.reading():
-                checksums = await unbroken(
-                    self._engine.read_blocks(session.request_id, first, num_blocks, staging)
-                )
-        except EngineRefusal as error:
-            log.info("blocks %d+%d of %s: %s", first, num_blocks, session.request_id, error)
-            await self._refuse(UNREADABLE, first, num_blocks)
-            return
-        self._faults.corrupt(staging, num_blocks * self._shape.block_bytes)
-        header = encode_header(self._shape, first, session.hashes(first, num_blocks), checksums)
-        data_tag = self._ticket.data(self._answers)
-        messages = [self._channel.send(np.frombuffer(header, np.uint8), self._header_tag())]
-        if request.kind is RequestKind.BLOCKS:
-            messages.append(self._channel.send(staging.buffer, data_tag))
-        of_pool = staging if request.kind is RequestKind.BLOCKS else None
-        self._flying.append(_Chunk(of_pool, num_blocks, messages))
-
-    async def _land(self, left: int) -> None:
-        """Until at most `left` chunks are under way; the buffers of those that are through are free again."""
-        while self._flying and (len(self._flying) > left or self._flying[0].done):
-            chunk = self._flying.popleft()
-            async with asyncio.timeout(_SEND_S):
-                for message in chunk.messages:
-                    await self._channel.wait(message)
-            if chunk.staging is not None:
-                self._pool.give_back(chunk.staging, chunk.num_blocks)
-            self._metrics.kv_sent_blocks += chunk.num_blocks
-            self._metrics.kv_sent_bytes += chunk.num_blocks * self._shape.block_bytes
-
-    async def _refuse(self, status: int, first: int, num_blocks: int) -> None:
-        """The target ends the transfer; what it has asked for meanwhile is not answered."""
-        self._refused = True
-        await self._say(encode_refusal(self._shape, status, first, num_blocks))
-
-    async def _say(self, header: bytes) -> None:
-        async with asyncio.timeout(_SEND_S):
-            await self._channel.send_bytes(header, self._header_tag())
-
-    def _header_tag(self) -> int:
-        """Of the next answer."""
-        tag = self._ticket.header(self._answers)
-        self._answers += 1
-        return tag
