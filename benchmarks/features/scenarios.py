@@ -111,7 +111,7 @@ def adapters(scale: Scale, folder: Path) -> Iterator[Row]:
     names = [*paths, MODEL]
     # As an operator would, while it runs; the workers load each when it is first asked for.
     os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    with serving("adapters", engine=["enable_lora=true", "max_loras=2"], front=["--enable-lora"]) as served:
+    with serving("adapters", engine=["enable_lora=true", "max_loras=3"], front=["--enable-lora"]) as served:
         for name, path in paths.items():
             asked = {"lora_name": name, "lora_path": str(path)}
             httpx.post(f"{served.url}/v1/load_lora_adapter", json=asked, timeout=60).raise_for_status()
@@ -123,8 +123,9 @@ def adapters(scale: Scale, folder: Path) -> Iterator[Row]:
 def images(scale: Scale, folder: Path) -> Iterator[Row]:
     """An image in each prompt."""
     model = make_image_model(folder / "image-model")
-    front = ['--limit-mm-per-prompt={"image": 2}']
-    with serving("images", str(model), engine=["dtype=float32"], front=front) as served:
+    # vLLM's own LLaVA wants torchvision, which has no build for every machine.
+    backend = "model_impl=transformers"
+    with serving("images", str(model), ["dtype=float32", backend], ["--model-impl=transformers"]) as served:
         pictured = lambda number: _with_image(number)  # noqa: E731
         yield streams(served, Row("image prompts", "greedy"), scale, lambda number: GREEDY, prompt=pictured)
         yield streams(served, Row("image prompts", "seeded"), scale, seeded, prompt=pictured)

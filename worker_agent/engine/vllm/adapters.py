@@ -23,6 +23,10 @@ class Adapters:
 
     def __init__(self, config: VllmConfig, core: EngineCore) -> None:
         self._enabled = config.lora_config is not None
+        # vLLM's CPU kernels give requests without an adapter, in a batch with others that have one, what is
+        # in the last place (lora/ops/torch_ops index it by -1): there it must stay empty.
+        cpu = config.device_config.device_type == "cpu"
+        self._most = config.lora_config.max_loras - 1 if self._enabled and cpu else None
         self._core = core
         self._numbers = itertools.count(1)
         self._known: dict[tuple[str, str], LoRARequest] = {}
@@ -33,6 +37,10 @@ class Adapters:
             raise EngineRefusal(f"adapter {asked.lora_name}: this engine takes none (enable_lora)")
         key = (asked.lora_name, asked.lora_path)
         known = self._known.get(key)
+        if known is None and self._most is not None and len(self._known) >= self._most:
+            raise EngineRefusal(
+                f"adapter {asked.lora_name}: on a CPU {self._most} can be loaded, one less than max_loras"
+            )
         if known is None or asked.load_inplace:
             known = self._load(asked, next(self._numbers) if known is None else known.lora_int_id)
             self._known[key] = known
