@@ -63,7 +63,7 @@ def _options(function: F) -> F:
 @get.command(epilog="Example: tailrace get instances -o json")
 @_options
 def instances(output: Output, watch: bool, admin: str | None) -> None:
-    """Instances: state, pool, load by phase, KV use."""
+    """Instances: state, pool, load by phase, KV use, which way requests move (-o json: and why not live)."""
     _show(INSTANCES, _instances, output, watch, admin)
 
 

@@ -13,7 +13,7 @@ from tailrace.cli.plain import to_plain
 from tailrace.cli.tables import bytes_text, migration_word, phase_word
 from tailrace.v1.admin_pb2 import AdminMigrateRequest
 from tailrace.v1.migration_pb2 import MigrationRecord
-from tailrace.v1.types_pb2 import MIGRATION_STATE_ABORTED, MIGRATION_STATE_COMMITTED
+from tailrace.v1.types_pb2 import MIGRATION_STATE_ABORTED, MIGRATION_STATE_COMMITTED, WAY_REPLAY
 from tailrace.v1.worker_pb2 import COPY_MODE_PRE_COPY, COPY_MODE_STOP_AND_COPY, CopyMode
 
 _TIMEOUT_S: Final = 120.0
@@ -38,6 +38,8 @@ _HINT: Final = "tailrace get requests and tailrace get instances list what there
 @admin_option
 def migrate(request_id: str, target: str, mode: str, output: Output, admin: str | None) -> None:
     """Move the running REQUEST (its id, or a part that only it has) to another instance, KV cache and all.
+
+    What cannot go live goes by replay: the other instance computes the KV anew.
 
     Progress goes to stderr; the last line (or the JSON object) tells rounds, bytes, and the pause in
     milliseconds and decode steps. Exit code 1 when the migration was aborted: the request then goes on
@@ -78,6 +80,12 @@ class _Progress:
         self.last = record
 
 
+def _copied(record: MigrationRecord) -> str:
+    if record.way == WAY_REPLAY:
+        return f"by replay ({record.way_reason})"
+    return f"{len(record.rounds)} rounds, {bytes_text(record.bytes)}"
+
+
 def _finish(record: MigrationRecord | None, output: Output) -> None:
     if record is None:
         raise CliError("the migration ended without a word; see the scheduler's log")
@@ -94,7 +102,6 @@ def _finish(record: MigrationRecord | None, output: Output) -> None:
     if output is Output.TABLE:
         click.echo(
             f"{record.request_id} is on {record.target_instance_id} (epoch {record.epoch}, "
-            f"{phase_word(record.phase)}, {record.tokens} tokens): {len(record.rounds)} rounds, "
-            f"{bytes_text(record.bytes)}, "
+            f"{phase_word(record.phase)}, {record.tokens} tokens): {_copied(record)}, "
             f"paused {record.pause_ms:.1f} ms = {record.pause_steps:.1f} decode steps"
         )
