@@ -8,18 +8,19 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
+from msgspec.structs import replace
 
 from frontend_svc.fleet import Fleet
 from frontend_svc.place_calls import PlaceCalls
 from frontend_svc.placement import Placed, Placement, Refused
-from frontend_svc.streams import Stream, StreamTable
+from frontend_svc.streams import TEXT, Needs, Stream, StreamTable
 from tailrace.cluster import Pool
 from tailrace.records import ServiceRecord
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.reachability import Reachability
 from tailrace.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2
-from tests.frontend.fleet import StaticMembers
+from tests.frontend.fleet import StaticMembers, record
 
 
 class Attached:
@@ -98,6 +99,36 @@ async def channels() -> AsyncIterator[Channels]:
 
 def placed_on(instance_id: str) -> Callable[[scheduler_pb2.PlaceRequest], scheduler_pb2.PlaceReply]:
     return lambda request: scheduler_pb2.PlaceReply(instance_id=instance_id, policy="test")
+
+
+@pytest.mark.parametrize(
+    ("needs", "able"),
+    [
+        (TEXT, {"plain", "adapters"}),
+        (Needs(adapter=True), {"adapters"}),
+        (Needs(generates=False), {"embeds"}),
+        (Needs(generates=False, adapter=True), set()),
+    ],
+)
+async def test_a_request_goes_to_whoever_can_do_what_it_needs(
+    channels: Channels, needs: Needs, able: set[str]
+) -> None:
+    members, table = StaticMembers(), StreamTable()
+    members.instances = {
+        "plain": record("plain", "a:1"),
+        "adapters": replace(record("adapters", "a:2"), takes_adapters=True),
+        "embeds": replace(record("embeds", "a:3"), pooling=True),
+    }
+    stream = table.open("r", prompt_tokens=7, max_tokens=9)
+    stream.needs = needs
+    outbox = Attached(*members.instances)
+    # Nobody decides: as well as the front end can.
+    chosen = await Placement("f0", Fleet(members), outbox, table, channels).choose(stream, frozenset())
+    assert chosen.instance_id in able if isinstance(chosen, Placed) else not able
+    willing = Scheduler(lambda request: scheduler_pb2.PlaceReply(refusal="none"))
+    async with scheduler(members, "s0", willing):
+        await Placement("f0", Fleet(members), outbox, table, channels).choose(stream, frozenset())
+    assert set(willing.asked[0].excluded_instance_ids) == members.instances.keys() - able
 
 
 async def test_the_scheduler_decides_on_exact_lengths(channels: Channels) -> None:

@@ -110,8 +110,22 @@ async def pair(etcd: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIter
 @asynccontextmanager
 async def faulty_worker(pair: Pair, folder: Path, **faults: object) -> AsyncIterator[int]:
     """One more worker, which fails on purpose; its number."""
-    name = f"faulty-{uuid.uuid4().hex[:4]}"
-    async with worker_process(pair.store, pair.etcd, pair.cluster, folder, name, faults=faults) as worker:
+    async with one_more(pair, folder, "faulty", faults=faults) as number:
+        yield number
+
+
+@asynccontextmanager
+async def one_more(pair: Pair, folder: Path, kind: str, **options: object) -> AsyncIterator[int]:
+    """One more worker, with these options of worker_process; its number."""
+    name = f"{kind}-{uuid.uuid4().hex[:4]}"
+    async with worker_process(
+        pair.store,
+        pair.etcd,
+        pair.cluster,
+        folder,
+        name,
+        **options,  # type: ignore[arg-type]
+    ) as worker:
         await pair.front_end.attach(worker.stream_address)
         pair.add(worker)
         yield len(pair.workers) - 1
@@ -141,6 +155,42 @@ async def test_a_stream_that_moved_three_times_yields_the_same(pair: Pair, undis
         assert done.pause_ms > 0 and done.pause_steps > 0 and done.tokens >= 20 + 60 * turn
     assert await stream.end() == undisturbed
     assert stream.epoch == 3 and pair.front_end.adoptions == adoptions + 3
+
+
+@pytest.mark.parametrize(
+    ("engine", "reason"),
+    [
+        ({"replay_reason": "a draft model"}, "a draft model"),
+        ({"block_tokens": 32}, "KV blocks of 16 tokens against 32 (block_size)"),
+    ],
+)
+async def test_to_and_from_an_unlike_worker_it_is_computed_anew(
+    pair: Pair, undisturbed: list[int], tmp_path: Path, engine: dict[str, object], reason: str
+) -> None:
+    async with one_more(pair, tmp_path, "unlike", engine=engine) as other:
+        stream = await pair.submit(0, **LONG)
+        await stream.until(20)
+        there = await pair.move(stream, 0, other)
+        await stream.until(100)
+        back = await pair.move(stream, other, 0)
+        for events in (there, back):
+            committed(events)
+            assert events[0].way == types_pb2.WAY_REPLAY
+            assert not any(event.HasField("round") for event in events)
+        assert reason in there[0].way_reason
+        assert await stream.end() == undisturbed
+        assert stream.epoch == 2
+        await pair.drained(other)
+
+
+async def test_another_models_worker_gets_nothing(pair: Pair, undisturbed: list[int], tmp_path: Path) -> None:
+    async with one_more(pair, tmp_path, "other", engine={"weights_seed": 1}) as other:
+        stream = await pair.submit(0, **LONG)
+        await stream.until(20)
+        (end,) = await pair.move(stream, 0, other)
+        assert end.state == types_pb2.MIGRATION_STATE_ABORTED
+        assert "different weights (--model, --revision)" in end.reason
+        assert await stream.end() == undisturbed
 
 
 async def test_many_streams_cross(pair: Pair, undisturbed: list[int]) -> None:

@@ -24,12 +24,10 @@ from tests.worker.test_vllm_engine import (  # noqa: F401
     NO_THINK_END,
     REASONING,
     SEEDED,
-    Bundle,
     case,
     idle,
     params,
     same,
-    take_out,
     test_a_newer_epoch_replaces_the_request,
     test_a_storm_of_migrations_pauses_recoveries_and_aborts,
     test_abort_frees_a_paused_request_but_what_the_export_pins,
@@ -43,6 +41,7 @@ from tests.worker.test_vllm_engine import (  # noqa: F401
     test_resume_into_a_full_batch,
     test_states_are_those_that_the_next_tokens_come_from,
 )
+from tests.worker.vllm_bundle import Bundle, take_out
 from tests.worker.vllm_front import Front, Stream
 from worker_agent.engine.base import EngineRefusal
 from worker_agent.engine.vllm.core import EngineParts

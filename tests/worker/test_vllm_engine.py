@@ -11,12 +11,14 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import pytest_asyncio
 
 from tailrace.cache.names import block_names, short
+from tailrace.handover import LIVE, Way
 from tailrace.tiny import MODEL_PATH, PREDICTOR_PATH, REASONING_PARSER
 from tailrace.tiny.task import task
 from tailrace.tiny.tokens import encode_turns
@@ -29,20 +31,22 @@ from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from tests.worker.vllm_bundle import Bundle, take_out
 from tests.worker.vllm_front import Front, Stream
 from worker_agent.engine.base import (
     EngineInfo,
     EnginePhase,
     EngineRefusal,
-    Exported,
     ExportedPause,
     Held,
     KvCorrupt,
     OutputFlag,
     RequestKey,
 )
+from worker_agent.engine.vllm import handover
 from worker_agent.engine.vllm.core import EngineParts
 from worker_agent.engine.vllm.engine import VllmEngine
+from worker_agent.engine.vllm.handover import handover_of
 from worker_agent.engine.vllm.hidden_states import StepStates
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging
 from worker_agent.engine.vllm.requests import LengthPrediction
@@ -224,72 +228,6 @@ def same(stream: Stream, reference: Stream, tolerance: float = 1e-4) -> None:
         assert one == pytest.approx(other, abs=tolerance)
 
 
-class Bundle:
-    """A request taken out of an engine: what a worker would have received from the source."""
-
-    def __init__(self, engine: VllmEngine, request_id: str) -> None:
-        self.engine = engine
-        self.request_id = request_id
-        self.parts: list[tuple[int, int, DeviceStaging, list[int]]] = []
-        self.have = 0
-        self.exported: Exported
-        self.pause: ExportedPause
-
-    async def pull(self, num_blocks: int) -> None:
-        """Read the next blocks of the source."""
-        if num_blocks:
-            staging = self.engine.staging(num_blocks)
-            assert isinstance(staging, DeviceStaging)
-            sums = await self.engine.read_blocks(self.request_id, self.have, num_blocks, staging)
-            self.parts.append((self.have, num_blocks, staging, sums))
-            self.have += num_blocks
-
-    async def open(self) -> None:
-        self.exported = await self.engine.export_open(self.request_id)
-        await self.pull(len(self.exported.block_hashes))
-
-    async def more(self) -> None:
-        await self.pull(len(await self.engine.export_more(self.request_id, self.have)))
-
-    async def stop_and_copy(self) -> None:
-        self.pause = await self.engine.export_pause(self.request_id, self.have)
-        await self.pull(len(self.pause.block_hashes))
-
-    async def reserve(self, stream: Stream) -> None:
-        """Open the import of the stream's next epoch and reserve all its blocks."""
-        await self.engine.import_open(self.exported, stream.key, stream.epoch + 1)
-        await self.engine.import_reserve(self.request_id, self.have)
-
-    async def write(self) -> None:
-        for first, number, staging, sums in self.parts:
-            await self.engine.write_blocks(self.request_id, first, number, staging, sums)
-
-    async def put_back(self, stream: Stream) -> None:
-        """Release at the source, and bring it back into the same engine."""
-        await self.engine.export_release(self.request_id)
-        await self.bring_in(stream)
-
-    async def bring_in(self, stream: Stream) -> None:
-        """Import and run it, as the stream's next epoch."""
-        await self.reserve(stream)
-        await self.write()
-        await self.engine.import_prepare(self.request_id, self.pause)
-        stream.epoch += 1
-        await self.engine.import_activate(self.request_id)
-
-
-async def take_out(engine: VllmEngine, front: Front, stream: Stream, at: int) -> Bundle:
-    """Export in rounds, begun at `at` tokens, up to the pause."""
-    bundle = Bundle(engine, stream.request_id)
-    await front.until_tokens(stream, at)
-    await bundle.open()
-    await front.until_tokens(stream, at + 5)
-    await bundle.more()
-    await bundle.stop_and_copy()
-    assert stream.tokens == [*bundle.exported.output_token_ids, *bundle.pause.new_output_token_ids]
-    return bundle
-
-
 # ---- plain
 
 
@@ -301,6 +239,31 @@ async def test_start_tells_what_the_engine_is(started: tuple[VllmEngine, Front, 
     values = 2 * config["num_key_value_heads"] * config["head_dim"] * BLOCK
     assert info.kv_shape.num_layers == config["num_hidden_layers"]
     assert info.kv_shape.layer_block_bytes == values * 4
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0.0rc1"])
+async def test_a_version_that_was_not_tested_moves_by_replay_and_says_so(
+    engine: VllmEngine,
+    version: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = engine._parts.core.config
+    assert handover_of(config) == LIVE
+    monkeypatch.setattr(handover, "vllm_version", version)
+    assert handover_of(config).way is Way.REPLAY
+    assert handover_of(config).reason.startswith(f"vLLM {version}: ")
+    assert any(record.levelname == "WARNING" and version in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize(("method", "way"), [("ngram", Way.LIVE), ("eagle3", Way.REPLAY)])
+async def test_drafts_that_need_state_of_their_own_move_by_replay(
+    engine: VllmEngine, method: str, way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = engine._parts.core.config
+    monkeypatch.setattr(config, "speculative_config", SimpleNamespace(method=method))
+    assert handover_of(config).way is way
+    assert (method in handover_of(config).reason) == (way is Way.REPLAY)
 
 
 async def test_a_seeded_prompt_longer_than_a_step_does_not_end_the_engine(
@@ -704,7 +667,7 @@ async def test_refusals_at_the_target(engine: VllmEngine, front: Front) -> None:
     with pytest.raises(EngineRefusal, match="not all reserved"):
         await engine.write_blocks(stream.request_id, 60, 1, engine.staging(1), [0])
     await engine.import_drop(stream.request_id)
-    named = replace(bundle.exported, frames=front.stream(ANSWERING, params(), adapter="a").frames)
+    named = replace(bundle.exported, frames=front.stream(ANSWERING, params(), adapter=("a", 7, "/a")).frames)
     for check in (
         engine.replay_check(named, stream.key),
         engine.import_open(named, stream.key, 2),

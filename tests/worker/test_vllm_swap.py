@@ -22,12 +22,12 @@ from tests.worker.test_vllm_engine import (
     QUESTION,
     REASONING,
     SEEDED,
-    Bundle,
     idle,
     params,
     same,
     schema,
 )
+from tests.worker.vllm_bundle import Bundle
 from tests.worker.vllm_front import Front, Stream
 from worker_agent.engine.base import EngineRefusal
 from worker_agent.engine.vllm.engine import VllmEngine

@@ -111,12 +111,16 @@ class Front:
     # ---- requests
 
     def stream(
-        self, prompt: list[int], params: SamplingParams, waited_s: float = 0.0, adapter: str = ""
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        waited_s: float = 0.0,
+        adapter: tuple[str, int, str] | None = None,
     ) -> Stream:
-        """A request, not yet submitted, that came to the fleet so long ago."""
+        """A request, not yet submitted, that came to the fleet so long ago. `adapter`: name, number, path."""
         handle = next(self._handles)
         request_id = f"request-{handle}"
-        lora = LoRARequest(adapter, 7, f"/adapters/{adapter}") if adapter else None
+        lora = LoRARequest(*adapter) if adapter else None
         request = EngineCoreRequest(
             request_id,
             list(prompt),

@@ -1,0 +1,74 @@
+"""A request on its way from one vLLM engine to another, or back to the same one."""
+
+from __future__ import annotations
+
+from tests.worker.vllm_front import Front, Stream
+from worker_agent.engine.base import Exported, ExportedPause
+from worker_agent.engine.vllm.engine import VllmEngine
+from worker_agent.engine.vllm.kv_blocks import DeviceStaging
+
+
+class Bundle:
+    """A request taken out of an engine: what a worker would have received from the source."""
+
+    def __init__(self, engine: VllmEngine, request_id: str) -> None:
+        self.engine = engine
+        self.request_id = request_id
+        self.parts: list[tuple[int, int, DeviceStaging, list[int]]] = []
+        self.have = 0
+        self.exported: Exported
+        self.pause: ExportedPause
+
+    async def pull(self, num_blocks: int) -> None:
+        """Read the next blocks of the source."""
+        if num_blocks:
+            staging = self.engine.staging(num_blocks)
+            assert isinstance(staging, DeviceStaging)
+            sums = await self.engine.read_blocks(self.request_id, self.have, num_blocks, staging)
+            self.parts.append((self.have, num_blocks, staging, sums))
+            self.have += num_blocks
+
+    async def open(self) -> None:
+        self.exported = await self.engine.export_open(self.request_id)
+        await self.pull(len(self.exported.block_hashes))
+
+    async def more(self) -> None:
+        await self.pull(len(await self.engine.export_more(self.request_id, self.have)))
+
+    async def stop_and_copy(self) -> None:
+        self.pause = await self.engine.export_pause(self.request_id, self.have)
+        await self.pull(len(self.pause.block_hashes))
+
+    async def reserve(self, stream: Stream) -> None:
+        """Open the import of the stream's next epoch and reserve all its blocks."""
+        await self.engine.import_open(self.exported, stream.key, stream.epoch + 1)
+        await self.engine.import_reserve(self.request_id, self.have)
+
+    async def write(self) -> None:
+        for first, number, staging, sums in self.parts:
+            await self.engine.write_blocks(self.request_id, first, number, staging, sums)
+
+    async def put_back(self, stream: Stream) -> None:
+        """Release at the source, and bring it back into the same engine."""
+        await self.engine.export_release(self.request_id)
+        await self.bring_in(stream)
+
+    async def bring_in(self, stream: Stream) -> None:
+        """Import and run it, as the stream's next epoch."""
+        await self.reserve(stream)
+        await self.write()
+        await self.engine.import_prepare(self.request_id, self.pause)
+        stream.epoch += 1
+        await self.engine.import_activate(self.request_id)
+
+
+async def take_out(engine: VllmEngine, front: Front, stream: Stream, at: int) -> Bundle:
+    """Export in rounds, begun at `at` tokens, up to the pause."""
+    bundle = Bundle(engine, stream.request_id)
+    await front.until_tokens(stream, at)
+    await bundle.open()
+    await front.until_tokens(stream, at + 5)
+    await bundle.more()
+    await bundle.stop_and_copy()
+    assert stream.tokens == [*bundle.exported.output_token_ids, *bundle.pause.new_output_token_ids]
+    return bundle
