@@ -84,7 +84,7 @@ def medians(loads: Sequence[Load]) -> list[dict[str, object]]:
                 statistics.median(getattr(x, figure) for x in loads if (x.server, x.streams) == (s, streams))
                 for s in servers
             ]
-            ratio = values[0] / values[-1] if values[-1] else float("nan")
+            ratio = values[0] / values[-1] if values[-1] else None
             row = {"streams": streams, "figure": figure, **dict(zip(servers, values, strict=True))}
             found.append(row | {"ratio": ratio})
     return found
@@ -96,7 +96,10 @@ def table(figures: dict[str, object]) -> Rows:
     assert isinstance(found, list)
     names = [name for name in found[0] if name not in ("streams", "figure")]
     rows = [
-        [f"{row['streams']} streams, {row['figure'].replace('_', ' ')}", *(f"{row[n]:,.2f}" for n in names)]
+        [
+            f"{row['streams']} streams, {row['figure'].replace('_', ' ')}",
+            *("" if row[n] is None else f"{row[n]:,.2f}" for n in names),
+        ]
         for row in found
     ]
     return Rows("Medians; ratio: the first to the second", ["load", *names], rows)
