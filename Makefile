@@ -10,7 +10,7 @@ PYTHON := .venv/bin/python
 TAILRACE := .venv/bin/tailrace
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test test-features lint format protos sbom bundle check-gpu docs soak bench-stream bench-transfer bench-swap \
+.PHONY: help install up down test test-features test-models lint format protos sbom bundle check-gpu docs soak bench-stream bench-transfer bench-swap \
 	bench-scale \
 	bench-decisions bench-policies bench-cache bench-real bench-live bench-validation bench-simulation bench-etcd strangers claims
 
@@ -68,6 +68,9 @@ soak: install ## Run the slow tests: kills, partitions and migrations at random
 
 test-features: install ## Speculation, adapters, images, embedding: moved streams against undisturbed (ARGS=adapters)
 	$(PYTHON) -m benchmarks.features $(ARGS)
+
+test-models: install ## Every architecture in every way that vLLM runs it, each stream moved twice
+	$(PYTHON) -m benchmarks.models $(ARGS)
 
 bench-stream: ## Through the front ends against plain vllm serve (ARGS="--against clear": what mutual TLS costs)
 	@scripts/install.sh --rust

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,6 +69,7 @@ def collect(prompts: Sequence[Prompt], options: CollectOptions, report: Callable
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     from vllm import LLM
 
+    from worker_agent.engine.vllm.batch_rows import rows_of_v1
     from worker_agent.engine.vllm.hidden_states import HiddenStateTap, StepStates
 
     try:
@@ -99,7 +100,8 @@ def collect(prompts: Sequence[Prompt], options: CollectOptions, report: Callable
                     request.hidden.append(state)
 
     engine = llm.llm_engine
-    tap = HiddenStateTap(_runner(llm), take)
+    runner = _runner(llm)
+    tap = HiddenStateTap(runner.get_model(), rows_of_v1(runner), take)
     for number, (tokens, sampling) in enumerate(_inputs(llm, prompts, options)):
         engine.add_request(str(number), {"prompt_token_ids": tokens}, sampling)
     steps, done = _Steps(), 0
@@ -123,7 +125,7 @@ def collect(prompts: Sequence[Prompt], options: CollectOptions, report: Callable
     return _samples(list(requests.values()), options, steps)
 
 
-def _runner(llm: object) -> object:
+def _runner(llm: object) -> Any:
     """The model runner of an engine that lives in this process."""
     core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
     return core.model_executor.driver_worker.worker.model_runner

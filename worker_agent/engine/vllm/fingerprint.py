@@ -38,6 +38,8 @@ def _fingerprint(core: LoadedCore) -> str:
         "block_hash": str(cache.prefix_caching_hash_algo),
         "layout": f"{core.kv.device.type} {core.kv.layout}",
         "checksum": core.kv.checksum_name,
+        # A seed means other draws in each of vLLM's model runners.
+        "model_runner": 1 if core.keeps_generators else 2,
         "weights": _weights(model),
     }
     canonical = json.dumps(facts, sort_keys=True, default=str).encode()

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from worker_agent.engine.vllm.batch_rows import BatchRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +31,13 @@ class StepStates:
 class HiddenStateTap:
     """Hands over the states of a step for which it was armed. Engine thread only."""
 
-    def __init__(self, runner: GPUModelRunner, take: Callable[[StepStates], None]) -> None:
+    def __init__(self, model: torch.nn.Module, rows: BatchRows, take: Callable[[StepStates], None]) -> None:
         """Raises RuntimeError when the model has no LogitsProcessor to watch."""
-        self._runner = runner
+        self._rows = rows
         self._take = take
         self._armed = False
         self._prompts_only = False
-        processors = [m for m in runner.get_model().modules() if isinstance(m, LogitsProcessor)]
+        processors = [m for m in model.modules() if isinstance(m, LogitsProcessor)]
         if not processors:
             raise RuntimeError("the model has no LogitsProcessor, so its lengths cannot be predicted")
         self._hooks = [processor.register_forward_pre_hook(self._seen) for processor in processors]
@@ -54,21 +55,16 @@ class HiddenStateTap:
         """Watch no longer."""
         for hook in self._hooks:
             hook.remove()
+        self._rows.close()
 
     def _seen(self, _module: torch.nn.Module, arguments: tuple[object, ...]) -> None:
         if not self._armed:
             return
-        hidden = arguments[1]
-        batch = self._runner.input_batch
+        hidden, found = arguments[1], self._rows.now()
         # The first call of a step is for what is sampled; log-probabilities of prompts come after it.
-        if not isinstance(hidden, torch.Tensor) or len(hidden) != batch.num_reqs:
+        if found is None or not isinstance(hidden, torch.Tensor) or len(hidden) != len(found.request_ids):
             return
-        in_prompt = self._runner.discard_request_mask.np[: batch.num_reqs]
-        request_ids = list(batch.req_ids)
-        generated = [
-            -1 if unfinished else len(self._runner.requests[request_id].output_token_ids)
-            for request_id, unfinished in zip(request_ids, in_prompt, strict=True)
-        ]
+        request_ids, generated = found.request_ids, found.generated
         if self._prompts_only:
             rows = [row for row, made in enumerate(generated) if made == 0]
             if not rows:

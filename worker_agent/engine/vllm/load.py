@@ -27,7 +27,7 @@ from worker_agent.engine.vllm.hidden_states import HiddenStateTap, StepStates
 from worker_agent.engine.vllm.host_pool import HostPool
 from worker_agent.engine.vllm.kv_blocks import KvBlocks
 from worker_agent.engine.vllm.phases import ReasoningMarks, load_marks
-from worker_agent.engine.vllm.runner_extension import Adoption, Rewind
+from worker_agent.engine.vllm.request_states import Adoption, Rewind
 from worker_agent.engine.vllm.scheduler import PausingScheduler
 
 # Far beyond any number of batches that vLLM has in flight.
@@ -152,16 +152,27 @@ class LoadedCore:
             if not self.core.structured_output_manager.accept_tokens(request, [token_id]):
                 raise EngineRefusal("the output so far does not follow the request's grammar")
 
+    @property
+    def keeps_generators(self) -> bool:
+        """Whether a seeded request has a generator, whose state goes with it (Model Runner V1)."""
+        return not self.config.use_v2_model_runner
+
     def adopt(self, request: Request, generator_state: bytes) -> None:
-        """Make the request known to the model runner, to enter the scheduler as a preempted one does."""
+        """Make the request known to the model runner, to enter the scheduler as a preempted one does.
+
+        Raises EngineRefusal for a state that is not this engine's kind.
+        """
         self.settle(request.request_id)
-        self._rpc("tailrace_adopt", Adoption(request, generator_state))
+        try:
+            self._rpc("tailrace_adopt", Adoption(request, generator_state))
+        except ValueError as error:
+            raise EngineRefusal(str(error)) from error
         self.scheduler.adopted.add(request.request_id)
 
     def forget(self, request_id: str) -> None:
         """Undo adopt, for a request that the scheduler was not given."""
         self.scheduler.adopted.discard(request_id)
-        self._rpc("tailrace_forget", [request_id])
+        self._rpc("tailrace_forget", request_id)
 
     def generator_state(self, request_id: str) -> bytes:
         """State of the request's own generator; empty when it has none."""
@@ -176,7 +187,7 @@ class LoadedCore:
         return tap
 
     def after_step(self) -> None:
-        """What vLLM leaves undone when KV that was swapped out did not come back whole."""
+        """What vLLM leaves undone when KV that was swapped out did not come back whole, if anything."""
         discarded, self.scheduler.discarded = self.scheduler.discarded, set()
         for request_id in discarded:
             request = self.scheduler.requests.get(request_id)

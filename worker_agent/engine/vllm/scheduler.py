@@ -257,7 +257,27 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
     def _handle_invalid_blocks(
         self, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]
     ) -> set[str]:
+        """The requests start over as preempted ones do, and whatever is in flight with them is dropped.
+
+        vLLM would have them compute the blocks anew where they are. But with async scheduling the next step
+        has begun on the bad KV too, and Model Runner V2 does not take back a token that it has made.
+        """
+        held = [request for request in self.paused.values() if request.status == RequestStatus.RUNNING]
+        self.running.extend(held)
         affected: set[str] = super()._handle_invalid_blocks(invalid_block_ids, num_scheduled_tokens)
+        kept = set(held)
+        self.running = [request for request in self.running if request not in kept]
+        now_s = time.monotonic()
+        for request_id in affected:
+            request = self.requests[request_id]
+            # Nobody else may find them by their names.
+            self.kv_cache_manager.evict_blocks(set(self.kv_cache_manager.get_block_ids(request_id)[0]))
+            if request in kept:
+                del self.paused[request_id]
+                self._update_limit()
+            else:
+                self.running.remove(request)
+            self._preempt_request(request, now_s, drop_stale_output=True)
         self.discarded |= affected
         return affected
 
@@ -275,31 +295,6 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
 
 class AsyncPausingScheduler(PausingScheduler, AsyncScheduler):  # type: ignore[misc]
     """The same over vLLM's asynchronous scheduler, which begins a step before the last one has ended."""
-
-    def _handle_invalid_blocks(
-        self, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]
-    ) -> set[str]:
-        """Also the next step has already begun on the bad KV: everything that builds on it is discarded.
-
-        The requests start over as preempted ones do, which vLLM has a way for: it drops what is in flight.
-        """
-        held = [request for request in self.paused.values() if request.status == RequestStatus.RUNNING]
-        self.running.extend(held)
-        affected = super()._handle_invalid_blocks(invalid_block_ids, num_scheduled_tokens)
-        kept = set(held)
-        self.running = [request for request in self.running if request not in kept]
-        now_s = time.monotonic()
-        for request_id in affected:
-            request = self.requests[request_id]
-            # Nobody else may find them by their names.
-            self.kv_cache_manager.evict_blocks(set(self.kv_cache_manager.get_block_ids(request_id)[0]))
-            if request in kept:
-                del self.paused[request_id]
-                self._update_limit()
-            else:
-                self.running.remove(request)
-            self._preempt_request(request, now_s, drop_stale_output=True)
-        return affected
 
 
 def decodes(request: Request) -> bool:

@@ -16,12 +16,8 @@ Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 _CPU_BLOCK_TOKENS = 32
 _CPU_KV_BYTES = 1 << 30
 
-# Read by vLLM at import or at start. The engine core must live in this process, with the model runner that
-# knows resumed requests by their cached state.
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
-}
+# Read by vLLM at import or at start. The engine core must live in this process.
+_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,5 +110,3 @@ def _choose_scheduler(config: VllmConfig, forced: bool) -> None:
 def _check(config: VllmConfig) -> None:
     if config.parallel_config.world_size != 1 or config.parallel_config.data_parallel_size != 1:
         raise RuntimeError("a worker runs one device: leave tensor, pipeline and data parallel size at 1")
-    if config.use_v2_model_runner:
-        raise RuntimeError("set VLLM_USE_V2_MODEL_RUNNER=0 before vLLM is imported")
