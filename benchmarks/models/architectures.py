@@ -40,12 +40,16 @@ _EXPERTS: Final[dict[str, Setting]] = {
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """`config`: the class of `transformers`; `keeps`: what a request's state is made of."""
+    """`config`: the class of `transformers`; `keeps`: what a request's state is made of.
+
+    prefix_caching: false for recurrent state, which vLLM's kernels for CPUs do not keep at block boundaries.
+    """
 
     config: str
     keeps: str
     settings: Mapping[str, Setting] = field(default_factory=dict)
     dtype: str = "float32"
+    prefix_caching: bool = True
 
 
 ARCHITECTURES: Final[dict[str, Architecture]] = {
@@ -92,6 +96,7 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
         "Mamba2Config",
         "recurrent state",
         {"state_size": 16, "num_heads": 8, "head_dim": 64, "n_groups": 1, "expand": 2},
+        prefix_caching=False,
     ),
     "granitehybrid": Architecture(
         "GraniteMoeHybridConfig",
@@ -108,6 +113,7 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
             "num_local_experts": 0,
             "shared_intermediate_size": 128,
         },
+        prefix_caching=False,
     ),
     "qwen3next": Architecture(
         "Qwen3NextConfig",
@@ -124,6 +130,7 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
         },
         # vLLM's gated delta nets on CPU know no other.
         dtype="bfloat16",
+        prefix_caching=False,
     ),
 }
 

@@ -40,6 +40,7 @@ class Way:
     async_scheduling: bool
     dtype: str
     random_weights: bool
+    prefix_caching: bool
     streams: int
     tokens: int
 
@@ -68,6 +69,7 @@ def main() -> None:
     parser.add_argument("--async-scheduling", action="store_true")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--random-weights", action="store_true", help="the model has no tokenizer")
+    parser.add_argument("--no-prefix-caching", action="store_true")
     parser.add_argument("--streams", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=70)
     given = parser.parse_args()
@@ -77,6 +79,7 @@ def main() -> None:
         async_scheduling=given.async_scheduling,
         dtype=given.dtype,
         random_weights=given.random_weights,
+        prefix_caching=not given.no_prefix_caching,
         streams=given.streams,
         tokens=given.tokens,
     )
@@ -110,7 +113,10 @@ async def _measured(way: Way) -> Result:
             cpu_threads=1,
             host_kv_bytes=0,
             async_scheduling=way.async_scheduling or None,
-            engine_args={"skip_tokenizer_init": way.random_weights},
+            engine_args={
+                "skip_tokenizer_init": way.random_weights,
+                "enable_prefix_caching": way.prefix_caching,
+            },
         )
     )
     sink = Sink()
@@ -133,7 +139,8 @@ async def _measured(way: Way) -> Result:
 async def _compared(engine: VllmEngine, sink: Sink, way: Way) -> Result:
     undisturbed = _submitted(engine, sink, way)
     await sink.until(lambda: all(stream.finished for stream in undisturbed))
-    result = Result(streams=way.streams)
+    handover = await engine._ask(lambda parts: parts.core.handover)
+    result = Result(streams=way.streams, reason=handover.reason)
     moved = _submitted(engine, sink, way)
     chance = random.Random(_SEED)
     points = [sorted(chance.sample(range(2, way.tokens - 12), MOVES)) for _ in moved]
@@ -150,12 +157,15 @@ async def _compared(engine: VllmEngine, sink: Sink, way: Way) -> Result:
 
 
 async def _moved(engine: VllmEngine, sink: Sink, stream: Stream, points: list[int], result: Result) -> int:
-    from benchmarks.models.moves import move_live
+    from benchmarks.models.moves import move_by_replay, move_live
 
     count = 0
     for point in points:
         await sink.until(lambda: stream.finished or len(stream.tokens) >= point)  # noqa: B023
-        if await move_live(engine, stream):
+        if result.reason and await move_by_replay(engine, sink, stream):
+            result.replayed += 1
+            count += 1
+        elif not result.reason and await move_live(engine, stream):
             result.live += 1
             count += 1
     return count

@@ -43,7 +43,9 @@ async def run_cell(cell: Cell, model: Path, streams: int) -> Result:
     """Measure one. What went wrong is in the result."""
     arguments = [str(model), "--streams", str(streams)]
     if cell.name != TINY:
-        arguments += ["--dtype", ARCHITECTURES[cell.name].dtype, "--random-weights"]
+        found = ARCHITECTURES[cell.name]
+        arguments += ["--dtype", found.dtype, "--random-weights"]
+        arguments += [] if found.prefix_caching else ["--no-prefix-caching"]
     arguments += ["--v2"] if cell.v2 else []
     arguments += ["--async-scheduling"] if cell.async_scheduling else []
     process = await asyncio.create_subprocess_exec(
@@ -67,5 +69,7 @@ async def run_cell(cell: Cell, model: Path, streams: int) -> Result:
     for line in output.decode().splitlines():
         if line.startswith(PREFIX):
             return Result(**json.loads(line.removeprefix(PREFIX)))
-    last = " / ".join(errors.decode().splitlines()[-_LAST_LINES:])
+    # What Triton's bindings say at every exit.
+    told = [line for line in errors.decode().splitlines() if not line.startswith(("nanobind:", " - "))]
+    last = " / ".join(told[-_LAST_LINES:])
     return Result(error=f"it ended with {process.returncode}: {last}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from worker_agent.engine.base import Frames, OutputFlag, RequestKey, StepColumns
 from worker_agent.engine.vllm.engine import VllmEngine
 
 _DEADLINE_S = 300.0
+# A loop that reads nothing for so long waits for the engine itself.
+_READ_S = 1.0
 
 
 @dataclass(slots=True)
@@ -41,8 +44,16 @@ class Sink:
         self._loop = asyncio.get_running_loop()
 
     def on_step(self, columns: StepColumns) -> None:
-        """EngineSink.on_step, on the engine's thread."""
-        self._loop.call_soon_threadsafe(self._take, columns)
+        """EngineSink.on_step. The engine's thread waits for the reader: no request ends while a busy machine
+        keeps the loop from moving it."""
+        read = threading.Event()
+
+        def take() -> None:
+            self._take(columns)
+            read.set()
+
+        self._loop.call_soon_threadsafe(take)
+        read.wait(_READ_S)
 
     def on_utility(self, client: int, call_id: int, frames: Frames) -> None:
         """EngineSink.on_utility: nobody asks."""

@@ -17,16 +17,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    SupportsHMA,
 )
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from worker_agent.engine.host_ledger import HostLedger
 from worker_agent.engine.vllm.host_pool import HostPool
 from worker_agent.engine.vllm.kv_blocks import KvBlocks
 from worker_agent.engine.vllm.kv_names import kv_names
+from worker_agent.engine.vllm.layouts import layout_name, pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +50,16 @@ class SwapMetadata(KVConnectorMetadata):  # type: ignore[misc]
     loaded: set[str] = field(default_factory=set)
 
 
-class TailraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class TailraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Worker side: `blocks` reads and writes KV by block, `pool` holds what is swapped out.
 
     Scheduler side: `ledger` says which request has which slot of the pool. Both are attached once the engine
-    is loaded; before, and with no host memory, nothing is swapped.
+    is loaded; before, and with no host memory, nothing is swapped. Models with several KV cache groups have
+    none: vLLM cannot be told there which blocks did not come back whole.
     """
 
     blocks: KvBlocks | None
+    layout_name: str
     pool: HostPool | None
     ledger: HostLedger
 
@@ -64,6 +68,7 @@ class TailraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.blocks = None
+        self.layout_name = ""
         self.pool = None
         self.ledger = HostLedger(0, 0)
         self._block_tokens: int = vllm_config.cache_config.block_size
@@ -71,14 +76,6 @@ class TailraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         # Slots that the step in progress reads.
         self._read_slots: list[int] = []
         self._bad_blocks: set[int] = set()
-        groups = kv_cache_config.kv_cache_groups
-        if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
-            raise RuntimeError(
-                "only models with full attention in every layer can be migrated: this one has KV groups "
-                f"{[type(group.kv_cache_spec).__name__ for group in groups]}"
-            )
-        if kv_cache_config.needs_kv_cache_zeroing:
-            raise RuntimeError("KV caches of mixed precision cannot be migrated")
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -88,7 +85,9 @@ class TailraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # ---- worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self.blocks = KvBlocks(list(kv_caches.values()), self._kv_cache_config.num_blocks)
+        config = self._kv_cache_config
+        self.blocks = KvBlocks(pages(kv_caches, config), config.num_blocks)
+        self.layout_name = layout_name(kv_caches, config)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, SwapMetadata)
@@ -170,3 +169,8 @@ class TailraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
         self.ledger.drop(request.request_id)
         return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, None]:
+        return self.request_finished(request, block_ids[0])

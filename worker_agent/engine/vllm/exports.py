@@ -10,11 +10,10 @@ its export is open has some blocks pinned here and some there.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import RequestStatus
 
@@ -22,6 +21,7 @@ from tailrace.handover import Way
 from worker_agent.engine.base import EngineRefusal, Exported, ExportedPause
 from worker_agent.engine.vllm.in_use import InUse
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging
+from worker_agent.engine.vllm.layouts import Place
 from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.requests import Entry, RequestTable
 from worker_agent.engine.vllm.scheduler import decodes
@@ -179,8 +179,7 @@ class Exports:
             scheduler.unpause(request_id)
             raise EngineRefusal(f"request {request_id} is computing its prompt")
         self._pin_full(export)
-        if cdiv(computed, self._core.block_tokens) > len(export.pinned):
-            self._pin(export, len(export.pinned), b"")
+        self._pin_rest(export, computed)
         return computed, export.hashes[have_blocks:]
 
     def _can_leave(self, entry: Entry) -> bool:
@@ -249,20 +248,28 @@ class Exports:
         request = export.entry.request
         swapped = self._core.host.get(request.request_id)
         computed = self._core.scheduler.settled_tokens(request) if swapped is None else swapped.tokens
-        for number in range(len(export.pinned), computed // self._core.block_tokens):
-            self._pin(export, number, bytes(request.block_hashes[number]))
+        have, full = len(export.pinned), self._core.layout.full_blocks(computed)
+        self._pin(export, self._core.layout.places(computed)[have:full])
+        export.hashes += [self._core.block_name(request, number) for number in range(have, full)]
 
-    def _pin(self, export: Export, number: int, block_hash: bytes) -> None:
+    def _pin_rest(self, export: Export, computed: int) -> None:
+        """Pin what changes with every step: partial blocks, windows, recurrent state."""
+        rest = self._core.layout.places(computed)[len(export.pinned) :]
+        self._pin(export, rest)
+        export.hashes += [b""] * len(rest)
+
+    def _pin(self, export: Export, places: Sequence[Place]) -> None:
         request_id = export.entry.request_id
         swapped = self._core.host.get(request_id)
         if swapped is None:
-            block = self._core.blocks_of(request_id)[number]
-            self._core.block_pool.touch([block])
-            export.pinned.append(block)
-        else:
-            self._core.host.pin(swapped.slots[number])
-            export.pinned.append(HostSlot(swapped.slots[number]))
-        export.hashes.append(block_hash)
+            blocks = self._core.blocks_at(request_id, places)
+            self._core.block_pool.touch(blocks)
+            export.pinned += blocks
+            return
+        # Only of one group with all its blocks.
+        for place in places:
+            self._core.host.pin(swapped.slots[place.index])
+            export.pinned.append(HostSlot(swapped.slots[place.index]))
 
     def _unpin(self, export: Export) -> None:
         def free() -> None:

@@ -36,7 +36,7 @@ def _fingerprint(core: LoadedCore) -> str:
         "quantization": str(model.quantization),
         "cache_dtype": str(cache.cache_dtype),
         "block_hash": str(cache.prefix_caching_hash_algo),
-        "layout": f"{core.kv.device.type} {core.kv.layout}",
+        "layout": f"{core.kv.device.type} {core.layout_name}",
         "checksum": core.kv.checksum_name,
         # A seed means other draws in each of vLLM's model runners.
         "model_runner": 1 if core.keeps_generators else 2,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.request import Request, RequestStatus
@@ -38,8 +38,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Import:
-    """One request on its way in. `places`: its reservation, blocks of the device or slots of host memory;
-    replaced, never changed, as it grows."""
+    """One request on its way in.
+
+    `places`: its reservation, blocks of the device or slots of host memory; replaced, never changed, as it
+    grows. Only `settled` of what comes have their places there (None: all); what comes beyond is kept in
+    `later` until the request's last token is known: its window and its state are those of that token.
+    """
 
     exported: Exported
     key: RequestKey
@@ -49,6 +53,8 @@ class Import:
     on_host: bool
     writing: InUse
     written: set[int]
+    settled: int | None = None
+    later: list[tuple[int, DeviceStaging]] = field(default_factory=list)
     prepared: Entry | None = None
 
     def write(
@@ -63,14 +69,17 @@ class Import:
 
         Raises EngineRefusal, and KvCorrupt having written nothing.
         """
-        places = self.places[first_block : first_block + num_blocks]
-        if len(places) != num_blocks:
+        now = num_blocks if self.settled is None else max(0, min(num_blocks, self.settled - first_block))
+        places = self.places[first_block : first_block + now]
+        if len(places) != now:
             raise EngineRefusal(f"blocks {first_block}..{first_block + num_blocks - 1} are not all reserved")
         core.kv.verify(received, checksums, first_block)
+        if now < num_blocks:
+            self.later.append((first_block + now, received.part(now, num_blocks - now).copy()))
         if self.on_host:
             # Named when the tokens are known.
             core.host_pool.put(places, received, checksums, [b""] * num_blocks)
-        else:
+        elif now:
             core.kv.scatter(received, places)
         self.written.update(range(first_block, first_block + num_blocks))
 
@@ -223,7 +232,9 @@ class Imports:
 
     def _enter(self, request: Request, exported: Exported, key: RequestKey, epoch: int) -> None:
         """Take room. Raises NoRoom."""
-        places, on_host = self._room(request, request.num_tokens + len(exported.output_token_ids))
+        tokens = request.num_tokens + len(exported.output_token_ids)
+        places, on_host = self._room(request, tokens)
+        plain = self._core.layout.plain
         self._imports[request.request_id] = Import(
             exported=exported,
             key=key,
@@ -233,6 +244,7 @@ class Imports:
             on_host=on_host,
             writing=InUse(f"the import of {request.request_id}"),
             written=set(),
+            settled=None if plain else min(len(exported.block_hashes), len(places)),
         )
 
     def _start_grammar(self, request: Request) -> None:
@@ -245,8 +257,10 @@ class Imports:
     def _room(self, request: Request, tokens: int) -> tuple[list[int], bool]:
         """Reserved places for the request's tokens and one block more; whether they are in host memory."""
         blocks = min(cdiv(tokens, self._core.block_tokens) + 1, self._core.max_blocks)
-        scheduler = self._core.scheduler
-        if scheduler.free_slots() > 0 and self._core.reserve(request, blocks):
+        scheduler, core = self._core.scheduler, self._core
+        if scheduler.free_slots() > 0 and (
+            core.reserve(request, blocks) if core.layout.plain else core.reserve_for(request, tokens - 1)
+        ):
             scheduler.hold_slots(1)
             return self._places(request.request_id), False
         # vLLM takes no swapped KV for a request that is to read no cache.
@@ -263,6 +277,11 @@ class Imports:
     def _grow(self, found: Import, num_blocks: int) -> None:
         missing = num_blocks - len(found.places)
         if missing <= 0:
+            return
+        if found.settled is not None:
+            # It grows when its last token is known. Until then this bounds what is kept.
+            if num_blocks > len(self._core.layout.places(self._core.max_model_len)):
+                raise EngineRefusal(f"{num_blocks} KV blocks are more than a request can have here")
             return
         if num_blocks <= self._core.max_blocks:
             if found.on_host:
@@ -286,14 +305,17 @@ class Imports:
         computed = request.num_prompt_tokens + len(outputs) - 1
         if not outputs or pause.computed_tokens != computed:
             raise EngineRefusal(f"KV of {pause.computed_tokens} tokens does not fit {len(outputs)} outputs")
-        used = cdiv(computed, self._core.block_tokens)
+        used = len(self._core.layout.places(computed))
         missing = set(range(used)) - found.written
         if missing:
             raise EngineRefusal(f"{len(missing)} KV blocks have not arrived")
-        self._grow(found, cdiv(computed + 1, self._core.block_tokens))
+        if found.settled is None:
+            self._grow(found, cdiv(computed + 1, self._core.block_tokens))
         self._core.take_outputs(request, outputs)
         self._check_hashes(request, 0, found.exported.block_hashes)
         self._check_hashes(request, used - len(pause.block_hashes), pause.block_hashes)
+        if found.settled is not None:
+            self._settle(found, computed)
         request.status = RequestStatus.PREEMPTED
         if found.on_host:
             self._name(found, computed)
@@ -322,6 +344,18 @@ class Imports:
             prediction=_prediction(pause, len(outputs)),
         )
 
+    def _settle(self, found: Import, computed: int) -> None:
+        """Give what has arrived its blocks, now that the last token is known."""
+        core, request = self._core, found.request
+        request.num_computed_tokens = computed
+        if not core.extend(request):
+            raise EngineRefusal("no room: its last KV blocks are not free")
+        places = core.layout.places(computed)
+        ids = [block.block_id for block in core.blocks_at(request.request_id, places)]
+        for first, staging in found.later:
+            core.kv.scatter(staging, ids[first : first + len(staging.bytes)])
+        found.later = []
+
     def _name(self, found: Import, computed: int) -> None:
         for slot, name in zip(
             found.places, kv_names(found.request, computed, self._core.block_tokens), strict=False
@@ -339,7 +373,7 @@ class Imports:
     def _check_hashes(self, request: Request, first_block: int, hashes: Sequence[bytes]) -> None:
         """The source's name for each full block must be what its tokens give here."""
         for number, name in enumerate(hashes, first_block):
-            if name and [name] != [bytes(own) for own in request.block_hashes[number : number + 1]]:
+            if name and name != self._core.block_name(request, number):
                 raise KvCorrupt(f"block {number}: its tokens are not those whose KV was sent")
 
 

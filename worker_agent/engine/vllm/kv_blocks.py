@@ -24,6 +24,12 @@ class DeviceStaging:
         """Some of its blocks, in the same memory."""
         return DeviceStaging(self.bytes[first : first + num_blocks])
 
+    def copy(self) -> DeviceStaging:
+        """The same bytes in other memory."""
+        other = object.__new__(DeviceStaging)
+        other.bytes = self.bytes.clone()
+        return other
+
     @property
     def buffer(self) -> object:
         """Buffer protocol on the host, __cuda_array_interface__ on a GPU."""
@@ -127,6 +133,13 @@ class KvBlocks:
             for number, layer in enumerate(self._layers):
                 blocks = received.bytes[: len(block_ids), number].contiguous().view(layer.dtype)
                 layer.index_copy_(0, ids, blocks.view(len(block_ids), *layer.shape[1:]))
+
+    def zero(self, block_ids: Sequence[int]) -> None:
+        """Fill these blocks with zeros."""
+        with self.stream():
+            ids = torch.tensor(block_ids, dtype=torch.long, device=self.device)
+            for layer in self._layers:
+                layer.index_fill_(0, ids, 0)
 
     def checksums(self, staging: DeviceStaging, num_blocks: int) -> list[int]:
         """Checksums of its first blocks."""

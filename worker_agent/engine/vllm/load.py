@@ -16,6 +16,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder
 
+from tailrace.handover import Way, by_replay
 from tailrace.intra.base import IntraPolicy
 from worker_agent.engine.base import EngineRefusal, Frames
 from worker_agent.engine.host_ledger import HostLedger
@@ -26,6 +27,7 @@ from worker_agent.engine.vllm.handover import handover_of
 from worker_agent.engine.vllm.hidden_states import HiddenStateTap, StepStates
 from worker_agent.engine.vllm.host_pool import HostPool
 from worker_agent.engine.vllm.kv_blocks import KvBlocks
+from worker_agent.engine.vllm.layouts import Layout, Place, live_reason
 from worker_agent.engine.vllm.phases import ReasoningMarks, load_marks
 from worker_agent.engine.vllm.request_states import Adoption, Rewind
 from worker_agent.engine.vllm.scheduler import PausingScheduler
@@ -67,7 +69,12 @@ class LoadedCore:
         assert isinstance(connector, TailraceConnector)
         assert connector.blocks is not None
         self.kv = connector.blocks
-        self.host_pool = HostPool(self.kv, host_kv_bytes)
+        self.layout_name = connector.layout_name
+        self.layout = Layout(self.scheduler.kv_cache_config, self.kv_manager)
+        reason = live_reason(self.scheduler.kv_cache_config)
+        if reason and self.handover.way is Way.LIVE:
+            self.handover = by_replay(reason)
+        self.host_pool = HostPool(self.kv, host_kv_bytes if self.layout.plain else 0)
         self.host = HostLedger(self.host_pool.slots, self.host_pool.block_bytes)
         connector.pool = self.host_pool
         assert isinstance(self.scheduler.connector, TailraceConnector)
@@ -76,7 +83,7 @@ class LoadedCore:
         self.intra: IntraPolicy | None = None
         self.marks = load_marks(config)
         self.grammars = Grammars()
-        self.block_tokens: int = config.cache_config.block_size
+        self.block_tokens: int = self.layout.block_tokens
         self.max_model_len: int = config.model_config.max_model_len
         # Of one request.
         self.max_blocks: int = cdiv(self.max_model_len, self.block_tokens)
@@ -158,15 +165,9 @@ class LoadedCore:
         return not self.config.use_v2_model_runner
 
     def adopt(self, request: Request, generator_state: bytes) -> None:
-        """Make the request known to the model runner, to enter the scheduler as a preempted one does.
-
-        Raises EngineRefusal for a state that is not this engine's kind.
-        """
+        """Make the request known to the model runner, to enter the scheduler as a preempted one does."""
         self.settle(request.request_id)
-        try:
-            self._rpc("tailrace_adopt", Adoption(request, generator_state))
-        except ValueError as error:
-            raise EngineRefusal(str(error)) from error
+        self._rpc("tailrace_adopt", Adoption(request, generator_state))
         self.scheduler.adopted.add(request.request_id)
 
     def forget(self, request_id: str) -> None:
@@ -201,9 +202,21 @@ class LoadedCore:
     # ---- blocks
 
     def blocks_of(self, request_id: str) -> Sequence[KVCacheBlock]:
-        """The request's blocks, first token first."""
-        blocks: Sequence[KVCacheBlock] = self.kv_manager.get_blocks(request_id).blocks[0]
-        return blocks
+        """The request's blocks of the main group, first token first."""
+        return self._groups_of(request_id)[self.layout.main or 0]
+
+    def blocks_at(self, request_id: str, places: Sequence[Place]) -> list[KVCacheBlock]:
+        """The request's blocks at these places."""
+        groups = self._groups_of(request_id)
+        return [groups[place.group][place.index] for place in places]
+
+    def block_name(self, request: Request, number: int) -> bytes:
+        """The name of a full block of the main group, by its tokens and all before them; empty where vLLM has
+        none for it."""
+        parts, rest = divmod(self.block_tokens, self.scheduler.hash_block_size)
+        last = (number + 1) * parts - 1
+        named = parts > 0 and not rest and last < len(request.block_hashes)
+        return bytes(request.block_hashes[last]) if named else b""
 
     def reserve(self, request: Request, num_blocks: int) -> bool:
         """Give the request at least this many blocks; False, and nothing changed, when there is no room.
@@ -212,14 +225,35 @@ class LoadedCore:
         vLLM does for loads.
         """
         tokens = min(num_blocks * self.block_tokens, self.max_model_len)
+        return self._allocate(request, tokens, 0)
+
+    def reserve_for(self, request: Request, computed: int) -> bool:
+        """The same in every group, for a request that will come with so many tokens computed: the blocks that
+        these need, and those of the tokens after them."""
+        more = min(self.block_tokens, self.max_model_len - computed)
+        return self._allocate(request, max(1, more), computed)
+
+    def extend(self, request: Request) -> bool:
+        """Bring a reservation to the tokens that the request has computed by now, and one more."""
+        return self._allocate(request, 1, 0)
+
+    def _allocate(self, request: Request, tokens: int, external: int) -> bool:
         allocated = self.kv_manager.allocate_slots(
             request,
             tokens,
+            num_external_computed_tokens=external,
             delay_cache_blocks=True,
             reserved_blocks=self.scheduler._inflight_prefill_reserved_blocks(),
             has_scheduled_reqs=bool(self.scheduler.running),
         )
+        if allocated is not None and self.scheduler.needs_kv_cache_zeroing:
+            # vLLM would do it in the next step, and what is received may be there by then.
+            self.kv.zero(self.kv_manager.take_new_block_ids())
         return allocated is not None
+
+    def _groups_of(self, request_id: str) -> Sequence[Sequence[KVCacheBlock]]:
+        groups: Sequence[Sequence[KVCacheBlock]] = self.kv_manager.get_blocks(request_id).blocks
+        return groups
 
     def _rpc(self, method: str, *arguments: object) -> object:
         return self.core.collective_rpc(method, args=arguments)[0]

@@ -32,12 +32,13 @@ class ReasoningMarks:
 
 
 def load_marks(config: VllmConfig) -> ReasoningMarks | None:
-    """The marks of the configured reasoning parser; None when the model does not reason.
+    """The marks of the configured reasoning parser; None when the model does not reason, or speaks in token
+    ids alone.
 
     Raises RuntimeError when the parser is unknown or ends reasoning by more than one token.
     """
     name = config.structured_outputs_config.reasoning_parser
-    if not name:
+    if not name or config.model_config.skip_tokenizer_init:
         return None
     try:
         parser = ReasoningParserManager.get_reasoning_parser(name)(

@@ -126,9 +126,7 @@ class NoStates:
     """RequestStates of Model Runner V2, which needs none: the message about a new request has all."""
 
     def adopt(self, adoption: Adoption) -> None:
-        """Nothing, for a request without a generator's state. Raises ValueError for one with: it is V1's."""
-        if adoption.generator_state:
-            raise ValueError("its generator is that of Model Runner V1, and this engine runs V2")
+        """Nothing. A generator's state, which comes by replay from an engine with V1, has no use here."""
 
     def forget(self, request_id: str) -> None:
         """Nothing."""

@@ -1,0 +1,147 @@
+"""What a request's state is made of, by KV cache group, and which blocks of it travel.
+
+A group is layers that keep their state alike: full attention (latent attention included) keeps every block,
+a sliding window the blocks of its window, recurrent layers one block with their state. All groups take their
+blocks from one pool, and a block's bytes are those of every layer's page at its number, whichever group it
+belongs to: so blocks of all groups are read and written alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Block number `index` of a request in group `group`."""
+
+    group: int
+    index: int
+
+
+class Layout:
+    """Of a loaded engine. Places come in one order on every engine with the same groups."""
+
+    def __init__(self, config: KVCacheConfig, manager: KVCacheManager) -> None:
+        self._managers = list(manager.coordinator.single_type_managers)
+        full = [
+            number
+            for number, group in enumerate(config.kv_cache_groups)
+            if isinstance(group.kv_cache_spec, FullAttentionSpec)
+        ]
+        # The group whose full blocks travel in rounds, while the request runs; None: no block is ever final.
+        self.main: int | None = full[0] if full else None
+        # One group with all its blocks: whatever comes has its place from the first round on.
+        self.plain = len(self._managers) == 1 and self.main == 0
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens in a block of the main group; of the first one where there is none."""
+        return int(self._managers[self.main or 0].block_size)
+
+    def full_blocks(self, computed: int) -> int:
+        """Blocks that travel in rounds, of a request with so many computed tokens."""
+        return 0 if self.main is None else computed // self.block_tokens
+
+    def places(self, computed: int) -> list[Place]:
+        """All that the request's next token depends on: full blocks of the main group first."""
+        others = [number for number in range(len(self._managers)) if number != self.main]
+        order = others if self.main is None else [self.main, *others]
+        return [Place(group, index) for group in order for index in self._indices(group, computed)]
+
+    def _indices(self, group: int, computed: int) -> range:
+        manager = self._managers[group]
+        first = manager.get_num_skipped_tokens(computed) // manager.block_size
+        return range(first, cdiv(computed, manager.block_size))
+
+
+def live_reason(config: KVCacheConfig) -> str:
+    """Why requests of this layout cannot move live; empty: they can."""
+    for group in config.kv_cache_groups:
+        for spec in _layer_specs(group.kv_cache_spec):
+            if isinstance(spec, MambaSpec):
+                if spec.mamba_cache_mode != "none":
+                    return (
+                        f"recurrent state in prefix caching's mode {spec.mamba_cache_mode!r} "
+                        "(enable_prefix_caching=false has it live)"
+                    )
+            elif type(spec) is not SlidingWindowSpec and not isinstance(spec, FullAttentionSpec):
+                return f"{type(spec).__name__} KV cannot move live"
+    if len({spec.page_size_bytes for spec in _all_specs(config)}) != 1:
+        return "layers with KV pages of different sizes cannot move live"
+    return ""
+
+
+def layout_name(caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], config: KVCacheConfig) -> str:
+    """What must be equal for blocks to mean the same, beside the model and its settings."""
+    shapes = {
+        name: [f"{tuple(each.shape[1:])} {each.dtype}" for each in _tensors(cache)]
+        for name, cache in sorted(caches.items())
+    }
+    groups = [(repr(group.kv_cache_spec), list(group.layer_names)) for group in config.kv_cache_groups]
+    return json.dumps([config.kv_cache_layout, groups, shapes])
+
+
+def pages(
+    caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], config: KVCacheConfig
+) -> list[torch.Tensor]:
+    """The KV cache as bytes: for each page of a block a view (blocks, bytes of the page).
+
+    Layers of several groups may lie on the same bytes; those are one page. Of a layout that cannot move, the
+    first page alone.
+    """
+    specs: dict[str, KVCacheSpec] = {}
+    for group in config.kv_cache_groups:
+        named = _named_specs(group.kv_cache_spec, group.layer_names)
+        specs.update(zip(group.layer_names, named, strict=True))
+    views: dict[tuple[int, int], torch.Tensor] = {}
+    for tensor in config.kv_cache_tensors:
+        for number, name in enumerate(tensor.layers):
+            cache = caches.get(name)
+            if cache is None:
+                continue
+            layer = _tensors(cache)[0]
+            memory = layer.untyped_storage()
+            start = tensor.offset + number * tensor.layer_stride
+            if layer.data_ptr() != memory.data_ptr() + start:
+                if len(config.kv_cache_groups) == 1:
+                    return [each for each in caches.values() if isinstance(each, torch.Tensor)]
+                raise RuntimeError(f"the KV of {name} does not lie where vLLM's configuration has it")
+            flat = torch.empty(0, dtype=torch.uint8, device=layer.device).set_(memory)
+            shape = (config.num_blocks, specs[name].page_size_bytes)
+            views[(memory.data_ptr(), start)] = flat.as_strided(shape, (tensor.block_stride, 1), start)
+    found = list(views.values())
+    return found[:1] if live_reason(config) else found
+
+
+def _tensors(cache: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Recurrent layers have several: one for each kind of state."""
+    return [cache] if isinstance(cache, torch.Tensor) else list(cache)
+
+
+def _all_specs(config: KVCacheConfig) -> list[KVCacheSpec]:
+    return [spec for group in config.kv_cache_groups for spec in _layer_specs(group.kv_cache_spec)]
+
+
+def _layer_specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
+    return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+
+
+def _named_specs(spec: KVCacheSpec, names: Sequence[str]) -> list[KVCacheSpec]:
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return [spec.kv_cache_specs[name] for name in names]
+    return [spec] * len(names)
