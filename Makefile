@@ -12,7 +12,7 @@ TAILRACE := .venv/bin/tailrace
 .DEFAULT_GOAL := help
 .PHONY: help install up down test test-features test-models lint format protos sbom bundle check-gpu docs soak bench-stream bench-transfer bench-swap \
 	bench-scale \
-	bench-decisions bench-policies bench-cache bench-real bench-live bench-validation bench-simulation bench-etcd strangers claims
+	bench-decisions bench-policies bench-cache bench-cache-live bench-real bench-live bench-validation bench-simulation bench-etcd strangers claims
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -101,6 +101,10 @@ bench-policies: install ## Every policy on every paper's ground and on a mix (TA
 
 bench-cache: install ## Placing by prefix on Mooncake's conversations, simulated (TAILRACE_DATA as above)
 	$(PYTHON) -m benchmarks.cache $(ARGS)
+
+bench-cache-live: ## Conversations on two real vLLM workers, placed with and without regard to prefixes
+	@scripts/install.sh --rust
+	$(PYTHON) -m benchmarks.cache_live $(ARGS)
 
 bench-real: ## PASCAL, Arrow, ARES, CascadeInfer and switching on real vLLM workers, answers checked (ARGS=--quick)
 	@scripts/install.sh --rust

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 import statistics
 import sys
@@ -124,6 +125,22 @@ def full_index(instances: int) -> tuple[list[int], CacheIndex, list[list[int]]]:
     for number, blocks in enumerate(own):
         index.change(f"i{number}", [*shared, *blocks], ())
     return shared, index, own
+
+
+def index_mib() -> float:
+    """Resident memory that the index of a million over 1,024 instances takes, in MiB."""
+    before = _resident_mib()
+    _, index, own = full_index(1_024)
+    # The names as they were drawn are the index's own.
+    del own
+    grown = _resident_mib() - before
+    assert len(index)
+    return grown
+
+
+def _resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
 def reasoning_ended(policy: Policy) -> Callable[[int], Call]:
@@ -273,9 +290,13 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     given = parser.parse_args(arguments)
     console = Console(stderr=True)
-    rows = run([case for case in cases() if given.only in case.name], given.seconds, console)
+    chosen = [case for case in cases() if given.only in case.name]
+    # First: what later ones have freed would hide it.
+    memory_mib = index_mib() if any(case.name.startswith("cache:") for case in chosen) else None
+    rows = run(chosen, given.seconds, console)
     figures: dict[str, object] = {
         "requests_per_instance": REQUESTS_PER_INSTANCE,
+        "cache_index_mib": memory_mib,
         "costs": [asdict(cost) for costs in rows.values() for cost in costs],
         "growth": {name: growth(costs) for name, costs in rows.items()},
     }
@@ -286,6 +307,8 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     else:
         # A file or a pipe has no width of its own.
         Console(width=None if sys.stdout.isatty() else 120).print(table(rows))
+        if memory_mib is not None:
+            print(f"the index of a million blocks over 1,024 instances: {memory_mib:.0f} MiB")
     console.print(f"saved to {path}")
     return path
 

@@ -1,0 +1,189 @@
+"""`make bench-cache-live`: conversations on two real vLLM workers, placed with and without regard to
+prefixes.
+
+A closed loop: so many users, each with one conversation after the other, of five turns that begin with a
+system prompt that all share. Each policy has conversations of its own, so that it begins with no prefix but
+the shared one, and is run twice, in turn with the others. What is found is what vLLM counts itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletionMessageParam
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.loadgen import percentile
+from benchmarks.real.fleet import Engines, Fleet, running_fleet
+from benchmarks.report import machine, save
+
+POLICIES: Final = ("round_robin", "least_loaded", "session", "prefix_affinity", "tailrace")
+ROUNDS: Final = 2
+_TURNS: Final = 5
+_SYSTEM: Final = "You are a patient counter who answers briefly and in order. " * 6
+_SETTLE_S: Final = 10.0
+_CALL_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One policy, one round."""
+
+    policy: str
+    round: int
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    # To the first chunk of the answer, of all turns but the first of each conversation.
+    ttft_p50_s: float
+    ttft_p90_s: float
+
+
+class Users:
+    """A closed loop of so many users."""
+
+    def __init__(self, url: str, model: str, users: int, conversations: int) -> None:
+        self._url = url
+        self._model = model
+        self._users = users
+        self._conversations = conversations
+
+    async def run(self, name: str) -> list[float]:
+        """All conversations; seconds to the first chunk of each turn but the first of each."""
+        left = list(range(self._conversations))
+        seconds: list[float] = []
+
+        async def user(openai: AsyncOpenAI) -> None:
+            while left:
+                seconds.extend(await self._conversation(openai, f"{name} {left.pop()}"))
+
+        # Its own connections: servers close those that were idle between two runs.
+        async with (
+            AsyncOpenAI(base_url=f"{self._url}/v1", api_key="none", timeout=_CALL_S, max_retries=0) as openai,
+            asyncio.TaskGroup() as users,
+        ):
+            for _ in range(self._users):
+                users.create_task(user(openai))
+        return seconds
+
+    async def _conversation(self, openai: AsyncOpenAI, name: str) -> list[float]:
+        draw = random.Random(name)
+        messages: list[ChatCompletionMessageParam] = [{"role": "system", "content": _SYSTEM}]
+        seconds: list[float] = []
+        for turn in range(_TURNS):
+            said = " ".join(str(draw.randrange(1_000)) for _ in range(25 if turn else 120))
+            messages.append({"role": "user", "content": f"{name}: {said}"})
+            began_s = time.perf_counter()
+            first_s = 0.0
+            answer: list[str] = []
+            stream = await openai.chat.completions.create(
+                model=self._model, messages=messages, max_tokens=4, temperature=0.0, stream=True
+            )
+            async for chunk in stream:
+                first_s = first_s or time.perf_counter() - began_s
+                answer.extend(choice.delta.content or "" for choice in chunk.choices)
+            messages.append({"role": "assistant", "content": "".join(answer)})
+            if turn:
+                seconds.append(first_s)
+            await asyncio.sleep(draw.uniform(0.05, 0.3))
+        return seconds
+
+
+async def counted(fleet: Fleet) -> tuple[int, int]:
+    """(prompt tokens, those that were found) of all workers, as last reported."""
+    instances = (await fleet.instances()).values()
+    return sum(i.prompt_tokens for i in instances), sum(i.cached_prompt_tokens for i in instances)
+
+
+async def settled(fleet: Fleet) -> tuple[int, int]:
+    """The same once two reports in a row say so."""
+    async with asyncio.timeout(_SETTLE_S):
+        before = await counted(fleet)
+        while True:
+            await asyncio.sleep(1.0)
+            now = await counted(fleet)
+            if now == before:
+                return now
+            before = now
+
+
+async def measure(users: int, conversations: int, console: Console) -> list[Outcome]:
+    """All policies on one fleet."""
+    outcomes: list[Outcome] = []
+    async with running_fleet(Engines(kv_blocks=400, max_len=2_048, workers=2)) as fleet:
+        async with AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="none", timeout=_CALL_S) as openai:
+            model = (await openai.models.list()).data[0].id
+        loop = Users(fleet.url, model, users, conversations)
+        await loop.run("warm up")
+        for number in range(ROUNDS):
+            for policy in POLICIES:
+                await fleet.set_policy(policy)
+                before = await settled(fleet)
+                seconds = await loop.run(f"{policy} {number}")
+                after = await settled(fleet)
+                outcomes.append(
+                    Outcome(
+                        policy=policy,
+                        round=number,
+                        requests=conversations * _TURNS,
+                        prompt_tokens=after[0] - before[0],
+                        cached_tokens=after[1] - before[1],
+                        ttft_p50_s=percentile(seconds, 0.5),
+                        ttft_p90_s=percentile(seconds, 0.9),
+                    )
+                )
+                console.print(outcomes[-1])
+    return outcomes
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    """One row a policy, both rounds in each cell."""
+    result = Table(title="Conversations on two real vLLM workers, round by round")
+    result.add_column("policy", no_wrap=True)
+    for heading in ("found %", "TTFT P50 ms", "TTFT P90 ms"):
+        result.add_column(heading, justify="right")
+    for policy in POLICIES:
+        rounds = [o for o in outcomes if o.policy == policy]
+        result.add_row(
+            policy,
+            " / ".join(f"{100 * o.cached_tokens / max(1, o.prompt_tokens):.1f}" for o in rounds),
+            " / ".join(f"{1e3 * o.ttft_p50_s:.0f}" for o in rounds),
+            " / ".join(f"{1e3 * o.ttft_p90_s:.0f}" for o in rounds),
+        )
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> Path:
+    """Run the benchmark; returns where the figures are."""
+    parser = argparse.ArgumentParser(prog="make bench-cache-live", description=__doc__)
+    parser.add_argument("--users", type=int, default=6)
+    parser.add_argument("--conversations", type=int, default=24, help="of each policy and round")
+    parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
+    given = parser.parse_args(arguments)
+    console = Console(stderr=True)
+    outcomes = asyncio.run(measure(given.users, given.conversations, console))
+    figures: dict[str, object] = {"users": given.users, "runs": [asdict(outcome) for outcome in outcomes]}
+    path = save("cache-live", figures)
+    if given.output == "json":
+        json.dump({"benchmark": "cache-live", "machine": machine(), **figures}, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        # A file or a pipe has no width of its own.
+        Console(width=None if sys.stdout.isatty() else 120).print(table(outcomes))
+    console.print(f"saved to {path}")
+    return path
+
+
+if __name__ == "__main__":
+    main()
