@@ -66,7 +66,7 @@ check-gpu: install ## What only a GPU can show (PART=transfer|serving|migration|
 soak: install ## Run the slow tests: kills, partitions and migrations at random
 	$(PYTHON) -m pytest -m slow --timeout 1800
 
-test-features: install ## Speculation, adapters, images, embedding: moved streams against undisturbed (ARGS=adapters)
+test-features: install ## Speculation, adapters, embedding: moved streams against undisturbed (ARGS=adapters)
 	$(PYTHON) -m benchmarks.features $(ARGS)
 
 test-models: install ## Every architecture in every way that vLLM runs it, each stream moved twice

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +12,9 @@ from typing import Final
 
 import httpx
 import numpy as np
-from PIL import Image
 
 from benchmarks.features.fleets import Served, serving
-from benchmarks.features.models import make_adapter, make_image_model
+from benchmarks.features.models import make_adapter
 from benchmarks.features.moving import moved_chat
 from benchmarks.features.rows import Row
 from benchmarks.servers import MODEL
@@ -66,19 +63,18 @@ def streams(
     scale: Scale,
     options: Callable[[int], Mapping[str, object]],
     model: Callable[[int], str] = lambda number: MODEL,
-    prompt: Callable[[int], object] = prompts,
 ) -> Row:
     """Each stream undisturbed, then moved."""
 
     def both(number: int) -> None:
         asked = {"max_tokens": scale.tokens, **options(number)}
-        text, name = prompt(number), model(number)
-        undisturbed = stream_chat(served.client, name, text, asked)  # type: ignore[arg-type]
+        text, name = prompts(number), model(number)
+        undisturbed = stream_chat(served.client, name, text, asked)
         moved, moves = moved_chat(
             served.client,
             served.fleet,
             name,
-            text,  # type: ignore[arg-type]
+            text,
             asked,
             scale.every_tokens,
             scale.moves,
@@ -120,17 +116,6 @@ def adapters(scale: Scale, folder: Path) -> Iterator[Row]:
         yield streams(served, Row("LoRA adapters", "seeded"), scale, seeded, named)
 
 
-def images(scale: Scale, folder: Path) -> Iterator[Row]:
-    """An image in each prompt."""
-    model = make_image_model(folder / "image-model")
-    # vLLM's own LLaVA wants torchvision, which has no build for every machine.
-    backend = "model_impl=transformers"
-    with serving("images", str(model), ["dtype=float32", backend], ["--model-impl=transformers"]) as served:
-        pictured = lambda number: _with_image(number)  # noqa: E731
-        yield streams(served, Row("image prompts", "greedy"), scale, lambda number: GREEDY, prompt=pictured)
-        yield streams(served, Row("image prompts", "seeded"), scale, seeded, prompt=pictured)
-
-
 def embedding(scale: Scale, folder: Path) -> Iterator[Row]:
     """Placed, never moved: the same vector wherever it is computed."""
     engine = ["runner=pooling"]
@@ -153,22 +138,9 @@ def embedding(scale: Scale, folder: Path) -> Iterator[Row]:
         yield row
 
 
-def _with_image(number: int) -> Sequence[Mapping[str, object]]:
-    """A chat message's content: a picture of noise, and a task."""
-    pixels = np.random.default_rng(number).integers(0, 255, (56, 56, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-    return [
-        {"type": "image_url", "image_url": {"url": url}},
-        {"type": "text", "text": prompts(number)},
-    ]
-
-
 SCENARIOS: Final[Mapping[str, Callable[[Scale, Path], Iterator[Row]]]] = {
     "speculative": speculative,
     "draft": draft,
     "adapters": adapters,
-    "images": images,
     "embedding": embedding,
 }
