@@ -67,6 +67,8 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+# Before xdist's own, which reads the groups.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that start vLLM, then fleets: they take longest, and the others fill the gaps that they leave."""
 
@@ -76,3 +78,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return 1 if item.get_closest_marker("fleet") is not None else 2
 
     items.sort(key=turn)
+    for item in items:
+        # `--dist loadgroup` keeps in one process: a file, and the files that share the fleet of vLLM engines.
+        # Two of those at once would start eight processes that import vLLM, on two cores.
+        shared = "vllm_session" in getattr(item, "fixturenames", ())
+        name = "vllm_session" if shared else item.path.relative_to(item.config.rootpath).as_posix()
+        item.add_marker(pytest.mark.xdist_group(name))

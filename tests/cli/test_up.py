@@ -39,7 +39,9 @@ class Here:
 
     def environment(self) -> dict[str, str]:
         ours = ("TAILRACE_", "OTEL_")
-        return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+        # The examples are beside the packages, not installed with them.
+        return kept | {"PYTHONPATH": str(Path(__file__).parents[2])}
 
     def tailrace(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return self.run(*self.command(*arguments))

@@ -50,6 +50,11 @@ class Pair:
         self.workers.append(worker)
         self.channels.append(grpc.aio.insecure_channel(worker.address))
 
+    async def remove_last(self) -> None:
+        """Forget the worker that was added last."""
+        self.workers.pop()
+        await self.channels.pop().close()
+
     async def close(self) -> None:
         for channel in self.channels:
             await channel.close()
@@ -129,6 +134,7 @@ async def one_more(pair: Pair, folder: Path, kind: str, **options: object) -> As
         await pair.front_end.attach(worker.stream_address)
         pair.add(worker)
         yield len(pair.workers) - 1
+        await pair.remove_last()
     await pair.front_end.detach(name)
     await pair.store.delete(f"instances/{name}")
 
