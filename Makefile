@@ -32,7 +32,7 @@ test: ## Run the tests
 	@scripts/install.sh --rust
 	@# Three at a time, on two cores: much of it is waiting for processes to start. A file's tests share its fleet, and
 	@# those of several files the one of vLLM engines (tests/conftest.py).
-	$(PYTHON) -m pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations 12
+	$(PYTHON) -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 12
 
 lint: install ## Check style, types and the direction of imports
 	$(PYTHON) -m ruff check .

@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from tailrace.local.ports import free_ports
 from tailrace.service.etcd import LocalEtcd
@@ -67,8 +69,6 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-# Before xdist's own, which reads the groups.
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that start vLLM, then fleets: they take longest, and the others fill the gaps that they leave."""
 
@@ -78,9 +78,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return 1 if item.get_closest_marker("fleet") is not None else 2
 
     items.sort(key=turn)
-    for item in items:
-        # `--dist loadgroup` keeps in one process: a file, and the files that share the fleet of vLLM engines.
-        # Two of those at once would start eight processes that import vLLM, on two cores.
-        shared = "vllm_session" in getattr(item, "fixturenames", ())
-        name = "vllm_session" if shared else item.path.relative_to(item.config.rootpath).as_posix()
-        item.add_marker(pytest.mark.xdist_group(name))
+
+
+# Each starts three vLLM engines and an API server, or shares those of the others.
+_ON_VLLM_FLEETS = {f"tests/e2e/test_{name}.py" for name in ("policies_on_vllm", "prefix_cache", "vllm_fleet")}
+
+
+class OneVllmFleet(LoadFileScheduling):  # type: ignore[misc]
+    """A file's tests run in one process, and so do those of all files with a fleet of vLLM engines: two of
+    these at once are more than two cores start in time, and more than a small machine's memory."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "a fleet of vLLM engines" if file in _ON_VLLM_FLEETS else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    """For `--dist loadfile`; any other is xdist's own."""
+    return OneVllmFleet(config, log) if config.getvalue("dist") == "loadfile" else None

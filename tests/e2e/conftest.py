@@ -19,6 +19,8 @@ VLLM_OPTIONS = {
     "w1": ["--async-scheduling"],
     "w2": ["--async-scheduling"],
 }
+# Of 32 tokens: far more than the tests need, and an eighth of the memory that a worker takes by default.
+VLLM_KV_BLOCKS = "2048"
 # Most of one step's outputs: all log-probabilities of a long prompt are more.
 VLLM_MAX_MESSAGE_BYTES = 4 << 20
 SIMULATED_WORKERS = ("w0", "w1", "w2")
@@ -31,7 +33,7 @@ def vllm_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     try:
         fleet.start_control()
         for name in VLLM_WORKERS:
-            options = [*VLLM_OPTIONS[name], "--engine-arg", "max_logprobs=-1"]
+            options = [*VLLM_OPTIONS[name], "--engine-arg", "max_logprobs=-1", "--kv-blocks", VLLM_KV_BLOCKS]
             fleet.start_worker(name, options, wait=False)
         limit = ["--max-message-bytes", str(VLLM_MAX_MESSAGE_BYTES)]
         fleet.start_frontend(options=[*limit, "--", "--max-logprobs", "-1", "--enable-prompt-tokens-details"])
