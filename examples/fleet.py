@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +13,7 @@ from dataclasses import dataclass, field
 from openai import APIConnectionError, OpenAI
 
 from tailrace.cli.errors import CliError
-from tailrace.local.state import RunFolderUnusable, find_state
+from tailrace.local.state import Part, RunFolderUnusable, find_state
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, types_pb2, worker_pb2
 
 
@@ -33,6 +35,15 @@ def told_plainly(url: str) -> Iterator[None]:
         sys.exit(problem.format_message())
     except APIConnectionError:
         sys.exit(f"nothing answers at {url}: `make up` starts a cluster, --url names another")
+
+
+def kill_part(part: Part) -> None:
+    """SIGKILL to a process of the local cluster and what belongs to it, as when its machine crashes."""
+    for pid in part.identity.session_members():
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
 
 
 class Fleet:

@@ -10,9 +10,7 @@ request left alone. The killed worker is started again in the end.
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -24,10 +22,10 @@ from openai import OpenAI
 from rich.console import Console
 from rich.text import Text
 
-from examples.fleet import Chat, Fleet, Once, local_url, stream_chat, told_plainly
+from examples.fleet import Chat, Fleet, Once, kill_part, local_url, stream_chat, told_plainly
 from tailrace.cli.admin import connect
 from tailrace.local.restart import find_parts
-from tailrace.local.state import find_state
+from tailrace.local.state import Part, find_state
 from tailrace.tiny.task import task
 from tailrace.v1 import types_pb2
 
@@ -123,7 +121,7 @@ def run(url: str, svg: Path | None, fleet: Fleet) -> int:
     def kill(chat: Chat) -> None:
         moved.wait(timeout=30)
         name = where(chat)
-        kill_part(name)
+        kill_part(part_of(name))
         killed.append(name)
         console.print(f"[bold red]kill -9[/] {recording.name(name)}")
         deadline_s = time.monotonic() + 30
@@ -157,13 +155,13 @@ def run(url: str, svg: Path | None, fleet: Fleet) -> int:
     return 0 if equal and killed else 1
 
 
-def kill_part(name: str) -> None:
-    """End a worker of the local cluster as a crash would. SystemExit when it is none of this cluster's."""
+def part_of(name: str) -> Part:
+    """A process of the local cluster. SystemExit when this cluster has none of that name."""
     state = find_state()
     parts = find_parts(state) if state is not None else {}
     if name not in parts:
         sys.exit(f"{name} is not a process of the local cluster of this folder: `make up` starts one")
-    os.kill(parts[name].identity.pid, signal.SIGKILL)
+    return parts[name]
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import os
-import signal
 import sys
 import threading
 import time
@@ -30,12 +28,12 @@ from dataclasses import dataclass, field
 from openai import OpenAI
 
 from examples.fifty_streams import run_all, variants
-from examples.fleet import Chat, local_url, stream_chat, told_plainly
+from examples.fleet import Chat, kill_part, local_url, stream_chat, told_plainly
 from tailrace.local.plan import Tier
 from tailrace.local.process import PartFailed
 from tailrace.local.progress import PlainProgress, Step
 from tailrace.local.restart import Restarter, find_parts
-from tailrace.local.state import Part, RunFolder, RunFolderBusy, RunFolderUnusable, RunState
+from tailrace.local.state import RunFolder, RunFolderBusy, RunFolderUnusable, RunState
 
 Work = Sequence[tuple[str, dict[str, object]]]
 
@@ -218,7 +216,7 @@ class Campaign:
         own = 0
         if self._kill:
             own = int(self._counters.read(_STREAMS).get(name, 0.0)) if part.tier == Tier.FRONTEND else 0
-            _kill(part)
+            kill_part(part)
         took = asyncio.run(self._restarter.restart(name))
         # What was under way when it ended must end well, too.
         self._load.wait_flowing()
@@ -239,15 +237,6 @@ class Campaign:
 class _Silent(PlainProgress):
     def tell(self, name: str, step: Step) -> None:
         """The table tells it."""
-
-
-def _kill(part: Part) -> None:
-    """SIGKILL to the process and what belongs to it."""
-    for pid in part.identity.session_members():
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
 
 
 def line(cells: Iterable[object]) -> str:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import click
 from rich.table import Table
 
-from tailrace.cli.errors import CliError, UsageProblem
+from tailrace.cli.errors import UsageProblem, file_errors
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
 from tailrace.cli.plain import JsonValue
 from tailrace.security.authority import (
@@ -65,7 +64,7 @@ def _days_option(default: float) -> Callable[[F], F]:
 @_days_option(AUTHORITY_DAYS)
 def init(folder: Path, days: float) -> None:
     """Make an authority for one cluster."""
-    with _problems():
+    with file_errors(AuthorityProblem):
         authority = Authority.create(folder, days)
     note(f"authority in {folder}, valid until {_day(authority.not_after)}; keep ca.key where no service runs")
 
@@ -89,7 +88,7 @@ def issue(role: str, name: str, hosts: tuple[str, ...], folder: Path, days: floa
         identity = Identity(Role(role), name)
     except NoIdentity as error:
         raise UsageProblem(str(error)) from error
-    with _problems():
+    with file_errors(AuthorityProblem):
         issued = Authority.load(folder).issue(identity, days, hosts)
     note(f"{identity}: valid until {_day(issued.not_after)}")
     click.echo(str(issued.folder))
@@ -100,7 +99,7 @@ def issue(role: str, name: str, hosts: tuple[str, ...], folder: Path, days: floa
 @_days_option(CERTIFICATE_DAYS)
 def rotate(folder: Path, days: float) -> None:
     """Make every certificate anew. Services read theirs again by themselves, and drop no stream."""
-    with _problems():
+    with file_errors(AuthorityProblem):
         renewed = Authority.load(folder).rotate(days)
     for issued in renewed:
         note(f"{issued.identity}: valid until {_day(issued.not_after)}")
@@ -115,9 +114,9 @@ def new_authority(folder: Path, days: float) -> None:
     Then, with the folders brought to every process before each step: tailrace certs rotate, tailrace certs
     retire-authority.
     """
-    with _problems():
+    with file_errors(AuthorityProblem):
         authority = Authority.load(folder)
-        authority.succeed(days)
+        authority.supersede(days)
     note(
         f"new authority, valid until {_day(authority.not_after)}; once every process has the new ca.crt: "
         "tailrace certs rotate"
@@ -128,7 +127,7 @@ def new_authority(folder: Path, days: float) -> None:
 @_folder_option
 def retire_authority(folder: Path) -> None:
     """Trust the new authority alone."""
-    with _problems():
+    with file_errors(AuthorityProblem):
         Authority.load(folder).retire()
     note("the older authority is not trusted any more")
 
@@ -138,7 +137,7 @@ def retire_authority(folder: Path) -> None:
 @output_option()
 def list_(folder: Path, output: Output) -> None:
     """Show the certificates and until when they are valid."""
-    with _problems():
+    with file_errors(AuthorityProblem):
         found = Authority.load(folder).issued()
     if output is Output.JSON:
         print_json({"certificates": [_plain(issued) for issued in found]})
@@ -162,14 +161,3 @@ def _plain(issued: Issued) -> dict[str, JsonValue]:
 
 def _day(when: datetime.datetime) -> str:
     return f"{when:%Y-%m-%d %H:%M:%SZ}"
-
-
-@contextmanager
-def _problems() -> Iterator[None]:
-    """One line for the user."""
-    try:
-        yield
-    except AuthorityProblem as error:
-        raise CliError(str(error)) from error
-    except OSError as error:
-        raise CliError(f"{error.filename}: {error.strerror}") from error

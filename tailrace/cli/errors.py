@@ -33,6 +33,17 @@ class Unreachable(CliError):
 
 
 @contextmanager
+def file_errors(*problems: type[Exception]) -> Iterator[None]:
+    """Turn `problems`, whose text says what is wrong, and a file that cannot be used into a CliError."""
+    try:
+        yield
+    except problems as error:
+        raise CliError(str(error)) from error
+    except OSError as error:
+        raise CliError(f"{error.filename}: {error.strerror}") from error
+
+
+@contextmanager
 def rpc_errors(address: str, hint: str = "", diagnose: Callable[[], str] = str) -> Iterator[None]:
     """Turn a gRPC error of the block into a CliError.
 

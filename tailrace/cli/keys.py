@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import click
 from rich.table import Table
 
-from tailrace.cli.errors import CliError, UsageProblem
+from tailrace.cli.errors import UsageProblem, file_errors
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
 from tailrace.tenancy.book import KeyBook, Tenant
 from tailrace.tenancy.file import KeyFileUnusable, changing, read_book
@@ -61,7 +60,7 @@ def make(tenant: str, models: str | None, no_key: bool, file: Path, **limits: fl
         given["models"] = tuple(part.strip() for part in models.split(",") if part.strip())
     if not tenant or len(tenant) > 100:
         raise UsageProblem("a tenant's name has 1 to 100 characters")
-    with _problems(), changing(file) as replace:
+    with file_errors(KeyFileUnusable), changing(file) as replace:
         book = read_book(file) if file.exists() else KeyBook()
         before = book.tenant(tenant)
         if no_key and before is None:
@@ -83,7 +82,7 @@ def make(tenant: str, models: str | None, no_key: bool, file: Path, **limits: fl
 @output_option()
 def list_(file: Path, output: Output) -> None:
     """Show tenants, their limits and the ids of their keys."""
-    with _problems():
+    with file_errors(KeyFileUnusable):
         book = read_book(file)
     if output is Output.JSON:
         print_json(
@@ -125,7 +124,7 @@ def list_(file: Path, output: Output) -> None:
 @_file_option
 def revoke(key_id: str, file: Path) -> None:
     """Take a key back, by its id; front ends refuse it within a second. Requests under way go on."""
-    with _problems(), changing(file) as replace:
+    with file_errors(KeyFileUnusable), changing(file) as replace:
         try:
             replace(read_book(file).without_key(key_id))
         except KeyError:
@@ -135,13 +134,3 @@ def revoke(key_id: str, file: Path) -> None:
 
 def _json(value: object) -> Any:
     return list(value) if isinstance(value, tuple) else value
-
-
-@contextmanager
-def _problems() -> Iterator[None]:
-    try:
-        yield
-    except KeyFileUnusable as error:
-        raise CliError(str(error)) from error
-    except OSError as error:
-        raise CliError(f"{error.filename}: {error.strerror}") from error

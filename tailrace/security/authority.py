@@ -148,7 +148,7 @@ class Authority:
         """
         return [self.issue(each.identity, days, each.hosts) for each in self.issued()]
 
-    def succeed(self, days: float = AUTHORITY_DAYS) -> None:
+    def supersede(self, days: float = AUTHORITY_DAYS) -> None:
         """Sign with a new key from now on, and trust what the old one signed until `retire`.
 
         Every process has to trust the new authority before it meets a certificate of it: only the bundles

@@ -6,10 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
+from google.protobuf.message import Message
+
 from tailrace.v1 import etcd_pb2
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
+_Asked = TypeVar("_Asked", bound=Message)
+_Answered = TypeVar("_Answered", bound=Message)
 
 # A member without a leader refuses at once, and ends streams that it can no longer serve, instead of keeping
 # silent.
@@ -25,31 +29,24 @@ class Method(Generic[Request, Reply]):
     decode: Callable[[bytes], Reply]
 
 
-RANGE: Final[Method[etcd_pb2.RangeRequest, etcd_pb2.RangeResponse]] = Method(
-    "/etcdserverpb.KV/Range", etcd_pb2.RangeRequest.SerializeToString, etcd_pb2.RangeResponse.FromString
+def method(path: str, request: type[_Asked], reply: type[_Answered]) -> Method[_Asked, _Answered]:
+    """The method at this path, with the messages that it takes and gives."""
+    return Method(path, request.SerializeToString, reply.FromString)
+
+
+RANGE: Final = method("/etcdserverpb.KV/Range", etcd_pb2.RangeRequest, etcd_pb2.RangeResponse)
+TXN: Final = method("/etcdserverpb.KV/Txn", etcd_pb2.TxnRequest, etcd_pb2.TxnResponse)
+LEASE_GRANT: Final = method(
+    "/etcdserverpb.Lease/LeaseGrant", etcd_pb2.LeaseGrantRequest, etcd_pb2.LeaseGrantResponse
 )
-TXN: Final[Method[etcd_pb2.TxnRequest, etcd_pb2.TxnResponse]] = Method(
-    "/etcdserverpb.KV/Txn", etcd_pb2.TxnRequest.SerializeToString, etcd_pb2.TxnResponse.FromString
-)
-LEASE_GRANT: Final[Method[etcd_pb2.LeaseGrantRequest, etcd_pb2.LeaseGrantResponse]] = Method(
-    "/etcdserverpb.Lease/LeaseGrant",
-    etcd_pb2.LeaseGrantRequest.SerializeToString,
-    etcd_pb2.LeaseGrantResponse.FromString,
-)
-LEASE_REVOKE: Final[Method[etcd_pb2.LeaseRevokeRequest, etcd_pb2.LeaseRevokeResponse]] = Method(
-    "/etcdserverpb.Lease/LeaseRevoke",
-    etcd_pb2.LeaseRevokeRequest.SerializeToString,
-    etcd_pb2.LeaseRevokeResponse.FromString,
+LEASE_REVOKE: Final = method(
+    "/etcdserverpb.Lease/LeaseRevoke", etcd_pb2.LeaseRevokeRequest, etcd_pb2.LeaseRevokeResponse
 )
 # Streams both ways.
-LEASE_KEEP_ALIVE: Final[Method[etcd_pb2.LeaseKeepAliveRequest, etcd_pb2.LeaseKeepAliveResponse]] = Method(
-    "/etcdserverpb.Lease/LeaseKeepAlive",
-    etcd_pb2.LeaseKeepAliveRequest.SerializeToString,
-    etcd_pb2.LeaseKeepAliveResponse.FromString,
+LEASE_KEEP_ALIVE: Final = method(
+    "/etcdserverpb.Lease/LeaseKeepAlive", etcd_pb2.LeaseKeepAliveRequest, etcd_pb2.LeaseKeepAliveResponse
 )
-WATCH: Final[Method[etcd_pb2.WatchRequest, etcd_pb2.WatchResponse]] = Method(
-    "/etcdserverpb.Watch/Watch", etcd_pb2.WatchRequest.SerializeToString, etcd_pb2.WatchResponse.FromString
-)
+WATCH: Final = method("/etcdserverpb.Watch/Watch", etcd_pb2.WatchRequest, etcd_pb2.WatchResponse)
 
 
 def prefix_end(prefix: bytes) -> bytes:

@@ -190,7 +190,7 @@ async def test_new_certificates_cut_no_call(authority: Authority) -> None:
         stream = stub.Import(worker_pb2.ImportRequest(), timeout=20)
         await stream.read()
         first = channels.get(address, Role.WORKER)
-        authority.succeed()
+        authority.supersede()
         authority.rotate()
         authority.retire()
         second = channels.get(address, Role.WORKER)

@@ -129,7 +129,7 @@ def test_a_mistake_is_said_once_and_what_runs_goes_on(
 
 def test_an_authority_is_replaced_in_three_steps(authority: Authority) -> None:
     folders = [authority.issue(Identity(Role.WORKER, name)).folder for name in ("a", "b")]
-    authority.succeed()
+    authority.supersede()
     # Both are trusted, and what the older one signed is in use.
     older = [read_credentials(folder) for folder in folders]
     with pytest.raises(AuthorityProblem, match="older authority"):

@@ -222,7 +222,7 @@ async def test_a_new_certificate_is_shown_on_new_streams_and_cuts_none(
     async with echoing(worker) as address:
         older = await connect_stream(address, worker_pb2.AttachDown, tls=frontend.dial(Role.WORKER))
         before = (worker.version, frontend.version)
-        authority.succeed()
+        authority.supersede()
         authority.rotate()
         authority.retire()
         newer = await connect_stream(address, worker_pb2.AttachDown, tls=frontend.dial(Role.WORKER))

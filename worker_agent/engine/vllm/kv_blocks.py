@@ -26,9 +26,7 @@ class DeviceStaging:
 
     def copy(self) -> DeviceStaging:
         """The same bytes in other memory."""
-        other = object.__new__(DeviceStaging)
-        other.bytes = self.bytes.clone()
-        return other
+        return DeviceStaging(self.bytes.clone())
 
     @property
     def buffer(self) -> object:
