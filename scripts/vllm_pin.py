@@ -32,7 +32,18 @@ def torch_requirement() -> str:
     return requirement
 
 
+def packages_with(extra: str, version: str) -> list[str]:
+    """What the extra installs, with another version of vLLM."""
+    requirements = tomllib.loads(_PYPROJECT.read_text())["project"]["optional-dependencies"][extra]
+    pin = re.compile(rf"{distribution(extra)}==.*")
+    return [pin.sub(f"{distribution(extra)}=={version}", each) for each in requirements]
+
+
 if __name__ == "__main__":
-    if sys.argv[1:] != ["torch"]:
-        sys.exit("usage: vllm_pin.py torch")
-    print(torch_requirement())
+    match sys.argv[1:]:
+        case ["torch"]:
+            print(torch_requirement())
+        case [extra, version]:
+            print(*packages_with(extra, version), sep="\n")
+        case _:
+            sys.exit("usage: vllm_pin.py torch | EXTRA VERSION")

@@ -16,6 +16,7 @@ from worker_agent.metrics import WorkerMetrics
 from worker_agent.migration.exports import Exports
 from worker_agent.migration.imports import Imports
 from worker_agent.phase_news import PhaseNews
+from worker_agent.suspects import Suspects
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class Admission:
         """`max_requests`: most that may be here at a time, waiting or running."""
         self._max_requests = max_requests
         self._engine = engine
+        self.suspects = Suspects(carried)
         self._front_ends = front_ends
         self._carried = carried
         self._metrics = metrics
@@ -46,17 +48,20 @@ class Admission:
         front_end = self._front_ends.by_client(submission.key.client)
         if front_end is None:
             return
-        if len(self._carried) >= self._max_requests and self._carried.get(submission.key) is None:
+        if (full := self._full_for(submission)) is not None:
             self._metrics.turned_away += 1
             rejected = worker_pb2.RequestRejected(
                 handle=submission.key.handle,
                 epoch=submission.epoch,
                 code=worker_pb2.REJECT_CODE_BUSY,
-                reason=f"{self._max_requests} requests are here already (--max-requests)",
+                reason=full,
             )
             front_end.send(worker_pb2.AttachDown(rejected=rejected))
             return
         self._metrics.submitted += 1
+        # Before the engine has it: it may be the last that is heard of this process.
+        taken = worker_pb2.Taken(handle=submission.key.handle, epoch=submission.epoch)
+        front_end.send(worker_pb2.AttachDown(taken=taken))
         carried = self._carried.add(
             submission.key,
             submission.request_id,
@@ -70,6 +75,8 @@ class Admission:
             len(submission.output_token_ids),
             time.monotonic(),
         )
+        if submission.suspect:
+            self.suspects.add(submission.key)
         try:
             self._engine.submit(submission)
         except Exception:
@@ -78,6 +85,16 @@ class Admission:
             self._carried.remove(submission.key)
             self._metrics.finished["failed"] += 1
             front_end.send(_failed(submission))
+
+    def _full_for(self, submission: Submission) -> str | None:
+        """Why it must go elsewhere; None: it need not."""
+        if self._carried.get(submission.key) is not None:
+            return None
+        if len(self._carried) >= self._max_requests:
+            return f"{self._max_requests} requests are here already (--max-requests)"
+        if submission.suspect and not self.suspects.may_come(submission.key.client):
+            return "a suspect of another front end is here"
+        return None
 
 
 def _failed(submission: Submission) -> worker_pb2.AttachDown:
@@ -135,6 +152,9 @@ class Dispatch:
                 self._queries.ask(front_end, message.held_query)
             case "utility":
                 self._utility(front_end, message.utility)
+            case "cleared":
+                for handle in message.cleared.handles:
+                    self._admission.suspects.clear(RequestKey(front_end.client, handle))
             case _:
                 # A heartbeat, or something that a newer front end says.
                 return
@@ -171,6 +191,7 @@ class Dispatch:
             frontend_id=front_end.frontend_id,
             answer_tokens=submit.answer_tokens,
             answering_s=submit.answering_s,
+            suspect=submit.suspect,
         )
         if not self._imports.succeeded(submission):
             self._admission.submit(submission)

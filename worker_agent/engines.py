@@ -29,6 +29,9 @@ class EngineOptions:
     block_tokens: int | None = None
     max_num_seqs: int | None = None
     max_model_len: int | None = None
+    # Devices (vLLM only).
+    tensor_parallel_size: int | None = None
+    pipeline_parallel_size: int | None = None
     host_kv_bytes: int | None = None
     # vLLM only.
     async_scheduling: bool | None = None
@@ -81,7 +84,13 @@ def with_tiny_models_defaults(options: EngineOptions) -> EngineOptions:
 
 
 def _vllm(given: EngineOptions) -> Engine:
+    from worker_agent.engine.vllm.internals import VllmLacks, require_internals
+
     with collector_paused():
+        try:
+            require_internals()
+        except VllmLacks as error:
+            raise EngineOptionError(str(error)) from error
         from worker_agent.engine.vllm.engine import VllmEngine
         from worker_agent.engine.vllm.settings import VllmSettings
 
@@ -97,6 +106,8 @@ def _vllm(given: EngineOptions) -> Engine:
             max_model_len=options.max_model_len,
             host_kv_bytes=options.host_kv_bytes,
             async_scheduling=options.async_scheduling,
+            tensor_parallel_size=options.tensor_parallel_size or 1,
+            pipeline_parallel_size=options.pipeline_parallel_size or 1,
             engine_args=options.arguments,
         )
     )

@@ -6,8 +6,10 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Final, TypeAlias
 
-from tailrace.intra.registry import ENGINE_ORDER, intra_facts, intra_for_policy, intra_parameters
+from tailrace.intra.base import ENGINE_ORDER
+from tailrace.intra.registry import UnknownIntraError, intra_facts, intra_parameters
 from tailrace.policy.parameters import NO_PARAMETERS, ParameterError, Value
+from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, variant
 from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
 from tailrace.store.membership import Membership
@@ -56,21 +58,45 @@ class IntraSwitch:
 
 def order_of_policy(record: PolicyRecord | None) -> Order:
     """The order that goes with the fleet's policy, None while none is set, and what it has of the policy's
-    parameters."""
+    parameters. Raises UnknownPolicyError, UnusablePolicyError, UnknownIntraError."""
     if record is None:
         return ENGINE_ORDER, NO_PARAMETERS
-    name = intra_for_policy(record.name)
+    policy = variant(record.name)
+    name = policy.policy.batch_order
     taken = {parameter.name for parameter in intra_parameters(name)}
-    return name, {key: value for key, value in record.parameters.items() if key in taken}
+    given = {**policy.parameters, **record.parameters}
+    return name, {key: value for key, value in given.items() if key in taken}
+
+
+class PolicyOrder:
+    """The order that goes with the fleet's policy, whatever that is at the moment.
+
+    Of a policy that the scheduler has and this worker has not, only the scheduler's half is followed.
+    """
+
+    def __init__(self, policy: Callable[[], PolicyRecord | None]) -> None:
+        """`policy`: the fleet's, now."""
+        self._policy = policy
+        self._not_here: PolicyRecord | None = None
+
+    def __call__(self) -> Order:
+        """Return the order to serve in; the engine's own for a policy that is not installed here."""
+        record = self._policy()
+        try:
+            return order_of_policy(record)
+        except (UnknownPolicyError, UnusablePolicyError, UnknownIntraError) as error:
+            # Logged once, not at every change of anything in etcd.
+            if record != self._not_here:
+                log.error("requests are served in the engine's own order, not that of the policy: %s", error)
+            self._not_here = record
+            return ENGINE_ORDER, NO_PARAMETERS
 
 
 def order_by(intra: str, set_intra: SetIntra, membership: Membership) -> None:
     """Set the order, and keep it up with the deployment's SLOs, and with the fleet's policy if it is
     BY_POLICY. Raises UnknownIntraError."""
-
-    def order() -> Order:
-        return order_of_policy(membership.policy) if intra == BY_POLICY else (intra, NO_PARAMETERS)
-
+    fixed: Order = (intra, NO_PARAMETERS)
+    order = PolicyOrder(lambda: membership.policy) if intra == BY_POLICY else lambda: fixed
     switch = IntraSwitch(order, lambda: membership.slo, set_intra)
     switch.look()
     membership.add_listener(switch.look)

@@ -11,7 +11,8 @@ from typing import Final
 
 import click
 
-from tailrace.intra.registry import ENGINE_ORDER, intra_names
+from tailrace.intra.base import ENGINE_ORDER
+from tailrace.intra.registry import intra_names
 from tailrace.profiles import Profile, ProfileError, load_profile
 from tailrace.service.channels import Channels
 from tailrace.service.message_stream import MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES
@@ -69,6 +70,16 @@ class EngineDied(RuntimeError):
 @click.option("--block-size", type=click.IntRange(1), help="Tokens in a KV block.")
 @click.option("--max-num-seqs", type=click.IntRange(1), help="Requests that run at a time.")
 @click.option("--max-model-len", type=click.IntRange(1), help="Longest prompt and output, in tokens.")
+@click.option(
+    "--tensor-parallel-size",
+    type=click.IntRange(1),
+    help="Devices that share each layer (vLLM only): as many divide the model's heads.",
+)
+@click.option(
+    "--pipeline-parallel-size",
+    type=click.IntRange(1),
+    help="Stages of layers, each on devices of its own (vLLM only).",
+)
 @click.option(
     "--async-scheduling/--no-async-scheduling",
     default=None,
@@ -186,6 +197,8 @@ def command(
     block_size: int | None,
     max_num_seqs: int | None,
     max_model_len: int | None,
+    tensor_parallel_size: int | None,
+    pipeline_parallel_size: int | None,
     async_scheduling: bool | None,
     predictor: str | None,
     arguments: tuple[str, ...],
@@ -209,6 +222,8 @@ def command(
         common.check_exposed(f"{kv_address}:0")
     if count > 1 and kind != "simulated":
         raise click.UsageError("--count is for the simulated engine: give a vLLM worker a process of its own")
+    if kind == "simulated" and (tensor_parallel_size or pipeline_parallel_size):
+        raise click.UsageError("--tensor-parallel-size and --pipeline-parallel-size are for vLLM engines")
     if count > 1 and stream_port:
         raise click.UsageError("--stream-port is for one worker: leave it out with --count")
     try:
@@ -220,6 +235,8 @@ def command(
             block_tokens=block_size,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
             host_kv_bytes=host_kv_bytes,
             async_scheduling=async_scheduling,
             predictor=predictor,

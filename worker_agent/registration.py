@@ -43,6 +43,9 @@ def instance_record(
         handover=info.handover,
         pooling=info.pooling,
         takes_adapters=info.takes_adapters,
+        ranks=list(info.ranks),
+        tensor_parallel_size=shape.tensor_parallel_size,
+        pipeline_parallel_size=shape.pipeline_parallel_size,
         block_naming=info.naming,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tailrace.intra.registry import ENGINE_ORDER
+from tailrace.intra.base import ENGINE_ORDER
 from tailrace.profiles import Profile
 from tailrace.service.message_stream import DEFAULT_MAX_MESSAGE_BYTES
 from worker_agent.kv.binding import PortRange

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from tailrace.policy.arrow.load import max_running_tokens
-from tailrace.policy.arrow.ttft import TtftPredictor
+from tailrace.perf.running_tokens import max_running_tokens
+from tailrace.perf.ttft import TtftPredictor
 from tailrace.profiles import Profile
 from tailrace.records import ProfileRecord
 from tailrace.slo import DEFAULT_TPOT_S

@@ -40,10 +40,8 @@ from worker_agent.hand_backs import HandBacks
 from worker_agent.heartbeats import beat
 from worker_agent.id_claim import replaced_message, wait_until_free
 from worker_agent.intra_switch import order_by
-from worker_agent.kv.client import KvClient
 from worker_agent.kv.segments import SharedMemory
-from worker_agent.kv.server import KvServer
-from worker_agent.kv.staging import StagingPool
+from worker_agent.kv_transport import kv_transport
 from worker_agent.load import MigrationLoad
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.migration.exports import Exports
@@ -147,17 +145,14 @@ async def running_worker(
         stack.push_async_callback(engine.stop)
         order_by(settings.intra, engine.set_intra, around.membership)
         shape = info.kv_shape
-        pool = StagingPool(engine, shape.block_bytes)
-        kv_server = KvServer(engine, shape, pool, around.memory.segments, faults, metrics)
-        stack.push_async_callback(kv_server.close)
-        kv_client = KvClient(shape, pool, around.memory.mappings, metrics)
-
+        transport = await kv_transport(instance_id, engine, info, around.memory, faults, metrics)
+        stack.push_async_callback(transport.close)
         admission = Admission(engine, front_ends, carried, metrics, settings.max_requests)
         exports = Exports(
             SourceParts(
                 engine=engine,
                 info=info,
-                blocks=kv_server,
+                blocks=transport,
                 front_ends=front_ends,
                 carried=carried,
                 news=news,
@@ -173,7 +168,7 @@ async def running_worker(
                 instance_id=instance_id,
                 engine=engine,
                 info=info,
-                puller=kv_client,
+                puller=transport,
                 front_ends=front_ends,
                 carried=carried,
                 news=news,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from tailrace.policy.cascade.bid_ask import Space
+from tailrace.bid_ask import Space
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.v1 import bidask_pb2_grpc

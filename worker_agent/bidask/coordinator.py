@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Final
 
-from tailrace.policy.cascade.bid_ask import Bid, Done, Space, Start, Starving
+from tailrace.bid_ask import Bid, Done, Space, Start, Starving
 from tailrace.v1 import bidask_pb2
 from worker_agent.bidask.messages import UnknownMessage, Wire, decode
 from worker_agent.bidask.offers import Offers

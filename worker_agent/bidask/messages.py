@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from tailrace.policy.cascade.bid_ask import (
+from tailrace.bid_ask import (
     Ask,
     Award,
     Bid,

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tailrace.policy.cascade.bid_ask import (
+from tailrace.bid_ask import (
     BID_S,
     OFFER_S,
     Award,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from tailrace.policy.cascade.bid_ask import (
+from tailrace.bid_ask import (
     ATTEMPT_S,
     OFFER_S,
     Ask,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,11 @@ from tailrace.handover import LIVE, Handover
 from tailrace.model_identity import ModelIdentity
 from tailrace.policy.parameters import NO_PARAMETERS, Value
 from tailrace.profiles import Profile
+from tailrace.records import RankRecord
 from tailrace.slo import Slo
+
+if TYPE_CHECKING:
+    from worker_agent.ranks.transfers import RankedMemory
 
 Frames = Sequence[bytes]
 
@@ -109,6 +113,8 @@ class Submission:
     answering_s: float = 0.0
     # Of a request that was stopped elsewhere (ExportedPause.sampling_state); empty: made from the tokens.
     sampling_state: bytes = b""
+    # It was on an engine when that died, and has not got on since.
+    suspect: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +123,15 @@ class KvShape:
 
     model_fingerprint: str
     block_tokens: int
+    # Of all ranks together.
     num_layers: int
     layer_block_bytes: int
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers."""
+        """Bytes of one block over all layers and ranks."""
         return self.num_layers * self.layer_block_bytes
 
 
@@ -155,6 +164,10 @@ class EngineInfo:
     # What its prefix cache holds, and how blocks are named there; None: it keeps none, or does not tell.
     cache: CacheBook | None = None
     naming: Naming | None = None
+    # Processes that run it together, by rank; none: it has one device.
+    ranks: Sequence[RankRecord] = ()
+    # Their KV, which they move themselves; None: `staging`, `read_blocks` and `write_blocks` do.
+    ranked: RankedMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)

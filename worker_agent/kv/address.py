@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
@@ -32,6 +33,16 @@ class KvAddress:
     def shares_memory(self, other: KvAddress) -> bool:
         """Whether these two processes can, as far as can be told."""
         return bool(self.host) and self.host == other.host
+
+
+def addresses_of(messages: Sequence[worker_pb2.KvAddress], ours: Sequence[KvAddress]) -> list[KvAddress]:
+    """The other end's endpoints, each beside ours of the same rank; none where it has not as many.
+
+    Raises KvTransferError as address_of does.
+    """
+    if len(messages) != len(ours):
+        return []
+    return [address_of(message, own) for message, own in zip(messages, ours, strict=True)]
 
 
 def address_of(message: worker_pb2.KvAddress, ours: KvAddress) -> KvAddress:

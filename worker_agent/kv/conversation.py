@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tailrace.service.said import said
-from worker_agent.engine.base import Engine, EngineRefusal, KvShape, Staging
+from worker_agent.engine.base import EngineRefusal, KvShape, Staging
 from worker_agent.faults import Faults
 from worker_agent.kv.errors import KvTransferError
+from worker_agent.kv.memory import KvMemory
 from worker_agent.kv.segments import NO_SEGMENT, Segment, Segments
 from worker_agent.kv.sessions import Session
 from worker_agent.kv.staging import StagingPool
@@ -81,10 +82,10 @@ class Slots:
         self._used = 0
 
     @classmethod
-    def of(cls, segments: Segments, size: int, engine: Engine) -> Slots | None:
-        """None where the engine's KV is not in host memory. Raises OSError."""
+    def of(cls, segments: Segments, size: int, memory: KvMemory) -> Slots | None:
+        """None where the KV is not in host memory. Raises OSError."""
         segment = segments.take(size)
-        stagings = [engine.staging_over(part) for part in np.split(segment.memory, WINDOW)]
+        stagings = [memory.staging_over(part) for part in np.split(segment.memory, WINDOW)]
         found = [each for each in stagings if each is not None]
         if len(found) < WINDOW:
             segments.give_back(segment)
@@ -104,7 +105,7 @@ class Conversation:
         self,
         channel: Channel,
         session: Session,
-        engine: Engine,
+        memory: KvMemory,
         shape: KvShape,
         pool: StagingPool,
         segments: Segments | None,
@@ -115,7 +116,7 @@ class Conversation:
         self._channel = channel
         self._session = session
         self._ticket = session.ticket
-        self._engine = engine
+        self._memory = memory
         self._shape = shape
         self._pool = pool
         self._faults = faults
@@ -195,7 +196,7 @@ class Conversation:
             return NO_SEGMENT
         try:
             size = WINDOW * self._pool.chunk_blocks * self._shape.block_bytes
-            self._slots = Slots.of(self._segments, size, self._engine)
+            self._slots = Slots.of(self._segments, size, self._memory)
         except OSError as error:
             log.warning("no memory to share with a target: %s", said(error))
         return NO_SEGMENT if self._slots is None else self._slots.segment.name.encode()
@@ -220,7 +221,7 @@ class Conversation:
         try:
             with session.reading():
                 checksums = await unbroken(
-                    self._engine.read_blocks(session.request_id, first, num_blocks, staging)
+                    self._memory.read_blocks(session.request_id, first, num_blocks, staging)
                 )
         except EngineRefusal as error:
             log.info("blocks %d+%d of %s: %s", first, num_blocks, session.request_id, error)

@@ -8,11 +8,12 @@ from functools import partial
 from typing import Final
 
 from tailrace.service.failure import failure
-from worker_agent.engine.base import Engine, KvShape
+from worker_agent.engine.base import KvShape
 from worker_agent.faults import Faults
 from worker_agent.kv.address import KvAddress
 from worker_agent.kv.conversation import Conversation
 from worker_agent.kv.errors import KvTransferError
+from worker_agent.kv.memory import KvMemory
 from worker_agent.kv.segments import Segments
 from worker_agent.kv.sessions import Session
 from worker_agent.kv.staging import StagingPool
@@ -33,7 +34,7 @@ class KvServer:
 
     def __init__(
         self,
-        engine: Engine,
+        memory: KvMemory,
         shape: KvShape,
         pool: StagingPool,
         segments: Segments,
@@ -42,7 +43,7 @@ class KvServer:
         claim_s: float = CLAIM_S,
     ) -> None:
         """UCX must be started. `claim_s`: seconds in which a session's target must say hello."""
-        self._engine = engine
+        self._memory = memory
         self._shape = shape
         self._pool = pool
         self._faults = faults
@@ -69,7 +70,7 @@ class KvServer:
         channel = await Channel.connect(target)
         segments = self._segments if target.shares_memory(self._address) else None
         conversation = Conversation(
-            channel, session, self._engine, self._shape, self._pool, segments, self._faults, self._metrics
+            channel, session, self._memory, self._shape, self._pool, segments, self._faults, self._metrics
         )
         task = asyncio.create_task(conversation.run(self._claim_s), name=f"KV of {request_id}")
         self._sessions[session] = task

@@ -7,17 +7,18 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from worker_agent.engine.base import Engine, Staging
+from worker_agent.engine.base import Staging
+from worker_agent.kv.memory import KvMemory
 from worker_agent.kv.transport import CHUNK_BYTES
 
 _KEPT_MAX: Final = 8
 
 
 class StagingPool:
-    """Buffers of one engine: whole chunks are kept, smaller ones are made as they are needed."""
+    """Buffers of one engine, or rank: whole chunks are kept, smaller ones are made as they are needed."""
 
-    def __init__(self, engine: Engine, block_bytes: int) -> None:
-        self._engine = engine
+    def __init__(self, memory: KvMemory, block_bytes: int) -> None:
+        self._memory = memory
         self.chunk_blocks = max(1, CHUNK_BYTES // block_bytes)
         self._free: list[Staging] = []
 
@@ -25,11 +26,11 @@ class StagingPool:
         """A buffer of exactly this many blocks, at most `chunk_blocks`."""
         if num_blocks == self.chunk_blocks and self._free:
             return self._free.pop()
-        return self._engine.staging(num_blocks)
+        return self._memory.staging(num_blocks)
 
     def over(self, memory: npt.NDArray[np.uint8]) -> Staging | None:
         """A buffer over host memory that is given; None where the KV is elsewhere."""
-        return self._engine.staging_over(memory)
+        return self._memory.staging_over(memory)
 
     def give_back(self, staging: Staging, num_blocks: int) -> None:
         """No transfer uses it any more."""

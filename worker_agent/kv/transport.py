@@ -56,6 +56,7 @@ _CLOSE_NS: Final = 200_000_000
 _DRAIN_S: Final = 2.0
 
 _started = False
+_options: Mapping[str, str] = {}
 
 
 def start_ucx(options: Mapping[str, str]) -> None:
@@ -63,8 +64,9 @@ def start_ucx(options: Mapping[str, str]) -> None:
 
     Raises BindingError when UCX cannot use the devices or ports that they name.
     """
-    global _started
+    global _started, _options
     if not _started:
+        _options = dict(options)
         try:
             ucxx.init(options=dict(options), progress_mode="thread", enable_python_future=True)
         except ucxx.exceptions.UCXError as error:
@@ -74,6 +76,11 @@ def start_ucx(options: Mapping[str, str]) -> None:
         worker.stop_progress_thread()
         worker.start_progress_thread(polling_mode=False, epoll_timeout=_PROGRESS_MS)
         _started = True
+
+
+def ucx_started_with() -> Mapping[str, str]:
+    """The options that start_ucx was given: for processes that belong to this one."""
+    return _options
 
 
 def own_address() -> KvAddress:

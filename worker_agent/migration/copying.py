@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tailrace.v1 import types_pb2, worker_pb2
-from worker_agent.engine.base import Engine, ExportedPause, Staging
+from worker_agent.engine.base import Engine, ExportedPause
 from worker_agent.faults import Faults
 from worker_agent.migration.blocks import BlockTransfer
 from worker_agent.migration.link_budget import LinkBudget
@@ -130,11 +130,6 @@ class Copying:
         self._on_round(Round(state, message, began_s, ended_s))
 
     async def _pull(self, hashes: Sequence[bytes]) -> int:
-        size = await self._transfer.pull(self._have, hashes, self._deliver)
+        size = await self._transfer.pull(self._have, hashes)
         self._have += len(hashes)
         return size
-
-    async def _deliver(
-        self, first: int, num_blocks: int, received: Staging, checksums: Sequence[int]
-    ) -> None:
-        await self._engine.write_blocks(self._request_id, first, num_blocks, received, checksums)

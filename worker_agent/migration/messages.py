@@ -25,6 +25,8 @@ def kv_layout(shape: KvShape) -> worker_pb2.KvLayout:
         block_tokens=shape.block_tokens,
         num_layers=shape.num_layers,
         layer_block_bytes=shape.layer_block_bytes,
+        tensor_parallel_size=shape.tensor_parallel_size,
+        pipeline_parallel_size=shape.pipeline_parallel_size,
     )
 
 
@@ -32,11 +34,16 @@ def layout_difference(ours: KvShape, theirs: worker_pb2.KvLayout) -> str:
     """Why the two cannot exchange KV, by the settings that differ; empty when they can."""
     if ours.block_tokens != theirs.block_tokens:
         return f"KV blocks of {theirs.block_tokens} tokens against {ours.block_tokens} (block_size)"
+    for setting in ("tensor_parallel_size", "pipeline_parallel_size"):
+        # 0: a worker of a version that had one device.
+        there, here = getattr(theirs, setting) or 1, getattr(ours, setting)
+        if there != here:
+            return f"{setting} {there} against {here}"
     if ours.model_fingerprint != theirs.model_fingerprint:
         return "the models' KV, its format (kv_cache_dtype), its layout or the versions of vLLM differ"
-    if kv_layout(ours) != theirs:
+    if (ours.num_layers, ours.layer_block_bytes) != (theirs.num_layers, theirs.layer_block_bytes):
         source = f"{theirs.num_layers} layers of {theirs.layer_block_bytes} bytes a block"
-        return f"{source} against {ours.num_layers} of {ours.layer_block_bytes} (parallel sizes)"
+        return f"{source} against {ours.num_layers} of {ours.layer_block_bytes}"
     return ""
 
 
@@ -80,9 +87,9 @@ def pause_of(paused: worker_pb2.ExportPaused) -> ExportedPause:
     )
 
 
-def ticket_of(opened: worker_pb2.ExportOpened) -> Ticket:
-    """The right to read its blocks. Raises KvTransferError."""
+def tickets_of(opened: worker_pb2.ExportOpened) -> list[Ticket]:
+    """The right to read its blocks, one an endpoint. Raises KvTransferError."""
     try:
-        return Ticket(opened.kv_ticket)
+        return [Ticket(secret) for secret in opened.kv_tickets]
     except ValueError as error:
         raise KvTransferError(f"the source gave no ticket: {error}") from error

@@ -21,9 +21,9 @@ from typing import Final
 
 from tailrace.v1 import worker_pb2
 from worker_agent.engine.base import EngineRefusal, Exported, ExportedPause, RequestKey
-from worker_agent.kv.address import address_of
+from worker_agent.kv.address import addresses_of
 from worker_agent.kv.errors import KvTransferError
-from worker_agent.kv.sessions import Session
+from worker_agent.migration.blocks import BlockSession
 from worker_agent.migration.inbox import Broken, Ended, Item, Owned, Released
 from worker_agent.migration.lease import Lease
 from worker_agent.migration.messages import block_identities, kv_layout, phase_of
@@ -96,14 +96,16 @@ class Export:
             return
         self.key, self.epoch = exported.key, exported.epoch
         self._opened_tokens = len(exported.output_token_ids)
-        session: Session | None = None
+        session: BlockSession | None = None
         outcome = Outcome.RESUME
         try:
             if self._parts.front_ends.by_client(exported.key.client) is None:
                 outcome, self._reason = Outcome.GONE, "its front end is gone"
             else:
                 blocks = self._parts.blocks
-                session = await blocks.open(self._request_id, address_of(opening.kv_address, blocks.address))
+                # None for a target of other parallel sizes, which cannot take the KV.
+                if targets := addresses_of(opening.kv_addresses, blocks.addresses):
+                    session = await blocks.open(self._request_id, targets)
                 await self._announce(session, exported)
                 outcome = await self._converse(session)
         except KvTransferError as error:
@@ -112,8 +114,9 @@ class Export:
             self.decided = True
             await unbroken(self._settle(session, outcome))
 
-    async def _announce(self, session: Session, exported: Exported) -> None:
-        session.announce(0, exported.block_hashes)
+    async def _announce(self, session: BlockSession | None, exported: Exported) -> None:
+        if session is not None:
+            await session.announce(0, exported.block_hashes)
         await self._parts.faults.hold("export:open")
         opened = worker_pb2.ExportOpened(
             frontend_id=exported.frontend_id,
@@ -125,14 +128,14 @@ class Export:
             layout=kv_layout(self._parts.info.kv_shape),
             traceparent=exported.traceparent,
             blocks=block_identities(exported.block_hashes),
-            kv_address=self._parts.blocks.address.message(),
-            kv_ticket=session.ticket.secret,
+            kv_addresses=[address.message() for address in self._parts.blocks.addresses],
+            kv_tickets=[] if session is None else [ticket.secret for ticket in session.tickets],
             replay_reason=exported.replay_reason,
             model=identity_message(self._parts.info.identity),
         )
         self._lease.send(worker_pb2.ExportEvent(opened=opened))
 
-    async def _converse(self, session: Session) -> Outcome:
+    async def _converse(self, session: BlockSession | None) -> Outcome:
         """Obey until there is an outcome."""
         while True:
             item = await self._lease.inbox.next(self._patience_s())
@@ -146,7 +149,7 @@ class Export:
             return settings.export_idle_s
         return max(0.0, self._paused_s + settings.pause_limit_s - _now_s())
 
-    async def _react(self, session: Session, item: Item | None) -> Outcome | None:
+    async def _react(self, session: BlockSession | None, item: Item | None) -> Outcome | None:
         match item:
             case Released():
                 return self._released()
@@ -162,7 +165,7 @@ class Export:
             case _:
                 return await self._obey(session, item)
 
-    async def _obey(self, session: Session, command: worker_pb2.ExportCommand) -> Outcome | None:
+    async def _obey(self, session: BlockSession | None, command: worker_pb2.ExportCommand) -> Outcome | None:
         match command.WhichOneof("body"):
             case "more" if not self.paused:
                 return await self._more(session, command.more.have_blocks)
@@ -176,19 +179,20 @@ class Export:
             case other:
                 return await self._without_target(f"unexpected command {other}")
 
-    async def _more(self, session: Session, have_blocks: int) -> Outcome | None:
+    async def _more(self, session: BlockSession | None, have_blocks: int) -> Outcome | None:
         await self._parts.faults.hold("export:pre_copy")
         try:
             hashes = await unbroken(self._parts.engine.export_more(self._request_id, have_blocks))
         except EngineRefusal as error:
             self._reason = str(error)
             return Outcome.GONE
-        session.announce(have_blocks, hashes)
+        if session is not None:
+            await session.announce(have_blocks, hashes)
         blocks = worker_pb2.ExportBlocks(first_block=have_blocks, blocks=block_identities(hashes))
         self._lease.send(worker_pb2.ExportEvent(blocks=blocks))
         return None
 
-    async def _pause(self, session: Session, command: worker_pb2.ExportPause) -> Outcome | None:
+    async def _pause(self, session: BlockSession | None, command: worker_pb2.ExportPause) -> Outcome | None:
         engine, have_blocks = self._parts.engine, command.have_blocks
         try:
             pause = await unbroken(
@@ -200,7 +204,8 @@ class Export:
             self._reason = str(error)
             return Outcome.RESUME
         self._paused_s = _now_s()
-        session.announce(have_blocks, pause.block_hashes)
+        if session is not None:
+            await session.announce(have_blocks, pause.block_hashes)
         await self._parts.faults.hold("export:paused")
         paused = worker_pb2.ExportPaused(
             new_output_token_ids=pause.new_output_token_ids,
@@ -276,13 +281,13 @@ class Export:
                     if item.HasField("end") and item.end.committed:
                         return Outcome.RELEASE
 
-    async def _settle(self, session: Session | None, outcome: Outcome) -> None:
+    async def _settle(self, session: BlockSession | None, outcome: Outcome) -> None:
         """Through the door: nothing of the export is left when this returns."""
         if outcome is Outcome.RELEASE:
             await self._parts.faults.hold("export:adopt")
         if session is not None:
             session.taken = outcome is Outcome.RELEASE
-            await self._parts.blocks.end(session)
+            await session.end()
         try:
             if outcome is Outcome.RELEASE:
                 await self._parts.engine.export_release(self._request_id)

@@ -28,13 +28,13 @@ from worker_agent.engine.base import (
     Submission,
 )
 from worker_agent.frontends import FrontEnd
-from worker_agent.kv.address import address_of
+from worker_agent.kv.address import addresses_of
 from worker_agent.kv.errors import KvIdentityError, KvTransferError
 from worker_agent.migration import replaying
 from worker_agent.migration.adoption import Adoption, Verdict
 from worker_agent.migration.blocks import BlockTransfer
 from worker_agent.migration.copying import Copying, Paused, Round
-from worker_agent.migration.messages import exported_of, phase_of, ticket_of
+from worker_agent.migration.messages import exported_of, phase_of, tickets_of
 from worker_agent.migration.parts import TargetParts
 from worker_agent.migration.plan import plan_of
 from worker_agent.migration.source_link import SourceFailed, SourceLink, SourceLost
@@ -239,8 +239,10 @@ class Import:
         if self._handover.way is Way.REPLAY:
             return await replaying.stop(self._source, self._parts.faults)
         puller = self._parts.puller
-        source, ticket = address_of(opened.kv_address, puller.address), ticket_of(opened)
-        transfer = self._transfer = await puller.connect(source, ticket)
+        sources, tickets = addresses_of(opened.kv_addresses, puller.addresses), tickets_of(opened)
+        if not sources:
+            raise KvTransferError(f"{len(opened.kv_addresses)} endpoints there, {len(puller.addresses)} here")
+        transfer = self._transfer = await puller.connect(self.request_id, sources, tickets)
         copying = Copying(
             self._parts.engine,
             transfer,
@@ -258,7 +260,7 @@ class Import:
             migration_id=self.migration_id,
             request_id=self.request_id,
             target_instance_id=self._parts.instance_id,
-            kv_address=self._parts.puller.address.message(),
+            kv_addresses=[address.message() for address in self._parts.puller.addresses],
         )
         event = await self._source.ask(worker_pb2.ExportCommand(open=command))
         if event.WhichOneof("body") != "opened":

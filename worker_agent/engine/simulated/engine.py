@@ -78,7 +78,7 @@ class SimulatedEngine:
         self, settings: SimulatedSettings, *, faults: Faults | None = None, clock: Clock | None = None
     ) -> None:
         """`clock` is the running event loop unless given. Raises RuntimeError for impossible settings."""
-        self.faults = faults or Faults()
+        self.faults = faults or Faults(die_on_prompt=tuple(settings.dies_of.encode("ascii")) or None)
         self._settings = settings
         try:
             profile = load_profile(settings.profile)

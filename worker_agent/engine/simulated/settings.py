@@ -47,6 +47,8 @@ class SimulatedSettings(msgspec.Struct, frozen=True, kw_only=True):
     weights_seed: int = 0
     # Why its requests go by replay; empty: they go live.
     replay_reason: str = ""
+    # A prompt, in letters of ASCII, of which the engine dies as soon as it has computed it.
+    dies_of: str = ""
 
 
 @dataclass(slots=True)

@@ -138,7 +138,7 @@ class Admission:
         self._core.grammars.when_ready(request, go_on)
 
     def _start_new(self, request: Request) -> None:
-        if self._core.kv.device.type == "cpu" and self._core.keeps_generators and _is_seeded(request):
+        if self._core.ranks[0].device_type == "cpu" and self._core.keeps_generators and _is_seeded(request):
             # vLLM's generators on CPU cannot take back the draws of a prompt computed in several steps
             # (see sampling.SeededCpuGenerator): adopt the request, to give it one that can.
             self._core.adopt(request, b"")

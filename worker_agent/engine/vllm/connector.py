@@ -28,7 +28,7 @@ from worker_agent.engine.host_ledger import HostLedger
 from worker_agent.engine.vllm.host_pool import HostPool
 from worker_agent.engine.vllm.kv_blocks import KvBlocks
 from worker_agent.engine.vllm.kv_names import kv_names
-from worker_agent.engine.vllm.layouts import layout_name, pages
+from worker_agent.engine.vllm.layouts import layout_name, live_reason, pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,14 @@ class TailraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     Scheduler side: `ledger` says which request has which slot of the pool. Both are attached once the engine
     is loaded; before, and with no host memory, nothing is swapped. Models with several KV cache groups have
-    none: vLLM cannot be told there which blocks did not come back whole.
+    none: vLLM cannot be told there which blocks did not come back whole. Nor has an engine of several ranks,
+    whose worker sides are in processes of their own.
     """
 
     blocks: KvBlocks | None
     layout_name: str
+    # Why requests cannot move live with this layout; empty: they can.
+    live_reason: str
     pool: HostPool | None
     ledger: HostLedger
 
@@ -68,7 +71,7 @@ class TailraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.blocks = None
-        self.layout_name = ""
+        self.layout_name = self.live_reason = ""
         self.pool = None
         self.ledger = HostLedger(0, 0)
         self._block_tokens: int = vllm_config.cache_config.block_size
@@ -88,6 +91,7 @@ class TailraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         config = self._kv_cache_config
         self.blocks = KvBlocks(pages(kv_caches, config), config.num_blocks)
         self.layout_name = layout_name(kv_caches, config)
+        self.live_reason = live_reason(config)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, SwapMetadata)

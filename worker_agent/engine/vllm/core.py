@@ -112,6 +112,8 @@ class EngineThread:
         wanted = self._settings.host_kv_bytes
         core = LoadedCore(vllm_config(self._settings), default_host_bytes() if wanted is None else wanted)
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        if core.ranked and self._settings.predictor:
+            _log.warning("lengths are not predicted on an engine of %d ranks", len(core.ranks))
         table = RequestTable()
         writer = OutputWriter(table)
         imports = Imports(core, table, self.post)
@@ -123,7 +125,10 @@ class EngineThread:
             exports=Exports(core, table, self.post),
             imports=imports,
             utility=UtilityCalls(core),
-            watch=None if core.pooling else LengthWatch.of(self._settings.predictor, core, table),
+            # Hidden states are seen in the process that makes them.
+            watch=None
+            if core.pooling or core.ranked
+            else LengthWatch.of(self._settings.predictor, core, table),
             cache=None if core.pooling else CacheWatch.of(core),
         )
 

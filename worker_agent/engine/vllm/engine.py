@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from tailrace.intra.registry import make_intra
 from tailrace.policy.parameters import NO_PARAMETERS, Value
+from tailrace.records import RankRecord
 from tailrace.slo import Slo
 from worker_agent.engine.base import (
     EngineInfo,
@@ -32,13 +33,16 @@ from worker_agent.engine.base import (
 )
 from worker_agent.engine.vllm.cache_watch import naming_of
 from worker_agent.engine.vllm.core import EngineParts, EngineThread
+from worker_agent.engine.vllm.engine_ranks import EngineRanks
 from worker_agent.engine.vllm.exports import Paused
 from worker_agent.engine.vllm.fingerprint import identity, kv_shape, ready_response
 from worker_agent.engine.vllm.hardware import hardware
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging
+from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.orders import use_policy
 from worker_agent.engine.vllm.settings import VllmSettings
 from worker_agent.engine.vllm.stats import engine_stats
+from worker_agent.ranks.messages import Address
 
 _T = TypeVar("_T")
 
@@ -46,6 +50,7 @@ _log = logging.getLogger(__name__)
 
 _START_DEADLINE_S = 1800.0
 _STOP_DEADLINE_S = 30.0
+_RANKS_DEADLINE_S = 60.0
 # A command waits for the step in progress, and a long prompt on a slow machine makes a long step.
 _COMMAND_DEADLINE_S = 30.0
 # Beyond what any caller waits for room.
@@ -60,6 +65,8 @@ class VllmEngine:
         self._settings = settings
         self._thread = EngineThread(settings, self._deliver, self._report_death)
         self._dead = ""
+        # Of an engine with several.
+        self._ranks: EngineRanks | None = None
         # Bounded by the exports and imports that the worker lets run at a time.
         self._waiting: set[Future[Any]] = set()
 
@@ -75,6 +82,8 @@ class VllmEngine:
         except Exception as error:
             raise RuntimeError(f"vLLM did not start: {error}") from error
         core = self._parts.core
+        if core.ranked:
+            self._ranks = await self._serve_ranks(core)
         return EngineInfo(
             engine="vllm",
             model=self._settings.model,
@@ -83,7 +92,7 @@ class VllmEngine:
             max_model_len=core.max_model_len,
             max_num_seqs=core.config.scheduler_config.max_num_seqs,
             ready_response=ready_response(core),
-            hardware=hardware(core.kv.device, self._settings.cpu_threads),
+            hardware=_hardware(core, self._settings.cpu_threads),
             step_tokens=core.config.scheduler_config.max_num_batched_tokens,
             identity=await asyncio.to_thread(identity, self._settings.model, core),
             handover=core.handover,
@@ -91,10 +100,24 @@ class VllmEngine:
             takes_adapters=core.config.lora_config is not None,
             cache=None if self._parts.cache is None else self._parts.cache.book,
             naming=None if self._parts.cache is None else naming_of(core),
+            ranks=[RankRecord(process=each.process, hardware=each.hardware) for each in core.ranks]
+            if core.ranked
+            else [],
+            ranked=self._ranks,
         )
 
     async def stop(self) -> None:
         """Stop stepping and free everything. Raises TimeoutError when a step does not end within 30 s."""
+        try:
+            if self._ranks is not None:
+                await self._ranks.links.stop()
+            await self._stop_thread()
+        finally:
+            if self._ranks is not None:
+                # A worker that ends leaves no rank behind, whatever it hangs in.
+                await asyncio.to_thread(self._ranks.clear)
+
+    async def _stop_thread(self) -> None:
         if not await asyncio.to_thread(self._thread.stop, _STOP_DEADLINE_S):
             raise TimeoutError("the engine thread did not end")
 
@@ -264,6 +287,18 @@ class VllmEngine:
 
     # ---- inner
 
+    async def _serve_ranks(self, core: LoadedCore) -> EngineRanks:
+        """Every rank comes, to move its part of the KV. Raises RuntimeError."""
+        ranks = EngineRanks(self._parts, self._die)
+        await ranks.links.open()
+        address = Address(ranks.links.path, ranks.links.secret)
+        try:
+            await self._ask(lambda parts: parts.core.serve_ranks(address))
+        except EngineRefusal as refusal:
+            raise RuntimeError(f"the engine's ranks cannot move KV: {refusal}") from refusal
+        await ranks.links.all_here(_RANKS_DEADLINE_S)
+        return ranks
+
     async def _ask(self, command: Callable[[EngineParts], _T]) -> _T:
         """Run a command between two steps; its result, or its EngineRefusal or KvCorrupt."""
         answer: Future[_T] = self._new_answer()
@@ -329,11 +364,20 @@ class VllmEngine:
         self._loop.call_soon_threadsafe(self._die, reason)
 
     def _die(self, reason: str) -> None:
+        if self._dead:
+            # A rank died, and then the step that waited for it.
+            return
         self._dead = reason
         for answer in self._waiting:
             if not answer.done():
                 answer.set_exception(EngineRefusal(f"the engine has failed: {reason}"))
         self._sink.on_engine_dead(reason)
+
+
+def _hardware(core: LoadedCore, cpu_threads: int | None) -> str:
+    if core.ranked:
+        return f"{len(core.ranks)} x {core.ranks[0].hardware}"
+    return hardware(core.kv.device, cpu_threads)
 
 
 def _settle(answer: Future[None], error: EngineRefusal | KvCorrupt | None) -> None:

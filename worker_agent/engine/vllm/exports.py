@@ -53,15 +53,28 @@ class Export:
     def read(self, core: LoadedCore, first_block: int, num_blocks: int, out: DeviceStaging) -> list[int]:
         """Copy pinned blocks to the front of `out`; their checksums. Any thread, inside `reading`: the list
         only grows while the export is open."""
-        blocks = self.pinned[first_block : first_block + num_blocks]
-        if len(blocks) != num_blocks:
-            raise EngineRefusal(f"blocks {first_block}..{first_block + num_blocks - 1} are not all pinned")
+        blocks = self._blocks(first_block, num_blocks)
         sums: list[int] = []
         for on_host, group in groupby(blocks, lambda block: isinstance(block, HostSlot)):
             places = [block.slot if isinstance(block, HostSlot) else block.block_id for block in group]
             part = out.part(len(sums), len(places))
-            sums += core.host_pool.read(places, part) if on_host else core.kv.gather(places, part)
+            if on_host:
+                assert core.host_pool is not None
+                sums += core.host_pool.read(places, part)
+            else:
+                sums += core.kv.gather(places, part)
         return sums
+
+    def block_ids(self, first_block: int, num_blocks: int) -> list[int]:
+        """Where pinned blocks are, on an engine whose ranks read them: it has no host memory. Any thread."""
+        blocks = self._blocks(first_block, num_blocks)
+        return [block.block_id for block in blocks if not isinstance(block, HostSlot)]
+
+    def _blocks(self, first_block: int, num_blocks: int) -> list[KVCacheBlock | HostSlot]:
+        blocks = self.pinned[first_block : first_block + num_blocks]
+        if len(blocks) != num_blocks:
+            raise EngineRefusal(f"blocks {first_block}..{first_block + num_blocks - 1} are not all pinned")
+        return blocks
 
 
 @dataclass(frozen=True, slots=True)

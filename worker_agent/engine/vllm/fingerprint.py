@@ -14,6 +14,7 @@ from vllm.version import __version__ as vllm_version
 from tailrace.model_identity import ORIGIN, ModelIdentity, identify_model, weight_files
 from worker_agent.engine.base import KvShape
 from worker_agent.engine.vllm.load import LoadedCore
+from worker_agent.engine.vllm.rank_facts import kv_name
 
 
 def kv_shape(core: LoadedCore) -> KvShape:
@@ -21,8 +22,10 @@ def kv_shape(core: LoadedCore) -> KvShape:
     return KvShape(
         model_fingerprint=_fingerprint(core),
         block_tokens=core.block_tokens,
-        num_layers=core.kv.num_layers,
-        layer_block_bytes=core.kv.layer_block_bytes,
+        num_layers=sum(rank.num_layers for rank in core.ranks),
+        layer_block_bytes=core.ranks[0].layer_block_bytes,
+        tensor_parallel_size=core.config.parallel_config.tensor_parallel_size,
+        pipeline_parallel_size=core.config.parallel_config.pipeline_parallel_size,
     )
 
 
@@ -36,8 +39,7 @@ def _fingerprint(core: LoadedCore) -> str:
         "quantization": str(model.quantization),
         "cache_dtype": str(cache.cache_dtype),
         "block_hash": str(cache.prefix_caching_hash_algo),
-        "layout": f"{core.kv.device.type} {core.layout_name}",
-        "checksum": core.kv.checksum_name,
+        "ranks": kv_name(core.ranks),
         # A seed means other draws in each of vLLM's model runners.
         "model_runner": 1 if core.keeps_generators else 2,
         "weights": _weights(model),

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-from typing import Final
 
 from vllm.config import VllmConfig
 from vllm.version import __version__ as vllm_version
 
 from tailrace.handover import LIVE, Handover, Way, by_replay
+from worker_agent.engine.vllm.internals import TESTED_VERSIONS
+from worker_agent.engine.vllm.parallel import ranks_reason
 
 _log = logging.getLogger(__name__)
-
-# Live migration is tested with these.
-TESTED_VERSIONS: Final = ("0.32",)
 
 
 def handover_of(config: VllmConfig) -> Handover:
@@ -37,4 +35,4 @@ def _feature_reason(config: VllmConfig) -> str:
     speculative = config.speculative_config
     if speculative is not None and speculative.method != "ngram":
         return f"speculative decoding by {speculative.method}: its draft model's state does not travel"
-    return ""
+    return ranks_reason(config)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from vllm.utils.math_utils import cdiv
@@ -69,19 +70,34 @@ class Import:
 
         Raises EngineRefusal, and KvCorrupt having written nothing.
         """
-        now = num_blocks if self.settled is None else max(0, min(num_blocks, self.settled - first_block))
-        places = self.places[first_block : first_block + now]
-        if len(places) != now:
-            raise EngineRefusal(f"blocks {first_block}..{first_block + num_blocks - 1} are not all reserved")
+        places = self.settled_places(first_block, num_blocks)
+        now = len(places)
         core.kv.verify(received, checksums, first_block)
         if now < num_blocks:
             self.later.append((first_block + now, received.part(now, num_blocks - now).copy()))
         if self.on_host:
             # Named when the tokens are known.
+            assert core.host_pool is not None
             core.host_pool.put(places, received, checksums, [b""] * num_blocks)
         elif now:
             core.kv.scatter(received, places)
         self.written.update(range(first_block, first_block + num_blocks))
+
+    def settled_places(self, first_block: int, num_blocks: int) -> list[int]:
+        """The places of those of these blocks that have one already. Any thread. Raises EngineRefusal."""
+        now = num_blocks if self.settled is None else max(0, min(num_blocks, self.settled - first_block))
+        places = self.places[first_block : first_block + now]
+        if len(places) != now:
+            raise EngineRefusal(f"blocks {first_block}..{first_block + num_blocks - 1} are not all reserved")
+        return places
+
+    @contextmanager
+    def receiving(self, first_block: int, num_blocks: int) -> Iterator[list[int]]:
+        """While the engine's ranks write these blocks: their places, as far as they have one. Raises
+        EngineRefusal."""
+        with self.writing:
+            yield self.settled_places(first_block, num_blocks)
+            self.written.update(range(first_block, first_block + num_blocks))
 
 
 class Imports:
@@ -352,15 +368,19 @@ class Imports:
             raise EngineRefusal("no room: its last KV blocks are not free")
         places = core.layout.places(computed)
         ids = [block.block_id for block in core.blocks_at(request.request_id, places)]
+        if core.ranked:
+            core.settle_ranks(request.request_id, ids)
         for first, staging in found.later:
             core.kv.scatter(staging, ids[first : first + len(staging.bytes)])
         found.later = []
 
     def _name(self, found: Import, computed: int) -> None:
+        pool = self._core.host_pool
+        assert pool is not None
         for slot, name in zip(
             found.places, kv_names(found.request, computed, self._core.block_tokens), strict=False
         ):
-            self._core.host_pool.name(slot, name)
+            pool.name(slot, name)
 
     def _wait_on_host(self, found: Import) -> None:
         """From here on it is a request that was swapped out."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
 from vllm.utils.math_utils import cdiv
@@ -27,10 +28,14 @@ from worker_agent.engine.vllm.handover import handover_of
 from worker_agent.engine.vllm.hidden_states import HiddenStateTap, StepStates
 from worker_agent.engine.vllm.host_pool import HostPool
 from worker_agent.engine.vllm.kv_blocks import KvBlocks
-from worker_agent.engine.vllm.layouts import Layout, Place, live_reason
+from worker_agent.engine.vllm.layouts import Layout, Place
 from worker_agent.engine.vllm.phases import ReasoningMarks, load_marks
+from worker_agent.engine.vllm.rank_facts import RankFacts
 from worker_agent.engine.vllm.request_states import Adoption, Rewind
 from worker_agent.engine.vllm.scheduler import PausingScheduler
+
+if TYPE_CHECKING:
+    from worker_agent.ranks.messages import Address
 
 # Far beyond any number of batches that vLLM has in flight.
 _SETTLING_STEPS = 64
@@ -49,7 +54,8 @@ class LoadedCore:
     scheduler: PausingScheduler
     kv_manager: KVCacheManager
     block_pool: BlockPool
-    kv: KvBlocks
+    # In the order of the ranks; one entry: its KV is in this process.
+    ranks: list[RankFacts]
     marks: ReasoningMarks | None
 
     def __init__(self, config: VllmConfig, host_kv_bytes: int) -> None:
@@ -65,18 +71,22 @@ class LoadedCore:
         self.scheduler = self.core.scheduler
         self.kv_manager = self.scheduler.kv_cache_manager
         self.block_pool = self.kv_manager.block_pool
-        connector = self._rpc("tailrace_connector")
-        assert isinstance(connector, TailraceConnector)
-        assert connector.blocks is not None
-        self.kv = connector.blocks
-        self.layout_name = connector.layout_name
+        self.ranks = self._rpc_all("tailrace_facts")
         self.layout = Layout(self.scheduler.kv_cache_config, self.kv_manager)
-        reason = live_reason(self.scheduler.kv_cache_config)
+        reason = next((each.live_reason for each in self.ranks if each.live_reason), "")
         if reason and self.handover.way is Way.LIVE:
             self.handover = by_replay(reason)
-        self.host_pool = HostPool(self.kv, host_kv_bytes if self.layout.plain else 0)
-        self.host = HostLedger(self.host_pool.slots, self.host_pool.block_bytes)
-        connector.pool = self.host_pool
+        self._kv: KvBlocks | None = None
+        self.host_pool: HostPool | None = None
+        self.host = HostLedger(0, 0)
+        if not self.ranked:
+            connector = self._rpc("tailrace_connector")
+            assert isinstance(connector, TailraceConnector)
+            assert connector.blocks is not None
+            self._kv = connector.blocks
+            pool = HostPool(self._kv, host_kv_bytes if self.layout.plain else 0)
+            self.host = HostLedger(pool.slots, pool.block_bytes)
+            connector.pool = self.host_pool = pool
         assert isinstance(self.scheduler.connector, TailraceConnector)
         self.scheduler.connector.ledger = self.host
         # The policy that orders the requests; None: vLLM's own order.
@@ -92,6 +102,18 @@ class LoadedCore:
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         # Set by the owner of the loop: one engine step, its outputs delivered.
         self.step_now: Callable[[], None] = _no_loop
+
+    @property
+    def ranked(self) -> bool:
+        """Whether its KV is in ranks in processes of their own."""
+        return len(self.ranks) > 1
+
+    @property
+    def kv(self) -> KvBlocks:
+        """The KV of an engine with one rank. Any thread. Raises EngineRefusal."""
+        if self._kv is None:
+            raise EngineRefusal("its KV is in the ranks' processes")
+        return self._kv
 
     @property
     def kv_blocks_used(self) -> int:
@@ -167,7 +189,7 @@ class LoadedCore:
     def adopt(self, request: Request, generator_state: bytes) -> None:
         """Make the request known to the model runner, to enter the scheduler as a preempted one does."""
         self.settle(request.request_id)
-        self._rpc("tailrace_adopt", Adoption(request, generator_state))
+        self._rpc("tailrace_adopt", Adoption.of(request, generator_state))
         self.scheduler.adopted.add(request.request_id)
 
     def forget(self, request_id: str) -> None:
@@ -177,7 +199,8 @@ class LoadedCore:
 
     def generator_state(self, request_id: str) -> bytes:
         """State of the request's own generator; empty when it has none."""
-        state = self._rpc("tailrace_generator_state", request_id)
+        # The ranks of the last pipeline stage sample, each the same.
+        state = self._rpc_all("tailrace_generator_state", request_id)[-1]
         assert isinstance(state, bytes)
         return state
 
@@ -198,6 +221,16 @@ class LoadedCore:
     def finish(self, request_ids: Sequence[str]) -> None:
         """End requests and free their blocks, without an output; unknown ones are ignored."""
         self.core.abort_requests(list(request_ids))
+
+    # ---- ranks in processes of their own
+
+    def serve_ranks(self, address: Address) -> None:
+        """Have each come to the worker at this address, to move its part of the KV."""
+        self._rpc("tailrace_serve", address)
+
+    def settle_ranks(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """Give what they keep of an import its places: those of all the request's blocks."""
+        self._rpc("tailrace_settle", request_id, list(block_ids))
 
     # ---- blocks
 
@@ -248,7 +281,7 @@ class LoadedCore:
         )
         if allocated is not None and self.scheduler.needs_kv_cache_zeroing:
             # vLLM would do it in the next step, and what is received may be there by then.
-            self.kv.zero(self.kv_manager.take_new_block_ids())
+            self._rpc("tailrace_zero", self.kv_manager.take_new_block_ids())
         return allocated is not None
 
     def _groups_of(self, request_id: str) -> Sequence[Sequence[KVCacheBlock]]:
@@ -256,7 +289,12 @@ class LoadedCore:
         return groups
 
     def _rpc(self, method: str, *arguments: object) -> object:
-        return self.core.collective_rpc(method, args=arguments)[0]
+        return self._rpc_all(method, *arguments)[0]
+
+    def _rpc_all(self, method: str, *arguments: object) -> list[Any]:
+        """Called in every rank, between two steps of its; their answers in their order."""
+        answers: list[Any] = self.core.collective_rpc(method, args=arguments)
+        return answers
 
 
 def _no_loop() -> None:

@@ -11,7 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from vllm.sampling_params import SamplingType
+import torch
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.sampling_params import SamplingParams, SamplingType
 from vllm.v1.request import Request
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -27,8 +30,32 @@ class Adoption:
     seed and the number of output tokens.
     """
 
-    request: Request
+    request_id: str
+    prompt_token_ids: list[int] | None
+    prompt_embeds: torch.Tensor | None
+    prompt_is_token_ids: list[bool] | None
+    mm_features: list[MultiModalFeatureSpec]
+    sampling_params: SamplingParams
+    lora_request: LoRARequest | None
+    num_computed_tokens: int
+    output_token_ids: list[int]
     generator_state: bytes
+
+    @classmethod
+    def of(cls, request: Request, generator_state: bytes) -> Adoption:
+        """The request as it is now; what the model runner needs of it, which may be in another process."""
+        return cls(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            prompt_embeds=request.prompt_embeds,
+            prompt_is_token_ids=request.prompt_is_token_ids,
+            mm_features=request.mm_features,
+            sampling_params=request.sampling_params,
+            lora_request=request.lora_request,
+            num_computed_tokens=request.num_computed_tokens,
+            output_token_ids=list(request.output_token_ids),
+            generator_state=generator_state,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,36 +93,35 @@ class CachedStates:
 
         Its blocks are left empty: the scheduler sends them all when it resumes the request.
         """
-        runner, request = self._runner, adoption.request
-        params = request.sampling_params
-        outputs = list(request.output_token_ids)
+        runner, params, outputs = self._runner, adoption.sampling_params, list(adoption.output_token_ids)
         state = CachedRequestState(
-            req_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            prompt_embeds=request.prompt_embeds,
-            prompt_is_token_ids=request.prompt_is_token_ids,
-            mm_features=request.mm_features,
+            req_id=adoption.request_id,
+            prompt_token_ids=adoption.prompt_token_ids,
+            prompt_embeds=adoption.prompt_embeds,
+            prompt_is_token_ids=adoption.prompt_is_token_ids,
+            mm_features=adoption.mm_features,
             sampling_params=params,
             pooling_params=None,
             generator=None,
             block_ids=tuple([] for _ in runner.kv_cache_config.kv_cache_groups),
-            num_computed_tokens=request.num_computed_tokens,
+            num_computed_tokens=adoption.num_computed_tokens,
             output_token_ids=outputs,
-            lora_request=request.lora_request,
+            lora_request=adoption.lora_request,
         )
         if params.prompt_logprobs is not None and not outputs:
-            runner.num_prompt_logprobs[request.request_id] = (
+            runner.num_prompt_logprobs[adoption.request_id] = (
                 runner.input_batch.vocab_size if params.prompt_logprobs == -1 else params.prompt_logprobs
             )
         if runner.uses_mrope:
             runner._init_mrope_positions(state)
-        runner.requests[request.request_id] = state
+        runner.requests[adoption.request_id] = state
         if params.sampling_type == SamplingType.RANDOM_SEED:
             state.generator = make_generator(
                 runner.device,
                 params.seed,
                 # The list itself is another one each time that the request is resumed with async scheduling.
-                lambda: len(runner.requests[request.request_id].output_token_ids),
+                lambda: len(runner.requests[adoption.request_id].output_token_ids),
+                runner.sampler.topk_topp_sampler,
                 runner.input_batch.vocab_size,
                 adoption.generator_state,
             )
@@ -110,8 +136,14 @@ class CachedStates:
         runner, state = self._runner, self._runner.requests.get(rewind.request_id)
         if state is None or state.generator is None:
             return
-        seed, vocab_size = state.sampling_params.seed, runner.input_batch.vocab_size
-        fresh = make_generator(runner.device, seed, lambda: rewind.output_tokens, vocab_size, b"")
+        fresh = make_generator(
+            runner.device,
+            state.sampling_params.seed,
+            lambda: rewind.output_tokens,
+            runner.sampler.topk_topp_sampler,
+            runner.input_batch.vocab_size,
+            b"",
+        )
         state.generator.set_state(fresh.get_state())
 
     def generator_state(self, request_id: str) -> bytes:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed import get_pp_group
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from worker_agent.engine.vllm.batch_rows import BatchRows, rows_of_v1, rows_of_v2
 from worker_agent.engine.vllm.connector import TailraceConnector
+from worker_agent.engine.vllm.hardware import hardware
 from worker_agent.engine.vllm.hidden_states import HiddenStateTap, StepStates
+from worker_agent.engine.vllm.kv_blocks import KvBlocks
+from worker_agent.engine.vllm.rank_facts import RankFacts
 from worker_agent.engine.vllm.request_states import (
     Adoption,
     CachedStates,
@@ -18,6 +23,10 @@ from worker_agent.engine.vllm.request_states import (
     Rewind,
 )
 
+if TYPE_CHECKING:
+    from worker_agent.ranks.memory import RankMemory
+    from worker_agent.ranks.messages import Address
+
 
 class RunnerExtension:
     """Methods for `collective_rpc`. Names start with tailrace_, as they join vLLM's worker class."""
@@ -25,12 +34,47 @@ class RunnerExtension:
     if TYPE_CHECKING:
         use_v2_model_runner: bool
         model_runner: Any
+        rank: int
+        distributed_init_method: str
+        tailrace_memory: RankMemory
 
     def tailrace_connector(self) -> TailraceConnector:
         """The worker side of the KV connector, which holds the KV tensors."""
         connector = get_kv_transfer_group()
         assert isinstance(connector, TailraceConnector)
         return connector
+
+    def tailrace_facts(self) -> RankFacts:
+        """What this rank is."""
+        connector, blocks = self.tailrace_connector(), self._tailrace_blocks()
+        return RankFacts(
+            rank=self.rank,
+            process=os.getpid(),
+            device_type=blocks.device.type,
+            hardware=hardware(blocks.device, None),
+            num_layers=blocks.num_layers,
+            layer_block_bytes=blocks.layer_block_bytes,
+            layout_name=connector.layout_name,
+            checksum_name=blocks.checksum_name,
+            meeting=os.path.basename(self.distributed_init_method),
+            live_reason=connector.live_reason,
+        )
+
+    def tailrace_serve(self, address: Address) -> None:
+        """Of a rank in a process of its own: move its part of the KV as the worker at this address says."""
+        self._tailrace_stage_input()
+        # Only here: it takes UCX into the process.
+        from worker_agent.ranks.agent import start_agent
+
+        self.tailrace_memory = start_agent(self.rank, self._tailrace_blocks(), address)
+
+    def tailrace_settle(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """RankMemory.settle."""
+        self.tailrace_memory.settle(request_id, block_ids)
+
+    def tailrace_zero(self, block_ids: Sequence[int]) -> None:
+        """Fill these blocks with zeros."""
+        self._tailrace_blocks().zero(block_ids)
 
     def tailrace_tap(self, take: Callable[[StepStates], None]) -> HiddenStateTap:
         """Hand the hidden states of steps to `take`."""
@@ -53,6 +97,25 @@ class RunnerExtension:
     def tailrace_generator_state(self, request_id: str) -> bytes:
         """RequestStates.generator_state."""
         return self._tailrace_states().generator_state(request_id)
+
+    def _tailrace_blocks(self) -> KvBlocks:
+        blocks = self.tailrace_connector().blocks
+        assert blocks is not None
+        return blocks
+
+    def _tailrace_stage_input(self) -> None:
+        """Where a later stage of a pipeline receives what the one before has made: Model Runner V1 makes it
+        in its warm-up, which vLLM leaves out on a CPU when the KV cache's size is given."""
+        runner = self.model_runner
+        if (
+            self.use_v2_model_runner
+            or get_pp_group().is_first_rank
+            or runner.intermediate_tensors is not None
+        ):
+            return
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
 
     def _tailrace_states(self) -> RequestStates:
         return NoStates() if self.use_v2_model_runner else CachedStates(self.model_runner)

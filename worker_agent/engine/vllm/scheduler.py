@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import RequestQueue, create_request_queue
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -18,9 +17,10 @@ from tailrace.intra.base import Rank
 from worker_agent.engine.step_order import Device, StepOrder
 from worker_agent.engine.vllm.connector import SwapMetadata, TailraceConnector
 from worker_agent.engine.vllm.ranked_queue import RankedQueue
+from worker_agent.engine.vllm.waiting import VllmScheduler
 
 
-class PausingScheduler(Scheduler):  # type: ignore[misc]
+class PausingScheduler(VllmScheduler):  # type: ignore[misc]
     """Adds to vLLM's scheduler:
 
     - `pause` and `unpause`: a running request keeps its KV and its cached state, but takes part in no further
@@ -299,7 +299,9 @@ class AsyncPausingScheduler(PausingScheduler, AsyncScheduler):  # type: ignore[m
 
 def decodes(request: Request) -> bool:
     """All tokens but the latest are computed, or being computed, and the latest is or will be an output."""
-    coming: int = request.num_output_placeholders
+    # A pipeline without async scheduling has steps in flight, and no placeholders for what they make.
+    in_pipeline = not request.num_output_placeholders and request.num_computed_tokens == request.num_tokens
+    coming: int = request.num_output_placeholders + in_pipeline
     made: int = request.num_output_tokens + coming
     left: int = request.num_tokens + coming - request.num_computed_tokens
     return made > 0 and left == 1

@@ -7,9 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
+from pydantic import ValidationError
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
+
+from worker_agent.engine.vllm.internals import require_runner_v2
+from worker_agent.engine.vllm.parallel import prepare_ranks
 
 Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 
@@ -41,6 +45,9 @@ class VllmSettings:
     max_model_len: int | None = None
     # Begin a step before the tokens of the last one are there. None: as vLLM does, which is yes on GPUs.
     async_scheduling: bool | None = None
+    # Devices: ranks that share each layer, times stages of layers. Several: each in a process of its own.
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     # vLLM's name of the model's reasoning parser; empty: the model does not reason.
     reasoning_parser: str = ""
     # File of a length predictor for this model; empty: lengths are not predicted.
@@ -67,6 +74,8 @@ def vllm_config(settings: VllmSettings) -> VllmConfig:
         "max_model_len": settings.max_model_len,
         "reasoning_parser": settings.reasoning_parser,
         "async_scheduling": settings.async_scheduling,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "pipeline_parallel_size": settings.pipeline_parallel_size,
     }
     if current_platform.is_cpu():
         if settings.cpu_threads is not None:
@@ -78,10 +87,11 @@ def vllm_config(settings: VllmSettings) -> VllmConfig:
             arguments["kv_cache_memory_bytes"] = _CPU_KV_BYTES
     arguments = {name: value for name, value in arguments.items() if value is not None}
     arguments |= settings.engine_args
+    ranks = prepare_ranks(arguments)
     try:
         config = EngineArgs(
             **arguments,
-            distributed_executor_backend="uni",
+            distributed_executor_backend="uni" if ranks == 1 else "mp",
             worker_extension_cls="worker_agent.engine.vllm.runner_extension.RunnerExtension",
             kv_transfer_config=KVTransferConfig(
                 kv_connector="TailraceConnector",
@@ -92,8 +102,9 @@ def vllm_config(settings: VllmSettings) -> VllmConfig:
             ),
         ).create_engine_config()
     except (TypeError, ValueError) as error:
-        raise RuntimeError(f"vLLM does not take these engine arguments: {error}") from error
-    _check(config)
+        raise RuntimeError(f"vLLM does not take these engine arguments: {_said(error)}") from error
+    if config.use_v2_model_runner:
+        require_runner_v2()
     _choose_scheduler(config, forced=arguments.get("async_scheduling") is True)
     return config
 
@@ -107,6 +118,8 @@ def _choose_scheduler(config: VllmConfig, forced: bool) -> None:
     config.scheduler_config.scheduler_cls = f"worker_agent.engine.vllm.scheduler.{name}"
 
 
-def _check(config: VllmConfig) -> None:
-    if config.parallel_config.world_size != 1 or config.parallel_config.data_parallel_size != 1:
-        raise RuntimeError("a worker runs one device: leave tensor, pipeline and data parallel size at 1")
+def _said(error: Exception) -> str:
+    """In one line: of pydantic's errors, what the checks say."""
+    if not isinstance(error, ValidationError):
+        return " ".join(str(error).split())
+    return "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())

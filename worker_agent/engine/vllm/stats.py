@@ -32,7 +32,7 @@ def engine_stats(
         swaps_out=core.host.swapped_out,
         swaps_in=core.host.swapped_in,
         swaps_refused=core.host.refused,
-        host_kv_corrupt_blocks=core.host_pool.corrupt_blocks,
+        host_kv_corrupt_blocks=0 if core.host_pool is None else core.host_pool.corrupt_blocks,
         prefill_backlog_tokens=backlog,
         expected_step_s=writer.times.expected_s(max(core.scheduler.scheduled_tokens, ahead)),
         steps=writer.steps,

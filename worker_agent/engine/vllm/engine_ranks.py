@@ -1,0 +1,82 @@
+"""An engine's ranks in processes of their own, as its worker sees them."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import logging
+import multiprocessing
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Final
+
+from worker_agent.engine.vllm.core import EngineParts
+from worker_agent.ranks.links import RankLinks
+
+_log = logging.getLogger(__name__)
+
+# What vLLM calls the file by which an engine's ranks meet, unique to them.
+_MEETING: Final = "vllm_dist_"
+_SHARED: Final = Path("/dev/shm")
+# For a killed process to end.
+_JOIN_S: Final = 5.0
+
+
+class EngineRanks:
+    """RankedMemory of a vLLM engine. Event loop only.
+
+    When one rank dies, so do the others: vLLM's own watch would first wait for those that wait for it.
+    """
+
+    def __init__(self, parts: EngineParts, died: Callable[[str], None]) -> None:
+        """`died` is told once, when a rank is gone that nobody told to stop."""
+        self._parts = parts
+        self._died = died
+        self._processes = frozenset(rank.process for rank in parts.core.ranks)
+        self._links = RankLinks(len(parts.core.ranks), self._lost)
+
+    @property
+    def links(self) -> RankLinks:
+        """RankedMemory.links."""
+        return self._links
+
+    def exported(self, request_id: str, first_block: int, num_blocks: int) -> Sequence[int]:
+        """RankedMemory.exported."""
+        return self._parts.exports.get(request_id).block_ids(first_block, num_blocks)
+
+    def receiving(
+        self, request_id: str, first_block: int, num_blocks: int
+    ) -> AbstractContextManager[Sequence[int]]:
+        """RankedMemory.receiving."""
+        return self._parts.imports.get(request_id).receiving(first_block, num_blocks)
+
+    def kill(self) -> None:
+        """End those that still run."""
+        for child in self._running():
+            _log.warning("killing a rank: process %d", child.pid)
+            child.kill()
+
+    def clear(self) -> None:
+        """End those that still run, and remove what a killed one leaves behind: the file that they met by,
+        and the memory that vLLM's ranks on a CPU share. Blocks for seconds at most."""
+        self.kill()
+        for child in self._running():
+            child.join(_JOIN_S)
+        meeting = self._parts.core.ranks[0].meeting
+        if not meeting.startswith(_MEETING):
+            return
+        left = [Path(tempfile.gettempdir(), meeting), *_SHARED.glob(f"{glob.escape(meeting)}-*")]
+        for path in left:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def _running(self) -> list[BaseProcess]:
+        return [child for child in multiprocessing.active_children() if child.pid in self._processes]
+
+    def _lost(self, rank: int) -> None:
+        ranks = self._parts.core.ranks
+        self._died(f"rank {rank} of {len(ranks)} (process {ranks[rank].process}) is gone")
+        self.kill()

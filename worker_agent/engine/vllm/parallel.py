@@ -1,0 +1,61 @@
+"""Several devices: what cannot be, said before anything is loaded; and what vLLM is to know of this host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+
+# Of vLLM's settings, those that a worker cannot run with, and what to do instead.
+_ALONE: Final = {
+    "data_parallel_size": "start one worker for each data-parallel rank, each with its own devices",
+    "nnodes": "a worker's ranks are on one machine",
+}
+_BINDING: Final = "VLLM_CPU_OMP_THREADS_BIND"
+_THREADS: Final = "OMP_NUM_THREADS"
+
+
+def prepare_ranks(arguments: Mapping[str, object]) -> int:
+    """How many ranks vLLM's engine arguments ask for; the environment is made ready for them.
+
+    Raises RuntimeError, naming the setting, for what cannot be.
+    """
+    for name, instead in _ALONE.items():
+        if arguments.get(name, 1) != 1:
+            raise RuntimeError(f"{name} {arguments[name]}: {instead}")
+    tensor, stages = _size(arguments, "tensor_parallel_size"), _size(arguments, "pipeline_parallel_size")
+    ranks = tensor * stages
+    if ranks == 1:
+        return 1
+    # This process has threads, and what they hold when it is forked is held for ever in the child.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    if current_platform.is_cpu():
+        # vLLM would give each rank a NUMA node of its own.
+        os.environ.setdefault(_BINDING, "nobind")
+        os.environ.setdefault(_THREADS, str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+    elif (devices := torch.accelerator.device_count()) < ranks:
+        wanted = f"tensor_parallel_size {tensor} x pipeline_parallel_size {stages}"
+        raise RuntimeError(f"{wanted} needs {ranks} devices; this process sees {devices}")
+    return ranks
+
+
+def ranks_reason(config: VllmConfig) -> str:
+    """Why an engine whose ranks share the tokens of a context cannot hand its KV over live; empty: they do
+    not."""
+    parallel = config.parallel_config
+    for setting in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, setting)
+        if size != 1:
+            return f"{setting} {size}: a block's tokens are spread over the ranks"
+    return ""
+
+
+def _size(arguments: Mapping[str, object], name: str) -> int:
+    size = arguments.get(name, 1)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise RuntimeError(f"{name} {size!r}: a number of devices expected")
+    return size

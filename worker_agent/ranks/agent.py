@@ -1,0 +1,305 @@
+"""A rank's end of the talk with its worker: obeys, in a thread of the rank's process.
+
+vLLM's own thread of that process runs the steps and knows nothing of it. When the worker's process is gone
+the rank ends too, whatever its steps wait for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+import torch
+from prometheus_client import CollectorRegistry
+
+from worker_agent.engine.base import Staging
+from worker_agent.engine.vllm.kv_blocks import KvBlocks
+from worker_agent.faults import Faults
+from worker_agent.kv.client import KvClient, KvTransfer
+from worker_agent.kv.errors import KvTransferError
+from worker_agent.kv.segments import SharedMemory
+from worker_agent.kv.server import KvServer
+from worker_agent.kv.sessions import Session
+from worker_agent.kv.staging import StagingPool
+from worker_agent.kv.strays import discarding_strays
+from worker_agent.kv.ticket import Ticket
+from worker_agent.kv.transport import start_ucx, stop_ucx
+from worker_agent.metrics import WorkerHistograms, WorkerMetrics
+from worker_agent.ranks.memory import RankMemory
+from worker_agent.ranks.messages import (
+    Address,
+    Announce,
+    Answer,
+    Answered,
+    Asked,
+    Begin,
+    Begun,
+    Close,
+    Command,
+    Connect,
+    Done,
+    End,
+    Ended,
+    Hello,
+    Open,
+    Opened,
+    Pull,
+    Pulled,
+    Stop,
+    encode,
+    failed,
+    rank_shape,
+    read_frame,
+)
+from worker_agent.unbroken import unbroken
+
+log = logging.getLogger(__name__)
+
+# For a rank to end by itself once its worker is gone.
+_ORPHAN_S: Final = 5.0
+
+
+def start_agent(rank: int, kv: KvBlocks, address: Address) -> RankMemory:
+    """Obey the worker at this address from now on; what the rank's own thread shares with it."""
+    memory = RankMemory(kv)
+    agent = RankAgent(rank, kv, memory)
+    threading.Thread(target=_run, args=(agent, address), name="tailrace-rank", daemon=True).start()
+    return memory
+
+
+def _run(agent: RankAgent, address: Address) -> None:
+    try:
+        asyncio.run(agent.run(address))
+    except Exception:
+        log.exception("a rank's transfers failed")
+        os._exit(1)
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """One on its way in. `pulling`: at most one at a time."""
+
+    request_id: str
+    kv: KvTransfer
+    pulling: asyncio.Task[int] | None = None
+
+
+@dataclass(slots=True)
+class _Transport:
+    """What there is once UCX is started."""
+
+    server: KvServer
+    client: KvClient
+    metrics: WorkerMetrics
+    memory: SharedMemory
+    sessions: dict[int, Session] = field(default_factory=dict)
+    transfers: dict[int, _Transfer] = field(default_factory=dict)
+    # What the worker was told of.
+    told_blocks: int = 0
+    told_bytes: int = 0
+    # Exports and transfers that are being opened: whether their end was told meanwhile. Their numbers differ.
+    _beginning: dict[int, bool] = field(default_factory=dict)
+
+    @contextmanager
+    def beginning(self, number: int) -> Iterator[Callable[[], bool]]:
+        """While it is opened; yields whether it was given up."""
+        self._beginning[number] = False
+        try:
+            yield lambda: self._beginning[number]
+        finally:
+            del self._beginning[number]
+
+    def give_up(self, number: int) -> None:
+        """Whoever opens it now is to undo it."""
+        if number in self._beginning:
+            self._beginning[number] = True
+
+
+class RankAgent:
+    """One rank's."""
+
+    def __init__(self, rank: int, kv: KvBlocks, memory: RankMemory) -> None:
+        self._rank = rank
+        self._kv = kv
+        self._memory = memory
+        self._transport: _Transport | None = None
+        self._commands: set[asyncio.Task[None]] = set()
+
+    async def run(self, address: Address) -> None:
+        """Until the worker says stop, or is gone."""
+        if self._kv.device.type == "cuda":
+            torch.cuda.set_device(self._kv.device)
+        reader, writer = await asyncio.open_unix_connection(address.path)
+        writer.write(encode(Hello(self._rank, address.secret)))
+        told: int | None = None
+        try:
+            told = await self._obey_all(reader, writer)
+        except (asyncio.IncompleteReadError, OSError):
+            log.warning("rank %d: its worker is gone", self._rank)
+        await self._end()
+        if told is None:
+            # vLLM's thread has noticed too, unless it waits for another rank.
+            await asyncio.sleep(_ORPHAN_S)
+            os._exit(1)
+        writer.write(encode(Answered(told, Done())))
+        await writer.drain()
+        writer.close()
+
+    async def _obey_all(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
+        """Until told to stop; the number of that command."""
+        decoder = msgspec.msgpack.Decoder(Asked)
+        # The first one starts UCX; only then is there anything to sweep.
+        asked = decoder.decode(await read_frame(reader))
+        if isinstance(asked.command, Stop):
+            return asked.number
+        assert isinstance(asked.command, Begin)
+        writer.write(encode(Answered(asked.number, self._begin(asked.command))))
+        async with discarding_strays(lambda count: None):
+            while True:
+                asked = decoder.decode(await read_frame(reader))
+                if isinstance(asked.command, Stop):
+                    return asked.number
+                task = asyncio.create_task(self._answer(asked, writer), name="rank's command")
+                self._commands.add(task)
+                task.add_done_callback(self._commands.discard)
+
+    async def _answer(self, asked: Asked, writer: asyncio.StreamWriter) -> None:
+        try:
+            answer = await self._obey(asked.command)
+        # Whatever is wrong with one transfer, the rank goes on.
+        except Exception as error:
+            answer = failed(error)
+            if answer.kind == "transfer" and not isinstance(error, KvTransferError):
+                log.exception("rank %d: a transfer failed", self._rank)
+        writer.write(encode(Answered(asked.number, answer)))
+
+    def _begin(self, begin: Begin) -> Begun:
+        start_ucx(begin.ucx)
+        kv = self._kv
+        shape = rank_shape(begin.fingerprint, begin.block_tokens, kv.num_layers, kv.layer_block_bytes)
+        metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
+        pool, memory = StagingPool(self._memory, shape.block_bytes), SharedMemory()
+        faults = Faults.from_environment(begin.instance_id)
+        self._transport = _Transport(
+            KvServer(self._memory, shape, pool, memory.segments, faults, metrics),
+            KvClient(shape, pool, memory.mappings, metrics),
+            metrics,
+            memory,
+        )
+        return Begun(self._transport.server.address)
+
+    async def _obey(self, command: Command) -> Answer:
+        transport = self._transport
+        assert transport is not None
+        match command:
+            case Open():
+                return await self._open(transport, command)
+            case Announce():
+                self._announce(transport, command)
+                return Done()
+            case End():
+                return await self._end_export(transport, command)
+            case Connect():
+                await self._connect(transport, command)
+                return Done()
+            case Pull():
+                return await self._pull(transport, command)
+            case Close():
+                await self._close(transport, command.transfer)
+                return Done()
+            case _:
+                raise KvTransferError(f"a rank does not {type(command).__name__} here")
+
+    async def _open(self, transport: _Transport, command: Open) -> Opened:
+        with transport.beginning(command.export) as given_up:
+            session = await transport.server.open(_name(command.export), command.target)
+            if given_up():
+                await unbroken(transport.server.end(session))
+                raise KvTransferError("the export has ended")
+            transport.sessions[command.export] = session
+        return Opened(session.ticket.secret)
+
+    def _announce(self, transport: _Transport, command: Announce) -> None:
+        session = transport.sessions.get(command.export)
+        if session is None:
+            raise KvTransferError("the export has ended")
+        self._memory.export(_name(command.export), command.first_block, command.block_ids)
+        session.announce(command.first_block, command.hashes)
+
+    async def _end_export(self, transport: _Transport, command: End) -> Ended:
+        session = transport.sessions.pop(command.export, None)
+        transport.give_up(command.export)
+        if session is not None:
+            session.taken = command.taken
+            await transport.server.end(session)
+        self._memory.forget(_name(command.export))
+        metrics = transport.metrics
+        blocks, size = metrics.kv_sent_blocks, metrics.kv_sent_bytes
+        ended = Ended(blocks - transport.told_blocks, size - transport.told_bytes)
+        transport.told_blocks, transport.told_bytes = blocks, size
+        return ended
+
+    async def _connect(self, transport: _Transport, command: Connect) -> None:
+        with transport.beginning(command.transfer) as given_up:
+            kv = await transport.client.connect(command.source, Ticket(command.ticket))
+            if given_up():
+                await unbroken(kv.close())
+                raise KvTransferError("the transfer was ended")
+            self._memory.expect(command.request_id)
+            transport.transfers[command.transfer] = _Transfer(command.request_id, kv)
+
+    async def _pull(self, transport: _Transport, command: Pull) -> Pulled:
+        transfer = transport.transfers.get(command.transfer)
+        if transfer is None or transfer.pulling is not None:
+            raise KvTransferError("this transfer is over, or busy")
+        deliver = self._deliver(transfer.request_id, command.first_block, command.block_ids)
+        pulling = transfer.kv.pull(command.first_block, command.hashes, deliver)
+        transfer.pulling = asyncio.ensure_future(pulling)
+        try:
+            await asyncio.wait({transfer.pulling})
+            if transfer.pulling.cancelled():
+                raise KvTransferError("the transfer was ended")
+            return Pulled(transfer.pulling.result())
+        finally:
+            transfer.pulling = None
+
+    def _deliver(
+        self, request_id: str, first: int, block_ids: Sequence[int]
+    ) -> Callable[[int, int, Staging, Sequence[int]], Awaitable[None]]:
+        async def deliver(at: int, num_blocks: int, received: Staging, checksums: Sequence[int]) -> None:
+            places = block_ids[at - first : at - first + num_blocks]
+            await self._memory.write(request_id, at, places, received, checksums)
+
+        return deliver
+
+    async def _close(self, transport: _Transport, number: int) -> None:
+        transfer = transport.transfers.pop(number, None)
+        transport.give_up(number)
+        if transfer is None:
+            return
+        if transfer.pulling is not None:
+            transfer.pulling.cancel()
+            await asyncio.wait({transfer.pulling})
+        await unbroken(transfer.kv.close())
+        self._memory.leave(transfer.request_id)
+
+    async def _end(self) -> None:
+        transport, self._transport = self._transport, None
+        if transport is None:
+            return
+        for number in list(transport.transfers):
+            await self._close(transport, number)
+        await transport.server.close()
+        transport.memory.segments.close()
+        stop_ucx()
+
+
+def _name(export: int) -> str:
+    return f"export {export}"

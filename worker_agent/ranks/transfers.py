@@ -1,0 +1,232 @@
+"""The KV transport of an engine with several ranks: all of them at once, each its own part."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Protocol, TypeVar
+
+from worker_agent.engine.base import EngineRefusal
+from worker_agent.kv.address import KvAddress
+from worker_agent.kv.errors import KvTransferError
+from worker_agent.kv.ticket import Ticket
+from worker_agent.metrics import WorkerMetrics
+from worker_agent.ranks.links import RankLink, RankLinks
+from worker_agent.ranks.messages import (
+    Announce,
+    Begin,
+    Begun,
+    Close,
+    Connect,
+    Done,
+    End,
+    Ended,
+    Open,
+    Opened,
+    Pull,
+    Pulled,
+)
+from worker_agent.unbroken import unbroken
+
+_T = TypeVar("_T")
+
+
+class RankedMemory(Protocol):
+    """What the engine knows of its ranks' KV: the same block numbers in each. All calls on the event loop."""
+
+    @property
+    def links(self) -> RankLinks:
+        """To its ranks."""
+
+    def exported(self, request_id: str, first_block: int, num_blocks: int) -> Sequence[int]:
+        """Where these pinned blocks of an export are. Raises EngineRefusal."""
+
+    def receiving(
+        self, request_id: str, first_block: int, num_blocks: int
+    ) -> AbstractContextManager[Sequence[int]]:
+        """While these blocks of an import are written: their places, fewer than asked for where the rest has
+        none before the last token is known. Left without an error, they have come. Raises EngineRefusal."""
+
+
+class RankedSession:
+    """The blocks of one export, in every rank."""
+
+    def __init__(
+        self,
+        request_id: str,
+        memory: RankedMemory,
+        tickets: Sequence[Ticket],
+        announce: Callable[[int, Sequence[bytes], Sequence[int]], Awaitable[None]],
+        end: Callable[[bool], Awaitable[None]],
+    ) -> None:
+        """`announce`: first block, names, places; `end`: whether the target has taken all."""
+        self.tickets = tickets
+        self.taken = False
+        self._request_id = request_id
+        self._memory = memory
+        self._announce = announce
+        self._end = end
+
+    async def announce(self, first_block: int, hashes: Sequence[bytes]) -> None:
+        """BlockSession.announce."""
+        if not hashes:
+            return
+        try:
+            block_ids = self._memory.exported(self._request_id, first_block, len(hashes))
+        except EngineRefusal as error:
+            raise KvTransferError(str(error)) from error
+        await self._announce(first_block, hashes, block_ids)
+
+    async def end(self) -> None:
+        """BlockSession.end."""
+        await self._end(self.taken)
+
+
+class RankedTransfer:
+    """All pulls of one migration. It fails as a whole: a round is done when every rank has its part."""
+
+    def __init__(self, number: int, request_id: str, memory: RankedMemory, metrics: WorkerMetrics) -> None:
+        self._number = number
+        self._request_id = request_id
+        self._memory = memory
+        self._metrics = metrics
+        self._closed = False
+
+    async def connect(self, sources: Sequence[KvAddress], tickets: Sequence[Ticket]) -> None:
+        """Every rank greets its own of the source. Raises KvTransferError, and leaves nothing then."""
+        asked = [
+            link.ask(Connect(self._number, self._request_id, source, ticket.secret), Done)
+            for link, source, ticket in zip(self._memory.links, sources, tickets, strict=True)
+        ]
+        try:
+            await _all(asked)
+        except BaseException:
+            await unbroken(self.close())
+            raise
+
+    async def pull(self, first_block: int, hashes: Sequence[bytes]) -> int:
+        """BlockTransfer.pull."""
+        if not hashes:
+            return 0
+        with self._memory.receiving(self._request_id, first_block, len(hashes)) as block_ids:
+            command = Pull(self._number, first_block, list(hashes), list(block_ids))
+            try:
+                came = await _all(link.ask(command, Pulled, None) for link in self._memory.links)
+            except BaseException:
+                # Nobody writes any more when this returns.
+                await unbroken(self.close())
+                raise
+        size = sum(each.bytes for each in came)
+        self._metrics.kv_received_blocks += len(hashes)
+        self._metrics.kv_received_bytes += size
+        return size
+
+    async def close(self) -> None:
+        """BlockTransfer.close."""
+        if self._closed:
+            return
+        self._closed = True
+        asked = [link.ask(Close(self._number), Done) for link in self._memory.links]
+        _look(await asyncio.gather(*asked, return_exceptions=True))
+
+
+class RankedTransport:
+    """BlockSource and BlockPuller over the ranks."""
+
+    def __init__(self, memory: RankedMemory, metrics: WorkerMetrics, addresses: Sequence[KvAddress]) -> None:
+        self._memory = memory
+        self._metrics = metrics
+        self.addresses = addresses
+        self._numbers = itertools.count(1)
+
+    @classmethod
+    async def begin(
+        cls,
+        memory: RankedMemory,
+        metrics: WorkerMetrics,
+        instance_id: str,
+        fingerprint: str,
+        block_tokens: int,
+        ucx: Mapping[str, str],
+    ) -> RankedTransport:
+        """Start UCX in every rank with these options. Raises KvTransferError."""
+
+        async def begin(link: RankLink) -> KvAddress:
+            # A rank takes KV from the same rank alone.
+            name = f"{fingerprint} rank {link.rank}"
+            return (await link.ask(Begin(instance_id, name, block_tokens, dict(ucx)), Begun)).address
+
+        return cls(memory, metrics, await _all(begin(link) for link in memory.links))
+
+    async def open(self, request_id: str, targets: Sequence[KvAddress]) -> RankedSession:
+        """BlockSource.open."""
+        number = next(self._numbers)
+        asked = [
+            link.ask(Open(number, target), Opened)
+            for link, target in zip(self._memory.links, targets, strict=True)
+        ]
+        try:
+            opened = await _all(asked)
+        except BaseException:
+            await unbroken(self._end(number, False))
+            raise
+        tickets = [Ticket(each.ticket) for each in opened]
+        return RankedSession(
+            request_id, self._memory, tickets, partial(self._announce, number), partial(self._end, number)
+        )
+
+    async def connect(
+        self, request_id: str, sources: Sequence[KvAddress], tickets: Sequence[Ticket]
+    ) -> RankedTransfer:
+        """BlockPuller.connect."""
+        if len(tickets) != len(sources):
+            raise KvTransferError(f"{len(tickets)} tickets for {len(sources)} ranks")
+        transfer = RankedTransfer(next(self._numbers), request_id, self._memory, self._metrics)
+        await transfer.connect(sources, tickets)
+        return transfer
+
+    async def close(self) -> None:
+        """The ranks' transfers end with the engine."""
+
+    async def _announce(
+        self, number: int, first_block: int, hashes: Sequence[bytes], block_ids: Sequence[int]
+    ) -> None:
+        command = Announce(number, first_block, list(hashes), list(block_ids))
+        await _all(link.ask(command, Done) for link in self._memory.links)
+
+    async def _end(self, number: int, taken: bool) -> None:
+        asked = [link.ask(End(number, taken), Ended) for link in self._memory.links]
+        ended = _look(await asyncio.gather(*asked, return_exceptions=True))
+        self._metrics.kv_sent_blocks += max((each.blocks for each in ended), default=0)
+        self._metrics.kv_sent_bytes += sum(each.bytes for each in ended)
+
+
+async def _all(asked: Iterable[Awaitable[_T]]) -> list[_T]:
+    """All answers, or the first error; the answers of the others are then of no interest any more."""
+    tasks = [asyncio.ensure_future(each) for each in asked]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    except asyncio.CancelledError:
+        for task in tasks:
+            task.cancel()
+        raise
+    wrong = next((task for task in tasks if task.done() and task.exception() is not None), None)
+    if wrong is None:
+        return [task.result() for task in tasks]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    error = wrong.exception()
+    assert error is not None
+    raise error
+
+
+def _look(answers: Sequence[_T | BaseException]) -> list[_T]:
+    """The answers of those ranks that are there. Raises what is no failure of a rank or a transfer."""
+    for answer in answers:
+        if isinstance(answer, BaseException) and not isinstance(answer, KvTransferError):
+            raise answer
+    return [answer for answer in answers if not isinstance(answer, BaseException)]
