@@ -15,9 +15,9 @@ from scheduler_svc.negotiator import CannotNegotiate, Negotiator
 from scheduler_svc.recaller import Recaller
 from scheduler_svc.refused import Refused
 from scheduler_svc.settings import Settings
-from scheduler_svc.state import ClusterState, PoolOrder
 from tailrace.actions import Action, HandBack, Migrate, Offer, SetPool, SetStages
 from tailrace.cluster import RequestView, Stage
+from tailrace.control.reported_cluster import PoolOrder, ReportedCluster
 from tailrace.policy.when_full import WhenFull
 from tailrace.store.errors import StoreUnavailable
 from tailrace.v1 import migration_pb2, types_pb2, worker_pb2
@@ -36,7 +36,7 @@ class Actuator:
 
     def __init__(
         self,
-        state: ClusterState,
+        state: ReportedCluster,
         mover: Mover,
         negotiator: Negotiator,
         recaller: Recaller,

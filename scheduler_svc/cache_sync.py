@@ -9,7 +9,7 @@ from typing import Final
 
 import grpc
 
-from scheduler_svc.state import ClusterState
+from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.v1 import cache_pb2, cache_pb2_grpc
@@ -28,7 +28,7 @@ _AGAIN_S: Final = 2.0
 class CacheSync:
     """Only placements are the worse for what it does not get."""
 
-    def __init__(self, state: ClusterState, channels: Channels) -> None:
+    def __init__(self, state: ReportedCluster, channels: Channels) -> None:
         self._state = state
         self._channels = channels
         # Not before these times, of the loop's clock.
@@ -61,4 +61,4 @@ class CacheSync:
             again_s = _AGAIN_S * random.uniform(0.5, 1.5)
             self._not_before[instance_id] = asyncio.get_running_loop().time() + again_s
         else:
-            self._state.cache.listed(instance_id, reply)
+            self._state.cache_listed(instance_id, reply)

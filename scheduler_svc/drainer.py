@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from scheduler_svc.decider import Hands
-from scheduler_svc.state import ClusterState
 from tailrace.actions import Migrate
 from tailrace.cluster import InstanceState, InstanceView, Phase, RequestState, RequestView
+from tailrace.control.reported_cluster import ReportedCluster
+from tailrace.control.runner import Executor
 
 REASON: Final = "drain"
 _LOOK_S: Final = 0.25
@@ -33,9 +33,9 @@ class _Tried:
 class Drainer:
     """Migrates each request until it has gone. Prompts that wait have no KV: their worker hands them back."""
 
-    def __init__(self, state: ClusterState, hands: Hands, leading: asyncio.Event) -> None:
+    def __init__(self, state: ReportedCluster, executor: Executor, leading: asyncio.Event) -> None:
         self._state = state
-        self._hands = hands
+        self._executor = executor
         self._leading = leading
         self._tried: dict[tuple[str, str], _Tried] = {}
 
@@ -67,7 +67,7 @@ class Drainer:
                     sent[target] += request.context_tokens
                     moves.append(Migrate(request.request_id, instance.instance_id, target, REASON))
                     self._note(request, now_s)
-            self._hands.submit(moves, REASON)
+            self._executor.submit(moves, REASON)
         present = {(r.request_id, i.instance_id) for i in draining for r in i.requests}
         self._tried = {key: tried for key, tried in self._tried.items() if key in present}
 

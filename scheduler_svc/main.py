@@ -12,10 +12,10 @@ from typing import Final
 
 import click
 
-from scheduler_svc.active_policy import ActivePolicy, warm_up
 from scheduler_svc.actuator import Actuator
 from scheduler_svc.admin.forward import LeaderRoute
 from scheduler_svc.admin.servicer import AdminServicer
+from scheduler_svc.admin.shadowing import Shadowing
 from scheduler_svc.cache_sync import CacheSync
 from scheduler_svc.decider import Decider
 from scheduler_svc.drainer import Drainer
@@ -28,9 +28,13 @@ from scheduler_svc.orphans import remove_orphans
 from scheduler_svc.placement_servicer import SchedulerServicer
 from scheduler_svc.placer import Placer
 from scheduler_svc.recaller import Recaller
+from scheduler_svc.recorder import Recorder
 from scheduler_svc.settings import Settings
-from scheduler_svc.state import ClusterState
 from scheduler_svc.traceparents import Traceparents
+from tailrace.control.active_policy import ActivePolicy, warm_up
+from tailrace.control.guarded import GuardedCalls
+from tailrace.control.live import LiveControl
+from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, all_parameters, load
 from tailrace.records import PolicyRecord
@@ -40,7 +44,6 @@ from tailrace.service.options import CommonOptions, common_options
 from tailrace.service.run import run_service
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.service.shutdown import Shutdown
-from tailrace.slo import Slo
 from tailrace.store.election import Election
 from tailrace.store.leadership import Leadership
 from tailrace.telemetry.audit import audit_export
@@ -142,14 +145,13 @@ class Parts:
     def __init__(self, frame: Frame, policy: PolicyRecord, leading: asyncio.Event) -> None:
         self.metrics = SchedulerMetrics(frame.registry)
         self.metrics.leading.set_function(lambda: float(leading.is_set()))
-        self.state = ClusterState()
+        self.state = ReportedCluster()
         self.metrics.cache_index_blocks.set_function(lambda: float(len(self.state.cache.index)))
+        self.metrics.pending_placements.set_function(lambda: float(self.state.pending_placements))
         self.metrics.cache_snapshots.set_function(lambda: float(self.state.cache.follower.snapshots))
         self.active = ActivePolicy(policy, frame.members.slo)
         self._members = frame.members
         self._leading = leading
-        frame.members.add_listener(self._follow_members)
-        self._follow_members()
         settings = self._settings = Settings(frame.store)
         traceparents = Traceparents()
         migrations = Migrations(frame.members, frame.channels)
@@ -157,25 +159,30 @@ class Parts:
         negotiator = Negotiator(self.state, frame.channels, traceparents)
         recaller = Recaller(self.state, frame.channels)
         self.actuator = Actuator(self.state, mover, negotiator, recaller, settings, self.metrics)
-        self._decider = Decider(self.state, self.active, self.actuator, leading, self.metrics)
+        self.control = LiveControl(self.state, self.active, self.actuator, GuardedCalls(self.metrics))
+        self._follow_members()
+        frame.members.add_listener(self._follow_members)
+        self._decider = Decider(self.control, leading)
         self._drainer = Drainer(self.state, self.actuator, leading)
         name = frame.common.member_id
         self._watch = MonitorWatch(
             name, frame.members, frame.channels, self.state, self._decider.take, self.metrics
         )
         self._cache_sync = CacheSync(self.state, frame.channels)
-        placer = Placer(self.state, self.active, self.actuator, self.metrics)
+        placer = Placer(self.control, self.metrics)
         route = LeaderRoute(name, frame.members, frame.channels, leading)
         admin = AdminServicer(
             self.state,
             frame.members,
             frame.channels,
             self.active,
-            self._decide_by,
+            self.control.follow,
             settings,
             mover,
             migrations,
             route,
+            Recorder(self.control),
+            Shadowing(self.control, self.metrics),
         )
         self.servicers = [
             Servicer(
@@ -200,8 +207,4 @@ class Parts:
 
     def _follow_members(self) -> None:
         self.state.set_members(self._members, time.monotonic())
-        self._decide_by(self._members.policy, self._members.slo)
-
-    def _decide_by(self, record: PolicyRecord | None, slo: Slo) -> None:
-        self.active.follow(record, slo)
-        self.state.count_fresh_by(self.active.quantum_tokens)
+        self.control.follow(self._members.policy, self._members.slo)

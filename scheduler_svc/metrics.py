@@ -6,6 +6,8 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from tailrace.control.runner import Point
+
 _SECONDS: Final = (10e-6, 20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 50e-3, 0.1, 0.5)
 
 
@@ -37,6 +39,11 @@ class SchedulerMetrics:
             "Instances' whole caches taken in, because an update was missing.",
             registry=registry,
         )
+        self.pending_placements = Gauge(
+            "tailrace_scheduler_pending_placements",
+            "Requests placed of which no report has told yet.",
+            registry=registry,
+        )
         self.refusals = Counter(
             "tailrace_scheduler_refusals", "Requests that no instance could take.", registry=registry
         )
@@ -59,7 +66,21 @@ class SchedulerMetrics:
             ["policy", "point"],
             registry=registry,
         )
+        self.shadow_decisions = Counter(
+            "tailrace_scheduler_shadow_decisions",
+            "Decisions of the policy in force, by how those of the shadow policy compare.",
+            ["policy", "shadow", "point", "verdict"],
+            registry=registry,
+        )
         self.leading = Gauge("tailrace_scheduler_leading", "1 while this one leads.", registry=registry)
         self.monitor_connected = Gauge(
             "tailrace_scheduler_monitor_connected", "1 while a monitor's watch is open.", registry=registry
         )
+
+    def took(self, point: Point, seconds: float) -> None:
+        """A policy was asked there and took so long."""
+        self.decision_seconds.labels(point.value).observe(seconds)
+
+    def failed(self, policy: str, point: Point) -> None:
+        """A policy raised there, or named an instance that it must not."""
+        self.policy_errors.labels(policy, point.value).inc()

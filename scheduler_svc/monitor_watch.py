@@ -12,7 +12,7 @@ import grpc
 
 from scheduler_svc.merged_reports import MergedReports
 from scheduler_svc.metrics import SchedulerMetrics
-from scheduler_svc.state import ClusterState
+from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.failure import failure
@@ -35,7 +35,7 @@ class MonitorWatch:
         subscriber: str,
         members: Membership,
         channels: Channels,
-        state: ClusterState,
+        state: ReportedCluster,
         take: Callable[[monitor_pb2.WorkerReport, float], None],
         metrics: SchedulerMetrics,
     ) -> None:

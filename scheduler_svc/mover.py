@@ -8,9 +8,9 @@ import grpc
 
 from scheduler_svc.migrations import Migrations
 from scheduler_svc.refused import Refused
-from scheduler_svc.state import ClusterState
 from scheduler_svc.traceparents import Traceparents
 from tailrace.cluster import InstanceState, Phase, RequestView
+from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.handover import Way, between
 from tailrace.model_identity import difference
 from tailrace.policy.when_full import WhenFull
@@ -22,7 +22,7 @@ _PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
 class Mover:
     """At most one open migration a request."""
 
-    def __init__(self, state: ClusterState, migrations: Migrations, traceparents: Traceparents) -> None:
+    def __init__(self, state: ReportedCluster, migrations: Migrations, traceparents: Traceparents) -> None:
         self._state = state
         self._migrations = migrations
         self._traceparents = traceparents

@@ -9,11 +9,11 @@ from typing import Final
 import grpc
 
 from scheduler_svc.refused import Refused
-from scheduler_svc.state import ClusterState
 from scheduler_svc.traceparents import Traceparents
 from tailrace.actions import Offer
+from tailrace.bid_ask import OFFER_S
 from tailrace.cluster import RequestView
-from tailrace.policy.cascade.bid_ask import OFFER_S
+from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.records import InstanceRecord
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
@@ -32,7 +32,7 @@ class CannotNegotiate(Exception):
 class Negotiator:
     """At most one open migration a request, whoever settles it."""
 
-    def __init__(self, state: ClusterState, channels: Channels, traceparents: Traceparents) -> None:
+    def __init__(self, state: ReportedCluster, channels: Channels, traceparents: Traceparents) -> None:
         self._state = state
         self._channels = channels
         self._traceparents = traceparents

@@ -8,8 +8,9 @@ from typing import Final
 import grpc
 from opentelemetry.trace import Tracer
 
-from scheduler_svc.placer import Decision, Placer, Prefix
+from scheduler_svc.placer import Decision, Placer
 from scheduler_svc.traceparents import Traceparents
+from tailrace.control.arrivals import Incoming
 from tailrace.telemetry import attributes
 from tailrace.telemetry.tracing import Tracing, record_span
 from tailrace.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -52,14 +53,18 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     def _place(self, request: scheduler_pb2.PlaceRequest) -> scheduler_pb2.PlaceReply:
         excluded = request.excluded_instance_ids
         decision = self._placer.place(
-            request.request_id,
-            request.frontend_id,
-            request.prompt_tokens,
-            request.output_tokens,
-            request.max_tokens,
-            frozenset(excluded) if excluded else _NOTHING_EXCLUDED,
-            request.model,
-            Prefix(tuple(request.block_names), request.block_tokens, request.session_id),
+            Incoming(
+                request.request_id,
+                request.frontend_id,
+                request.prompt_tokens,
+                request.output_tokens,
+                request.max_tokens,
+                frozenset(excluded) if excluded else _NOTHING_EXCLUDED,
+                request.model,
+                tuple(request.block_names),
+                request.block_tokens,
+                request.session_id,
+            )
         )
         self._traceparents.note(request.request_id, request.traceparent)
         if self._tracing.continues(request.traceparent):

@@ -7,7 +7,7 @@ from typing import Final
 import grpc
 
 from scheduler_svc.refused import Refused
-from scheduler_svc.state import ClusterState
+from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.v1 import worker_pb2, worker_pb2_grpc
@@ -18,7 +18,7 @@ _CALL_S: Final = 2.0
 class Recaller:
     """The worker asks the front ends, and those the scheduler: each prompt waits where it is until then."""
 
-    def __init__(self, state: ClusterState, channels: Channels) -> None:
+    def __init__(self, state: ReportedCluster, channels: Channels) -> None:
         self._state = state
         self._channels = channels
 

@@ -1,6 +1,6 @@
 """Bid-ask between instances (CascadeInfer, section 4.4) under the virtual clock.
 
-The state machines are those that workers run (`tailrace.policy.cascade.bid_ask`); here is what
+The state machines are those that workers run (`tailrace.bid_ask`); here is what
 `worker_agent/bidask` is there: messages, each with a latency of its own and in order for each pair, the
 clock's part of the protocol, and fetching, which is a migration. An instance knows itself exactly, as a
 worker does.
@@ -19,7 +19,7 @@ from simulator.instance import Instance
 from simulator.job import Job, JobState
 from simulator.migration import Migrations
 from tailrace.actions import Migrate, Offer
-from tailrace.policy.cascade.bid_ask import (
+from tailrace.bid_ask import (
     ATTEMPT_S,
     OFFER_S,
     Ask,

@@ -12,7 +12,7 @@ Action = Callable[[float], None]
 class EventQueue:
     """Pending events. Background events (reports, ticks, samples) alone do not keep a simulation alive."""
 
-    __slots__ = ("_heap", "_sequence", "foreground", "processed")
+    __slots__ = ("_heap", "_sequence", "foreground", "now", "processed")
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, bool, Action]] = []
@@ -20,6 +20,8 @@ class EventQueue:
         # Events pending that are not background.
         self.foreground = 0
         self.processed = 0
+        # The time of the event that is being carried out.
+        self.now = 0.0
 
     def __bool__(self) -> bool:
         return bool(self._heap)
@@ -43,6 +45,7 @@ class EventQueue:
         if foreground:
             self.foreground -= 1
         self.processed += 1
+        self.now = time_s
         action(time_s)
         return time_s
 

@@ -1,9 +1,10 @@
 """What goes with a policy's name when it is simulated.
 
-A policy of the fleet is half of a system. The other half is the order inside each instance, the pools at the
-start, what becomes of a migration whose target is full, and what the workers predict. A `Setup` is both, as
-its paper has it, and the same on every workload. Names are those of `tailrace.policies`, PASCAL's baselines
-`fcfs` and `rr`, and `module:Class` for a policy that is not installed.
+A policy declares most of its system itself: the order inside each instance, the pools at the start, what
+becomes of a migration whose target is full, whether workers predict. A `Setup` adds what only a simulation
+can choose, as the policy's paper has it, and the same on every workload. Names are those of
+`tailrace.policies`, PASCAL's baselines `fcfs` and `rr`, and `module:Class` for a policy that is not
+installed.
 """
 
 from __future__ import annotations
@@ -18,20 +19,23 @@ from simulator.cluster import ClusterSpec, MigrationSpec
 from simulator.hooks import LengthPredictor
 from simulator.predictors import NoisyPredictor, OraclePredictor
 from tailrace.cluster import Pool
-from tailrace.intra.base import IntraPolicy
+from tailrace.intra.base import ENGINE_ORDER, IntraPolicy
 from tailrace.intra.fcfs import Fcfs
-from tailrace.intra.registry import intra_for_policy, intra_parameters, make_intra
+from tailrace.intra.registry import intra_parameters, make_intra
+from tailrace.perf.future_load import FutureLoad
 from tailrace.policy import registry
-from tailrace.policy.ares.future_load import FutureLoad
-from tailrace.policy.arrow.policy import PREFILL_SHARE
-from tailrace.policy.base import Policy
+from tailrace.policy.base import Policy, Variant
 from tailrace.policy.deployment import Deployment
-from tailrace.policy.parameters import Parameter, Value, parse_parameters
+from tailrace.policy.parameters import NO_PARAMETERS, Parameter, Value, parse_parameters
+from tailrace.policy.pascal import Pascal
 from tailrace.policy.when_full import WhenFull
 from tailrace.slo import Slo
 
-# Names of predictions that workers can be given, whatever the policy.
-PREDICTIONS: Final = ("none", "noisy", "oracle")
+# Predictions that workers can be given, whatever the policy.
+NONE: Final = "none"
+NOISY: Final = "noisy"
+ORACLE: Final = "oracle"
+PREDICTIONS: Final = (NONE, NOISY, ORACLE)
 
 
 class UnknownSetupError(ValueError):
@@ -51,13 +55,13 @@ class Setup:
     prefill_share: float | None = None
     migration: MigrationSpec = field(default_factory=MigrationSpec)
     # One of PREDICTIONS.
-    predicts: str = "none"
+    predicts: str = NONE
     # Parameters of the policy and of the order inside an instance that are not at their defaults.
     given: Mapping[str, Value] = field(default_factory=dict)
 
     def policy(self, deployment: Deployment) -> Policy:
         """A new policy. Raises UnknownSetupError, ParameterError."""
-        kind = _policy_class(self.policy_name)
+        kind = _variant(self.policy_name).policy
         try:
             return registry.make_policy(self.name, kind, self.intra_name, self.given, deployment)
         except registry.UnusablePolicyError as error:
@@ -72,21 +76,27 @@ class Setup:
     def with_parameters(self, given: Mapping[str, Value]) -> Setup:
         """The same with these parameters, in their types. Raises UnknownSetupError, ParameterError.
 
-        A policy that divides the instances into pools by a parameter starts with pools of that size.
+        What the policy declares with them holds: pools of another size, say.
         """
         values = parse_parameters(f"policy {self.name!r}", self.parameters(), given)
-        setup = replace(self, given={name: values[name] for name in given})
-        share = setup.given.get(PREFILL_SHARE.name)
-        if setup.prefill_share is not None and isinstance(share, float):
-            setup = replace(setup, prefill_share=share)
+        setup = replace(self, given={**self.given, **{name: values[name] for name in given}})
         # Values may contradict each other.
-        setup.policy(Deployment())
         setup.intra()
-        return setup
+        return setup._declared()
+
+    def _declared(self) -> Setup:
+        """The same with what the policy declares. Raises UnknownSetupError, ParameterError."""
+        policy = self.policy(Deployment())
+        predicts = self.predicts if self.predicts == ORACLE else NOISY if policy.predictions else NONE
+        return replace(self, prefill_share=policy.prefill_share, predicts=predicts)
 
     def parameters(self) -> tuple[Parameter, ...]:
         """What can be set. Raises UnknownSetupError."""
-        return registry.declared_parameters(_policy_class(self.policy_name), self.intra_name)
+        kind = _variant(self.policy_name).policy
+        try:
+            return registry.declared_parameters(kind, self.intra_name)
+        except registry.UnusablePolicyError as error:
+            raise UnknownSetupError(str(error)) from error
 
     def with_pools(self, prefill: int, instances: int) -> Setup:
         """The same with `prefill` of `instances` in the prefill pool, if it starts with pools at all."""
@@ -133,39 +143,21 @@ def predictor_for(predicts: str, mean_output_tokens: float | None = None) -> Len
     raise UnknownSetupError(f"unknown prediction {predicts!r}; known: {', '.join(PREDICTIONS)}")
 
 
-# PASCAL spills to host memory at the target; its migrations do not overlap with decoding, since a phase's end
-# cannot be foreseen, and the paper bounds neither their number nor their wait.
-_PASCAL = MigrationSpec(
+# PASCAL's migrations do not overlap with decoding, since a phase's end cannot be foreseen, and the paper
+# bounds neither their number nor their wait.
+_PASCAL: Final = MigrationSpec(
     limit=256, queue_limit=10_000, patience_s=600.0, when_full=WhenFull.HOST, max_rounds=0
 )
-# 1P+3D (ARES, section 6.1) and 4P+4D (Arrow, section 7.3).
-_ARES_PREFILL: Final = 0.25
-_ARROW_PREFILL: Final = 0.5
-
-_SPECIAL: Final[Mapping[str, Setup]] = MappingProxyType(
+# Migrations by the class of the policy, where they are not a simulation's usual ones.
+_MIGRATIONS: Final[Mapping[type[Policy], MigrationSpec]] = MappingProxyType({Pascal: _PASCAL})
+# What only a simulation has: PASCAL's baselines (section V-A), and ARES with true lengths (section 6.4).
+_SIMULATED: Final[Mapping[str, Setup]] = MappingProxyType(
     {
         setup.name: setup
         for setup in (
-            # PASCAL's baselines (section V-A).
             Setup("fcfs", "min_kv", "fcfs", migration=_PASCAL),
             Setup("rr", "min_kv", "round_robin", migration=_PASCAL),
-            *(
-                Setup(name, name, intra_for_policy(name), migration=_PASCAL)
-                for name in ("pascal", "pascal_no_migration", "pascal_non_adaptive")
-            ),
-            *(
-                Setup(name, name, intra_for_policy(name), _ARES_PREFILL, predicts=predicts)
-                for name, predicts in (
-                    ("current_load", "none"),
-                    ("ares_no_prediction", "none"),
-                    ("ares", "noisy"),
-                    ("ares_oracle", "oracle"),
-                )
-            ),
-            *(
-                Setup(name, name, intra_for_policy(name), _ARROW_PREFILL)
-                for name in ("arrow", "minimal_load", "round_robin_pools", "static_pools")
-            ),
+            Setup("ares_oracle", "ares", ENGINE_ORDER, predicts=ORACLE),
         )
     }
 )
@@ -173,28 +165,27 @@ _SPECIAL: Final[Mapping[str, Setup]] = MappingProxyType(
 
 def setup_names() -> list[str]:
     """Every name that `setup_for` knows, sorted."""
-    return sorted({*registry.names(), *_SPECIAL})
+    return sorted({*registry.names(), *_SIMULATED})
 
 
 def setup_for(name: str) -> Setup:
-    """The setup of that name. Raises UnknownSetupError with the known names.
-
-    A policy of which nothing special is known starts without pools, in the engine's own order, without
-    predictions.
-    """
-    if name in _SPECIAL:
-        return _SPECIAL[name]
+    """The setup of that name. Raises UnknownSetupError with the known names."""
+    if name in _SIMULATED:
+        return _SIMULATED[name]._declared()
     if ":" not in name and name not in registry.names():
         known = ", ".join(setup_names())
         raise UnknownSetupError(f"unknown policy {name!r}; known: {known}; or your own as module:Class")
-    migration = MigrationSpec(when_full=_policy_class(name).when_full)
-    return Setup(name, name, intra_for_policy(name), migration=migration)
+    found = _variant(name)
+    kind = found.policy
+    migration = _MIGRATIONS.get(kind) or MigrationSpec(when_full=kind.when_full)
+    setup = Setup(name, name, kind.batch_order, migration=migration, given=dict(found.parameters))
+    return setup._declared()
 
 
-def _policy_class(name: str) -> type[Policy]:
+def _variant(name: str) -> Variant:
     if ":" not in name:
         try:
-            return registry.policy_class(name)
+            return registry.variant(name)
         except registry.UnusablePolicyError as error:
             raise UnknownSetupError(str(error)) from error
     module, _, attribute = name.partition(":")
@@ -204,6 +195,8 @@ def _policy_class(name: str) -> type[Policy]:
         raise UnknownSetupError(f"policy {name!r}: {error}") from error
     except AttributeError as error:
         raise UnknownSetupError(f"policy {name!r}: {module} has no {attribute}") from error
-    if not (isinstance(found, type) and issubclass(found, Policy)):
-        raise UnknownSetupError(f"policy {name!r} is not a class derived from tailrace.policy.base.Policy")
-    return found
+    if isinstance(found, Variant):
+        return found
+    if isinstance(found, type) and issubclass(found, Policy):
+        return Variant(found, NO_PARAMETERS)
+    raise UnknownSetupError(f"policy {name!r} is not a class derived from tailrace.policy.base.Policy")

@@ -24,21 +24,27 @@ from simulator.views import Views
 from tailrace.actions import Action, HandBack, Migrate, Offer, Place, Refuse, SetPool, SetStages
 from tailrace.cache.index import CacheIndex
 from tailrace.cache.placed import PlacedPrefixes, with_placed
-from tailrace.cluster import Arrival, CachedTokens, ClusterView, RequestView, Stage
+from tailrace.cluster import Arrival, CachedTokens, Stage
+from tailrace.control.runner import Moment, PlainCalls, Point, PolicyRunner
+from tailrace.control.stages import length_bounds
 from tailrace.intra.base import IntraPolicy
-from tailrace.lengths import LengthWindow
 from tailrace.policy.base import Policy
+from tailrace.policy.when_full import WhenFull
 
 # Ticks of the policy that may pass with nothing else going on before the simulation counts as stuck.
 _IDLE_TICKS = 1_000
 
-_DECISION_POINTS = ("on_prefill_done", "on_reasoning_ended", "on_length_boundary")
-
-PhaseCall = Callable[[ClusterView, RequestView, float], Sequence[Action]]
-
 
 class SimulationError(Exception):
     """The simulation cannot go on: a policy named what does not exist, or requests wait for nothing."""
+
+
+class _Fixed:
+    """One policy decides from beginning to end."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.name = type(policy).__name__
 
 
 class Simulation:
@@ -67,7 +73,7 @@ class Simulation:
         self._by_id = {instance.instance_id: instance for instance in self.instances}
         self._views = Views(spec, self.instances, intra)
         self.migrations = Migrations(spec.migration, intra, events, Network(spec.link, events), self)
-        self._stages = spec.stages
+        self._runner = PolicyRunner(self._views, _Fixed(policy), self, PlainCalls())
         self._sampler = Sampler(self.instances, spec.stages)
         self._sample_interval_s = sample_interval_s
         self.jobs = [Job(request, order) for order, request in enumerate(_in_order(requests))]
@@ -82,16 +88,9 @@ class Simulation:
         self._next = 0
         self._placements = 0
         self._idle_ticks = 0
-        self._last_tick_s: float | None = None
-        period_s = policy.lengths_period_s
-        self._lengths = LengthWindow(period_s, 0.0) if period_s is not None else None
+        self._views.keep_lengths(policy.lengths_period_s, 0.0)
         # The monitor's clock is not the workload's.
         self._report_offset_s = random.Random(seed).random() * max(0.0, spec.report.interval_s)
-        self._idle_calls = [
-            getattr(policy, name)
-            for name in _DECISION_POINTS
-            if getattr(type(policy), name) is getattr(Policy, name)
-        ]
         self._set_stage_ends(0.0)
 
     def run(self, progress: Callable[[float], None] | None) -> SimResult:
@@ -122,23 +121,22 @@ class Simulation:
 
     def prefill_done(self, instance: Instance, job: Job, now: float) -> None:
         """Decision point: where to decode."""
-        self._tell(instance, job, self._policy.on_prefill_done, now)
+        self._tell(instance, job, Point.PREFILL_DONE, now)
 
     def reasoning_ended(self, instance: Instance, job: Job, now: float) -> None:
         """Decision point: where to answer."""
-        self._tell(instance, job, self._policy.on_reasoning_ended, now)
+        self._tell(instance, job, Point.REASONING_ENDED, now)
 
     def outgrown(self, instance: Instance, job: Job, now: float) -> None:
         """Decision point: the request outgrew its stage."""
-        self._tell(instance, job, self._policy.on_length_boundary, now)
+        self._tell(instance, job, Point.LENGTH_BOUNDARY, now)
 
     def finished(self, instance: Instance, job: Job, now: float) -> None:
         """The request is done."""
         self.migrations.finished(job, now)
         self.bidding.finished(job, now)
         self._views.left(job, instance, job.tokens)
-        if self._lengths is not None:
-            self._lengths.finished(job.prompt, job.total, now)
+        self._views.note_finished(job.prompt, job.total, now)
         self._conclude(job)
 
     def preempted(self, instance: Instance, job: Job, now: float) -> None:
@@ -184,7 +182,7 @@ class Simulation:
             self._events.at(self.jobs[self._next].request.arrival_s, self._arrive)
         arrival = self._arrival(job, now)
         self._placements += 1
-        placement = self._policy.place(self._view(now), arrival, now)
+        placement = self._runner.place(arrival, "", Moment(now, now))
         if isinstance(placement, Refuse):
             self._refuse(job, placement.reason)
             return
@@ -193,8 +191,7 @@ class Simulation:
         if refusal:
             self._refuse(job, refusal)
             return
-        if self._lengths is not None:
-            self._lengths.arrived(job.prompt, now)
+        self._views.note_arrived(job.prompt, now)
         self._submit(job, instance, placement, arrival, now)
 
     def _arrival(self, job: Job, now: float) -> Arrival:
@@ -235,8 +232,8 @@ class Simulation:
         if instance.cache is not None:
             self._placed.place(instance.instance_id, arrival.block_names, now)
         job.placements.append(PlacementRecord(now, instance.instance_id))
-        self._carry_out(placement.also, now)
         self._views.placed(job, instance)
+        self._carry_out(placement.also, now)
         instance.submit(job, now)
 
     def _refuse(self, job: Job, reason: str) -> None:
@@ -247,12 +244,10 @@ class Simulation:
     def _conclude(self, job: Job) -> None:
         self._concluded.add(job)
 
-    def _tell(self, instance: Instance, job: Job, call: PhaseCall, now: float) -> None:
+    def _tell(self, instance: Instance, job: Job, point: Point, now: float) -> None:
         tokens = job.tokens_at(instance.boundary)
-        # A decision point that the policy leaves empty needs no view.
-        decides = call not in self._idle_calls
         request = None
-        if decides:
+        if self._runner.asks(point):
             interval_s = instance.token_interval_s(now)
             request = self._views.request_view(job, instance, tokens, JobState.DECODING, -1, interval_s, now)
 
@@ -261,7 +256,7 @@ class Simulation:
                 return
             self._views.entered(job, instance, tokens)
             if request is not None:
-                self._carry_out(call(self._view(then), request, then), then)
+                self._runner.request_changed(point, request, Moment(then, then))
 
         self._events.at(now + self._spec.report.delay_s, told)
 
@@ -279,10 +274,7 @@ class Simulation:
         self._idle_ticks = 0 if self._events.foreground else self._idle_ticks + 1
         if self._idle_ticks > _IDLE_TICKS:
             raise SimulationError(f"{len(self.jobs) - self._concluded.count} requests wait for nothing")
-        lengths = self._lengths.statistics(now) if self._lengths is not None else None
-        view = replace(self._view(now), last_tick_s=self._last_tick_s, lengths=lengths)
-        self._last_tick_s = now
-        self._carry_out(self._policy.on_tick(view, now), now)
+        self._runner.tick(Moment(now, now))
         self._events.background(now + interval_s, self._tick)
 
     def _sample(self, now: float) -> None:
@@ -292,8 +284,9 @@ class Simulation:
 
     # ---- the policy
 
-    def _view(self, now: float) -> ClusterView:
-        return self._views.view(self._stages, now)
+    def submit(self, actions: Sequence[Action], policy: str, when_full: WhenFull = WhenFull.REFUSE) -> None:
+        """Carry out what was decided, now. What a full target does, the cluster's description says."""
+        self._carry_out(actions, self._events.now)
 
     def _carry_out(self, actions: Sequence[Action], now: float) -> None:
         for action in actions:
@@ -330,7 +323,7 @@ class Simulation:
     def _place_elsewhere(self, job: Job, source: Instance, now: float) -> None:
         arrival = replace(self._arrival(job, now), excluded=frozenset({source.instance_id}))
         self._placements += 1
-        placement = self._policy.place(self._view(now), arrival, now)
+        placement = self._runner.place(arrival, "", Moment(now, now))
         if isinstance(placement, Refuse):
             return
         target = self._instance(placement.instance_id)
@@ -341,21 +334,18 @@ class Simulation:
         self._submit(job, target, placement, arrival, now)
 
     def _set_stages(self, stages: tuple[Stage, ...], now: float) -> None:
-        if stages == self._stages:
+        if stages == self._views.stages:
             return
-        self._stages = stages
+        self._views.set_stages(stages)
         self._sampler.stages_changed(stages, now)
         self._set_stage_ends(now)
 
     def _set_stage_ends(self, now: float) -> None:
-        ends: dict[str, int] = {}
-        for stage in self._stages:
-            for name in stage.instance_ids:
-                ends[name] = max(stage.hi, ends.get(name, 0))
+        bounds = length_bounds(self._views.stages)
         # What ends the longest stage bounds nothing: there is nowhere to go.
-        last = max((stage.hi for stage in self._stages), default=0)
+        last = max(bounds.values(), default=0)
         for instance in self.instances:
-            end = ends.get(instance.instance_id, last)
+            end = bounds.get(instance.instance_id, last)
             instance.set_stage_end(NEVER if end >= last else end, now)
 
     def _job(self, request_id: str) -> Job:

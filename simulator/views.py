@@ -20,15 +20,9 @@ from simulator.instance import Instance
 from simulator.job import Job, JobState
 from simulator.migration import Migration
 from simulator.reports import Report, Row, foresee
-from tailrace.cluster import (
-    ClusterView,
-    InstanceView,
-    Phase,
-    PhaseLoad,
-    RequestState,
-    RequestView,
-    Stage,
-)
+from tailrace.cluster import ClusterView, InstanceView, Phase, PhaseLoad, RequestState, RequestView, Stage
+from tailrace.control.cluster_model import ClusterModel
+from tailrace.control.corrections import Corrections, Pending
 from tailrace.intra.base import IntraPolicy
 from tailrace.policy.phase_load import CountsPhases
 from tailrace.policy.prompts import ListsPrompts, Prompt
@@ -103,52 +97,29 @@ class ReportedRequests(CountsPhases, ListsPrompts, Sequence[RequestView]):
         return self._all()[index]
 
 
-class _Known:
-    """What the scheduler knows of one instance."""
+class _Known(Corrections[Job, Pending]):
+    """What the scheduler knows of one instance. Placements are pending in the order of their numbers."""
 
-    __slots__ = (
-        "coming",
-        "coming_context",
-        "context_change",
-        "instance",
-        "kv_change",
-        "pending",
-        "pending_cached_tokens",
-        "pending_s",
-        "pending_tokens",
-        "report",
-        "running_change",
-        "told",
-        "waiting_change",
-    )
+    __slots__ = ("instance", "pending_s", "report", "told")
 
     def __init__(self, instance: Instance) -> None:
+        super().__init__()
         self.instance = instance
         self.report = Report(instance, 0.0, 0)
-        # Open migrations to here, with the tokens that they will take and that no report counts yet.
-        self.coming: dict[Migration, int] = {}
-        # Those that the scheduler ordered, with the context that they bring.
-        self.coming_context: dict[Migration, int] = {}
-        # Placements that no report shows yet: job -> running number; their prompts' tokens and seconds.
-        self.pending: dict[Job, int] = {}
-        self.pending_tokens = 0
-        self.pending_cached_tokens = 0
+        # Seconds that the prompts of pending placements take.
         self.pending_s = 0.0
-        self.forget_changes()
+        # Requests that came to be decoding here, or entered a phase: job -> output tokens then.
+        self.told: dict[Job, int] = {}
 
     def expect(self, job: Job, number: int) -> None:
         """A placement that no report shows yet."""
-        self.pending[job] = number
-        self.pending_tokens += job.prompt
-        self.pending_cached_tokens += job.told_cached
+        self.add_pending(job, Pending(job.prompt, job.told_cached, number))
         self.pending_s += self._prefill_s(job)
 
     def expects_no_more(self, job: Job) -> bool:
         """It has begun, or gone; whether it was a placement that no report shows."""
-        if self.pending.pop(job, None) is None:
+        if self.remove_pending(job) is None:
             return False
-        self.pending_tokens -= job.prompt
-        self.pending_cached_tokens -= job.told_cached
         self.pending_s = self.pending_s - self._prefill_s(job) if self.pending else 0.0
         return True
 
@@ -156,15 +127,6 @@ class _Known:
         """Of what its placement did not count on finding."""
         whole_s = self.instance.prefill_s(job.prompt)
         return whole_s - self.instance.prefill_s(job.told_cached) if job.told_cached else whole_s
-
-    def forget_changes(self) -> None:
-        """A new report has them."""
-        self.running_change = 0
-        self.waiting_change = 0
-        self.context_change = 0
-        self.kv_change = 0
-        # Requests that came to be decoding here, or entered a phase: job -> output tokens then.
-        self.told: dict[Job, int] = {}
 
     @property
     def quiet(self) -> bool:
@@ -178,10 +140,12 @@ class _Known:
         )
 
 
-class Views:
-    """Builds ClusterViews, only what has changed anew."""
+class Views(ClusterModel[_Known]):
+    """The simulator's model of the cluster."""
 
     def __init__(self, spec: ClusterSpec, instances: Sequence[Instance], intra: IntraPolicy) -> None:
+        super().__init__()
+        self._stages = spec.stages
         self._spec = spec
         self._intra = intra
         self._exact = spec.report.interval_s <= 0.0
@@ -192,8 +156,8 @@ class Views:
         ordered = sorted(instances, key=lambda instance: instance.instance_id)
         self._known = {instance.instance_id: _Known(instance) for instance in ordered}
         self._placed = 0
-        self._dirty: set[str] = set(self._known)
-        self._views: dict[str, InstanceView] = dict.fromkeys(self._known, InstanceView(""))
+        self._dirty.update(self._known)
+        self._views = dict.fromkeys(self._known, InstanceView(""))
         self._mapping = MappingProxyType(self._views)
 
     # ---- what happens
@@ -222,13 +186,15 @@ class Views:
                 continue
             known.report = report
             known.forget_changes()
-            for migration in known.coming:
-                if migration.reserved_s is not None and migration.reserved_s <= report.at_s:
-                    known.coming[migration] = 0
+            known.told = {}
+            for job in known.coming:
+                migration = job.migration
+                if migration is not None and _reserved(migration, report):
+                    known.coming[job] = 0
             if known.pending:
-                for job in [job for job, n in known.pending.items() if n <= report.placed_before]:
+                shown = [job for job, p in known.pending.items() if p.placed <= report.placed_before]
+                for job in shown:
                     known.expects_no_more(job)
-                known.context_change = known.pending_tokens
             dirty.add(name)
 
     def placed(self, job: Job, instance: Instance) -> None:
@@ -238,7 +204,6 @@ class Views:
         self._placed += 1
         known = self._known[instance.instance_id]
         known.expect(job, self._placed)
-        known.context_change += job.prompt
         self._dirty.add(instance.instance_id)
 
     def entered(self, job: Job, instance: Instance, tokens: int) -> None:
@@ -248,6 +213,7 @@ class Views:
         known = self._known[instance.instance_id]
         if known.expects_no_more(job):
             known.running_change += 1
+            known.context_change += job.prompt
             known.kv_change += job.prompt + tokens
         known.told[job] = tokens
         self._dirty.add(instance.instance_id)
@@ -257,11 +223,11 @@ class Views:
         if self._exact:
             return
         known = self._known[instance.instance_id]
-        context = job.prompt + tokens
-        known.context_change -= context
-        if not known.expects_no_more(job):
+        if known.expects_no_more(job):
+            known.remove_request(tokens, 0)
+        else:
             known.running_change -= 1
-            known.kv_change -= context
+            known.remove_request(job.prompt + tokens, job.prompt + tokens)
         known.told.pop(job, None)
         self._dirty.add(instance.instance_id)
 
@@ -270,9 +236,9 @@ class Views:
         if self._exact:
             return
         known = self._known[instance.instance_id]
-        known.context_change -= job.prompt
         if not known.expects_no_more(job):
             known.waiting_change -= 1
+            known.remove_request(job.prompt, 0)
         self._dirty.add(instance.instance_id)
 
     def coming(self, migration: Migration) -> None:
@@ -282,37 +248,31 @@ class Views:
         """
         if migration.ended is not None:
             return
+        # An exact view has the room already.
+        kv_tokens = 0 if self._exact else migration.asked_tokens
         known = self._known[migration.target.instance_id]
-        known.coming_context[migration] = migration.asked_tokens
-        if self._exact:
-            return
-        known.coming[migration] = migration.asked_tokens
+        known.open_arrival(migration.job, kv_tokens, migration.asked_tokens)
         self.touch(migration.source, migration.target)
 
     def not_coming(self, migration: Migration) -> None:
         """A migration was given up."""
-        known = self._known[migration.target.instance_id]
-        known.coming_context.pop(migration, None)
-        if self._exact:
-            return
-        known.coming.pop(migration, None)
+        self._known[migration.target.instance_id].close_migration(migration.job)
         self.touch(migration.source, migration.target)
 
     def came(self, migration: Migration) -> None:
         """A migration was committed."""
-        known = self._known[migration.target.instance_id]
-        known.coming_context.pop(migration, None)
-        if self._exact:
-            return
-        job = migration.job
-        self.left(job, migration.source, job.tokens)
-        reserved_s = migration.reserved_s
-        seen = reserved_s is not None and reserved_s <= known.report.at_s
-        known.kv_change += known.coming.pop(migration, 0 if seen else migration.asked_tokens)
-        known.running_change += 1
-        known.context_change += job.prompt + job.tokens
-        known.told[job] = job.tokens
-        self.touch(migration.source, migration.target)
+        known, job = self._known[migration.target.instance_id], migration.job
+        if not self._exact:
+            self.left(job, migration.source, job.tokens)
+            context = job.prompt + job.tokens
+            # Of one that the target fetched nothing is counted yet, but for what a report shows.
+            fetched = job not in known.coming
+            kv_tokens = 0 if fetched and _reserved(migration, known.report) else migration.asked_tokens
+            known.add_request(job, context, kv_tokens)
+            known.running_change += 1
+            known.told[job] = job.tokens
+            self.touch(migration.source, migration.target)
+        known.close_migration(job)
 
     def touch(self, *instances: Instance) -> None:
         """Something else about these changed."""
@@ -320,36 +280,44 @@ class Views:
 
     # ---- what a policy sees
 
-    def view(self, stages: tuple[Stage, ...], now: float) -> ClusterView:
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Those in force."""
+        return self._stages
+
+    def set_stages(self, stages: tuple[Stage, ...]) -> None:
+        """Other stages are in force from now on."""
+        self._stages = stages
+
+    def view_at(self, now_s: float) -> ClusterView:
         """The cluster as it is known now."""
         if self._exact:
             for known in self._known.values():
-                known.report = Report(known.instance, now, 0)
+                known.report = Report(known.instance, now_s, 0)
             self._renew(self._known)
         elif self._dirty:
             self._renew(self._dirty)
             self._dirty.clear()
-        return ClusterView(self._mapping, stages)
+        return ClusterView(self._mapping, self._stages)
 
-    def _renew(self, names: Iterable[str]) -> None:
-        known = self._known
+    def _renew(self, instance_ids: Iterable[str]) -> None:
         future_load = self._spec.future_load
         if future_load is not None:
-            spec = self._spec
-            foresee((known[name].report for name in names), future_load, spec.predictor, spec.max_tokens)
-        for name in names:
-            self._views[name] = self._instance_view(known[name])
+            known, spec = self._known, self._spec
+            reports = (known[name].report for name in instance_ids)
+            foresee(reports, future_load, spec.predictor, spec.max_tokens)
+        super()._renew(instance_ids)
 
-    def _instance_view(self, known: _Known) -> InstanceView:
+    def _instance_view(self, instance_id: str) -> InstanceView:
+        known = self._known[instance_id]
         instance, report = known.instance, known.report
         report.look()
         spec = instance.spec
         block_tokens = instance.block_tokens
         capacity = instance.total_blocks * block_tokens
-        used = report.kv_used + known.kv_change + sum(known.coming.values())
-        running = report.running + known.running_change
-        waiting = report.waiting + known.waiting_change
-        context = report.context + known.context_change
+        running, waiting, context, used = known.counts(
+            report.running, report.waiting, report.context, report.kv_used
+        )
         pending_tokens = known.pending_tokens - known.pending_cached_tokens
         backlog = report.backlog + pending_tokens
         told, pending = known.told, known.pending
@@ -357,14 +325,14 @@ class Views:
             instance_id=instance.instance_id,
             pool=instance.pool,
             kv_capacity_tokens=capacity,
-            kv_used_tokens=0 if used < 0 else used if used < capacity else capacity,
+            kv_used_tokens=used if used < capacity else capacity,
             block_tokens=block_tokens,
             max_model_len=spec.max_model_len,
             max_num_seqs=spec.max_num_seqs,
-            running=running if running > 0 else 0,
-            waiting=(waiting if waiting > 0 else 0) + len(pending),
+            running=running,
+            waiting=waiting,
             prefill_backlog_tokens=backlog,
-            context_tokens=context if context > 0 else 0,
+            context_tokens=context,
             token_interval_s=report.token_interval_s,
             host_kv_tokens=report.host,
             host_kv_capacity_tokens=instance.host_capacity_blocks * block_tokens if self._host_imports else 0,
@@ -495,3 +463,8 @@ class Views:
             return None
         left = tokens_left(job.prompt, tokens, self._spec.max_tokens, max_model_len)
         return limited(predictor.remaining(job.request, tokens), left)
+
+
+def _reserved(migration: Migration, report: Report) -> bool:
+    """Whether the report shows the room that was set aside for the migration."""
+    return migration.reserved_s is not None and migration.reserved_s <= report.at_s

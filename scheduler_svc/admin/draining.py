@@ -7,8 +7,8 @@ import time
 from collections.abc import AsyncIterator
 from typing import Final
 
-from scheduler_svc.state import ClusterState
 from tailrace.cluster import InstanceState
+from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.v1 import admin_pb2
 
 _LOOK_S: Final = 0.2
@@ -16,7 +16,7 @@ _LOOK_S: Final = 0.2
 _SETTLED_S: Final = 1.0
 
 
-async def progress(state: ClusterState, instance_id: str) -> AsyncIterator[admin_pb2.DrainEvent]:
+async def progress(state: ReportedCluster, instance_id: str) -> AsyncIterator[admin_pb2.DrainEvent]:
     """An event at each change, the last one when the instance is empty or has left the cluster."""
     began_s = time.monotonic()
     told: tuple[int, int, bool] | None = None

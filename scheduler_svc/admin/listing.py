@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from scheduler_svc.state import ClusterState
-from scheduler_svc.wire import (
+from tailrace.cache.tiers import Tier
+from tailrace.cluster import Phase, RequestView, Stage
+from tailrace.control.messages import (
     INSTANCE_STATE_NUMBERS,
     PHASE_NUMBERS,
     REQUEST_STATE_NUMBERS,
     pool_number,
 )
-from tailrace.cache.tiers import Tier
-from tailrace.cluster import Phase, RequestView, Stage
+from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.handover_message import WAYS
 from tailrace.policy import registry
 from tailrace.policy.parameters import Parameter, Value, format_value
@@ -21,12 +21,12 @@ from tailrace.store.membership import Membership
 from tailrace.v1 import admin_pb2, monitor_pb2, types_pb2
 
 
-def instance_infos(state: ClusterState, now_s: float) -> list[admin_pb2.InstanceInfo]:
+def instance_infos(state: ReportedCluster, now_s: float) -> list[admin_pb2.InstanceInfo]:
     """Every instance; `now_s` is the scheduler's monotonic clock."""
     return [_instance_info(state, name, now_s) for name in state.view().instances]
 
 
-def _instance_info(state: ClusterState, name: str, now_s: float) -> admin_pb2.InstanceInfo:
+def _instance_info(state: ReportedCluster, name: str, now_s: float) -> admin_pb2.InstanceInfo:
     view, tracked = state.view().instances[name], state.tracked(name)
     assert tracked is not None
     record = tracked.record
@@ -63,10 +63,13 @@ def _instance_info(state: ClusterState, name: str, now_s: float) -> admin_pb2.In
         model_key=record.model_identity.key if record.model_identity is not None else "",
         way=WAYS[record.handover.way],
         way_reason=record.handover.reason,
+        ranks=[admin_pb2.RankInfo(process=rank.process, hardware=rank.hardware) for rank in record.ranks],
+        tensor_parallel_size=record.tensor_parallel_size,
+        pipeline_parallel_size=record.pipeline_parallel_size,
     )
 
 
-def request_info(state: ClusterState, request: RequestView, wall_s: float) -> admin_pb2.RequestInfo:
+def request_info(state: ReportedCluster, request: RequestView, wall_s: float) -> admin_pb2.RequestInfo:
     """One request; `wall_s` is the time of day."""
     tracked = state.tracked(request.instance_id)
     block_tokens = tracked.block_tokens if tracked is not None else 1
@@ -93,12 +96,14 @@ def request_info(state: ClusterState, request: RequestView, wall_s: float) -> ad
 
 
 def policy_infos(active: str, values: Mapping[str, Value]) -> list[admin_pb2.PolicyInfo]:
-    """Installed policies; `values`: the parameters of the active one. One that cannot be loaded is listed
-    with the reason."""
+    """Everything that is installed; `values`: the parameters of the active policy. One that cannot be loaded
+    is listed with the reason."""
     infos = []
     for name in registry.names():
         info = admin_pb2.PolicyInfo(name=name, active=name == active)
         try:
+            variant = registry.variant(name)
+            kind = variant.policy
             info.summary = registry.load(name).summary
             declared = registry.parameters_of(name)
         except (registry.UnknownPolicyError, registry.UnusablePolicyError) as error:
@@ -106,8 +111,17 @@ def policy_infos(active: str, values: Mapping[str, Value]) -> list[admin_pb2.Pol
         else:
             in_force = values if info.active else {}
             info.parameters.extend(_parameter(p, in_force.get(p.name)) for p in declared)
+            info.batch_order = kind.batch_order
+            info.baseline_of = kind.baseline_of
+            info.stands_for.update({key: format_value(value) for key, value in variant.parameters.items()})
         infos.append(info)
     return infos
+
+
+def listed(info: admin_pb2.PolicyInfo) -> bool:
+    """Return whether a policy is listed without being asked for: in force, or neither baseline nor variant.
+    Return whether a policy is listed without being asked for: in force, or neither baseline nor variant."""
+    return info.active or not (info.baseline_of or info.stands_for)
 
 
 def _parameter(parameter: Parameter, value: Value | None) -> admin_pb2.PolicyParameter:

@@ -8,13 +8,13 @@ from typing import Final
 import grpc
 
 from scheduler_svc.refused import Refused
-from scheduler_svc.state import ClusterState
 from tailrace.cluster import RequestView
+from tailrace.control.reported_cluster import ReportedCluster
 
 _SHOWN: Final = 3
 
 
-def find_request(state: ClusterState, text: str) -> RequestView:
+def find_request(state: ReportedCluster, text: str) -> RequestView:
     """The one running request with this id, or the only one whose id has this part.
 
     Raises Refused: INVALID_ARGUMENT for an empty or ambiguous text, NOT_FOUND.
@@ -37,7 +37,7 @@ def find_request(state: ClusterState, text: str) -> RequestView:
     return matches[0]
 
 
-def check_instance(state: ClusterState, field: str, instance_id: str) -> None:
+def check_instance(state: ReportedCluster, field: str, instance_id: str) -> None:
     """Whether there is such an instance. Raises Refused: INVALID_ARGUMENT, NOT_FOUND."""
     if not instance_id:
         raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: must not be empty")
@@ -46,7 +46,7 @@ def check_instance(state: ClusterState, field: str, instance_id: str) -> None:
         raise Refused(grpc.StatusCode.NOT_FOUND, f"{field}: no instance {instance_id!r}; there are: {known}")
 
 
-def check_drained(state: ClusterState, drained: Collection[str], instance_id: str) -> None:
+def check_drained(state: ReportedCluster, drained: Collection[str], instance_id: str) -> None:
     """Whether there is such an instance, or a drain of one that is gone. Raises Refused as check_instance."""
     if instance_id in drained:
         return

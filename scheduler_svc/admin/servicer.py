@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from types import TracebackType
 from typing import Final, Generic, TypeVar
 
 import grpc
 
-from scheduler_svc.active_policy import ActivePolicy
 from scheduler_svc.admin import listing
 from scheduler_svc.admin.deciding import parameter_words, policy_record
 from scheduler_svc.admin.draining import progress
 from scheduler_svc.admin.forward import LeaderRoute, forwarding
 from scheduler_svc.admin.lookup import check_drained, check_instance, find_request
 from scheduler_svc.admin.profiling import profile_events
+from scheduler_svc.admin.shadowing import Shadowing
 from scheduler_svc.admin.stages import read_stages
 from scheduler_svc.admin.trace import fetch_trace
 from scheduler_svc.migrations import Migrations
 from scheduler_svc.mover import Mover
+from scheduler_svc.recorder import Recorder
 from scheduler_svc.refused import Refused
 from scheduler_svc.settings import Settings
-from scheduler_svc.state import ClusterState
-from scheduler_svc.wire import POOLS, pool_number
+from tailrace.control.active_policy import ActivePolicy
+from tailrace.control.messages import POOLS, pool_number
+from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.policy.parameters import ParameterError
 from tailrace.profile_message import profile_message
 from tailrace.records import PolicyRecord
+from tailrace.service.answered import ANSWERED
 from tailrace.service.channels import Channels
 from tailrace.slo import Slo
 from tailrace.slo_message import given_objectives, slo_message
@@ -36,6 +40,8 @@ from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, profile_pb2, t
 
 _WRITE_S: Final = 10.0
 _STREAM_S: Final = 1_800.0
+# Longest recording.
+_RECORD_S: Final = 3_600.0
 _OPERATOR: Final = "operator"
 
 
@@ -56,9 +62,9 @@ class _Answering(Generic[_Request, _Reply]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Refused):
-            await self._context.abort(error.code, error.details)
+            await self._context.abort(error.code, error.details, (ANSWERED,))
         if isinstance(error, StoreUnavailable):
-            await self._context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+            await self._context.abort(grpc.StatusCode.UNAVAILABLE, str(error), (ANSWERED,))
         if isinstance(error, grpc.aio.AioRpcError):
             # From the leader, to which the call was passed on.
             details = error.details() or error.code().name
@@ -66,7 +72,7 @@ class _Answering(Generic[_Request, _Reply]):
                 details = (
                     f"the leading scheduler does not answer; another one leads within seconds ({details})"
                 )
-            await self._context.abort(error.code(), details)
+            await self._context.abort(error.code(), details, (ANSWERED,))
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):
@@ -74,7 +80,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
 
     def __init__(
         self,
-        state: ClusterState,
+        state: ReportedCluster,
         members: Membership,
         channels: Channels,
         active: ActivePolicy,
@@ -83,6 +89,8 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         mover: Mover,
         migrations: Migrations,
         route: LeaderRoute,
+        recorder: Recorder,
+        shadowing: Shadowing,
     ) -> None:
         self._state = state
         self._members = members
@@ -93,6 +101,8 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         self._mover = mover
         self._migrations = migrations
         self._route = route
+        self._recorder = recorder
+        self._shadowing = shadowing
 
     # ---- reads
 
@@ -137,9 +147,10 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.ListPoliciesRequest,
         context: grpc.aio.ServicerContext[admin_pb2.ListPoliciesRequest, admin_pb2.ListPoliciesReply],
     ) -> admin_pb2.ListPoliciesReply:
-        """Installed ones."""
+        """Installed ones; without `all` neither mere baselines nor variants."""
         infos = listing.policy_infos(self._active.name, self._active.values)
-        return admin_pb2.ListPoliciesReply(policies=infos)
+        wanted = [info for info in infos if request.all or listing.listed(info)]
+        return admin_pb2.ListPoliciesReply(policies=wanted)
 
     async def ListStages(
         self,
@@ -176,7 +187,51 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         records = [record for _, record in sorted(self._members.profiles.items())]
         return admin_pb2.ListProfilesReply(profiles=map(profile_message, records))
 
+    async def Record(
+        self,
+        request: admin_pb2.RecordRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.RecordRequest, admin_pb2.RecordedLines],
+    ) -> AsyncIterator[admin_pb2.RecordedLines]:
+        """Of the leader; a caller who goes away ends it."""
+        async with _Answering(context):
+            if not 0 < request.seconds <= _RECORD_S:
+                raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"seconds: from 0 to {_RECORD_S:.0f}")
+            leader = self._route.elsewhere(context.invocation_metadata())
+            if leader is not None:
+                timeout_s = request.seconds + _WRITE_S
+                async for told in leader.Record(request, timeout=timeout_s, metadata=forwarding(context)):
+                    yield told
+                return
+            async with aclosing(self._recorder.record(request.seconds)) as recording:
+                async for lines in recording:
+                    yield admin_pb2.RecordedLines(lines=lines)
+
+    async def GetShadow(
+        self,
+        request: admin_pb2.GetShadowRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.GetShadowRequest, admin_pb2.Shadow],
+    ) -> admin_pb2.Shadow:
+        """The leader's."""
+        async with _Answering(context):
+            leader = self._route.elsewhere(context.invocation_metadata())
+            if leader is not None:
+                return await leader.GetShadow(request, timeout=_WRITE_S, metadata=forwarding(context))
+        return self._shadowing.message()
+
     # ---- writes
+
+    async def SetShadow(
+        self,
+        request: admin_pb2.SetShadowRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.SetShadowRequest, admin_pb2.SetShadowReply],
+    ) -> admin_pb2.SetShadowReply:
+        """On the leader, until it ends or leads no more."""
+        async with _Answering(context):
+            leader = self._route.elsewhere(context.invocation_metadata())
+            if leader is not None:
+                return await leader.SetShadow(request, timeout=_WRITE_S, metadata=forwarding(context))
+            previous = self._shadowing.set(request)
+        return admin_pb2.SetShadowReply(previous=previous)
 
     async def SetPolicy(
         self,

@@ -8,12 +8,12 @@ import grpc
 
 from scheduler_svc.admin.lookup import check_instance
 from scheduler_svc.refused import Refused
-from scheduler_svc.state import ClusterState
 from tailrace.cluster import Stage
+from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.v1 import types_pb2
 
 
-def read_stages(state: ClusterState, messages: Sequence[types_pb2.Stage]) -> tuple[Stage, ...]:
+def read_stages(state: ReportedCluster, messages: Sequence[types_pb2.Stage]) -> tuple[Stage, ...]:
     """Ranges that follow each other without overlap, each with known instances; [] takes stages away.
 
     Raises Refused, naming the field.

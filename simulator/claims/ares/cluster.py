@@ -17,9 +17,9 @@ from simulator.cluster import ClusterSpec, LinkSpec, MigrationSpec, ReportSpec
 from simulator.hooks import LengthPredictor
 from simulator.predictors import NoisyPredictor, OraclePredictor
 from tailrace.cluster import Pool
-from tailrace.policy.ares.future_load import FutureLoad
-from tailrace.policy.ares.policy import Ares, AresNoPrediction, CurrentLoad
-from tailrace.policy.arrow.baselines import RoundRobinPools
+from tailrace.perf.future_load import FutureLoad
+from tailrace.policy.ares.policy import DISPATCH_ALONE, NO_PREDICTION, Ares
+from tailrace.policy.arrow.baselines import IN_TURN
 from tailrace.policy.base import Policy
 from tailrace.profiles import load_profile
 
@@ -36,9 +36,9 @@ class Arm:
 
 
 ARMS: Final[Mapping[str, Arm]] = {
-    "round_robin": Arm(RoundRobinPools),
-    "vllm": Arm(CurrentLoad),
-    "rescheduling": Arm(AresNoPrediction),
+    "round_robin": Arm(IN_TURN.make),
+    "vllm": Arm(DISPATCH_ALONE.make),
+    "rescheduling": Arm(NO_PREDICTION.make),
     "ares": Arm(Ares, NoisyPredictor()),
     "ares_oracle": Arm(TimedAres, OraclePredictor()),
 }

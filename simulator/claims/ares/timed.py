@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from tailrace.actions import Action
 from tailrace.cluster import ClusterView
-from tailrace.policy.ares.policy import AresOracle
+from tailrace.policy.ares.policy import Ares
 
 
-class TimedAres(AresOracle):
-    """Decides as AresOracle does, and notes how long each tick took."""
+class TimedAres(Ares):
+    """Decides as Ares does, and notes how long each tick took."""
 
     def __init__(self) -> None:
         super().__init__()

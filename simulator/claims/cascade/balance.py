@@ -17,7 +17,6 @@ import numpy as np
 
 from simulator.claims.base import Claim, Experiment, Figures, Finding, Run
 from simulator.claims.cascade.cluster import (
-    CASCADES,
     FIGURE_2,
     HISTORY,
     INSTANCES,
@@ -39,12 +38,13 @@ from simulator.run import simulate
 from simulator.setups import setup_for
 from tailrace.cluster import Stage
 from tailrace.perf.length_penalty import load_length_penalty
+from tailrace.perf.qoe_model import QoeModel
 from tailrace.policy.cascade.planner import Costs
-from tailrace.policy.cascade.qoe import QoeModel
 from tailrace.policy.cascade.slowdown import Slowdown
 from tailrace.policy.cascade.stage_work import Engines, stage_work
 from tailrace.policy.cascade.traffic import Traffic
 from tailrace.policy.cascade.workload import bucket_edges
+from tailrace.policy.registry import variant
 from tailrace.profiles import Profile
 
 C13 = Claim(
@@ -110,8 +110,8 @@ def spread(policy: str, seconds: float, seed: int) -> Figures:
     profile, load = llama_on_h20(), HEAVY[FIGURE_2]
     stages = four_stages(profile, load)
     spec = replace(cluster(profile, policy, FIGURE_2), stages=stages)
-    fixed = CASCADES[policy](
-        profile,
+    fixed = variant(policy).make(
+        profile=profile,
         penalty=load_length_penalty(FIGURE_2),
         bandwidth_bytes_per_s=LINK_BYTES_PER_S,
         replan_s=float("inf"),

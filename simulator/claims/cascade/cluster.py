@@ -15,9 +15,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -29,15 +28,7 @@ from simulator.workloads import sharegpt
 from tailrace.perf.length_penalty import load_length_penalty
 from tailrace.policy.base import Policy
 from tailrace.policy.cascade.llumnix import Llumnix
-from tailrace.policy.cascade.policy import (
-    Cascade,
-    CascadeChain,
-    CascadeInterStageOnly,
-    CascadeMemory,
-    CascadeNoPipeline,
-    CascadeQuantity,
-    CascadeRoundRobin,
-)
+from tailrace.policy.registry import variant
 from tailrace.policy.round_robin import RoundRobin
 from tailrace.profiles import Profile, load_profile
 
@@ -54,16 +45,15 @@ HISTORY: Final = 4_000
 # Nobody's QoE is asked: a pace so slow that no token is late for it costs no time to check.
 _NO_PACE_S: Final = 1e3
 
-CASCADES: Final[Mapping[str, type[Cascade]]] = MappingProxyType(
-    {
-        "cascade": Cascade,
-        "cascade_chain": CascadeChain,
-        "cascade_no_pipeline": CascadeNoPipeline,
-        "cascade_quantity": CascadeQuantity,
-        "cascade_memory": CascadeMemory,
-        "cascade_inter_stage_only": CascadeInterStageOnly,
-        "cascade_round_robin": CascadeRoundRobin,
-    }
+# CascadeInfer and its ablations.
+CASCADES: Final = (
+    "cascade",
+    "cascade_chain",
+    "cascade_no_pipeline",
+    "cascade_quantity",
+    "cascade_memory",
+    "cascade_inter_stage_only",
+    "cascade_round_robin",
 )
 
 
@@ -106,7 +96,7 @@ def cluster(profile: Profile, policy: str, penalty: str) -> ClusterSpec:
 
 
 def policy_for(name: str, profile: Profile, penalty: str, load: float) -> Policy:
-    """Round robin over vLLM, Llumnix, or one of CascadeInfer's own. Raises KeyError.
+    """Round robin over vLLM, Llumnix, or one of CASCADES. Raises UnknownPolicyError.
 
     CascadeInfer knows the rate at which its history came, and what unequal lengths cost: whether a stage
     keeps up goes by both, as it does by a period's statistics later on.
@@ -116,8 +106,8 @@ def policy_for(name: str, profile: Profile, penalty: str, load: float) -> Policy
     if name == "llumnix":
         return Llumnix()
     lengths = history()
-    return CASCADES[name](
-        profile,
+    return variant(name).make(
+        profile=profile,
         penalty=load_length_penalty(penalty),
         history=lengths,
         history_s=HISTORY / (load * saturation_per_s(profile, lengths)),

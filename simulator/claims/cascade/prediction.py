@@ -24,7 +24,7 @@ from simulator.run import simulate
 from simulator.workloads import sharegpt
 from tailrace.intra.fcfs import Fcfs
 from tailrace.perf.length_penalty import load_length_penalty
-from tailrace.policy.cascade.qoe import FEATURES, QoeModel, mean_relative_error
+from tailrace.perf.qoe_model import FEATURES, QoeModel, mean_relative_error
 from tailrace.policy.least_loaded import LeastLoaded
 
 C9 = Claim("C9", "CascadeInfer", "Fig. 13", "mean relative error: QoE model; global mean", "8.9%; 64%")

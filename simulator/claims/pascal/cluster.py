@@ -18,7 +18,7 @@ from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.round_robin import QuantumRoundRobin
 from tailrace.policy.base import Policy
 from tailrace.policy.min_kv import MinKv
-from tailrace.policy.pascal import Pascal, PascalNoMigration, PascalNonAdaptive
+from tailrace.policy.pascal import NO_MIGRATION, NON_ADAPTIVE, Pascal
 from tailrace.policy.when_full import WhenFull
 from tailrace.profiles import load_profile
 
@@ -40,8 +40,8 @@ ARMS: Final[Mapping[str, Arm]] = {
     "fcfs": Arm(MinKv, Fcfs),
     "rr": Arm(MinKv, QuantumRoundRobin),
     "pascal": Arm(Pascal, PascalQueue),
-    "no_migration": Arm(PascalNoMigration, PascalQueue),
-    "non_adaptive": Arm(PascalNonAdaptive, PascalQueue),
+    "no_migration": Arm(NO_MIGRATION.make, PascalQueue),
+    "non_adaptive": Arm(NON_ADAPTIVE.make, PascalQueue),
     "exact_reports": Arm(Pascal, PascalQueue, exact_reports=True),
 }
 

@@ -28,7 +28,7 @@ class ActivePolicy:
     def __init__(self, default: PolicyRecord, slo: Slo | None = None) -> None:
         """Raises UnknownPolicyError, UnusablePolicyError, ParameterError."""
         self.slo = slo or Slo()
-        self.record = self._default = default
+        self.record = self.default = default
         self.policy: Policy = load(default.name, parameters=default.parameters, slo=self.slo)
         # All parameters that are in force, those of the batch order included.
         self.values: Mapping[str, Value] = all_parameters(default.name, default.parameters)
@@ -47,28 +47,36 @@ class ActivePolicy:
     def follow(self, record: PolicyRecord | None, slo: Slo) -> None:
         """Decide by that policy and for those SLOs. A policy that cannot be had leaves the present one in
         force, for the new SLOs."""
-        wanted = record or self._default
+        wanted = record or self.default
         if wanted == self._refused:
             # Logged once, not at every change of anything in etcd.
             wanted = self.record
-        if not self._switch(wanted, slo):
+        if not self._can_switch(wanted, slo):
             self._refused = wanted
-            self._switch(self.record, slo)
+            self._can_switch(self.record, slo)
 
-    def _switch(self, record: PolicyRecord, slo: Slo) -> bool:
-        if (record, slo) == (self.record, self.slo):
-            return True
+    def _can_switch(self, record: PolicyRecord, slo: Slo) -> bool:
+        """Switch if that policy can be had; whether it can."""
         try:
-            policy = load(record.name, parameters=record.parameters, slo=slo)
-            values = all_parameters(record.name, record.parameters)
+            self.switch(record, slo)
         except (UnknownPolicyError, UnusablePolicyError, ParameterError) as error:
             log.error("cannot switch to policy %s, keeping %s: %s", record.name, self.name, error)
             return False
+        return True
+
+    def switch(self, record: PolicyRecord, slo: Slo) -> None:
+        """Decide by that policy and for those SLOs.
+
+        Raises UnknownPolicyError, UnusablePolicyError, ParameterError; nothing has changed then.
+        """
+        if (record, slo) == (self.record, self.slo):
+            return
+        policy = load(record.name, parameters=record.parameters, slo=slo)
+        values = all_parameters(record.name, record.parameters)
         log.info("policy %s -> %s; SLO: %s", _words(self.record), _words(record), slo.words())
         if record != self.record:
             self._refused = None
         self.record, self.policy, self.values, self.slo = record, policy, values, slo
-        return True
 
 
 def _words(record: PolicyRecord) -> str:

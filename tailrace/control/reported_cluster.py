@@ -1,4 +1,4 @@
-"""The cluster's state: membership and reports, kept incrementally, as an immutable view for policies.
+"""The cluster as live workers report it: membership and reports, kept incrementally.
 
 Pure: no I/O; the caller brings the time, in seconds of its monotonic clock.
 """
@@ -10,9 +10,6 @@ from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
-from scheduler_svc.known_cache import KnownCache
-from scheduler_svc.model_groups import ModelGroups
-from scheduler_svc.tracked import Tracked
 from tailrace.cluster import (
     Arrival,
     ClusterView,
@@ -24,11 +21,30 @@ from tailrace.cluster import (
     RequestView,
     Stage,
 )
+from tailrace.control.cluster_model import ClusterModel
+from tailrace.control.known_cache import KnownCache
+from tailrace.control.model_groups import ModelGroups
+from tailrace.control.recording import (
+    CacheListed,
+    InstanceKnown,
+    MembersChanged,
+    MigrationClosed,
+    MigrationOpened,
+    ModelKnown,
+    PoolOrdered,
+    PoolSettled,
+    RecordedMembers,
+    RecordedPlacement,
+    RecordedWhere,
+    ReportsStopped,
+    Tap,
+)
+from tailrace.control.reported_instance import ReportedInstance
 from tailrace.intra.base import QUANTUM_TOKENS
-from tailrace.lengths import LengthStatistics, LengthWindow
+from tailrace.lengths import LengthWindow
 from tailrace.policy.measured import Measured
 from tailrace.records import InstanceRecord, ProfileRecord
-from tailrace.v1 import monitor_pb2, types_pb2
+from tailrace.v1 import cache_pb2, monitor_pb2, types_pb2
 
 
 class Members(Protocol):
@@ -66,7 +82,7 @@ class PoolOrder:
 
 
 @dataclasses.dataclass(slots=True)
-class _Where:
+class Where:
     """Who has a request, as far as reports tell."""
 
     instance_id: str
@@ -74,15 +90,17 @@ class _Where:
     phase: Phase
 
 
-class ClusterState:
+class ReportedCluster(ClusterModel[ReportedInstance]):
     """Everything known of instances and requests."""
 
     def __init__(self) -> None:
+        super().__init__()
+        # Gets what happens, while it is recorded; but for reports and placements, which LiveControl tells.
+        self.tap: Tap | None = None
         # Where prefixes are.
         self.cache = KnownCache()
-        self._tracked: dict[str, Tracked] = {}
         self._quantum_tokens = QUANTUM_TOKENS
-        self._where: dict[str, _Where] = {}
+        self._where: dict[str, Where] = {}
         # Open migrations by request: from where, and to where if that is known.
         self._migrating: dict[str, tuple[str, str | None]] = {}
         self._silent: frozenset[str] = frozenset()
@@ -91,32 +109,29 @@ class ClusterState:
         self._pools: Mapping[str, Pool] = {}
         # Orders that etcd does not tell of yet, by instance.
         self._ordered: dict[str, PoolOrder] = {}
-        self._stages: tuple[Stage, ...] = ()
         # By kind of instance, beside the records that they were made from.
         self._measured: dict[str, tuple[ProfileRecord, Measured]] = {}
-        self._views: dict[str, InstanceView] = {}
-        self._dirty: set[str] = set()
         self._view: ClusterView | None = None
         self._groups = ModelGroups({})
         # Views of some of the instances, by which, beside the view of all that they were made from.
         self._partial: dict[frozenset[str], tuple[ClusterView, ClusterView]] = {}
-        # None: nobody wants to know.
-        self._lengths: LengthWindow | None = None
 
     # ---- what happens
 
     def set_members(self, members: Members, now_s: float) -> None:
         """Take over membership, pools, drains, stages and profiles. A new incarnation starts from nothing."""
-        tracked: dict[str, Tracked] = {}
+        if self.tap is not None:
+            self.tap(MembersChanged(_recorded(members), now_s))
+        tracked: dict[str, ReportedInstance] = {}
         for name in sorted(members.instances):
             record = members.instances[name]
-            known = self._tracked.get(name)
+            known = self._known.get(name)
             if known is None or known.record.incarnation != record.incarnation:
-                known = Tracked(record, now_s, self._quantum_tokens)
+                known = ReportedInstance(record, now_s, self._quantum_tokens)
                 self._forget([r for r, where in self._where.items() if where.instance_id == name])
             known.record = record
             tracked[name] = known
-        self._tracked = tracked
+        self._known = tracked
         self.cache.set_instances(members.instances)
         self._groups = ModelGroups(members.instances)
         self._partial.clear()
@@ -142,9 +157,7 @@ class ClusterState:
         """Count fresh answers by the quantum of the policy that decides."""
         if quantum_tokens != self._quantum_tokens:
             self._quantum_tokens = quantum_tokens
-            for tracked in self._tracked.values():
-                tracked.count_by(quantum_tokens)
-            self._rebuild()
+            self.recount()
 
     def set_silent(self, names: Collection[str]) -> None:
         """Take over which instances have stopped reporting.
@@ -152,7 +165,9 @@ class ClusterState:
         When all have, it is the monitor that hears nothing; who is alive the front ends know better.
         """
         silent = frozenset(names)
-        if silent >= self._tracked.keys():
+        if self.tap is not None:
+            self.tap(ReportsStopped(sorted(silent)))
+        if silent >= self._known.keys():
             silent = frozenset()
         if silent != self._silent:
             self._silent = silent
@@ -160,7 +175,7 @@ class ClusterState:
 
     def apply(self, report: monitor_pb2.WorkerReport, now_s: float) -> list[PhaseChange]:
         """Take one report in; what it tells of phases, in order. Reports of strangers say nothing."""
-        tracked = self._tracked.get(report.instance_id)
+        tracked = self._known.get(report.instance_id)
         if tracked is None or tracked.record.incarnation != report.incarnation:
             return []
         self.cache.apply(report)
@@ -183,11 +198,11 @@ class ClusterState:
 
     def place(self, arrival: Arrival, instance_id: str, frontend_id: str, now_s: float) -> None:
         """Count a placement in before any report shows it, so that a burst does not pile up."""
-        tracked = self._tracked.get(instance_id)
+        tracked = self._known.get(instance_id)
         if tracked is None:
             return
         where = self._where.get(arrival.request_id)
-        if where is not None and (before := self._tracked.get(where.instance_id)) is not None:
+        if where is not None and (before := self._known.get(where.instance_id)) is not None:
             before.unplace(arrival.request_id)
             self._touch(where.instance_id)
         epoch = where.epoch if where is not None else 0
@@ -203,12 +218,12 @@ class ClusterState:
             frontend_id=frontend_id,
         )
         if where is None and not arrival.output_tokens:
-            self._note_arrived(request, now_s)
+            self.note_arrived(request.prompt_tokens, now_s)
         self.cache.placed(instance_id, arrival.block_names, now_s)
         forgotten = tracked.place(request, now_s, arrival.cached_tokens(instance_id))
         if forgotten is not None:
             self._left(forgotten, instance_id)
-        self._where[arrival.request_id] = _Where(instance_id, epoch, Phase.PREFILL)
+        self._where[arrival.request_id] = Where(instance_id, epoch, Phase.PREFILL)
         self._touch(instance_id)
 
     def migration_opened(self, request: RequestView, target_id: str | None) -> bool:
@@ -217,22 +232,26 @@ class ClusterState:
         request_id = request.request_id
         if request_id in self._migrating:
             return False
+        if self.tap is not None:
+            self.tap(MigrationOpened(request, target_id))
         self._migrating[request_id] = (request.instance_id, target_id)
         self._mark(request_id, True)
-        source, target = self._tracked.get(request.instance_id), self._tracked.get(target_id or "")
+        source, target = self._known.get(request.instance_id), self._known.get(target_id or "")
         if source is not None:
-            source.leaving(request_id)
+            source.open_departure(request_id)
         if target is not None:
-            target.coming(request_id, request.context_tokens)
+            target.expect(request_id, request.context_tokens)
             self._touch(target.record.instance_id)
         return True
 
     def migration_closed(self, request_id: str) -> None:
         """The open migration of the request is over."""
+        if self.tap is not None:
+            self.tap(MigrationClosed(request_id))
         for name in self._migrating.pop(request_id, ()):
-            tracked = self._tracked.get(name or "")
+            tracked = self._known.get(name or "")
             if tracked is not None:
-                tracked.migrated(request_id)
+                tracked.close_migration(request_id)
                 self._touch(tracked.record.instance_id)
         self._mark(request_id, False)
 
@@ -242,8 +261,10 @@ class ClusterState:
 
         None: there is one already, or no such instance.
         """
-        if instance_id in self._ordered or instance_id not in self._tracked:
+        if instance_id in self._ordered or instance_id not in self._known:
             return None
+        if self.tap is not None:
+            self.tap(PoolOrdered(instance_id, pool))
         order = self._ordered[instance_id] = PoolOrder(instance_id, self._pools.get(instance_id), pool)
         self._touch(instance_id)
         return order
@@ -251,28 +272,42 @@ class ClusterState:
     def pool_settled(self, order: PoolOrder) -> None:
         """The order counts no longer, if it still does: the instance is where etcd says."""
         if self._ordered.get(order.instance_id) is order:
-            del self._ordered[order.instance_id]
-            self._touch(order.instance_id)
+            self.settle_pool(order.instance_id)
 
-    def keep_lengths(self, period_s: float | None, now_s: float) -> None:
-        """Keep the lengths of the requests of so many seconds from now on; None: of none."""
-        if period_s != (self._lengths.period_s if self._lengths is not None else None):
-            self._lengths = LengthWindow(period_s, now_s) if period_s is not None else None
+    def settle_pool(self, instance_id: str) -> None:
+        """No order for the instance counts any longer."""
+        if self.tap is not None:
+            self.tap(PoolSettled(instance_id))
+        self._ordered.pop(instance_id, None)
+        self._touch(instance_id)
+
+    def cache_listed(self, instance_id: str, reply: cache_pb2.ListCacheReply) -> None:
+        """An instance has told all that its prefix cache holds."""
+        if self.tap is not None:
+            self.tap(CacheListed(instance_id, reply.SerializeToString()))
+        self.cache.listed(instance_id, reply)
 
     # ---- what is known
-
-    def lengths(self, now_s: float) -> LengthStatistics | None:
-        """Those that are kept; never change once given."""
-        return self._lengths.statistics(now_s) if self._lengths is not None else None
 
     def view(self) -> ClusterView:
         """The cluster now; never changes once given."""
         if self._view is None:
-            for name in self._dirty:
-                self._views[name] = self._instance_view(name)
+            self._renew(self._dirty)
             self._dirty.clear()
             self._view = ClusterView(MappingProxyType(dict(self._views)), self._stages)
         return self._view
+
+    def view_at(self, now_s: float) -> ClusterView:
+        """The same: between two reports time changes nothing."""
+        return self.view()
+
+    def view_for_arrival(self, model: str, now_s: float) -> ClusterView:
+        """Instances of other models are not in it."""
+        return self.view_of_model(model)
+
+    def view_for_request(self, instance_id: str, now_s: float) -> ClusterView:
+        """Where its KV cannot go is not in it."""
+        return self.view_of_kv(instance_id)
 
     def view_of_model(self, model: str) -> ClusterView:
         """The cluster as a request of this model may see it: instances of other models are not in it."""
@@ -290,20 +325,25 @@ class ClusterState:
         """Whether a request can migrate from one instance to the other."""
         return other in self._groups.exchanging_kv(one)
 
-    def tracked(self, instance_id: str) -> Tracked | None:
+    @property
+    def pending_placements(self) -> int:
+        """Requests placed of which no report has told yet."""
+        return sum(len(known.pending) for known in self._known.values())
+
+    def tracked(self, instance_id: str) -> ReportedInstance | None:
         """An instance, or None."""
-        return self._tracked.get(instance_id)
+        return self._known.get(instance_id)
 
     def traceparent(self, request_id: str) -> str:
         """The trace context of a request, as its instance reports it; "" when it is not traced."""
         where = self._where.get(request_id)
-        tracked = self._tracked.get(where.instance_id) if where is not None else None
+        tracked = self._known.get(where.instance_id) if where is not None else None
         return tracked.traceparents.get(request_id, "") if tracked is not None else ""
 
     def request(self, request_id: str) -> RequestView | None:
         """A request where it is now, or None."""
         where = self._where.get(request_id)
-        tracked = self._tracked.get(where.instance_id) if where is not None else None
+        tracked = self._known.get(where.instance_id) if where is not None else None
         if tracked is None:
             return None
         return tracked.find(request_id)
@@ -314,7 +354,7 @@ class ClusterState:
 
     def requests_on(self, instance_id: str) -> list[RequestView]:
         """The requests that an instance has now; not those that have moved on but are still reported."""
-        tracked = self._tracked.get(instance_id)
+        tracked = self._known.get(instance_id)
         if tracked is None:
             return []
         held = [*tracked.requests.values(), *(p.request for p in tracked.pending.values())]
@@ -323,6 +363,54 @@ class ClusterState:
             for request in held
             if (where := self._where.get(request.request_id)) is not None and where.instance_id == instance_id
         ]
+
+    # ---- recordings
+
+    def state(self) -> tuple[ModelKnown, list[InstanceKnown]]:
+        """All that is known, in a form that `restore` takes."""
+        members = RecordedMembers(
+            {name: known.record for name, known in self._known.items()},
+            dict(self._pools),
+            self._draining,
+            self._suspects,
+            self._stages,
+            {kind: record for kind, (record, _) in self._measured.items()},
+        )
+        model = ModelKnown(
+            members,
+            self._silent,
+            [RecordedWhere(name, w.instance_id, w.epoch, w.phase) for name, w in self._where.items()],
+            dict(self._migrating),
+            [(order.instance_id, order.before, order.pool) for order in self._ordered.values()],
+            self._lengths.state() if self._lengths is not None else None,
+            [RecordedPlacement(at_s, name, list(names)) for at_s, name, names in self.cache.recent],
+        )
+        # What is counted incrementally is counted anew, here as where it is restored: in the same order.
+        self.recount()
+        follower = self.cache.follower
+        return model, [known.state(follower.state(name)) for name, known in self._known.items()]
+
+    def restore(self, model: ModelKnown, instances: Iterable[InstanceKnown], now_s: float) -> None:
+        """Go on from there; nothing must be known yet."""
+        self.set_members(model.members, now_s)
+        for state in instances:
+            self._known[state.instance_id].restore(state)
+            if state.cache is not None:
+                self.cache.follower.restore(state.instance_id, state.cache)
+        for placed in model.placed:
+            self.cache.placed(placed.instance_id, placed.names, placed.placed_s)
+        self._silent = model.silent
+        self._where = {w.request_id: Where(w.instance_id, w.epoch, w.phase) for w in model.where}
+        self._migrating = dict(model.migrating)
+        self._ordered = {name: PoolOrder(name, before, pool) for name, before, pool in model.ordered}
+        self._lengths = LengthWindow.restored(model.lengths) if model.lengths is not None else None
+        self._rebuild()
+
+    def recount(self) -> None:
+        """Count anew what is counted as requests come and go."""
+        for known in self._known.values():
+            known.count_by(self._quantum_tokens)
+        self._rebuild()
 
     # ---- inside
 
@@ -340,15 +428,11 @@ class ClusterState:
             made = self._partial[names] = view, ClusterView(MappingProxyType(instances), stages)
         return made[1]
 
-    def _note_arrived(self, request: RequestView, now_s: float) -> None:
-        if self._lengths is not None:
-            self._lengths.arrived(request.prompt_tokens, now_s)
-
-    def _note_finished(self, tracked: Tracked, event: monitor_pb2.PhaseEvent, now_s: float) -> None:
+    def _note_finished(self, tracked: ReportedInstance, event: monitor_pb2.PhaseEvent, now_s: float) -> None:
         """Only of one that made its last token here the event says how many there were."""
         request = tracked.find(event.request_id)
-        if self._lengths is not None and request is not None and event.output_tokens:
-            self._lengths.finished(request.prompt_tokens, event.output_tokens, now_s)
+        if request is not None and event.output_tokens:
+            self.note_finished(request.prompt_tokens, event.output_tokens, now_s)
 
     def _seen(self, request: RequestView, changes: list[PhaseChange], now_s: float) -> None:
         """A steady report shows a request. An event may have been lost: it then tells of the phase too."""
@@ -356,18 +440,18 @@ class ClusterState:
             self._entered(request, changes, now_s)
         else:
             self._came(request, now_s)
-            self._where[request.request_id] = _Where(request.instance_id, request.epoch, request.phase)
+            self._where[request.request_id] = Where(request.instance_id, request.epoch, request.phase)
 
     def _came(self, request: RequestView, now_s: float) -> None:
         """It was placed by another scheduler; or it was handed over, which later epochs tell."""
         if not request.epoch:
-            self._note_arrived(request, now_s)
+            self.note_arrived(request.prompt_tokens, now_s)
 
     def _entered(self, request: RequestView, changes: list[PhaseChange], now_s: float) -> None:
         where = self._where.get(request.request_id)
         if where is None:
             self._came(request, now_s)
-            self._where[request.request_id] = _Where(request.instance_id, request.epoch, request.phase)
+            self._where[request.request_id] = Where(request.instance_id, request.epoch, request.phase)
             # Placed by another scheduler: which phase it was in follows from which it has entered.
             first = request.phase is not Phase.ANSWERING or request.output_tokens <= 1
             left = Phase.PREFILL if first else Phase.REASONING
@@ -391,7 +475,7 @@ class ClusterState:
 
     def _mark(self, request_id: str, migrating: bool) -> None:
         where = self._where.get(request_id)
-        if where is not None and (tracked := self._tracked.get(where.instance_id)) is not None:
+        if where is not None and (tracked := self._known.get(where.instance_id)) is not None:
             tracked.mark(request_id, migrating)
             self._touch(where.instance_id)
 
@@ -401,7 +485,7 @@ class ClusterState:
         return InstanceState.DRAINING if name in self._draining else InstanceState.ACTIVE
 
     def _instance_view(self, name: str) -> InstanceView:
-        tracked = self._tracked[name]
+        tracked = self._known[name]
         _, measured = self._measured.get(tracked.record.profile_kind, (None, None))
         return tracked.view(self._instance_state(name), self._pool(name), measured)
 
@@ -414,6 +498,17 @@ class ClusterState:
         self._view = None
 
     def _rebuild(self) -> None:
-        self._views = {name: self._instance_view(name) for name in self._tracked}
+        self._views = {name: self._instance_view(name) for name in self._known}
         self._dirty.clear()
         self._view = None
+
+
+def _recorded(members: Members) -> RecordedMembers:
+    return RecordedMembers(
+        dict(members.instances),
+        dict(members.pools),
+        members.draining,
+        members.suspects,
+        members.stages,
+        dict(members.profiles),
+    )

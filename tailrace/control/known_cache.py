@@ -47,6 +47,11 @@ class KnownCache:
         """A request that begins with these blocks was placed there."""
         self._placed.place(instance_id, names, now_s)
 
+    @property
+    def recent(self) -> list[tuple[float, str, Sequence[int]]]:
+        """(when, instance, names) of placements that count, oldest first."""
+        return self._placed.placed
+
     def of_arrival(
         self, names: Sequence[int], block_tokens: int, prompt_tokens: int, now_s: float
     ) -> Mapping[str, CachedTokens]:

@@ -6,11 +6,14 @@ import dataclasses
 from collections.abc import Collection, Iterator
 from typing import Final
 
-from scheduler_svc.phase_counts import PhaseCounts
-from scheduler_svc.wire import PHASES, REQUEST_STATES, predicted_remaining, request_view
+from tailrace.cache.follow import CacheState
 from tailrace.cluster import InstanceState, InstanceView, Phase, Pool, RequestState, RequestView
+from tailrace.control.corrections import Corrections, Pending
+from tailrace.control.messages import PHASES, REQUEST_STATES, predicted_remaining, request_view
+from tailrace.control.phase_counts import PhaseCounts
+from tailrace.control.recording import InstanceKnown, RecordedPending
 from tailrace.intra.base import QUANTUM_TOKENS
-from tailrace.policy.arrow.ttft import TtftPredictor
+from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.measured import Measured
 from tailrace.policy.room import kv_needed_tokens
 from tailrace.records import InstanceRecord
@@ -26,43 +29,27 @@ _NO_LOAD: Final = monitor_pb2.InstanceLoad()
 _RUNNING: Final = frozenset({RequestState.RUNNING, RequestState.PAUSED})
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Pending:
-    """A request placed here that no report has shown yet. Its context is still to be prefilled, but for what
-    is cached here."""
+@dataclasses.dataclass(slots=True)
+class PendingRequest(Pending):
+    """`placed`: when, by the scheduler's monotonic clock."""
 
     request: RequestView
-    placed_s: float
-    cached_tokens: int = 0
 
 
-class Tracked:
+class ReportedInstance(Corrections[str, PendingRequest]):
     """Counts are those of the last steady report, moved on by phase events and placements."""
 
     def __init__(self, record: InstanceRecord, now_s: float, quantum_tokens: int = QUANTUM_TOKENS) -> None:
         """`quantum_tokens`: that the policy counts fresh answers by."""
+        super().__init__()
         self.record = record
         # None until the first steady report of this incarnation.
         self.load: monitor_pb2.InstanceLoad | None = None
         self.heard_s = now_s
         self.requests: dict[str, RequestView] = {}
-        self.pending: dict[str, Pending] = {}
         # Trace contexts of requests that are traced.
         self.traceparents: dict[str, str] = {}
-        # Open migrations to here and from here; to here, with the tokens that no report counts yet and that
-        # they will take.
-        self._coming: dict[str, int] = {}
-        # Their context, until they are among the requests here.
-        self._coming_context: dict[str, int] = {}
-        self._leaving: set[str] = set()
         self._phases = PhaseCounts(quantum_tokens)
-        self._running = 0
-        self._waiting = 0
-        self._context_tokens = 0
-        self._kv_used_tokens = 0
-        self._pending_tokens = 0
-        self._pending_cached_tokens = 0
-        self._future_load: tuple[float, ...] = ()
 
     @property
     def block_tokens(self) -> int:
@@ -94,36 +81,34 @@ class Tracked:
         }
         self.traceparents = {r.request_id: r.traceparent for r in report.requests if r.traceparent}
         for request_id, pending in list(self.pending.items()):
-            if request_id in self.requests or now_s - pending.placed_s > _PENDING_S:
-                self._take_pending(request_id)
+            if request_id in self.requests or now_s - pending.placed > _PENDING_S:
+                self.remove_pending(request_id)
         self._phases.reset(self._held())
         # What an import has reserved is in kv_blocks_used from when it began.
-        for request_id in list(self._coming)[: load.migrations_in]:
-            self._coming[request_id] = 0
-        self._running = load.running + load.paused
-        self._waiting = load.waiting
-        self._context_tokens = load.context_tokens
-        self._kv_used_tokens = load.kv_blocks_used * block_tokens
-        self._future_load = tuple(load.future_load)
+        for request_id in list(self.coming)[: load.migrations_in]:
+            self.coming[request_id] = 0
+        self.forget_changes()
         return before - self.requests.keys() - self.pending.keys()
 
     def place(self, request: RequestView, now_s: float, cached_tokens: int = 0) -> str | None:
         """The request was placed here and will arrive in a moment; so many of its tokens are cached here. The
         id of one that had to be forgotten for it, if any: no report has come for long."""
-        self._take_pending(request.request_id)
+        self.unplace(request.request_id)
         forgotten = None
         if len(self.pending) >= _PENDING_MAX:
             forgotten = next(iter(self.pending))
-            self._take_pending(forgotten)
-        self.pending[request.request_id] = Pending(request, now_s, cached_tokens)
-        self._pending_tokens += request.context_tokens
-        self._pending_cached_tokens += cached_tokens
+            self.unplace(forgotten)
+        pending = PendingRequest(request.context_tokens, cached_tokens, now_s, request)
+        self.add_pending(request.request_id, pending)
         self._phases.add(request)
         return forgotten
 
-    def unplace(self, request_id: str) -> None:
-        """The request was placed elsewhere after all."""
-        self._take_pending(request_id)
+    def unplace(self, request_id: str) -> PendingRequest | None:
+        """The request was placed elsewhere after all, or has begun; None: it was not pending."""
+        pending = self.remove_pending(request_id)
+        if pending is not None:
+            self._phases.remove(pending.request)
+        return pending
 
     def event(self, event: monitor_pb2.PhaseEvent) -> RequestView | None:
         """The request entered a phase; None: the event names none that is known."""
@@ -136,7 +121,7 @@ class Tracked:
         if known is None:
             return self._arrived(event, phase)
         grown = max(0, event.output_tokens - known.output_tokens)
-        self._context_tokens += grown
+        self.context_change += grown
         moved = dataclasses.replace(
             known,
             phase=phase,
@@ -155,30 +140,18 @@ class Tracked:
 
     def gone(self, request_id: str) -> None:
         """The request finished here or left."""
-        self._take_pending(request_id)
+        self.unplace(request_id)
         self.traceparents.pop(request_id, None)
         request = self.requests.pop(request_id, None)
         if request is None:
             return
         self._phases.remove(request)
         self._count_seat(request, -1)
-        self._context_tokens = max(0, self._context_tokens - request.context_tokens)
-        self._kv_used_tokens = max(0, self._kv_used_tokens - request.kv_tokens)
+        self.remove_request(request.context_tokens, request.kv_tokens)
 
-    def coming(self, request_id: str, tokens: int) -> None:
+    def expect(self, request_id: str, context_tokens: int) -> None:
         """A migration of the request to here was opened: it will need the room."""
-        self._coming[request_id] = kv_needed_tokens(tokens, self.block_tokens)
-        self._coming_context[request_id] = tokens
-
-    def leaving(self, request_id: str) -> None:
-        """A migration of the request from here was opened."""
-        self._leaving.add(request_id)
-
-    def migrated(self, request_id: str) -> None:
-        """The migration of the request, to here or from here, is over."""
-        self._coming.pop(request_id, None)
-        self._coming_context.pop(request_id, None)
-        self._leaving.discard(request_id)
+        self.open_arrival(request_id, kv_needed_tokens(context_tokens, self.block_tokens), context_tokens)
 
     def mark(self, request_id: str, migrating: bool) -> None:
         """A migration of the request was opened or is over."""
@@ -188,7 +161,7 @@ class Tracked:
 
     def _arrived(self, event: monitor_pb2.PhaseEvent, phase: Phase) -> RequestView:
         """Not in a report yet: placed here a moment ago, or handed over to here."""
-        pending = self._take_pending(event.request_id)
+        pending = self.unplace(event.request_id)
         context = event.prompt_tokens + event.output_tokens
         blocks = -(-context // self.block_tokens)
         request = RequestView(
@@ -209,12 +182,7 @@ class Tracked:
         self._phases.add(request)
         self._count_seat(request, 1)
         self.requests[event.request_id] = request
-        self._context_tokens += context
-        # Of a migration that a report has shown, the room is counted in already.
-        if self._coming.get(event.request_id) != 0:
-            self._kv_used_tokens += request.kv_tokens
-        if event.request_id in self._coming:
-            self._coming[event.request_id] = 0
+        self.add_request(event.request_id, context, request.kv_tokens)
         return request
 
     def _predicted(self, event: monitor_pb2.PhaseEvent, known: RequestView, grown: int) -> float | None:
@@ -224,20 +192,12 @@ class Tracked:
             return told
         return max(0.0, known.predicted_remaining_tokens - grown)
 
-    def _take_pending(self, request_id: str) -> Pending | None:
-        pending = self.pending.pop(request_id, None)
-        if pending is not None:
-            self._pending_tokens -= pending.request.context_tokens
-            self._pending_cached_tokens -= pending.cached_tokens
-            self._phases.remove(pending.request)
-        return pending
-
     def _count_seat(self, request: RequestView, by: int) -> None:
         """The request has come to run or wait, or no longer does."""
         if request.state in _RUNNING:
-            self._running = max(0, self._running + by)
+            self.running_change += by
         else:
-            self._waiting = max(0, self._waiting + by)
+            self.waiting_change += by
 
     def _held(self) -> Iterator[RequestView]:
         yield from self.requests.values()
@@ -251,6 +211,42 @@ class Tracked:
             found = pending.request
         return found
 
+    # ---- recordings
+
+    def state(self, cache: CacheState | None) -> InstanceKnown:
+        """All that is known of it, in a form that `restore` takes; traces are not."""
+        return InstanceKnown(
+            instance_id=self.record.instance_id,
+            load=None if self.load is None else self.load.SerializeToString(),
+            heard_s=self.heard_s,
+            requests=list(self.requests.values()),
+            pending=[RecordedPending(p.request, p.placed, p.cached_tokens) for p in self.pending.values()],
+            coming=dict(self.coming),
+            coming_context=dict(self.coming_context),
+            leaving=sorted(self.leaving),
+            running_change=self.running_change,
+            waiting_change=self.waiting_change,
+            context_change=self.context_change,
+            kv_change=self.kv_change,
+            cache=cache,
+        )
+
+    def restore(self, state: InstanceKnown) -> None:
+        """Go on from there; it must be new."""
+        self.load = None if state.load is None else monitor_pb2.InstanceLoad.FromString(state.load)
+        self.heard_s = state.heard_s
+        self.requests = {request.request_id: request for request in state.requests}
+        for known in state.pending:
+            request = known.request
+            pending = PendingRequest(request.context_tokens, known.cached_tokens, known.placed_s, request)
+            self.add_pending(request.request_id, pending)
+        self.coming.update(state.coming)
+        self.coming_context.update(state.coming_context)
+        self.leaving.update(state.leaving)
+        self.running_change, self.waiting_change = state.running_change, state.waiting_change
+        self.context_change, self.kv_change = state.context_change, state.kv_change
+        self._phases.reset(self._held())
+
     # ---- what a policy sees
 
     def view(self, state: InstanceState, pool: Pool | None, measured: Measured | None = None) -> InstanceView:
@@ -259,35 +255,41 @@ class Tracked:
         blocks = load.kv_blocks_total or self.record.kv_blocks_total
         kv_bytes = max(1, self.record.kv_bytes_per_token)
         requests = tuple(self._held())
+        running, waiting, context_tokens, kv_used_tokens = self.counts(
+            load.running + load.paused,
+            load.waiting,
+            load.context_tokens,
+            load.kv_blocks_used * (load.block_tokens or self.block_tokens),
+        )
         return InstanceView(
             instance_id=self.record.instance_id,
             state=state,
             pool=pool,
             kv_capacity_tokens=blocks * self.block_tokens,
-            kv_used_tokens=self._kv_used_tokens + sum(self._coming.values()),
+            kv_used_tokens=kv_used_tokens,
             block_tokens=self.block_tokens,
             max_model_len=self.record.max_model_len,
             max_num_seqs=self.record.max_num_seqs,
-            running=self._running,
-            waiting=self._waiting + len(self.pending),
+            running=running,
+            waiting=waiting,
             prefill_backlog_tokens=(
-                load.prefill_backlog_tokens + self._pending_tokens - self._pending_cached_tokens
+                load.prefill_backlog_tokens + self.pending_tokens - self.pending_cached_tokens
             ),
-            context_tokens=self._context_tokens + self._pending_tokens,
+            context_tokens=context_tokens,
             token_interval_s=load.token_interval_ms_mean / 1e3,
             host_kv_tokens=load.host_kv_bytes_used // kv_bytes,
             host_kv_capacity_tokens=load.host_kv_bytes_total // kv_bytes,
             prefill_delay_s=self._prefill_delay_s(load),
             max_running_tokens=load.max_running_tokens if load.HasField("max_running_tokens") else None,
-            future_load=self._future_load,
+            future_load=tuple(load.future_load),
             phase_load=self._phases.load(requests),
             prompts=self._phases.prompts(),
             measured=measured,
-            migrations_in=max(load.migrations_in, len(self._coming)),
-            migrations_out=max(load.migrations_out, len(self._leaving)),
+            migrations_in=max(load.migrations_in, len(self.coming)),
+            migrations_out=max(load.migrations_out, len(self.leaving)),
             coming_tokens=sum(
                 tokens
-                for request_id, tokens in self._coming_context.items()
+                for request_id, tokens in self.coming_context.items()
                 if request_id not in self.requests
             ),
             migration_tokens_per_s=load.migration_bytes_per_s / kv_bytes
@@ -302,7 +304,7 @@ class Tracked:
             return None
         curve = TtftPredictor(load.prefill_base_s, load.prefill_s_per_token, load.prefill_s_per_token_squared)
         waiting = self.pending.values()
-        placed_s = curve.queue_s(pending.request.context_tokens for pending in waiting)
+        placed_s = curve.queue_s(pending.tokens for pending in waiting)
         cached_s = sum(
             curve.computed_s(pending.cached_tokens) for pending in waiting if pending.cached_tokens
         )

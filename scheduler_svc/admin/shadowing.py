@@ -1,0 +1,57 @@
+"""The shadow policy, as the admin API sets and shows it."""
+
+from __future__ import annotations
+
+from scheduler_svc.admin.deciding import parameter_words, policy_record
+from scheduler_svc.metrics import SchedulerMetrics
+from tailrace.control.live import LiveControl
+from tailrace.control.runner import Point
+from tailrace.control.shadow import Compared, Shadow, Verdict
+from tailrace.v1 import admin_pb2
+
+
+class Shadowing:
+    """Of this scheduler alone: it ends with it, and with its leading."""
+
+    def __init__(self, control: LiveControl, metrics: SchedulerMetrics) -> None:
+        self._control = control
+        self._metrics = metrics
+
+    def set(self, request: admin_pb2.SetShadowRequest) -> str:
+        """The name of the one before; "": there was none. Raises Refused."""
+        before = self._control.shadow
+        shadow: Shadow | None = None
+        if request.name:
+            asked = admin_pb2.SetPolicyRequest(name=request.name, parameters=dict(request.parameters))
+            record = policy_record(asked, self._control.active.slo)
+            name = record.name
+
+            def count(compared: Compared) -> None:
+                labels = compared.policy, name, compared.point.value, compared.verdict.value
+                self._metrics.shadow_decisions.labels(*labels).inc()
+
+            shadow = Shadow(record, self._control.active.slo, count)
+        self._control.follow_shadow(shadow)
+        return "" if before is None else before.active.name
+
+    def message(self) -> admin_pb2.Shadow:
+        """What there is, with its counts."""
+        shadow = self._control.shadow
+        if shadow is None:
+            return admin_pb2.Shadow(policy=self._control.active.name)
+        counts = shadow.counts
+        return admin_pb2.Shadow(
+            name=shadow.active.name,
+            parameters=parameter_words(shadow.active.record.parameters),
+            policy=self._control.active.name,
+            counts=[
+                admin_pb2.ShadowCount(
+                    point=point.value,
+                    same=counts[point, Verdict.SAME],
+                    different=counts[point, Verdict.DIFFERENT],
+                    failed=counts[point, Verdict.FAILED],
+                )
+                for point in Point
+                if any(counts[point, verdict] for verdict in Verdict)
+            ],
+        )

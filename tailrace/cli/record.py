@@ -1,0 +1,48 @@
+"""`tailrace record`: what the leading scheduler's model is fed, and what is decided on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import click
+
+from tailrace.cli.admin import admin_option, connect
+from tailrace.cli.errors import CliError, file_errors
+from tailrace.cli.output import note
+from tailrace.v1.admin_pb2 import RecordRequest
+
+# Beside the recording itself: the first lines are as many as there are instances.
+_MARGIN_S: Final = 10.0
+
+
+@click.command(epilog="Example: tailrace record run.jsonl --for 30")
+@click.argument("file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
+@click.option(
+    "--for",
+    "seconds",
+    type=click.FloatRange(min=0, max=3600, min_open=True),
+    default=600.0,
+    show_default=True,
+    help="Seconds, unless Ctrl-C ends it before.",
+)
+@admin_option
+def record(file: Path, seconds: float, admin: str | None) -> None:
+    """Write to FILE what the leading scheduler knows, what it hears from now on, and what it decides.
+
+    JSON lines, without a word of any prompt or answer: ids, lengths, phases and hashes of KV blocks. tailrace
+    replay FILE puts them to a policy again.
+    """
+    lines = 0
+    with connect(admin) as connection, connection.errors(), file_errors(), file.open("wb") as target:
+        call = connection.stub.Record(RecordRequest(seconds=seconds), timeout=seconds + _MARGIN_S)
+        try:
+            for told in call:
+                for line in told.lines:
+                    target.write(line + b"\n")
+                lines += len(told.lines)
+        except KeyboardInterrupt:
+            call.cancel()
+    if not lines:
+        raise CliError(f"{file}: nothing was recorded")
+    note(f"{file}: {lines} lines")

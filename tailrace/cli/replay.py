@@ -1,0 +1,167 @@
+"""`tailrace replay`: a recording, put to the same policy again, or to another."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import click
+import msgspec
+from rich.table import Table
+
+from tailrace.actions import Place, Refuse
+from tailrace.cli.errors import CliError, UsageProblem, file_errors
+from tailrace.cli.output import Output, note, output_option, print_figures, print_json
+from tailrace.cli.plain import JsonValue
+from tailrace.control.recording import (
+    FAILED,
+    BadRecordingError,
+    Event,
+    decode,
+    recorded_actions,
+    recorded_placement,
+)
+from tailrace.control.replay import Replay, Replayed, points
+from tailrace.control.shadow import Answer, Compared, Shadow, Verdict
+from tailrace.policy.parameters import ParameterError, read_assignments
+from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, all_parameters
+from tailrace.records import PolicyRecord
+
+
+class _Differences:
+    """The first so many, told as they come."""
+
+    def __init__(self, most: int) -> None:
+        self._left = most
+
+    def tell(self, point: str, request_id: str, then: str, now: str) -> None:
+        if self._left > 0:
+            self._left -= 1
+            about = f" {request_id}" if request_id else ""
+            note(f"{point}{about}: {then}\n    now: {now}")
+
+
+@click.command(epilog="Example: tailrace replay run.jsonl --policy pascal --set quantum_tokens=250")
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--policy", metavar="NAME", help="Ask this one; by default the one that decided then.")
+@click.option(
+    "--set",
+    "assignments",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="A parameter of that policy; may be repeated.",
+)
+@click.option(
+    "--show",
+    type=click.IntRange(min=0),
+    default=10,
+    show_default=True,
+    metavar="N",
+    help="Print the first N differences, to stderr.",
+)
+@output_option()
+def replay(file: Path, policy: str | None, assignments: tuple[str, ...], show: int, output: Output) -> None:
+    """Feed the recording FILE to the scheduler's model again and compare every decision.
+
+    The policy that decided then must decide the same again, to the last byte: if it does not, the exit code
+    is 1. Another one (--policy) is asked on the very state that the recorded one decided on, so it shows what
+    it would have done at each moment, not where that would have led.
+    """
+    if policy is None and assignments:
+        raise UsageProblem("--set: it is for --policy")
+    record = None if policy is None else _policy(policy, assignments)
+    told = _Differences(show)
+    with file_errors(BadRecordingError), file.open("rb") as lines:
+        run, different = (
+            _again(decode(lines), told) if record is None else _other(decode(lines), record, told)
+        )
+    total = sum(different.values())
+    if output is Output.JSON:
+        print_json(_plain(run, record, different))
+    else:
+        print_figures(_table(run, record, different))
+    if run.cut_short:
+        note(f"{file}: it ends early: whoever recorded could not keep up")
+    if record is None and total:
+        raise CliError(f"{total} of {run.decisions.total()} decisions came out otherwise")
+
+
+def _policy(name: str, assignments: Sequence[str]) -> PolicyRecord:
+    try:
+        given = read_assignments(assignments)
+        values = all_parameters(name, given)
+    except (ParameterError, UnknownPolicyError, UnusablePolicyError) as error:
+        raise UsageProblem(str(error)) from error
+    return PolicyRecord(name=name, parameters={key: values[key] for key in given})
+
+
+def _again(events: Iterator[Event], told: _Differences) -> tuple[Replay, Counter[str]]:
+    """The policy that decided then."""
+
+    def heard(replayed: Replayed) -> None:
+        if not replayed.same:
+            then, now = _text(replayed.recorded), _text(replayed.replayed)
+            told.tell(replayed.point, replayed.request_id, then, now)
+
+    run = Replay(events, heard)
+    run.run()
+    return run, run.different
+
+
+def _other(events: Iterator[Event], record: PolicyRecord, told: _Differences) -> tuple[Replay, Counter[str]]:
+    """Another one, in the shadow of the one that decided then."""
+    different: Counter[str] = Counter()
+
+    def heard(compared: Compared) -> None:
+        if compared.verdict is not Verdict.SAME:
+            point = compared.point.value
+            different[point] += 1
+            told.tell(point, compared.request_id, _words(compared.decided), _words(compared.shadow))
+
+    run = Replay(events, lambda replayed: None)
+    run.watch(Shadow(record, run.control.active.slo, heard))
+    run.run()
+    return run, different
+
+
+def _words(answer: Answer) -> str:
+    if isinstance(answer, (Place, Refuse)):
+        return _text(recorded_placement(answer))
+    return _text(recorded_actions(answer))
+
+
+def _text(answer: msgspec.Raw | None) -> str:
+    if answer is None:
+        return "not asked"
+    return "failed" if answer == FAILED else bytes(answer).decode()
+
+
+def _plain(run: Replay, record: PolicyRecord | None, different: Counter[str]) -> dict[str, JsonValue]:
+    return {
+        "recorded": run.policies,
+        "policy": run.policies if record is None else record.name,
+        "seconds": run.seconds,
+        "points": {
+            point: {
+                "decisions": run.decisions[point],
+                "with_actions": run.acting[point],
+                "different": different[point],
+            }
+            for point in points(run.decisions)
+        },
+    }
+
+
+def _table(run: Replay, record: PolicyRecord | None, different: Counter[str]) -> Table:
+    asked = "the same again" if record is None else record.name
+    title = f"{run.policies}, {run.seconds:.1f} s; asked: {asked}"
+    table = Table(title=title, title_justify="left", box=None)
+    table.add_column("decision point")
+    for heading in ("decisions", "with actions", "different"):
+        table.add_column(heading, justify="right")
+    for point in points(run.decisions):
+        counts = run.decisions[point], run.acting[point], different[point]
+        table.add_row(point, *map(str, counts))
+    table.add_row("all", *(str(c.total()) for c in (run.decisions, run.acting, different)))
+    return table

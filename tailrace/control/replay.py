@@ -1,0 +1,222 @@
+"""Feeds a recording to the model again, and asks a policy again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from tailrace.actions import Action, Placement
+from tailrace.control.guarded import GuardedCalls
+from tailrace.control.live import LiveControl
+from tailrace.control.recording import (
+    Arrived,
+    BadRecordingError,
+    CacheListed,
+    Decided,
+    Event,
+    InstanceKnown,
+    MembersChanged,
+    MigrationClosed,
+    MigrationOpened,
+    PolicyFollowed,
+    PoolOrdered,
+    PoolSettled,
+    Reported,
+    ReportsStopped,
+    Started,
+    Ticked,
+    TicksForgotten,
+    TooMuch,
+    recorded_actions,
+    recorded_placement,
+)
+from tailrace.control.runner import Moment, PlaceQuestion, Point, Question, Watcher
+from tailrace.policy.when_full import WhenFull
+from tailrace.records import PolicyRecord
+from tailrace.v1 import cache_pb2, monitor_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One decision, as it was recorded and as it came out again; None: it was not asked for then, or now."""
+
+    point: str
+    request_id: str
+    policy: str
+    recorded: msgspec.Raw | None
+    replayed: msgspec.Raw | None
+
+    @property
+    def same(self) -> bool:
+        """To the last byte."""
+        return self.recorded == self.replayed
+
+    @property
+    def acts(self) -> bool:
+        """Whether something was decided, then or now: not an empty list of actions."""
+        return any(answer not in (None, _NO_ACTIONS) for answer in (self.recorded, self.replayed))
+
+
+_NO_ACTIONS = msgspec.Raw(b"[]")
+
+
+class _Events:
+    """The recording, with a look at the next line."""
+
+    def __init__(self, events: Iterator[Event]) -> None:
+        self._events = events
+        self._next: Event | None = None
+
+    def peek(self) -> Event | None:
+        if self._next is None:
+            self._next = next(self._events, None)
+        return self._next
+
+    def pop(self) -> Event | None:
+        event, self._next = self.peek(), None
+        return event
+
+
+class _NoMetrics:
+    def took(self, point: Point, seconds: float) -> None:
+        """Of no interest."""
+
+    def failed(self, policy: str, point: Point) -> None:
+        """The comparison shows it."""
+
+
+class Replay:
+    """One pass over a recording. `counts` and `different` are by decision point."""
+
+    def __init__(self, events: Iterator[Event], heard: Callable[[Replayed], None]) -> None:
+        """`heard` gets each decision as it is compared."""
+        self._events = _Events(events)
+        self._heard = heard
+        self.decisions: Counter[str] = Counter()
+        self.acting: Counter[str] = Counter()
+        self.different: Counter[str] = Counter()
+        self._policies: dict[str, None] = {}
+        # Seconds from the first line to the last.
+        self.seconds = 0.0
+        # Whether the recording ends because its reader could not keep up.
+        self.cut_short = False
+        self.control = self._start()
+
+    def _start(self) -> LiveControl:
+        started = self._events.pop()
+        if not isinstance(started, Started):
+            raise BadRecordingError("line 1: not the beginning of a recording")
+        instances: list[InstanceKnown] = []
+        while isinstance(event := self._events.peek(), InstanceKnown):
+            instances.append(event)
+            self._events.pop()
+        self._began_s = started.now_s
+        control = LiveControl.restored(started, instances, self, GuardedCalls(_NoMetrics()))
+        control.runner.watchers.append(self)
+        return control
+
+    @property
+    def policies(self) -> str:
+        """Those that decided, in their order."""
+        return ", ".join(self._policies)
+
+    def watch(self, watcher: Watcher) -> None:
+        """Have this one see every question, too."""
+        self.control.runner.watchers.append(watcher)
+
+    def run(self) -> None:
+        """To the end. Raises BadRecordingError."""
+        while (event := self._events.pop()) is not None:
+            self._feed(event)
+
+    def _feed(self, event: Event) -> None:
+        control, model = self.control, self.control.model
+        match event:
+            case Reported():
+                report = monitor_pb2.WorkerReport.FromString(event.report)
+                control.reported(report, self._at(event), deciding=event.deciding)
+            case Arrived():
+                control.arrived(event.incoming, self._at(event))
+            case Ticked():
+                control.tick(self._at(event))
+            case TicksForgotten():
+                control.forget_ticks()
+            case MembersChanged():
+                model.set_members(event.members, event.now_s)
+            case PolicyFollowed():
+                control.follow(_policy(event), event.slo)
+            case ReportsStopped():
+                model.set_silent(event.instance_ids)
+            case CacheListed():
+                model.cache_listed(event.instance_id, cache_pb2.ListCacheReply.FromString(event.reply))
+            case MigrationOpened():
+                model.migration_opened(event.request, event.target_id)
+            case MigrationClosed():
+                model.migration_closed(event.request_id)
+            case PoolOrdered():
+                model.pool_ordered(event.instance_id, event.pool)
+            case PoolSettled():
+                model.settle_pool(event.instance_id)
+            case Decided():
+                # Nobody has asked for it now.
+                self._compared(Replayed(event.point, event.request_id, event.policy, event.answer, None))
+            case TooMuch():
+                self.cut_short = True
+            case Started() | InstanceKnown():
+                raise BadRecordingError("a second beginning")
+
+    def _at(self, event: Reported | Arrived | Ticked) -> Moment:
+        self.seconds = event.now_s - self._began_s
+        return Moment(event.now_s, event.wall_s)
+
+    # ---- Watcher: the policy has been asked again
+
+    def placed(self, policy: str, question: PlaceQuestion, placement: Placement) -> None:
+        """An arrival."""
+        request_id = question.arrival.request_id
+        self._answered(Point.PLACE, request_id, policy, recorded_placement(placement))
+
+    def decided(self, policy: str, question: Question, actions: Sequence[Action] | None) -> None:
+        """Any other decision."""
+        request_id = "" if question.request is None else question.request.request_id
+        self._answered(question.point, request_id, policy, recorded_actions(actions))
+
+    def _answered(self, point: Point, request_id: str, policy: str, answer: msgspec.Raw) -> None:
+        recorded = self._events.peek()
+        then: msgspec.Raw | None = None
+        asked = point.value, request_id
+        if isinstance(recorded, Decided) and (recorded.point, recorded.request_id) == asked:
+            self._events.pop()
+            then = recorded.answer
+        self._compared(Replayed(point.value, request_id, policy, then, answer))
+
+    def _compared(self, replayed: Replayed) -> None:
+        self._policies[replayed.policy] = None
+        self.decisions[replayed.point] += 1
+        self.acting[replayed.point] += replayed.acts
+        self.different[replayed.point] += not replayed.same
+        self._heard(replayed)
+
+    # ---- Executor: what was booked then is booked now, whatever was decided now
+
+    def submit(self, actions: Sequence[Action], policy: str, when_full: WhenFull = WhenFull.REFUSE) -> None:
+        """Feed the orders that went out with the recorded decision."""
+        while isinstance(event := self._events.peek(), (MigrationOpened, PoolOrdered)):
+            self._events.pop()
+            self._feed(event)
+
+
+def _policy(event: PolicyFollowed) -> PolicyRecord | None:
+    followed = event.policy
+    if followed is None:
+        return None
+    return PolicyRecord(name=followed.name, parameters=followed.parameters)
+
+
+def points(counts: Iterable[str]) -> list[str]:
+    """Decision points in their order."""
+    found = set(counts)
+    return [point.value for point in Point if point.value in found]

@@ -1,0 +1,193 @@
+"""Asks a policy at its decision points, on whatever model and clock there is."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple, Protocol
+
+from tailrace.actions import Action, Placement
+from tailrace.cluster import Arrival, ClusterView, RequestView
+from tailrace.lengths import LengthStatistics
+from tailrace.policy.base import Policy
+from tailrace.policy.when_full import WhenFull
+
+
+class Point(enum.Enum):
+    """The decision points, as metrics and recordings name them."""
+
+    PLACE = "place"
+    PREFILL_DONE = "prefill_done"
+    REASONING_ENDED = "reasoning_ended"
+    LENGTH_BOUNDARY = "length_boundary"
+    TICK = "tick"
+
+
+class Moment(NamedTuple):
+    """The same moment by two clocks: the model's, which never goes back, and the policies', which is the time
+    of day. In the simulator they are one."""
+
+    model_s: float
+    policy_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceQuestion:
+    """Where to prefill."""
+
+    view: ClusterView
+    arrival: Arrival
+    now_s: float
+
+    def put_to(self, policy: Policy) -> Placement:
+        """What the policy decides."""
+        return policy.place(self.view, self.arrival, self.now_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Any other decision point; `request` is None at a tick alone."""
+
+    point: Point
+    view: ClusterView
+    request: RequestView | None
+    now_s: float
+
+    def put_to(self, policy: Policy) -> Sequence[Action]:
+        """What the policy decides."""
+        request = self.request
+        if request is None:
+            return policy.on_tick(self.view, self.now_s)
+        match self.point:
+            case Point.PREFILL_DONE:
+                return policy.on_prefill_done(self.view, request, self.now_s)
+            case Point.REASONING_ENDED:
+                return policy.on_reasoning_ended(self.view, request, self.now_s)
+            case _:
+                return policy.on_length_boundary(self.view, request, self.now_s)
+
+
+_METHODS: Final = {
+    Point.PREFILL_DONE: "on_prefill_done",
+    Point.REASONING_ENDED: "on_reasoning_ended",
+    Point.LENGTH_BOUNDARY: "on_length_boundary",
+    Point.TICK: "on_tick",
+}
+
+
+class Model(Protocol):
+    """The part of ClusterModel that a policy is asked on."""
+
+    def view_at(self, now_s: float) -> ClusterView: ...
+    def view_for_arrival(self, model: str, now_s: float) -> ClusterView: ...
+    def view_for_request(self, instance_id: str, now_s: float) -> ClusterView: ...
+    def lengths(self, now_s: float) -> LengthStatistics | None: ...
+
+
+class Deciding(Protocol):
+    """Which policy decides now."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def policy(self) -> Policy: ...
+
+
+class Executor(Protocol):
+    """Books actions into the model and carries them out."""
+
+    def submit(
+        self, actions: Sequence[Action], policy: str, when_full: WhenFull = WhenFull.REFUSE
+    ) -> None: ...
+
+
+class Calls(Protocol):
+    """How a policy is called: what happens when it raises, or names what it must not."""
+
+    def place(self, deciding: Deciding, question: PlaceQuestion) -> Placement: ...
+    def decide(self, deciding: Deciding, question: Question) -> Sequence[Action] | None:
+        """None: it failed."""
+        ...
+
+
+class Watcher(Protocol):
+    """Sees each question with the answer to it, before the answer is carried out."""
+
+    def placed(self, policy: str, question: PlaceQuestion, placement: Placement) -> None: ...
+    def decided(self, policy: str, question: Question, actions: Sequence[Action] | None) -> None: ...
+
+
+class PlainCalls:
+    """What a policy raises ends the run."""
+
+    def place(self, deciding: Deciding, question: PlaceQuestion) -> Placement:
+        """The policy's placement."""
+        return question.put_to(deciding.policy)
+
+    def decide(self, deciding: Deciding, question: Question) -> Sequence[Action] | None:
+        """The policy's actions."""
+        return question.put_to(deciding.policy)
+
+
+class PolicyRunner:
+    """Decides by whichever policy is in force when it is asked."""
+
+    def __init__(self, model: Model, deciding: Deciding, executor: Executor, calls: Calls) -> None:
+        self._model = model
+        self._deciding = deciding
+        self._executor = executor
+        self._calls = calls
+        # When the last tick was, and whose.
+        self._ticked: tuple[Policy, float] | None = None
+        self.watchers: list[Watcher] = []
+
+    def asks(self, point: Point) -> bool:
+        """Whether anybody is to be asked there: a point that the policy leaves empty needs no view."""
+        if self.watchers:
+            return True
+        method = _METHODS[point]
+        return getattr(type(self._deciding.policy), method) is not getattr(Policy, method)
+
+    def place(self, arrival: Arrival, model: str, at: Moment) -> Placement:
+        """Where an arrival for this model (its key; empty: any) goes. The caller books it, then submits what
+        goes with it."""
+        view = self._model.view_for_arrival(model, at.model_s)
+        question = PlaceQuestion(view, arrival, at.policy_s)
+        placement = self._calls.place(self._deciding, question)
+        for watcher in self.watchers:
+            watcher.placed(self._deciding.name, question, placement)
+        return placement
+
+    def request_changed(self, point: Point, request: RequestView, at: Moment) -> None:
+        """The request has come to this decision point."""
+        if self.asks(point):
+            view = self._model.view_for_request(request.instance_id, at.model_s)
+            self._decide(Question(point, view, request, at.policy_s))
+
+    def tick(self, at: Moment) -> None:
+        """One tick. The view tells when this policy's last one was."""
+        policy = self._deciding.policy
+        last_s = self.last_tick_s
+        self._ticked = policy, at.policy_s
+        lengths = self._model.lengths(at.model_s)
+        view = replace(self._model.view_at(at.model_s), last_tick_s=last_s, lengths=lengths)
+        self._decide(Question(Point.TICK, view, None, at.policy_s))
+
+    @property
+    def last_tick_s(self) -> float | None:
+        """When the policy in force was called last, by its clock; None: not by this runner."""
+        ticked = self._ticked
+        return ticked[1] if ticked is not None and ticked[0] is self._deciding.policy else None
+
+    @last_tick_s.setter
+    def last_tick_s(self, now_s: float | None) -> None:
+        self._ticked = None if now_s is None else (self._deciding.policy, now_s)
+
+    def _decide(self, question: Question) -> None:
+        actions = self._calls.decide(self._deciding, question)
+        name = self._deciding.name
+        for watcher in self.watchers:
+            watcher.decided(name, question, actions)
+        if actions:
+            self._executor.submit(actions, name, self._deciding.policy.when_full)

@@ -1,0 +1,104 @@
+"""Another policy that is asked the same questions as the one in force, and whose answers are only counted."""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, TypeVar
+
+from tailrace.actions import Action, Migrate, Offer, Place, Placement, Refuse
+from tailrace.control.active_policy import ActivePolicy
+from tailrace.control.runner import PlaceQuestion, Point, Question
+from tailrace.records import PolicyRecord
+from tailrace.slo import Slo
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Answer = Placement | Sequence[Action] | None
+
+
+class Verdict(enum.Enum):
+    """How the shadow's answer compares; why something is done (`reason`) is not compared."""
+
+    SAME = "same"
+    DIFFERENT = "different"
+    # One of the two raised.
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One question, put to both."""
+
+    point: Point
+    request_id: str
+    policy: str
+    decided: Answer
+    shadow: Answer
+    verdict: Verdict
+
+
+class Shadow:
+    """A watcher of a PolicyRunner. It is asked at the ticks of the policy in force, and sees its lengths."""
+
+    def __init__(self, record: PolicyRecord, slo: Slo, heard: Callable[[Compared], None]) -> None:
+        """Raises UnknownPolicyError, UnusablePolicyError, ParameterError. `heard` gets each comparison."""
+        self.active = ActivePolicy(record, slo)
+        self.counts: Counter[tuple[Point, Verdict]] = Counter()
+        self._heard = heard
+        self._logged: set[Point] = set()
+
+    def follow_slo(self, slo: Slo) -> None:
+        """Plan for these SLOs from now on."""
+        self.active.follow(None, slo)
+
+    def placed(self, policy: str, question: PlaceQuestion, placement: Placement) -> None:
+        """A request was placed."""
+        other = self._ask(Point.PLACE, lambda: question.put_to(self.active.policy))
+        self._compare(Point.PLACE, question.arrival.request_id, policy, placement, other)
+
+    def decided(self, policy: str, question: Question, actions: Sequence[Action] | None) -> None:
+        """Anything else was decided."""
+        other = self._ask(question.point, lambda: question.put_to(self.active.policy))
+        request_id = "" if question.request is None else question.request.request_id
+        self._compare(question.point, request_id, policy, actions, other)
+
+    def _compare(self, point: Point, request_id: str, policy: str, decided: Answer, shadow: Answer) -> None:
+        if decided is None or shadow is None:
+            verdict = Verdict.FAILED
+        else:
+            verdict = Verdict.SAME if outcome(decided) == outcome(shadow) else Verdict.DIFFERENT
+        self.counts[point, verdict] += 1
+        self._heard(Compared(point, request_id, policy, decided, shadow, verdict))
+
+    def _ask(self, point: Point, ask: Callable[[], T]) -> T | None:
+        """None: it raised, which is logged once for each decision point."""
+        try:
+            return ask()
+        except Exception:
+            if point not in self._logged:
+                self._logged.add(point)
+                log.warning("shadow policy %s fails at %s", self.active.name, point.value, exc_info=True)
+            return None
+
+
+_NOTHING: Final = ""
+
+
+def outcome(answer: Placement | Sequence[Action]) -> object:
+    """What is done, without why."""
+    match answer:
+        case Refuse():
+            return Refuse(_NOTHING)
+        case Place():
+            return Place(answer.instance_id, tuple(map(_without_reason, answer.also)))
+        case _:
+            return tuple(map(_without_reason, answer))
+
+
+def _without_reason(action: Action) -> Action:
+    return replace(action, reason=_NOTHING) if isinstance(action, (Migrate, Offer)) else action
