@@ -21,6 +21,10 @@ from tailrace.policy.parameters import Parameter
 # anybody.
 Rank = tuple[int, ...]
 
+# Name of the engine's own order: no policy of ours. A simulation takes first come, first served for it, which
+# is what vLLM's order is.
+ENGINE_ORDER: Final = "vllm"
+
 # Token quantum of PASCAL's evaluation, section V-A.
 QUANTUM_TOKENS: Final = 500
 

@@ -1,4 +1,5 @@
-"""Intra-instance policies by name, and which one goes with a policy of the fleet.
+"""Batch orders (intra-instance policies) by name. A user's package adds one with the entry point group
+`tailrace.batch_orders`.
 
 Used by the worker (`--intra`, and when the fleet's policy is switched) and by whoever sets up a simulation.
 """
@@ -6,10 +7,12 @@ Used by the worker (`--intra`, and when the fleet's policy is switched) and by w
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 from typing import Final
 
-from tailrace.intra.base import IntraPolicy
+from tailrace.intra.base import ENGINE_ORDER, IntraPolicy
 from tailrace.intra.decode_first import DecodeFirst
 from tailrace.intra.earliest_due import EarliestDue
 from tailrace.intra.fcfs import Fcfs
@@ -19,8 +22,7 @@ from tailrace.policy.deployment import Deployment
 from tailrace.policy.parameters import NO_PARAMETERS, Parameter, ParameterError, Value, parse_parameters
 from tailrace.slo import Slo
 
-# The engine's own order: no policy of ours. A simulation takes Fcfs for it, which is what vLLM's order is.
-ENGINE_ORDER: Final = "vllm"
+GROUP: Final = "tailrace.batch_orders"
 
 INTRA_POLICIES: Final[Mapping[str, type[IntraPolicy]]] = MappingProxyType(
     {
@@ -32,29 +34,14 @@ INTRA_POLICIES: Final[Mapping[str, type[IntraPolicy]]] = MappingProxyType(
     }
 )
 
-# Policies of the fleet that are published together with an order inside the instance. A paper's baselines
-# have the order of the system that they are compared with, so that the dispatch alone differs.
-_GOES_WITH: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "pascal": "pascal",
-        "pascal_no_migration": "pascal",
-        "pascal_non_adaptive": "pascal",
-        "arrow": "decode_first",
-        "minimal_load": "decode_first",
-        "round_robin_pools": "decode_first",
-        "static_pools": "decode_first",
-        "tailrace": "earliest_due",
-    }
-)
-
 
 class UnknownIntraError(ValueError):
-    """No intra-instance policy of that name."""
+    """No batch order of that name can be had; the message says why."""
 
 
 def intra_names() -> list[str]:
     """Every name that `make_intra` takes, sorted."""
-    return sorted([ENGINE_ORDER, *INTRA_POLICIES])
+    return sorted({ENGINE_ORDER, *INTRA_POLICIES, *_points()})
 
 
 def make_intra(
@@ -68,7 +55,7 @@ def make_intra(
     if name == ENGINE_ORDER:
         return None
     try:
-        return INTRA_POLICIES[name](**values, **intra_facts(name, slo or Slo()))
+        return _order_class(name)(**values, **intra_facts(name, slo or Slo()))
     except ValueError as error:
         # Each value is allowed, but not together with the others.
         raise ParameterError(f"order {name!r}: {error}") from error
@@ -76,20 +63,31 @@ def make_intra(
 
 def intra_facts(name: str, slo: Slo) -> dict[str, object]:
     """What the order of that name goes by of the deployment. Raises UnknownIntraError."""
-    intra_parameters(name)
-    return {} if name == ENGINE_ORDER else Deployment(slo).facts(INTRA_POLICIES[name].needs)
+    return {} if name == ENGINE_ORDER else Deployment(slo).facts(_order_class(name).needs)
 
 
 def intra_parameters(name: str) -> tuple[Parameter, ...]:
     """What the order of that name declares. Raises UnknownIntraError."""
-    if name == ENGINE_ORDER:
-        return ()
-    found = INTRA_POLICIES.get(name)
-    if found is None:
+    return () if name == ENGINE_ORDER else _order_class(name).parameters
+
+
+def _order_class(name: str) -> type[IntraPolicy]:
+    if name in INTRA_POLICIES:
+        return INTRA_POLICIES[name]
+    point = _points().get(name)
+    if point is None:
         raise UnknownIntraError(f"unknown order {name!r}; known: {', '.join(intra_names())}")
-    return found.parameters
+    try:
+        found: object = point.load()
+    # Somebody else's package, which may fail in any way; a worker must outlive that.
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UnknownIntraError(f"order {name!r} ({point.value}) cannot be loaded: {reason}") from error
+    if not (isinstance(found, type) and issubclass(found, IntraPolicy)):
+        raise UnknownIntraError(f"order {name!r} ({point.value}) is not a tailrace.intra.base.IntraPolicy")
+    return found
 
 
-def intra_for_policy(policy: str) -> str:
-    """Name of the order that goes with a fleet's policy; the engine's own for one that says nothing of it."""
-    return _GOES_WITH.get(policy, ENGINE_ORDER)
+@lru_cache(maxsize=1)
+def _points() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=GROUP)}

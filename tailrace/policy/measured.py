@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tailrace.policy.arrow.ttft import TtftPredictor
-from tailrace.policy.cascade.qoe import QoeModel
+from tailrace.perf.qoe_model import QoeModel
+from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.tailrace.steps import StepModel
 from tailrace.profiles import Profile
 from tailrace.records import ProfileRecord

@@ -25,6 +25,7 @@ class MinKv(Policy):
     """ "Requests are placed on the instance with the smallest KV footprint", and stay there."""
 
     parameters = (QUEUED_WEIGHT,)
+    baseline_of = "pascal"
     summary = "each arrival to the instance with the smallest KV footprint; no migration"
 
     def __init__(self, *, queued_weight: float = 1.0) -> None:

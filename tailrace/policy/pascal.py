@@ -1,7 +1,8 @@
-"""PASCAL's instance-level scheduler (section IV-B): each class adds one of its three parts.
+"""PASCAL's instance-level scheduler (section IV-B): Algorithm 1 places, Algorithm 2 says where to answer when
+reasoning ends, and memory may override that. The intra-instance half is `tailrace.intra.pascal`.
 
-`PascalNoMigration` places by Algorithm 1; `PascalNonAdaptive` migrates by Algorithm 2 when reasoning ends;
-`Pascal` overrides that when memory says so. The intra-instance half is `tailrace.intra.pascal`.
+The parameter `migration` has the ablations of section V-D: "always" migrates to Algorithm 2's choice whatever
+memory that one has on its device (non-adaptive), "never" answers where it reasoned.
 
 What the paper leaves open is settled here by parameters:
 
@@ -23,11 +24,12 @@ What the paper leaves open is settled here by parameters:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from tailrace.actions import Action, Migrate, Place, Placement
 from tailrace.cluster import Arrival, ClusterView, InstanceView, PhaseLoad, RequestView
 from tailrace.intra.base import QUANTUM, QUANTUM_TOKENS
-from tailrace.policy.base import Policy
+from tailrace.policy.base import Policy, Variant
 from tailrace.policy.cached import CACHE_AWARE, credit
 from tailrace.policy.candidates import NO_INSTANCE, candidates
 from tailrace.policy.min_kv import QUEUED_WEIGHT
@@ -36,44 +38,69 @@ from tailrace.policy.phase_load import phase_load
 from tailrace.policy.room import fits_device, fits_host, footprint_tokens
 from tailrace.policy.when_full import WhenFull
 
-_PLACEMENT: tuple[Parameter, ...] = (
-    Parameter(
-        "behind_tokens",
-        float,
-        1.0,
-        "an answering request that is so far behind its reader, or further, fails its SLO (t_i)",
-        unit="tokens",
-        source="ours, of PASCAL's Algorithm 1, line 3",
-        minimum=0.0,
-    ),
-    QUEUED_WEIGHT,
-    CACHE_AWARE,
-    QUANTUM,
-)
+# Values of the parameter `migration`.
+ADAPTIVE: Final = "adaptive"
+ALWAYS: Final = "always"
+NEVER: Final = "never"
 
 
-class PascalNoMigration(Policy):
-    """Algorithm 1: the smallest footprint among instances whose answering requests meet their SLO."""
+class Pascal(Policy):
+    """Reason where the KV footprint is smallest, answer where the fewest reason, move where memory allows."""
 
-    parameters = _PLACEMENT
+    parameters = (
+        Parameter(
+            "migration",
+            str,
+            ADAPTIVE,
+            "when reasoning ends: to Algorithm 2's choice unless memory forbids it, always, or never",
+            source="PASCAL, section IV-B; section V-D's always is non-adaptive, never no migration",
+            choices=(ADAPTIVE, ALWAYS, NEVER),
+        ),
+        Parameter(
+            "behind_tokens",
+            float,
+            1.0,
+            "an answering request that is so far behind its reader, or further, fails its SLO (t_i)",
+            unit="tokens",
+            source="ours, of PASCAL's Algorithm 1, line 3",
+            minimum=0.0,
+        ),
+        QUEUED_WEIGHT,
+        CACHE_AWARE,
+        QUANTUM,
+        Parameter(
+            "growth_tokens",
+            int,
+            QUANTUM_TOKENS,
+            "KV beyond what a request holds that is sufficient memory for its answering phase",
+            unit="tokens",
+            source="ours, of PASCAL's section IV-B (adaptive migration): one quantum",
+            minimum=0,
+        ),
+    )
+    batch_order = "pascal"
     # "Spilling its KV cache to CPU memory" (section IV-B, on Algorithm 2).
     when_full = WhenFull.HOST
-    summary = "PASCAL's placement by SLO and KV footprint; answers where it reasoned"
+    summary = "PASCAL: reasoning to small KV, answering to few reasoning, migrating where memory allows"
 
     def __init__(
         self,
         *,
+        migration: str = ADAPTIVE,
         behind_tokens: float = 1.0,
         queued_weight: float = 1.0,
         quantum_tokens: int = QUANTUM_TOKENS,
+        growth_tokens: int = QUANTUM_TOKENS,
         cache_aware: bool = False,
     ) -> None:
         """The module's docstring has the reasons; `quantum_tokens` (section V-A) says what "fresh" is."""
         if quantum_tokens < 1:
             raise ValueError(f"a quantum has at least one token, not {quantum_tokens}")
+        self.migration = migration
         self.behind_tokens = behind_tokens
         self.queued_weight = queued_weight
         self.quantum_tokens = quantum_tokens
+        self.growth_tokens = growth_tokens
         self.cache_aware = cache_aware
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
@@ -99,16 +126,10 @@ class PascalNoMigration(Policy):
         """m_i."""
         return footprint_tokens(instance, self.queued_weight)
 
-
-class PascalNonAdaptive(PascalNoMigration):
-    """Algorithm 2 whenever reasoning ends, whatever memory the target has on its device (section V-D)."""
-
-    summary = "PASCAL without adaptive migration: answers where Algorithm 2 says"
-
     def on_reasoning_ended(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
-        """Migrate to Algorithm 2's choice, unless it is where the request is or could not hold it."""
+        """Migrate to Algorithm 2's choice, unless it is where the request is or memory forbids it."""
         source = view.instances.get(request.instance_id)
-        if source is None or request.migrating:
+        if self.migration == NEVER or source is None or request.migrating:
             return ()
         target = self.select(view.placeable(), source, request)
         if target is None or target.instance_id == source.instance_id or self.stays(source, target, request):
@@ -136,7 +157,17 @@ class PascalNonAdaptive(PascalNoMigration):
         return min(tied, key=lambda i: (i.instance_id != here, self.footprint(i)))  # line 10
 
     def stays(self, source: InstanceView, target: InstanceView, request: RequestView) -> bool:
-        """Whether memory forbids the migration: the target could hold the request in no memory it has."""
+        """Return whether memory forbids the migration (section IV-B, figure 7).
+
+        It does where the target could hold the request in no memory it has; adaptively also where the current
+        instance has sufficient GPU memory and the selected one has not.
+        """
+        if self.migration == ADAPTIVE:
+            if fits_device(target, request.context_tokens, self.growth_tokens):
+                return False
+            to_come = max(0, request.context_tokens - request.kv_tokens) + self.growth_tokens
+            if source.kv_free_tokens >= to_come:
+                return True
         return not fits_device(target, request.context_tokens) and not fits_host(
             target, request.context_tokens
         )
@@ -145,46 +176,5 @@ class PascalNonAdaptive(PascalNoMigration):
         return phase_load(instance.requests, quantum_tokens=self.quantum_tokens, without=request.request_id)
 
 
-class Pascal(PascalNonAdaptive):
-    """All of it, with adaptive migration (section IV-B, figure 7)."""
-
-    parameters = (
-        *_PLACEMENT,
-        Parameter(
-            "growth_tokens",
-            int,
-            QUANTUM_TOKENS,
-            "KV beyond what a request holds that is sufficient memory for its answering phase",
-            unit="tokens",
-            source="ours, of PASCAL's section IV-B (adaptive migration): one quantum",
-            minimum=0,
-        ),
-    )
-    summary = "PASCAL: reasoning to small KV, answering to few reasoning, migrating where memory allows"
-
-    def __init__(
-        self,
-        *,
-        behind_tokens: float = 1.0,
-        queued_weight: float = 1.0,
-        quantum_tokens: int = QUANTUM_TOKENS,
-        growth_tokens: int = QUANTUM_TOKENS,
-        cache_aware: bool = False,
-    ) -> None:
-        """The module's docstring has the reasons."""
-        super().__init__(
-            behind_tokens=behind_tokens,
-            queued_weight=queued_weight,
-            quantum_tokens=quantum_tokens,
-            cache_aware=cache_aware,
-        )
-        self.growth_tokens = growth_tokens
-
-    def stays(self, source: InstanceView, target: InstanceView, request: RequestView) -> bool:
-        """Also where the current instance has sufficient GPU memory and the selected one has not."""
-        sufficient_there = fits_device(target, request.context_tokens, self.growth_tokens)
-        if sufficient_there:
-            return False
-        to_come = max(0, request.context_tokens - request.kv_tokens) + self.growth_tokens
-        sufficient_here = source.kv_free_tokens >= to_come
-        return sufficient_here or super().stays(source, target, request)
+NO_MIGRATION: Final = Variant(Pascal, {"migration": NEVER})
+NON_ADAPTIVE: Final = Variant(Pascal, {"migration": ALWAYS})

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from tailrace.intra.registry import ENGINE_ORDER, intra_for_policy, intra_parameters
+from tailrace.intra.base import ENGINE_ORDER
+from tailrace.intra.registry import intra_parameters
+from tailrace.policy.base import Variant
 from tailrace.policy.parameters import Parameter, format_value
-from tailrace.policy.registry import names, parameters_of, policy_class
+from tailrace.policy.registry import declared_parameters, names, variant
 from tailrace.slo import OBJECTIVES
 
 _INTRODUCTION: Final = """\
@@ -39,18 +41,34 @@ behind it makes its instance fail.
 def reference() -> str:
     """The page."""
     parts = [_INTRODUCTION, *_table(OBJECTIVES, ())]
-    groups: dict[tuple[str, tuple[Parameter, ...]], list[str]] = {}
-    for name in (name for name in names() if policy_class(name).__module__.startswith("tailrace.")):
-        groups.setdefault((intra_for_policy(name), parameters_of(name)), []).append(name)
-    plain = [name for (_, parameters), members in groups.items() if not parameters for name in members]
-    for (order, parameters), members in groups.items():
-        if parameters:
-            parts += ["", f"## {', '.join(f'`{name}`' for name in members)}", ""]
-            if order != ENGINE_ORDER:
-                parts += [f"Batch order: `{order}`.", ""]
-            parts += _table(parameters, {p.name for p in intra_parameters(order)})
+    ours = {name: found for name in names() if _is_ours(found := variant(name))}
+    plain: list[str] = []
+    for name, found in ours.items():
+        kind = found.policy
+        parameters = declared_parameters(kind, kind.batch_order)
+        if found.parameters:
+            continue
+        if not parameters:
+            plain.append(name)
+            continue
+        parts += ["", f"## `{name}`", ""]
+        if kind.baseline_of:
+            parts += [f"A baseline of `{kind.baseline_of}`.", ""]
+        if kind.batch_order != ENGINE_ORDER:
+            parts += [f"Batch order: `{kind.batch_order}`.", ""]
+        parts += _table(parameters, {p.name for p in intra_parameters(kind.batch_order)})
+        variants = [(other, of) for other, of in ours.items() if of.policy is kind and of.parameters]
+        if variants:
+            parts += ["", "| name | stands for |", "|---|---|"]
+        for other, of in variants:
+            words = " ".join(f"{key}={format_value(value)}" for key, value in of.parameters.items())
+            parts.append(f"| `{other}` | `{name} {words}` |")
     parts += ["", "## Without parameters", "", ", ".join(f"`{name}`" for name in plain) + "."]
     return "\n".join(parts) + "\n"
+
+
+def _is_ours(found: Variant) -> bool:
+    return found.policy.__module__.startswith("tailrace.")
 
 
 def _table(parameters: Sequence[Parameter], of_order: Iterable[str]) -> list[str]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 
-from tailrace.intra.registry import intra_for_policy, intra_parameters
-from tailrace.policy.base import Policy
+from tailrace.intra.registry import UnknownIntraError, intra_parameters
+from tailrace.policy.base import Policy, Variant
 from tailrace.policy.deployment import Deployment
 from tailrace.policy.parameters import NO_PARAMETERS, Parameter, ParameterError, Value, parse_parameters
 from tailrace.slo import Slo
@@ -24,7 +24,7 @@ class UnusablePolicyError(RuntimeError):
 
 
 def names() -> list[str]:
-    """Names of all installed policies, sorted."""
+    """Return every name that `load` takes, those of variants and baselines included, sorted."""
     return sorted(_points())
 
 
@@ -36,11 +36,21 @@ def load(name: str, *, parameters: Mapping[str, Value] = NO_PARAMETERS, slo: Slo
     fails, ParameterError for parameters that it does not take.
     """
     deployment = Deployment() if slo is None else Deployment(slo)
-    return make_policy(name, policy_class(name), intra_for_policy(name), parameters, deployment)
+    found = variant(name)
+    given = {**found.parameters, **parameters}
+    return make_policy(name, found.policy, found.policy.batch_order, given, deployment)
 
 
 def policy_class(name: str) -> type[Policy]:
     """The class behind a name. Raises UnknownPolicyError, UnusablePolicyError."""
+    return variant(name).policy
+
+
+def variant(name: str) -> Variant:
+    """The class behind a name, and the parameters that the name stands for: none for a policy's own name.
+
+    Raises UnknownPolicyError, UnusablePolicyError.
+    """
     if name not in _points():
         # Perhaps it has been installed since.
         _points.cache_clear()
@@ -53,15 +63,24 @@ def policy_class(name: str) -> type[Policy]:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise UnusablePolicyError(f"policy {name!r} ({point.value}) cannot be loaded: {reason}") from error
-    if not (isinstance(found, type) and issubclass(found, Policy)):
-        raise UnusablePolicyError(f"policy {name!r} ({point.value}) is not a tailrace.policy.base.Policy")
-    return found
+    if isinstance(found, Variant):
+        return found
+    if isinstance(found, type) and issubclass(found, Policy):
+        return Variant(found, NO_PARAMETERS)
+    raise UnusablePolicyError(f"policy {name!r} ({point.value}) is not a tailrace.policy.base.Policy")
 
 
 def declared_parameters(kind: type[Policy], order: str) -> tuple[Parameter, ...]:
-    """What users may set of a policy: its own parameters, and those of its batch order that it has not."""
+    """What users may set of a policy: its own parameters, and those of its batch order that it has not.
+
+    Raises UnusablePolicyError for an order that is not installed.
+    """
     own = {parameter.name for parameter in kind.parameters}
-    return (*kind.parameters, *(p for p in intra_parameters(order) if p.name not in own))
+    try:
+        of_order = intra_parameters(order)
+    except UnknownIntraError as error:
+        raise UnusablePolicyError(f"{kind.__qualname__}: batch_order: {error}") from error
+    return (*kind.parameters, *(p for p in of_order if p.name not in own))
 
 
 def all_parameters(name: str, given: Mapping[str, Value]) -> dict[str, Value]:
@@ -69,12 +88,15 @@ def all_parameters(name: str, given: Mapping[str, Value]) -> dict[str, Value]:
 
     Raises UnknownPolicyError, UnusablePolicyError, ParameterError.
     """
-    return parse_parameters(f"policy {name!r}", parameters_of(name), given)
+    found = variant(name)
+    declared = declared_parameters(found.policy, found.policy.batch_order)
+    return parse_parameters(f"policy {name!r}", declared, {**found.parameters, **given})
 
 
 def parameters_of(name: str) -> tuple[Parameter, ...]:
     """What users may set of the policy called `name`. Raises UnknownPolicyError, UnusablePolicyError."""
-    return declared_parameters(policy_class(name), intra_for_policy(name))
+    kind = policy_class(name)
+    return declared_parameters(kind, kind.batch_order)
 
 
 def make_policy(

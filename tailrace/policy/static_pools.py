@@ -15,6 +15,9 @@ class StaticPools(Policy):
     An instance in no pool does both kinds of work, so that a cluster without pools still serves.
     """
 
+    batch_order = "decode_first"
+    # 4P+4D (Arrow, section 7.3).
+    prefill_share = 0.5
     summary = "prefill pool and decode pool of fixed membership, least loaded within each"
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:

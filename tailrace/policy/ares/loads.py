@@ -9,8 +9,8 @@ from itertools import chain
 import numpy as np
 
 from tailrace.cluster import InstanceView
-from tailrace.policy.ares.future_load import FutureLoad
-from tailrace.policy.ares.horizon import Floats, Horizon, expected_remaining, floats
+from tailrace.perf.future_load import FutureLoad
+from tailrace.perf.horizon import Floats, Horizon, expected_remaining, floats
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
-"""The ARES policies, each adding one part to the one before (section 6.1 and its baselines).
+"""ARES's policy: dispatch by load, and rescheduling of decodes by current and predicted load (sections 5 and
+6.1).
 
-`CurrentLoad` is the paper's "vLLM", `AresNoPrediction` its "vLLM + rescheduling", `Ares` all of it. The
-error of predictions is an input: `RequestView.predicted_remaining_tokens` and `InstanceView.future_load`
-bring them, and no policy changes them. `AresOracle` is `Ares` by the name under which true lengths are
-handed in.
+The parameter `rescheduling` has the paper's baselines: "off" is its "vLLM" (dispatch alone), "current_load"
+its "vLLM + rescheduling" (Algorithm 1 on current loads alone, whatever is predicted). The error of
+predictions is an input: `RequestView.predicted_remaining_tokens` and `InstanceView.future_load` bring them,
+and no policy changes them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import ClassVar, Final
 
 from tailrace.actions import Action, Migrate, Place, Placement
 from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestView
+from tailrace.perf.horizon import HORIZON, NOW, Horizon, expected_remaining, floats
 from tailrace.policy.ares.dispatch import (
     decoders,
     hands_over,
@@ -21,10 +23,9 @@ from tailrace.policy.ares.dispatch import (
     prefillers,
     waiting_to_leave,
 )
-from tailrace.policy.ares.horizon import HORIZON, NOW, Horizon, expected_remaining, floats
 from tailrace.policy.ares.loads import collect
 from tailrace.policy.ares.rescheduling import PARAMETERS, Rescheduling
-from tailrace.policy.base import Policy
+from tailrace.policy.base import Policy, Variant
 from tailrace.policy.cached import CACHE_AWARE, credit
 from tailrace.policy.candidates import NO_INSTANCE, candidates
 from tailrace.policy.parameters import Parameter
@@ -34,15 +35,100 @@ from tailrace.predictor.limits import tokens_left
 # How a request gets its decode instance.
 KV_LOAD: Final = "kv_load"
 VARIANCE: Final = "variance"
+# What decodes are rescheduled by.
+PREDICTED_LOAD: Final = "predicted_load"
+CURRENT_LOAD: Final = "current_load"
+OFF: Final = "off"
 
 
-class CurrentLoad(Policy):
-    """Dispatch by the size of the KV cache, no rescheduling (section 2.2's "current-load-balancing")."""
+class Ares(Policy):
+    """Rescheduling by current and predicted load."""
 
-    summary = "prefill to decode by current KV load; no rescheduling"
+    parameters: ClassVar[tuple[Parameter, ...]] = (
+        Parameter(
+            "rescheduling",
+            str,
+            PREDICTED_LOAD,
+            "decodes are rescheduled by current and predicted load, by current load alone, or not at all",
+            source="ARES, section 5; the others are baselines of its section 6.1",
+            choices=(PREDICTED_LOAD, CURRENT_LOAD, OFF),
+        ),
+        *PARAMETERS,
+        Parameter(
+            "dispatch",
+            str,
+            KV_LOAD,
+            "prefill to decode: to the least KV load, or where equation 4 is least afterwards",
+            source="ARES, section 6.1 (all its systems dispatch by KV load)",
+            choices=(KV_LOAD, VARIANCE),
+        ),
+        CACHE_AWARE,
+        Parameter(
+            "migrations_per_tick",
+            int,
+            1,
+            "migrations of one interval, at most",
+            source="ARES, Algorithm 1, line 10",
+            minimum=1,
+        ),
+        Parameter(
+            "horizon_tokens",
+            int,
+            HORIZON.length,
+            "decode steps that are looked ahead (H)",
+            unit="tokens",
+            source="ARES, section 5.3 (the paper's one length scale)",
+            minimum=1,
+        ),
+        Parameter(
+            "horizon_points",
+            int,
+            HORIZON.points,
+            "equidistant steps of the horizon at which loads are compared; 0: the present alone",
+            minimum=0,
+            maximum=4096,
+        ),
+        Parameter(
+            "horizon_end_weight",
+            float,
+            HORIZON.end_weight,
+            "weight of the horizon's last step over that of the present (beta_H / beta_0)",
+            source="ours, of ARES's equation 4",
+            minimum=1e-9,
+            maximum=1.0,
+        ),
+    )
+    # 1P+3D (section 6.1).
+    prefill_share = 0.25
     # "After a fixed interval (e.g., every 1 second)" (Algorithm 1, line 3).
     tick_interval_s = 1.0
-    cache_aware = False
+    summary = "ARES: rescheduling of decodes by current and predicted token load"
+
+    def __init__(
+        self,
+        *,
+        rescheduling: str = PREDICTED_LOAD,
+        horizon_tokens: int = HORIZON.length,
+        horizon_points: int = HORIZON.points,
+        horizon_end_weight: float = HORIZON.end_weight,
+        dispatch: str = KV_LOAD,
+        migrations_per_tick: int = 1,
+        cache_aware: bool = False,
+        **limits: float,
+    ) -> None:
+        """`limits`: keyword arguments of `Rescheduling`.
+
+        The default horizon is the one that workers report by; for others the loads are simulated here.
+        Raises ValueError when the horizon has more points than tokens.
+        """
+        self.rescheduling = Rescheduling(**limits)
+        self.reschedules = rescheduling != OFF
+        self.predictions = rescheduling == PREDICTED_LOAD
+        self.dispatch = dispatch
+        self.cache_aware = cache_aware
+        self.migrations_per_tick = migrations_per_tick
+        horizon = Horizon(horizon_tokens, horizon_points, horizon_end_weight)
+        self.horizon = horizon if self.predictions else NOW
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         """To prefill; where no instance only prefills, already by decode load."""
@@ -69,16 +155,44 @@ class CurrentLoad(Policy):
         return () if action is None else (action,)
 
     def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
-        """Handovers that found no room before."""
-        return self.late_handovers(view, decoders(view.placeable()))
+        """Handovers that found no room before, then Algorithm 1."""
+        instances = decoders(view.placeable())
+        actions = self.late_handovers(view, instances)
+        if not self.reschedules:
+            return actions
+        loads = collect(instances, self.horizon)
+        for _ in range(self.migrations_per_tick):
+            move = self.rescheduling.plan(loads)
+            if move is None:
+                break
+            source, target = instances[move.source].instance_id, instances[move.target].instance_id
+            actions.append(Migrate(move.request.request_id, source, target, "rescheduling"))
+            loads = self.rescheduling.after(loads, move)
+        return actions
 
     def choose(self, instances: Sequence[InstanceView], tokens: int, remaining: float) -> InstanceView:
-        """The decode instance for a request of so many tokens and so many expected to come; not empty."""
-        return min(instances, key=_kv_load)
+        """The decode instance for a request of so many tokens and so many expected to come; not empty.
+
+        The least KV load, or the least of equation 4 with the request added; the first of equals. For load x
+        added to one of n instances equation 4 differs between targets only by 2/n sum_k weights[k] x_k N_i,k.
+        Without a horizon that is the least current load.
+        """
+        if self.dispatch == KV_LOAD:
+            return min(instances, key=_kv_load)
+        added = self.horizon.contributions(floats([tokens]), floats([remaining]))[0]
+        loads = collect(instances, self.horizon).tokens
+        return instances[int((loads @ (self.horizon.weights * added)).argmin())]
 
     def safe(self, target: InstanceView, request: RequestView) -> bool:
-        """Whether a target with room for the request now is expected to keep it."""
-        return True
+        """Whether a target with room for the request now is expected to keep it.
+
+        With dispatch by equation 4: Algorithm 1, line 21. Without a horizon nothing is foreseen.
+        """
+        if self.dispatch == KV_LOAD or not self.horizon.points:
+            return True
+        to_come = request.predicted_remaining_tokens or 0.0
+        limit = self.rescheduling.memory_share * target.kv_capacity_tokens
+        return target.context_tokens + request.context_tokens + to_come <= limit
 
     def hand_over(
         self, instances: Sequence[InstanceView], source: InstanceView, request: RequestView
@@ -107,145 +221,9 @@ class CurrentLoad(Policy):
         return actions
 
 
-class AresNoPrediction(CurrentLoad):
-    """Rescheduling by Algorithm 1 on current loads alone, whatever is predicted."""
-
-    parameters: ClassVar[tuple[Parameter, ...]] = (
-        *PARAMETERS,
-        Parameter(
-            "dispatch",
-            str,
-            KV_LOAD,
-            "prefill to decode: to the least KV load, or where equation 4 is least afterwards",
-            source="ARES, section 6.1 (all its systems dispatch by KV load)",
-            choices=(KV_LOAD, VARIANCE),
-        ),
-        CACHE_AWARE,
-        Parameter(
-            "migrations_per_tick",
-            int,
-            1,
-            "migrations of one interval, at most",
-            source="ARES, Algorithm 1, line 10",
-            minimum=1,
-        ),
-    )
-    summary = "current-load dispatch and ARES's rescheduling without prediction"
-
-    def __init__(
-        self,
-        *,
-        dispatch: str = KV_LOAD,
-        migrations_per_tick: int = 1,
-        cache_aware: bool = False,
-        **rescheduling: float,
-    ) -> None:
-        """`rescheduling`: keyword arguments of `Rescheduling`."""
-        self.rescheduling = Rescheduling(**rescheduling)
-        self.dispatch = dispatch
-        self.cache_aware = cache_aware
-        self.migrations_per_tick = migrations_per_tick
-        self.horizon = NOW
-
-    def choose(self, instances: Sequence[InstanceView], tokens: int, remaining: float) -> InstanceView:
-        """The least KV load, or the least of equation 4 with the request added; the first of equals.
-
-        For load x added to one of n instances equation 4 differs between targets only by
-        2/n sum_k weights[k] x_k N_i,k. Without a horizon that is the least current load.
-        """
-        if self.dispatch == KV_LOAD:
-            return super().choose(instances, tokens, remaining)
-        added = self.horizon.contributions(floats([tokens]), floats([remaining]))[0]
-        loads = collect(instances, self.horizon).tokens
-        return instances[int((loads @ (self.horizon.weights * added)).argmin())]
-
-    def safe(self, target: InstanceView, request: RequestView) -> bool:
-        """With dispatch by equation 4: Algorithm 1, line 21. Without a horizon nothing is foreseen."""
-        if self.dispatch == KV_LOAD or not self.horizon.points:
-            return True
-        to_come = request.predicted_remaining_tokens or 0.0
-        limit = self.rescheduling.memory_share * target.kv_capacity_tokens
-        return target.context_tokens + request.context_tokens + to_come <= limit
-
-    def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
-        """Algorithm 1."""
-        instances = decoders(view.placeable())
-        actions = self.late_handovers(view, instances)
-        loads = collect(instances, self.horizon)
-        for _ in range(self.migrations_per_tick):
-            move = self.rescheduling.plan(loads)
-            if move is None:
-                break
-            source, target = instances[move.source].instance_id, instances[move.target].instance_id
-            actions.append(Migrate(move.request.request_id, source, target, "rescheduling"))
-            loads = self.rescheduling.after(loads, move)
-        return actions
-
-
-class Ares(AresNoPrediction):
-    """Rescheduling by current and predicted load."""
-
-    parameters = (
-        *AresNoPrediction.parameters,
-        Parameter(
-            "horizon_tokens",
-            int,
-            HORIZON.length,
-            "decode steps that are looked ahead (H)",
-            unit="tokens",
-            source="ARES, section 5.3 (the paper's one length scale)",
-            minimum=1,
-        ),
-        Parameter(
-            "horizon_points",
-            int,
-            HORIZON.points,
-            "equidistant steps of the horizon at which loads are compared; 0: the present alone",
-            minimum=0,
-            maximum=4096,
-        ),
-        Parameter(
-            "horizon_end_weight",
-            float,
-            HORIZON.end_weight,
-            "weight of the horizon's last step over that of the present (beta_H / beta_0)",
-            source="ours, of ARES's equation 4",
-            minimum=1e-9,
-            maximum=1.0,
-        ),
-    )
-    summary = "ARES: rescheduling of decodes by current and predicted token load"
-
-    def __init__(
-        self,
-        *,
-        horizon_tokens: int = HORIZON.length,
-        horizon_points: int = HORIZON.points,
-        horizon_end_weight: float = HORIZON.end_weight,
-        dispatch: str = KV_LOAD,
-        migrations_per_tick: int = 1,
-        cache_aware: bool = False,
-        **rescheduling: float,
-    ) -> None:
-        """`rescheduling`: keyword arguments of `Rescheduling`.
-
-        The default horizon is the one that workers report by; for others the loads are simulated here.
-        Raises ValueError when the horizon has more points than tokens.
-        """
-        super().__init__(
-            dispatch=dispatch,
-            migrations_per_tick=migrations_per_tick,
-            cache_aware=cache_aware,
-            **rescheduling,
-        )
-        self.horizon = Horizon(horizon_tokens, horizon_points, horizon_end_weight)
-
-
-class AresOracle(Ares):
-    """The paper's upper bound (section 6.4): hand in true remaining lengths as predictions."""
-
-    summary = "ARES given true remaining lengths as predictions"
-
-
 def _kv_load(instance: InstanceView) -> int:
     return instance.kv_used_tokens + instance.prefill_backlog_tokens
+
+
+NO_PREDICTION: Final = Variant(Ares, {"rescheduling": CURRENT_LOAD})
+DISPATCH_ALONE: Final = Variant(Ares, {"rescheduling": OFF})

@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.cluster import Phase, RequestState, RequestView
-from tailrace.policy.ares.horizon import Floats, expected_remaining, floats
+from tailrace.perf.horizon import Floats, expected_remaining, floats
 from tailrace.policy.ares.loads import Loads
 from tailrace.policy.ares.variance import time_weighted_variance
 from tailrace.policy.parameters import Parameter

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tailrace.policy.ares.horizon import Floats
+from tailrace.perf.horizon import Floats
 
 
 def time_weighted_variance(tokens: Floats, weights: Floats) -> float:

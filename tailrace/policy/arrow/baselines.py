@@ -10,13 +10,14 @@ from zlib import crc32
 
 from tailrace.actions import Action, Migrate, Place, Placement, Refuse, SetPool
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, Pool, RequestView
+from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.arrow.load import LoadModel, running_tokens
 from tailrace.policy.arrow.policy import PREFILL_SHARE, PROFILE, TICK_INTERVAL
 from tailrace.policy.arrow.pools import Pools, assign
-from tailrace.policy.arrow.ttft import TtftPredictor
-from tailrace.policy.base import Policy
+from tailrace.policy.base import Policy, Variant
 from tailrace.policy.deployment import Fact
 from tailrace.policy.ledger import Ledger
+from tailrace.policy.parameters import Parameter
 from tailrace.profiles import Profile, load_profile
 
 # As in `Arrow`.
@@ -27,26 +28,50 @@ _SETTLED: Final[Mapping[Pool | None, Pool]] = {
 }
 
 
+# Values of the parameter `dispatch`.
+MINIMAL_LOAD: Final = "minimal_load"
+ROUND_ROBIN: Final = "round_robin"
+
+
 class MinimalLoad(Policy):
-    """ "Minimal Load": static k:n-k pools, the least loaded instance within each (section 7.3).
+    """Static k:n-k pools; within each the least loaded instance, or each in turn (section 7.3).
 
     Load is what it is for Arrow ("only includes the minimum-load request scheduling strategy"): predicted
     prefill delay, and tokens of running requests. `profile`: what the prediction is fitted to where
     instances report none. `prefill_share` divides instances that are in no pool, once; half, as the paper's
     4P+4D. A request that got no room on a decode instance in time is asked about again each tick, as in
     `Arrow`.
+
+    In turn, prefill goes by the arrival's number. At prefill done there is none to turn on, and a policy
+    keeps no count: a hash of the request id stands for the turn, which is as blind to load as turning is.
     """
 
     needs = (Fact.PROFILE,)
-    parameters = (PREFILL_SHARE, TICK_INTERVAL)
+    parameters = (
+        Parameter(
+            "dispatch",
+            str,
+            MINIMAL_LOAD,
+            "within a pool: to the least loaded instance, or to each in turn",
+            source="Arrow, section 7.3",
+            choices=(MINIMAL_LOAD, ROUND_ROBIN),
+        ),
+        PREFILL_SHARE,
+        TICK_INTERVAL,
+    )
+    batch_order = "decode_first"
+    baseline_of = "arrow"
+    prefill_share: float
     summary = "Arrow's baseline: static prefill and decode pools, minimal load within each"
 
     def __init__(
         self,
         profile: Profile | None = None,
+        dispatch: str = MINIMAL_LOAD,
         prefill_share: float = 0.5,
         tick_interval_s: float = 0.5,
     ) -> None:
+        self.dispatch = dispatch
         self.prefill_share = prefill_share
         self.tick_interval_s = tick_interval_s
         predictor = TtftPredictor.of_profile(profile if profile is not None else load_profile(PROFILE))
@@ -54,11 +79,14 @@ class MinimalLoad(Policy):
         self.loads = LoadModel(predictor, max_running_tokens=sys.maxsize)
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
-        """The prefill instance with the least prefill delay; any, where the pools are empty."""
+        """The prefill instance with the least prefill delay, or whose turn it is; any, where the pools are
+        empty."""
         pools = Pools.of(view, arrival.excluded)
         candidates = pools.prefill + pools.unpooled or tuple(pools.members())
         if not candidates:
             return Refuse("no active instance")
+        if self.dispatch == ROUND_ROBIN:
+            return Place(candidates[arrival.seq % len(candidates)].instance_id)
         delay_s = self.loads.prefill_delay_s
         return Place(min(candidates, key=lambda i: (delay_s(i), i.load, i.instance_id)).instance_id)
 
@@ -104,33 +132,11 @@ class MinimalLoad(Policy):
     def _decoder(
         self, decoders: Sequence[InstanceView], request: RequestView, ledger: Ledger
     ) -> InstanceView | None:
-        return min(
-            decoders,
-            key=lambda i: (running_tokens(i) + ledger.booked_tokens(i), i.instance_id),
-            default=None,
-        )
-
-
-class RoundRobinPools(MinimalLoad):
-    """ "Round Robin": the same static pools, each request to the next instance in turn (section 7.3).
-
-    Prefill turns on the arrival's number. At prefill done there is none to turn on, and a policy keeps no
-    count: a hash of the request id stands for the turn, which is as blind to load as turning is.
-    """
-
-    summary = "Arrow's baseline: static prefill and decode pools, round robin within each"
-
-    def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
-        """The prefill instance whose turn it is."""
-        pools = Pools.of(view, arrival.excluded)
-        candidates = pools.prefill + pools.unpooled or tuple(pools.members())
-        if not candidates:
-            return Refuse("no active instance")
-        return Place(candidates[arrival.seq % len(candidates)].instance_id)
-
-    def _decoder(
-        self, decoders: Sequence[InstanceView], request: RequestView, ledger: Ledger
-    ) -> InstanceView | None:
         if not decoders:
             return None
-        return decoders[crc32(request.request_id.encode()) % len(decoders)]
+        if self.dispatch == ROUND_ROBIN:
+            return decoders[crc32(request.request_id.encode()) % len(decoders)]
+        return min(decoders, key=lambda i: (running_tokens(i) + ledger.booked_tokens(i), i.instance_id))
+
+
+IN_TURN: Final = Variant(MinimalLoad, {"dispatch": ROUND_ROBIN})

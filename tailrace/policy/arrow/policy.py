@@ -8,11 +8,12 @@ from typing import Final
 
 from tailrace.actions import Action, Place, Placement, Refuse, SetPool
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, Pool, RequestView
+from tailrace.perf.running_tokens import max_running_tokens
+from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.arrow.attainment import AttainmentModel
 from tailrace.policy.arrow.kv_wait import KvWait
 from tailrace.policy.arrow.load import (
     LoadModel,
-    max_running_tokens,
     mean_token_interval_s,
     running_tokens,
 )
@@ -25,7 +26,6 @@ from tailrace.policy.arrow.pools import (
     try_move_idle_to_decode,
     try_move_prefill_to_decode,
 )
-from tailrace.policy.arrow.ttft import TtftPredictor
 from tailrace.policy.base import Policy
 from tailrace.policy.cached import CACHE_AWARE
 from tailrace.policy.deployment import Fact
@@ -143,6 +143,8 @@ class Arrow(Policy):
         ),
         CACHE_AWARE,
     )
+    batch_order = "decode_first"
+    prefill_share: float
     summary = "Arrow: SLO-aware dispatch over elastic prefill and decode pools"
 
     def __init__(

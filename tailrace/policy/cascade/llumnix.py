@@ -46,6 +46,7 @@ class Llumnix(Policy):
         ),
         Parameter("transfers", int, 3, "migrations open at a time, an instance and direction", minimum=1),
     )
+    baseline_of = "cascade"
     summary = "Llumnix: dispatch to the freest instance, migration from the fullest to the emptiest"
 
     def __init__(self, migrate_below: float = 3.0, tick_interval_s: float = 0.1, transfers: int = 3) -> None:

@@ -7,7 +7,50 @@ from typing import Final
 from tailrace.policy.cached import CACHE_AWARE
 from tailrace.policy.parameters import Parameter
 
+# Values of `handover`.
+BID_ASK: Final = "bid_ask"
+ROUND_ROBIN: Final = "round_robin"
+# Values of `layout`.
+PLANNED: Final = "planned"
+CHAIN: Final = "chain"
+ONE_STAGE: Final = "one_stage"
+# Values of `boundaries`.
+QOE: Final = "qoe"
+QUANTITY: Final = "quantity"
+MEMORY: Final = "memory"
+
 PARAMETERS: Final = (
+    Parameter(
+        "handover",
+        str,
+        BID_ASK,
+        "who takes a request over within a stage: found by bids, or the next in turn, at arrival too",
+        source="CascadeInfer, section 4.4; round_robin is the baseline of its section 6.5",
+        choices=(BID_ASK, ROUND_ROBIN),
+    ),
+    Parameter(
+        "rebalance",
+        bool,
+        True,
+        "overloaded instances hand requests over to peers of their stage",
+        source="CascadeInfer, section 4.4; without it: section 6.5's inter-stage only",
+    ),
+    Parameter(
+        "layout",
+        str,
+        PLANNED,
+        "stages by the planner, one instance a stage, or all instances in one",
+        source="CascadeInfer, section 4.2; the others are baselines of its section 6.5",
+        choices=(PLANNED, CHAIN, ONE_STAGE),
+    ),
+    Parameter(
+        "boundaries",
+        str,
+        QOE,
+        "what refined boundaries balance: the QoE model's cost, numbers of requests, or KV memory",
+        source="CascadeInfer, section 4.3; the others are baselines of its section 6.5",
+        choices=(QOE, QUANTITY, MEMORY),
+    ),
     Parameter(
         "history_in_flight",
         float,

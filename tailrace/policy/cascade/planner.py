@@ -21,7 +21,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from tailrace.cluster import Stage
-from tailrace.policy.cascade.qoe import Floats, QoeModel
+from tailrace.perf.qoe_model import Floats, QoeModel
 from tailrace.policy.cascade.slowdown import Slowdown
 from tailrace.policy.cascade.workload import Workload
 

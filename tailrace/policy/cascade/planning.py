@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from tailrace.cluster import InstanceView, Stage
 from tailrace.lengths import LengthStatistics
 from tailrace.perf.length_penalty import FittedLengthPenalty
+from tailrace.perf.qoe_model import QoeModel
 from tailrace.policy.cascade.layout import tiles
 from tailrace.policy.cascade.planner import Costs, Planner
-from tailrace.policy.cascade.qoe import QoeModel
 from tailrace.policy.cascade.slowdown import Slowdown
 from tailrace.policy.cascade.stage_work import Engines, stage_work
 from tailrace.policy.cascade.traffic import Traffic

@@ -16,15 +16,25 @@ from tailrace.cluster import (
     Stage,
 )
 from tailrace.perf.length_penalty import FittedLengthPenalty
-from tailrace.policy.base import Policy
+from tailrace.perf.qoe_model import QoeModel
+from tailrace.policy.base import Policy, Variant
 from tailrace.policy.cached import credit
 from tailrace.policy.cascade.handover import Handovers, Settle, by_bids, demand_tokens, in_turn
 from tailrace.policy.cascade.layout import active_in, earliest_stage, nearest_first, repaired, stage_of
 from tailrace.policy.cascade.misplaced import misplaced
-from tailrace.policy.cascade.parameters import PARAMETERS
+from tailrace.policy.cascade.parameters import (
+    BID_ASK,
+    CHAIN,
+    MEMORY,
+    ONE_STAGE,
+    PARAMETERS,
+    PLANNED,
+    QOE,
+    QUANTITY,
+    ROUND_ROBIN,
+)
 from tailrace.policy.cascade.planner import Planner, chain, exact, no_pipeline
 from tailrace.policy.cascade.planning import Planning
-from tailrace.policy.cascade.qoe import QoeModel
 from tailrace.policy.cascade.refinement import (
     Refinement,
     Sharing,
@@ -43,6 +53,16 @@ from tailrace.profiles import Profile, load_profile
 
 # Of the profiles that come with Tailrace, the one of a model that the paper uses (section 6.1).
 PROFILE: Final = "llama-3.1-8b-h100"
+
+# By the values of `layout`, `boundaries` and `handover`. A baseline that balances a sum compares whole
+# stages.
+_PLANNERS: Final[Mapping[str, Planner]] = {PLANNED: exact, CHAIN: chain, ONE_STAGE: no_pipeline}
+_SPLITS: Final[Mapping[str, tuple[Splitter, Sharing]]] = {
+    QOE: (optimal_split, divided),
+    QUANTITY: (quantity_split, whole),
+    MEMORY: (memory_split, whole),
+}
+_SETTLES: Final[Mapping[str, Settle]] = {BID_ASK: by_bids, ROUND_ROBIN: in_turn}
 
 
 class Cascade(Policy):
@@ -83,15 +103,6 @@ class Cascade(Policy):
     when_full = WhenFull.REFUSE
     summary = "CascadeInfer: length stages, bid-ask handover and rebalance, adaptive boundaries"
 
-    planner: Planner = staticmethod(exact)
-    split: Splitter = staticmethod(optimal_split)
-    share: Sharing = staticmethod(divided)
-    # How it is found who takes a request over.
-    settle: Settle = staticmethod(by_bids)
-    rebalances = True
-    # The planner's layout holds whatever it costs: for baselines that are a layout.
-    insists = False
-
     def __init__(
         self,
         profile: Profile | None = None,
@@ -112,7 +123,15 @@ class Cascade(Policy):
         max_length: int = 131_072,
         tick_interval_s: float = 1.0,
         cache_aware: bool = False,
+        handover: str = BID_ASK,
+        rebalance: bool = True,
+        layout: str = PLANNED,
+        boundaries: str = QOE,
     ) -> None:
+        self.handover = handover
+        self.settle = _SETTLES[handover]
+        self.rebalances = rebalance
+        self.split, self.share = _SPLITS[boundaries]
         profile = profile if profile is not None else load_profile(PROFILE)
         self.history = Traffic.of_history(history, history_s)
         self.history_in_flight = history_in_flight
@@ -124,7 +143,7 @@ class Cascade(Policy):
         self.tick_interval_s = tick_interval_s
         self.cache_aware = cache_aware
         self.planning = Planning(
-            planner=self.planner,
+            planner=_PLANNERS[layout],
             profile=profile,
             model=model if model is not None else QoeModel.of_profile(profile),
             bandwidth_bytes_per_s=bandwidth_bytes_per_s,
@@ -134,7 +153,8 @@ class Cascade(Policy):
             most_work=most_work if most_work > 0.0 else math.inf,
             least_requests=plan_requests,
             least_gain=least_plan_gain,
-            insists=self.insists,
+            # A baseline that is a layout holds whatever it costs.
+            insists=layout != PLANNED,
         )
 
     # ---- section 3.2
@@ -155,6 +175,8 @@ class Cascade(Policy):
         return Place(self._dispatch(usable, arrival).instance_id) if usable else Refuse("no active instance")
 
     def _dispatch(self, instances: Sequence[InstanceView], arrival: Arrival) -> InstanceView:
+        if self.handover == ROUND_ROBIN:
+            return instances[arrival.seq % len(instances)]
         held = credit(arrival, self.cache_aware)
         return min(instances, key=lambda i: _dispatch_key(i, held(i)))
 
@@ -209,54 +231,13 @@ class Cascade(Policy):
         return stages
 
 
-class CascadeInterStageOnly(Cascade):
-    """Bid-ask between stages alone (section 6.5, Figure 16)."""
-
-    summary = "CascadeInfer without rebalance inside a stage"
-    rebalances = False
-
-
-class CascadeRoundRobin(Cascade):
-    """Whoever's turn it is within the stage, at arrival and at handover (section 6.5, Figure 16)."""
-
-    summary = "CascadeInfer with round robin within a stage in place of bid-ask"
-    settle: Settle = staticmethod(in_turn)
-    rebalances = False
-
-    def _dispatch(self, instances: Sequence[InstanceView], arrival: Arrival) -> InstanceView:
-        return instances[arrival.seq % len(instances)]
-
-
-class CascadeChain(Cascade):
-    """One instance a stage (section 6.5, Figure 14)."""
-
-    summary = "CascadeInfer's baseline: a chain of stages with one instance each"
-    insists = True
-    planner: Planner = staticmethod(chain)
-
-
-class CascadeNoPipeline(Cascade):
-    """All instances in one stage (section 6.5, Figure 14)."""
-
-    summary = "CascadeInfer's baseline: one stage, with rebalance"
-    insists = True
-    planner: Planner = staticmethod(no_pipeline)
-
-
-class CascadeQuantity(Cascade):
-    """Boundaries that balance the number of requests (section 6.5, Figure 15)."""
-
-    summary = "CascadeInfer's baseline: boundaries refined by number of requests"
-    split: Splitter = staticmethod(quantity_split)
-    share: Sharing = staticmethod(whole)
-
-
-class CascadeMemory(Cascade):
-    """Boundaries that balance KV memory (section 6.5, Figure 15)."""
-
-    summary = "CascadeInfer's baseline: boundaries refined by memory"
-    split: Splitter = staticmethod(memory_split)
-    share: Sharing = staticmethod(whole)
+# Section 6.5: figures 16, 14 and 15.
+INTER_STAGE_ONLY: Final = Variant(Cascade, {"rebalance": False})
+IN_TURN: Final = Variant(Cascade, {"handover": ROUND_ROBIN, "rebalance": False})
+IN_A_CHAIN: Final = Variant(Cascade, {"layout": CHAIN})
+NO_PIPELINE: Final = Variant(Cascade, {"layout": ONE_STAGE})
+BY_QUANTITY: Final = Variant(Cascade, {"boundaries": QUANTITY})
+BY_MEMORY: Final = Variant(Cascade, {"boundaries": MEMORY})
 
 
 def _dispatch_key(instance: InstanceView, held_tokens: int) -> tuple[int, int, str]:

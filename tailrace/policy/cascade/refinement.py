@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from tailrace.cluster import Stage
-from tailrace.policy.cascade.qoe import QoeModel
+from tailrace.perf.qoe_model import QoeModel
 from tailrace.policy.cascade.workload import Ints
 
 # Requests as rows of (input, present length), in tokens.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tailrace.perf.length_penalty import FittedLengthPenalty
-from tailrace.policy.cascade.qoe import Floats
+from tailrace.perf.qoe_model import Floats
 from tailrace.policy.cascade.workload import Workload
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tailrace.cluster import InstanceView
-from tailrace.policy.cascade.qoe import Floats
+from tailrace.perf.qoe_model import Floats
 from tailrace.policy.cascade.slowdown import Slowdown
 from tailrace.policy.cascade.traffic import Traffic
 from tailrace.policy.cascade.workload import Ints, bucket_of

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tailrace.lengths import LengthStatistics
-from tailrace.policy.cascade.qoe import Floats
+from tailrace.perf.qoe_model import Floats
 from tailrace.policy.cascade.workload import Ints, Workload, bucket_of
 
 

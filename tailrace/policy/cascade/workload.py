@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.policy.cascade.qoe import Floats
+from tailrace.perf.qoe_model import Floats
 
 Ints = NDArray[np.int64]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tailrace.cluster import RequestView
-from tailrace.policy.ares.horizon import HORIZON
+from tailrace.perf.horizon import HORIZON
 
 
 def remaining_tokens(request: RequestView, at_least: float) -> float:

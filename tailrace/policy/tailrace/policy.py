@@ -52,6 +52,7 @@ class Tailrace(Policy):
             minimum=0.01,
         ),
     )
+    batch_order = "earliest_due"
     summary = "ours: the four papers' mechanisms under one cost, in predicted seconds"
 
     def __init__(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tailrace.policy.ares.horizon import HORIZON, Horizon, floats
+from tailrace.perf.horizon import HORIZON, Horizon, floats
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,101 @@
+"""Names of another package that are not its public interface: whether the installed version has them.
+
+A list of uses says for each module, class or function which of its names are used, and which parameters by
+name. Another version may lack some; asking at the start gives one clear line instead of an AttributeError in
+the middle of a request.
+"""
+
+from __future__ import annotations
+
+import dis
+import importlib
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from types import CodeType, ModuleType
+from typing import Final, TypeAlias
+
+Uses: TypeAlias = Mapping[str, str]
+"""From `module` or `module:Class` to names, with spaces between. `name(a, b)`: a function or a class that is
+called with parameters a and b by name."""
+
+_NAME: Final = re.compile(r"(\w+)(?:\(([\w,\s]*)\))?")
+
+
+def missing(uses: Uses) -> list[str]:
+    """What of `uses` is not there, each as `module:Class.name` or so; imports the modules that are named."""
+    return [found for owner, names in uses.items() for found in _missing_of(owner, names)]
+
+
+def names(uses: Uses) -> set[str]:
+    """Every name that is used, of whatever, and those of the owners themselves."""
+    owners = {owner.partition(":")[2] for owner in uses}
+    return {name for text in uses.values() for name, _ in _NAME.findall(text)} | owners - {""}
+
+
+def _missing_of(owner: str, text: str) -> Iterator[str]:
+    module_name, _, class_name = owner.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if not error.name or not (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise
+        yield module_name
+        return
+    found: object = module
+    if class_name:
+        found = getattr(module, class_name, None)
+        if found is None:
+            yield owner
+            return
+    known = _names_of(found)
+    between = "." if class_name else ":"
+    for name, parameters in _NAME.findall(text):
+        if name not in known and not hasattr(found, name):
+            yield f"{owner}{between}{name}"
+        elif parameters:
+            taken = _parameters(getattr(found, name))
+            yield from (
+                f"{owner}{between}{name}({each})"
+                for each in re.findall(r"\w+", parameters)
+                if taken is not None and each not in taken
+            )
+
+
+def _parameters(function: object) -> set[str] | None:
+    """Names that it takes; None: any."""
+    assert callable(function)
+    parameters = inspect.signature(function).parameters.values()
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+        return None
+    return {each.name for each in parameters}
+
+
+def _names_of(owner: object) -> set[str]:
+    """What a module defines; of a class also what it declares, and what its methods set on objects."""
+    if isinstance(owner, ModuleType) or not inspect.isclass(owner):
+        return set(dir(owner))
+    found = set(dir(owner))
+    for base in owner.__mro__:
+        found.update(vars(base).get("__annotations__", {}))
+        for member in vars(base).values():
+            found.update(_stored_by(member))
+    return found
+
+
+def _stored_by(member: object) -> Iterator[str]:
+    function = member.fget if isinstance(member, property) else member
+    function = getattr(function, "__func__", function)
+    code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
+    if isinstance(code, CodeType):
+        yield from _stored_in(code)
+
+
+def _stored_in(code: CodeType) -> Iterator[str]:
+    """Attributes that a function sets, on whatever object."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "STORE_ATTR":
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _stored_in(constant)
