@@ -23,7 +23,7 @@ from frontend_svc.placement import Placed, Placement
 from frontend_svc.recovery import Recovery
 from frontend_svc.refusal import NO_INSTANCE, TOO_MANY_REQUESTS, Refusal
 from frontend_svc.relocation import Relocations
-from frontend_svc.settings import Limits
+from frontend_svc.settings import Limits, Patience
 from frontend_svc.streams import (
     FINISHED,
     PREFILL_DONE,
@@ -70,7 +70,7 @@ class Carrier:
         output: Output,
         observer: StreamObserver,
         pacer: Pacer,
-        place_wait_s: float,
+        patience: Patience,
         limits: Limits,
         on_full: Callable[[bool], None],
         pace_s: float = 0.0,
@@ -85,7 +85,7 @@ class Carrier:
         self._limits = limits
         self._on_full = on_full
         self._observer = observer
-        self._dispatch = Dispatch(table, placement, workers, self, place_wait_s)
+        self._dispatch = Dispatch(table, placement, workers, self, patience)
         self._recovery = Recovery(table, self._dispatch, workers, self._give_up, observer.engine_died)
         self._relocations = Relocations(table, placement, workers, self._dispatch, self)
         self._adoptions = Adoptions(table, workers, observer.adopted)
@@ -208,6 +208,8 @@ class Carrier:
                 self._utilities.result(instance_id, message.utility)
             case "held_reply":
                 self._on_missing(instance_id, message.held_reply)
+            case "taken":
+                self._table.note_taken(instance_id, message.taken.handle, message.taken.epoch)
             case "rejected":
                 self._on_turned_away(instance_id, message.rejected)
             case body:

@@ -10,6 +10,7 @@ from typing import Final, Protocol
 
 from frontend_svc.outbox import Outbox, request_bytes
 from frontend_svc.placement import Placed, Placement, Refused
+from frontend_svc.settings import Patience
 from frontend_svc.streams import Stream, StreamTable
 from tailrace.service.failure import failure
 from tailrace.service.message_stream import MIN_MESSAGE_BYTES
@@ -41,14 +42,18 @@ class Dispatch:
     """One task a stream that is between instances."""
 
     def __init__(
-        self, table: StreamTable, placement: Placement, outbox: Outbox, sink: DispatchSink, wait_s: float
+        self,
+        table: StreamTable,
+        placement: Placement,
+        outbox: Outbox,
+        sink: DispatchSink,
+        patience: Patience,
     ) -> None:
-        """`wait_s`: for how long a stream may wait for an instance."""
         self._table = table
         self._placement = placement
         self._outbox = outbox
         self._sink = sink
-        self._wait_s = wait_s
+        self._patience = patience
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         # Instances that turned a request away, and until when they get none.
@@ -110,10 +115,11 @@ class Dispatch:
                 reason = f"{chosen.instance_id} cannot take it now"
             else:
                 reason = chosen.reason
-            if placing_s >= self._wait_s:
+            wait_s = self._patience.begun_s if stream.accepted else self._patience.new_s
+            if placing_s >= wait_s:
                 self._sink.on_unplaced(stream, reason, placing_s)
                 return
-            await self._wait(min(_LOOK_AGAIN_S, self._wait_s - placing_s))
+            await self._wait(min(_LOOK_AGAIN_S, wait_s - placing_s))
 
     async def _choose(
         self, stream: Stream, avoid: frozenset[str], barred: Callable[[], frozenset[str]]
@@ -144,6 +150,7 @@ class Dispatch:
             frames=stream.frames,
             output_token_ids=stream.token_ids,
             traceparent=stream.traceparent,
+            suspect=time.monotonic() < stream.alone_until_s,
         )
         if stream.first_answer_s is not None:
             submit.answer_tokens = stream.accepted - stream.first_answer_index

@@ -22,7 +22,7 @@ from frontend_svc.pacing import Pacer
 from frontend_svc.placement import Placement
 from frontend_svc.push_socket import HandshakeFailed
 from frontend_svc.served_model import ServedModel
-from frontend_svc.settings import Limits
+from frontend_svc.settings import Limits, Patience
 from frontend_svc.streams import StreamTable
 from frontend_svc.traces import RequestTraces
 from frontend_svc.workers import Workers
@@ -32,7 +32,7 @@ from tailrace.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
 
-DEFAULT_PLACE_WAIT_S: Final = 5.0
+DEFAULT_PATIENCE: Final = Patience()
 DEFAULT_LIMITS: Final = Limits()
 # Seconds between two looks at all streams.
 _TICK_S: Final = 0.5
@@ -58,7 +58,7 @@ class FleetEngine:
         ipc_folder: Path,
         registry: CollectorRegistry,
         traces: RequestTraces | None,
-        place_wait_s: float = DEFAULT_PLACE_WAIT_S,
+        patience: Patience = DEFAULT_PATIENCE,
         after_prefill: Phase = Phase.REASONING,
         pace_s: float = 0.0,
         limits: Limits = DEFAULT_LIMITS,
@@ -67,7 +67,7 @@ class FleetEngine:
         """`pace_s`: see Carrier; `served`: see Fleet. `ipc_folder` holds the front half's ROUTER (`in`) and
         PULL (`out`)."""
         self.fleet = Fleet(members, served)
-        self._gate = AdmissionGate(admission, place_wait_s)
+        self._gate = AdmissionGate(admission, patience.new_s)
         self._stuck = asyncio.Event()
         self._first_hello: asyncio.Future[worker_pb2.WorkerHello] = asyncio.get_running_loop().create_future()
         self.table = StreamTable(after_prefill)
@@ -89,7 +89,7 @@ class FleetEngine:
             self._socket,
             observer,
             self.pacer,
-            place_wait_s,
+            patience,
             limits,
             self._gate.update_full,
             pace_s,

@@ -75,7 +75,7 @@ async def run_front_end(
             folder,
             registry,
             traces,
-            settings.place_wait_s,
+            settings.patience,
             Phase.REASONING if settings.reasoning_parser else Phase.ANSWERING,
             settings.pace_s,
             settings.limits,

@@ -15,13 +15,13 @@ from typing import Final
 import click
 import msgspec
 
-from frontend_svc.engine import DEFAULT_PLACE_WAIT_S, FrontHalfStuck
+from frontend_svc.engine import DEFAULT_PATIENCE, FrontHalfStuck
 from frontend_svc.front_end import FrontHalfExited, run_front_end
 from frontend_svc.front_half.rust import flags_to_json
 from frontend_svc.front_half.sockets import bind_http, split_address
 from frontend_svc.front_half.spec import DEFAULT_MAX_BODY_BYTES
 from frontend_svc.served_model import ServedModel
-from frontend_svc.settings import DRAIN_TIMEOUT_S, Front, Limits, Settings
+from frontend_svc.settings import DRAIN_TIMEOUT_S, Front, Limits, Patience, Settings
 from frontend_svc.traces import RequestTraces
 from tailrace.model_identity import identify_model
 from tailrace.records import ServiceRecord
@@ -72,9 +72,16 @@ _LIMITS: Final = Limits()
 @click.option(
     "--place-wait",
     type=click.FloatRange(min=0),
-    default=DEFAULT_PLACE_WAIT_S,
+    default=DEFAULT_PATIENCE.new_s,
     show_default=True,
     help="Seconds that a request may wait for an instance when there is none.",
+)
+@click.option(
+    "--resume-wait",
+    type=click.FloatRange(min=0),
+    default=DEFAULT_PATIENCE.begun_s,
+    show_default=True,
+    help="The same for one whose answer has begun, when its instance is lost.",
 )
 @click.option(
     "--pace-tpot",
@@ -140,6 +147,7 @@ def command(
     vllm_rs: Path | None,
     ipc: Path | None,
     place_wait: float,
+    resume_wait: float,
     pace_tpot: float,
     drain_timeout: float,
     max_streams: int,
@@ -178,7 +186,7 @@ def command(
         vllm_arguments=vllm_arguments,
         vllm_rs=_vllm_rs(vllm_rs) if front == Front.RUST.value else Path(),
         ipc_folder=ipc,
-        place_wait_s=place_wait,
+        patience=Patience(place_wait, resume_wait),
         drain_timeout_s=drain_timeout,
         pace_s=pace_tpot / 1e3,
         limits=Limits(max_message_bytes, max_streams, max_unplaced),

@@ -7,6 +7,9 @@ instance gets one at a time. It is cleared by GOT_ON_TOKENS more tokens, and the
 that had not made a token on the engine that died go first, a prompt is what crashes engines mostly; and
 those of which it was more than one.
 
+Other front ends have suspects, too, and know nothing of these: a worker takes those of one front end at a
+time (worker_agent/suspects.py), and turns the others away.
+
 That takes as long as their prompts take one after the other. Where it takes longer (queues are long, or
 there are very many), the number that an instance gets at a time doubles every WIDEN_S seconds: nobody
 waits for ever for the sake of a crash that may have had other reasons.
@@ -51,7 +54,10 @@ class Probation:
         attached: Callable[[], list[str]],
         dispatch: Starter,
         clock: Callable[[], float],
+        on_cleared: Callable[[Stream], None],
     ) -> None:
+        """`on_cleared` is told of each that has got on where it is."""
+        self._on_cleared = on_cleared
         self._table = table
         self._attached = attached
         self._dispatch = dispatch
@@ -105,7 +111,10 @@ class Probation:
             if got_on(stream) or self._table.get(handle) is not stream
         ]
         for handle in done:
-            del self._active[handle]
+            stream = self._active.pop(handle)
+            stream.alone_until_s = 0.0
+            if self._table.get(handle) is stream:
+                self._on_cleared(stream)
         if done:
             self._release()
 
@@ -125,7 +134,7 @@ class Probation:
         """Instances that the stream must not go to at the moment of the call: they have another one."""
         if stream.handle not in self._active:
             return frozenset
-        until_s = self._clock() + BARRED_S
+        until_s = stream.alone_until_s
 
         def taken() -> frozenset[str]:
             if self._clock() >= until_s:
@@ -145,10 +154,12 @@ class Probation:
                 if self._table.get(handle) is not stream:
                     continue
                 self._active[handle] = stream
+                stream.alone_until_s = self._clock() + BARRED_S
                 self._dispatch.start(stream, avoid, self.barred(stream))
                 room -= 1
 
     def _forget(self, handle: int) -> tuple[Stream, frozenset[str]] | None:
         """What it waited with, if it waited."""
-        self._active.pop(handle, None)
+        if (active := self._active.pop(handle, None)) is not None:
+            active.alone_until_s = 0.0
         return self._first.pop(handle, None) or self._second.pop(handle, None)

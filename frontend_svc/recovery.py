@@ -5,8 +5,9 @@ when the stream was taken from its owner, so nothing that the old instance still
 
 Some losses are the doing of a request. A stream that was on an engine when it died, and again on the next
 one without having got on in between, is ended if it alone was in that position (probation.py sees to
-that). What counts is an engine that died: one that said so, or whose process is gone without a goodbye. A
-worker that was told to stop, or that could not be reached for a while, says nothing of its requests.
+that). It must have been there: an engine that was dead when the request was sent to it has not died of it.
+What counts is an engine that died: one that said so, or whose process is gone without a goodbye. A worker
+that was told to stop, or that could not be reached for a while, says nothing of its requests.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from frontend_svc.outbox import abort
 from frontend_svc.probation import GOT_ON_TOKENS, Probation, got_on
 from frontend_svc.streams import Stream, StreamTable
 from frontend_svc.workers import Workers
+from tailrace.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +78,7 @@ class Recovery:
         self._give_up = give_up
         self._on_engine_died = on_engine_died
         self._clock = clock
-        self._probation = Probation(table, workers.attached, dispatch, clock)
+        self._probation = Probation(table, workers.attached, dispatch, clock, self._tell_cleared)
         self._cases: dict[str, _Case] = {}
         # Of each instance's process as last attached.
         self._incarnations: dict[str, str] = {}
@@ -98,10 +100,15 @@ class Recovery:
         if loss.cause is LossCause.STOPPED:
             self._restart(lost, instance_id)
             return lost
-        carried = {stream.handle: (stream, stream.accepted) for stream in lost}
+        # What no engine ever had has no part in its death.
+        never = [stream for stream in lost if not stream.was_there]
+        for stream in never:
+            stream.losses += 1
+        self._restart(never, instance_id)
+        carried = {stream.handle: (stream, stream.accepted) for stream in lost if stream.was_there}
         case = _Case(instance_id, self._incarnations.get(instance_id, ""), carried, self._clock())
         in_doubt = self._in_doubt()
-        for stream in lost:
+        for stream, _ in carried.values():
             if got_on(stream):
                 stream.deaths = stream.losses = 0
             stream.lost_at = stream.accepted
@@ -112,7 +119,7 @@ class Recovery:
             self._engine_died(case)
         else:
             self._cases[instance_id] = case
-        others = [stream for stream in lost if stream.handle not in case.held]
+        others = [stream for stream, _ in carried.values() if stream.handle not in case.held]
         if loss.cause is LossCause.SILENT:
             # An engine that dies ends its process, and closes the connection.
             self._restart(others, instance_id)
@@ -238,6 +245,12 @@ class Recovery:
             else:
                 kept.append(stream)
         return kept
+
+    def _tell_cleared(self, stream: Stream) -> None:
+        """Its instance may have another front end's suspects."""
+        if stream.owner is not None:
+            cleared = worker_pb2.AttachUp(cleared=worker_pb2.Cleared(handles=[stream.handle]))
+            self._workers.send(stream.owner, cleared)
 
     def _end(self, stream: Stream, reason: str) -> None:
         """Wherever it is by now."""

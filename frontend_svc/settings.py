@@ -36,6 +36,16 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds that a stream may wait for an instance when none can take it; then it ends with an error."""
+
+    # One without a token: its client can be told to try again.
+    new_s: float = 5.0
+    # One whose answer has begun: what its client has cannot be continued by anybody else.
+    begun_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """One front end."""
 
@@ -50,8 +60,7 @@ class Settings:
     vllm_rs: Path
     # Where the engine core's sockets are; None: a private temporary folder.
     ipc_folder: Path | None
-    # Seconds that a request may wait for an instance.
-    place_wait_s: float
+    patience: Patience
     # Seconds for streams under way once it is told to stop.
     drain_timeout_s: float = DRAIN_TIMEOUT_S
     # Seconds a token at which answers are shown to users; 0: as they are made.

@@ -93,6 +93,10 @@ class Stream:
     # Its length when its instance was last lost, and when it came to its instance.
     lost_at: int = 0
     placed_at: int = 0
+    # Its instance has said that its engine has it.
+    taken: bool = False
+    # Until when an instance must not have a suspect of another front end beside it; seconds as `arrived_s`.
+    alone_until_s: float = 0.0
     # Seconds of the front end's monotonic clock.
     arrived_s: float = 0.0
     # Since when it is between instances, or when it last was.
@@ -114,6 +118,12 @@ class Stream:
     def accepted(self) -> int:
         """Tokens accepted; the index of the next one."""
         return len(self.token_ids)
+
+    @property
+    def was_there(self) -> bool:
+        """Whether the engine that it was last given to ever had it: that may have been dead by then. What
+        ends a machine ends all of its engines, and is noticed of one after the other."""
+        return self.taken or self.accepted > self.placed_at
 
 
 @dataclass(slots=True)
@@ -219,6 +229,13 @@ class StreamTable:
         self._forget_owner(stream)
         self._set_owner(stream, instance_id)
         stream.epoch = epoch
+        stream.taken = True
+
+    def note_taken(self, instance_id: str, handle: int, epoch: int) -> None:
+        """The instance says that its engine has the stream."""
+        stream = self._streams.get(handle)
+        if stream is not None and stream.owner == instance_id and stream.epoch == epoch:
+            stream.taken = True
 
     def accept(self, instance_id: str, step: Columns) -> Accepted:
         """Judge one step's entries and take in what is good. Raises MalformedStep."""
@@ -260,6 +277,7 @@ class StreamTable:
     def _set_owner(self, stream: Stream, instance_id: str) -> None:
         stream.owner = instance_id
         stream.placed_at = stream.accepted
+        stream.taken = False
         self._by_owner.setdefault(instance_id, {})[stream.handle] = stream
 
     def _forget_owner(self, stream: Stream) -> None:

@@ -135,7 +135,7 @@ class InstanceView:
     # Most tokens in the running batch that keep the TPOT SLO (Arrow, Alg. 2). None: KV capacity.
     max_running_tokens: int | None = None
     # Token load now and at the coming steps of the prediction horizon, simulated by the worker (ARES,
-    # section 5.2; tailrace.policy.ares.future_load).
+    # section 5.2; tailrace.perf.future_load).
     future_load: tuple[float, ...] = ()
     # Counts over `requests`, for whoever builds the view and has them. None: derive them from `requests`.
     phase_load: PhaseLoad | None = None

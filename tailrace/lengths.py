@@ -63,6 +63,27 @@ class LengthStatistics:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class SampleState:
+    """A selection of rows: of `seen` each `weight`-th."""
+
+    rows: list[tuple[int, ...]]
+    seen: int
+    weight: int
+
+
+@dataclass(frozen=True, slots=True)
+class LengthWindowState:
+    """A window, to go on from elsewhere. Parts: (end, arrived, finished), oldest first."""
+
+    period_s: float
+    began_s: float
+    part_began_s: float
+    past: list[tuple[float, SampleState, SampleState]]
+    arrived: SampleState
+    finished: SampleState
+
+
 class LengthWindow:
     """The last `period_s` seconds, by the caller's clock, which never goes back."""
 
@@ -98,6 +119,30 @@ class LengthWindow:
             (*(finished for _, _, finished in self._past), self._finished.rows()),
         )
 
+    def state(self) -> LengthWindowState:
+        """All that it knows, in a form that `restored` takes."""
+        return LengthWindowState(
+            self.period_s,
+            self._began_s,
+            self._part_began_s,
+            [(end_s, _rows_state(arrived), _rows_state(finished)) for end_s, arrived, finished in self._past],
+            self._arrived.state(),
+            self._finished.state(),
+        )
+
+    @staticmethod
+    def restored(state: LengthWindowState) -> LengthWindow:
+        """Go on from there."""
+        window = LengthWindow(state.period_s, state.began_s)
+        window._part_began_s = state.part_began_s
+        window._past.extend(
+            (end_s, _Sample.restored(1, arrived).rows(), _Sample.restored(2, finished).rows())
+            for end_s, arrived, finished in state.past
+        )
+        window._arrived = _Sample.restored(1, state.arrived)
+        window._finished = _Sample.restored(2, state.finished)
+        return window
+
     def _turn(self, now_s: float) -> None:
         """Begin a new part if the present one is over, and forget what is older than the period."""
         if now_s < self._part_began_s + self._part_s:
@@ -130,8 +175,21 @@ class _Sample:
             self._rows = self._rows[::2]
             self._weight *= 2
 
+    def state(self) -> SampleState:
+        return SampleState(list(self._rows), self._seen, self._weight)
+
+    @staticmethod
+    def restored(columns: int, state: SampleState) -> _Sample:
+        sample = _Sample(columns)
+        sample._rows, sample._seen, sample._weight = list(state.rows), state.seen, state.weight
+        return sample
+
     def rows(self) -> Rows:
         return Rows(np.array(self._rows, dtype=np.int64).reshape(-1, self._columns), self._weight)
+
+
+def _rows_state(rows: Rows) -> SampleState:
+    return SampleState([tuple(row) for row in rows.rows.tolist()], 0, rows.weight)
 
 
 def _joined(parts: Iterable[Rows], columns: int) -> tuple[Ints, Floats]:

@@ -16,6 +16,14 @@ from tailrace.profiles import Profile
 from tailrace.slo import Slo
 
 
+class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the processes that run an engine together."""
+
+    process: int
+    # Its device, in words.
+    hardware: str = ""
+
+
 class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     """`instances/<id>`, leased: a worker that is a member of the fleet."""
 
@@ -51,6 +59,11 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     pooling: bool = False
     # Requests may name a LoRA adapter.
     takes_adapters: bool = False
+    # Processes that run it together, by rank: stage after stage, and in each the parts of its layers. None:
+    # it has one device.
+    ranks: list[RankRecord] = []
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
 
 
 class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):

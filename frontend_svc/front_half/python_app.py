@@ -12,12 +12,12 @@ from pathlib import Path
 
 import msgspec
 import uvloop
+from vllm import logger as vllm_logger
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.entry import build_and_serve
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.launchers.launcher import validate_api_server_args
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-from vllm.logger import configure_logging_from_args
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.usage.usage_lib import UsageContext
@@ -42,7 +42,9 @@ def parse_args(arguments: list[str]) -> Namespace:
     args: Namespace = parser.parse_args(arguments)
     if args.model_tag is not None:
         args.model = args.model_tag
-    configure_logging_from_args(args)
+    # vLLM 0.30 has no flags for it.
+    if hasattr(vllm_logger, "configure_logging_from_args"):
+        vllm_logger.configure_logging_from_args(args)
     validate_parsed_serve_args(args)
     validate_api_server_args(args)
     RequireApiKey.keys = api_keys(args)

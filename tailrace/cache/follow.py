@@ -25,6 +25,16 @@ class Change(NamedTuple):
     removed: Sequence[int] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class CacheState:
+    """What is known of one instance's cache, to go on from elsewhere. `seq` None: an update is missing."""
+
+    incarnation: str
+    seq: int | None
+    kept: tuple[tuple[int, tuple[Change, ...]], ...]
+    held: tuple[Change, ...]
+
+
 @dataclass(slots=True)
 class _Followed:
     """One instance. `seq` None: an update is missing, and `kept` are those that came since."""
@@ -94,6 +104,25 @@ class CacheFollower:
         followed.kept.clear()
         for number, changes in kept:
             self.update(instance_id, incarnation, number, changes)
+
+    def state(self, instance_id: str) -> CacheState | None:
+        """All that is known of an instance, in a form that `restore` takes; None: nothing."""
+        followed = self._followed.get(instance_id)
+        if followed is None:
+            return None
+        held = tuple(Change(tier, sorted(self.index.names(instance_id, tier))) for tier in Tier)
+        kept = tuple(
+            (seq, tuple(Change(c.tier, list(c.stored), list(c.removed)) for c in changes))
+            for seq, changes in followed.kept
+        )
+        return CacheState(followed.incarnation, followed.seq, kept, held)
+
+    def restore(self, instance_id: str, state: CacheState) -> None:
+        """Go on from there."""
+        followed = self._followed[instance_id] = _Followed(state.incarnation, state.seq)
+        followed.kept.extend(state.kept)
+        for change in state.held:
+            self.index.replace(instance_id, change.stored, change.tier)
 
     def _of(self, instance_id: str, incarnation: str) -> _Followed | None:
         followed = self._followed.get(instance_id)

@@ -54,6 +54,11 @@ class PlacedPrefixes:
         while self._names > _NAMES_MAX:
             self._drop()
 
+    @property
+    def placed(self) -> list[tuple[float, str, Sequence[int]]]:
+        """(when, instance, names) of each placement that counts, oldest first, as `place` takes them."""
+        return list(self._placed)
+
     def forget(self, now_s: float) -> None:
         """Those that are too long ago."""
         while self._placed and now_s - self._placed[0][0] > _KEPT_S:

@@ -9,6 +9,8 @@ from typing import IO, Any
 import click
 import grpc
 
+from tailrace.service.answered import server_answered
+
 
 class CliError(click.ClickException):
     """It failed. One line for the user: what is wrong and what to do."""
@@ -61,6 +63,8 @@ def _translate(error: grpc.RpcError, address: str, hint: str, diagnose: Callable
         return CliError(f"the admin API at {address} failed: {error}")
     code, details = error.code(), (error.details() or "").strip().rstrip(".")
     match code:
+        case grpc.StatusCode.UNAVAILABLE if server_answered(error):
+            return CliError(details)
         case grpc.StatusCode.UNAVAILABLE if problem := diagnose():
             return Unreachable(f"no connection to the admin API at {address}: {problem}")
         case grpc.StatusCode.UNAVAILABLE if details.endswith("Socket closed"):

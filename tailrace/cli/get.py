@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 from google.protobuf.message import Message
 from rich.live import Live
+from rich.table import Table
 
 from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
 from tailrace.cli.output import Output, console, output_option, print_figures, print_json
@@ -28,6 +29,7 @@ from tailrace.cli.tables import (
 from tailrace.slo import assignments
 from tailrace.slo_message import slo_of
 from tailrace.v1.admin_pb2 import (
+    GetShadowRequest,
     GetSloRequest,
     InstanceInfo,
     ListInstancesRequest,
@@ -121,17 +123,46 @@ def migrations(request_id: str, limit: int, output: Output, watch: bool, admin: 
 
 
 @get.command(epilog="Example: tailrace get policies")
+@click.option(
+    "--all",
+    "everything",
+    is_flag=True,
+    help="Also baselines of papers, and names for policies with parameters set.",
+)
 @_options
-def policies(output: Output, watch: bool, admin: str | None) -> None:
+def policies(everything: bool, output: Output, watch: bool, admin: str | None) -> None:
     """Policies that are installed, and which one decides by which parameters (-o json: what can be set)."""
+    request = ListPoliciesRequest(all=everything)
     _show(
         POLICIES,
-        lambda admin: admin.stub.ListPolicies(ListPoliciesRequest(), timeout=CALL_TIMEOUT_S).policies,
+        lambda admin: admin.stub.ListPolicies(request, timeout=CALL_TIMEOUT_S).policies,
         output,
         watch,
         admin,
         plain=_plain_policies,
     )
+
+
+@get.command(epilog="Example: tailrace get shadow")
+@output_option()
+@admin_option
+def shadow(output: Output, admin: str | None) -> None:
+    """The shadow policy, and how often it decides otherwise than the policy in force."""
+    with connect(admin) as connection, connection.errors("tailrace set shadow NAME sets one"):
+        found = connection.stub.GetShadow(GetShadowRequest(), timeout=CALL_TIMEOUT_S)
+    if output is Output.JSON:
+        print_json({"shadow": {**to_plain(found), "counts": to_plain_list(found.counts)}})
+        return
+    if not found.name:
+        click.echo(f"policy: {found.policy}, shadow: -")
+        return
+    table = Table(title=f"{found.policy}, {found.name} in its shadow", title_justify="left", box=None)
+    table.add_column("decision point")
+    for heading in ("same", "different", "failed"):
+        table.add_column(heading, justify="right")
+    for count in found.counts:
+        table.add_row(count.point, str(count.same), str(count.different), str(count.failed))
+    print_figures(table)
 
 
 @get.command(epilog="Example: tailrace get slo")

@@ -17,16 +17,23 @@ from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.records import StageRecord
 from tailrace.slo import Slo, assignments, changed_slo
 from tailrace.slo_message import slo_of
-from tailrace.v1.admin_pb2 import SetPolicyRequest, SetPoolRequest, SetSloRequest, SetStagesRequest
+from tailrace.v1.admin_pb2 import (
+    SetPolicyRequest,
+    SetPoolRequest,
+    SetShadowRequest,
+    SetSloRequest,
+    SetStagesRequest,
+)
 from tailrace.v1.admin_pb2 import Slo as SloMessage
 from tailrace.v1.types_pb2 import POOL_UNSPECIFIED, Pool, Stage
 
 _NO_POOL = "none"
+_NO_SHADOW = "none"
 
 
 @click.group(name="set", epilog="Example: tailrace set policy least_loaded")
 def set_() -> None:
-    """Change policy, SLOs, pools and stages."""
+    """Change policy, shadow policy, SLOs, pools and stages."""
 
 
 @set_.command(epilog="Example: tailrace set policy pascal quantum_tokens=250")
@@ -55,6 +62,25 @@ def policy(name: str, parameters: tuple[str, ...], output: Output, admin: str | 
         )
         return
     click.echo(f"policy: {_called(name, given)}, previous: {_called(reply.previous or '-', previous)}")
+
+
+@set_.command(epilog="Example: tailrace set shadow pascal")
+@click.argument("name")
+@click.argument("parameters", nargs=-1, metavar="[KEY=VALUE]...")
+@output_option()
+@admin_option
+def shadow(name: str, parameters: tuple[str, ...], output: Output, admin: str | None) -> None:
+    """Ask the policy NAME whatever the policy in force is asked, and only count where it decides otherwise;
+    "none" ends it.
+
+    tailrace get shadow shows the counts. It lasts until another scheduler leads.
+    """
+    given = _assignments(parameters)
+    asked = "" if name == _NO_SHADOW else name
+    with connect(admin) as connection, connection.errors("tailrace get policies lists them"):
+        request = SetShadowRequest(name=asked, parameters=given)
+        reply = connection.stub.SetShadow(request, timeout=CALL_TIMEOUT_S)
+    _tell(output, {"shadow": asked or None, "previous": reply.previous or None})
 
 
 @set_.command(epilog="Example: tailrace set slo ttft=2 tpot=0.15 qoe=0.95")

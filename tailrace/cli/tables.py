@@ -169,6 +169,13 @@ MIGRATIONS = View[MigrationRecord](
     empty="no migrations yet",
 )
 
+
+def _what_it_does(policy: PolicyInfo) -> str:
+    """A name for a policy with parameters set says which."""
+    words = [f"{name}={value}" for name, value in sorted(policy.stands_for.items())]
+    return f"{policy.summary}; {' '.join(words)}" if words else policy.summary
+
+
 POLICIES = View[PolicyInfo](
     name="policies",
     columns=(
@@ -176,7 +183,7 @@ POLICIES = View[PolicyInfo](
         Column("ACTIVE", lambda p: "active" if p.active else ""),
         # A line each: side by side they would leave no room for the others.
         Column("PARAMETERS", lambda p: "\n".join(f"{x.name}={x.value}" for x in p.parameters if x.value)),
-        Column("WHAT IT DOES", lambda p: p.summary),
+        Column("WHAT IT DOES", _what_it_does),
     ),
     empty="no policies are installed",
 )

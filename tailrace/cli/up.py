@@ -84,6 +84,20 @@ which it is sure of every token, and which vLLM would lower."""
     "--frontend-arg=--tool-call-parser=hermes; repeat. An API key is better given as VLLM_API_KEY in the "
     "environment, where `ps` does not show it.",
 )
+@click.option(
+    "--tensor-parallel-size",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Devices of each worker that share each layer (vLLM only).",
+)
+@click.option(
+    "--pipeline-parallel-size",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Stages of layers of each worker, each on devices of its own (vLLM only).",
+)
 @click.option("--predictor", metavar="PATH", help="Length predictor of the model (vLLM only); '' for none.")
 @click.option("--profile", is_flag=True, help="Measure the engine first, for the policies (about a minute).")
 @click.option("--no-traces", is_flag=True, help="Export no spans.")
@@ -102,6 +116,8 @@ def up(
     served_model_name: str | None,
     reasoning_parser: str | None,
     frontend_arguments: tuple[str, ...],
+    tensor_parallel_size: int,
+    pipeline_parallel_size: int,
     predictor: str | None,
     profile: bool,
     no_traces: bool,
@@ -114,6 +130,8 @@ def up(
     again. Spans go to the cluster's monitor (tailrace trace shows them), or where OTEL_EXPORTER_OTLP_ENDPOINT
     says. Options of `tailrace serve worker` can follow after --.
     """
+    if engine == Engine.SIMULATED.value and tensor_parallel_size * pipeline_parallel_size != 1:
+        raise UsageProblem("--tensor-parallel-size and --pipeline-parallel-size are for vLLM engines")
     if model is None and engine == Engine.VLLM.value:
         worker_arguments = (*_TINY_ARGUMENTS, *worker_arguments)
     options = ClusterOptions(
@@ -131,6 +149,8 @@ def up(
         policy_parameters=_policy_parameters(policy, assignments),
         cores=len(os.sched_getaffinity(0)),
         gpus=visible_gpus() if engine == Engine.VLLM.value else (),
+        tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
         predictor=predictor,
         profile=profile,
         worker_arguments=worker_arguments,

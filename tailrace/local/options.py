@@ -47,6 +47,9 @@ class ClusterOptions:
     gpus: tuple[str, ...]
     # The workers' length predictor; None: each worker's default. Empty: none.
     predictor: str | None = None
+    # Devices of each worker's engine: those that share a layer, times stages.
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     # Measure the engines before they join, one of each kind.
     profile: bool = False
     # Further options of `tailrace serve worker`.
@@ -57,6 +60,11 @@ class ClusterOptions:
     traces: str | None
     # With certificates, made for this cluster.
     tls: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Devices of each worker."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def serves_tiny_model(self) -> bool:

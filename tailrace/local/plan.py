@@ -104,7 +104,7 @@ def make_plan(
         part = PartSpec(name, tier, [*command, "--id", name, *arguments], listen)
         if not certificates:
             return part
-        environment = _span_certificates(certificate_folder(certificates, kind, name))
+        environment = span_certificates(certificate_folder(certificates, kind, name))
         return replace(part, role=kind, environment=environment)
 
     health = f"{LOOPBACK}:{health_port}" if certificates else etcd
@@ -156,10 +156,17 @@ def _worker(options: ClusterOptions, service: Callable[..., PartSpec], group: ra
         timeout_s = part.timeout_s + (_PROFILE_TIMEOUT_S if options.profile else 0.0)
         return replace(part, members=members, timeout_s=timeout_s)
     # Engines that each start a thread a core slow one another down; the front half wants a core, too.
-    environment = {"OMP_NUM_THREADS": str(max(1, (options.cores - 1) // options.workers))}
+    threads = max(1, (options.cores - 1) // (options.workers * options.ranks))
+    environment = {"OMP_NUM_THREADS": str(threads)}
+    if options.ranks > 1:
+        arguments += ["--tensor-parallel-size", str(options.tensor_parallel_size)]
+        arguments += ["--pipeline-parallel-size", str(options.pipeline_parallel_size)]
     if options.gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = options.gpus[number % len(options.gpus)]
-        share = _GPU_MEMORY / math.ceil(options.workers / len(options.gpus))
+        # So many GPUs side by side for each worker; one that needs more than there are says so.
+        places = max(1, len(options.gpus) // options.ranks)
+        first = number % places * options.ranks
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(options.gpus[first : first + options.ranks])
+        share = _GPU_MEMORY / math.ceil(options.workers / places)
         arguments += ["--engine-arg", f"gpu_memory_utilization={share:.3f}"]
     part = service("worker", members[0], Tier.WORKER, *arguments, *options.worker_arguments)
     environment = {**part.environment, **environment}
@@ -188,7 +195,7 @@ def certificate_folder(certificates: str, role: str, name: str) -> str:
     return f"{certificates}/issued/{role}/{name}"
 
 
-def _span_certificates(folder: str) -> dict[str, str]:
+def span_certificates(folder: str) -> dict[str, str]:
     """For OpenTelemetry's exporter, which reads no options of ours."""
     return {
         "OTEL_EXPORTER_OTLP_CERTIFICATE": f"{folder}/{AUTHORITIES}",

@@ -26,6 +26,10 @@ _BY_SERVICE: Final[Mapping[str, Mapping[str, frozenset[Role]]]] = {
         "ListProfiles": _LOOK,
         "GetSlo": _LOOK,
         "GetTrace": _LOOK,
+        "GetShadow": _LOOK,
+        # It changes nothing, and tells more than a viewer may know.
+        "Record": _CHANGE,
+        "SetShadow": _CHANGE,
         "SetPolicy": _CHANGE,
         "SetSlo": _CHANGE,
         "SetPool": _CHANGE,

@@ -72,12 +72,19 @@ class EtcdTls:
             "initial-cluster": f"local={peer}",
             "listen-metrics-urls": f"http://127.0.0.1:{self.health_port}",
         }
-        for side in ("", "peer-"):
-            arguments[f"{side}cert-file"] = str(self.folder / CERTIFICATE)
-            arguments[f"{side}key-file"] = str(self.folder / KEY)
-            arguments[f"{side}trusted-ca-file"] = str(self.folder / AUTHORITIES)
-            arguments[f"{side}client-cert-auth"] = "true"
-        return arguments
+        return arguments | certificate_arguments(self.folder)
+
+
+def certificate_arguments(folder: Path) -> dict[str, str]:
+    """Of etcd's command line: it shows the folder's certificate, to clients and to other members, and wants
+    theirs."""
+    arguments: dict[str, str] = {}
+    for side in ("", "peer-"):
+        arguments[f"{side}cert-file"] = str(folder / CERTIFICATE)
+        arguments[f"{side}key-file"] = str(folder / KEY)
+        arguments[f"{side}trusted-ca-file"] = str(folder / AUTHORITIES)
+        arguments[f"{side}client-cert-auth"] = "true"
+    return arguments
 
 
 def etcd_command(data_dir: Path, port: int, tls: EtcdTls | None = None) -> list[str]:

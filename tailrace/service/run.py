@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import os
 import signal
@@ -44,6 +45,8 @@ def run_service(main: Callable[[Shutdown], Coroutine[None, None, None]]) -> None
         timeout_s = watchdog_timeout_s()
     except ValueError as error:
         sys.exit(str(error))
+    # Where a library crashes, its stack is the only word there is.
+    faulthandler.enable()
     # It tells of every lost connection again and again; what matters of it is ours to say.
     logging.getLogger("grpc").setLevel(logging.ERROR)
     try:

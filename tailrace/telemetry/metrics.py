@@ -46,6 +46,9 @@ def new_registry(service: str, instance: str) -> CollectorRegistry:
     GCCollector(registry=registry)
     build = Info("tailrace_build", "What runs here.", registry=registry)
     build.info({"service": service, "id": instance, "version": package_version()})
+    tasks = Gauge("tailrace_process_tasks", "Tasks of the event loop that have not ended.", registry=registry)
+    # Read in the loop: see above.
+    tasks.set_function(lambda: float(len(asyncio.all_tasks())))
     return registry
 
 
