@@ -5,14 +5,15 @@ FRONT ?= python
 PART_MB ?= 60
 PORT ?= 8000
 POLICY ?=
+VERSION ?= 0.31.0
 
 PYTHON := .venv/bin/python
 TAILRACE := .venv/bin/tailrace
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test test-features test-models lint format protos sbom bundle check-gpu docs soak bench-stream bench-transfer bench-swap \
+.PHONY: help install up down test mutants test-features test-models test-vllm test-ranks lint format protos sbom bundle check-gpu docs soak bench-stream bench-transfer bench-swap \
 	bench-scale \
-	bench-decisions bench-policies bench-cache bench-cache-live bench-real bench-live bench-validation bench-simulation bench-etcd strangers claims
+	bench-decisions bench-policies bench-cache bench-cache-live bench-real bench-live bench-replays bench-validation bench-simulation bench-etcd strangers chaos claims
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,11 +68,24 @@ check-gpu: install ## What only a GPU can show (PART=transfer|serving|migration|
 soak: install ## Run the slow tests: kills, partitions and migrations at random
 	$(PYTHON) -m pytest -m slow --timeout 1800
 
+mutants: install ## Change lines of the pure modules at random: do their tests notice? (ARGS="--count 20 --seed 2 MODULE")
+	@$(PYTHON) -c 'import cosmic_ray' 2>/dev/null || $(PYTHON) -m pip install -q --disable-pip-version-check -e '.[mutants]'
+	$(PYTHON) -m benchmarks.mutants $(ARGS)
+
 test-features: install ## Speculation, adapters, embedding: moved streams against undisturbed (ARGS=adapters)
 	$(PYTHON) -m benchmarks.features $(ARGS)
 
 test-models: install ## Every architecture in every way that vLLM runs it, each stream moved twice
 	$(PYTHON) -m benchmarks.models $(ARGS)
+
+test-vllm: ## The vLLM workers' tests on another version, in an environment of its own (VERSION=0.31.0)
+	@scripts/install.sh --vllm $(VERSION)
+	build/vllm-$(VERSION)/bin/python -m worker_agent.engine.vllm.internals
+	build/vllm-$(VERSION)/bin/python -m pytest -m "vllm and not slow" $(or $(TESTS),tests/worker tests/wire) $(ARGS)
+
+test-ranks: ## Engines of two ranks: kill -9 of a rank in mid-stream and in each step of a migration
+	@scripts/install.sh --rust
+	$(PYTHON) -m pytest -m slow tests/e2e/test_ranks.py tests/worker/test_vllm_ranks.py --timeout 1200
 
 bench-stream: ## Through the front ends against plain vllm serve (ARGS="--against clear": what mutual TLS costs)
 	@scripts/install.sh --rust
@@ -114,12 +128,19 @@ bench-real: ## PASCAL, Arrow, ARES, CascadeInfer and switching on real vLLM work
 bench-live: install ## Slices of traces on live simulated engines and in the simulator (TAILRACE_DATA as above, ARGS=--quick)
 	$(PYTHON) -m benchmarks.live $(ARGS)
 
+bench-replays: install ## Live runs under each policy, recorded, replayed, and put to the other policies
+	$(PYTHON) -m benchmarks.replays $(ARGS)
+
 bench-etcd: install ## Leaders, views and streams while one etcd member of three fails (ARGS=--no-streams)
 	$(PYTHON) -m benchmarks.etcd_faults $(ARGS)
 
 strangers: ## Every port of a cluster with certificates, tried from another network namespace; and a capture of its links
 	@scripts/install.sh --rust
 	$(PYTHON) -m benchmarks.strangers $(ARGS)
+
+chaos: ## A cluster under faults drawn by a seed (root; ARGS="--faults 300 --seed 1 --workers 8 --streams 30 -o json")
+	@scripts/install.sh --rust
+	$(PYTHON) -m benchmarks.chaos $(ARGS)
 
 claims: install ## Every claim of the papers, with JSON and a page in benchmarks/results (TAILRACE_DATA as above)
 	$(TAILRACE) claims $(if $(TAILRACE_DATA),--traces $(TAILRACE_DATA)/traces) \

@@ -7,8 +7,8 @@ from random import Random
 from types import MappingProxyType
 
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, RequestState, RequestView
-from tailrace.policy.ares.future_load import FutureLoad
-from tailrace.policy.ares.horizon import expected_remaining
+from tailrace.perf.future_load import FutureLoad
+from tailrace.perf.horizon import expected_remaining
 from tailrace.policy.phase_load import phase_load
 
 REQUESTS_PER_INSTANCE = 100

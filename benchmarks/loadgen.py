@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -117,14 +117,21 @@ def completion_request(url: str, model: str, prompt: str, max_tokens: int, seed:
     return head.encode() + body
 
 
-async def run_stream(url: str, request: bytes, timeout_s: float = 300.0) -> StreamResult:
-    """Run one request; when it failed, its result has `error` set."""
+async def run_stream(
+    url: str,
+    request: bytes,
+    timeout_s: float = 300.0,
+    begun: Callable[[StreamResult], None] = lambda result: None,
+) -> StreamResult:
+    """Run one request; when it failed, its result has `error` set. `begun` is given the result while it
+    grows."""
     parts = urlsplit(url)
     if parts.hostname is None or parts.port is None:
         raise ValueError(f"{url} names no host and port")
     loop = asyncio.get_running_loop()
     done: asyncio.Future[StreamResult] = loop.create_future()
     protocol = _Stream(request, done)
+    begun(protocol.result)
     try:
         async with asyncio.timeout(timeout_s):
             await loop.create_connection(lambda: protocol, parts.hostname, parts.port)

@@ -95,6 +95,7 @@ class _Watch:
         self._tokens: list[int] = []
         self._copy_s = 0.0
         pool = parts.core.host_pool
+        assert pool is not None
         self._save, self._load = pool.save, pool.load
         pool.save = self._timed_save  # type: ignore[method-assign]
         pool.load = self._timed_load  # type: ignore[method-assign]

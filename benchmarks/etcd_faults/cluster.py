@@ -5,21 +5,25 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 from benchmarks.etcd_faults.namespaces import fill, ip, run
-from tailrace.service.etcd import find_etcd
+from tailrace.security.credentials import AUTHORITIES, CERTIFICATE, KEY
+from tailrace.service.etcd import certificate_arguments, find_etcd
 
 COUNT: Final = 3
 _PORT: Final = 2379
 _PEER_PORT: Final = 2380
-_CLIENTS: Final = "10.77.1"
+_HEALTH_PORT: Final = 2381
+CLIENTS: Final = "10.77.1"
+"""Network of clients, a /24 and a bridge called `clients`; the command itself is .254 there."""
 _PEERS: Final = "10.77.2"
 _OURS: Final = 254
 # etcd preallocates its log in files of 64 MiB, the next one while it writes the last.
@@ -29,23 +33,31 @@ _START_S: Final = 20.0
 _POLL_S: Final = 0.05
 
 
+def addresses(number: int) -> list[str]:
+    """A member's, to clients and to other members."""
+    return [f"{CLIENTS}.{number + 1}", f"{_PEERS}.{number + 1}"]
+
+
 class FaultyMember:
     """One member. Clients reach it by one network, the other members by another."""
 
-    def __init__(self, number: int, folder: Path, hanging: bool) -> None:
-        """`hanging`: its disk can be made to hang."""
+    def __init__(self, number: int, folder: Path, hanging: bool, certificates: Path | None) -> None:
+        """`hanging`: its disk can be made to hang. `certificates`: folder of its certificate's files."""
         self.name = f"m{number}"
-        self.endpoint = f"{_CLIENTS}.{number + 1}:{_PORT}"
+        self.host = f"{CLIENTS}.{number + 1}"
+        self.endpoint = f"{self.host}:{_PORT}"
         self._number = number
         self._disk = folder / self.name
         self._log = folder / f"{self.name}.log"
         self._hanging = hanging
+        self._certificates = certificates
+        self._state = "new"
         self._process: subprocess.Popen[bytes] | None = None
 
     def prepare(self) -> None:
         """Its networks and its disk."""
         ip("netns", "add", self.name)
-        for network, prefix in (("clients", _CLIENTS), ("peers", _PEERS)):
+        for network, prefix in (("clients", CLIENTS), ("peers", _PEERS)):
             outside = self._wire(network)
             ip("link", "add", outside, "type", "veth", "peer", "name", network, "netns", self.name)
             ip("link", "set", outside, "master", network, "up")
@@ -63,8 +75,9 @@ class FaultyMember:
 
     def start(self) -> None:
         """Start etcd (again, on its data)."""
-        peer = f"http://{_PEERS}.{self._number + 1}:{_PEER_PORT}"
-        client = f"http://{self.endpoint}"
+        scheme = "http" if self._certificates is None else "https"
+        peers = {f"m{n}": f"{scheme}://{_PEERS}.{n + 1}:{_PEER_PORT}" for n in range(COUNT)}
+        peer, client = peers[self.name], f"{scheme}://{self.endpoint}"
         arguments = {
             "name": self.name,
             "data-dir": str(self._disk / "data"),
@@ -72,10 +85,14 @@ class FaultyMember:
             "advertise-client-urls": client,
             "listen-peer-urls": peer,
             "initial-advertise-peer-urls": peer,
-            "initial-cluster": ",".join(f"m{n}=http://{_PEERS}.{n + 1}:{_PEER_PORT}" for n in range(COUNT)),
+            "initial-cluster": ",".join(f"{name}={url}" for name, url in peers.items()),
+            "initial-cluster-state": self._state,
+            "listen-metrics-urls": f"http://{self.host}:{_HEALTH_PORT}",
             "logger": "zap",
             "log-level": "warn",
         }
+        if self._certificates is not None:
+            arguments |= certificate_arguments(self._certificates)
         command = ["ip", "netns", "exec", self.name, str(find_etcd())]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -88,7 +105,7 @@ class FaultyMember:
     def leads(self) -> bool:
         """Whether it is etcd's own leader, as it says; False also when it says nothing."""
         try:
-            with urllib.request.urlopen(f"http://{self.endpoint}/metrics", timeout=1) as reply:
+            with urllib.request.urlopen(f"http://{self.host}:{_HEALTH_PORT}/metrics", timeout=1) as reply:
                 return b"\netcd_server_is_leader 1\n" in reply.read()
         except OSError:
             return False
@@ -96,7 +113,7 @@ class FaultyMember:
     def healthy(self) -> bool:
         """Whether it can write."""
         try:
-            with urllib.request.urlopen(f"http://{self.endpoint}/health", timeout=2) as reply:
+            with urllib.request.urlopen(f"http://{self.host}:{_HEALTH_PORT}/health", timeout=2) as reply:
                 return b'"true"' in reply.read()
         except OSError:
             return False
@@ -155,6 +172,42 @@ class FaultyMember:
         """Undo `hang_disk`."""
         run("fsfreeze", "--unfreeze", str(self._disk))
 
+    def wipe(self, by: FaultyMember, root: Path | None) -> None:
+        """Kill it and lose its data; then, as etcd's manual has it, have the others forget it and take it in
+        as a new member.
+
+        `by`: another member, which is asked to. `root`: folder of a certificate for it. Raises RuntimeError.
+        """
+        self.kill()
+        shutil.rmtree(self._disk / "data")
+        lines = by.control(root, "member", "list").splitlines()
+        (known,) = [line.split(", ")[0] for line in lines if f", {self.name}, " in line]
+        scheme = "http" if self._certificates is None else "https"
+        by.control(root, "member", "remove", known)
+        by.control(
+            root,
+            *("member", "add", self.name),
+            f"--peer-urls={scheme}://{_PEERS}.{self._number + 1}:{_PEER_PORT}",
+        )
+        self._state = "existing"
+        self.start()
+
+    def control(self, root: Path | None, *arguments: str) -> str:
+        """What `etcdctl` says when it has asked this member. Raises RuntimeError."""
+        command = [
+            str(find_etcd().with_name("etcdctl")),
+            f"--endpoints={self.endpoint}",
+            "--command-timeout=10s",
+        ]
+        if root is not None:
+            command[1] = f"--endpoints=https://{self.endpoint}"
+            command += [
+                f"--cacert={root / AUTHORITIES}",
+                f"--cert={root / CERTIFICATE}",
+                f"--key={root / KEY}",
+            ]
+        return run(*command, *arguments)
+
     def kill(self) -> None:
         """kill -9."""
         if self._process is not None:
@@ -168,9 +221,10 @@ class FaultyMember:
 class FaultyCluster:
     """The three of them."""
 
-    def __init__(self, folder: Path, hanging: bool) -> None:
-        """`hanging`: disks can be made to hang."""
-        self.members = [FaultyMember(number, folder, hanging) for number in range(COUNT)]
+    def __init__(self, folder: Path, hanging: bool, certificates: Sequence[Path] = ()) -> None:
+        """`hanging`: disks can be made to hang. `certificates`: of each member; none: it is in the clear."""
+        given: list[Path | None] = [*certificates] or [None] * COUNT
+        self.members = [FaultyMember(number, folder, hanging, given[number]) for number in range(COUNT)]
 
     @property
     def endpoints(self) -> list[str]:
@@ -179,7 +233,7 @@ class FaultyCluster:
 
     async def start(self) -> None:
         """Networks, disks, processes; until all can write. Raises TimeoutError, RuntimeError."""
-        for network, prefix in (("clients", _CLIENTS), ("peers", _PEERS)):
+        for network, prefix in (("clients", CLIENTS), ("peers", _PEERS)):
             ip("link", "add", network, "type", "bridge")
             ip("addr", "add", f"{prefix}.{_OURS}/24", "dev", network)
             ip("link", "set", network, "up")

@@ -54,11 +54,12 @@ def ip(*arguments: str) -> None:
     run("ip", *arguments)
 
 
-def run(*command: str) -> None:
-    """Run a command. Raises RuntimeError with what it said."""
+def run(*command: str) -> str:
+    """Run a command; its output. Raises RuntimeError with what it said."""
     ended = subprocess.run(command, capture_output=True, text=True)
     if ended.returncode:
         raise RuntimeError(f"{' '.join(command)}: {ended.stderr.strip()}")
+    return ended.stdout
 
 
 def fill(folder: Path) -> None:

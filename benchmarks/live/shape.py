@@ -8,7 +8,7 @@ from typing import Final
 from simulator.cluster import ClusterSpec, InstanceSpec, LinkSpec, MigrationSpec, ReportSpec
 from simulator.predictors import OraclePredictor
 from tailrace.cluster import Pool
-from tailrace.policy.ares.future_load import FutureLoad
+from tailrace.perf.future_load import FutureLoad
 from tailrace.policy.when_full import WhenFull
 from tailrace.profiles import Profile, load_profile
 from tailrace.slo import DEFAULT_TPOT_S, READING_S

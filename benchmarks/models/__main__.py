@@ -1,25 +1,28 @@
 """`make test-models`: every architecture, in every way that vLLM runs it, each stream moved twice.
 
-A cell of the table is one architecture with Model Runner V1 or V2, with or without async scheduling: its
-streams run once undisturbed and once while each is moved. All tokens must be the same. V2 runs in Triton's
-interpreter, so times say nothing.
+A cell of the table is one architecture with Model Runner V1 or V2, with or without async scheduling, on one
+device or two: its streams run once undisturbed and once while each is moved. All tokens must be the same; a
+stream whose tokens are not is compared once more with the engine to itself. V2 runs in Triton's interpreter,
+so times say nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import sys
 import tempfile
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.models.cell import MOVES, Result
-from benchmarks.models.cells import NAMES, Cell, folder_of, run_cell
-from benchmarks.report import save
+from benchmarks.models.cells import NAMES, Cell, cells_of, folder_of, run_cell
+from benchmarks.report import RESULTS, save
 
 
 def main() -> None:
@@ -27,49 +30,74 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=list(NAMES), metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--streams", type=int, default=20)
     parser.add_argument("--at-a-time", type=int, default=2)
+    parser.add_argument("--resume", action="store_true", help="keep what models.json has that is right")
     given = parser.parse_args()
     unknown = set(given.names) - set(NAMES)
     if unknown:
         parser.error(f"no architecture called {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
-    cells = [
-        Cell(name, v2, async_scheduling)
-        for name in given.names
-        for v2 in (False, True)
-        for async_scheduling in (False, True)
-    ]
+    cells = [cell for name in given.names for cell in cells_of(name)]
+    # By cell; of other names than were asked for, too.
+    results = _measured(given.streams) if given.resume else {}
+
+    def took(cell: Cell, result: Result) -> None:
+        results[str(cell)] = result
+        measured = sum(str(each) in results for each in cells)
+        print(f"[{measured}/{len(cells)}] {cell}: {_words(result)}", flush=True)
+        _save(given.streams, results)
+
     with tempfile.TemporaryDirectory(prefix="tailrace-models-") as folder:
-        results = asyncio.run(_all(cells, Path(folder), given.streams, given.at_a_time))
+        # The quick ones first.
+        left = sorted((cell for cell in cells if str(cell) not in results), key=lambda cell: cell.v2)
+        asyncio.run(_all(left, Path(folder), given.streams, given.at_a_time, took))
     Console().print(_table(cells, results))
-    rows = [
-        {"cell": str(cell), **asdict(cell), **asdict(result)}
-        for cell, result in zip(cells, results, strict=True)
-    ]
-    path = save("models", {"streams": given.streams, "moves": MOVES, "cells": rows})
-    wrong = [str(cell) for cell, result in zip(cells, results, strict=True) if not _right(result)]
+    wrong = [str(cell) for cell in cells if not _right(results[str(cell)])]
+    path = _save(given.streams, results)
     print(f"{len(cells) - len(wrong)} of {len(cells)} cells are right; {path}")
     if wrong:
         print("not right: " + "; ".join(wrong))
         sys.exit(1)
 
 
-async def _all(cells: list[Cell], folder: Path, streams: int, at_a_time: int) -> list[Result]:
-    slots, ended = asyncio.Semaphore(at_a_time), 0
+async def _all(
+    cells: list[Cell], folder: Path, streams: int, at_a_time: int, took: Callable[[Cell, Result], None]
+) -> None:
+    slots = asyncio.Semaphore(at_a_time)
     models = {cell.name: folder_of(cell.name, folder) for cell in cells}
 
-    async def one(cell: Cell) -> Result:
-        nonlocal ended
+    async def one(cell: Cell) -> None:
         async with slots:
-            result = await run_cell(cell, models[cell.name], streams)
-        ended += 1
-        print(f"[{ended}/{len(cells)}] {cell}: {_words(result)}", flush=True)
-        return result
+            took(cell, await run_cell(cell, models[cell.name], streams))
 
-    return list(await asyncio.gather(*(one(cell) for cell in cells)))
+    await asyncio.gather(*(one(cell) for cell in cells))
+
+
+def _save(streams: int, results: Mapping[str, Result]) -> Path:
+    rows = [
+        {"cell": str(cell), **asdict(cell), **asdict(results[str(cell)])}
+        for cell in (each for name in NAMES for each in cells_of(name))
+        if str(cell) in results
+    ]
+    return save("models", {"streams": streams, "moves": MOVES, "cells": rows})
+
+
+def _measured(streams: int) -> dict[str, Result]:
+    """Cells that an earlier run found right, with as many streams."""
+    path = RESULTS / "models.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    if before.get("streams") != streams:
+        return {}
+    wanted = {each.name for each in fields(Result)}
+    found = {
+        row["cell"]: Result(**{name: value for name, value in row.items() if name in wanted})
+        for row in before["cells"]
+    }
+    return {cell: result for cell, result in found.items() if _right(result)}
 
 
 def _right(result: Result) -> bool:
     moved = result.fewest_moves >= MOVES
-    return not result.error and moved and result.streams > 0 and result.equal == result.streams
+    same = result.equal + result.alone
+    return not result.error and moved and result.streams > 0 and same == result.streams
 
 
 def _words(result: Result) -> str:
@@ -77,19 +105,23 @@ def _words(result: Result) -> str:
         return result.error
     moves = f"{result.live} moves live, {result.replayed} by replay"
     reason = f" ({result.reason})" if result.reason else ""
-    return f"{result.equal} of {result.streams} equal, {moves}{reason}, {result.seconds:.0f} s"
+    alone = f", {result.alone} more with the engine to itself" if result.alone else ""
+    return f"{result.equal} of {result.streams} equal{alone}, {moves}{reason}, {result.seconds:.0f} s"
 
 
-def _table(cells: list[Cell], results: list[Result]) -> Table:
+def _table(cells: list[Cell], results: Mapping[str, Result]) -> Table:
     table = Table(title="Streams that are the undisturbed ones")
-    for name in ("architecture", "runner", "scheduling", "equal", "live", "replay", ""):
+    for name in ("architecture", "runner", "scheduling", "devices", "equal", "alone", "live", "replay", ""):
         table.add_column(name)
-    for cell, result in zip(cells, results, strict=True):
+    for cell in cells:
+        result = results[str(cell)]
         table.add_row(
             cell.name,
             f"V{2 if cell.v2 else 1}",
             "async" if cell.async_scheduling else "sync",
+            cell.devices,
             f"{result.equal}/{result.streams}",
+            str(result.alone or ""),
             str(result.live),
             str(result.replayed),
             result.error or result.reason,

@@ -3,8 +3,10 @@
     python -m benchmarks.models.cell MODEL_FOLDER [--v2] [--async-scheduling] [--random-weights] ...
 
 The streams, half greedy, half seeded, run once undisturbed and once more while each is moved at two random
-points; a prompt is of random tokens. In one process, so that no second engine is needed: a request leaves the
-engine and comes back into other blocks.
+points; a prompt is of random tokens. What a stream samples can depend on who shares its batches (rounding),
+so one that came out otherwise is run twice more with the engine to itself: undisturbed, and moved. An engine
+with one device needs no second one: a request leaves it and comes back into other blocks. Of engines with
+several ranks there are two, and a request goes to the other and back, from rank to rank.
 """
 
 from __future__ import annotations
@@ -16,13 +18,16 @@ import os
 import random
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from benchmarks.models.architectures import VOCABULARY
 from benchmarks.models.triton_on_cpu import use_model_runner_v2
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from benchmarks.models.moves import Place
     from benchmarks.models.sink import Sink, Stream
     from worker_agent.engine.vllm.engine import VllmEngine
 
@@ -38,6 +43,8 @@ class Way:
     model: str
     v2: bool
     async_scheduling: bool
+    tensor: int
+    stages: int
     dtype: str
     random_weights: bool
     prefix_caching: bool
@@ -45,15 +52,26 @@ class Way:
     tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """`seed` None: greedy."""
+
+    prompt: list[int]
+    seed: int | None
+    tokens: int
+
+
 @dataclass(slots=True)
 class Result:
-    """`live` and `replayed`: moves; `equal`: streams of which every token is the undisturbed one.
+    """`live` and `replayed`: moves; `equal`: streams of which every token is the undisturbed one; `alone`:
+    others of which that holds when each has the engine to itself.
 
     reason: why no move is live; empty: they are. error: what kept it from being measured at all.
     """
 
     streams: int = 0
     equal: int = 0
+    alone: int = 0
     live: int = 0
     replayed: int = 0
     fewest_moves: int = 0
@@ -67,6 +85,8 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--v2", action="store_true")
     parser.add_argument("--async-scheduling", action="store_true")
+    parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel size")
+    parser.add_argument("--stages", type=int, default=1, help="pipeline-parallel size")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--random-weights", action="store_true", help="the model has no tokenizer")
     parser.add_argument("--no-prefix-caching", action="store_true")
@@ -77,6 +97,8 @@ def main() -> None:
         model=given.model,
         v2=given.v2,
         async_scheduling=given.async_scheduling,
+        tensor=given.tensor,
+        stages=given.stages,
         dtype=given.dtype,
         random_weights=given.random_weights,
         prefix_caching=not given.no_prefix_caching,
@@ -99,11 +121,31 @@ def main() -> None:
 
 
 async def _measured(way: Way) -> Result:
+    from benchmarks.models.moves import places_of
     from benchmarks.models.sink import Sink
+
+    sink = Sink()
+    engines = [_engine(way) for _ in range(1 if way.tensor * way.stages == 1 else 2)]
+    try:
+        infos = [await engine.start(sink) for engine in engines]
+        ran_v2 = await engines[0]._ask(lambda parts: bool(parts.core.config.use_v2_model_runner))
+        ran_async = await engines[0]._ask(lambda parts: bool(parts.core.core.async_scheduling))
+        if (ran_v2, ran_async) != (way.v2, way.async_scheduling):
+            return Result(error=f"it ran with v2={ran_v2}, async={ran_async}")
+        places = await places_of(engines, infos)
+        result = await _compared(places, sink, way, infos[0].handover.reason)
+    except (RuntimeError, TimeoutError) as error:
+        result = Result(error=f"{type(error).__name__}: {error}")
+    for engine in engines:
+        await engine.stop()
+    return result
+
+
+def _engine(way: Way) -> VllmEngine:
     from worker_agent.engine.vllm.engine import VllmEngine
     from worker_agent.engine.vllm.settings import VllmSettings
 
-    engine = VllmEngine(
+    return VllmEngine(
         VllmSettings(
             model=way.model,
             dtype=way.dtype,
@@ -113,79 +155,103 @@ async def _measured(way: Way) -> Result:
             cpu_threads=1,
             host_kv_bytes=0,
             async_scheduling=way.async_scheduling or None,
+            tensor_parallel_size=way.tensor,
+            pipeline_parallel_size=way.stages,
             engine_args={
                 "skip_tokenizer_init": way.random_weights,
                 "enable_prefix_caching": way.prefix_caching,
             },
         )
     )
-    sink = Sink()
-    try:
-        await engine.start(sink)
-    except RuntimeError as error:
-        return Result(error=str(error))
-    ran_v2 = await engine._ask(lambda parts: bool(parts.core.config.use_v2_model_runner))
-    ran_async = await engine._ask(lambda parts: parts.core.core.batch_queue is not None)
-    if (ran_v2, ran_async) != (way.v2, way.async_scheduling):
-        return Result(error=f"it ran with v2={ran_v2}, async={ran_async}")
-    try:
-        result = await _compared(engine, sink, way)
-    except (RuntimeError, TimeoutError) as error:
-        result = Result(error=f"{type(error).__name__}: {error}")
-    await engine.stop()
-    return result
 
 
-async def _compared(engine: VllmEngine, sink: Sink, way: Way) -> Result:
-    undisturbed = _submitted(engine, sink, way)
+async def _compared(places: Sequence[Place], sink: Sink, way: Way, reason: str) -> Result:
+    engine = places[0].engine
+    undisturbed = [_submit(engine, sink, asked) for asked in _requests(way)]
     await sink.until(lambda: all(stream.finished for stream in undisturbed))
-    handover = await engine._ask(lambda parts: parts.core.handover)
-    result = Result(streams=way.streams, reason=handover.reason)
-    moved = _submitted(engine, sink, way)
+    result = Result(streams=way.streams, reason=reason)
+    moved = [_submit(engine, sink, asked) for asked in _requests(way)]
     chance = random.Random(_SEED)
     points = [sorted(chance.sample(range(2, way.tokens - 12), MOVES)) for _ in moved]
     counts = await asyncio.gather(
-        *(_moved(engine, sink, stream, at, result) for stream, at in zip(moved, points, strict=True))
+        *(_moved(places, sink, stream, at, result) for stream, at in zip(moved, points, strict=True))
     )
     await sink.until(lambda: all(stream.finished for stream in moved))
     result.fewest_moves = min(counts)
-    result.equal = sum(
-        one.tokens == other.tokens and len(one.tokens) == way.tokens and not other.failed
-        for one, other in zip(undisturbed, moved, strict=True)
-    )
+    for asked, one, other, at in zip(_requests(way), undisturbed, moved, points, strict=True):
+        if _same(one, other, way):
+            result.equal += 1
+        elif await _same_alone(places, sink, asked, at, way, result):
+            result.alone += 1
     return result
 
 
-async def _moved(engine: VllmEngine, sink: Sink, stream: Stream, points: list[int], result: Result) -> int:
+def _same(undisturbed: Stream, moved: Stream, way: Way) -> bool:
+    whole = len(undisturbed.tokens) == way.tokens
+    return undisturbed.tokens == moved.tokens and whole and not moved.failed
+
+
+async def _same_alone(
+    places: Sequence[Place], sink: Sink, asked: Request, points: list[int], way: Way, result: Result
+) -> bool:
+    """Whether the stream, with the engine to itself, is the same when it is moved."""
+    undisturbed = _submit(places[0].engine, sink, asked)
+    await sink.until(lambda: undisturbed.finished)
+    moved = _submit(places[0].engine, sink, asked)
+    moves = await _moved(places, sink, moved, points, replace(result))
+    await sink.until(lambda: moved.finished)
+    return _same(undisturbed, moved, way) and moves == MOVES
+
+
+async def _moved(
+    places: Sequence[Place], sink: Sink, stream: Stream, points: list[int], result: Result
+) -> int:
+    """From place to place in turn."""
     from benchmarks.models.moves import move_by_replay, move_live
 
     count = 0
     for point in points:
         await sink.until(lambda: stream.finished or len(stream.tokens) >= point)  # noqa: B023
-        if result.reason and await move_by_replay(engine, sink, stream):
+        source, target = places[count % len(places)], places[(count + 1) % len(places)]
+        if result.reason and await move_by_replay(source, target, sink, stream):
             result.replayed += 1
             count += 1
-        elif not result.reason and await move_live(engine, stream):
+        elif not result.reason and await move_live(source, target, stream):
             result.live += 1
             count += 1
     return count
 
 
-def _submitted(engine: VllmEngine, sink: Sink, way: Way) -> list[Stream]:
+def _requests(way: Way) -> list[Request]:
+    chance = random.Random(_SEED)
+    return [
+        Request(
+            [
+                chance.randrange(3, VOCABULARY if way.random_weights else 256)
+                for _ in range(chance.randrange(8, 120))
+            ],
+            None if number % 2 == 0 else number,
+            way.tokens,
+        )
+        for number in range(way.streams)
+    ]
+
+
+def _submit(engine: VllmEngine, sink: Sink, asked: Request) -> Stream:
     from vllm.sampling_params import SamplingParams
 
-    chance = random.Random(_SEED)
-    streams = []
-    for number in range(way.streams):
-        prompt = [
-            chance.randrange(3, VOCABULARY if way.random_weights else 256)
-            for _ in range(chance.randrange(8, 120))
-        ]
-        changes = {"temperature": 0.0} if number % 2 == 0 else {"temperature": 0.8, "seed": number}
-        params = SamplingParams(max_tokens=way.tokens, ignore_eos=True, **changes)
-        streams.append(sink.submit(engine, prompt, params))
-    return streams
+    params = SamplingParams(
+        max_tokens=asked.tokens,
+        ignore_eos=True,
+        temperature=0.0 if asked.seed is None else 0.8,
+        seed=asked.seed,
+    )
+    return sink.submit(engine, asked.prompt, params)
 
+
+if __name__ == "__mp_main__" and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+    # In a rank's process, before it imports vLLM.
+    use_model_runner_v2()
 
 if __name__ == "__main__":
     main()

@@ -18,6 +18,8 @@ TINY: Final = "tiny"
 """The trained model that Tailrace carries."""
 
 NAMES: Final = (TINY, *ARCHITECTURES)
+# Of which layers can be shared by two devices.
+_SHARED_LAYERS: Final = (TINY, "llama", "qwen3moe", "deepseekv2", "gemma3", "gptoss", "granitehybrid")
 _DEADLINE_S: Final = 900.0
 _LAST_LINES: Final = 3
 
@@ -29,9 +31,30 @@ class Cell:
     name: str
     v2: bool
     async_scheduling: bool
+    # Ranks that share each layer, and stages of layers. With several of either there are two such engines.
+    tensor: int = 1
+    stages: int = 1
+
+    @property
+    def devices(self) -> str:
+        """TP 2, PP 2, or nothing for one device."""
+        sizes = [f"{name} {size}" for name, size in (("TP", self.tensor), ("PP", self.stages)) if size > 1]
+        return " ".join(sizes)
 
     def __str__(self) -> str:
-        return f"{self.name}, V{2 if self.v2 else 1}, {'async' if self.async_scheduling else 'sync'}"
+        way = "async" if self.async_scheduling else "sync"
+        return ", ".join(filter(None, [self.name, f"V{2 if self.v2 else 1}", way, self.devices]))
+
+
+def cells_of(name: str) -> list[Cell]:
+    """An architecture's ways to run: each runner and scheduling on one device; V1 on two, where it can."""
+    cells = [Cell(name, v2, async_) for v2 in (False, True) for async_ in (False, True)]
+    if name in _SHARED_LAYERS:
+        cells.append(Cell(name, v2=False, async_scheduling=False, tensor=2))
+    if name == TINY:
+        cells.append(Cell(name, v2=False, async_scheduling=True, tensor=2))
+        cells.append(Cell(name, v2=False, async_scheduling=False, stages=2))
+    return cells
 
 
 def folder_of(name: str, folder: Path) -> Path:
@@ -48,6 +71,7 @@ async def run_cell(cell: Cell, model: Path, streams: int) -> Result:
         arguments += [] if found.prefix_caching else ["--no-prefix-caching"]
     arguments += ["--v2"] if cell.v2 else []
     arguments += ["--async-scheduling"] if cell.async_scheduling else []
+    arguments += ["--tensor", str(cell.tensor), "--stages", str(cell.stages)]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

@@ -1,10 +1,17 @@
-"""A request taken out of an engine and brought back: live, with all its state, or by replay."""
+"""A request that is moved out of an engine: live, with all its state, or by replay."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+
 from benchmarks.models.sink import Sink, Stream
-from worker_agent.engine.base import EngineRefusal, Exported, ExportedPause, Staging
+from worker_agent.engine.base import EngineInfo, EngineRefusal, Staging
 from worker_agent.engine.vllm.engine import VllmEngine
+from worker_agent.metrics import WorkerHistograms, WorkerMetrics
+from worker_agent.ranks.transfers import RankedTransport
 
 _TRIES = 200
 
@@ -32,45 +39,110 @@ class _Parts:
             await self._engine.write_blocks(self._request_id, first, number, staging, sums)
 
 
-async def move_live(engine: VllmEngine, stream: Stream) -> bool:
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An engine that requests are moved to. `transport`: of one with several ranks."""
+
+    engine: VllmEngine
+    transport: RankedTransport | None = None
+
+
+async def places_of(engines: Sequence[VllmEngine], infos: Sequence[EngineInfo]) -> list[Place]:
+    """These engines, which were started, ready to exchange KV."""
+    return [await _place(engine, info) for engine, info in zip(engines, infos, strict=True)]
+
+
+async def _place(engine: VllmEngine, info: EngineInfo) -> Place:
+    if info.ranked is None:
+        return Place(engine)
+    shape, metrics = info.kv_shape, WorkerMetrics(WorkerHistograms(CollectorRegistry()))
+    transport = await RankedTransport.begin(
+        info.ranked, metrics, "models", shape.model_fingerprint, shape.block_tokens, {"NET_DEVICES": "lo"}
+    )
+    return Place(engine, transport)
+
+
+async def move_live(source: Place, target: Place, stream: Stream) -> bool:
     """In rounds, as between two workers; False when the request ended before it could be moved."""
-    taken = await _take_out(engine, stream)
-    if taken is None:
-        return False
-    exported, pause, parts = taken
-    await engine.export_release(stream.request_id)
-    await engine.import_queue(exported, stream.key, stream.epoch + 1)
-    await engine.import_reserve(stream.request_id, parts.blocks)
-    await parts.write()
-    await engine.import_prepare(stream.request_id, pause)
-    stream.epoch += 1
-    await engine.import_activate(stream.request_id)
-    return True
-
-
-async def move_by_replay(engine: VllmEngine, sink: Sink, stream: Stream) -> bool:
-    """Given up here, and computed anew from the tokens that came; False when it had ended."""
-    if stream.finished:
-        return False
-    stream.epoch += 1
-    sink.resubmit(engine, stream)
-    return True
-
-
-async def _take_out(engine: VllmEngine, stream: Stream) -> tuple[Exported, ExportedPause, _Parts] | None:
     for _ in range(_TRIES):
         if stream.finished:
-            return None
-        parts = _Parts(engine, stream.request_id)
+            return False
         try:
-            exported = await engine.export_open(stream.request_id)
-            await parts.pull(len(exported.block_hashes))
-            await parts.pull(len(await engine.export_more(stream.request_id, parts.blocks)))
-            pause = await engine.export_pause(stream.request_id, parts.blocks)
-            await parts.pull(len(pause.block_hashes))
+            if source.transport is None or target.transport is None:
+                await _out_and_in(source.engine, stream)
+            else:
+                await _from_rank_to_rank(source, source.transport, target, target.transport, stream)
         except EngineRefusal:
             # It waits, computes its prompt, or has just ended.
-            await engine.export_resume(stream.request_id)
-            continue
-        return exported, pause, parts
+            await target.engine.import_drop(stream.request_id)
+            await source.engine.export_resume(stream.request_id)
+        else:
+            return True
     raise RuntimeError(f"{stream.request_id} could not be moved")
+
+
+async def move_by_replay(source: Place, target: Place, sink: Sink, stream: Stream) -> bool:
+    """Given up there, and computed anew from the tokens that came; False when it had ended."""
+    if stream.finished:
+        return False
+    if source is not target:
+        source.engine.abort([stream.key])
+    stream.epoch += 1
+    sink.resubmit(target.engine, stream)
+    return True
+
+
+async def _out_and_in(engine: VllmEngine, stream: Stream) -> None:
+    """Out of the engine, and into other blocks of it. Raises EngineRefusal before it is out."""
+    parts, name = _Parts(engine, stream.request_id), stream.request_id
+    exported = await engine.export_open(name)
+    await parts.pull(len(exported.block_hashes))
+    await parts.pull(len(await engine.export_more(name, parts.blocks)))
+    pause = await engine.export_pause(name, parts.blocks)
+    await parts.pull(len(pause.block_hashes))
+    await engine.export_release(name)
+    try:
+        await engine.import_queue(exported, stream.key, stream.epoch + 1)
+        await engine.import_reserve(name, parts.blocks)
+        await parts.write()
+        await engine.import_prepare(name, pause)
+        stream.epoch += 1
+        await engine.import_activate(name)
+    except EngineRefusal as refusal:
+        raise RuntimeError(f"{name} is lost: {refusal}") from refusal
+
+
+async def _from_rank_to_rank(
+    source: Place, sends: RankedTransport, target: Place, takes: RankedTransport, stream: Stream
+) -> None:
+    """Every rank of the target fetches from its own of the source. Raises EngineRefusal, and the request is
+    still at its source."""
+    name = stream.request_id
+    exported = await source.engine.export_open(name)
+    session = await sends.open(name, takes.addresses)
+    have = 0
+
+    async def pull(hashes: Sequence[bytes]) -> None:
+        nonlocal have
+        await session.announce(have, hashes)
+        await target.engine.import_reserve(name, have + len(hashes))
+        await transfer.pull(have, hashes)
+        have += len(hashes)
+
+    try:
+        await target.engine.import_queue(exported, stream.key, stream.epoch + 1)
+        transfer = await takes.connect(name, sends.addresses, session.tickets)
+        try:
+            await pull(exported.block_hashes)
+            await pull(await source.engine.export_more(name, have))
+            pause = await source.engine.export_pause(name, have)
+            await pull(pause.block_hashes)
+            await target.engine.import_prepare(name, pause)
+            session.taken = True
+        finally:
+            await transfer.close()
+    finally:
+        await session.end()
+    await source.engine.export_release(name)
+    stream.epoch += 1
+    await target.engine.import_activate(name)

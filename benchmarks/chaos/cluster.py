@@ -1,0 +1,416 @@
+"""The cluster: three members of etcd and every service, each in a network namespace of its own, with
+certificates; and a supervisor that starts again what has ended, as systemd would."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+import grpc
+
+from benchmarks.chaos.links import Link
+from benchmarks.chaos.schedule import Tier
+from benchmarks.chaos.timeline import Timeline
+from benchmarks.chaos.xdp import NoPrograms, Programs
+from benchmarks.etcd_faults.cluster import COUNT, FaultyCluster, addresses
+from benchmarks.etcd_faults.namespaces import run
+from tailrace.local.certificates import ETCD_ROOT, OPERATOR, transport_of
+from tailrace.local.instances import active_instances
+from tailrace.local.plan import PartSpec, certificate_folder, span_certificates
+from tailrace.local.plan import Tier as StartTier
+from tailrace.local.process import PartFailed, PartProcess
+from tailrace.local.ready import is_ready
+from tailrace.security.authority import Authority
+from tailrace.security.etcd_rights import etcd_rights
+from tailrace.security.roles import Identity, Role
+from tailrace.store.client import EtcdClient
+from tailrace.store.endpoints import parse_endpoints
+from tailrace.store.etcd_roles import apply_rights
+from tailrace.tiny import MODEL_PATH, REASONING_PARSER
+from tailrace.v1 import admin_pb2_grpc
+
+KEY: Final = "sk-of-the-users"
+MODEL: Final = "tiny"
+POISON: Final = "this prompt kills engines"
+
+_GRPC: Final = 7000
+_METRICS: Final = 7001
+_HTTP: Final = 8000
+_FIRST_ADDRESS: Final = 10
+_PROCESSES: Final = 4
+_SMALL_DISK: Final = "size=8m"
+_POLL_S: Final = 0.05
+_BACK_S: Final = 0.5
+_START_S: Final = 120.0
+_STOP_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What kind of cluster."""
+
+    engine: str
+    front: str
+    workers: int
+    speed: float
+
+    @property
+    def processes(self) -> int:
+        """Of workers: real engines have one each."""
+        return min(self.workers, _PROCESSES) if self.engine == "simulated" else self.workers
+
+
+@dataclass(eq=False)
+class Member:
+    """One process of the cluster, over all its runs."""
+
+    tier: Tier
+    spec: PartSpec
+    link: Link
+    # A small disk of its own, for what it keeps.
+    disk: Path
+    # Read at each fault point (worker_agent/faults.py).
+    faults: Path
+    metrics: str
+    process: PartProcess | None = None
+    starts: int = 0
+    # Faults that are upon it; an end that is not awaited is a breach.
+    disturbed: int = 0
+    awaited: bool = False
+    ready: bool = False
+    _ready_again: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def name(self) -> str:
+        """As the cluster knows it."""
+        return self.spec.name
+
+    @property
+    def well(self) -> bool:
+        """It serves, and nothing is done to it."""
+        return self.ready and not self.disturbed
+
+    @property
+    def pids(self) -> list[int]:
+        """Of its processes."""
+        return [] if self.process is None else self.process.part.identity.session_members()
+
+    def signal(self, number: signal.Signals) -> None:
+        """To all of its processes."""
+        for pid in self.pids:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+    def terminate(self) -> None:
+        """SIGTERM to the process itself, as systemd does."""
+        if self.process is not None:
+            os.kill(self.process.part.identity.pid, signal.SIGTERM)
+
+    @contextmanager
+    def disturbing(self) -> Iterator[None]:
+        """A fault is upon it for the block."""
+        self.disturbed += 1
+        try:
+            yield
+        finally:
+            self.disturbed -= 1
+
+    async def ready_again(self) -> None:
+        """Until it serves. Raises TimeoutError."""
+        async with asyncio.timeout(_START_S):
+            while not self.ready:
+                self._ready_again.clear()
+                await self._ready_again.wait()
+
+    def set_ready(self, ready: bool) -> None:
+        """It serves, or no longer does."""
+        self.ready = ready
+        if ready:
+            self._ready_again.set()
+
+
+class Cluster:
+    """All of it. `open_cluster` makes one."""
+
+    def __init__(self, folder: Path, shape: Shape, timeline: Timeline) -> None:
+        self.shape = shape
+        self.timeline = timeline
+        self._logs = folder / "logs"
+        self._logs.mkdir()
+        self.authority = Authority.create(folder / "certs")
+        self._certificates = str(self.authority.folder)
+        issued = [
+            self.authority.issue(Identity(Role.ETCD, f"m{number}"), hosts=addresses(number))
+            for number in range(COUNT)
+        ]
+        self.root = self.authority.issue(ETCD_ROOT).folder
+        self.authority.issue(OPERATOR)
+        self.operator = transport_of(self._certificates, OPERATOR)
+        self.etcd = FaultyCluster(folder, False, [each.folder for each in issued])
+        try:
+            programs: Programs | None = Programs(Path("/run/bpf"))
+        except NoPrograms as error:
+            timeline.note(f"packets cannot be dropped: {error}")
+            programs = None
+        self.drops_packets = programs is not None
+        self.members = self._plan(folder, programs)
+        self._monitor = next(m.spec.address for m in self.members.values() if m.tier is Tier.MONITOR)
+        self._engines_may_die = 0
+        # So far, of the poison.
+        self.engines_died = 0
+        # Tasks that wait for one process each to be ready.
+        self._watching: set[asyncio.Task[None]] = set()
+
+    # ---- who there is
+
+    def of(self, tier: Tier) -> list[Member]:
+        """The members of a tier."""
+        return [member for member in self.members.values() if member.tier is tier]
+
+    @property
+    def admin(self) -> str:
+        """HOST:PORT[,..] of the schedulers."""
+        return ",".join(member.spec.address for member in self.of(Tier.SCHEDULER))
+
+    @property
+    def instances(self) -> list[str]:
+        """Ids of all workers."""
+        return [name for member in self.of(Tier.WORKER) for name in member.spec.members]
+
+    def admin_stub(self, scheduler: Member) -> tuple[grpc.aio.Channel, admin_pb2_grpc.AdminAsyncStub]:
+        """A channel to its admin API, for the caller to close."""
+        channel = self.operator.channel(scheduler.spec.address, Role.SCHEDULER, ())
+        return channel, admin_pb2_grpc.AdminStub(channel)
+
+    # ---- from the start to the end
+
+    async def start(self) -> None:
+        """Until every worker is seen. Raises PartFailed, TimeoutError, RuntimeError."""
+        await self.etcd.start()
+        client = EtcdClient(parse_endpoints(self.etcd.endpoints), transport_of(self._certificates, ETCD_ROOT))
+        try:
+            await apply_rights(client, etcd_rights("default"), "default")
+        finally:
+            await client.close()
+        for member in self.members.values():
+            member.link.prepare()
+            member.disk.mkdir()
+            run("mount", "-t", "tmpfs", "-o", _SMALL_DISK, "tmpfs", str(member.disk))
+        data_path = (Tier.WORKER, Tier.FRONTEND)
+        for tiers in ((Tier.SCHEDULER, Tier.MONITOR, Tier.MIGRATION), data_path):
+            started = [member for member in self.members.values() if member.tier in tiers]
+            for member in started:
+                self._launch(member)
+            for member in started:
+                await member.ready_again()
+        await self.seen()
+
+    async def seen(self) -> None:
+        """Until a scheduler sees all instances. Raises TimeoutError."""
+        wanted = set(self.instances)
+        async with asyncio.timeout(_START_S):
+            while not wanted <= (await active_instances(self.admin, self.operator)).keys():  # noqa: ASYNC110
+                await asyncio.sleep(_POLL_S)
+
+    async def supervise(self) -> None:
+        """Start again what has ended, for ever."""
+        while True:
+            await asyncio.sleep(_POLL_S)
+            for member in self.members.values():
+                if member.process is not None and (reason := _ended(member.process)):
+                    await self._again(member, reason)
+
+    def stop(self) -> None:
+        """Kill everything."""
+        for task in self._watching:
+            task.cancel()
+        for member in self.members.values():
+            member.signal(signal.SIGKILL)
+        self.etcd.kill()
+
+    def _launch(self, member: Member) -> None:
+        member.starts += 1
+        member.awaited = False
+        environment = {**os.environ, **member.spec.environment}
+        log = self._logs / f"{member.name}.{member.starts}.log"
+        member.process = PartProcess(member.spec, log, environment)
+        task = asyncio.get_running_loop().create_task(self._until_ready(member, member.process))
+        self._watching.add(task)
+        task.add_done_callback(self._watching.discard)
+
+    async def _until_ready(self, member: Member, process: PartProcess) -> None:
+        until_s = time.monotonic() + _START_S
+        while time.monotonic() < until_s and member.process is process:
+            if await is_ready(member.spec, self.operator):
+                member.set_ready(True)
+                return
+            await asyncio.sleep(2 * _POLL_S)
+        if member.process is process:
+            self.timeline.broken(f"{member.name} was not ready {_START_S:.0f} s after its start")
+
+    async def _again(self, member: Member, reason: str) -> None:
+        member.set_ready(False)
+        died = member.tier is Tier.WORKER and self._engines_may_die > 0 and "does not bear" in reason
+        if died:
+            self._engines_may_die -= 1
+            self.engines_died += 1
+        if not (member.awaited or died):
+            self.timeline.broken(f"{member.name} has ended by itself: {reason}")
+        member.signal(signal.SIGKILL)
+        member.process = None
+        await asyncio.sleep(_BACK_S)
+        self._launch(member)
+
+    # ---- faults
+
+    @contextmanager
+    def engines_die(self, count: int) -> Iterator[None]:
+        """So many engines may die of the poison within the block."""
+        self._engines_may_die = count
+        try:
+            yield
+        finally:
+            self._engines_may_die = 0
+
+    def kill(self, member: Member) -> None:
+        """kill -9; it comes back."""
+        member.awaited = True
+        member.set_ready(False)
+        member.signal(signal.SIGKILL)
+
+    async def restart(self, member: Member) -> None:
+        """SIGTERM; it comes back when it has ended by itself. Raises TimeoutError."""
+        before, member.awaited = member.starts, True
+        member.terminate()
+        async with asyncio.timeout(_STOP_S):
+            while member.starts == before:  # noqa: ASYNC110 - processes are polled
+                await asyncio.sleep(_POLL_S)
+        await member.ready_again()
+
+    # ---- the plan
+
+    def _plan(self, folder: Path, programs: Programs | None) -> dict[str, Member]:
+        members: dict[str, Member] = {}
+
+        def add(tier: Tier, name: str, start: StartTier, *arguments: str, ids: Sequence[str] = ()) -> None:
+            number = _FIRST_ADDRESS + len(members)
+            link = Link(name, number, programs)
+            role = Role(tier.value)
+            self.authority.issue(Identity(role, name), hosts=[link.address])
+            own = certificate_folder(self._certificates, role.value, name)
+            disk, faults = folder / f"disk-{name}", folder / f"faults-{name}.json"
+            metrics = f"{link.address}:{_METRICS}"
+            command = [sys.executable, "-m", "tailrace", "serve", tier.value, "--id", name, "--tls", own]
+            command += ["--etcd", ",".join(self.etcd.endpoints), "--listen", f"{link.address}:{_GRPC}"]
+            command += ["--metrics", metrics, *(text.format(disk=disk) for text in arguments)]
+            spec = PartSpec(
+                name,
+                start,
+                link.inside(command),
+                f"{link.address}:{_GRPC}",
+                environment=span_certificates(own)
+                | {
+                    "VLLM_API_KEY": KEY,
+                    "VLLM_NO_USAGE_STATS": "1",
+                    "TAILRACE_FAULTS": f"@{faults}" if tier is Tier.WORKER else "",
+                    "OMP_NUM_THREADS": "1",
+                },
+                members=ids,
+                role=role.value,
+                timeout_s=_START_S,
+            )
+            if tier is Tier.FRONTEND:
+                http = f"{link.address}:{_HTTP}"
+                spec = replace(spec, command=[*spec.command, "--http", http], http=f"http://{http}")
+            members[name] = Member(tier, spec, link, disk, faults, metrics)
+
+        control = StartTier.CONTROL
+        for number in range(2):
+            add(Tier.SCHEDULER, f"scheduler-{number}", control, "--audit-log", "{disk}/audit.jsonl")
+            add(Tier.MONITOR, f"monitor-{number}", control)
+        add(Tier.MIGRATION, "migration", control, "--journal", "{disk}/migrations.jsonl")
+        for ids in _groups(self.shape):
+            more = ["--count", str(len(ids))] if len(ids) > 1 else []
+            add(Tier.WORKER, ids[0], StartTier.WORKER, *_engine(self.shape), *more, ids=ids)
+        model = ["--front", self.shape.front, "--model", str(MODEL_PATH), "--served-model-name", MODEL]
+        for number in range(2):
+            add(Tier.FRONTEND, f"frontend-{number}", StartTier.FRONTEND, *model)
+        monitor = next(member for member in members.values() if member.tier is Tier.MONITOR)
+        for member in members.values():
+            member.spec = replace(
+                member.spec,
+                environment={
+                    **member.spec.environment,
+                    "OTEL_EXPORTER_OTLP_ENDPOINT": f"https://{monitor.spec.address}",
+                },
+            )
+        return members
+
+
+def _groups(shape: Shape) -> list[list[str]]:
+    groups: list[list[str]] = []
+    first = 0
+    for left in range(shape.processes, 0, -1):
+        size = (shape.workers - first) // left
+        groups.append([f"worker-{number}" for number in range(first, first + size)])
+        first += size
+    return groups
+
+
+def _engine(shape: Shape) -> list[str]:
+    common = ["--engine", shape.engine, "--model", str(MODEL_PATH), "--intra", "policy"]
+    if shape.engine != "simulated":
+        return [*common, "--reasoning-parser", REASONING_PARSER]
+    settings = {"speed": shape.speed, "kv_blocks": 4_000, "dies_of": POISON, "reasoning_mean_tokens": 0}
+    return [*common, *(f"--engine-arg={name}={json.dumps(value)}" for name, value in settings.items())]
+
+
+def _ended(process: PartProcess) -> str:
+    """How it has, or nothing while it runs."""
+    try:
+        process.check()
+    except PartFailed as failure:
+        return str(failure).replace("ended while starting", "ended")
+    return ""
+
+
+@asynccontextmanager
+async def open_cluster(folder: Path, shape: Shape, timeline: Timeline, logs: Path) -> AsyncIterator[Cluster]:
+    """A running one, supervised for the block. Its logs are left in `logs` if anything broke.
+
+    Raises PartFailed, TimeoutError, RuntimeError.
+    """
+    async with AsyncExitStack() as stack:
+        run("mount", "-t", "tmpfs", "tmpfs", str(folder))
+        stack.callback(run, "umount", "--recursive", "--lazy", str(folder))
+
+        def keep_logs(kind: type[BaseException] | None, *_: object) -> None:
+            if kind is not None or timeline.breaches:
+                shutil.rmtree(logs, ignore_errors=True)
+                shutil.copytree(folder / "logs", logs)
+                timeline.note(f"logs: {logs}")
+
+        stack.push(keep_logs)
+        cluster = Cluster(folder, shape, timeline)
+        stack.callback(cluster.stop)
+        supervising = asyncio.create_task(cluster.supervise(), name="supervisor")
+        stack.push_async_callback(_end, supervising)
+        await cluster.start()
+        yield cluster
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])

@@ -1,0 +1,82 @@
+"""Moves requests about at random, so that there are always migrations for faults to hit; and knows where
+requests are."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import random
+from collections.abc import Collection
+from typing import Final
+
+import grpc
+
+from benchmarks.chaos.cluster import Cluster
+from benchmarks.chaos.schedule import Tier
+from tailrace.v1 import admin_pb2, admin_pb2_grpc, types_pb2
+
+_EVERY_S: Final = 0.2
+_LIST_S: Final = 1.0
+_MOVE_S: Final = 60.0
+_AT_ONCE: Final = 4
+
+
+class Mover:
+    """Of one cluster. What it does depends on what there is to move, and is not drawn by the seed alone."""
+
+    def __init__(self, cluster: Cluster, seed: int) -> None:
+        self._cluster = cluster
+        self._chance = random.Random(f"{seed}/mover")
+        self._requests: list[admin_pb2.RequestInfo] = []
+        self.outcomes: collections.Counter[str] = collections.Counter()
+
+    def on(self, instances: Collection[str]) -> list[str]:
+        """Ids of the requests there, as a scheduler lately knew."""
+        return [each.request_id for each in self._requests if each.instance_id in instances]
+
+    async def run(self) -> None:
+        """For ever."""
+        moves: set[asyncio.Task[None]] = set()
+        channels = [self._cluster.admin_stub(scheduler) for scheduler in self._cluster.of(Tier.SCHEDULER)]
+        try:
+            while True:
+                await asyncio.sleep(_EVERY_S)
+                stub = await self._look([stub for _, stub in channels])
+                if stub is None or not self._requests or len(moves) >= _AT_ONCE:
+                    continue
+                task = asyncio.create_task(self._move(stub, self._chance.choice(self._requests).request_id))
+                moves.add(task)
+                task.add_done_callback(moves.discard)
+        finally:
+            for task in moves:
+                task.cancel()
+            await asyncio.gather(*moves, return_exceptions=True)
+            for channel, _ in channels:
+                await channel.close()
+
+    async def _look(self, stubs: list[admin_pb2_grpc.AdminAsyncStub]) -> admin_pb2_grpc.AdminAsyncStub | None:
+        for scheduler, stub in zip(self._cluster.of(Tier.SCHEDULER), stubs, strict=True):
+            if not scheduler.well:
+                continue
+            try:
+                reply = await stub.ListRequests(admin_pb2.ListRequestsRequest(), timeout=_LIST_S)
+            except grpc.aio.AioRpcError:
+                continue
+            self._requests = list(reply.requests)
+            return stub
+        return None
+
+    async def _move(self, stub: admin_pb2_grpc.AdminAsyncStub, request_id: str) -> None:
+        target = self._chance.choice(self._cluster.instances)
+        request = admin_pb2.AdminMigrateRequest(
+            request_id=request_id, target_instance_id=target, reason="chaos"
+        )
+        state = types_pb2.MIGRATION_STATE_UNSPECIFIED
+        try:
+            async for update in stub.Migrate(request, timeout=_MOVE_S):
+                state = update.state
+        except grpc.aio.AioRpcError as error:
+            self.outcomes["refused" if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED else "late"] += 1
+            return
+        name = types_pb2.MigrationState.Name(state).removeprefix("MIGRATION_STATE_").lower()
+        self.outcomes[name] += 1

@@ -1,0 +1,147 @@
+"""Which fault comes when, and to whom: a pure function of the seed."""
+
+from __future__ import annotations
+
+import enum
+import math
+import random
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+
+class Kind(enum.StrEnum):
+    """What is done."""
+
+    KILL = "kill -9"
+    STOP = "SIGSTOP"
+    RESTART = "restart"
+    DEAF = "hears nobody"
+    MUTE = "nobody hears it"
+    ONE_WAY = "one does not hear another"
+    CUT = "cut off"
+    LOSS = "5% loss"
+    SLOW_LINK = "slow link"
+    FULL_DISK = "full disk"
+    ETCD_STOPPED = "etcd: stopped"
+    ETCD_ISOLATED = "etcd: isolated"
+    ETCD_CUT = "etcd: cut off"
+    ETCD_FULL_DISK = "etcd: full disk"
+    ETCD_WIPED = "etcd: wiped"
+    CORRUPT_KV = "corrupt KV"
+    POISON = "poison request"
+    HUGE_BODY = "huge body"
+    SLOW_READER = "slow reader"
+    ROTATE = "certificates rotated"
+    POLICY = "policy switched"
+
+
+class Tier(enum.StrEnum):
+    """To whom it is done."""
+
+    WORKER = "worker"
+    FRONTEND = "frontend"
+    SCHEDULER = "scheduler"
+    MONITOR = "monitor"
+    MIGRATION = "migration"
+    ETCD = "etcd"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How often a kind comes, and how long it lasts, in seconds (drawn evenly by logarithm)."""
+
+    weight: float
+    tiers: Sequence[Tier] = ()
+    shortest_s: float = 0.0
+    longest_s: float = 0.0
+
+
+# The data path more often than the rest.
+_SERVICES: Final = (
+    *(Tier.WORKER, Tier.WORKER, Tier.WORKER, Tier.FRONTEND, Tier.FRONTEND),
+    *(Tier.SCHEDULER, Tier.MONITOR, Tier.MIGRATION),
+)
+_ETCD: Final = (Tier.ETCD,)
+
+RULES: Final[Mapping[Kind, Rule]] = {
+    Kind.KILL: Rule(5, _SERVICES),
+    Kind.STOP: Rule(4, _SERVICES, 1.0, 60.0),
+    Kind.RESTART: Rule(3, _SERVICES),
+    Kind.DEAF: Rule(1.5, _SERVICES, 1.0, 15.0),
+    Kind.MUTE: Rule(1.5, _SERVICES, 1.0, 15.0),
+    Kind.ONE_WAY: Rule(2, _SERVICES, 1.0, 15.0),
+    Kind.CUT: Rule(2, _SERVICES, 1.0, 15.0),
+    Kind.LOSS: Rule(2, _SERVICES, 3.0, 10.0),
+    Kind.SLOW_LINK: Rule(1.5, _SERVICES, 3.0, 10.0),
+    Kind.FULL_DISK: Rule(1, (Tier.MIGRATION, Tier.SCHEDULER), 2.0, 8.0),
+    Kind.ETCD_STOPPED: Rule(1, _ETCD, 3.0, 15.0),
+    Kind.ETCD_ISOLATED: Rule(1, _ETCD, 3.0, 15.0),
+    Kind.ETCD_CUT: Rule(1, _ETCD, 3.0, 15.0),
+    Kind.ETCD_FULL_DISK: Rule(0.5, _ETCD, 3.0, 10.0),
+    Kind.ETCD_WIPED: Rule(0.5, _ETCD),
+    Kind.CORRUPT_KV: Rule(2, (Tier.WORKER,), 2.0, 4.0),
+    Kind.POISON: Rule(1.5, (Tier.FRONTEND,)),
+    Kind.HUGE_BODY: Rule(1, (Tier.FRONTEND,)),
+    Kind.SLOW_READER: Rule(1.5, (Tier.FRONTEND,), 2.0, 6.0),
+    Kind.ROTATE: Rule(1),
+    Kind.POLICY: Rule(2),
+}
+
+OF_SIMULATED: Final = frozenset({Kind.POISON})
+"""What real engines cannot be told to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault. `other`: who is not heard, or which policy."""
+
+    number: int
+    kind: Kind
+    target: str = ""
+    seconds: float = 0.0
+    other: str = ""
+
+    def __str__(self) -> str:
+        words = [self.kind.value]
+        if self.target:
+            words.append(self.target)
+        if self.other:
+            words.append(f"({self.other})")
+        if self.seconds:
+            words.append(f"for {self.seconds:.1f} s")
+        return " ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Who is there: names by tier, and the policies."""
+
+    names: Mapping[Tier, Sequence[str]]
+    policies: Sequence[str]
+
+
+def draw(seed: int, count: int, cast: Cast, kinds: Collection[Kind]) -> Iterator[Fault]:
+    """The first `count` faults of this seed: more of them begin with the same ones."""
+    drawn = [kind for kind in RULES if kind in kinds]
+    weights = [RULES[kind].weight for kind in drawn]
+    for number in range(count):
+        yield _draw_one(random.Random(f"{seed}/{number}"), number, cast, drawn, weights)
+
+
+def _draw_one(
+    chance: random.Random, number: int, cast: Cast, kinds: Sequence[Kind], weights: Sequence[float]
+) -> Fault:
+    (kind,) = chance.choices(kinds, weights)
+    rule = RULES[kind]
+    seconds = 0.0
+    if rule.longest_s:
+        seconds = math.exp(chance.uniform(math.log(rule.shortest_s), math.log(rule.longest_s)))
+    target = chance.choice(cast.names[chance.choice(rule.tiers)]) if rule.tiers else ""
+    other = ""
+    if kind is Kind.POLICY:
+        other = chance.choice(cast.policies)
+    elif kind is Kind.ONE_WAY:
+        others = [name for tier in dict.fromkeys(_SERVICES) for name in cast.names[tier] if name != target]
+        other = chance.choice(others)
+    return Fault(number, kind, target, round(seconds, 1), other)

@@ -1,0 +1,209 @@
+"""`make mutants`: change a line of a pure module at random, and see whether its tests notice.
+
+Runs in copies of the tree, so that an interrupted run leaves no changed file behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Final
+
+from benchmarks.mutants.mutations import Mutant, mutants_of
+from benchmarks.mutants.targets import TARGETS, Target
+
+ROOT: Final = Path(__file__).parents[2]
+EQUIVALENT: Final = Path(__file__).with_name("equivalent.toml")
+RESULTS: Final = ROOT / "benchmarks" / "results" / "mutants.json"
+# A mutant may loop for ever: it gets so many times what the tests take otherwise, and so much more.
+_TIMES: Final = 5
+_MORE_S: Final = 30.0
+_TESTS_S: Final = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of a mutant. `why`: why no test can notice it, where that is known."""
+
+    mutant: Mutant
+    noticed: bool
+    took_s: float
+    why: str = ""
+
+
+class BaselineFails(Exception):
+    """The tests fail without any mutant; the message has their output's end."""
+
+
+def main() -> int:
+    """Print a line for each mutant that nobody noticed, and a table. 1: fewer than 90% were noticed."""
+    args = _arguments()
+    targets = [t for t in TARGETS if not args.modules or t.module in args.modules]
+    unknown = set(args.modules) - {t.module for t in TARGETS}
+    if unknown:
+        print(f"mutants: not among the modules: {', '.join(sorted(unknown))}", file=sys.stderr)
+        return 2
+    equivalent = _equivalent()
+    verdicts: list[Verdict] = []
+    with _copies(args.processes) as copies, ThreadPoolExecutor(args.processes) as pool:
+        for target in targets:
+            copy = copies.get()
+            try:
+                limit_s = _baseline_s(copy, target, args.seed) * _TIMES + _MORE_S
+            finally:
+                copies.put(copy)
+            mutants = mutants_of(ROOT, target.module, args.count, args.seed)
+            todo = [
+                pool.submit(_try, copies, target, mutant, limit_s, args.seed, equivalent)
+                for mutant in mutants
+            ]
+            found = [future.result() for future in todo]
+            verdicts += found
+            _print_target(target, found)
+    _save(verdicts, args.seed)
+    return _print_total(verdicts)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants", description=__doc__)
+    parser.add_argument(
+        "modules", nargs="*", metavar="MODULE", help="default: all; a path such as tailrace/bid_ask.py"
+    )
+    parser.add_argument("--count", type=int, default=8, help="mutants of each module (default: 8)")
+    parser.add_argument(
+        "--all", dest="count", action="store_const", const=sys.maxsize, help="every mutant: hours"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="draws them (default: 1)")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="(default: one a core)")
+    return parser.parse_args()
+
+
+@contextmanager
+def _copies(count: int) -> Iterator[SimpleQueue[Path]]:
+    """So many copies of what git tracks and of the generated protos."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = [name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+    with tempfile.TemporaryDirectory(prefix="tailrace-mutants-") as folder:
+        copies: SimpleQueue[Path] = SimpleQueue()
+        for number in range(count):
+            copy = Path(folder) / str(number)
+            for name in files:
+                (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, copy / name)
+            shutil.copytree(ROOT / "tailrace" / "v1", copy / "tailrace" / "v1", dirs_exist_ok=True)
+            copies.put(copy)
+        yield copies
+
+
+def _baseline_s(copy: Path, target: Target, seed: int) -> float:
+    """Seconds that the tests take. Raises BaselineFails."""
+    start = time.monotonic()
+    done = _tests(copy, target, seed, _TESTS_S)
+    if done is None or done.returncode != 0:
+        raise BaselineFails(
+            f"{' '.join(target.tests)}: {'too slow' if done is None else done.stdout[-2_000:]}"
+        )
+    return time.monotonic() - start
+
+
+def _try(
+    copies: SimpleQueue[Path],
+    target: Target,
+    mutant: Mutant,
+    limit_s: float,
+    seed: int,
+    equivalent: Sequence[tuple[str, str, str, str]],
+) -> Verdict:
+    for module, before, after, why in equivalent:
+        if (module, before, after) == (mutant.module, mutant.before, mutant.after):
+            return Verdict(mutant, noticed=False, took_s=0.0, why=why)
+    copy = copies.get()
+    path = copy / target.module
+    original = path.read_text()
+    start = time.monotonic()
+    try:
+        path.write_text(mutant.code)
+        done = _tests(copy, target, seed, limit_s)
+    finally:
+        path.write_text(original)
+        copies.put(copy)
+    return Verdict(mutant, done is None or done.returncode != 0, time.monotonic() - start)
+
+
+def _tests(copy: Path, target: Target, seed: int, limit_s: float) -> subprocess.CompletedProcess[str] | None:
+    """Run them until the first that fails; None: they took longer than `limit_s`."""
+    pytest = ("-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist")
+    # No bytecode: two mutants of one file can have the same size and time stamp.
+    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        return subprocess.run(
+            [sys.executable, *pytest, f"--hypothesis-seed={seed}", *target.tests],
+            cwd=copy,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+        )
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _equivalent() -> Sequence[tuple[str, str, str, str]]:
+    """(Module, line before, line after, why) of mutants that change nothing that can be seen."""
+    entries = tomllib.loads(EQUIVALENT.read_text()).get("mutant", [])
+    return [(e["module"], e["before"], e["after"], e["because"]) for e in entries]
+
+
+def _print_target(target: Target, verdicts: Sequence[Verdict]) -> None:
+    noticed = sum(v.noticed for v in verdicts)
+    same = sum(bool(v.why) for v in verdicts)
+    print(f"{target.module}: {noticed} of {len(verdicts) - same} noticed, {same} equivalent", flush=True)
+    for verdict in verdicts:
+        if not (verdict.noticed or verdict.why):
+            mutant = verdict.mutant
+            print(f"  {mutant.module}:{mutant.line}\n    - {mutant.before}\n    + {mutant.after}", flush=True)
+
+
+def _print_total(verdicts: Sequence[Verdict]) -> int:
+    counted = [v for v in verdicts if not v.why]
+    noticed = sum(v.noticed for v in counted)
+    share = noticed / len(counted) if counted else 1.0
+    print(f"{noticed} of {len(counted)} noticed ({share:.0%}), {len(verdicts) - len(counted)} equivalent")
+    return 0 if share >= 0.9 else 1
+
+
+def _save(verdicts: Sequence[Verdict], seed: int) -> None:
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {
+            "module": v.mutant.module,
+            "line": v.mutant.line,
+            "before": v.mutant.before,
+            "after": v.mutant.after,
+            "noticed": v.noticed,
+            "equivalent_because": v.why,
+            "seconds": round(v.took_s, 1),
+        }
+        for v in verdicts
+    ]
+    RESULTS.write_text(json.dumps({"seed": seed, "mutants": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except BaselineFails as error:
+        sys.exit(f"mutants: {error}")

@@ -1,0 +1,48 @@
+"""Which modules are mutated, and which tests are to notice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A module, and the tests that stand for it: files that are quick, since each mutant runs them all."""
+
+    module: str
+    tests: tuple[str, ...]
+
+
+_ORDERS: Final = ("tests/intra", "tests/worker/test_step_order.py")
+_POLICY: Final = "tests/policy/"
+
+TARGETS: Final = (
+    Target("frontend_svc/streams.py", ("tests/frontend/test_streams.py",)),
+    Target("frontend_svc/adopt.py", ("tests/frontend/test_adopt.py",)),
+    Target("tailrace/intra/allocate.py", _ORDERS),
+    Target("tailrace/intra/pascal.py", _ORDERS),
+    Target("tailrace/intra/earliest_due.py", _ORDERS),
+    Target("tailrace/bid_ask.py", (_POLICY + "test_bid_ask.py",)),
+    Target("tailrace/policy/cascade/planner.py", (_POLICY + "test_cascade_planner.py",)),
+    Target(
+        "tailrace/policy/cascade/policy.py",
+        (_POLICY + "test_cascade_policy.py", _POLICY + "test_sound_decisions.py"),
+    ),
+    Target("tailrace/policy/pascal.py", (_POLICY + "test_pascal.py", _POLICY + "test_pascal_and_ares.py")),
+    Target("tailrace/policy/ares/rescheduling.py", (_POLICY + "test_ares.py",)),
+    Target(
+        "tailrace/policy/ares/policy.py",
+        (_POLICY + "test_ares.py", _POLICY + "test_pascal_and_ares.py"),
+    ),
+    Target(
+        "tailrace/policy/arrow/pools.py",
+        (_POLICY + "test_arrow_pools.py", _POLICY + "test_sound_decisions.py"),
+    ),
+    Target(
+        "tailrace/policy/arrow/policy.py",
+        (_POLICY + "test_arrow_pools.py", _POLICY + "test_arrow_variants.py"),
+    ),
+    Target("tailrace/policy/tailrace/arrival.py", (_POLICY + "test_tailrace.py",)),
+    Target("tailrace/policy/tailrace/offers.py", (_POLICY + "test_tailrace.py",)),
+)

@@ -1,0 +1,174 @@
+"""`make bench-replays`: live runs under each of the five policies, recorded and replayed.
+
+Simulated engines behind the real services, as in `make bench-live`. Each run is recorded while it
+runs, then put to the policy that decided (every decision must come out the same) and to the other four in its
+shadow, on the same state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Final
+
+import grpc
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.live.fleet import LiveFleet, live_fleet
+from benchmarks.live.shape import FleetShape
+from benchmarks.live.simulated import has_pools
+from benchmarks.report import save
+from simulator.workloads.arrivals import poisson_requests
+from simulator.workloads.lengths import Lengths, lognormal, tokens
+from tailrace.control.recording import decode
+from tailrace.control.replay import Replay
+from tailrace.control.shadow import Compared, Shadow, Verdict
+from tailrace.records import PolicyRecord
+from tailrace.v1 import admin_pb2
+
+POLICIES: Final = ("pascal", "ares", "arrow", "cascade", "tailrace")
+_MARGIN_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One policy. `others`: decisions that another policy would have made otherwise, by its name."""
+
+    policy: str
+    seconds: float
+    lines: int
+    bytes: int
+    decisions: dict[str, int]
+    with_actions: dict[str, int]
+    different: int
+    others: dict[str, int]
+
+
+def shape(workers: int) -> FleetShape:
+    """Little room, so that there is something to decide."""
+    return FleetShape(
+        workers=workers,
+        profile="llama-3.1-8b-h100",
+        speed=0.25,
+        seats=16,
+        kv_blocks=512,
+        max_tokens=2_048,
+        reasons=True,
+        prefill_instances=max(1, workers // 4),
+    )
+
+
+def _lengths(count: int, rng: np.random.Generator) -> Lengths:
+    return Lengths(
+        tokens(lognormal(150, 900, count, rng)),
+        tokens(lognormal(80, 600, count, rng)),
+        tokens(lognormal(80, 500, count, rng)),
+    )
+
+
+async def _record(fleet: LiveFleet, seconds: float, lines: list[bytes]) -> None:
+    request = admin_pb2.RecordRequest(seconds=seconds)
+    async for told in fleet.admin.Record(request, timeout=seconds + _MARGIN_S):
+        lines += told.lines
+
+
+async def recorded(fleet: LiveFleet, policy: str, rate: float, seconds: float, seed: int) -> list[bytes]:
+    """The recording begins when a third of the requests have come."""
+    await fleet.set_policy(policy, has_pools(policy))
+    await fleet.settled()
+    requests = poisson_requests("r", _lengths, round(rate * seconds), rate, seed)
+    load = asyncio.create_task(
+        fleet.load.replay(f"{policy}-", requests, _MARGIN_S / fleet.shape.speed, lambda done: None)
+    )
+    lines: list[bytes] = []
+    try:
+        # Time is what is waited for: a third of the arrivals.
+        await asyncio.sleep(seconds / 3)
+        await _record(fleet, seconds, lines)
+    finally:
+        await load
+    return lines
+
+
+def replayed(policy: str, lines: Sequence[bytes]) -> Run:
+    """Put to the same policy, and to the others."""
+    run = Replay(decode(lines), lambda _: None)
+    others: Counter[str] = Counter()
+
+    def shadow(name: str) -> Shadow:
+        def count(compared: Compared) -> None:
+            others[name] += compared.verdict is not Verdict.SAME
+
+        return Shadow(PolicyRecord(name=name), run.control.active.slo, count)
+
+    for name in POLICIES:
+        if name != policy:
+            run.watch(shadow(name))
+    run.run()
+    return Run(
+        policy,
+        run.seconds,
+        len(lines),
+        sum(map(len, lines)),
+        dict(run.decisions),
+        dict(run.acting),
+        run.different.total(),
+        dict(others),
+    )
+
+
+async def _all(given: argparse.Namespace, console: Console) -> list[Run]:
+    runs: list[Run] = []
+    async with live_fleet(shape(given.workers)) as fleet:
+        for policy in given.policies:
+            console.print(f"{policy} ...")
+            lines = await recorded(fleet, policy, given.rate, given.seconds, given.seed)
+            runs.append(replayed(policy, lines))
+    return runs
+
+
+def _table(runs: Sequence[Run]) -> Table:
+    table = Table(box=None)
+    headings = ("policy", "seconds", "MB", "decisions", "with actions", "different", *POLICIES)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "policy" else "right")
+    for run in runs:
+        total = sum(run.decisions.values())
+        others = ("-" if name == run.policy else str(run.others.get(name, 0)) for name in POLICIES)
+        figures = (total, sum(run.with_actions.values()), run.different)
+        size = f"{run.bytes / 1e6:.1f}"
+        table.add_row(run.policy, f"{run.seconds:.0f}", size, *map(str, figures), *others)
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; 1 when a decision came out otherwise."""
+    parser = argparse.ArgumentParser(
+        prog="make bench-replays", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES))
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--rate", type=float, default=12.0, help="requests a second")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals, and of the recording")
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args(arguments)
+    console = Console(stderr=True)
+    try:
+        runs = asyncio.run(_all(given, console))
+    except grpc.aio.AioRpcError as error:
+        console.print(f"{error.code().name}: {error.details()}")
+        return 1
+    path = save("replays", {"given": vars(given), "runs": [asdict(run) for run in runs]})
+    Console(width=160).print(_table(runs))
+    console.print(f"written: {path}")
+    return 1 if any(run.different for run in runs) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
