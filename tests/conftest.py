@@ -81,7 +81,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 # Each starts three vLLM engines and an API server, or shares those of the others.
-_ON_VLLM_FLEETS = {f"tests/e2e/test_{name}.py" for name in ("policies_on_vllm", "prefix_cache", "vllm_fleet")}
+_ON_VLLM_FLEETS = {
+    f"tests/e2e/test_{name}.py" for name in ("policies_on_vllm", "prefix_cache", "vllm_api", "vllm_fleet")
+}
 
 
 class OneVllmFleet(LoadFileScheduling):  # type: ignore[misc]

@@ -30,9 +30,13 @@ class Script:
     profile_events: list[profile_pb2.ProfileEvent] = field(default_factory=list)
     profiles: list[profile_pb2.MeasuredProfile] = field(default_factory=list)
     traces: bytes = b""
+    recorded: list[bytes] = field(default_factory=list)
+    shadow: admin.Shadow = field(default_factory=lambda: admin.Shadow(policy="pascal"))
     slo: admin.Slo = field(default_factory=lambda: admin.Slo(ttft_s=2.0, tpot_s=0.15))
     # Method name to the status that it ends with.
     errors: dict[str, tuple[grpc.StatusCode, str]] = field(default_factory=dict)
+    # What those statuses carry beside code and details.
+    error_metadata: tuple[tuple[str, str], ...] = ()
     # Every request that came, in order.
     seen: list[Message] = field(default_factory=list)
 
@@ -46,6 +50,7 @@ class ScriptedAdmin(admin_pb2_grpc.AdminServicer):
     def _note(self, method: str, request: Message, context: grpc.ServicerContext) -> None:
         self.script.seen.append(request)
         if method in self.script.errors:
+            context.set_trailing_metadata(self.script.error_metadata)
             context.abort(*self.script.errors[method])
 
     def ListInstances(
@@ -132,6 +137,23 @@ class ScriptedAdmin(admin_pb2_grpc.AdminServicer):
     ) -> admin.ListProfilesReply:
         self._note("ListProfiles", request, context)
         return admin.ListProfilesReply(profiles=self.script.profiles)
+
+    def Record(
+        self, request: admin.RecordRequest, context: grpc.ServicerContext
+    ) -> Iterator[admin.RecordedLines]:
+        self._note("Record", request, context)
+        for line in self.script.recorded:
+            yield admin.RecordedLines(lines=[line])
+
+    def SetShadow(
+        self, request: admin.SetShadowRequest, context: grpc.ServicerContext
+    ) -> admin.SetShadowReply:
+        self._note("SetShadow", request, context)
+        return admin.SetShadowReply(previous=self.script.shadow.name)
+
+    def GetShadow(self, request: admin.GetShadowRequest, context: grpc.ServicerContext) -> admin.Shadow:
+        self._note("GetShadow", request, context)
+        return self.script.shadow
 
     def GetTrace(self, request: admin.GetTraceRequest, context: grpc.ServicerContext) -> admin.GetTraceReply:
         self._note("GetTrace", request, context)

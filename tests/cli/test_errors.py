@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from tailrace.cli.main import main
+from tailrace.service.answered import ANSWERED
 from tests.cli.conftest import Run
 from tests.cli.scripted_admin import Script, serving
 
@@ -85,6 +86,15 @@ def test_what_the_server_refuses(
     assert result.exit_code == exit_code
     assert says in _one_line(result.stderr)
     assert result.stdout == ""
+
+
+def test_a_service_behind_the_admin_api_does_not_answer(run: Run, script: Script) -> None:
+    details = "no migration service answers: deadline exceeded"
+    script.errors["Migrate"] = (grpc.StatusCode.UNAVAILABLE, details)
+    script.error_metadata = (ANSWERED,)
+    result = run("migrate", "x", "--to", "worker-1")
+    assert result.exit_code == 1
+    assert _one_line(result.stderr) == f"tailrace: {details}"
 
 
 def test_no_cluster_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tailrace.v1.admin_pb2 import PolicyParameter
+from tailrace.v1.admin_pb2 import PolicyParameter, RankInfo
 from tests.cli.conftest import Run
 from tests.cli.scripted_admin import Script
 
@@ -65,6 +65,15 @@ def test_json_keeps_large_numbers_and_says_null_for_no_pool(run: Run) -> None:
     assert first["generated_tokens"] == 2**40
     assert (first["pool"], second["pool"]) == ("prefill", None)
     assert second["state"] == "suspect"
+
+
+def test_json_shows_the_ranks_of_an_instance(run: Run, script: Script) -> None:
+    script.instances[0].tensor_parallel_size = 2
+    script.instances[0].ranks.extend(RankInfo(process=n, hardware="NVIDIA L40S") for n in (71, 72))
+    first, second = json.loads(run("get", "instances", "-o", "json").stdout)["instances"]
+    assert first["tensor_parallel_size"] == 2
+    assert first["ranks"] == [{"process": n, "hardware": "NVIDIA L40S"} for n in (71, 72)]
+    assert second["ranks"] == []
 
 
 def test_json_carries_the_rounds_of_a_migration(run: Run) -> None:

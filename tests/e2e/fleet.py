@@ -129,7 +129,7 @@ class Fleet:
         self._commands[name] = (command, env)
         return process
 
-    def mend(self) -> None:
+    def mend(self, timeout_s: float = 180) -> None:
         """Start again, as it was, whatever has ended; thaw whatever was frozen."""
         ended = [name for name, process in self.processes.items() if not process.alive]
         for process in self.processes.values():
@@ -139,7 +139,7 @@ class Fleet:
             self._start(name, *self._commands[name])
         for name in ended:
             if name != "etcd":
-                self.wait_healthy(name, 180)
+                self.wait_healthy(name, timeout_s)
 
     # ---- looking
 

@@ -65,7 +65,9 @@ def models(fleet: Fleet, tmp_path: Path) -> tuple[Model, Model]:
     for name, path, workers in (("first", MODEL_PATH, ("w0", "w2")), ("second", other, ("w1", "w3"))):
         for worker in workers:
             fleet.start_worker(worker, seeded if path is other else (), wait=False, model=str(path))
-        fleet.start_frontend("rust", f"frontend-{name}", model=str(path), options=["--place-wait", "1"])
+        fleet.start_frontend(
+            "rust", f"frontend-{name}", model=str(path), options=["--place-wait", "1", "--resume-wait", "1"]
+        )
         made.append(Model(name, workers, fleet.http))
     fleet.wait_instances(("w0", "w1", "w2", "w3"))
     for model in made:

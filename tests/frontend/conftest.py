@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from frontend_svc.admission import AdmissionFlag, AdmissionReader
 from frontend_svc.engine import FleetEngine
-from frontend_svc.settings import Limits
+from frontend_svc.settings import Limits, Patience
 from tailrace.service.channels import Channels
 from tests.frontend.fake_front_half import FakeFrontHalf
 from tests.frontend.fleet import StaticMembers, record
@@ -66,21 +66,21 @@ def limits() -> Limits:
     return Limits()
 
 
-@pytest.fixture
-async def rig(tmp_path: Path, limits: Limits) -> AsyncIterator[Rig]:
+@asynccontextmanager
+async def open_rig(folder: Path, limits: Limits, name: str = "f0") -> AsyncIterator[Rig]:
     """A front end with no workers yet."""
-    flag = AdmissionFlag(tmp_path / "admission")
+    flag = AdmissionFlag(folder / "admission")
     members, channels, registry = StaticMembers(), Channels(), CollectorRegistry()
-    async with AsyncExitStack() as stack, FakeFrontHalf(tmp_path) as front:
+    async with AsyncExitStack() as stack, FakeFrontHalf(folder) as front:
         engine = FleetEngine(
-            "f0",
+            name,
             members,
             channels,
             flag,
-            tmp_path,
+            folder,
             registry,
             None,
-            PLACE_WAIT_S,
+            Patience(PLACE_WAIT_S),
             limits=limits,
         )
         running = asyncio.create_task(engine.run())
@@ -91,3 +91,10 @@ async def rig(tmp_path: Path, limits: Limits) -> AsyncIterator[Rig]:
             with pytest.raises(asyncio.CancelledError):
                 await running
             await channels.close()
+
+
+@pytest.fixture
+async def rig(tmp_path: Path, limits: Limits) -> AsyncIterator[Rig]:
+    """The one of a test."""
+    async with open_rig(tmp_path, limits) as opened:
+        yield opened

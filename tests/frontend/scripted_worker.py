@@ -70,6 +70,11 @@ def outputs(
     )
 
 
+def taken(submit: worker_pb2.Submit) -> worker_pb2.AttachDown:
+    """The engine has it."""
+    return worker_pb2.AttachDown(taken=worker_pb2.Taken(handle=submit.handle, epoch=submit.epoch))
+
+
 def merge(*messages: worker_pb2.AttachDown, frames: list[bytes]) -> worker_pb2.AttachDown:
     """Several requests' outputs as one step."""
     step = worker_pb2.StepOutputs()
@@ -88,6 +93,8 @@ class ScriptedWorker:
         self.address = ""
         self.received: asyncio.Queue[worker_pb2.AttachUp] = asyncio.Queue()
         self.silent = False
+        # Says of what is submitted that its engine has it.
+        self.takes = True
         # What it announces to take; 0: nothing is said.
         self.max_message_bytes = 0
         self._down: asyncio.Queue[worker_pb2.AttachDown] | None = None
@@ -170,6 +177,8 @@ class ScriptedWorker:
                 case _:
                     self.received.put_nowait(message)
                     if message.HasField("submit"):
+                        if self.takes:
+                            down.put_nowait(taken(message.submit))
                         await self.on_submit(message.submit)
 
 

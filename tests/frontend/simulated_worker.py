@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
@@ -33,9 +34,11 @@ class _Submissions(Dispatch):
             submit = message.submit
             key = RequestKey(front_end.client, submit.handle)
             tokens = list(submit.output_token_ids)
-            self._admission.submit(
-                Submission(key, submit.request_id, submit.epoch, list(submit.frames), tokens)
-            )
+            submission = Submission(key, submit.request_id, submit.epoch, list(submit.frames), tokens)
+            self._admission.submit(replace(submission, suspect=submit.suspect))
+        elif message.HasField("cleared"):
+            for handle in message.cleared.handles:
+                self._admission.suspects.clear(RequestKey(front_end.client, handle))
         elif message.HasField("abort"):
             keys = [RequestKey(front_end.client, handle) for handle in message.abort.handles]
             self._engine.abort(keys)

@@ -4,12 +4,14 @@ pause."""
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
 from frontend_svc.refusal import Refusal
+from frontend_svc.settings import Limits
 from tailrace.wire import FinishReason
-from tests.frontend.conftest import Rig, eventually
+from tests.frontend.conftest import Rig, eventually, open_rig
 from tests.frontend.fleet import record
 from tests.frontend.simulated_worker import SimulatedWorker
 from worker_agent.engine.simulated import Faults, SimulatedSettings
@@ -71,3 +73,32 @@ async def test_at_most_two_engines_fall_and_fifty_neighbours_end_right(
     await rig.front.end_of("next")
     assert rig.front.tokens["next"] == undisturbed(rig, list(b"next"))
     await asyncio.sleep(0)
+
+
+async def test_a_prompt_that_comes_by_another_front_end_ends_nobody_here(rig: Rig, tmp_path: Path) -> None:
+    """Both lose streams on the first engine, and neither knows of the other's suspects."""
+    faults = Faults(die_on_prompt=CULPRIT)
+    workers = [SimulatedWorker(f"w{n}", SETTINGS, faults, True) for n in range(3)]
+    (tmp_path / "other").mkdir()
+    async with open_rig(tmp_path / "other", Limits(), "f1") as other:
+        for worker in workers:
+            await rig.stack.enter_async_context(worker.running())
+        for each in (rig, other):
+            for worker in workers:
+                each.members.instances[worker.instance_id] = record(worker.instance_id, worker.address)
+            each.members.changed()
+            await eventually(lambda each=each: len(each.engine.workers.attached()) == 3)  # type: ignore[misc]
+            await each.front.ready()
+            each.front.wait_s = 60.0
+        # One on each engine: alone under suspicion here when it has lost its own, as the culprit is there.
+        prompts = {f"n{number}": list(b"neighbour %02d" % number) for number in range(3)}
+        for name, prompt in prompts.items():
+            await rig.front.add(name, prompt, TOKENS)
+        await rig.front.until(lambda: all(len(rig.front.tokens[name]) > 5 for name in prompts))
+        await other.front.add("culprit", list(CULPRIT), TOKENS)
+        refusal = Refusal.decode((await other.front.end_of("culprit")).stop_reason)
+        assert refusal is not None and "when they died" in refusal.message
+        for name, prompt in prompts.items():
+            assert (await rig.front.end_of(name)).finish_reason == FinishReason.LENGTH, name
+            assert rig.front.tokens[name] == undisturbed(rig, prompt), name
+        assert sum(worker.died for worker in workers) == 2

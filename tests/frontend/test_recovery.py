@@ -128,6 +128,7 @@ class Model:
             if chosen is not None:
                 del self.looking[stream.handle]
                 self.table.assign(stream, chosen)
+                self.table.note_taken(chosen, stream.handle, stream.epoch)
                 self.placements[stream.request_id] += 1
 
     def step(self) -> None:
@@ -233,6 +234,25 @@ def test_whatever_the_network_does_meanwhile_only_the_culprit_is_ended(
     assert model.finished == set(names)
     # A network that fails at the wrong moment hides who was where: it may take one engine more.
     assert len(model.deaths) == 2 or (cuts and len(model.deaths) <= 3)
+
+
+def test_a_machine_that_fails_with_all_its_engines_ends_nobody() -> None:
+    """They are lost one after the other; what went from the first to another was never there."""
+    model = Model(4, {})
+    names = neighbours(model, 4)
+    model.place()
+    for engine in list(model.engines.values())[:3]:
+        model.die(engine)
+        for stream, _, _ in list(model.looking.values()):
+            # Where nobody is any more, though the front end has not heard of it.
+            into = next((each for each in ("w1", "w2") if model.engines[each].attached), "w3")
+            del model.looking[stream.handle]
+            model.table.assign(stream, into)
+    assert model.ended == {}
+    for stream in model.table:
+        model.table.note_taken(stream.owner or "", stream.handle, stream.epoch)
+    model.run(30)
+    assert model.ended == {} and model.finished == set(names)
 
 
 def test_engines_that_die_for_other_reasons_end_nobody() -> None:

@@ -6,7 +6,7 @@ from frontend_svc.admission import AdmissionState
 from frontend_svc.refusal import NO_INSTANCE, Refusal
 from tailrace.v1 import worker_pb2
 from tailrace.wire import EngineCoreOutput, FinishReason, encode_outputs, read_outputs
-from tests.frontend.conftest import Rig
+from tests.frontend.conftest import Rig, eventually
 from tests.frontend.scripted_worker import FAILED, FINISHED, PREFILL_DONE, ScriptedWorker, merge, outputs
 
 
@@ -105,10 +105,10 @@ async def test_a_hung_worker_is_lost_by_silence_and_told_to_abort_when_it_wakes(
     first.say(outputs(mine, [99], 1))
     first.silent = False
     assert list((await first.expect("abort")).abort.handles) == [mine.handle]
+    await eventually(lambda: rig.count("rejected_outputs_total", cause="not_owner") == 1)
     second.say(outputs(again, [11], 1, FINISHED))
     await rig.front.end_of("r0")
     assert rig.front.tokens["r0"] == [10, 11]
-    assert rig.count("rejected_outputs_total", cause="not_owner") == 1
     assert sorted(rig.engine.workers.attached()) == ["a", "b"]
 
 
@@ -194,6 +194,28 @@ async def test_no_instance_is_an_error_and_closes_admission(rig: Rig) -> None:
     assert rig.admission.read() is AdmissionState.OPEN
     await rig.front.add("s")
     assert (await other.submitted()).request_id == "s"
+
+
+async def test_an_answer_that_has_begun_waits_longer_than_a_new_request(rig: Rig) -> None:
+    """As when the front end itself is cut off from all instances for a while."""
+    worker = await rig.worker("a")
+    await rig.front.ready()
+    await rig.front.add("begun")
+    worker.say(outputs(await worker.submitted(), [1], 0, PREFILL_DONE))
+    await rig.front.tokens_of("begun", 1)
+    await rig.crash(worker)
+    del rig.members.instances["a"]
+    rig.members.changed()
+    # Both look for an instance; only the new one gives up.
+    await rig.front.add("new")
+    end = await rig.front.end_of("new")
+    assert Refusal.decode(end.stop_reason) == NO_INSTANCE
+    other = await rig.worker("b")
+    again = await other.submitted()
+    assert (again.request_id, list(again.output_token_ids)) == ("begun", [1])
+    other.say(outputs(again, [2], 1, FINISHED))
+    await rig.front.end_of("begun")
+    assert rig.front.tokens["begun"] == [1, 2]
 
 
 async def test_a_request_waits_for_an_instance_that_comes_in_time(rig: Rig) -> None:

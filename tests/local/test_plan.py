@@ -83,6 +83,19 @@ def test_engines_share_the_gpus() -> None:
     assert {_option(part, "--engine-arg") for part in workers} == {"gpu_memory_utilization=0.450"}
 
 
+def test_workers_of_several_ranks_get_as_many_gpus_side_by_side() -> None:
+    changes = {"tensor_parallel_size": 2, "gpus": ("0", "1", "2", "3", "4"), "workers": 3, "cores": 13}
+    workers = _plan(**changes).tier(Tier.WORKER)
+    assert [part.environment["CUDA_VISIBLE_DEVICES"] for part in workers] == ["0,1", "2,3", "0,1"]
+    assert {part.environment["OMP_NUM_THREADS"] for part in workers} == {"2"}
+    assert {_option(part, "--tensor-parallel-size") for part in workers} == {"2"}
+    assert {_option(part, "--engine-arg") for part in workers} == {"gpu_memory_utilization=0.450"}
+    # It has to say itself that there are too few.
+    short = _plan(pipeline_parallel_size=2, gpus=("7",), workers=1).tier(Tier.WORKER)[0]
+    assert short.environment["CUDA_VISIBLE_DEVICES"] == "7"
+    assert "--tensor-parallel-size" not in _plan().tier(Tier.WORKER)[0].command
+
+
 def test_worker_arguments_go_to_every_worker_last() -> None:
     for engine in Engine:
         workers = _plan(engine=engine, worker_arguments=("--max-num-seqs", "8")).tier(Tier.WORKER)

@@ -22,8 +22,8 @@ from tailrace.cluster import (
     RequestState,
     RequestView,
 )
-from tailrace.policy.ares.future_load import FutureLoad
-from tailrace.policy.ares.horizon import expected_remaining
+from tailrace.perf.future_load import FutureLoad
+from tailrace.perf.horizon import expected_remaining
 from tailrace.policy.phase_load import phase_load
 
 IDS = [f"w{n}" for n in range(6)]

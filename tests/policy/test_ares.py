@@ -21,10 +21,10 @@ from tailrace.cluster import (
     RequestState,
     RequestView,
 )
-from tailrace.policy.ares.future_load import FutureLoad
-from tailrace.policy.ares.horizon import HORIZON, NOW, Floats, Horizon, expected_remaining
+from tailrace.perf.future_load import FutureLoad
+from tailrace.perf.horizon import HORIZON, NOW, Floats, Horizon, expected_remaining
 from tailrace.policy.ares.loads import Loads, collect
-from tailrace.policy.ares.policy import VARIANCE, Ares, AresNoPrediction, AresOracle, CurrentLoad
+from tailrace.policy.ares.policy import CURRENT_LOAD, OFF, VARIANCE, Ares
 from tailrace.policy.ares.rescheduling import Move, Rescheduling
 from tailrace.policy.ares.variance import change, time_weighted_variance
 from tailrace.policy.room import kv_needed_tokens
@@ -219,7 +219,7 @@ def test_without_prediction_none_is_looked_at(view: ClusterView) -> None:
         return dataclasses.replace(instance, requests=requests, future_load=())
 
     other = ClusterView(MappingProxyType({name: blind(i) for name, i in view.instances.items()}))
-    policy = AresNoPrediction()
+    policy = Ares(rescheduling=CURRENT_LOAD)
     assert policy.on_tick(view, 0.0) == policy.on_tick(other, 0.0)
 
 
@@ -260,7 +260,7 @@ def test_what_is_about_to_finish_is_left_alone() -> None:
     ending = [request(f"a{n}", "w0", 5_000, 5.0) for n in range(4)]
     staying = [request(f"b{n}", "w1", 2_500, 9_000.0) for n in range(4)]
     view = cluster(instance("w0", ending), instance("w1", staying))
-    assert AresNoPrediction().on_tick(view, 0.0)
+    assert Ares(rescheduling=CURRENT_LOAD).on_tick(view, 0.0)
     assert not Ares().on_tick(view, 0.0)
 
 
@@ -269,7 +269,7 @@ def test_the_long_one_goes_before_the_load_is_there() -> None:
     growing = [request(f"a{n}", "w0", 1_000, 20_000.0) for n in range(8)]
     ending = [request(f"b{n}", "w1", 2_000, 300.0) for n in range(4)]
     view = cluster(instance("w0", growing), instance("w1", ending))
-    assert not AresNoPrediction().on_tick(view, 0.0)
+    assert not Ares(rescheduling=CURRENT_LOAD).on_tick(view, 0.0)
     (action,) = Ares().on_tick(view, 0.0)
     assert isinstance(action, Migrate)
     assert (action.source_id, action.target_id) == ("w0", "w1")
@@ -283,7 +283,7 @@ def test_prefill_hands_over_to_the_least_load_to_come() -> None:
     foreseeing = Ares(dispatch=VARIANCE)
     assert foreseeing.on_prefill_done(view, ready, 0.0) == (Migrate("r", "p0", "d1", "prefill done"),)
     # All that the paper compares dispatch by KV load (section 6.1).
-    for policy in (CurrentLoad(), AresNoPrediction(), Ares(), AresOracle()):
+    for policy in (Ares(rescheduling=OFF), Ares(rescheduling=CURRENT_LOAD), Ares()):
         assert policy.on_prefill_done(view, ready, 0.0) == (Migrate("r", "p0", "d0", "prefill done"),)
 
 
@@ -311,7 +311,7 @@ def test_what_was_preempted_can_be_sent_while_its_kv_is_in_host_memory() -> None
         held = dataclasses.replace(out, host_kv_tokens=host_kv_tokens)
         staying = dataclasses.replace(request("s", "w0", 40_000, 9_000.0), migrating=True)
         view = cluster(instance("w0", [held, staying]), instance("w1", []))
-        for policy in (Ares(), AresNoPrediction()):
+        for policy in (Ares(), Ares(rescheduling=CURRENT_LOAD)):
             actions = policy.on_tick(view, 0.0)
             assert [a.request_id for a in actions if isinstance(a, Migrate)] == moved
 
@@ -320,7 +320,7 @@ def test_a_handover_without_room_is_made_later() -> None:
     ready = request("r", "p0", 500, 4_000.0)
     full = dataclasses.replace(instance("d0", []), kv_used_tokens=200_000)
     prefill = instance("p0", [ready], Pool.PREFILL)
-    for policy in (CurrentLoad(), Ares()):
+    for policy in (Ares(rescheduling=OFF), Ares()):
         assert not policy.on_prefill_done(cluster(full, prefill), ready, 0.0)
         assert not policy.on_tick(cluster(full, prefill), 0.0)
         later = cluster(dataclasses.replace(full, kv_used_tokens=0), prefill)
@@ -331,7 +331,7 @@ def test_late_handovers_share_the_room_there_is() -> None:
     ready = [request(f"r{n}", "p0", 500, None) for n in range(5)]
     tight = dataclasses.replace(instance("d0", []), kv_used_tokens=200_000 - 1_100)
     view = cluster(tight, instance("p0", ready, Pool.PREFILL))
-    assert len(CurrentLoad().on_tick(view, 0.0)) == 2
+    assert len(Ares(rescheduling=OFF).on_tick(view, 0.0)) == 2
 
 
 def test_targets_as_loaded_as_the_source_do_not_hide_others() -> None:

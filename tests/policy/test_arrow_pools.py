@@ -11,8 +11,13 @@ from hypothesis import strategies as st
 
 from tailrace.actions import Action, Migrate, Place, SetPool
 from tailrace.cluster import Arrival, ClusterView, InstanceState, InstanceView, Phase, Pool, RequestView
-from tailrace.policy.arrow.baselines import MinimalLoad, RoundRobinPools
-from tailrace.policy.arrow.load import decodes_left, prefills_left, running_tokens
+from tailrace.policy.arrow.baselines import ROUND_ROBIN, MinimalLoad
+from tailrace.policy.arrow.load import (
+    decodes_left,
+    mean_token_interval_s,
+    prefills_left,
+    running_tokens,
+)
 from tailrace.policy.arrow.policy import FILTER, Arrow
 from tailrace.policy.arrow.pools import (
     Pools,
@@ -361,8 +366,12 @@ def test_a_flip_and_its_undoing_do_not_alternate(view: ClusterView, arrival: Arr
     after = moved(view, [*moves])
     given_to_decode = {m.instance_id for m in moves if view.instances[m.instance_id].pool in (P, D2P)}
     given_to_decode &= {m.instance_id for m in moves if m.pool in (D, P2D)}
-    decoders = Pools.of(view)
-    if not given_to_decode or not (decoders.prefill or decoders.decode_to_prefill):
+    before = Pools.of(view)
+    if not given_to_decode or not (before.prefill or before.decode_to_prefill):
+        return
+    interval_s = mean_token_interval_s(before.decode) or mean_token_interval_s(before.prefill_to_decode)
+    if interval_s > ARROW.tpot_slo_s:
+        # Flipped for the sake of tokens that come too late: with one instance more the mean is another one.
         return
     placement = ARROW.place(after, replace(arrival, excluded=frozenset()), 0.0)
     pools = Pools.of(after)
@@ -370,7 +379,7 @@ def test_a_flip_and_its_undoing_do_not_alternate(view: ClusterView, arrival: Arr
         assert not {m.instance_id for m in placement.also if isinstance(m, SetPool)} & given_to_decode
 
 
-@pytest.mark.parametrize("policy", [MinimalLoad(), RoundRobinPools()])
+@pytest.mark.parametrize("policy", [MinimalLoad(), MinimalLoad(dispatch=ROUND_ROBIN)])
 @quick
 @given(view=fleets(least=2, pools=(None,), all_active=True))
 def test_static_pools_are_assigned_once(policy: MinimalLoad, view: ClusterView) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.policy.cascade.bid_ask import (
+from tailrace.bid_ask import (
     OFFERS_MAX,
     TRANSFERS,
     Ask,

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tailrace.lengths import LengthStatistics
 from tailrace.perf.length_penalty import load_length_penalty
+from tailrace.perf.qoe_model import QoeModel, features
 from tailrace.policy.cascade.layout import tiles
 from tailrace.policy.cascade.planner import Costs, Plan, chain, exact, heuristic, no_pipeline
-from tailrace.policy.cascade.qoe import QoeModel, features
 from tailrace.policy.cascade.slowdown import Slowdown
 from tailrace.policy.cascade.stage_work import Engines, stage_work
 from tailrace.policy.cascade.traffic import Traffic

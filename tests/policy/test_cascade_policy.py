@@ -26,11 +26,11 @@ from tailrace.perf.length_penalty import load_length_penalty
 from tailrace.policy.cascade.layout import stage_of, tiles
 from tailrace.policy.cascade.llumnix import Llumnix, freeness
 from tailrace.policy.cascade.policy import (
+    IN_A_CHAIN,
+    IN_TURN,
+    INTER_STAGE_ONLY,
+    NO_PIPELINE,
     Cascade,
-    CascadeChain,
-    CascadeInterStageOnly,
-    CascadeNoPipeline,
-    CascadeRoundRobin,
 )
 from tests.policy.fleets import MAX_LENGTH, cluster, fleets, instance, quick, request
 
@@ -76,7 +76,7 @@ def test_a_stage_without_anybody_is_stood_in_for_by_a_longer_one() -> None:
 
 
 def test_round_robin_within_the_stage() -> None:
-    turns = [CascadeRoundRobin().place(staged(), arrival(10, seq), 0.0) for seq in range(3)]
+    turns = [IN_TURN.make().place(staged(), arrival(10, seq), 0.0) for seq in range(3)]
     assert turns == [Place("a"), Place("b"), Place("a")]
 
 
@@ -95,7 +95,7 @@ def test_hands_over_to_the_next_stage_by_bid() -> None:
     assert list(POLICY.on_length_boundary(view, grown, 0.0)) == [
         Offer("a0", "a", ("d", "c"), "length boundary")
     ]
-    (turned,) = CascadeRoundRobin().on_length_boundary(view, grown, 0.0)
+    (turned,) = IN_TURN.make().on_length_boundary(view, grown, 0.0)
     assert isinstance(turned, Migrate) and turned.target_id in "cd"
 
 
@@ -131,7 +131,7 @@ def test_transfers_under_way_keep_nothing_from_being_offered(busy: str) -> None:
         targets = [replace(i, migrations_in=3) for i in targets]
     view = staged(source, *targets)
     assert offers(POLICY.on_length_boundary(view, grown, 0.0))
-    assert not CascadeRoundRobin().on_length_boundary(view, grown, 0.0)
+    assert not IN_TURN.make().on_length_boundary(view, grown, 0.0)
 
 
 def test_all_that_outgrew_their_stage_are_offered_at_once() -> None:
@@ -269,9 +269,9 @@ def test_a_stage_that_cannot_keep_up_is_planned_for_by_what_arrives() -> None:
 
 
 def test_layouts_of_the_baselines() -> None:
-    (chained,) = set_stages(CascadeChain().on_tick(crowded(), 60.0))
+    (chained,) = set_stages(IN_A_CHAIN.make().on_tick(crowded(), 60.0))
     assert all(len(stage.instance_ids) == 1 for stage in chained.stages)
-    (one,) = set_stages(CascadeNoPipeline().on_tick(crowded(), 60.0))
+    (one,) = set_stages(NO_PIPELINE.make().on_tick(crowded(), 60.0))
     assert len(one.stages) == 1
 
 
@@ -417,7 +417,7 @@ def test_an_overloaded_outlier_hands_to_its_peers() -> None:
     assert list(POLICY.on_tick(ticked(view, 0.5), 1.0)) == [
         Offer(f"a{n}", "a", ("b",), "overloaded", 4_760) for n in (1, 2, 3)
     ]
-    assert not CascadeInterStageOnly().on_tick(ticked(view, 0.5), 1.0)
+    assert not INTER_STAGE_ONLY.make().on_tick(ticked(view, 0.5), 1.0)
 
 
 def test_what_is_under_way_from_an_outlier_counts_as_gone() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.cluster import ClusterView, Stage
+from tailrace.perf.qoe_model import QoeModel, features, mean_relative_error
 from tailrace.policy.cascade.layout import earliest_stage, repaired, stage_of, tiles
-from tailrace.policy.cascade.qoe import QoeModel, features, mean_relative_error
 from tailrace.policy.cascade.refinement import (
     Refinement,
     Sharing,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.policy.ares.horizon import Horizon
+from tailrace.perf.horizon import Horizon
 from tailrace.policy.reference import reference
 
 PAGES = ("pascal", "ares", "arrow", "cascadeinfer")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.intra.registry import INTRA_POLICIES, intra_for_policy
+from tailrace.intra.registry import INTRA_POLICIES
 from tailrace.policy import registry
 from tailrace.policy.ares.policy import Ares
 from tailrace.policy.arrow.policy import Arrow
@@ -138,7 +138,7 @@ def check_constructor(kind: type, declared: tuple[Parameter, ...]) -> None:
 @pytest.mark.parametrize("name", registry.names())
 def test_a_policy_and_its_order_mean_the_same_by_one_name(name: str) -> None:
     kind = registry.policy_class(name)
-    order = INTRA_POLICIES.get(intra_for_policy(name))
+    order = INTRA_POLICIES.get(kind.batch_order)
     of_order = {p.name: p for p in order.parameters} if order is not None else {}
     for parameter in kind.parameters:
         assert of_order.get(parameter.name, parameter) == parameter

@@ -11,7 +11,7 @@ from hypothesis import given
 from tailrace.actions import Migrate, Place
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, RequestState, RequestView
 from tailrace.policy.min_kv import MinKv
-from tailrace.policy.pascal import Pascal, PascalNoMigration, PascalNonAdaptive
+from tailrace.policy.pascal import ALWAYS, NEVER, Pascal
 from tests.policy.clusters import arrivals, clusters
 
 
@@ -55,7 +55,7 @@ def test_algorithm_1_is_the_argmin(view: ClusterView, arrival: Arrival) -> None:
     if not instances:
         return
     eligible = [i for i in instances if meets_slo(i)] or instances
-    placement = PascalNoMigration().place(view, arrival, 0.0)
+    placement = Pascal(migration=NEVER).place(view, arrival, 0.0)
     assert isinstance(placement, Place)
     chosen = view.instances[placement.instance_id]
     assert chosen in eligible
@@ -80,7 +80,7 @@ def test_algorithm_2_is_the_argmin(view: ClusterView) -> None:
             rank = {i.instance_id: reasoning(i) for i in eligible}
             if not eligible:
                 rank = {i.instance_id: reasoning(i) + fresh(i) for i in instances}
-            chosen = PascalNonAdaptive().select(view.placeable(), source, request)
+            chosen = Pascal(migration=ALWAYS).select(view.placeable(), source, request)
             assert chosen is not None
             least = min(rank.values())
             assert rank[chosen.instance_id] == least
@@ -139,9 +139,9 @@ def test_adaptive_migration(
 ) -> None:
     view, request = two_instances(free_here, free_there, host)
     migration = Migrate("r", "w0", "w1", "reasoning ended")
-    assert list(PascalNonAdaptive().on_reasoning_ended(view, request, 0.0)) == [migration] * non_adaptive
+    assert list(Pascal(migration=ALWAYS).on_reasoning_ended(view, request, 0.0)) == [migration] * non_adaptive
     assert list(Pascal().on_reasoning_ended(view, request, 0.0)) == [migration] * adaptive
-    assert not PascalNoMigration().on_reasoning_ended(view, request, 0.0)
+    assert not Pascal(migration=NEVER).on_reasoning_ended(view, request, 0.0)
 
 
 def test_an_idle_cluster_moves_nothing() -> None:

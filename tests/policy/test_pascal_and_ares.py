@@ -12,23 +12,22 @@ from hypothesis import given, settings
 
 from tailrace.actions import Action, Migrate, Place, Refuse
 from tailrace.cluster import Arrival, ClusterView, InstanceState, Pool
-from tailrace.policy.ares.policy import Ares, AresNoPrediction, AresOracle, CurrentLoad
+from tailrace.policy.ares.policy import DISPATCH_ALONE, NO_PREDICTION, Ares
 from tailrace.policy.base import Policy
 from tailrace.policy.min_kv import MinKv
-from tailrace.policy.pascal import Pascal, PascalNoMigration, PascalNonAdaptive
+from tailrace.policy.pascal import NO_MIGRATION, NON_ADAPTIVE, Pascal
 from tailrace.policy.registry import load
 from tailrace.policy.room import kv_needed_tokens
 from tests.policy.clusters import arrivals, clusters
 
-NAMES: dict[str, type[Policy]] = {
+NAMES: dict[str, Callable[[], Policy]] = {
     "min_kv": MinKv,
     "pascal": Pascal,
-    "pascal_no_migration": PascalNoMigration,
-    "pascal_non_adaptive": PascalNonAdaptive,
-    "current_load": CurrentLoad,
+    "pascal_no_migration": NO_MIGRATION.make,
+    "pascal_non_adaptive": NON_ADAPTIVE.make,
+    "current_load": DISPATCH_ALONE.make,
     "ares": Ares,
-    "ares_no_prediction": AresNoPrediction,
-    "ares_oracle": AresOracle,
+    "ares_no_prediction": NO_PREDICTION.make,
 }
 POLICIES: list[Callable[[], Policy]] = [*NAMES.values(), lambda: Ares(migrations_per_tick=4)]
 
@@ -44,8 +43,13 @@ def decisions(policy: Policy, view: ClusterView) -> Iterator[Sequence[Action]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_installed_under_its_name(name: str) -> None:
-    policy = load(name)
-    assert type(policy) is NAMES[name]
+    policy, meant = load(name), NAMES[name]()
+    assert type(policy) is type(meant)
+    # An ablation is one by its parameters.
+    plain = {
+        name: value for name, value in vars(meant).items() if isinstance(value, bool | int | float | str)
+    }
+    assert plain.items() <= vars(policy).items()
     assert policy.summary
 
 
@@ -84,7 +88,7 @@ def test_migrations_are_possible_by_the_view(make: Callable[[], Policy], view: C
             assert tokens <= max(target.kv_free_tokens, host_free)
 
 
-@pytest.mark.parametrize("make", [CurrentLoad, Ares, AresNoPrediction])
+@pytest.mark.parametrize("make", [DISPATCH_ALONE.make, Ares, NO_PREDICTION.make])
 @settings(max_examples=40)
 @given(view=clusters())
 def test_ares_needs_room_on_the_device_and_a_decode_instance(

@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailrace.actions import Action, Migrate, Offer, Place, Refuse, SetPool, SetStages
 from tailrace.cluster import Arrival, ClusterView, InstanceState, Phase, Pool
-from tailrace.policy.arrow.baselines import MinimalLoad, RoundRobinPools
+from tailrace.policy.arrow.baselines import IN_TURN as POOLS_IN_TURN
+from tailrace.policy.arrow.baselines import MinimalLoad
 from tailrace.policy.arrow.policy import QUEUE, Arrow
 from tailrace.policy.base import Policy
 from tailrace.policy.cascade.layout import tiles
 from tailrace.policy.cascade.llumnix import Llumnix
 from tailrace.policy.cascade.policy import (
+    BY_MEMORY,
+    BY_QUANTITY,
+    IN_A_CHAIN,
+    IN_TURN,
+    INTER_STAGE_ONLY,
+    NO_PIPELINE,
     Cascade,
-    CascadeChain,
-    CascadeInterStageOnly,
-    CascadeMemory,
-    CascadeNoPipeline,
-    CascadeQuantity,
-    CascadeRoundRobin,
 )
 from tests.policy.fleets import MAX_LENGTH, arrivals, fleets, quick
 
-POOLED = [Arrow, MinimalLoad, RoundRobinPools]
-STAGED = [
+POOLED: list[Callable[[], Policy]] = [Arrow, MinimalLoad, POOLS_IN_TURN.make]
+STAGED: list[Callable[[], Policy]] = [
     Cascade,
-    CascadeInterStageOnly,
-    CascadeRoundRobin,
-    CascadeChain,
-    CascadeNoPipeline,
-    CascadeQuantity,
-    CascadeMemory,
+    INTER_STAGE_ONLY.make,
+    IN_TURN.make,
+    IN_A_CHAIN.make,
+    NO_PIPELINE.make,
+    BY_QUANTITY.make,
+    BY_MEMORY.make,
 ]
 # Built once: a policy keeps no state, which is what the tests show.
 POLICIES: list[Policy] = [

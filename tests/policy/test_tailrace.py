@@ -16,10 +16,10 @@ from tailrace.actions import Action, Migrate, Place, Refuse, SetPool
 from tailrace.cluster import Arrival, ClusterView, InstanceState, InstanceView, Phase, Pool, Stage
 from tailrace.intra.due import due_s, nominal_s
 from tailrace.intra.earliest_due import EarliestDue
-from tailrace.intra.registry import intra_for_policy, make_intra
+from tailrace.intra.registry import make_intra
 from tailrace.perf.length_penalty import load_length_penalty
-from tailrace.policy.arrow.ttft import TtftPredictor
-from tailrace.policy.cascade.qoe import QoeModel
+from tailrace.perf.qoe_model import QoeModel
+from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.ledger import room_for
 from tailrace.policy.measured import Measured
 from tailrace.policy.prompts import prompts
@@ -173,7 +173,7 @@ def test_what_joining_costs_at_least(view: ClusterView, tokens: int, remaining: 
 def test_installed_under_its_name() -> None:
     policy = load("tailrace")
     assert type(policy) is Tailrace and policy.summary
-    assert isinstance(make_intra(intra_for_policy("tailrace")), EarliestDue)
+    assert isinstance(make_intra(Tailrace.batch_order), EarliestDue)
 
 
 def test_nothing_is_known() -> None:

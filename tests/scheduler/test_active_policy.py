@@ -7,8 +7,8 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from scheduler_svc.active_policy import ActivePolicy, warm_up
 from scheduler_svc.admin.listing import policy_infos
+from tailrace.control.active_policy import ActivePolicy, warm_up
 from tailrace.intra.base import QUANTUM_TOKENS
 from tailrace.policy import registry
 from tailrace.policy.arrow.policy import Arrow

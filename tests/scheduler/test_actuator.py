@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import pytest
 from prometheus_client import CollectorRegistry
 
-from scheduler_svc.active_policy import ActivePolicy
 from scheduler_svc.actuator import Actuator
 from scheduler_svc.decider import Decider
 from scheduler_svc.metrics import SchedulerMetrics
@@ -19,10 +18,13 @@ from scheduler_svc.mover import Mover
 from scheduler_svc.negotiator import Negotiator
 from scheduler_svc.recaller import Recaller
 from scheduler_svc.settings import Settings
-from scheduler_svc.state import ClusterState
 from scheduler_svc.traceparents import Traceparents
 from tailrace.actions import Action, HandBack, Migrate, SetPool
 from tailrace.cluster import ClusterView, Pool, RequestView, Stage
+from tailrace.control.active_policy import ActivePolicy
+from tailrace.control.guarded import GuardedCalls
+from tailrace.control.live import LiveControl
+from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.policy.least_loaded import LeastLoaded
 from tailrace.records import PolicyRecord
 from tailrace.store.membership import Membership
@@ -55,7 +57,7 @@ class Scheduler:
 
     store: Store
     membership: Membership
-    state: ClusterState
+    state: ReportedCluster
     actuator: Actuator
     decider: Decider
 
@@ -97,7 +99,7 @@ async def scheduler(etcd: str, cluster: str) -> AsyncIterator[Scheduler]:
         for name in "abc":
             await store.put(f"pools/{name}", b"prefill")
         state, active, leading = (
-            ClusterState(),
+            ReportedCluster(),
             ActivePolicy(PolicyRecord(name="least_loaded")),
             asyncio.Event(),
         )
@@ -111,7 +113,8 @@ async def scheduler(etcd: str, cluster: str) -> AsyncIterator[Scheduler]:
         stack.push_async_callback(actuator.close)
         state.set_members(told(dict.fromkeys("abc", Pool.PREFILL)), 0.0)
         state.apply(steady("a", [request("r", PREFILL), request("q", PREFILL)]), 1.0)
-        decider = Decider(state, active, actuator, leading, metrics)
+        control = LiveControl(state, active, actuator, GuardedCalls(metrics))
+        decider = Decider(control, leading)
         yield Scheduler(store, membership, state, actuator, decider)
 
 

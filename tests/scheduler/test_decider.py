@@ -10,15 +10,18 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from scheduler_svc.active_policy import ActivePolicy
 from scheduler_svc.actuator import without_swaps
 from scheduler_svc.decider import Decider
 from scheduler_svc.drainer import Drainer
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.placer import Placer
-from scheduler_svc.state import ClusterState
 from tailrace.actions import Action, Migrate, Place, Placement, Refuse, SetPool
 from tailrace.cluster import Arrival, ClusterView, Pool, RequestView, Stage
+from tailrace.control.active_policy import ActivePolicy
+from tailrace.control.arrivals import Incoming
+from tailrace.control.guarded import GuardedCalls
+from tailrace.control.live import LiveControl
+from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.policy.base import Policy
 from tailrace.policy.when_full import WhenFull
 from tailrace.records import PolicyRecord
@@ -70,7 +73,7 @@ class Scheduler:
     """The deciding half of a scheduler."""
 
     def __init__(self) -> None:
-        self.state = ClusterState()
+        self.state = ReportedCluster()
         self.state.set_members(members("a", "b"), 0.0)
         self.active = ActivePolicy(PolicyRecord(name="least_loaded"))
         self.policy = self.active.policy = Recorder()
@@ -78,12 +81,13 @@ class Scheduler:
         self.leading = asyncio.Event()
         self.leading.set()
         self.metrics = SchedulerMetrics(CollectorRegistry())
-        self.decider = Decider(self.state, self.active, self.hands, self.leading, self.metrics)
-        self.placer = Placer(self.state, self.active, self.hands, self.metrics)
+        self.control = LiveControl(self.state, self.active, self.hands, GuardedCalls(self.metrics))
+        self.decider = Decider(self.control, self.leading)
+        self.placer = Placer(self.control, self.metrics)
 
     def place(self, request_id: str = "r", excluded: frozenset[str] = frozenset()) -> tuple[str, str]:
         """Instance and refusal."""
-        decision = self.placer.place(request_id, "f", 10, 0, 10, excluded)
+        decision = self.placer.place(Incoming(request_id, "f", 10, 0, 10, excluded))
         return decision.instance_id, decision.refusal
 
 
@@ -182,7 +186,7 @@ async def test_who_leads_again_knows_of_no_tick_before(scheduler: Scheduler) -> 
         scheduler.leading.clear()
         # Until it waits to lead.
         async with asyncio.timeout(20.0):
-            while scheduler.decider._ticked is not None:  # noqa: ASYNC110
+            while scheduler.control.runner.last_tick_s is not None:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         told.clear()
         scheduler.leading.set()

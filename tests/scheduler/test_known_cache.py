@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from scheduler_svc.state import ClusterState
 from tailrace.cluster import Arrival, CachedTokens
+from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.v1 import cache_pb2
 from tests.scheduler.facts import members, steady
 
@@ -11,7 +11,7 @@ BLOCK = 16
 NAMES = [11, 12, 13, 14]
 
 
-def told(state: ClusterState, name: str, seq: int, stored: list[int]) -> None:
+def told(state: ReportedCluster, name: str, seq: int, stored: list[int]) -> None:
     report = steady(name)
     report.cache.seq = seq
     if stored:
@@ -19,12 +19,12 @@ def told(state: ClusterState, name: str, seq: int, stored: list[int]) -> None:
     state.apply(report, 0.0)
 
 
-def known(state: ClusterState, prompt_tokens: int = 100, now_s: float = 0.0) -> dict[str, CachedTokens]:
+def known(state: ReportedCluster, prompt_tokens: int = 100, now_s: float = 0.0) -> dict[str, CachedTokens]:
     return dict(state.cache.of_arrival(NAMES, BLOCK, prompt_tokens, now_s))
 
 
 def test_reports_tell_and_a_listing_mends() -> None:
-    state = ClusterState()
+    state = ReportedCluster()
     state.set_members(members("a", "b"), 0.0)
     assert known(state) == {}
     told(state, "a", 1, NAMES[:2])
@@ -46,7 +46,7 @@ def test_reports_tell_and_a_listing_mends() -> None:
 
 
 def test_a_placement_counts_what_is_left_to_compute_and_is_known_at_once() -> None:
-    state = ClusterState()
+    state = ReportedCluster()
     state.set_members(members("a", "b"), 0.0)
     told(state, "a", 1, NAMES)
     cached = state.cache.of_arrival(NAMES, BLOCK, 100, 0.0)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from scheduler_svc.state import ClusterState
 from tailrace.cluster import Arrival
+from tailrace.control.reported_cluster import ReportedCluster
 from tests.scheduler.facts import ANSWERING, GONE, event, members, request, steady
 
 
-def placed(state: ClusterState, request_id: str, name: str, now_s: float, output_tokens: int = 0) -> None:
+def placed(state: ReportedCluster, request_id: str, name: str, now_s: float, output_tokens: int = 0) -> None:
     arrival = Arrival(request_id, 100, 1_000, 0, output_tokens)
     state.place(arrival, name, "f", now_s)
 
 
-def keeping(period_s: float | None = 60.0) -> ClusterState:
-    state = ClusterState()
+def keeping(period_s: float | None = 60.0) -> ReportedCluster:
+    state = ReportedCluster()
     state.set_members(members("a", "b"), 0.0)
     state.keep_lengths(period_s, 0.0)
     return state
 
 
-def rows(state: ClusterState, now_s: float = 9.0) -> tuple[int, list[tuple[int, int]]]:
+def rows(state: ReportedCluster, now_s: float = 9.0) -> tuple[int, list[tuple[int, int]]]:
     """How many arrived; (prompt, output) of those that finished."""
     lengths = state.lengths(now_s)
     assert lengths is not None

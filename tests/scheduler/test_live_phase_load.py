@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler_svc.state import ClusterState
 from tailrace.actions import Migrate, Place
 from tailrace.cluster import Arrival, Phase, PhaseLoad
+from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.policy.pascal import Pascal
 from tailrace.policy.phase_load import phase_load
 from tailrace.v1 import monitor_pb2, types_pb2
@@ -22,9 +22,9 @@ def blocked(request_id: str, state: types_pb2.RequestState.ValueType) -> monitor
     return told
 
 
-def cluster(*reports: monitor_pb2.WorkerReport) -> ClusterState:
+def cluster(*reports: monitor_pb2.WorkerReport) -> ReportedCluster:
     """A state that has heard these."""
-    state = ClusterState()
+    state = ReportedCluster()
     state.set_members(members(*[report.instance_id for report in reports]), 0.0)
     for report in reports:
         state.apply(report, 1.0)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from scheduler_svc.model_groups import ModelGroups
 from scheduler_svc.negotiator import Negotiator
 from scheduler_svc.refused import Refused
-from scheduler_svc.state import ClusterState
 from scheduler_svc.traceparents import Traceparents
 from tailrace.actions import Offer
 from tailrace.cluster import Stage
+from tailrace.control.arrivals import Incoming
+from tailrace.control.model_groups import ModelGroups
+from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.model_identity import ModelIdentity
 from tailrace.records import InstanceRecord, PolicyRecord
 from tailrace.service.channels import Channels
@@ -37,15 +38,20 @@ def two_models() -> Members:
     )
 
 
+def incoming(request_id: str, model: str, excluded: frozenset[str] = frozenset()) -> Incoming:
+    """A request for this model."""
+    return Incoming(request_id, "f", 10, 0, 10, excluded, model)
+
+
 @pytest.fixture
-def state() -> ClusterState:
+def state() -> ReportedCluster:
     """Of both models."""
-    state = ClusterState()
+    state = ReportedCluster()
     state.set_members(two_models(), 0.0)
     return state
 
 
-def test_a_view_of_a_model_has_its_instances_alone(state: ClusterState) -> None:
+def test_a_view_of_a_model_has_its_instances_alone(state: ReportedCluster) -> None:
     assert list(state.view_of_model("t:first").instances) == ["a", "c"]
     assert [stage.instance_ids for stage in state.view_of_model("t:second:bf16").stages] == [("b",), ("d",)]
     assert list(state.view_of_model("t:third").instances) == []
@@ -55,7 +61,7 @@ def test_a_view_of_a_model_has_its_instances_alone(state: ClusterState) -> None:
     assert not state.can_exchange_kv("a", "b")
 
 
-def test_a_view_of_a_model_follows_what_happens(state: ClusterState) -> None:
+def test_a_view_of_a_model_follows_what_happens(state: ReportedCluster) -> None:
     before = state.view_of_model("t:first")
     assert state.view_of_model("t:first") is before
     state.apply(steady("a", [request("r")]), 1.0)
@@ -75,9 +81,9 @@ def test_requests_of_a_model_are_placed_on_its_instances(model: str, names: set[
     scheduler = Scheduler()
     scheduler.state.set_members(two_models(), 0.0)
     scheduler.active.follow(PolicyRecord(name="round_robin"), Slo())
-    placed = [scheduler.placer.place(f"r{n}", "f", 10, 0, 10, frozenset(), model) for n in range(4)]
+    placed = [scheduler.placer.place(incoming(f"r{n}", model)) for n in range(4)]
     assert {decision.instance_id for decision in placed} == names
-    nowhere = scheduler.placer.place("r", "f", 10, 0, 10, frozenset(names), model)
+    nowhere = scheduler.placer.place(incoming("r", model, frozenset(names)))
     assert (nowhere.instance_id, nowhere.refusal) == ("", "no active instance")
 
 
@@ -85,7 +91,7 @@ def test_a_policy_that_names_another_model_is_stood_in_for() -> None:
     scheduler = Scheduler()
     scheduler.state.set_members(two_models(), 0.0)
     assert scheduler.policy.choice == "a"
-    assert scheduler.placer.place("r", "f", 10, 0, 10, frozenset(), "t:second").instance_id in {"b", "d"}
+    assert scheduler.placer.place(incoming("r", "t:second")).instance_id in {"b", "d"}
 
 
 def test_a_policy_sees_where_a_request_can_move() -> None:
@@ -96,7 +102,7 @@ def test_a_policy_sees_where_a_request_can_move() -> None:
     assert [list(view.instances) for view in scheduler.policy.seen] == [["a", "c"]]
 
 
-async def test_only_those_of_its_model_are_asked_to_take_a_request_over(state: ClusterState) -> None:
+async def test_only_those_of_its_model_are_asked_to_take_a_request_over(state: ReportedCluster) -> None:
     channels = Channels()
     negotiator = Negotiator(state, channels, Traceparents())
     state.apply(steady("a", [request("r")]), 1.0)

@@ -13,10 +13,10 @@ from scheduler_svc.drainer import Drainer
 from scheduler_svc.migrations import Migrations
 from scheduler_svc.mover import Mover
 from scheduler_svc.refused import Refused
-from scheduler_svc.state import ClusterState
 from scheduler_svc.traceparents import Traceparents
 from tailrace.actions import Migrate
 from tailrace.cluster import RequestView
+from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.handover import Handover, Way, by_replay
 from tailrace.model_identity import ModelIdentity
 from tailrace.records import InstanceRecord
@@ -52,7 +52,7 @@ FLEET = [
 @pytest_asyncio.fixture
 async def mover() -> AsyncIterator[tuple[Mover, RequestView]]:
     """One, and a request on `a`."""
-    state, channels = ClusterState(), Channels()
+    state, channels = ReportedCluster(), Channels()
     state.set_members(Members(instances={each.instance_id: each for each in FLEET}), 0.0)
     state.apply(steady("a", [request("r")]), 1.0)
     found = state.request("r")

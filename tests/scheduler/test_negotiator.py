@@ -9,9 +9,9 @@ import pytest
 
 from scheduler_svc.negotiator import CannotNegotiate, Negotiator
 from scheduler_svc.refused import Refused
-from scheduler_svc.state import ClusterState
 from scheduler_svc.traceparents import Traceparents
 from tailrace.actions import Offer
+from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.service.channels import Channels
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.v1 import bidask_pb2, bidask_pb2_grpc
@@ -41,9 +41,9 @@ class Worker(bidask_pb2_grpc.BidAskServicer):
         raise NotImplementedError("the scheduler tells nothing")
 
 
-def cluster(address: str) -> ClusterState:
+def cluster(address: str) -> ReportedCluster:
     """Request r on a, which listens there; b and c beside it."""
-    state = ClusterState()
+    state = ReportedCluster()
     state.set_members(
         Members(instances={"a": instance("a", address), "b": instance("b"), "c": instance("c")}), 0.0
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_svc.phase_counts import PhaseCounts
 from tailrace.cluster import Phase, RequestState, RequestView
+from tailrace.control.phase_counts import PhaseCounts
 from tailrace.policy.phase_load import phase_load
 
 requests = st.builds(

@@ -7,7 +7,7 @@ import pytest
 
 from scheduler_svc.recaller import Recaller
 from scheduler_svc.refused import Refused
-from scheduler_svc.state import ClusterState
+from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.service.channels import Channels
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.v1 import worker_pb2, worker_pb2_grpc
@@ -35,7 +35,7 @@ async def test_the_instance_is_told_which() -> None:
     worker, channels = Worker(), Channels()
     servicer = Servicer(worker_pb2_grpc.add_WorkerServicer_to_server, worker, "tailrace.v1.Worker")
     async with serve_grpc("127.0.0.1:0", [servicer]) as server:
-        state = ClusterState()
+        state = ReportedCluster()
         state.set_members(Members(instances={"a": instance("a", server.address)}), 0.0)
         recaller = Recaller(state, channels)
         assert await recaller.recall("a", ("r", "q", "p")) == 2
@@ -48,7 +48,7 @@ async def test_the_instance_is_told_which() -> None:
 async def test_a_worker_that_cannot_do_so() -> None:
     channels = Channels()
     async with serve_grpc("127.0.0.1:0", []) as server:
-        state = ClusterState()
+        state = ReportedCluster()
         state.set_members(Members(instances={"a": instance("a", server.address)}), 0.0)
         with pytest.raises(Refused):
             await Recaller(state, channels).recall("a", ("r",))

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_svc.state import ClusterState
 from tailrace.actions import Place
 from tailrace.cluster import Arrival, InstanceState, Phase, PhaseLoad, Pool
+from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.policy.least_loaded import LeastLoaded
 from tailrace.policy.phase_load import phase_load
 from tests.scheduler.facts import (
@@ -25,9 +25,9 @@ from tests.scheduler.facts import (
 )
 
 
-def cluster(*names: str) -> ClusterState:
+def cluster(*names: str) -> ReportedCluster:
     """A state of these instances, all of which have reported."""
-    state = ClusterState()
+    state = ReportedCluster()
     state.set_members(members(*names), 0.0)
     for name in names:
         state.apply(steady(name), 0.0)

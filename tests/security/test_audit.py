@@ -191,4 +191,6 @@ def test_changes_are_what_a_viewer_may_not_do() -> None:
         "Migrate",
         "Drain",
         "Profile",
+        "Record",
+        "SetShadow",
     }

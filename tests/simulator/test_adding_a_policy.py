@@ -45,7 +45,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_page_shows_the_files_as_they_are() -> None:
     shown = dict(re.findall(r"^`examples/my_policy/(\S+)`:\n\n```\w+\n(.*?)```$", PAGE, flags=re.S | re.M))
-    assert shown.keys() == {"my_policy/headroom.py", "test_headroom.py", "pyproject.toml", "try_it.py"}
+    assert shown.keys() == {
+        "my_policy/headroom.py",
+        "my_policy/divided.py",
+        "test_headroom.py",
+        "pyproject.toml",
+        "try_it.py",
+    }
     for name, text in shown.items():
         assert text == (PACKAGE / name).read_text(), name
 
@@ -64,12 +70,14 @@ def test_it_is_known_by_name_and_can_be_tried(folder: Path) -> None:
 CLI = ("-c", "from tailrace.cli.main import main; main()")
 
 
-def test_the_command_of_the_page_compares_it(folder: Path) -> None:
-    (command,) = re.findall(r"^    tailrace (compare .*)$", PAGE.replace("\\\n", " "), flags=re.M)
+def test_the_commands_of_the_page_compare_it(folder: Path) -> None:
+    commands = re.findall(r"^    tailrace (compare .*)$", PAGE.replace("\\\n", " "), flags=re.M)
     fewer = ("--count", "40", "--seeds", "1", "--processes", "1", "-o", "csv")
-    out = run(*CLI, *command.split(), *fewer, folder=folder, installed=folder / "site")
-    assert all(f",{name}," in out for name in ("round_robin", "least_loaded", "headroom"))
+    outs = [run(*CLI, *c.split(), *fewer, folder=folder, installed=folder / "site") for c in commands]
+    assert len(outs) == 2
+    assert all(f",{name}," in outs[0] for name in ("round_robin", "least_loaded", "headroom"))
     assert "headroom" in (folder / "headroom.html").read_text()
+    assert all(f",{name}," in outs[1] for name in ("divided", "halved", "headroom"))
 
 
 def test_the_class_can_be_named_without_an_entry_point(folder: Path) -> None:
@@ -77,3 +85,35 @@ def test_the_class_can_be_named_without_an_entry_point(folder: Path) -> None:
     named = ("simulate", "my_policy.headroom:Headroom", "r1")
     out = run(*CLI, *named, *options, folder=folder, installed=PACKAGE)
     assert "my_policy.headroom:Headroom" in out
+
+
+def test_a_package_declares_a_whole_system(folder: Path) -> None:
+    code = (
+        "from simulator.cluster import ClusterSpec\n"
+        "from simulator.setups import setup_for\n"
+        "from tailrace.profiles import load_profile\n"
+        "from scheduler_svc.admin.listing import listed, policy_infos\n"
+        "from tailrace.policy.registry import all_parameters, load\n"
+        "from tailrace.records import PolicyRecord\n"
+        "from worker_agent.intra_switch import order_of_policy\n"
+        "spec = ClusterSpec.uniform(8, load_profile('r1-distill-qwen-32b-h100'))\n"
+        "for name in ('divided', 'halved'):\n"
+        "    setup = setup_for(name)\n"
+        "    pools = [i.pool.value for i in setup.apply(spec).instances]\n"
+        "    order = order_of_policy(PolicyRecord(name=name))[0]\n"
+        "    print(name, pools.count('prefill'), type(setup.intra()).__name__, order,\n"
+        "          setup.migration.when_full.value, all_parameters(name, {}))\n"
+        "print(load('halved', parameters={'prefill_share': '0.75'}).prefill_share)\n"
+        "print([i.name for i in policy_infos('tailrace', {}) if listed(i)])\n"
+    )
+    lines = run("-c", code, folder=folder, installed=folder / "site").splitlines()
+    assert lines[0] == "divided 2 ShortestPrompt shortest_prompt refuse {'prefill_share': 0.25}"
+    assert lines[1] == "halved 4 ShortestPrompt shortest_prompt refuse {'prefill_share': 0.5}"
+    assert lines[2] == "0.75"
+    assert "divided" in lines[3] and "halved" not in lines[3]
+
+
+def test_it_serves_and_takes_its_parameters_on_the_command_line(folder: Path) -> None:
+    options = ("--rate", "4", "--count", "40", "--set", "prefill_share=0.3", "-o", "csv")
+    out = run(*CLI, "simulate", "divided", "r1", *options, folder=folder, installed=folder / "site")
+    assert "divided" in out

@@ -20,10 +20,10 @@ from simulator.records import MigrationOutcome, SimResult
 from simulator.request import SimRequest
 from simulator.run import simulate
 from tailrace.actions import Action, Offer, Place, Placement
+from tailrace.bid_ask import TRANSFERS
 from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestView, Stage
 from tailrace.intra.fcfs import Fcfs
 from tailrace.policy.base import Policy
-from tailrace.policy.cascade.bid_ask import TRANSFERS
 from tailrace.policy.least_loaded import LeastLoaded
 from tailrace.policy.when_full import WhenFull
 from tests.simulator.moving import Stirring

@@ -110,8 +110,9 @@ def test_the_error_of_the_predictor_scales_with_the_workload() -> None:
 def test_own_class() -> None:
     setup = setup_for("tailrace.policy.arrow.policy:Arrow")
     assert isinstance(setup.policy(KNOWN), Arrow)
-    # Nothing is assumed of a class that is not known by name.
-    assert isinstance(setup.intra(), Fcfs)
+    # What it declares holds under any name.
+    assert isinstance(setup.intra(), DecodeFirst)
+    assert setup.prefill_share == 0.5
 
 
 @pytest.mark.parametrize(

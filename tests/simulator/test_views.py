@@ -18,7 +18,7 @@ from simulator.run import simulate
 from tailrace.actions import Action, Migrate, Place, Placement
 from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestView, Stage
 from tailrace.intra.fcfs import Fcfs
-from tailrace.policy.ares.future_load import FutureLoad
+from tailrace.perf.future_load import FutureLoad
 from tailrace.policy.base import Policy
 from tailrace.policy.phase_load import phase_load
 from tailrace.policy.when_full import WhenFull

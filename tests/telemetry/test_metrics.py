@@ -27,6 +27,8 @@ async def test_serves_the_registry() -> None:
     assert "tailrace_test_things_total 3.0" in body
     assert 'tailrace_build_info{id="f-1",service="frontend"' in body
     assert "process_cpu_seconds_total" in body
+    # At least the one that answers.
+    assert float(body.split("\ntailrace_process_tasks ")[1].split()[0]) >= 1
 
 
 async def test_head_has_no_body_and_post_is_refused() -> None:

@@ -10,6 +10,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry
@@ -121,49 +122,67 @@ def _address(number: int) -> KvAddress:
     return KvAddress(b"memory of %d" % number, "none")
 
 
+class MemorySession:
+    """BlockSession over the fleet's memory."""
+
+    def __init__(self, blocks: MemoryBlocks, session: Session) -> None:
+        self.taken = False
+        self.tickets = [session.ticket]
+        self._blocks = blocks
+        self._session = session
+
+    async def announce(self, first_block: int, hashes: Sequence[bytes]) -> None:
+        self._session.announce(first_block, hashes)
+
+    async def end(self) -> None:
+        self._session.closed = True
+        del self._blocks.sessions[self._session.ticket]
+        await self._session.drained()
+
+
 class MemoryBlocks:
-    """KvServer over the fleet's memory."""
+    """BlockSource over the fleet's memory."""
 
     def __init__(self, number: int) -> None:
-        self.address = _address(number)
+        self.addresses = [_address(number)]
         self.sessions: dict[Ticket, Session] = {}
 
-    async def open(self, request_id: str, target: KvAddress) -> Session:
+    async def open(self, request_id: str, targets: Sequence[KvAddress]) -> MemorySession:
         session = Session(request_id)
         self.sessions[session.ticket] = session
-        return session
-
-    async def end(self, session: Session) -> None:
-        session.closed = True
-        del self.sessions[session.ticket]
-        await session.drained()
+        return MemorySession(self, session)
 
 
 class MemoryPuller:
-    """KvClient over the fleet's memory."""
+    """BlockPuller over the fleet's memory."""
 
-    def __init__(self, fleet: Fleet, number: int) -> None:
+    def __init__(self, fleet: Fleet, number: int, engine: SimulatedEngine) -> None:
         self._fleet = fleet
-        self.address = _address(number)
+        self.addresses = [_address(number)]
+        self._engine = engine
 
-    async def connect(self, source: KvAddress, ticket: Ticket) -> MemoryTransfer:
+    async def connect(
+        self, request_id: str, sources: Sequence[KvAddress], tickets: Sequence[Ticket]
+    ) -> MemoryTransfer:
         await self._fleet.links.pass_()
-        node = next(node for node in self._fleet.nodes if node.blocks.address == source)
-        return MemoryTransfer(self._fleet, node, ticket)
+        node = next(node for node in self._fleet.nodes if node.blocks.addresses == list(sources))
+        deliver = partial(self._engine.write_blocks, request_id)
+        return MemoryTransfer(self._fleet, node, tickets[0], deliver)
 
 
 class MemoryTransfer:
-    """KvTransfer over the fleet's memory."""
+    """BlockTransfer over the fleet's memory."""
 
-    def __init__(self, fleet: Fleet, source: Node, ticket: Ticket) -> None:
+    def __init__(self, fleet: Fleet, source: Node, ticket: Ticket, deliver: Deliver) -> None:
         self._fleet = fleet
         self._source = source
         self._ticket = ticket
+        self._deliver = deliver
 
     async def close(self) -> None:
         pass
 
-    async def pull(self, first_block: int, hashes: Sequence[bytes], deliver: Deliver) -> int:
+    async def pull(self, first_block: int, hashes: Sequence[bytes]) -> int:
         source = self._source
         found = source.blocks.sessions.get(self._ticket)
         if found is None:
@@ -178,7 +197,7 @@ class MemoryTransfer:
         await self._fleet.links.pass_()
         if source.dead:
             raise KvTransferError("the source died")
-        await deliver(first_block, len(hashes), staging, checksums)
+        await self._deliver(first_block, len(hashes), staging, checksums)
         return len(hashes) * 64
 
 
@@ -222,7 +241,7 @@ class Node:
                 str(self.number),
                 self.engine,
                 info,
-                MemoryPuller(self._fleet, self.number),
+                MemoryPuller(self._fleet, self.number, self.engine),
                 self.front_ends,
                 self.carried,
                 self._news,

@@ -362,6 +362,7 @@ async def test_a_worker_with_as_many_requests_as_it_may_have_turns_others_away()
     front = await attached(worker, "a")
     for handle in (1, 2, 3):
         admission.submit(submission(handle))
+    assert [(await front.peer.down.get()).taken.handle for _ in range(2)] == [1, 2]
     rejected = (await front.peer.down.get()).rejected
     assert (rejected.handle, rejected.epoch, rejected.code) == (3, 0, worker_pb2.REJECT_CODE_BUSY)
     assert (worker.metrics.submitted, worker.metrics.turned_away) == (2, 1)
@@ -386,6 +387,7 @@ async def test_a_submission_that_fails_in_our_hands_fails_alone(monkeypatch: pyt
     admission = Admission(engine, worker.front_ends, worker.carried, worker.metrics, 2)
     front = await attached(worker, "a")
     admission.submit(submission(1))
+    assert (await front.peer.down.get()).taken.handle == 1
     outputs = (await front.peer.down.get()).outputs
     assert list(outputs.handles) == [1] and list(outputs.flags) == [int(OutputFlag.FAILED)]
     assert len(worker.carried) == 0 and not front.front_end.closed.is_set()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tailrace.policy.cascade.bid_ask import Space
+from tailrace.bid_ask import Space
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.server import Servicer, serve_grpc

@@ -121,7 +121,7 @@ class Receiver:
 
 def client_of(kv: KvShape, kind: type[KvClient] = KvClient) -> KvClient:
     metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
-    return kind(kv, StagingPool(BlockEngine(1, SIZE), SIZE), Mappings(), metrics)  # type: ignore[arg-type]
+    return kind(kv, StagingPool(BlockEngine(1, SIZE), SIZE), Mappings(), metrics)
 
 
 class Remote(KvClient):

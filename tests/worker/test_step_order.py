@@ -21,11 +21,12 @@ from tailrace.intra.allocate import Claim, Grants, Room, allocate
 from tailrace.intra.base import IntraPolicy, JobView, Rank
 from tailrace.intra.fcfs import Fcfs
 from tailrace.intra.pascal import PascalQueue
-from tailrace.intra.registry import INTRA_POLICIES, UnknownIntraError, intra_for_policy, make_intra
+from tailrace.intra.registry import INTRA_POLICIES, UnknownIntraError, make_intra
 from tailrace.intra.round_robin import QuantumRoundRobin
 from tailrace.policy.deployment import Fact
 from tailrace.policy.parameters import Value
 from tailrace.policy.registry import names as policy_names
+from tailrace.policy.registry import policy_class
 from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
 from tests.simulator.worlds import INTRA, PROFILE
@@ -33,7 +34,7 @@ from tests.worker.by_length import ByLength
 from tests.worker.stingy import Stingy
 from worker_agent.engine.step_order import Device, StepOrder, StepPlan
 from worker_agent.engine.turns import Turn, arrival_order, view_of
-from worker_agent.intra_switch import IntraSwitch, order_of_policy
+from worker_agent.intra_switch import IntraSwitch, PolicyOrder, order_of_policy
 
 BLOCK = 4
 STEP_TOKENS = 40
@@ -338,11 +339,10 @@ def test_arrivals_are_ordered_by_time_and_distinct() -> None:
 
 
 def test_every_policy_has_an_order() -> None:
-    assert intra_for_policy("pascal") == "pascal"
-    assert intra_for_policy("arrow") == "decode_first"
-    assert intra_for_policy("ares") == "vllm"
-    for name in [*policy_names(), "a_users_own"]:
-        make_intra(intra_for_policy(name))
+    orders = {name: policy_class(name).batch_order for name in policy_names()}
+    assert (orders["pascal"], orders["arrow"], orders["ares"]) == ("pascal", "decode_first", "vllm")
+    for order in orders.values():
+        make_intra(order)
     with pytest.raises(UnknownIntraError, match="known: "):
         make_intra("nonsense")
 
@@ -353,6 +353,19 @@ def test_the_order_of_a_policy_has_those_of_its_parameters() -> None:
     given: dict[str, Value] = {"quantum_tokens": 200, "growth_tokens": 9}
     order = order_of_policy(PolicyRecord(name="pascal", parameters=given))
     assert order == ("pascal", {"quantum_tokens": 200})
+    # An ablation is its policy with parameters set.
+    assert order_of_policy(PolicyRecord(name="pascal_no_migration", parameters=given)) == order
+
+
+def test_a_policy_that_is_not_installed_here_leaves_the_engine_its_own_order(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    record = PolicyRecord(name="a_users_own")
+    order = PolicyOrder(lambda: record)
+    assert order() == order() == ("vllm", {})
+    assert caplog.text.count("unknown policy 'a_users_own'") == 1
+    record = PolicyRecord(name="pascal")
+    assert order() == ("pascal", {})
 
 
 def test_the_engine_is_told_of_changes_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -241,7 +241,7 @@ async def test_start_tells_what_the_engine_is(started: tuple[VllmEngine, Front, 
     assert info.kv_shape.layer_block_bytes == values * 4
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0.0rc1"])
+@pytest.mark.parametrize("version", ["0.29.1", "0.33.0", "1.0.0rc1"])
 async def test_a_version_that_was_not_tested_moves_by_replay_and_says_so(
     engine: VllmEngine,
     version: str,

@@ -261,6 +261,7 @@ async def test_a_block_that_changed_in_host_memory_is_computed_anew(
     engine: VllmEngine, front: Front, reference: Stream
 ) -> None:
     pool = engine._parts.core.host_pool
+    assert pool is not None
     load = pool.load
 
     def spoil(slots: Sequence[int], block_ids: Sequence[int], names: Sequence[bytes]) -> list[int]:

@@ -44,7 +44,13 @@ def test_between_equal_engines_it_comes_live() -> None:
         (replace(INFO, handover=by_replay("version 9")), opened(), "target: version 9"),
         (INFO, opened(replace(SHAPE, block_tokens=32)), "KV blocks of 32 tokens against 16 (block_size)"),
         (INFO, opened(replace(SHAPE, model_fingerprint="other")), "kv_cache_dtype"),
-        (INFO, opened(replace(SHAPE, layer_block_bytes=256)), "parallel sizes"),
+        (
+            INFO,
+            opened(replace(SHAPE, layer_block_bytes=256)),
+            "2 layers of 256 bytes a block against 2 of 512",
+        ),
+        (INFO, opened(replace(SHAPE, tensor_parallel_size=2)), "tensor_parallel_size 2 against 1"),
+        (INFO, opened(replace(SHAPE, pipeline_parallel_size=4)), "pipeline_parallel_size 4 against 1"),
     ],
 )
 def test_where_kv_does_not_fit_it_is_replayed_and_the_setting_named(

@@ -1,0 +1,133 @@
+"""`tailrace record`, `replay`, `set shadow` and `get shadow`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tailrace.actions import Place
+from tailrace.cli.main import main
+from tailrace.control.recording import Decided, encode, recorded_placement
+from tailrace.v1 import admin_pb2
+from tests.cli.conftest import Run
+from tests.cli.scripted_admin import Script
+from tests.control.recorded import RandomRun
+
+
+def replay(*arguments: str) -> Result:
+    """Without a cluster."""
+    return CliRunner().invoke(main, ["replay", *arguments])
+
+
+@pytest.fixture
+def lines() -> list[bytes]:
+    """A recording under `arrow`."""
+    run = RandomRun("arrow", 7)
+    run.record()
+    for _ in range(60):
+        run.step()
+    return run.lines
+
+
+@pytest.fixture
+def file(lines: list[bytes], tmp_path: Path) -> Path:
+    """The same, as a file."""
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return path
+
+
+def test_record_writes_lines(run: Run, script: Script, lines: list[bytes], tmp_path: Path) -> None:
+    script.recorded = lines
+    path = tmp_path / "new.jsonl"
+    result = run("record", str(path), "--for", "3")
+    assert result.exit_code == 0 and result.stderr == f"{path}: {len(lines)} lines\n"
+    assert path.read_bytes().splitlines() == lines
+    assert script.seen == [admin_pb2.RecordRequest(seconds=3.0)]
+    assert replay(str(path)).exit_code == 0
+
+
+def test_record_without_a_line_is_an_error(run: Run, tmp_path: Path) -> None:
+    result = run("record", str(tmp_path / "new.jsonl"))
+    assert result.exit_code == 1 and "nothing was recorded" in result.stderr
+
+
+def test_record_says_where_it_cannot_write(run: Run, tmp_path: Path) -> None:
+    result = run("record", str(tmp_path / "no" / "folder"))
+    assert result.exit_code == 1 and "no/folder: No such file or directory" in result.stderr
+
+
+def test_replay_finds_no_difference(file: Path) -> None:
+    result = replay(str(file))
+    assert result.exit_code == 0 and result.stderr == ""
+    assert "asked: the same again" in result.stdout
+    document = json.loads(replay(str(file), "-o", "json").stdout)
+    assert document["recorded"] == document["policy"] == "arrow"
+    assert set(document["points"]) >= {"place", "tick", "prefill_done"}
+    assert all(point["different"] == 0 for point in document["points"].values())
+
+
+def test_replay_shows_what_another_policy_would_do(file: Path) -> None:
+    result = replay(str(file), "--policy", "round_robin", "--show", "1")
+    assert result.exit_code == 0 and "asked: round_robin" in result.stdout
+    first, second = result.stderr.splitlines()
+    assert first.startswith(("place ", "tick", "prefill_done ")) and second.startswith("    now: ")
+    same = json.loads(replay(str(file), "--policy", "arrow", "--show", "0", "-o", "json").stdout)
+    assert all(point["different"] == 0 for point in same["points"].values())
+    assert replay(str(file), "--policy", "pascal", "--set", "quantum_tokens=7").exit_code == 0
+
+
+def test_replay_fails_where_a_decision_came_out_otherwise(lines: list[bytes], tmp_path: Path) -> None:
+    at = next(n for n, line in enumerate(lines) if b'"event":"decided","point":"place"' in line)
+    lines[at] = encode(
+        Decided("place", "arrow", json.loads(lines[at])["request_id"], recorded_placement(Place("x")))
+    )
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    result = replay(str(path))
+    assert result.exit_code == 1
+    assert '{"place":"x","also":[]}' in result.stderr and "came out otherwise" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--set", "a=b"], 2, "--set: it is for --policy"),
+        (["--policy", "nobody"], 2, "nobody"),
+        (["--policy", "pascal", "--set", "quantum_tokens=x"], 2, "quantum_tokens"),
+    ],
+)
+def test_replay_says_what_is_wrong(file: Path, arguments: list[str], code: int, says: str) -> None:
+    result = replay(str(file), *arguments)
+    assert result.exit_code == code and says in result.stderr
+
+
+def test_replay_of_what_is_no_recording(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text("hello\n")
+    result = replay(str(path))
+    assert result.exit_code == 1 and "line 1: " in result.stderr
+    missing = replay(str(tmp_path / "gone"))
+    assert missing.exit_code == 1 and "No such file" in missing.stderr
+
+
+def test_set_shadow(run: Run, script: Script) -> None:
+    result = run("set", "shadow", "ares", "theta=0.2")
+    assert result.stdout == "shadow: ares, previous: -\n"
+    script.shadow.name = "ares"
+    assert run("set", "shadow", "none").stdout == "shadow: -, previous: ares\n"
+    asked = admin_pb2.SetShadowRequest(name="ares", parameters={"theta": "0.2"})
+    assert script.seen == [asked, admin_pb2.SetShadowRequest()]
+
+
+def test_get_shadow(run: Run, script: Script) -> None:
+    assert run("get", "shadow").stdout == "policy: pascal, shadow: -\n"
+    script.shadow.name = "ares"
+    script.shadow.counts.add(point="place", same=5, different=2)
+    assert "pascal, ares in its shadow" in run("get", "shadow").stdout
+    document = json.loads(run("get", "shadow", "-o", "json").stdout)["shadow"]
+    assert (document["name"], document["policy"]) == ("ares", "pascal")
+    assert document["counts"] == [{"point": "place", "same": 5, "different": 2, "failed": 0}]

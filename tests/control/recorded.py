@@ -1,0 +1,181 @@
+"""A live control without a network, driven at random and recorded from some moment on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from tailrace.actions import Action, Migrate, Offer, Placement, SetPool
+from tailrace.cluster import Pool, Stage
+from tailrace.control.active_policy import ActivePolicy
+from tailrace.control.arrivals import Incoming
+from tailrace.control.guarded import GuardedCalls
+from tailrace.control.live import LiveControl
+from tailrace.control.recording import (
+    Decided,
+    Event,
+    encode,
+    recorded_actions,
+    recorded_placement,
+)
+from tailrace.control.reported_cluster import ReportedCluster
+from tailrace.control.runner import Moment, PlaceQuestion, Point, Question
+from tailrace.policy.when_full import WhenFull
+from tailrace.records import PolicyRecord
+from tailrace.slo import Slo
+from tailrace.v1 import cache_pb2, monitor_pb2, types_pb2
+from tests.scheduler.facts import ANSWERING, GONE, PREFILL, REASONING, event, members, request, steady
+
+INSTANCES = ("a", "b", "c", "d")
+STAGES = (Stage(0, 150, ("a", "b")), Stage(150, 1 << 20, ("c", "d")))
+POOLS = {"a": Pool.PREFILL, "b": Pool.DECODE, "c": Pool.DECODE, "d": Pool.PREFILL}
+
+
+class NoMetrics:
+    """Counts nothing."""
+
+    def took(self, point: Point, seconds: float) -> None:
+        """Of no interest."""
+
+    def failed(self, policy: str, point: Point) -> None:
+        raise AssertionError(f"{policy} failed at {point}")
+
+
+class RandomRun:
+    """One scheduler; `step` has something happen."""
+
+    def __init__(self, policy: str, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.lines: list[bytes] = []
+        self.now_s = 100.0
+        self.cache_seq = dict.fromkeys(INSTANCES, 0)
+        self.open: list[str] = []
+        self.orders: list[str] = []
+        # Where each request is, its phase, and the tokens that it has made.
+        self.requests: dict[str, tuple[str, types_pb2.Phase.ValueType, int]] = {}
+        self.count = 0
+        active = ActivePolicy(PolicyRecord(name=policy))
+        self.control = LiveControl(ReportedCluster(), active, self, GuardedCalls(NoMetrics()))
+        self.control.follow(None, Slo())
+        self.set_members()
+
+    # ---- Executor
+
+    def submit(self, actions: Sequence[Action], policy: str, when_full: WhenFull = WhenFull.REFUSE) -> None:
+        """Book them, as the actuator does."""
+        model = self.control.model
+        for action in actions:
+            if isinstance(action, (Migrate, Offer)):
+                found = model.request(action.request_id)
+                target = action.target_id if isinstance(action, Migrate) else None
+                if found is not None and model.migration_opened(found, target):
+                    self.open.append(action.request_id)
+            elif isinstance(action, SetPool) and model.pool_ordered(action.instance_id, action.pool):
+                self.orders.append(action.instance_id)
+
+    # ---- recording
+
+    def record(self) -> None:
+        """From now on."""
+        self.lines += [encode(event) for event in self.control.state(self.now_s)]
+        self.control.model.tap = self.tap
+        self.control.runner.watchers.append(self)
+
+    def tap(self, event: Event) -> None:
+        self.lines.append(encode(event))
+
+    def placed(self, policy: str, question: PlaceQuestion, placement: Placement) -> None:
+        about = question.arrival.request_id
+        self.tap(Decided(Point.PLACE.value, policy, about, recorded_placement(placement)))
+
+    def decided(self, policy: str, question: Question, actions: Sequence[Action] | None) -> None:
+        about = "" if question.request is None else question.request.request_id
+        self.tap(Decided(question.point.value, policy, about, recorded_actions(actions)))
+
+    # ---- what happens
+
+    def step(self) -> None:
+        self.now_s += self.draw.random() * 0.3
+        happens = self.draw.choices(
+            [self.arrive, self.report, self.change_phase, self.tick, self.end_order, self.set_members],
+            [6, 4, 6, 2, 2, 1],
+        )[0]
+        happens()
+
+    @property
+    def at(self) -> Moment:
+        return Moment(self.now_s, self.now_s + 1e9)
+
+    def set_members(self) -> None:
+        told = members(*INSTANCES)
+        told.pools = {name: pool for name, pool in POOLS.items() if self.draw.random() < 0.8}
+        told.stages = STAGES if self.draw.random() < 0.7 else ()
+        told.draining = frozenset(name for name in INSTANCES[:1] if self.draw.random() < 0.2)
+        self.control.model.set_members(told, self.now_s)
+        self.control.model.set_silent([name for name in INSTANCES if self.draw.random() < 0.1])
+
+    def arrive(self) -> None:
+        self.count += 1
+        name = f"r{self.count}"
+        prompt = self.draw.randint(20, 400)
+        names = tuple(range(1 << 63, (1 << 63) + self.draw.randint(0, 6)))
+        placed = Incoming(name, "f", prompt, 0, 1_000, block_names=names, block_tokens=16)
+        _, placement = self.control.arrived(placed, self.at)
+        instance_id = getattr(placement, "instance_id", "")
+        if instance_id:
+            self.requests[name] = instance_id, PREFILL, 0
+
+    def report(self) -> None:
+        name = self.draw.choice(INSTANCES)
+        there = [
+            request(r, phase, output_tokens=made, predicted=float(self.draw.randint(1, 900)))
+            for r, (where, phase, made) in self.requests.items()
+            if where == name and self.draw.random() < 0.9
+        ]
+        report = steady(name, there)
+        report.load.prefill_delay_s = self.draw.random()
+        report.load.prefill_s_per_token = 1e-3
+        report.load.max_running_tokens = 5_000
+        report.load.future_load.extend([float(self.draw.randint(0, 5_000)) for _ in range(4)])
+        report.load.migrations_in = self.draw.randint(0, 2)
+        self.cache_seq[name] += self.draw.choice([1, 1, 1, 2])
+        stored = [(1 << 63) + n for n in range(self.draw.randint(0, 5))]
+        change = cache_pb2.CacheChange(tier=cache_pb2.CACHE_TIER_DEVICE, stored=stored)
+        report.cache.seq = self.cache_seq[name]
+        report.cache.changes.append(change)
+        self.take(report)
+        if name in self.control.model.cache.follower.wanted and self.draw.random() < 0.5:
+            listed = cache_pb2.ListCacheReply(incarnation="1", seq=self.cache_seq[name], held=[change])
+            self.control.model.cache_listed(name, listed)
+
+    def change_phase(self) -> None:
+        if not self.requests:
+            return
+        name = self.draw.choice(sorted(self.requests))
+        where, phase, made = self.requests[name]
+        later = {PREFILL: REASONING, REASONING: ANSWERING, ANSWERING: GONE}[phase]
+        made += self.draw.randint(1, 120)
+        if later == GONE:
+            del self.requests[name]
+        else:
+            self.requests[name] = where, later, made
+        self.take(event(where, name, later, output_tokens=made))
+
+    def take(self, report: monitor_pb2.WorkerReport) -> None:
+        self.control.reported(report, self.at, deciding=self.draw.random() < 0.95)
+
+    def tick(self) -> None:
+        if self.draw.random() < 0.1:
+            self.control.forget_ticks()
+        self.control.tick(self.at)
+
+    def end_order(self) -> None:
+        model = self.control.model
+        if self.open and self.draw.random() < 0.7:
+            name = self.open.pop(self.draw.randrange(len(self.open)))
+            model.migration_closed(name)
+            if name in self.requests:
+                where, phase, made = self.requests[name]
+                self.requests[name] = self.draw.choice([where, *INSTANCES]), phase, made
+        elif self.orders:
+            model.settle_pool(self.orders.pop())

@@ -1,0 +1,122 @@
+"""Corrections, however they are told, count what is there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tailrace.control.corrections import Corrections, Pending
+
+
+@dataclass
+class Counted:
+    """What a report says: requests with their context and KV, and room set aside by name."""
+
+    held: dict[int, tuple[int, int]] = field(default_factory=dict)
+    reserved: dict[int, int] = field(default_factory=dict)
+
+
+class Machine(RuleBasedStateMachine):
+    """An instance, its last report, and the corrections since. Room for a migration is set aside when it is
+    opened, and a report counts it from then on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.corrections: Corrections[int, Pending] = Corrections()
+        self.now, self.reported = Counted(), Counted()
+        self.pending: dict[int, int] = {}
+        # Open migrations to here: the room that they take.
+        self.coming: dict[int, int] = {}
+        self.next = 0
+
+    def new(self) -> int:
+        self.next += 1
+        return self.next
+
+    @rule(tokens=st.integers(1, 500), cached=st.integers(0, 100))
+    def place(self, tokens: int, cached: int) -> None:
+        key = self.new()
+        self.pending[key] = tokens
+        self.corrections.add_pending(key, Pending(tokens, min(cached, tokens), float(key)))
+
+    @precondition(lambda self: self.pending)
+    @rule(data=st.data(), made=st.integers(0, 20))
+    def begin(self, data: st.DataObject, made: int) -> None:
+        key = data.draw(st.sampled_from(sorted(self.pending)))
+        context = self.pending.pop(key) + made
+        assert self.corrections.remove_pending(key) is not None
+        assert self.corrections.remove_pending(key) is None
+        self.now.held[key] = context, context
+        self.corrections.running_change += 1
+        self.corrections.add_request(key, context, context)
+
+    @precondition(lambda self: self.now.held)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.now.held)))
+        context, kv = self.now.held.pop(key)
+        self.corrections.running_change -= 1
+        self.corrections.remove_request(context, kv)
+
+    @rule(tokens=st.integers(1, 500))
+    def open_migration(self, tokens: int) -> None:
+        key = self.new()
+        self.coming[key] = self.now.reserved[key] = tokens
+        self.corrections.open_arrival(key, tokens, tokens)
+
+    @precondition(lambda self: self.coming)
+    @rule(data=st.data(), committed=st.booleans())
+    def close_migration(self, data: st.DataObject, committed: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.coming)))
+        tokens = self.coming.pop(key)
+        del self.now.reserved[key]
+        if committed:
+            self.now.held[key] = tokens, tokens
+            self.corrections.running_change += 1
+            self.corrections.add_request(key, tokens, tokens)
+        elif key in self.reported.reserved:
+            # The report has counted room that is free again; the next one tells.
+            self.corrections.kv_change -= tokens
+        self.corrections.close_migration(key)
+
+    @rule()
+    def report(self) -> None:
+        self.reported = Counted(dict(self.now.held), dict(self.now.reserved))
+        self.corrections.forget_changes()
+        for key in self.corrections.coming:
+            self.corrections.coming[key] = 0
+
+    @invariant()
+    def counts_are_those_of_what_is_there(self) -> None:
+        told = self.reported
+        counts = self.corrections.counts(
+            len(told.held),
+            0,
+            sum(context for context, _ in told.held.values()),
+            sum(kv for _, kv in told.held.values()) + sum(told.reserved.values()),
+        )
+        pending = sum(self.pending.values())
+        assert counts == (
+            len(self.now.held),
+            len(self.pending),
+            sum(context for context, _ in self.now.held.values()) + pending,
+            sum(kv for _, kv in self.now.held.values()) + sum(self.now.reserved.values()),
+        )
+        assert self.corrections.pending_tokens == pending
+        assert self.corrections.coming_context == self.coming
+
+
+TestCorrections = Machine.TestCase
+TestCorrections.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_no_count_is_less_than_nothing() -> None:
+    """An end may be told of that the report has counted already."""
+    corrections: Corrections[str, Pending] = Corrections()
+    corrections.running_change -= 1
+    corrections.waiting_change -= 1
+    corrections.remove_request(10, 16)
+    assert corrections.counts(0, 0, 0, 0) == (0, 0, 0, 0)

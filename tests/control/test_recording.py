@@ -1,0 +1,141 @@
+"""What is recorded gives the same decisions again, whenever the recording began and whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tailrace.actions import Action, Migrate, Place, Refuse
+from tailrace.cluster import Arrival, ClusterView
+from tailrace.control.recording import (
+    BadRecordingError,
+    Decided,
+    Started,
+    decode,
+    encode,
+    recorded_actions,
+    recorded_placement,
+)
+from tailrace.control.replay import Replay, Replayed
+from tailrace.control.shadow import Compared, Shadow, Verdict, outcome
+from tailrace.policy.least_loaded import LeastLoaded
+from tailrace.records import PolicyRecord
+from tailrace.slo import Slo
+from tests.control.recorded import RandomRun
+
+POLICIES = ("pascal", "ares", "arrow", "cascade", "tailrace", "least_loaded")
+
+
+def run_of(policy: str, seed: int, before: int = 40, after: int = 80) -> RandomRun:
+    """Some steps before the recording begins, and some of which it tells."""
+    run = RandomRun(policy, seed)
+    for _ in range(before):
+        run.step()
+    run.record()
+    for _ in range(after):
+        run.step()
+    return run
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    policy=st.sampled_from(POLICIES),
+    seed=st.integers(0, 1 << 20),
+    before=st.integers(0, 80),
+    after=st.integers(0, 120),
+)
+def test_a_replay_decides_the_same(policy: str, seed: int, before: int, after: int) -> None:
+    run = run_of(policy, seed, before, after)
+    replayed: list[Replayed] = []
+    replay = Replay(decode(run.lines), replayed.append)
+    replay.run()
+    assert [each for each in replayed if not each.same] == []
+    assert len(replayed) == sum(isinstance(event, Decided) for event in decode(run.lines))
+    # And the model is the one that was recorded.
+    now, then = replay.control.model.view(), run.control.model.view()
+    assert dict(now.instances) == dict(then.instances) and now.stages == then.stages
+    assert msgspec.json.encode(replay.control.state(0.0)) == msgspec.json.encode(run.control.state(0.0))
+
+
+def test_a_decision_that_comes_out_otherwise_is_told() -> None:
+    run = run_of("least_loaded", 1)
+    at = next(n for n, line in enumerate(run.lines) if b'"place"' in line)
+    decided = msgspec.json.decode(run.lines[at], type=Decided)
+    answer = recorded_placement(Place("elsewhere"))
+    run.lines[at] = encode(Decided(decided.point, decided.policy, decided.request_id, answer))
+    replayed: list[Replayed] = []
+    replay = Replay(decode(run.lines), replayed.append)
+    replay.run()
+    (different,) = [each for each in replayed if not each.same]
+    assert (different.point, different.recorded) == ("place", answer)
+    assert +replay.different == {"place": 1}
+
+
+def test_a_question_that_was_not_asked_is_told() -> None:
+    run = run_of("least_loaded", 2)
+    lines = [line for line in run.lines if b'"event":"tick"' not in line]
+    ticks = sum(b'"tick"' in line for line in lines)
+    assert ticks
+    replayed: list[Replayed] = []
+    Replay(decode(lines), replayed.append).run()
+    unasked = [each for each in replayed if each.replayed is None]
+    assert len(unasked) == ticks and not any(each.same for each in unasked)
+
+
+def test_a_shadow_sees_what_the_policy_in_force_sees() -> None:
+    run = run_of("round_robin", 3)
+    compared: list[Compared] = []
+    replay = Replay(decode(run.lines), lambda replayed: None)
+    replay.watch(Shadow(PolicyRecord(name="least_loaded"), Slo(), compared.append))
+    replay.run()
+    assert len(compared) == replay.decisions.total()
+    assert {each.verdict for each in compared} == {Verdict.SAME, Verdict.DIFFERENT}
+    assert {each.policy for each in compared} == {"round_robin"}
+
+
+def test_a_shadow_that_fails_is_counted_and_does_no_harm(caplog: pytest.LogCaptureFixture) -> None:
+    class Fails(LeastLoaded):
+        def place(self, view: ClusterView, arrival: Arrival, now: float) -> Place | Refuse:
+            raise RuntimeError("a policy's own mistake")
+
+        def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
+            raise RuntimeError("again")
+
+    run = RandomRun("least_loaded", 4)
+    shadow = Shadow(PolicyRecord(name="least_loaded"), Slo(), lambda compared: None)
+    shadow.active.policy = Fails()
+    run.control.follow_shadow(shadow)
+    for _ in range(60):
+        run.step()
+    assert all(verdict is not Verdict.DIFFERENT for _, verdict in shadow.counts)
+    assert any(verdict is Verdict.FAILED for _, verdict in shadow.counts)
+    # Once for each decision point, and not for each call.
+    assert len([r for r in caplog.records if r.name == "tailrace.control.shadow"]) == 2
+    run.control.follow_shadow(None)
+    assert run.control.runner.watchers == []
+
+
+def test_why_something_is_done_is_not_compared() -> None:
+    one, other = Migrate("r", "a", "b", "x"), Migrate("r", "a", "b", "y")
+    assert outcome([one]) == outcome((other,))
+    assert outcome([one]) != outcome([Migrate("r", "a", "c", "x")])
+    assert outcome(Place("a", (one,))) == outcome(Place("a", (other,)))
+    assert outcome(Refuse("full")) == outcome(Refuse("no"))
+    assert outcome(()) != outcome([one])
+    assert recorded_actions([one]) != recorded_actions([other])
+
+
+def test_what_is_no_recording_is_said_with_its_line() -> None:
+    run = run_of("least_loaded", 5, 0, 3)
+    with pytest.raises(BadRecordingError, match="line 2: "):
+        list(decode([run.lines[0], b"{}"]))
+    with pytest.raises(BadRecordingError, match="line 1: not the beginning"):
+        Replay(decode(run.lines[-1:]), lambda replayed: None)
+    later = run.lines[0].replace(b'"format":1', b'"format":2')
+    with pytest.raises(BadRecordingError, match=r"format 2, of Tailrace .*; this one reads 1"):
+        list(decode([later]))
+    assert isinstance(next(decode(run.lines)), Started)

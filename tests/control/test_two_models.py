@@ -1,0 +1,206 @@
+"""The simulator's model, which counts lazily, and the live one say the same of the same cluster.
+
+Every simulation here feeds both: the simulator's as always, the live one with the messages that workers would
+send. Whatever a policy is shown is then compared. What differs by design is in docs/record-replay.md.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import simulator.simulation
+from simulator.cluster import ClusterSpec, MigrationSpec, ReportSpec
+from simulator.instance import Instance
+from simulator.job import Job, JobState
+from simulator.migration import Migration
+from simulator.reports import Report
+from simulator.request import SimRequest
+from simulator.run import simulate
+from simulator.views import Views
+from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestState
+from tailrace.control.messages import PHASE_NUMBERS, REQUEST_STATE_NUMBERS
+from tailrace.control.reported_cluster import ReportedCluster
+from tailrace.intra.base import IntraPolicy
+from tailrace.policy.when_full import WhenFull
+from tailrace.records import InstanceRecord
+from tailrace.v1 import monitor_pb2, types_pb2
+from tests.scheduler.facts import Members, instance
+from tests.simulator.moving import Stirring
+from tests.simulator.worlds import INTRA, PROFILE, workloads
+
+BLOCK = 8
+# Steps take 7 ms and more, so that a request makes no more tokens between two reports.
+INTERVAL_S, MOST_TOKENS = 0.05, 8
+
+_STATES = {
+    JobState.QUEUED: RequestState.WAITING,
+    JobState.SWAPPED: RequestState.PREEMPTED,
+    JobState.PREFILLING: RequestState.RUNNING,
+    JobState.DECODING: RequestState.RUNNING,
+    JobState.PAUSED: RequestState.PAUSED,
+}
+
+
+class Mirrored(Views):
+    """Tells a live model all that it is told itself, at the same moments."""
+
+    def __init__(self, spec: ClusterSpec, instances: Sequence[Instance], intra: IntraPolicy) -> None:
+        super().__init__(spec, instances, intra)
+        self.live = ReportedCluster()
+        records = {each.instance_id: _record(each) for each in instances}
+        self.live.set_members(Members(instances=records), 0.0)
+        # Reports until the counts of an instance are compared again after a handover: a report made between a
+        # handover and the first step after it has the request in no count, and is the simulator's alone.
+        self.moved: Counter[str] = Counter()
+
+    # ---- what happens
+
+    def publish(self, reports: Sequence[Report]) -> None:
+        super().publish(reports)
+        self.moved.subtract(list(self.moved))
+        self.moved = +self.moved
+        for name, report in zip(self._known, reports, strict=True):
+            self.live.apply(self._message(name, report), 0.0)
+
+    def placed(self, job: Job, instance: Instance) -> None:
+        super().placed(job, instance)
+        arrival = Arrival(job.request.request_id, job.prompt, self._spec.max_tokens, 0)
+        self.live.place(arrival, instance.instance_id, "f", 0.0)
+
+    def entered(self, job: Job, instance: Instance, tokens: int) -> None:
+        super().entered(job, instance, tokens)
+        if job.instance is instance:
+            self._tell(job, instance.instance_id, tokens, PHASE_NUMBERS[job.phase_of(tokens)])
+
+    def left(self, job: Job, instance: Instance, tokens: int) -> None:
+        super().left(job, instance, tokens)
+        self._tell(job, instance.instance_id, tokens, types_pb2.PHASE_UNSPECIFIED)
+
+    def coming(self, migration: Migration) -> None:
+        super().coming(migration)
+        found = self.live.request(migration.job.request.request_id)
+        assert found is not None
+        asked = replace(found, output_tokens=migration.asked_tokens - found.prompt_tokens)
+        assert self.live.migration_opened(asked, migration.target.instance_id)
+
+    def not_coming(self, migration: Migration) -> None:
+        super().not_coming(migration)
+        self.live.migration_closed(migration.job.request.request_id)
+
+    def came(self, migration: Migration) -> None:
+        super().came(migration)
+        job = migration.job
+        for moved in (migration.source, migration.target):
+            self.moved[moved.instance_id] = 2
+        self._tell(job, migration.target.instance_id, job.tokens, PHASE_NUMBERS[job.phase_of(job.tokens)])
+        self.live.migration_closed(job.request.request_id)
+
+    def _message(self, name: str, report: Report) -> monitor_pb2.WorkerReport:
+        report.look()
+        rows = [row for row in report.rows if row[0].state is not JobState.DONE]
+        return monitor_pb2.WorkerReport(
+            instance_id=name,
+            incarnation="1",
+            load=monitor_pb2.InstanceLoad(
+                running=report.running,
+                waiting=report.waiting,
+                kv_blocks_used=report.kv_used // BLOCK,
+                kv_blocks_total=self._known[name].instance.total_blocks,
+                block_tokens=BLOCK,
+                prefill_backlog_tokens=report.backlog,
+                context_tokens=report.context,
+                migrations_in=self._known[name].instance.migrations_in,
+            ),
+            requests=[
+                monitor_pb2.RequestReport(
+                    request_id=job.request.request_id,
+                    epoch=job.migrations,
+                    phase=PHASE_NUMBERS[job.phase_of(tokens)],
+                    state=REQUEST_STATE_NUMBERS[_STATES[state]],
+                    prompt_tokens=job.prompt,
+                    output_tokens=tokens,
+                    max_tokens=self._spec.max_tokens,
+                    kv_blocks=-(-(job.prompt + tokens) // BLOCK),
+                )
+                for job, tokens, state, _ in rows
+            ],
+        )
+
+    def _tell(self, job: Job, name: str, tokens: int, phase: types_pb2.Phase.ValueType) -> None:
+        event = monitor_pb2.PhaseEvent(
+            request_id=job.request.request_id,
+            epoch=job.migrations,
+            phase=phase,
+            prompt_tokens=job.prompt,
+            output_tokens=tokens,
+            max_tokens=self._spec.max_tokens,
+        )
+        self.live.apply(
+            monitor_pb2.WorkerReport(instance_id=name, incarnation="1", phase_events=[event]), 0.0
+        )
+
+    # ---- what a policy sees
+
+    def view_at(self, now_s: float) -> ClusterView:
+        view, live = super().view_at(now_s), self.live.view()
+        for name, simulated in view.instances.items():
+            known = self._known[name]
+            _compare_requests(simulated, live.instances[name])
+            if not self.moved[name]:
+                _compare_counts(simulated, live.instances[name], known.report.waiting)
+        return view
+
+
+def _compare_requests(simulated: InstanceView, live: InstanceView) -> None:
+    there = {r.request_id: (r.phase, r.prompt_tokens, r.migrating) for r in simulated.requests}
+    assert {r.request_id: (r.phase, r.prompt_tokens, r.migrating) for r in live.requests} == there
+    assert live.prefill_backlog_tokens == simulated.prefill_backlog_tokens
+    assert live.coming_tokens == simulated.coming_tokens
+    assert live.kv_capacity_tokens == simulated.kv_capacity_tokens
+    # A report counts one that is over by now; orders alone are counted at once.
+    assert live.migrations_in >= simulated.migrations_in
+
+
+def _compare_counts(simulated: InstanceView, live: InstanceView, waited: int) -> None:
+    """`waited`: requests that waited when the instance was last reported."""
+    # The simulator does not see that one of those has begun since.
+    assert 0 <= simulated.load - live.load <= waited
+    # Tokens made since the report are known of those alone that have told of a phase.
+    most = MOST_TOKENS * (len(live.requests) + 2)
+    assert abs(live.context_tokens - simulated.context_tokens) <= most
+    # In whole blocks, and one to grow into.
+    used = min(live.kv_used_tokens, live.kv_capacity_tokens)
+    assert abs(used - simulated.kv_used_tokens) <= most + 2 * BLOCK * (len(live.requests) + 2)
+
+
+def _record(simulated: Instance) -> InstanceRecord:
+    return msgspec.structs.replace(
+        instance(simulated.instance_id),
+        block_tokens=BLOCK,
+        kv_blocks_total=simulated.total_blocks,
+        max_model_len=simulated.spec.max_model_len,
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(requests=workloads(most=12, span_s=1.0), intra=st.sampled_from(sorted(INTRA)))
+def test_both_models_show_a_policy_the_same(requests: list[SimRequest], intra: str) -> None:
+    spec = ClusterSpec.uniform(
+        3, PROFILE, kv_capacity_tokens=330, block_tokens=BLOCK, max_num_seqs=6, chunk_budget_tokens=64
+    )
+    spec = replace(
+        spec,
+        migration=MigrationSpec(when_full=WhenFull.REFUSE, limit=2, patience_s=0.5),
+        # Nothing is on its way: what is compared is what is known, not how late.
+        report=ReportSpec(interval_s=INTERVAL_S, delay_s=0.0),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulator.simulation, "Views", Mirrored)
+        simulate(spec, requests, Stirring(), INTRA[intra])

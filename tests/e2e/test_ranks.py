@@ -1,0 +1,150 @@
+"""A fleet with engines of two ranks: kill -9 of one rank, in mid-stream and in each step of a migration.
+
+`make test-ranks`. Two workers of tensor-parallel size 2, which exchange KV rank by rank, and one with a
+single device, to which requests go by replay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from examples.fleet import Chat
+from tailrace.tiny.task import Task, task
+from tailrace.v1 import types_pb2
+from tests.e2e.chats import Chats
+from tests.e2e.fleet import Fleet
+from tests.e2e.processes import wait_until
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+TWO_RANKS = ("w0", "w1")
+WORKERS = (*TWO_RANKS, "w2")
+START_S = 400
+LONG = task("wxyz", 120, 100)
+STEPS = ("import:open", "import:pre_copy", "import:paused", "import:adopt", "export:paused")
+_SHARED = Path("/dev/shm")
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    fleet = Fleet(tmp_path_factory.mktemp("ranks"), "vllm")
+    try:
+        fleet.start_control()
+        for name in WORKERS:
+            options = ["--tensor-parallel-size", "2"] if name in TWO_RANKS else []
+            fleet.start_worker(name, [*options, "--kv-blocks", "512"], wait=False)
+            fleet.wait_healthy(name, START_S)
+        fleet.start_frontend()
+        fleet.wait_instances(WORKERS)
+        yield fleet
+    finally:
+        fleet.close()
+
+
+@pytest.fixture
+def fleet(session: Fleet) -> Iterator[Fleet]:
+    """Whole and idle before and after each test."""
+    session.disarm()
+    session.mend(START_S)
+    session.wait_instances(WORKERS, 120)
+    yield session
+    session.disarm()
+
+
+@pytest.fixture
+def chats(fleet: Fleet) -> Iterator[Chats]:
+    clients = Chats(fleet.http)
+    yield clients
+    clients.close()
+
+
+def assert_right(chat: Chat, expected: Task) -> None:
+    assert chat.reasoning.strip() == expected.thought
+    assert chat.answer.strip() == expected.answer
+    assert chat.completion_tokens == expected.completion_tokens
+
+
+def streaming_on(fleet: Fleet, chats: Chats, worker: str) -> tuple[str, Callable[[], Chat]]:
+    """A stream that runs on this worker; its request and how to get its end."""
+    progress: list[Chat] = []
+    stream = chats.start(LONG.prompt, progress.append)
+    wait_until(lambda: bool(progress) and len(progress[-1].reasoning) > 40, "some thought", 120)
+    here = fleet.wait_request(progress[-1].request_id)
+    if here.instance_id != worker:
+        record = fleet.migrate(here.request_id, worker)
+        assert record.state == types_pb2.MIGRATION_STATE_COMMITTED, record.error
+    return here.request_id, lambda: stream.result(timeout=240)
+
+
+def ranks_of(fleet: Fleet, worker: str) -> list[int]:
+    return [rank.process for rank in fleet.instances()[worker].ranks]
+
+
+def assert_nothing_left(fleet: Fleet, worker: str, ranks: list[int], left: set[str]) -> None:
+    """The worker ends by itself, and with it its ranks and what they shared. `left`: by others, before."""
+    wait_until(lambda: not fleet.processes[worker].alive, f"{worker} to end", 60)
+    wait_until(lambda: not any(map(psutil.pid_exists, ranks)), "the ranks to end", 30)
+    wait_until(lambda: unused_memory() <= left, "shared memory to be freed", 30)
+
+
+def unused_memory() -> set[str]:
+    """Shared memory that no process has mapped."""
+    mapped = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            mapped |= {line.rpartition("/dev/shm/")[2] for line in maps.read_text().splitlines()}
+    names = {path.name for path in _SHARED.iterdir()}
+    return {name for name in names - mapped if name.startswith(("psm_", "vllm_dist_"))}
+
+
+def test_both_ways_between_engines_of_two_ranks_and_of_one(fleet: Fleet, chats: Chats) -> None:
+    request, result = streaming_on(fleet, chats, "w0")
+    records = [fleet.migrate(request, target) for target in ("w1", "w0", "w2", "w1")]
+    assert_right(result(), LONG)
+    assert [record.state for record in records] == [types_pb2.MIGRATION_STATE_COMMITTED] * 4
+    assert [record.way for record in records] == [types_pb2.WAY_LIVE] * 2 + [types_pb2.WAY_REPLAY] * 2
+    assert "tensor_parallel_size 2 against 1" in records[2].way_reason
+    assert all(record.bytes > 0 for record in records[:2])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_killed_in_mid_stream(fleet: Fleet, chats: Chats, rank: int) -> None:
+    _, result = streaming_on(fleet, chats, "w0")
+    ranks = ranks_of(fleet, "w0")
+    before = unused_memory()
+    os.kill(ranks[rank], signal.SIGKILL)
+    assert_right(result(), LONG)
+    assert_nothing_left(fleet, "w0", ranks, before)
+
+
+@pytest.mark.parametrize("victim", ["source", "target"])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_rank_killed_at_a_step_of_a_migration(fleet: Fleet, chats: Chats, step: str, victim: str) -> None:
+    request, result = streaming_on(fleet, chats, "w0")
+    worker = {"source": "w0", "target": "w1"}[victim]
+    ranks, before = ranks_of(fleet, worker), unused_memory()
+    fleet.arm({"hold": step, "seconds": 30})
+    mover = threading.Thread(target=_migrate, args=(fleet, request, "w1"), daemon=True)
+    mover.start()
+    fleet.wait_held(step)
+    os.kill(ranks[1], signal.SIGKILL)
+    fleet.disarm()
+    assert_right(result(), LONG)
+    assert_nothing_left(fleet, worker, ranks, before)
+    mover.join(timeout=60)
+    assert not mover.is_alive()
+
+
+def _migrate(fleet: Fleet, request_id: str, target: str) -> None:
+    try:
+        fleet.migrate(request_id, target)
+    except Exception as failure:  # noqa: BLE001 - what it raises when somebody is killed is not the point
+        print(f"migration ended: {failure}")

@@ -1,0 +1,82 @@
+"""What of a list of names another package lacks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tailrace.foreign_names import missing, names
+
+MODULE = "a_package_of_others"
+
+
+class Base:
+    def __init__(self) -> None:
+        self.set_at_start = 1
+
+        def later() -> None:
+            self.set_later = 2
+
+        later()
+
+
+@dataclass
+class Engine(Base):
+    declared: int
+
+    @property
+    def asked(self) -> int:
+        self.cached = 3
+        return self.cached
+
+    def step(self, batch: int, *, fast: bool = False) -> None:
+        """One."""
+
+    def anything(self, **rest: int) -> None:
+        """With any parameters."""
+
+
+@pytest.fixture(autouse=True)
+def module() -> Iterator[ModuleType]:
+    made = ModuleType(MODULE)
+    made.Engine = Engine  # type: ignore[attr-defined]
+    sys.modules[MODULE] = made
+    yield made
+    del sys.modules[MODULE]
+
+
+def test_what_a_class_declares_and_what_its_methods_set_is_there() -> None:
+    members = "declared set_at_start set_later asked cached step(batch, fast) anything(more)"
+    assert missing({MODULE: "Engine(declared)", f"{MODULE}:Engine": members}) == []
+
+
+@pytest.mark.parametrize(
+    ("owner", "text", "lacks"),
+    [
+        ("no_such_package.at_all", "Engine", "no_such_package.at_all"),
+        (MODULE, "Motor", f"{MODULE}:Motor"),
+        (f"{MODULE}:Motor", "step", f"{MODULE}:Motor"),
+        (f"{MODULE}:Engine", "step stop", f"{MODULE}:Engine.stop"),
+        (f"{MODULE}:Engine", "step(batch, slow)", f"{MODULE}:Engine.step(slow)"),
+    ],
+)
+def test_what_is_not_there_is_named(owner: str, text: str, lacks: str) -> None:
+    assert missing({owner: text}) == [lacks]
+
+
+def test_a_module_that_cannot_be_imported_for_another_reason_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needs_another.py").write_text("import an_absent_package")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="an_absent_package"):
+        missing({"needs_another": "anything"})
+
+
+def test_all_names_of_a_list() -> None:
+    assert names({"a": "B c(d)", "a:E": "f"}) == {"B", "c", "E", "f"}

@@ -1,0 +1,261 @@
+"""A worker and its ranks over their socket: who is let in, and that a transfer fails or succeeds as a whole.
+
+The ranks here are scripted; real ones are in tests/e2e/test_ranks.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from worker_agent.engine.base import EngineRefusal, KvCorrupt
+from worker_agent.kv.address import KvAddress
+from worker_agent.kv.errors import KvTransferError
+from worker_agent.kv.ticket import Ticket
+from worker_agent.metrics import WorkerHistograms, WorkerMetrics
+from worker_agent.ranks.links import RankLinks, RankLost
+from worker_agent.ranks.messages import (
+    Announce,
+    Answer,
+    Answered,
+    Asked,
+    Begin,
+    Begun,
+    Close,
+    Command,
+    Connect,
+    Done,
+    End,
+    Ended,
+    Hello,
+    Open,
+    Opened,
+    Pull,
+    Pulled,
+    encode,
+    failed,
+    read_frame,
+)
+from worker_agent.ranks.transfers import RankedTransport
+
+HASHES = [b"a", b"b", b"c"]
+SOURCES = [KvAddress(b"theirs %d" % rank, "1") for rank in range(2)]
+TICKETS = [Ticket(bytes([rank]) * 32) for rank in range(2)]
+
+
+class Rank:
+    """Answers what it is told to, and remembers what it was asked. `slow`: pulls that do not end."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.asked: list[Command] = []
+        self.wrong: dict[type, Exception] = {}
+        self.slow = False
+        self.pulls = asyncio.Event()
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def run(self, links: RankLinks, secret: bytes = b"") -> None:
+        reader, self._writer = await asyncio.open_unix_connection(links.path)
+        self._writer.write(encode(Hello(self.number, secret or links.secret)))
+        while True:
+            try:
+                asked = msgspec.msgpack.decode(await read_frame(reader), type=Asked)
+            except asyncio.IncompleteReadError:
+                return
+            self.asked.append(asked.command)
+            if isinstance(asked.command, Pull):
+                self.pulls.set()
+                if self.slow:
+                    continue
+            error = self.wrong.get(type(asked.command))
+            answer = failed(error) if error is not None else self._answer(asked.command)
+            self._writer.write(encode(Answered(asked.number, answer)))
+
+    def die(self) -> None:
+        assert self._writer is not None
+        self._writer.close()
+
+    def was_asked(self, kind: type) -> list[Command]:
+        return [command for command in self.asked if isinstance(command, kind)]
+
+    def _answer(self, command: Command) -> Answer:
+        match command:
+            case Begin():
+                return Begun(KvAddress(b"ours %d" % self.number, "1"))
+            case Open():
+                return Opened(TICKETS[self.number].secret)
+            case Pull():
+                return Pulled(10 * len(command.hashes))
+            case End():
+                return Ended(len(HASHES), 100)
+            case _:
+                return Done()
+
+
+class Memory:
+    """RankedMemory: block n is at place 10 + n; those from number 2 on have none yet."""
+
+    def __init__(self, links: RankLinks) -> None:
+        self.links = links
+        self.writing = False
+        self.came: list[int] = []
+
+    def exported(self, request_id: str, first_block: int, num_blocks: int) -> Sequence[int]:
+        return range(10 + first_block, 10 + first_block + num_blocks)
+
+    @contextmanager
+    def receiving(self, request_id: str, first_block: int, num_blocks: int) -> Iterator[Sequence[int]]:
+        if request_id == "gone":
+            raise EngineRefusal("it is not being imported")
+        self.writing = True
+        try:
+            yield range(10 + first_block, min(12, 10 + first_block + num_blocks))
+            self.came += range(first_block, first_block + num_blocks)
+        finally:
+            self.writing = False
+
+
+@asynccontextmanager
+async def two_ranks(
+    lost: Callable[[int], None] = lambda rank: None,
+) -> AsyncIterator[tuple[list[Rank], RankLinks]]:
+    links, ranks = RankLinks(2, lost), [Rank(0), Rank(1)]
+    await links.open()
+    # Not in their order: they come as they are loaded.
+    running = [asyncio.create_task(rank.run(links)) for rank in reversed(ranks)]
+    await links.all_here(10)
+    try:
+        yield ranks, links
+    finally:
+        await links.stop()
+        await asyncio.gather(*running)
+
+
+@asynccontextmanager
+async def transport() -> AsyncIterator[tuple[list[Rank], Memory, RankedTransport, WorkerMetrics]]:
+    metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
+    async with two_ranks() as (ranks, links):
+        memory = Memory(links)
+        yield ranks, memory, await RankedTransport.begin(memory, metrics, "w", "model", 16, {}), metrics
+
+
+async def test_each_rank_has_its_own_name_and_address() -> None:
+    async with transport() as (ranks, _, ranked, _):
+        assert [address.worker for address in ranked.addresses] == [b"ours 0", b"ours 1"]
+        assert [rank.was_asked(Begin) for rank in ranks] == [
+            [Begin("w", "model rank 0", 16, {})],
+            [Begin("w", "model rank 1", 16, {})],
+        ]
+
+
+async def test_an_export_is_opened_announced_and_ended_in_every_rank() -> None:
+    async with transport() as (ranks, _, ranked, metrics):
+        session = await ranked.open("r", SOURCES)
+        await session.announce(4, HASHES)
+        session.taken = True
+        await session.end()
+        assert list(session.tickets) == TICKETS
+        for rank, source in zip(ranks, SOURCES, strict=True):
+            assert rank.was_asked(Open) == [Open(1, source)]
+            assert rank.was_asked(Announce) == [Announce(1, 4, HASHES, [14, 15, 16])]
+            assert rank.was_asked(End) == [End(1, True)]
+        # Each rank sent its part of the same blocks.
+        assert (metrics.kv_sent_blocks, metrics.kv_sent_bytes) == (3, 200)
+
+
+async def test_a_round_is_done_when_every_rank_has_its_part() -> None:
+    async with transport() as (ranks, memory, ranked, metrics):
+        transfer = await ranked.connect("r", SOURCES, TICKETS)
+        assert await transfer.pull(0, HASHES) == 60
+        assert memory.came == [0, 1, 2] and not memory.writing
+        await transfer.close()
+        await transfer.close()
+        for rank, source, ticket in zip(ranks, SOURCES, TICKETS, strict=True):
+            assert rank.was_asked(Connect) == [Connect(1, "r", source, ticket.secret)]
+            # What has no place yet is told by there being fewer places.
+            assert rank.was_asked(Pull) == [Pull(1, 0, HASHES, [10, 11])]
+            assert rank.was_asked(Close) == [Close(1)]
+        assert (metrics.kv_received_blocks, metrics.kv_received_bytes) == (3, 60)
+
+
+async def test_one_rank_that_fails_fails_all_and_nobody_writes_any_more() -> None:
+    async with transport() as (ranks, memory, ranked, _):
+        transfer = await ranked.connect("r", SOURCES, TICKETS)
+        ranks[0].slow, ranks[1].wrong[Pull] = True, KvCorrupt("block 2")
+        with pytest.raises(KvCorrupt, match="rank 1: block 2"):
+            await transfer.pull(0, HASHES)
+        assert memory.came == [] and not memory.writing
+        assert all(rank.was_asked(Close) for rank in ranks)
+
+
+async def test_a_transfer_that_is_given_up_is_closed_first() -> None:
+    async with transport() as (ranks, memory, ranked, _):
+        transfer = await ranked.connect("r", SOURCES, TICKETS)
+        for rank in ranks:
+            rank.slow = True
+        pulling = asyncio.create_task(transfer.pull(0, HASHES))
+        async with asyncio.timeout(10):
+            await asyncio.gather(*(rank.pulls.wait() for rank in ranks))
+        pulling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pulling
+        assert all(rank.was_asked(Close) for rank in ranks) and not memory.writing
+
+
+async def test_ranks_that_cannot_all_open_or_connect_leave_nothing() -> None:
+    async with transport() as (ranks, _, ranked, _):
+        ranks[1].wrong = {Open: KvTransferError("too many"), Connect: KvTransferError("nobody there")}
+        with pytest.raises(KvTransferError, match="rank 1: too many"):
+            await ranked.open("r", SOURCES)
+        with pytest.raises(KvTransferError, match="rank 1: nobody there"):
+            await ranked.connect("r", SOURCES, TICKETS)
+        assert ranks[0].was_asked(End) == [End(1, False)]
+        assert ranks[0].was_asked(Close) == [Close(2)]
+
+
+async def test_a_rank_that_dies_is_told_once_and_fails_what_waits_for_it() -> None:
+    lost: list[int] = []
+    async with two_ranks(lost.append) as (ranks, links):
+        memory = Memory(links)
+        metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
+        ranked = await RankedTransport.begin(memory, metrics, "w", "model", 16, {})
+        transfer = await ranked.connect("r", SOURCES, TICKETS)
+        for rank in ranks:
+            rank.slow = True
+        pulling = asyncio.create_task(transfer.pull(0, HASHES))
+        async with asyncio.timeout(10):
+            await asyncio.gather(*(rank.pulls.wait() for rank in ranks))
+        ranks[1].die()
+        with pytest.raises(RankLost, match="rank 1 is gone"):
+            await pulling
+        ranks[0].die()
+        with pytest.raises(RankLost):
+            await ranked.connect("r", SOURCES, TICKETS)
+    assert lost == [1]
+
+
+async def test_nobody_without_the_secret_is_let_in() -> None:
+    links, ranks = RankLinks(2, lambda rank: None), [Rank(0), Rank(1)]
+    await links.open()
+    await Rank(1).run(links, b"another secret of 32 bytes.......")
+    await Rank(7).run(links)
+    running = [asyncio.create_task(rank.run(links)) for rank in ranks]
+    await links.all_here(10)
+    assert [link.rank for link in links] == [0, 1]
+    # Its folder is gone: nobody comes any more.
+    with pytest.raises(FileNotFoundError):
+        await asyncio.open_unix_connection(links.path)
+    await links.stop()
+    await asyncio.gather(*running)
+
+
+async def test_ranks_that_do_not_come_are_named() -> None:
+    links = RankLinks(2, lambda rank: None)
+    await links.open()
+    with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] did not report"):
+        await links.all_here(0.01)

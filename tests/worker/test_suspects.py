@@ -1,0 +1,51 @@
+"""Suspects of one front end at a time: what may have crashed an engine, and who is told that it is here."""
+
+from __future__ import annotations
+
+from tailrace.v1 import worker_pb2
+from tests.worker.simulated import SMALL, request_frames
+from tests.worker.test_attach import Attached, Worker, attached
+from worker_agent.dispatch import Admission
+from worker_agent.engine.base import RequestKey, Submission
+from worker_agent.engine.simulated import SimulatedEngine
+
+
+def answers(front: Attached) -> list[str]:
+    """What it was told of its submissions since it was last asked."""
+    told = []
+    while not front.peer.down.empty():
+        message: worker_pb2.AttachDown = front.peer.down.get_nowait()
+        if message.HasField("taken"):
+            told.append(f"taken {message.taken.handle}")
+        elif message.HasField("rejected"):
+            told.append(f"rejected {message.rejected.handle}")
+    return told
+
+
+async def test_of_another_front_end_none_comes_until_it_has_got_on() -> None:
+    worker = Worker()
+    engine = SimulatedEngine(SMALL)
+    engine.faults.hang = True
+    await engine.start(worker.sink)
+    fronts = [await attached(worker, name) for name in ("a", "b")]
+    admission = Admission(engine, worker.front_ends, worker.carried, worker.metrics, 100)
+
+    def submit(front: int, handle: int, suspect: bool) -> list[str]:
+        client, name = fronts[front].front_end.client, f"r{front}{handle}"
+        admission.submit(
+            Submission(RequestKey(client, handle), name, 0, request_frames(name, [65, 66]), suspect=suspect)
+        )
+        return answers(fronts[front])
+
+    assert submit(0, 1, True) == ["taken 1"]
+    # Its own front end knows what it does; who is under no suspicion may come.
+    assert submit(0, 2, True) == ["taken 2"]
+    assert submit(1, 1, False) == ["taken 1"]
+    assert submit(1, 2, True) == ["rejected 2"]
+    admission.suspects.clear(RequestKey(fronts[0].front_end.client, 1))
+    assert submit(1, 2, True) == ["rejected 2"]
+    # The other one ends.
+    worker.carried.remove(RequestKey(fronts[0].front_end.client, 2))
+    assert submit(1, 2, True) == ["taken 2"]
+    assert submit(0, 3, True) == ["rejected 3"]
+    await engine.stop()

@@ -1,0 +1,58 @@
+"""Engines of two ranks: streams moved from rank to rank, and what is said of sizes that cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.models.cell import MOVES
+from benchmarks.models.cells import Cell, folder_of, run_cell
+from tailrace.tiny import MODEL_PATH
+
+pytest.importorskip("vllm", reason="the vLLM engine is not installed")
+
+from worker_agent.engine.vllm.settings import VllmSettings, vllm_config
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+STREAMS = 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("tiny", v2=False, async_scheduling=False, tensor=2),
+        Cell("tiny", v2=False, async_scheduling=True, tensor=2),
+        Cell("tiny", v2=False, async_scheduling=False, stages=2),
+    ],
+    ids=str,
+)
+async def test_streams_that_move_from_rank_to_rank_are_the_undisturbed_ones(
+    cell: Cell, tmp_path: Path
+) -> None:
+    result = await run_cell(cell, folder_of(cell.name, tmp_path), STREAMS)
+    assert result.error == ""
+    assert (result.equal, result.live) == (STREAMS, MOVES * STREAMS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"tensor_parallel_size": 3}, "must be divisible by tensor parallel size"),
+        ({"engine_args": {"data_parallel_size": 2}}, "data_parallel_size 2: start one worker for each"),
+        ({"engine_args": {"nnodes": 2}}, "nnodes 2: a worker's ranks are on one machine"),
+        ({"engine_args": {"tensor_parallel_size": "two"}}, "tensor_parallel_size 'two': a number of devices"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(
+    settings: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
+        # Set as the engine would have it, and back as it was.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    with pytest.raises(RuntimeError, match=said) as error:
+        vllm_config(VllmSettings(model=str(MODEL_PATH), **settings))  # type: ignore[arg-type]
+    assert "\n" not in str(error.value)
