@@ -158,10 +158,12 @@ def moved_on_its_way(
     for what, far_enough in moments:
         part = progress.wait(far_enough, what).request_id
 
-        def known(part: str = part) -> bool:
-            return stream.done() or fleet.find_request(part) is not None
+        def movable(part: str = part) -> bool:
+            found = fleet.find_request(part)
+            return stream.done() or (found is not None and found.phase != types_pb2.PHASE_PREFILL)
 
-        wait_until(known, "the request to be listed")
+        # The scheduler may hear of a phase after the client has had tokens of it.
+        wait_until(movable, "the request to be listed, and decoded")
         here = fleet.find_request(part)
         if here is None:
             break

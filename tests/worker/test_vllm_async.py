@@ -26,6 +26,7 @@ from tests.worker.test_vllm_engine import (  # noqa: F401
     SEEDED,
     case,
     idle,
+    nothing_left,
     params,
     same,
     test_a_newer_epoch_replaces_the_request,
@@ -117,16 +118,6 @@ def engine(started: tuple[VllmEngine, Front]) -> VllmEngine:
 @pytest.fixture
 def front(started: tuple[VllmEngine, Front]) -> Front:
     return started[1]
-
-
-@pytest_asyncio.fixture(loop_scope="module", autouse=True)
-async def nothing_left(engine: VllmEngine, front: Front) -> AsyncIterator[None]:
-    yield
-    await idle(engine)
-    stats = engine.stats()
-    engine.abort_client(0)
-    assert (stats.kv_blocks_used, stats.requests) == (0, [])
-    assert not front.dead
 
 
 @pytest.mark.parametrize("name", CASES, ids=lambda name: name.replace(" ", "-"))

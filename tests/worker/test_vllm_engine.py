@@ -156,6 +156,8 @@ def params(**changes: object) -> SamplingParams:
     return SamplingParams(**(values | changes))
 
 
+# Of requests that may end before they are moved.
+TRIES = 5
 NO_THINK_END = {THINK_END: -100.0}
 SEEDED = {
     "temperature": 1.0,
@@ -468,17 +470,35 @@ async def test_predictions_stay_within_what_may_come(engine: VllmEngine, front: 
 # ---- migration
 
 
+async def moved_twice(
+    engine: VllmEngine, front: Front, case: tuple[list[int], SamplingParams]
+) -> Stream | None:
+    """A request that has been taken out and put back twice; None if it ended before it could be."""
+    stream = front.stream(*case)
+    front.submit(engine, stream)
+    try:
+        for at in (2, 40):
+            bundle = await take_out(engine, front, stream, at)
+            assert engine.stats().requests[0].state == "paused"
+            await bundle.put_back(stream)
+    except EngineRefusal as refusal:
+        # On a busy machine it goes on while its blocks are being copied.
+        assert "has finished" in str(refusal)
+        await front.until(lambda: stream.finished)
+        await engine.export_resume(stream.request_id)
+        return None
+    return stream
+
+
 async def test_migration_changes_nothing(
     engine: VllmEngine, front: Front, case: tuple[list[int], SamplingParams]
 ) -> None:
     """Twice: a few tokens after the prompt, and later."""
     reference = await front.run(engine, *case)
-    stream = front.stream(*case)
-    front.submit(engine, stream)
-    for at in (2, 40):
-        bundle = await take_out(engine, front, stream, at)
-        assert engine.stats().requests[0].state == "paused"
-        await bundle.put_back(stream)
+    tries = 0
+    while (stream := await moved_twice(engine, front, case)) is None:
+        tries += 1
+        assert tries < TRIES, "it ended before its second move each time"
     await front.until(lambda: stream.finished)
     same(stream, reference)
     ended = [flags for flags in reference.flags if OutputFlag.REASONING_ENDED in flags]
