@@ -1,4 +1,5 @@
-"""A fleet with engines of two ranks: kill -9 of one rank, in mid-stream and in each step of a migration.
+"""A fleet with engines of two ranks: kill -9 of one rank, in mid-stream and in each step of a migration, a
+rank that is stopped, and kill -9 of the worker above them.
 
 `make test-ranks`. Two workers of tensor-parallel size 2, which exchange KV rank by rank, and one with a
 single device, to which requests go by replay.
@@ -91,8 +92,16 @@ def ranks_of(fleet: Fleet, worker: str) -> list[int]:
 def assert_nothing_left(fleet: Fleet, worker: str, ranks: list[int], left: set[str]) -> None:
     """The worker ends by itself, and with it its ranks and what they shared. `left`: by others, before."""
     wait_until(lambda: not fleet.processes[worker].alive, f"{worker} to end", 60)
-    wait_until(lambda: not any(map(psutil.pid_exists, ranks)), "the ranks to end", 30)
+    wait_until(lambda: not any(map(runs, ranks)), "the ranks to end", 30)
     wait_until(lambda: unused_memory() <= left, "shared memory to be freed", 30)
+
+
+def runs(process: int) -> bool:
+    """Whether it has not ended; nobody may be there to take note of it when its parent has."""
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def unused_memory() -> set[str]:
@@ -121,6 +130,24 @@ def test_a_rank_killed_in_mid_stream(fleet: Fleet, chats: Chats, rank: int) -> N
     ranks = ranks_of(fleet, "w0")
     before = unused_memory()
     os.kill(ranks[rank], signal.SIGKILL)
+    assert_right(result(), LONG)
+    assert_nothing_left(fleet, "w0", ranks, before)
+
+
+def test_a_rank_stopped_in_mid_stream(fleet: Fleet, chats: Chats) -> None:
+    _, result = streaming_on(fleet, chats, "w0")
+    ranks, before = ranks_of(fleet, "w0"), unused_memory()
+    os.kill(ranks[1], signal.SIGSTOP)
+    assert_right(result(), LONG)
+    fleet.processes["w0"].wait_for(r"rank 1 of 2 \(process \d+\) answers no more")
+    assert_nothing_left(fleet, "w0", ranks, before)
+
+
+def test_a_worker_killed_in_mid_stream_leaves_no_rank(fleet: Fleet, chats: Chats) -> None:
+    _, result = streaming_on(fleet, chats, "w0")
+    ranks, before = ranks_of(fleet, "w0"), unused_memory()
+    # It alone: its ranks find out by themselves.
+    os.kill(fleet.processes["w0"].pid, signal.SIGKILL)
     assert_right(result(), LONG)
     assert_nothing_left(fleet, "w0", ranks, before)
 

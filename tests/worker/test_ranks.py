@@ -6,7 +6,7 @@ The ranks here are scripted; real ones are in tests/e2e/test_ranks.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 import msgspec
@@ -18,7 +18,7 @@ from worker_agent.kv.address import KvAddress
 from worker_agent.kv.errors import KvTransferError
 from worker_agent.kv.ticket import Ticket
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
-from worker_agent.ranks.links import RankLinks, RankLost
+from worker_agent.ranks.links import Pulse, RankLinks, RankLost
 from worker_agent.ranks.messages import (
     Announce,
     Answer,
@@ -35,6 +35,7 @@ from worker_agent.ranks.messages import (
     Hello,
     Open,
     Opened,
+    Ping,
     Pull,
     Pulled,
     encode,
@@ -49,13 +50,15 @@ TICKETS = [Ticket(bytes([rank]) * 32) for rank in range(2)]
 
 
 class Rank:
-    """Answers what it is told to, and remembers what it was asked. `slow`: pulls that do not end."""
+    """Answers what it is told to, and remembers what it was asked. `slow`: pulls that do not end; `missed`:
+    which questions of whether it is there are not answered, counted from 0."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.asked: list[Command] = []
         self.wrong: dict[type, Exception] = {}
         self.slow = False
+        self.missed: Container[int] = ()
         self.pulls = asyncio.Event()
         self._writer: asyncio.StreamWriter | None = None
 
@@ -72,6 +75,8 @@ class Rank:
                 self.pulls.set()
                 if self.slow:
                     continue
+            if isinstance(asked.command, Ping) and len(self.was_asked(Ping)) - 1 in self.missed:
+                continue
             error = self.wrong.get(type(asked.command))
             answer = failed(error) if error is not None else self._answer(asked.command)
             self._writer.write(encode(Answered(asked.number, answer)))
@@ -122,9 +127,10 @@ class Memory:
 
 @asynccontextmanager
 async def two_ranks(
-    lost: Callable[[int], None] = lambda rank: None,
+    lost: Callable[[int, str], None] = lambda rank, what: None,
+    pulse: Pulse | None = None,
 ) -> AsyncIterator[tuple[list[Rank], RankLinks]]:
-    links, ranks = RankLinks(2, lost), [Rank(0), Rank(1)]
+    links, ranks = RankLinks(2, lost, pulse), [Rank(0), Rank(1)]
     await links.open()
     # Not in their order: they come as they are loaded.
     running = [asyncio.create_task(rank.run(links)) for rank in reversed(ranks)]
@@ -219,8 +225,8 @@ async def test_ranks_that_cannot_all_open_or_connect_leave_nothing() -> None:
 
 
 async def test_a_rank_that_dies_is_told_once_and_fails_what_waits_for_it() -> None:
-    lost: list[int] = []
-    async with two_ranks(lost.append) as (ranks, links):
+    lost: list[tuple[int, str]] = []
+    async with two_ranks(lambda *told: lost.append(told)) as (ranks, links):
         memory = Memory(links)
         metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
         ranked = await RankedTransport.begin(memory, metrics, "w", "model", 16, {})
@@ -236,11 +242,22 @@ async def test_a_rank_that_dies_is_told_once_and_fails_what_waits_for_it() -> No
         ranks[0].die()
         with pytest.raises(RankLost):
             await ranked.connect("r", SOURCES, TICKETS)
-    assert lost == [1]
+    assert lost == [(1, "is gone")]
+
+
+async def test_a_rank_that_answers_no_more_is_lost_and_one_late_answer_says_nothing() -> None:
+    lost: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
+    pulse = Pulse(every_s=0.01, patience_s=0.5)
+    async with two_ranks(lambda *told: lost.set_result(told), pulse) as (ranks, links):
+        ranks[1].missed = (1, 3, 4)
+        links.watch()
+        async with asyncio.timeout(30):
+            assert await lost == (1, "answers no more")
+    assert len(ranks[1].was_asked(Ping)) == 5
 
 
 async def test_nobody_without_the_secret_is_let_in() -> None:
-    links, ranks = RankLinks(2, lambda rank: None), [Rank(0), Rank(1)]
+    links, ranks = RankLinks(2, lambda rank, what: None), [Rank(0), Rank(1)]
     await links.open()
     await Rank(1).run(links, b"another secret of 32 bytes.......")
     await Rank(7).run(links)
@@ -255,7 +272,7 @@ async def test_nobody_without_the_secret_is_let_in() -> None:
 
 
 async def test_ranks_that_do_not_come_are_named() -> None:
-    links = RankLinks(2, lambda rank: None)
+    links = RankLinks(2, lambda rank, what: None)
     await links.open()
     with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] did not report"):
         await links.all_here(0.01)

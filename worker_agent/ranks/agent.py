@@ -1,19 +1,20 @@
 """A rank's end of the talk with its worker: obeys, in a thread of the rank's process.
 
 vLLM's own thread of that process runs the steps and knows nothing of it. When the worker's process is gone
-the rank ends too, whatever its steps wait for.
+the rank ends too, whatever its steps and its transfers wait for, and removes what the ranks shared.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NoReturn
 
 import msgspec
 import torch
@@ -32,6 +33,7 @@ from worker_agent.kv.strays import discarding_strays
 from worker_agent.kv.ticket import Ticket
 from worker_agent.kv.transport import start_ucx, stop_ucx
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
+from worker_agent.ranks.meeting import remove_meeting
 from worker_agent.ranks.memory import RankMemory
 from worker_agent.ranks.messages import (
     Address,
@@ -50,6 +52,7 @@ from worker_agent.ranks.messages import (
     Hello,
     Open,
     Opened,
+    Ping,
     Pull,
     Pulled,
     Stop,
@@ -62,14 +65,15 @@ from worker_agent.unbroken import unbroken
 
 log = logging.getLogger(__name__)
 
-# For a rank to end by itself once its worker is gone.
+# For a rank's transfers to end once its worker is gone, and then for the rank to end by itself.
 _ORPHAN_S: Final = 5.0
 
 
-def start_agent(rank: int, kv: KvBlocks, address: Address) -> RankMemory:
-    """Obey the worker at this address from now on; what the rank's own thread shares with it."""
+def start_agent(rank: int, kv: KvBlocks, meeting: str, address: Address) -> RankMemory:
+    """Obey the worker at this address from now on; what the rank's own thread shares with it. `meeting`: by
+    which the ranks found each other."""
     memory = RankMemory(kv)
-    agent = RankAgent(rank, kv, memory)
+    agent = RankAgent(rank, kv, meeting, memory)
     threading.Thread(target=_run, args=(agent, address), name="tailrace-rank", daemon=True).start()
     return memory
 
@@ -125,9 +129,10 @@ class _Transport:
 class RankAgent:
     """One rank's."""
 
-    def __init__(self, rank: int, kv: KvBlocks, memory: RankMemory) -> None:
+    def __init__(self, rank: int, kv: KvBlocks, meeting: str, memory: RankMemory) -> None:
         self._rank = rank
         self._kv = kv
+        self._meeting = meeting
         self._memory = memory
         self._transport: _Transport | None = None
         self._commands: set[asyncio.Task[None]] = set()
@@ -143,14 +148,27 @@ class RankAgent:
             told = await self._obey_all(reader, writer)
         except (asyncio.IncompleteReadError, OSError):
             log.warning("rank %d: its worker is gone", self._rank)
-        await self._end()
         if told is None:
-            # vLLM's thread has noticed too, unless it waits for another rank.
-            await asyncio.sleep(_ORPHAN_S)
-            os._exit(1)
+            await self._end_orphaned()
+        await self._end()
         writer.write(encode(Answered(told, Done())))
         await writer.drain()
         writer.close()
+
+    async def _end_orphaned(self) -> NoReturn:
+        """End this process: what nobody tells to stop any more must not hold a device."""
+        # Beside the loop: ending UCX, or a copy to end, may hold that for ever.
+        threading.Timer(2 * _ORPHAN_S, self._exit).start()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ORPHAN_S):
+                await self._end()
+        # vLLM's thread has noticed too, unless it waits for another rank.
+        await asyncio.sleep(_ORPHAN_S)
+        self._exit()
+
+    def _exit(self) -> NoReturn:
+        remove_meeting(self._meeting)
+        os._exit(1)
 
     async def _obey_all(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
         """Until told to stop; the number of that command."""
@@ -213,6 +231,8 @@ class RankAgent:
                 return await self._pull(transport, command)
             case Close():
                 await self._close(transport, command.transfer)
+                return Done()
+            case Ping():
                 return Done()
             case _:
                 raise KvTransferError(f"a rank does not {type(command).__name__} here")

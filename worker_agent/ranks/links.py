@@ -1,7 +1,8 @@
 """A worker's end of the talk with the ranks of its engine.
 
 The ranks come over a Unix socket in a folder of this process's own, which is gone when all are there. A rank
-whose connection ends without having been told to stop has died, and the engine with it.
+whose connection ends without having been told to stop has died, and the engine with it. So has one that is
+there and answers no more (it was stopped, or its device holds it for ever): each is asked every few seconds.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import msgspec
@@ -28,6 +30,7 @@ from worker_agent.ranks.messages import (
     Done,
     Failed,
     Hello,
+    Ping,
     Stop,
     encode,
     read_frame,
@@ -44,6 +47,18 @@ _STOP_S: Final = 5.0
 COMMAND_S: Final = 30.0
 
 
+# This process itself may have stood still for as long as it likes: one answer that is late says nothing.
+_MISSED_MAX: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """Seconds between an answer of a rank and the next question, and for which one is waited."""
+
+    every_s: float = 5.0
+    patience_s: float = 10.0
+
+
 class RankLost(KvTransferError):
     """A rank of this worker's own engine is gone, and the engine will be."""
 
@@ -57,14 +72,15 @@ class RankLink:
         self._writer = writer
         self._numbers = 0
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
-        self._lost = False
+        # Its connection has ended.
+        self.lost = False
 
     async def ask(self, command: Command, kind: type[_A], seconds: float | None = COMMAND_S) -> _A:
         """The rank's answer, which must be of this kind. `seconds` None: the caller sets the deadline.
 
         Raises RankLost, and what the rank says is wrong.
         """
-        if self._lost:
+        if self.lost:
             raise RankLost(f"rank {self.rank} is gone")
         self._numbers += 1
         number = self._numbers
@@ -84,6 +100,18 @@ class RankLink:
             raise RankLost(f"rank {self.rank} gave another answer than was asked for")
         return answer
 
+    async def silent(self, pulse: Pulse) -> None:
+        """Until the rank is gone, or has left two questions in a row unanswered."""
+        missed = 0
+        while missed < _MISSED_MAX and not self.lost:
+            if not missed:
+                await asyncio.sleep(pulse.every_s)
+            try:
+                await self.ask(Ping(), Done, pulse.patience_s)
+                missed = 0
+            except RankLost:
+                missed += 1
+
     async def listen(self) -> None:
         """Take answers until the connection ends."""
         decoder = msgspec.msgpack.Decoder(Answered)
@@ -96,7 +124,7 @@ class RankLink:
         except (asyncio.IncompleteReadError, OSError):
             pass
         finally:
-            self._lost = True
+            self.lost = True
             for future in self._waiting.values():
                 if not future.done():
                     future.set_exception(RankLost(f"rank {self.rank} is gone"))
@@ -106,9 +134,10 @@ class RankLink:
 class RankLinks:
     """The connections to all ranks of an engine, in their order."""
 
-    def __init__(self, number: int, on_lost: Callable[[int], None]) -> None:
-        """`on_lost` is told of the first rank that dies."""
+    def __init__(self, number: int, on_lost: Callable[[int, str], None], pulse: Pulse | None = None) -> None:
+        """`on_lost` is told once, of the first rank that dies or answers no more, and which of the two."""
         self._number = number
+        self._pulse = pulse or Pulse()
         self._on_lost = on_lost
         self._folder = tempfile.mkdtemp(prefix="tailrace-ranks-")
         self.path = os.path.join(self._folder, "worker")
@@ -117,6 +146,7 @@ class RankLinks:
         self._found: dict[int, RankLink] = {}
         self._complete = asyncio.Event()
         self._listening: list[asyncio.Task[None]] = []
+        self._watching: list[asyncio.Task[None]] = []
         self._over = False
 
     def __iter__(self) -> Iterator[RankLink]:
@@ -140,6 +170,12 @@ class RankLinks:
         finally:
             self._no_more()
 
+    def watch(self) -> None:
+        """Ask every rank from now on whether it is there. Once; when all have begun their transfers."""
+        for link in self:
+            watching = asyncio.create_task(self._watch(link), name=f"pulse of rank {link.rank}")
+            self._watching.append(watching)
+
     async def stop(self) -> None:
         """Tell the ranks to end their transfers, and leave them. May be called again."""
         self._over = True
@@ -148,9 +184,10 @@ class RankLinks:
         for told in await asyncio.gather(*asked, return_exceptions=True):
             if isinstance(told, BaseException) and not isinstance(told, KvTransferError):
                 raise told
-        for task in self._listening:
+        tasks = [*self._watching, *self._listening]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._listening, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _no_more(self) -> None:
         if self._server is not None:
@@ -176,6 +213,13 @@ class RankLinks:
 
     async def _listen(self, link: RankLink) -> None:
         await link.listen()
+        self._lose(link, "is gone")
+
+    async def _watch(self, link: RankLink) -> None:
+        await link.silent(self._pulse)
+        self._lose(link, "is gone" if link.lost else "answers no more")
+
+    def _lose(self, link: RankLink, what: str) -> None:
         if not self._over:
             self._over = True
-            self._on_lost(link.rank)
+            self._on_lost(link.rank, what)

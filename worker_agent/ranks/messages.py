@@ -118,6 +118,10 @@ class Close(msgspec.Struct, frozen=True, tag=True):
     transfer: int
 
 
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Say that you are there."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """The engine stops: end UCX."""
 
@@ -133,7 +137,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Command: TypeAlias = Begin | Open | Announce | End | Connect | Pull | Close | Stop
+Command: TypeAlias = Begin | Open | Announce | End | Connect | Pull | Close | Ping | Stop
 Answer: TypeAlias = Begun | Opened | Ended | Pulled | Done | Failed
 
 

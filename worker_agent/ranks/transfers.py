@@ -152,14 +152,17 @@ class RankedTransport:
         block_tokens: int,
         ucx: Mapping[str, str],
     ) -> RankedTransport:
-        """Start UCX in every rank with these options. Raises KvTransferError."""
+        """Start UCX in every rank with these options; from then on watch that all are there. Raises
+        KvTransferError."""
 
         async def begin(link: RankLink) -> KvAddress:
             # A rank takes KV from the same rank alone.
             name = f"{fingerprint} rank {link.rank}"
             return (await link.ask(Begin(instance_id, name, block_tokens, dict(ucx)), Begun)).address
 
-        return cls(memory, metrics, await _all(begin(link) for link in memory.links))
+        addresses = await _all(begin(link) for link in memory.links)
+        memory.links.watch()
+        return cls(memory, metrics, addresses)
 
     async def open(self, request_id: str, targets: Sequence[KvAddress]) -> RankedSession:
         """BlockSource.open."""

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import glob
 import logging
 import multiprocessing
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Final
 
 from worker_agent.engine.vllm.core import EngineParts
 from worker_agent.ranks.links import RankLinks
+from worker_agent.ranks.meeting import remove_meeting
 
 _log = logging.getLogger(__name__)
 
-# What vLLM calls the file by which an engine's ranks meet, unique to them.
-_MEETING: Final = "vllm_dist_"
-_SHARED: Final = Path("/dev/shm")
 # For a killed process to end.
 _JOIN_S: Final = 5.0
 
@@ -32,7 +26,7 @@ class EngineRanks:
     """
 
     def __init__(self, parts: EngineParts, died: Callable[[str], None]) -> None:
-        """`died` is told once, when a rank is gone that nobody told to stop."""
+        """`died` is told once, when a rank is gone, or hangs, that nobody told to stop."""
         self._parts = parts
         self._died = died
         self._processes = frozenset(rank.process for rank in parts.core.ranks)
@@ -65,18 +59,12 @@ class EngineRanks:
         self.kill()
         for child in self._running():
             child.join(_JOIN_S)
-        meeting = self._parts.core.ranks[0].meeting
-        if not meeting.startswith(_MEETING):
-            return
-        left = [Path(tempfile.gettempdir(), meeting), *_SHARED.glob(f"{glob.escape(meeting)}-*")]
-        for path in left:
-            with contextlib.suppress(OSError):
-                path.unlink()
+        remove_meeting(self._parts.core.ranks[0].meeting)
 
     def _running(self) -> list[BaseProcess]:
         return [child for child in multiprocessing.active_children() if child.pid in self._processes]
 
-    def _lost(self, rank: int) -> None:
+    def _lost(self, rank: int, what: str) -> None:
         ranks = self._parts.core.ranks
-        self._died(f"rank {rank} of {len(ranks)} (process {ranks[rank].process}) is gone")
+        self._died(f"rank {rank} of {len(ranks)} (process {ranks[rank].process}) {what}")
         self.kill()

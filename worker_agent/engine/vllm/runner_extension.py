@@ -56,7 +56,7 @@ class RunnerExtension:
             layer_block_bytes=blocks.layer_block_bytes,
             layout_name=connector.layout_name,
             checksum_name=blocks.checksum_name,
-            meeting=os.path.basename(self.distributed_init_method),
+            meeting=self._tailrace_meeting(),
             live_reason=connector.live_reason,
         )
 
@@ -66,7 +66,9 @@ class RunnerExtension:
         # Only here: it takes UCX into the process.
         from worker_agent.ranks.agent import start_agent
 
-        self.tailrace_memory = start_agent(self.rank, self._tailrace_blocks(), address)
+        self.tailrace_memory = start_agent(
+            self.rank, self._tailrace_blocks(), self._tailrace_meeting(), address
+        )
 
     def tailrace_settle(self, request_id: str, block_ids: Sequence[int]) -> None:
         """RankMemory.settle."""
@@ -102,6 +104,9 @@ class RunnerExtension:
         blocks = self.tailrace_connector().blocks
         assert blocks is not None
         return blocks
+
+    def _tailrace_meeting(self) -> str:
+        return os.path.basename(self.distributed_init_method)
 
     def _tailrace_stage_input(self) -> None:
         """Where a later stage of a pipeline receives what the one before has made: Model Runner V1 makes it
