@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -85,6 +86,16 @@ def streaming_on(fleet: Fleet, chats: Chats, worker: str) -> tuple[str, Callable
     return here.request_id, lambda: stream.result(timeout=240)
 
 
+def wait_decoding(fleet: Fleet, request_id: str, worker: str) -> None:
+    """Until the scheduler sees it decode there: after a replay its prompt is computed first."""
+
+    def decodes() -> bool:
+        found = fleet.find_request(request_id)
+        return found is not None and found.instance_id == worker and found.phase != types_pb2.PHASE_PREFILL
+
+    wait_until(decodes, f"the request to decode on {worker}")
+
+
 def ranks_of(fleet: Fleet, worker: str) -> list[int]:
     return [rank.process for rank in fleet.instances()[worker].ranks]
 
@@ -116,7 +127,10 @@ def unused_memory() -> set[str]:
 
 def test_both_ways_between_engines_of_two_ranks_and_of_one(fleet: Fleet, chats: Chats) -> None:
     request, result = streaming_on(fleet, chats, "w0")
-    records = [fleet.migrate(request, target) for target in ("w1", "w0", "w2", "w1")]
+    records = []
+    for source, target in pairwise(("w0", "w1", "w0", "w2", "w1")):
+        wait_decoding(fleet, request, source)
+        records.append(fleet.migrate(request, target))
     assert_right(result(), LONG)
     assert [record.state for record in records] == [types_pb2.MIGRATION_STATE_COMMITTED] * 4
     assert [record.way for record in records] == [types_pb2.WAY_LIVE] * 2 + [types_pb2.WAY_REPLAY] * 2
