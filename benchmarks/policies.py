@@ -24,6 +24,7 @@ from rich.progress import Progress
 
 from benchmarks.contestants import ALL, OURS, PAPERS, prepare
 from benchmarks.grounds import GROUNDS, Ground
+from benchmarks.policy_outcome import Outcome
 from benchmarks.policy_tables import group_table, rivals_table, summary_table
 from benchmarks.report import machine, save
 from simulator.run import simulate
@@ -36,27 +37,6 @@ _SEARCH_SEED = 1_000
 _MOST_STEPS = 20
 # Requests of a run, at least: P99 is of a hundred.
 _LEAST = 100
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """One policy, one rate, one seed. Times in seconds."""
-
-    ground: str
-    share: float
-    rate_per_s: float
-    seed: int
-    policy: str
-    # Share of requests that met their SLOs; times the rate it is the goodput, in requests a second.
-    attained: float
-    goodput_per_s: float
-    ttft_mean_s: float
-    ttft_p99_s: float
-    tpot_mean_s: float
-    tpot_p99_s: float
-    qoe_missed: float
-    preemptions: int
-    migrations: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from rich.table import Table
 
 from benchmarks.contestants import ALL, PAPERS
-
-if TYPE_CHECKING:
-    from benchmarks.policies import Outcome
+from benchmarks.policy_outcome import Outcome
 
 # Two-sided 95% quantiles of Student's t by degrees of freedom.
 _T: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
-Figure = Callable[["Outcome"], float]
+Figure = Callable[[Outcome], float]
 # Title, figure, 1 if more is better else -1, decimals.
 COLUMNS: Final[tuple[tuple[str, Figure, int, int], ...]] = (
     ("goodput req/s", lambda o: o.goodput_per_s, 1, 2),

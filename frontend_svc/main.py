@@ -32,6 +32,7 @@ from tailrace.service.run import run_service
 from tailrace.service.server import serve_grpc
 from tailrace.service.shutdown import Shutdown
 from tailrace.store.membership import Membership
+from tailrace.store.registration import register
 from tailrace.store.store import Store
 from tailrace.telemetry.metrics import new_registry, serve_metrics
 from tailrace.telemetry.tracing import configure
@@ -221,8 +222,8 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
             http_address=common.advertised(_host_port(http.getsockname())),
         )
         # Before anybody listens on the HTTP port: a second front end there must know this one for ours.
-        registration = await store.register(
-            f"services/{KIND}/{common.member_id}", msgspec.json.encode(record)
+        registration = await register(
+            store, f"services/{KIND}/{common.member_id}", msgspec.json.encode(record)
         )
         stack.push_async_callback(registration.withdraw)
         traces = RequestTraces(tracing.tracer(KIND), common.member_id) if tracing.enabled else None

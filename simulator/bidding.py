@@ -109,15 +109,16 @@ class Bidding:
 
     def offer(self, action: Offer, job: Job, now: float) -> None:
         """A policy wants this; it counts at once, and the source hears of it by a message."""
-        source = job.instance
+        party = self._parties.get(action.source_id)
         if (
-            source is None
-            or source.instance_id != action.source_id
+            party is None
+            or job.instance_id != action.source_id
             or job.state is JobState.DONE
-            or job.migration is not None
+            or job.migrating
             or job.on_offer
         ):
             return
+        source = party.instance
         offered = _Offered(action, job, source)
         self._offers[action.request_id] = offered
         job.on_offer = True
@@ -287,9 +288,9 @@ class Bidding:
 
         def reserved(request_id: str) -> bool:
             job = self._jobs[request_id]
-            if job.instance is instance:
+            if job.instance_id == instance.instance_id:
                 return True
-            migration = job.migration
+            migration = self._migrations.of(job)
             return migration is not None and migration.target is instance and migration.blocks > 0
 
         return Receiver(instance.instance_id, space, reserved)

@@ -202,7 +202,7 @@ class Instance:
     def submit(self, job: Job, now: float) -> None:
         """A request arrives; it waits for its turn."""
         self._changing()
-        job.instance = self
+        job.instance_id = self.instance_id
         job.found_s = nominal_s(*self._prompts.left_after(self._run.ended(now)))
         job.state = JobState.QUEUED
         job.prefill_done = 0
@@ -219,7 +219,7 @@ class Instance:
 
     def waits(self, job: Job) -> bool:
         """Whether a new prompt waits here of which nothing is computed."""
-        return job.instance is self and job.state is JobState.QUEUED and not job.tokens
+        return job.instance_id == self.instance_id and job.state is JobState.QUEUED and not job.tokens
 
     def withdraw(self, job: Job, now: float) -> None:
         """A prompt that waits here goes elsewhere."""
@@ -326,7 +326,7 @@ class Instance:
         """An imported job goes on here, in the room reserved for it."""
         self._other_blocks -= reserved_blocks
         self._reserved_seats -= 1
-        job.instance = self
+        job.instance_id = self.instance_id
         job.rank_until = 0
         self._set_stage(job)
         self._name(job, job.prompt + job.tokens - 1)
@@ -334,7 +334,7 @@ class Instance:
 
     def receive_on_host(self, job: Job, blocks: int) -> None:
         """An imported job waits here, its KV in the host memory reserved for it."""
-        job.instance = self
+        job.instance_id = self.instance_id
         job.state = JobState.SWAPPED
         job.blocks = blocks
         job.rank_until = 0

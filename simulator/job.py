@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING
 
 from simulator.events import NEVER
 from simulator.records import PlacementRecord
@@ -11,10 +10,6 @@ from simulator.request import SimRequest
 from simulator.steplog import StepLog, TokenTimes
 from tailrace.cluster import Phase
 from tailrace.intra.base import IntraPolicy, JobView, Rank
-
-if TYPE_CHECKING:
-    from simulator.instance import Instance
-    from simulator.migration import Migration
 
 
 class JobState(enum.Enum):
@@ -48,10 +43,10 @@ class Job:
         "found_s",
         "held_names",
         "history",
-        "instance",
+        "instance_id",
         "joined",
         "lapsed",
-        "migration",
+        "migrating",
         "migrations",
         "on_offer",
         "order",
@@ -85,8 +80,10 @@ class Job:
         self.reasoning = request.reasoning_tokens
         self.total = request.output_tokens
         self.state = JobState.QUEUED
-        self.instance: Instance | None = None
-        self.migration: Migration | None = None
+        # Empty: it has not been placed.
+        self.instance_id = ""
+        # A migration of it is open (Migrations.of).
+        self.migrating = False
         # Its instance looks for somebody to take it over.
         self.on_offer = False
         # Output tokens, at boundary `joined` of its instance.

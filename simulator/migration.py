@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from simulator.blocks import blocks_for
@@ -95,6 +95,7 @@ class Migrations:
     def __init__(
         self,
         spec: MigrationSpec,
+        instances: Mapping[str, Instance],
         intra: IntraPolicy,
         events: EventQueue,
         network: Network,
@@ -102,31 +103,38 @@ class Migrations:
     ) -> None:
         self.records: list[MigrationRecord] = []
         self._spec = spec
+        self._instances = instances
         self._intra = intra
         self._events = events
         self._network = network
         self._listener = listener
         self._sending: Counter[str] = Counter()
         self._receiving: Counter[str] = Counter()
+        self._open: dict[Job, Migration] = {}
         # Wait for a place.
         self._queue: list[Migration] = []
         self._asked = 0
+
+    def of(self, job: Job) -> Migration | None:
+        """The open migration of a request, if there is one."""
+        return self._open.get(job)
 
     def ask(
         self, action: Migrate, job: Job, target: Instance, now: float, ended: Ended | None = None
     ) -> None:
         """A policy wants this, or the target, which is then told how it `ended`."""
-        source = job.instance
-        refusal = self._refusal(action, job, target)
+        source = self._instances.get(action.source_id)
+        refusal = self._refusal(action, job, source, target)
         if source is None or refusal:
-            self._record_refusal(action, job, refusal or "no such request", now)
+            self._record_refusal(action, job, refusal, now)
             if ended is not None:
                 ended(False, now)
             return
         migration = Migration(action, job, source, target, now, ended)
         self._asked += 1
         migration.asked_tokens = self._context(migration, now)
-        job.migration = migration
+        job.migrating = True
+        self._open[job] = migration
         source.migrations_out += 1
         target.migrations_in += 1
         self._listener.migration_opened(migration)
@@ -135,23 +143,24 @@ class Migrations:
 
     def preempted(self, job: Job, now: float) -> None:
         """A request lost its place on the device; KV that was swapped out goes on from the host."""
-        if job.migration is not None and job.state is not JobState.SWAPPED:
-            self._close(job.migration, MigrationOutcome.OVERTAKEN, "preempted", now)
+        migration = self.of(job)
+        if migration is not None and job.state is not JobState.SWAPPED:
+            self._close(migration, MigrationOutcome.OVERTAKEN, "preempted", now)
 
     def finished(self, job: Job, now: float) -> None:
         """A request is done."""
-        if job.migration is not None:
-            self._close(job.migration, MigrationOutcome.OVERTAKEN, "finished", now)
+        migration = self.of(job)
+        if migration is not None:
+            self._close(migration, MigrationOutcome.OVERTAKEN, "finished", now)
 
     # ---- before the first byte
 
-    def _refusal(self, action: Migrate, job: Job, target: Instance) -> str:
-        source = job.instance
-        if source is None or source.instance_id != action.source_id:
+    def _refusal(self, action: Migrate, job: Job, source: Instance | None, target: Instance) -> str:
+        if source is None or job.instance_id != action.source_id:
             return f"not on {action.source_id}"
         if job.state is not JobState.DECODING and job.state is not JobState.SWAPPED:
             return f"is {job.state.value}"
-        if job.migration is not None:
+        if job.migrating:
             return "is being migrated already"
         if source is target:
             return "is there already"
@@ -330,7 +339,7 @@ class Migrations:
     def _commit(self, migration: Migration, now: float) -> None:
         job, source, target = migration.job, migration.source, migration.target
         source.release(job, now)
-        job.instance = target
+        job.instance_id = target.instance_id
         job.migrations += 1
         job.placements.append(PlacementRecord(now, target.instance_id))
         paused_s, blocks = migration.paused_s, migration.blocks
@@ -372,7 +381,8 @@ class Migrations:
     def _end(self, migration: Migration, outcome: MigrationOutcome, detail: str, now: float) -> None:
         migration.over = True
         job, source, target = migration.job, migration.source, migration.target
-        job.migration = None
+        job.migrating = False
+        del self._open[job]
         source.migrations_out -= 1
         target.migrations_in -= 1
         started_s, paused_s = migration.started_s, migration.paused_s

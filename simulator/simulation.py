@@ -72,7 +72,9 @@ class Simulation:
         ]
         self._by_id = {instance.instance_id: instance for instance in self.instances}
         self._views = Views(spec, self.instances, intra)
-        self.migrations = Migrations(spec.migration, intra, events, Network(spec.link, events), self)
+        self.migrations = Migrations(
+            spec.migration, self._by_id, intra, events, Network(spec.link, events), self
+        )
         self._runner = PolicyRunner(self._views, _Fixed(policy), self, PlainCalls())
         self._sampler = Sampler(self.instances, spec.stages)
         self._sample_interval_s = sample_interval_s

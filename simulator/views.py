@@ -156,6 +156,8 @@ class Views(ClusterModel[_Known]):
         ordered = sorted(instances, key=lambda instance: instance.instance_id)
         self._known = {instance.instance_id: _Known(instance) for instance in ordered}
         self._placed = 0
+        # Open migrations that are counted in at their targets.
+        self._arrivals: dict[Job, Migration] = {}
         self._dirty.update(self._known)
         self._views = dict.fromkeys(self._known, InstanceView(""))
         self._mapping = MappingProxyType(self._views)
@@ -188,8 +190,7 @@ class Views(ClusterModel[_Known]):
             known.forget_changes()
             known.told = {}
             for job in known.coming:
-                migration = job.migration
-                if migration is not None and _reserved(migration, report):
+                if _reserved(self._arrivals[job], report):
                     known.coming[job] = 0
             if known.pending:
                 shown = [job for job, p in known.pending.items() if p.placed <= report.placed_before]
@@ -208,7 +209,7 @@ class Views(ClusterModel[_Known]):
 
     def entered(self, job: Job, instance: Instance, tokens: int) -> None:
         """A phase event has arrived: the request was decoding there with so many output tokens."""
-        if self._exact or job.instance is not instance:
+        if self._exact or job.instance_id != instance.instance_id:
             return
         known = self._known[instance.instance_id]
         if known.expects_no_more(job):
@@ -251,12 +252,14 @@ class Views(ClusterModel[_Known]):
         # An exact view has the room already.
         kv_tokens = 0 if self._exact else migration.asked_tokens
         known = self._known[migration.target.instance_id]
+        self._arrivals[migration.job] = migration
         known.open_arrival(migration.job, kv_tokens, migration.asked_tokens)
         self.touch(migration.source, migration.target)
 
     def not_coming(self, migration: Migration) -> None:
         """A migration was given up."""
         self._known[migration.target.instance_id].close_migration(migration.job)
+        self._arrivals.pop(migration.job, None)
         self.touch(migration.source, migration.target)
 
     def came(self, migration: Migration) -> None:
@@ -273,6 +276,7 @@ class Views(ClusterModel[_Known]):
             known.told[job] = job.tokens
             self.touch(migration.source, migration.target)
         known.close_migration(job)
+        self._arrivals.pop(job, None)
 
     def touch(self, *instances: Instance) -> None:
         """Something else about these changed."""
@@ -372,8 +376,8 @@ class Views(ClusterModel[_Known]):
             for job in pending:
                 by_job.setdefault(job, (job, 0, JobState.QUEUED, 0))
             rows = by_job.values()
-        done = JobState.DONE
-        return (row for row in rows if row[0].instance is instance and row[0].state is not done)
+        done, here = JobState.DONE, instance.instance_id
+        return (row for row in rows if row[0].instance_id == here and row[0].state is not done)
 
     def phase_load(self, rows: Iterable[Row], at_s: float, quantum_tokens: int, without: str) -> PhaseLoad:
         """Rows counted as tailrace.policy.phase_load does with views of them."""
@@ -450,7 +454,7 @@ class Views(ClusterModel[_Known]):
             host_kv_tokens=host_blocks * size,
             arrival_s=job.request.arrival_s,
             token_interval_s=token_interval_s,
-            migrating=job.migration is not None or job.on_offer,
+            migrating=job.migrating or job.on_offer,
             pacer_slack_tokens=slack,
             predicted_remaining_tokens=self._remaining(job, tokens, instance.spec.max_model_len),
             phase_tokens=tokens - job.reasoning if answering else tokens,

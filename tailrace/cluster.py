@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from tailrace.lengths import LengthStatistics
-    from tailrace.policy.measured import Measured
+    from tailrace.perf.measured import Measured
 
 
 class Phase(enum.Enum):

@@ -7,7 +7,7 @@ import time
 import msgspec
 
 from tailrace.records import InstanceRecord
-from tailrace.store.registration import Registration
+from tailrace.store.registration import Registration, register
 from tailrace.store.store import Store
 from worker_agent.engine.base import EngineInfo
 
@@ -50,6 +50,6 @@ def instance_record(
     )
 
 
-async def register(store: Store, record: InstanceRecord, ttl_s: float) -> Registration:
+async def register_instance(store: Store, record: InstanceRecord, ttl_s: float) -> Registration:
     """Join. `withdraw()` of what is returned leaves. Raises StoreUnavailable."""
-    return await store.register(f"instances/{record.instance_id}", msgspec.json.encode(record), ttl_s)
+    return await register(store, f"instances/{record.instance_id}", msgspec.json.encode(record), ttl_s)

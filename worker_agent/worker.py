@@ -55,7 +55,7 @@ from worker_agent.profiling.own_stats import own_stats
 from worker_agent.profiling.probes import Probes
 from worker_agent.profiling.profiler import Profiler
 from worker_agent.progress import StepBounds, watch_progress
-from worker_agent.registration import instance_record, register
+from worker_agent.registration import instance_record, register_instance
 from worker_agent.reports import Reports
 from worker_agent.servicer import WorkerServicer
 from worker_agent.settings import WorkerSettings
@@ -284,7 +284,7 @@ async def running_worker(
         )
         # Loading a model takes minutes: somebody may have come meanwhile.
         await wait_until_free(around.store, instance_id, settings.lease_ttl_s, address)
-        registration = await register(around.store, record, settings.lease_ttl_s)
+        registration = await register_instance(around.store, record, settings.lease_ttl_s)
         registration.on_replaced(on_replaced)
         stack.push_async_callback(registration.withdraw)
         log.info("%s serves %s at %s", instance_id, info.model, address)

@@ -15,6 +15,7 @@ import msgspec
 
 from tailrace.records import ServiceRecord
 from tailrace.store.election import Election
+from tailrace.store.registration import register
 from tailrace.store.store import Store, StoreUnavailable
 
 CANDIDATES: Final = 2
@@ -168,7 +169,7 @@ async def observing(endpoints: list[str]) -> AsyncIterator[Observer]:
                 kind="scheduler", service_id=f"s{number}", incarnation=str(number), address=f"h:{number}"
             )
             store = await connect()
-            await store.register(f"services/scheduler/s{number}", msgspec.json.encode(record))
+            await register(store, f"services/scheduler/s{number}", msgspec.json.encode(record))
             election = Election(store, record)
             election.start()
             stack.push_async_callback(election.close)

@@ -42,7 +42,7 @@ from tailrace.control.recording import (
 from tailrace.control.reported_instance import ReportedInstance
 from tailrace.intra.base import QUANTUM_TOKENS
 from tailrace.lengths import LengthWindow
-from tailrace.policy.measured import Measured
+from tailrace.perf.measured import Measured
 from tailrace.records import InstanceRecord, ProfileRecord
 from tailrace.v1 import cache_pb2, monitor_pb2, types_pb2
 

@@ -13,8 +13,8 @@ from tailrace.control.messages import PHASES, REQUEST_STATES, predicted_remainin
 from tailrace.control.phase_counts import PhaseCounts
 from tailrace.control.recording import InstanceKnown, RecordedPending
 from tailrace.intra.base import QUANTUM_TOKENS
+from tailrace.perf.measured import Measured
 from tailrace.perf.ttft import TtftPredictor
-from tailrace.policy.measured import Measured
 from tailrace.policy.room import kv_needed_tokens
 from tailrace.records import InstanceRecord
 from tailrace.v1 import monitor_pb2

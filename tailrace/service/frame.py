@@ -13,6 +13,7 @@ from tailrace.records import ServiceRecord
 from tailrace.service.channels import Channels
 from tailrace.service.options import CommonOptions, fresh_incarnation
 from tailrace.store.membership import Membership
+from tailrace.store.registration import register
 from tailrace.store.store import Store
 from tailrace.telemetry.membership import MembershipMetrics
 from tailrace.telemetry.metrics import new_registry, serve_metrics
@@ -42,8 +43,8 @@ class Frame:
             address=self.common.advertised(address),
             metrics_address=self.common.advertised(self.metrics_address),
         )
-        registration = await self.store.register(
-            f"services/{self.kind}/{record.service_id}", msgspec.json.encode(record)
+        registration = await register(
+            self.store, f"services/{self.kind}/{record.service_id}", msgspec.json.encode(record)
         )
         try:
             yield record

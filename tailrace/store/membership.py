@@ -23,8 +23,7 @@ from tailrace.records import (
     decode_slo,
 )
 from tailrace.slo import Slo
-from tailrace.store.registration import TOMBSTONES
-from tailrace.store.store import Store
+from tailrace.store.store import TOMBSTONES, Store
 
 log = logging.getLogger(__name__)
 

@@ -6,23 +6,27 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from tailrace.store.errors import LeaseExpired, StoreUnavailable
-
-if TYPE_CHECKING:
-    from tailrace.store.store import Store
+from tailrace.store.store import Store
 
 log = logging.getLogger(__name__)
-
-TOMBSTONES: Final = "withdrawn/"
-"""`withdrawn/<key>` holds, for a while, the value that its owner took away: how a reader tells a withdrawal
-from a process that died, both of which only delete the key."""
 
 _TOMBSTONE_TTL_S: Final = 120.0
 _RETRY_S: Final = 0.5
 
 _random = random.SystemRandom()
+
+
+async def register(store: Store, key: str, value: bytes, ttl_s: float = 10.0) -> Registration:
+    """Keep a value in etcd while this process lives; closing the store withdraws it.
+
+    Raises StoreUnavailable.
+    """
+    registration = Registration(store, key, value, ttl_s)
+    await registration.start()
+    return registration
 
 
 class Registration:
@@ -39,16 +43,11 @@ class Registration:
         self._ttl_s = ttl_s
         self._lease = 0
         self._task: asyncio.Task[None] | None = None
-        self._withdrawn: list[Callable[[Registration], None]] = []
         self._replaced: list[Callable[[bytes], None]] = []
         # The value that was last told of as another's.
         self._other = b""
         # Writes of the key, one at a time: an update must not race with a re-registration.
         self._writing = asyncio.Lock()
-
-    def on_withdrawn(self, callback: Callable[[Registration], None]) -> None:
-        """Call back once it has been withdrawn."""
-        self._withdrawn.append(callback)
 
     def on_replaced(self, callback: Callable[[bytes], None]) -> None:
         """Call back when another process is found to have put its own value in place of ours, with that
@@ -64,6 +63,7 @@ class Registration:
         self._lease = await self._store.grant_lease(self._ttl_s)
         await self._store.put_leased(self.key, self._value, self._lease)
         self._task = asyncio.create_task(self._keep(), name=f"registration {self.key}")
+        self._store.before_close(self.withdraw)
 
     async def update(self, value: bytes) -> None:
         """Replace the value. Raises StoreUnavailable; the value is then put once etcd is back.
@@ -90,8 +90,7 @@ class Registration:
             await self._store.revoke_lease(self._lease)
         except StoreUnavailable as error:
             log.warning("withdrawing %s: %s; its lease will expire", self.key, error)
-        for callback in self._withdrawn:
-            callback(self)
+        self._store.forget_close(self.withdraw)
 
     async def _keep(self) -> None:
         pause_s = self._ttl_s / 3

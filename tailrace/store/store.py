@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
@@ -31,9 +31,12 @@ from tailrace.store.etcd_api import (
     put_op,
     unchanged,
 )
-from tailrace.store.registration import TOMBSTONES, Registration
 from tailrace.store.watch import PrefixWatch
 from tailrace.v1 import etcd_pb2
+
+TOMBSTONES: Final = "withdrawn/"
+"""`withdrawn/<key>` holds, for a while, the value that its owner took away: how a reader tells a withdrawal
+from a process that died, both of which only delete the key."""
 
 _CONNECT_S: Final = 15.0
 _RETRY_S: Final = 0.25
@@ -62,7 +65,7 @@ class Store:
     def __init__(self, client: EtcdClient, cluster: str) -> None:
         self._client = client
         self._prefix = f"/tailrace/{cluster}/"
-        self._registrations: set[Registration] = set()
+        self._before_close: list[Callable[[], Awaitable[None]]] = []
 
     @classmethod
     async def connect(cls, endpoints: Sequence[str], cluster: str, transport: Transport = PLAIN) -> Store:
@@ -90,9 +93,18 @@ class Store:
                 raise
 
     async def close(self) -> None:
-        """Withdraw every registration and close the connections."""
-        await asyncio.gather(*(r.withdraw() for r in list(self._registrations)), return_exceptions=True)
+        """Await what is to be done before, all at once, and close the connections."""
+        await asyncio.gather(*(action() for action in list(self._before_close)), return_exceptions=True)
         await self._client.close()
+
+    def before_close(self, action: Callable[[], Awaitable[None]]) -> None:
+        """Have `close` await this first; it may call forget_close."""
+        self._before_close.append(action)
+
+    def forget_close(self, action: Callable[[], Awaitable[None]]) -> None:
+        """It has been done already; nothing happens for one that `close` does not know."""
+        if action in self._before_close:
+            self._before_close.remove(action)
 
     # ---- values
 
@@ -165,14 +177,6 @@ class Store:
                 yield {self._relative(key): value for key, value in values.items()}
 
     # ---- leases
-
-    async def register(self, key: str, value: bytes, ttl_s: float = 10.0) -> Registration:
-        """Keep a value in etcd while this process lives; see Registration. Raises StoreUnavailable."""
-        registration = Registration(self, key, value, ttl_s)
-        await registration.start()
-        self._registrations.add(registration)
-        registration.on_withdrawn(self._registrations.discard)
-        return registration
 
     async def grant_lease(self, ttl_s: float) -> int:
         """A new lease; its id."""

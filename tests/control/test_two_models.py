@@ -76,7 +76,7 @@ class Mirrored(Views):
 
     def entered(self, job: Job, instance: Instance, tokens: int) -> None:
         super().entered(job, instance, tokens)
-        if job.instance is instance:
+        if job.instance_id == instance.instance_id:
             self._tell(job, instance.instance_id, tokens, PHASE_NUMBERS[job.phase_of(tokens)])
 
     def left(self, job: Job, instance: Instance, tokens: int) -> None:

@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from frontend_svc.front_half.sockets import EngineSockets, PortTaken, bind_http, is_listening
 from tailrace.records import ServiceRecord
 from tailrace.service.etcd import LocalEtcd, local_etcd
+from tailrace.store.registration import register
 from tailrace.store.store import Store
 from tests.frontend.conftest import eventually
 from tests.frontend.fake_front_half import FakeFrontHalf
@@ -56,7 +57,7 @@ async def test_carries_a_stream_registers_and_withdraws(tmp_path: Path) -> None:
     worker = ScriptedWorker("w0")
     async with local_etcd(tmp_path / "etcd") as etcd, FakeFrontHalf(tmp_path) as front, serving(worker):
         store = await Store.connect([etcd.endpoint], "default")
-        await store.register("instances/w0", msgspec.json.encode(record("w0", worker.address)))
+        await register(store, "instances/w0", msgspec.json.encode(record("w0", worker.address)))
         arguments = ("--front", "none", "--ipc", str(tmp_path), "--http", "127.0.0.1:0", "--id", "f0")
         async with front_end(etcd, *arguments) as process:
             service = await registered(store, "f0")

@@ -9,12 +9,12 @@ import pytest
 
 from tailrace.actions import Place, SetPool
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Pool
+from tailrace.perf.measured import Measured
 from tailrace.perf.qoe_model import QoeModel
 from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.arrow.load import LoadModel
 from tailrace.policy.arrow.policy import Arrow
 from tailrace.policy.cascade.policy import Cascade
-from tailrace.policy.measured import Measured
 from tailrace.policy.tailrace.policy import Tailrace
 from tailrace.profiles import load_profile
 from tailrace.records import ProfileRecord, QoeRecord, TtftRecord, profile_kind

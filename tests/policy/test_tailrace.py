@@ -18,10 +18,11 @@ from tailrace.intra.due import due_s, nominal_s
 from tailrace.intra.earliest_due import EarliestDue
 from tailrace.intra.registry import make_intra
 from tailrace.perf.length_penalty import load_length_penalty
+from tailrace.perf.measured import Measured
 from tailrace.perf.qoe_model import QoeModel
+from tailrace.perf.steps import StepModel
 from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.ledger import room_for
-from tailrace.policy.measured import Measured
 from tailrace.policy.prompts import prompts
 from tailrace.policy.registry import load
 from tailrace.policy.tailrace.costs import Costs, Longest
@@ -30,7 +31,6 @@ from tailrace.policy.tailrace.offers import FEW, Offers
 from tailrace.policy.tailrace.policy import Tailrace
 from tailrace.policy.tailrace.queue import Queue
 from tailrace.policy.tailrace.staged import within_stage
-from tailrace.policy.tailrace.steps import StepModel
 from tailrace.profiles import load_profile
 from tests.policy.clusters import arrivals as more_arrivals
 from tests.policy.clusters import clusters

@@ -24,7 +24,7 @@ from tailrace.service.options import CommonOptions
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.service.shutdown import Shutdown
 from tailrace.store.membership import Membership
-from tailrace.store.registration import Registration
+from tailrace.store.registration import Registration, register
 from tailrace.store.store import Store
 from tailrace.v1 import monitor_pb2, worker_pb2_grpc
 from tailrace.v1.admin_pb2_grpc import AdminStub
@@ -115,7 +115,7 @@ class Control:
     async def start_worker(self, name: str) -> Worker:
         """A worker that has registered."""
         record = instance(name)
-        registration = await self.store.register(f"instances/{name}", msgspec.json.encode(record))
+        registration = await register(self.store, f"instances/{name}", msgspec.json.encode(record))
         worker = self.workers[name] = Worker(name, registration)
         servicer = Servicer(worker_pb2_grpc.add_WorkerServicer_to_server, worker, "tailrace.v1.Worker")
         server = await self.stack.enter_async_context(serve_grpc("127.0.0.1:0", [servicer]))

@@ -16,6 +16,7 @@ from scheduler_svc.settings import Settings
 from tailrace.cluster import Pool
 from tailrace.records import InstanceRecord
 from tailrace.store.membership import Membership
+from tailrace.store.registration import register
 from tailrace.store.store import Store
 from tailrace.v1 import admin_pb2, types_pb2
 from tests.scheduler.conftest import Control
@@ -66,7 +67,7 @@ async def test_etcd_decides_who_is_gone(store: Store) -> None:
 async def test_the_leader_alone_removes_them(store: Store) -> None:
     await store.put("drains/gone", b"1")
     await store.put("pools/gone", b"decode")
-    registration = await store.register("instances/here", msgspec.json.encode(instance("here")))
+    registration = await register(store, "instances/here", msgspec.json.encode(instance("here")))
     await store.put("drains/here", b"1")
     members = await Membership.start(store)
     leading = asyncio.Event()

@@ -20,6 +20,7 @@ from tailrace.store.client import EtcdClient
 from tailrace.store.endpoints import parse_endpoints
 from tailrace.store.errors import StoreUnavailable
 from tailrace.store.etcd_roles import apply_rights
+from tailrace.store.registration import register
 from tailrace.store.store import Store
 from tests.security.conftest import transport
 
@@ -90,7 +91,7 @@ async def test_a_service_lives_there_as_in_an_open_one(guarded: Guarded) -> None
     other = await guarded.store(transport(guarded.authority, Role.SCHEDULER))
     async with asyncio.timeout(30):
         seen = other.watch_prefix("")
-        registration = await store.register("instances/w", b"here", 5.0)
+        registration = await register(store, "instances/w", b"here", 5.0)
         async for values in seen:
             if values.get("instances/w") == b"here":
                 break

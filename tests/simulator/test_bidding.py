@@ -80,9 +80,9 @@ def one_receiver_each(bidding: Bidding) -> None:
     assert all(count == 1 for count in live.values()), won
     assert all(party.receiver.open_transfers <= TRANSFERS for party in parties)
     sending = Counter(
-        job.migration.source.instance_id
+        migration.source.instance_id
         for job in bidding._jobs.values()
-        if job.migration is not None and job.migration.ended is not None
+        if (migration := bidding._migrations.of(job)) is not None and migration.ended is not None
     )
     assert all(count <= TRANSFERS for count in sending.values())
 

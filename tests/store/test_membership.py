@@ -19,6 +19,7 @@ from tailrace.records import (
 from tailrace.service.etcd import local_etcd
 from tailrace.slo import Slo
 from tailrace.store.membership import Membership
+from tailrace.store.registration import register
 from tailrace.store.store import Store
 from tests.store.waiting import member_state
 
@@ -110,7 +111,7 @@ async def test_what_cannot_be_read_is_left_out(store: Store) -> None:
 
 
 async def test_withdrawn_is_dropped_at_once(store: Store) -> None:
-    registration = await store.register("instances/a", encoded("a"))
+    registration = await register(store, "instances/a", encoded("a"))
     members = await Membership.start(store)
     assert list(members.instances) == ["a"]
     await registration.withdraw()
@@ -142,7 +143,7 @@ async def test_vanished_that_returns_is_cleared(store: Store) -> None:
 
 
 async def test_an_older_withdrawal_does_not_hide_that_the_next_run_vanished(store: Store) -> None:
-    first = await store.register("instances/a", encoded("a", "1"))
+    first = await register(store, "instances/a", encoded("a", "1"))
     members = await Membership.start(store)
     await first.withdraw()
     await member_state(members, lambda: not members.instances)
@@ -156,7 +157,7 @@ async def test_an_older_withdrawal_does_not_hide_that_the_next_run_vanished(stor
 async def test_etcd_away_changes_nothing(tmp_path: Path) -> None:
     async with local_etcd(tmp_path / "etcd") as etcd:
         store = await Store.connect([etcd.endpoint], "c")
-        await store.register("instances/a", encoded("a"), ttl_s=2)
+        await register(store, "instances/a", encoded("a"), ttl_s=2)
         await store.put("policy", b"round_robin")
         members = await Membership.start(store)
         seen: list[tuple[int, int]] = []

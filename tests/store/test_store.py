@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tailrace.service.etcd import local_etcd
-from tailrace.store.registration import TOMBSTONES
-from tailrace.store.store import Store, StoreUnavailable
+from tailrace.store.registration import register
+from tailrace.store.store import TOMBSTONES, Store, StoreUnavailable
 from tests.store.waiting import until
 
 
@@ -67,14 +67,14 @@ async def test_watch_of_an_empty_prefix_says_so(store: Store) -> None:
 
 
 async def test_withdrawal_leaves_word_and_a_new_registration_takes_it_back(store: Store) -> None:
-    registration = await store.register("instances/a", b"one")
+    registration = await register(store, "instances/a", b"one")
     assert await store.get("instances/a") == b"one"
     await registration.update(b"two")
     assert await store.get("instances/a") == b"two"
     await registration.withdraw()
     assert await store.get("instances/a") is None
     assert await store.get(f"{TOMBSTONES}instances/a") == b"two"
-    await store.register("instances/a", b"three")
+    await register(store, "instances/a", b"three")
     assert await store.get(f"{TOMBSTONES}instances/a") is None
 
 
@@ -87,7 +87,7 @@ async def test_lease_of_a_dead_process_expires(etcd: str, store: Store, cluster:
 
 
 async def test_registration_comes_back_after_its_lease_was_lost(store: Store) -> None:
-    registration = await store.register("instances/a", b"one", ttl_s=2)
+    registration = await register(store, "instances/a", b"one", ttl_s=2)
     watch = store.watch_prefix("instances/")
     await until(watch, lambda mapping: "instances/a" in mapping)
     await store.revoke_lease(registration._lease)
@@ -97,9 +97,9 @@ async def test_registration_comes_back_after_its_lease_was_lost(store: Store) ->
 
 
 async def test_a_name_that_another_took_is_left_to_it(etcd: str, store: Store, cluster: str) -> None:
-    registration = await store.register("instances/a", b"old", ttl_s=2)
+    registration = await register(store, "instances/a", b"old", ttl_s=2)
     other = await Store.connect([etcd], cluster)
-    await other.register("instances/a", b"new", ttl_s=2)
+    await register(other, "instances/a", b"new", ttl_s=2)
     await store.revoke_lease(registration._lease)
     await registration._renew()
     assert await store.get("instances/a") == b"new"
@@ -118,7 +118,7 @@ async def test_bad_endpoint(endpoints: list[str]) -> None:
 async def test_etcd_killed_and_restarted_on_its_data(tmp_path: Path) -> None:
     async with local_etcd(tmp_path / "etcd") as etcd:
         store = await Store.connect([etcd.endpoint, etcd.endpoint.replace("127.0.0.1", "localhost")], "c")
-        await store.register("instances/a", b"one", ttl_s=2)
+        await register(store, "instances/a", b"one", ttl_s=2)
         watch = store.watch_prefix("")
         assert await anext(watch) == {"instances/a": b"one"}
         etcd.kill()
@@ -139,7 +139,7 @@ async def test_etcd_restarted_without_its_data(tmp_path: Path) -> None:
     """Revisions begin anew: a watch that waits for the next one of the old history would wait for ever."""
     async with local_etcd(tmp_path / "first") as etcd:
         store = await Store.connect([etcd.endpoint], "c")
-        await store.register("instances/a", b"one", ttl_s=2)
+        await register(store, "instances/a", b"one", ttl_s=2)
         for n in range(50):
             await store.put("policy", b"%d" % n)
         watch = store.watch_prefix("")
@@ -165,11 +165,11 @@ async def test_frozen_etcd_is_noticed(tmp_path: Path) -> None:
 
 
 async def test_an_update_leaves_a_name_that_another_took_to_it(etcd: str, store: Store, cluster: str) -> None:
-    registration = await store.register("instances/a", b"old")
+    registration = await register(store, "instances/a", b"old")
     told: list[bytes] = []
     registration.on_replaced(told.append)
     other = await Store.connect([etcd], cluster)
-    await other.register("instances/a", b"new")
+    await register(other, "instances/a", b"new")
     await registration.update(b"old, draining")
     assert await store.get("instances/a") == b"new"
     assert told == [b"new"]

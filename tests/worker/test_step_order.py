@@ -179,7 +179,7 @@ def simulated(
         job.tokens = each.tokens
         job.first_token_s = job.reasoning_end_s = each.answering_s
         job.lapsed = each.lapsed
-        job.instance = instance
+        job.instance_id = instance.instance_id
         job.prefill_total = each.total
         if each.place == "decoding":
             instance._batch.join(job)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +24,11 @@ from tailrace.policy.parameters import NO_PARAMETERS, Value
 from tailrace.profiles import Profile
 from tailrace.records import RankRecord
 from tailrace.slo import Slo
-
-if TYPE_CHECKING:
-    from worker_agent.ranks.transfers import RankedMemory
+from worker_agent.engine.errors import EngineRefusal as EngineRefusal
+from worker_agent.engine.errors import KvCorrupt as KvCorrupt
+from worker_agent.engine.errors import NoRoom as NoRoom
+from worker_agent.kv.shape import KvShape as KvShape
+from worker_agent.ranks.ranked_memory import RankedMemory
 
 Frames = Sequence[bytes]
 
@@ -115,24 +117,6 @@ class Submission:
     sampling_state: bytes = b""
     # It was on an engine when that died, and has not got on since.
     suspect: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class KvShape:
-    """Shape of a block's KV; two engines exchange KV only if theirs are equal."""
-
-    model_fingerprint: str
-    block_tokens: int
-    # Of all ranks together.
-    num_layers: int
-    layer_block_bytes: int
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block over all layers and ranks."""
-        return self.num_layers * self.layer_block_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,18 +262,6 @@ class ExportedPause:
     waited_s: float = 0.0
     # Seconds since its first answering token; 0: there is none. For the target: the source's worker knows.
     answering_for_s: float = 0.0
-
-
-class EngineRefusal(Exception):
-    """The engine cannot do this now; the message says why (unknown request, no room, preempted, ...)."""
-
-
-class NoRoom(EngineRefusal):
-    """There is no room for an import: not enough free KV, or no free seat in the batch."""
-
-
-class KvCorrupt(Exception):
-    """A received block is not what was sent; the message names the block."""
 
 
 class Staging(Protocol):

@@ -12,9 +12,10 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from worker_agent.engine.base import EngineRefusal, KvCorrupt, KvShape
+from worker_agent.engine.errors import EngineRefusal, KvCorrupt
 from worker_agent.kv.address import KvAddress
 from worker_agent.kv.errors import KvIdentityError, KvTransferError
+from worker_agent.kv.shape import KvShape
 
 _LENGTH: Final = struct.Struct("<I")
 # The names of the blocks of the longest context are a few megabytes.

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from worker_agent.engine.base import EngineRefusal
+from worker_agent.engine.errors import EngineRefusal
 from worker_agent.kv.address import KvAddress
 from worker_agent.kv.errors import KvTransferError
 from worker_agent.kv.ticket import Ticket
 from worker_agent.metrics import WorkerMetrics
-from worker_agent.ranks.links import RankLink, RankLinks
+from worker_agent.ranks.links import RankLink
 from worker_agent.ranks.messages import (
     Announce,
     Begin,
@@ -29,26 +28,10 @@ from worker_agent.ranks.messages import (
     Pull,
     Pulled,
 )
+from worker_agent.ranks.ranked_memory import RankedMemory
 from worker_agent.unbroken import unbroken
 
 _T = TypeVar("_T")
-
-
-class RankedMemory(Protocol):
-    """What the engine knows of its ranks' KV: the same block numbers in each. All calls on the event loop."""
-
-    @property
-    def links(self) -> RankLinks:
-        """To its ranks."""
-
-    def exported(self, request_id: str, first_block: int, num_blocks: int) -> Sequence[int]:
-        """Where these pinned blocks of an export are. Raises EngineRefusal."""
-
-    def receiving(
-        self, request_id: str, first_block: int, num_blocks: int
-    ) -> AbstractContextManager[Sequence[int]]:
-        """While these blocks of an import are written: their places, fewer than asked for where the rest has
-        none before the last token is known. Left without an error, they have come. Raises EngineRefusal."""
 
 
 class RankedSession:

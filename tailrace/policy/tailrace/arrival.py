@@ -11,8 +11,8 @@ from typing import Final, Generic, NamedTuple
 
 import numpy as np
 
+from tailrace.perf.steps import Floats, Number, StepTimes
 from tailrace.policy.tailrace.costs import Costs
-from tailrace.policy.tailrace.steps import Floats, Number, StepTimes
 
 
 @dataclass(frozen=True, slots=True)

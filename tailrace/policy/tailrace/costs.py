@@ -14,7 +14,7 @@ from math import inf
 
 from tailrace.cluster import InstanceView
 from tailrace.perf.length_penalty import FittedLengthPenalty
-from tailrace.policy.tailrace.steps import Number, StepModel
+from tailrace.perf.steps import Number, StepModel
 
 
 @dataclass(frozen=True, slots=True)

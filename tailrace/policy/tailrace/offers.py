@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from tailrace.cluster import NOTHING_CACHED, CachedTokens, InstanceState, InstanceView
 from tailrace.intra.due import PREFILLS, nominal_s, yielded_s
+from tailrace.perf.steps import Floats, StepModel, StepTimes
 from tailrace.policy.phase_load import phase_load
 from tailrace.policy.prompts import prompts
 from tailrace.policy.tailrace.arrival import (
@@ -34,7 +35,6 @@ from tailrace.policy.tailrace.arrival import (
 )
 from tailrace.policy.tailrace.costs import Costs, Longest
 from tailrace.policy.tailrace.queue import Queue
-from tailrace.policy.tailrace.steps import Floats, StepModel, StepTimes
 
 # Up to so many instances numbers are faster.
 FEW: Final = 24

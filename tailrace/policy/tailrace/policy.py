@@ -8,6 +8,7 @@ from typing import Final
 from tailrace.actions import Action, Place, Placement, SetPool
 from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestView
 from tailrace.perf.length_penalty import FittedLengthPenalty
+from tailrace.perf.steps import NOMINAL, StepModel
 from tailrace.policy.arrow.policy import FILTER, Arrow
 from tailrace.policy.base import Policy
 from tailrace.policy.candidates import NO_INSTANCE, candidates
@@ -20,7 +21,6 @@ from tailrace.policy.tailrace.offers import Offers
 from tailrace.policy.tailrace.pooled import decoders, late_handovers, pooled, prefillers
 from tailrace.policy.tailrace.rebalance import movable, rebalance
 from tailrace.policy.tailrace.staged import groups, next_stage, within_stage
-from tailrace.policy.tailrace.steps import NOMINAL, StepModel
 from tailrace.profiles import Profile, load_profile
 
 # Open at a time, an instance and direction: what the migration service admits.

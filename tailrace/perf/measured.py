@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tailrace.perf.qoe_model import QoeModel
+from tailrace.perf.steps import StepModel
 from tailrace.perf.ttft import TtftPredictor
-from tailrace.policy.tailrace.steps import StepModel
 from tailrace.profiles import Profile
 from tailrace.records import ProfileRecord
 

@@ -1,0 +1,26 @@
+"""One run of `bench-policies`, in figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One policy, one rate, one seed. Times in seconds."""
+
+    ground: str
+    share: float
+    rate_per_s: float
+    seed: int
+    policy: str
+    # Share of requests that met their SLOs; times the rate it is the goodput, in requests a second.
+    attained: float
+    goodput_per_s: float
+    ttft_mean_s: float
+    ttft_p99_s: float
+    tpot_mean_s: float
+    tpot_p99_s: float
+    qoe_missed: float
+    preemptions: int
+    migrations: int

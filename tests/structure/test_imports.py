@@ -1,0 +1,52 @@
+"""No file imports itself by way of others, not even for a type."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.structure.import_graph import circle, import_graph
+
+ROOT = Path(__file__).parents[2]
+
+
+def packages() -> list[str]:
+    """The library, the services and the simulator, as the linter of imports knows them."""
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    found: list[str] = config["tool"]["importlinter"]["root_packages"]
+    return found
+
+
+def test_no_import_circles() -> None:
+    graph = import_graph(ROOT, [*packages(), "benchmarks"])
+
+    # It reads what there is.
+    assert "tailrace.store.store" in graph["tailrace.store.registration"]
+    assert circle(graph) == []
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "import pair.one",
+        "from pair import one",
+        "from pair.one import ONE",
+        "from . import one",
+        "from .one import ONE",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from pair.one import ONE",
+        "def late() -> None:\n    from pair.one import ONE",
+    ],
+)
+def test_a_circle_is_found_however_it_is_closed(tmp_path: Path, back: str) -> None:
+    package = tmp_path / "pair"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "one.py").write_text("from pair.two import TWO\n")
+    (package / "two.py").write_text(f"{back}\n")
+
+    found = circle(import_graph(tmp_path, ["pair"]))
+
+    assert found[0] == found[-1]
+    assert set(found) == {"pair.one", "pair.two"}

@@ -1,0 +1,15 @@
+"""What an engine raises."""
+
+from __future__ import annotations
+
+
+class EngineRefusal(Exception):
+    """The engine cannot do this now; the message says why (unknown request, no room, preempted, ...)."""
+
+
+class NoRoom(EngineRefusal):
+    """There is no room for an import: not enough free KV, or no free seat in the batch."""
+
+
+class KvCorrupt(Exception):
+    """A received block is not what was sent; the message names the block."""
