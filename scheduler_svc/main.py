@@ -13,7 +13,8 @@ from typing import Final
 import click
 
 from scheduler_svc.actuator import Actuator
-from scheduler_svc.admin.forward import LeaderRoute
+from scheduler_svc.admin.errors import AdminErrors
+from scheduler_svc.admin.forward import LeaderForwarding, LeaderRoute
 from scheduler_svc.admin.servicer import AdminServicer
 from scheduler_svc.admin.shadowing import Shadowing
 from scheduler_svc.cache_sync import CacheSync
@@ -102,9 +103,11 @@ async def serve(
     async with open_frame(KIND, common) as frame:
         leading = Leadership()
         parts = Parts(frame, policy, leading)
+        route = LeaderRoute(common.member_id, frame.members, frame.channels, leading)
+        allowed = [AdminErrors(), LeaderForwarding(route)]
         async with (
             auditing(common.member_id, audit_log) as audit,
-            serve_grpc(common.listen, parts.servicers, common.transport, [audit]) as server,
+            serve_grpc(common.listen, parts.servicers, common.transport, [audit], allowed) as server,
             AsyncExitStack() as membership,
         ):
             record = await membership.enter_async_context(frame.announced(server.address))
@@ -170,7 +173,6 @@ class Parts:
         )
         self._cache_sync = CacheSync(self.state, frame.channels)
         placer = Placer(self.control, self.metrics)
-        route = LeaderRoute(name, frame.members, frame.channels, leading)
         admin = AdminServicer(
             self.state,
             frame.members,
@@ -180,7 +182,6 @@ class Parts:
             settings,
             mover,
             migrations,
-            route,
             Recorder(self.control),
             Shadowing(self.control, self.metrics),
         )

@@ -1,36 +1,33 @@
-"""Writes go to the leader: a standby passes them on."""
+"""Calls of the admin API that are the leader's: a standby passes them on."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Final, TypeAlias, cast
 
 import grpc
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
+from scheduler_svc.admin.methods import OF_LEADER, SERVICE
 from scheduler_svc.refused import Refused
 from tailrace.security.audit import ON_BEHALF_OF, caller_name
-from tailrace.security.handlers import Context
+from tailrace.security.handlers import Context, Handler
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.store.membership import Membership
-from tailrace.v1.admin_pb2_grpc import AdminStub
-
-if TYPE_CHECKING:
-    from tailrace.v1.admin_pb2_grpc import AdminAsyncStub
 
 KIND: Final = "scheduler"
 FORWARDED: Final = ("tailrace-forwarded", "1")
 """Metadata of a call that a standby passed on; it is not passed on again."""
 
-
-def forwarding(context: Context) -> tuple[tuple[str, str], ...]:
-    """Metadata to pass a call on with: whom it is for, if that is known."""
-    who = caller_name(context)
-    return (FORWARDED, (ON_BEHALF_OF, who)) if who else (FORWARDED,)
+_Unary: TypeAlias = "Callable[[Message, Context], Awaitable[Message]]"
+_Stream: TypeAlias = "Callable[[Message, Context], AsyncIterator[Message]]"
 
 
 class LeaderRoute:
-    """Where a write is to be done."""
+    """Where a call that is the leader's is to be carried out."""
 
     def __init__(
         self, service_id: str, members: Membership, channels: Channels, leading: asyncio.Event
@@ -40,8 +37,8 @@ class LeaderRoute:
         self._channels = channels
         self._leading = leading
 
-    def elsewhere(self, metadata: grpc.aio.Metadata | None) -> AdminAsyncStub | None:
-        """The leader's admin API; None: it is us. Raises Refused when nobody is known to lead."""
+    def elsewhere(self, metadata: grpc.aio.Metadata | None) -> grpc.aio.Channel | None:
+        """The way to the leader; None: it is us. Raises Refused when nobody is known to lead."""
         if self._leading.is_set():
             return None
         leader = self._members.leaders.get(KIND)
@@ -53,4 +50,84 @@ class LeaderRoute:
                 f"scheduler {self._service_id} does not lead (leader known here: {named}); "
                 "try again in some seconds",
             )
-        return AdminStub(self._channels.get(leader.address, Role.SCHEDULER))
+        return self._channels.get(leader.address, Role.SCHEDULER)
+
+
+class LeaderForwarding(grpc.aio.ServerInterceptor):
+    """Carries out the leader's methods on the leader, whichever scheduler is called."""
+
+    def __init__(self, route: LeaderRoute) -> None:
+        self._route = route
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """See grpc.aio.ServerInterceptor."""
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or method not in OF_LEADER:
+            return handler
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(
+                self._stream(method, cast(_Stream, handler.unary_stream)),
+                request_deserializer=handler.request_deserializer,
+                response_serializer=handler.response_serializer,
+            )
+        return grpc.unary_unary_rpc_method_handler(
+            self._unary(method, cast(_Unary, handler.unary_unary)),
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+    def _unary(self, method: str, here: _Unary) -> _Unary:
+        async def reply(request: Message, context: Context) -> Message:
+            leader = self._route.elsewhere(context.invocation_metadata())
+            if leader is None:
+                return await here(request, context)
+            call = leader.unary_unary(method, _serialized, _reply_class(method).FromString)
+            try:
+                return await call(request, timeout=OF_LEADER[method], metadata=_metadata(context))
+            except grpc.aio.AioRpcError as error:
+                raise _refused(error) from error
+
+        return reply
+
+    def _stream(self, method: str, here: _Stream) -> _Stream:
+        async def replies(request: Message, context: Context) -> AsyncIterator[Message]:
+            leader = self._route.elsewhere(context.invocation_metadata())
+            if leader is None:
+                async for reply in here(request, context):
+                    yield reply
+                return
+            call = leader.unary_stream(method, _serialized, _reply_class(method).FromString)
+            try:
+                async for reply in call(request, timeout=OF_LEADER[method], metadata=_metadata(context)):
+                    yield reply
+            except grpc.aio.AioRpcError as error:
+                raise _refused(error) from error
+
+        return replies
+
+
+def _serialized(request: Message) -> bytes:
+    return request.SerializeToString()
+
+
+def _reply_class(method: str) -> type[Message]:
+    return GetMessageClass(SERVICE.methods_by_name[method.rpartition("/")[2]].output_type)
+
+
+def _metadata(context: Context) -> tuple[tuple[str, str], ...]:
+    """That it was passed on, and for whom, if that is known."""
+    who = caller_name(context)
+    return (FORWARDED, (ON_BEHALF_OF, who)) if who else (FORWARDED,)
+
+
+def _refused(error: grpc.aio.AioRpcError) -> Refused:
+    """What the leader said, or that it did not answer."""
+    details = error.details() or error.code().name
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        details = f"the leading scheduler does not answer; another one leads within seconds ({details})"
+    return Refused(error.code(), details)

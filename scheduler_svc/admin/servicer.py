@@ -1,20 +1,23 @@
-"""The Admin service. Reads work on any scheduler; writes are the leader's."""
+"""The Admin service, as the leader carries it out.
+
+Calls that are the leader's alone come here on the leader alone (`forward.py`); what is raised becomes the
+call's status (`errors.py`).
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from types import TracebackType
-from typing import Final, Generic, TypeVar
+from typing import Final
 
 import grpc
 
 from scheduler_svc.admin import listing
 from scheduler_svc.admin.deciding import parameter_words, policy_record
 from scheduler_svc.admin.draining import progress
-from scheduler_svc.admin.forward import LeaderRoute, forwarding
 from scheduler_svc.admin.lookup import check_drained, check_instance, find_request
+from scheduler_svc.admin.methods import RECORD_S
 from scheduler_svc.admin.profiling import profile_events
 from scheduler_svc.admin.shadowing import Shadowing
 from scheduler_svc.admin.stages import read_stages
@@ -27,52 +30,15 @@ from scheduler_svc.settings import Settings
 from tailrace.control.active_policy import ActivePolicy
 from tailrace.control.messages import POOLS, pool_number
 from tailrace.control.reported_cluster import ReportedCluster
-from tailrace.policy.parameters import ParameterError
 from tailrace.profile_message import profile_message
 from tailrace.records import PolicyRecord
-from tailrace.service.answered import ANSWERED
 from tailrace.service.channels import Channels
 from tailrace.slo import Slo
 from tailrace.slo_message import given_objectives, slo_message
-from tailrace.store.errors import StoreUnavailable
 from tailrace.store.membership import Membership
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, profile_pb2, types_pb2, worker_pb2
 
-_WRITE_S: Final = 10.0
-_STREAM_S: Final = 1_800.0
-# Longest recording.
-_RECORD_S: Final = 3_600.0
 _OPERATOR: Final = "operator"
-
-
-_Request = TypeVar("_Request")
-_Reply = TypeVar("_Reply")
-
-
-class _Answering(Generic[_Request, _Reply]):
-    """Turns what was refused into the call's status."""
-
-    def __init__(self, context: grpc.aio.ServicerContext[_Request, _Reply]) -> None:
-        self._context = context
-
-    async def __aenter__(self) -> None:
-        return None
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, Refused):
-            await self._context.abort(error.code, error.details, (ANSWERED,))
-        if isinstance(error, StoreUnavailable):
-            await self._context.abort(grpc.StatusCode.UNAVAILABLE, str(error), (ANSWERED,))
-        if isinstance(error, grpc.aio.AioRpcError):
-            # From the leader, to which the call was passed on.
-            details = error.details() or error.code().name
-            if error.code() is grpc.StatusCode.UNAVAILABLE:
-                details = (
-                    f"the leading scheduler does not answer; another one leads within seconds ({details})"
-                )
-            await self._context.abort(error.code(), details, (ANSWERED,))
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):
@@ -88,7 +54,6 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         settings: Settings,
         mover: Mover,
         migrations: Migrations,
-        route: LeaderRoute,
         recorder: Recorder,
         shadowing: Shadowing,
     ) -> None:
@@ -100,7 +65,6 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         self._settings = settings
         self._mover = mover
         self._migrations = migrations
-        self._route = route
         self._recorder = recorder
         self._shadowing = shadowing
 
@@ -120,14 +84,13 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         context: grpc.aio.ServicerContext[admin_pb2.ListRequestsRequest, admin_pb2.ListRequestsReply],
     ) -> admin_pb2.ListRequestsReply:
         """All, or those of one instance (NOT_FOUND when there is no such)."""
-        async with _Answering(context):
-            if request.instance_id:
-                check_instance(self._state, "instance_id", request.instance_id)
-                requests = self._state.requests_on(request.instance_id)
-            else:
-                requests = list(self._state.requests())
-            wall_s = time.time()
-            infos = [listing.request_info(self._state, r, wall_s) for r in requests]
+        if request.instance_id:
+            check_instance(self._state, "instance_id", request.instance_id)
+            requests = self._state.requests_on(request.instance_id)
+        else:
+            requests = list(self._state.requests())
+        wall_s = time.time()
+        infos = [listing.request_info(self._state, r, wall_s) for r in requests]
         return admin_pb2.ListRequestsReply(requests=infos)
 
     async def ListMigrations(
@@ -138,9 +101,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         ],
     ) -> migration_pb2.ListMigrationsReply:
         """Latest first, from the migration service."""
-        async with _Answering(context):
-            reply = await self._migrations.recent(request)
-        return reply
+        return await self._migrations.recent(request)
 
     async def ListPolicies(
         self,
@@ -174,9 +135,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         context: grpc.aio.ServicerContext[admin_pb2.GetTraceRequest, admin_pb2.GetTraceReply],
     ) -> admin_pb2.GetTraceReply:
         """From the monitor's trace store."""
-        async with _Answering(context):
-            reply = await fetch_trace(self._members, self._channels, request)
-        return reply
+        return await fetch_trace(self._members, self._channels, request)
 
     async def ListProfiles(
         self,
@@ -193,18 +152,11 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         context: grpc.aio.ServicerContext[admin_pb2.RecordRequest, admin_pb2.RecordedLines],
     ) -> AsyncIterator[admin_pb2.RecordedLines]:
         """Of the leader; a caller who goes away ends it."""
-        async with _Answering(context):
-            if not 0 < request.seconds <= _RECORD_S:
-                raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"seconds: from 0 to {_RECORD_S:.0f}")
-            leader = self._route.elsewhere(context.invocation_metadata())
-            if leader is not None:
-                timeout_s = request.seconds + _WRITE_S
-                async for told in leader.Record(request, timeout=timeout_s, metadata=forwarding(context)):
-                    yield told
-                return
-            async with aclosing(self._recorder.record(request.seconds)) as recording:
-                async for lines in recording:
-                    yield admin_pb2.RecordedLines(lines=lines)
+        if not 0 < request.seconds <= RECORD_S:
+            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"seconds: from 0 to {RECORD_S:.0f}")
+        async with aclosing(self._recorder.record(request.seconds)) as recording:
+            async for lines in recording:
+                yield admin_pb2.RecordedLines(lines=lines)
 
     async def GetShadow(
         self,
@@ -212,10 +164,6 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         context: grpc.aio.ServicerContext[admin_pb2.GetShadowRequest, admin_pb2.Shadow],
     ) -> admin_pb2.Shadow:
         """The leader's."""
-        async with _Answering(context):
-            leader = self._route.elsewhere(context.invocation_metadata())
-            if leader is not None:
-                return await leader.GetShadow(request, timeout=_WRITE_S, metadata=forwarding(context))
         return self._shadowing.message()
 
     # ---- writes
@@ -226,11 +174,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         context: grpc.aio.ServicerContext[admin_pb2.SetShadowRequest, admin_pb2.SetShadowReply],
     ) -> admin_pb2.SetShadowReply:
         """On the leader, until it ends or leads no more."""
-        async with _Answering(context):
-            leader = self._route.elsewhere(context.invocation_metadata())
-            if leader is not None:
-                return await leader.SetShadow(request, timeout=_WRITE_S, metadata=forwarding(context))
-            previous = self._shadowing.set(request)
+        previous = self._shadowing.set(request)
         return admin_pb2.SetShadowReply(previous=previous)
 
     async def SetPolicy(
@@ -239,13 +183,9 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         context: grpc.aio.ServicerContext[admin_pb2.SetPolicyRequest, admin_pb2.SetPolicyReply],
     ) -> admin_pb2.SetPolicyReply:
         """Takes effect here at once, on other schedulers with etcd's next word."""
-        async with _Answering(context):
-            leader = self._route.elsewhere(context.invocation_metadata())
-            if leader is not None:
-                return await leader.SetPolicy(request, timeout=_WRITE_S, metadata=forwarding(context))
-            record, default = policy_record(request, self._active.slo), self._active.record
-            previous = await self._settings.set_policy(record) or default
-            self._follow(record, self._active.slo)
+        record, default = policy_record(request, self._active.slo), self._active.record
+        previous = await self._settings.set_policy(record) or default
+        self._follow(record, self._active.slo)
         return admin_pb2.SetPolicyReply(
             previous=previous.name, previous_parameters=parameter_words(previous.parameters)
         )
@@ -264,15 +204,8 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         context: grpc.aio.ServicerContext[admin_pb2.SetSloRequest, admin_pb2.SetSloReply],
     ) -> admin_pb2.SetSloReply:
         """Takes effect here at once, elsewhere with etcd's next word."""
-        async with _Answering(context):
-            leader = self._route.elsewhere(context.invocation_metadata())
-            if leader is not None:
-                return await leader.SetSlo(request, timeout=_WRITE_S, metadata=forwarding(context))
-            try:
-                previous, slo = await self._settings.change_slo(given_objectives(request.slo))
-            except ParameterError as error:
-                raise Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
-            self._follow(self._active.record, slo)
+        previous, slo = await self._settings.change_slo(given_objectives(request.slo))
+        self._follow(self._active.record, slo)
         return admin_pb2.SetSloReply(slo=slo_message(slo), previous=slo_message(previous))
 
     async def SetPool(
@@ -281,17 +214,13 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         context: grpc.aio.ServicerContext[admin_pb2.SetPoolRequest, admin_pb2.SetPoolReply],
     ) -> admin_pb2.SetPoolReply:
         """UNSPECIFIED takes the instance out of all pools."""
-        async with _Answering(context):
-            leader = self._route.elsewhere(context.invocation_metadata())
-            if leader is not None:
-                return await leader.SetPool(request, timeout=_WRITE_S, metadata=forwarding(context))
-            # What is left of an instance that is gone may be removed.
-            taken_out = request.pool == types_pb2.POOL_UNSPECIFIED
-            if not (taken_out and request.instance_id in self._members.pools):
-                check_instance(self._state, "instance_id", request.instance_id)
-            if request.pool != types_pb2.POOL_UNSPECIFIED and request.pool not in POOLS:
-                raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"pool: there is no pool {request.pool}")
-            previous = await self._settings.set_pool(request.instance_id, POOLS.get(request.pool))
+        # What is left of an instance that is gone may be removed.
+        taken_out = request.pool == types_pb2.POOL_UNSPECIFIED
+        if not (taken_out and request.instance_id in self._members.pools):
+            check_instance(self._state, "instance_id", request.instance_id)
+        if request.pool != types_pb2.POOL_UNSPECIFIED and request.pool not in POOLS:
+            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"pool: there is no pool {request.pool}")
+        previous = await self._settings.set_pool(request.instance_id, POOLS.get(request.pool))
         return admin_pb2.SetPoolReply(previous=pool_number(previous))
 
     async def SetStages(
@@ -300,11 +229,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         context: grpc.aio.ServicerContext[admin_pb2.SetStagesRequest, admin_pb2.SetStagesReply],
     ) -> admin_pb2.SetStagesReply:
         """Replaces all."""
-        async with _Answering(context):
-            leader = self._route.elsewhere(context.invocation_metadata())
-            if leader is not None:
-                return await leader.SetStages(request, timeout=_WRITE_S, metadata=forwarding(context))
-            await self._settings.set_stages(read_stages(self._state, request.stages))
+        await self._settings.set_stages(read_stages(self._state, request.stages))
         return admin_pb2.SetStagesReply()
 
     async def Migrate(
@@ -313,23 +238,17 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         context: grpc.aio.ServicerContext[admin_pb2.AdminMigrateRequest, migration_pb2.MigrationRecord],
     ) -> AsyncIterator[migration_pb2.MigrationRecord]:
         """Records until it is over; a caller who goes away does not end it."""
-        async with _Answering(context):
-            leader = self._route.elsewhere(context.invocation_metadata())
-            if leader is not None:
-                async for record in leader.Migrate(request, timeout=_STREAM_S, metadata=forwarding(context)):
-                    yield record
-                return
-            found = find_request(self._state, request.request_id)
-            check_instance(self._state, "target_instance_id", request.target_instance_id)
-            records = self._mover.move(
-                found,
-                request.target_instance_id,
-                request.reason or _OPERATOR,
-                _OPERATOR,
-                request.mode or worker_pb2.COPY_MODE_PRE_COPY,
-            )
-            async for record in records:
-                yield record
+        found = find_request(self._state, request.request_id)
+        check_instance(self._state, "target_instance_id", request.target_instance_id)
+        records = self._mover.move(
+            found,
+            request.target_instance_id,
+            request.reason or _OPERATOR,
+            _OPERATOR,
+            request.mode or worker_pb2.COPY_MODE_PRE_COPY,
+        )
+        async for record in records:
+            yield record
 
     async def Profile(
         self,
@@ -337,10 +256,9 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         context: grpc.aio.ServicerContext[admin_pb2.AdminProfileRequest, profile_pb2.ProfileEvent],
     ) -> AsyncIterator[profile_pb2.ProfileEvent]:
         """Any scheduler passes it to the worker, which writes to etcd; a caller who goes away ends it."""
-        async with _Answering(context):
-            check_instance(self._state, "instance_id", request.instance_id)
-            async for event in profile_events(self._members, self._channels, request):
-                yield event
+        check_instance(self._state, "instance_id", request.instance_id)
+        async for event in profile_events(self._members, self._channels, request):
+            yield event
 
     async def Drain(
         self,
@@ -348,18 +266,12 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         context: grpc.aio.ServicerContext[admin_pb2.DrainRequest, admin_pb2.DrainEvent],
     ) -> AsyncIterator[admin_pb2.DrainEvent]:
         """Progress until the instance is empty; a caller who goes away does not end the draining."""
-        async with _Answering(context):
-            leader = self._route.elsewhere(context.invocation_metadata())
-            if leader is not None:
-                async for event in leader.Drain(request, timeout=_STREAM_S, metadata=forwarding(context)):
-                    yield event
-                return
-            if request.undrain:
-                check_drained(self._state, self._members.drained, request.instance_id)
-                await self._settings.undrain(request.instance_id)
-                yield admin_pb2.DrainEvent(message=f"{request.instance_id} takes new requests", done=True)
-                return
-            check_instance(self._state, "instance_id", request.instance_id)
-            await self._settings.drain(request.instance_id)
-            async for event in progress(self._state, request.instance_id):
-                yield event
+        if request.undrain:
+            check_drained(self._state, self._members.drained, request.instance_id)
+            await self._settings.undrain(request.instance_id)
+            yield admin_pb2.DrainEvent(message=f"{request.instance_id} takes new requests", done=True)
+            return
+        check_instance(self._state, "instance_id", request.instance_id)
+        await self._settings.drain(request.instance_id)
+        async for event in progress(self._state, request.instance_id):
+            yield event

@@ -7,8 +7,6 @@ Used by the worker (`--intra`, and when the fleet's policy is switched) and by w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
-from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 from typing import Final
 
@@ -18,6 +16,7 @@ from tailrace.intra.earliest_due import EarliestDue
 from tailrace.intra.fcfs import Fcfs
 from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.round_robin import QuantumRoundRobin
+from tailrace.plugins import PluginError, load_plugin, plugins
 from tailrace.policy.deployment import Deployment
 from tailrace.policy.parameters import NO_PARAMETERS, Parameter, ParameterError, Value, parse_parameters
 from tailrace.slo import Slo
@@ -41,7 +40,7 @@ class UnknownIntraError(ValueError):
 
 def intra_names() -> list[str]:
     """Every name that `make_intra` takes, sorted."""
-    return sorted({ENGINE_ORDER, *INTRA_POLICIES, *_points()})
+    return sorted({ENGINE_ORDER, *INTRA_POLICIES, *plugins(GROUP)})
 
 
 def make_intra(
@@ -74,20 +73,13 @@ def intra_parameters(name: str) -> tuple[Parameter, ...]:
 def _order_class(name: str) -> type[IntraPolicy]:
     if name in INTRA_POLICIES:
         return INTRA_POLICIES[name]
-    point = _points().get(name)
+    point = plugins(GROUP).get(name)
     if point is None:
         raise UnknownIntraError(f"unknown order {name!r}; known: {', '.join(intra_names())}")
     try:
-        found: object = point.load()
-    # Somebody else's package, which may fail in any way; a worker must outlive that.
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise UnknownIntraError(f"order {name!r} ({point.value}) cannot be loaded: {reason}") from error
+        found = load_plugin(point)
+    except PluginError as error:
+        raise UnknownIntraError(f"order {name!r} {error}") from error
     if not (isinstance(found, type) and issubclass(found, IntraPolicy)):
         raise UnknownIntraError(f"order {name!r} ({point.value}) is not a tailrace.intra.base.IntraPolicy")
     return found
-
-
-@lru_cache(maxsize=1)
-def _points() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=GROUP)}

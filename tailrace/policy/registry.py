@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
-from importlib.metadata import EntryPoint, entry_points
 
 from tailrace.intra.registry import UnknownIntraError, intra_parameters
+from tailrace.plugins import PluginError, load_plugin, plugins
 from tailrace.policy.base import Policy, Variant
 from tailrace.policy.deployment import Deployment
 from tailrace.policy.parameters import NO_PARAMETERS, Parameter, ParameterError, Value, parse_parameters
@@ -25,7 +24,7 @@ class UnusablePolicyError(RuntimeError):
 
 def names() -> list[str]:
     """Return every name that `load` takes, those of variants and baselines included, sorted."""
-    return sorted(_points())
+    return sorted(plugins(GROUP))
 
 
 def load(name: str, *, parameters: Mapping[str, Value] = NO_PARAMETERS, slo: Slo | None = None) -> Policy:
@@ -51,18 +50,16 @@ def variant(name: str) -> Variant:
 
     Raises UnknownPolicyError, UnusablePolicyError.
     """
-    if name not in _points():
+    if name not in plugins(GROUP):
         # Perhaps it has been installed since.
-        _points.cache_clear()
-    point = _points().get(name)
+        plugins.cache_clear()
+    point = plugins(GROUP).get(name)
     if point is None:
         raise UnknownPolicyError(f"unknown policy {name!r}; installed: {', '.join(names())}")
     try:
-        found: object = point.load()
-    # Somebody else's package, which may fail in any way; a scheduler must outlive that.
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise UnusablePolicyError(f"policy {name!r} ({point.value}) cannot be loaded: {reason}") from error
+        found = load_plugin(point)
+    except PluginError as error:
+        raise UnusablePolicyError(f"policy {name!r} {error}") from error
     if isinstance(found, Variant):
         return found
     if isinstance(found, type) and issubclass(found, Policy):
@@ -117,9 +114,3 @@ def make_policy(
             raise ParameterError(f"policy {name!r}: {error}") from error
         reason = f"{type(error).__name__}: {error}"
         raise UnusablePolicyError(f"policy {name!r} cannot be loaded: {reason}") from error
-
-
-@lru_cache(maxsize=1)
-def _points() -> dict[str, EntryPoint]:
-    """Looking for them takes tens of milliseconds: longer than a scheduler may stand still."""
-    return {point.name: point for point in entry_points(group=GROUP)}

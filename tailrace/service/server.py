@@ -69,14 +69,16 @@ async def serve_grpc(
     servicers: Sequence[Servicer],
     transport: Transport = PLAIN,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    inner: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> AsyncIterator[GrpcServer]:
     """Serve on HOST:PORT (port 0: any free one) until the block ends; SERVING from the start. `interceptors`
-    see calls before it is checked who may make them.
+    see calls before it is checked who may make them, `inner` those that may be made.
 
     At the end the health check says NOT_SERVING, calls get half a second, and are then cancelled. Raises
     ListenError when the address is taken or is none.
     """
-    server = grpc.aio.server(options=_OPTIONS, interceptors=[*interceptors, *transport.interceptors()])
+    layers = [*interceptors, *transport.interceptors(), *inner]
+    server = grpc.aio.server(options=_OPTIONS, interceptors=layers)
     for servicer in servicers:
         servicer.add(servicer.servicer, server)
     names = [servicer.name for servicer in servicers]

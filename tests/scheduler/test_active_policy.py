@@ -8,6 +8,7 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from scheduler_svc.admin.listing import policy_infos
+from tailrace import plugins
 from tailrace.control.active_policy import ActivePolicy, warm_up
 from tailrace.intra.base import QUANTUM_TOKENS
 from tailrace.policy import registry
@@ -37,10 +38,10 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "absent": "no_such_module:Policy",
     }
     points = [EntryPoint(name, place, registry.GROUP) for name, place in places.items()]
-    monkeypatch.setattr(registry, "entry_points", lambda group: points)
-    registry._points.cache_clear()
+    monkeypatch.setattr(plugins, "entry_points", lambda group: points if group == registry.GROUP else [])
+    plugins.plugins.cache_clear()
     yield
-    registry._points.cache_clear()
+    plugins.plugins.cache_clear()
 
 
 @pytest.mark.parametrize(
