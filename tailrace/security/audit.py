@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -85,6 +86,17 @@ class AuditFile:
             os.close(self._file)
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A call, as it began."""
+
+    who: str
+    peer: str
+    on_behalf_of: str
+    what: str
+    request: object
+
+
 class Auditing(grpc.aio.ServerInterceptor):
     """Records every call that changes something, refused ones included."""
 
@@ -106,8 +118,11 @@ class Auditing(grpc.aio.ServerInterceptor):
         @asynccontextmanager
         async def recorded(request: object, context: Context) -> AsyncIterator[None]:
             began_s = time.monotonic()
+            # Asked of gRPC once the call is gone, it ends the process.
+            who, on_behalf_of = caller_name(context), _on_behalf_of(context)
+            asked = _Asked(who, context.peer(), on_behalf_of, method.rpartition("/")[2], request)
             if takes_time:
-                self._write(method, request, context, _BEGUN, "", 0.0)
+                self._write(asked, _BEGUN, "", 0.0)
             outcome, details = grpc.StatusCode.UNKNOWN.name, ""
             try:
                 yield
@@ -122,20 +137,18 @@ class Auditing(grpc.aio.ServerInterceptor):
                 details = str(error)
                 raise
             finally:
-                self._write(method, request, context, outcome, details, time.monotonic() - began_s)
+                self._write(asked, outcome, details, time.monotonic() - began_s)
 
         return surrounded(handler, recorded)
 
-    def _write(
-        self, method: str, request: object, context: Context, outcome: str, details: str, seconds: float
-    ) -> None:
+    def _write(self, asked: _Asked, outcome: str, details: str, seconds: float) -> None:
         entry = AuditEntry(
             time=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
-            who=caller_name(context),
-            peer=context.peer(),
-            on_behalf_of=_on_behalf_of(context),
-            what=method.rpartition("/")[2],
-            request=_plain(request),
+            who=asked.who,
+            peer=asked.peer,
+            on_behalf_of=asked.on_behalf_of,
+            what=asked.what,
+            request=_plain(asked.request),
             outcome=outcome,
             details=details,
             seconds=round(seconds, 3),

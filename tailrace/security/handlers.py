@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, TypeAlias, cast
 
 import grpc
@@ -41,11 +41,12 @@ def surrounded(handler: Handler, around: Around) -> Handler:
 
 def _surrounded(behavior: _Behavior, around: Around) -> _Behavior:
     if inspect.isasyncgenfunction(behavior):
-
-        async def replies(request: object, context: Context) -> AsyncIterator[object]:
-            async with around(request, context):
-                async for reply in behavior(request, context):
-                    yield reply
+        # Written through the context, not yielded: gRPC leaves a generator whose caller is gone to the
+        # garbage collection, and by then the call no longer exists.
+        async def replies(request: object, context: Context) -> None:
+            async with around(request, context), aclosing(behavior(request, context)) as stream:
+                async for reply in stream:
+                    await context.write(reply)
 
         return replies
 

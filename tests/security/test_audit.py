@@ -43,6 +43,8 @@ class Admin(admin_pb2_grpc.AdminServicer):
         yield admin_pb2.DrainEvent(message="on it")
         if request.instance_id == "slow":
             await asyncio.Event().wait()
+        while request.instance_id == "more than is read":
+            yield admin_pb2.DrainEvent(message="still on it " * 5000)
 
     async def GetSlo(
         self,
@@ -123,10 +125,12 @@ async def test_a_scheduler_tells_for_whom(authority: Authority) -> None:
     assert kept.told() == [("scheduler/standby", "admin/alice", "SetPool", "OK", "")]
 
 
-async def test_a_caller_who_goes_away_is_told() -> None:
+@pytest.mark.parametrize("instance_id", ["slow", "more than is read"])
+async def test_a_caller_who_goes_away_is_told(instance_id: str) -> None:
+    """Also while the server is sending: of a call that is gone, gRPC must not be asked anything."""
     kept = Kept()
     async with admin(PLAIN, PLAIN, kept) as stub:
-        call = stub.Drain(admin_pb2.DrainRequest(instance_id="slow"), timeout=10)
+        call = stub.Drain(admin_pb2.DrainRequest(instance_id=instance_id), timeout=10)
         async for _ in call:
             call.cancel()
             break
