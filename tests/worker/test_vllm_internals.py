@@ -30,7 +30,10 @@ pytestmark = pytest.mark.vllm
 
 FOLDER = Path(package.__path__[0])
 ROOT = FOLDER.parents[2]
-LISTS = (internals.INTERNALS, internals.WAITING, internals.WAITING_030, internals.RUNNER_V2)
+LISTS = (
+    *(internals.INTERNALS, internals.WAITING, internals.WAITING_030, internals.RUNNER_V2),
+    *(internals.MULTI, internals.OFFLOADING),
+)
 
 # Objects of other packages that the modules there work with.
 OTHERS = (

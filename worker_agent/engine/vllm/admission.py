@@ -86,7 +86,7 @@ class Admission:
                 _log.warning("request %s came twice, epoch %d", submission.request_id, submission.epoch)
                 return
             self._remove(former)
-            self._core.settle(submission.request_id)
+        self._core.settle(submission.request_id)
         self._imports.drop(submission.request_id)
         request = self._core.decode(submission.frames, submission.key.client)
         if request.request_id != submission.request_id:

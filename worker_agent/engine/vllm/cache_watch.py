@@ -6,6 +6,7 @@ from collections import Counter
 
 from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_events import (
+    MEDIUM_GPU,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -56,6 +57,9 @@ class CacheWatch(EventPublisher):  # type: ignore[misc]
                 self._copies.clear()
                 self.book.clear()
             elif isinstance(event, BlockStored | BlockRemoved) and not event.group_idx:
+                if event.medium not in (None, MEDIUM_GPU):
+                    # Of another connector, which keeps KV elsewhere.
+                    continue
                 by = 1 if isinstance(event, BlockStored) else -1
                 for name in map(_name, event.block_hashes):
                     self._copies[name] += by

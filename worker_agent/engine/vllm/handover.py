@@ -8,6 +8,7 @@ from vllm.config import VllmConfig
 from vllm.version import __version__ as vllm_version
 
 from tailrace.handover import LIVE, Handover, Way, by_replay
+from worker_agent.engine.vllm.connectors import connector_reason
 from worker_agent.engine.vllm.internals import TESTED_VERSIONS
 from worker_agent.engine.vllm.parallel import ranks_reason
 
@@ -35,4 +36,4 @@ def _feature_reason(config: VllmConfig) -> str:
     speculative = config.speculative_config
     if speculative is not None and speculative.method != "ngram":
         return f"speculative decoding by {speculative.method}: its draft model's state does not travel"
-    return ranks_reason(config)
+    return ranks_reason(config) or connector_reason(config)

@@ -273,11 +273,8 @@ class Imports:
     def _room(self, request: Request, tokens: int) -> tuple[list[int], bool]:
         """Reserved places for the request's tokens and one block more; whether they are in host memory."""
         blocks = min(cdiv(tokens, self._core.block_tokens) + 1, self._core.max_blocks)
-        scheduler, core = self._core.scheduler, self._core
-        if scheduler.free_slots() > 0 and (
-            core.reserve(request, blocks) if core.layout.plain else core.reserve_for(request, tokens - 1)
-        ):
-            scheduler.hold_slots(1)
+        if self._core.scheduler.free_slots() > 0 and self._reserve(request, blocks, tokens):
+            self._core.scheduler.hold_slots(1)
             return self._places(request.request_id), False
         # vLLM takes no swapped KV for a request that is to read no cache.
         waits = self._core.intra is not None and self._core.intra.receives_on_host
@@ -286,6 +283,17 @@ class Imports:
             if slots is not None:
                 return slots, True
         raise NoRoom(f"no room: {blocks} KV blocks or a place in the batch are not free")
+
+    def _reserve(self, request: Request, blocks: int, tokens: int) -> bool:
+        """A new request's blocks. Raises NoRoom; it has none then."""
+        core = self._core
+        try:
+            if core.layout.plain:
+                return core.reserve(request, blocks)
+            return core.reserve_for(request, tokens - 1)
+        except NoRoom:
+            core.block_pool.free_blocks(reversed(core.kv_manager.pop_blocks_for_free(request)))
+            raise
 
     def _leave_host(self, found: Import) -> None:
         self._core.host.give_back(found.places)

@@ -35,7 +35,9 @@ INTERNALS: Final[Uses] = {
         KVTransferConfig(kv_connector, kv_connector_module_path, kv_role, kv_load_failure_policy)""",
     "vllm.config:VllmConfig": """
         model_config cache_config scheduler_config parallel_config device_config lora_config
-        speculative_config structured_outputs_config use_v2_model_runner""",
+        speculative_config structured_outputs_config use_v2_model_runner kv_transfer_config""",
+    "vllm.config:KVTransferConfig": """
+        kv_connector kv_connector_extra_config kv_role is_kv_consumer has_connector""",
     "vllm.config:ModelConfig": """
         model revision dtype quantization hf_config runner_type max_model_len skip_tokenizer_init
         get_vocab_size get_hidden_size""",
@@ -98,7 +100,10 @@ INTERNALS: Final[Uses] = {
     "vllm.v1.core.sched.utils": "check_stop",
     "vllm.v1.core.sched.output": "SchedulerOutput",
     "vllm.v1.core.sched.output:SchedulerOutput": """
-        num_scheduled_tokens total_num_scheduled_tokens kv_connector_metadata""",
+        num_scheduled_tokens total_num_scheduled_tokens kv_connector_metadata scheduled_new_reqs
+        scheduled_cached_reqs""",
+    "vllm.v1.core.sched.output:NewRequestData": "req_id",
+    "vllm.v1.core.sched.output:CachedRequestData": "resumed_req_ids",
     "vllm.v1.outputs": "ModelRunnerOutput",
     "vllm.v1.core.sched.request_queue": "RequestQueue create_request_queue",
     "vllm.v1.core.sched.request_queue:RequestQueue": """
@@ -110,6 +115,7 @@ INTERNALS: Final[Uses] = {
         schedule(throttle_prefills) update_from_output add_request has_requests has_finished_requests
         running waiting requests finished_req_ids policy scheduler_config max_num_scheduled_tokens
         connector kv_cache_manager kv_cache_config kv_event_publisher hash_block_size needs_kv_cache_zeroing
+        recompute_kv_load_failures get_request_counts
         _inflight_prefills _inflight_prefill_reserved_blocks _preempt_request(drop_stale_output)
         _handle_invalid_blocks _free_request""",
     # ---- the KV cache
@@ -137,11 +143,11 @@ INTERNALS: Final[Uses] = {
     "vllm.v1.kv_cache_interface:MambaSpec": "mamba_cache_mode",
     "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs": "kv_cache_specs",
     "vllm.distributed.kv_events": """
-        AllBlocksCleared BlockRemoved BlockStored EventBatch EventPublisher""",
+        MEDIUM_GPU AllBlocksCleared BlockRemoved BlockStored EventBatch EventPublisher""",
     "vllm.distributed.kv_events:EventPublisher": "publish shutdown get_publisher_config",
     "vllm.distributed.kv_events:EventBatch": "events",
-    "vllm.distributed.kv_events:BlockStored": "block_hashes group_idx",
-    "vllm.distributed.kv_events:BlockRemoved": "block_hashes group_idx",
+    "vllm.distributed.kv_events:BlockStored": "block_hashes group_idx medium",
+    "vllm.distributed.kv_events:BlockRemoved": "block_hashes group_idx medium",
     # ---- the KV connector
     "vllm.distributed.kv_transfer": "get_kv_transfer_group",
     "vllm.distributed.kv_transfer.kv_connector.v1.base": """
@@ -197,6 +203,21 @@ RUNNER_V2: Final[Uses] = {
 }
 """Where the configuration has Model Runner V2, which does not import everywhere."""
 
+MULTI: Final[Uses] = {
+    "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiConnector": "sub_connectors",
+    "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiKVConnectorMetadata": "metadata",
+}
+"""Where there are other KV connectors beside ours."""
+
+_CONNECTORS: Final = "vllm.distributed.kv_transfer.kv_connector.v1"
+
+OFFLOADING: Final[Uses] = {
+    f"{_CONNECTORS}.offloading_connector:OffloadingConnector": "connector_scheduler",
+    f"{_CONNECTORS}.offloading.scheduler:OffloadingConnectorScheduler": """
+        _block_id_to_pending_jobs _req_status""",
+}
+"""Where one of them is vLLM's own for offloading to host memory. Requests move live only with these."""
+
 
 class VllmLacks(RuntimeError):
     """The installed vLLM has not what the worker needs; the message is one line."""
@@ -210,6 +231,16 @@ def require_internals() -> None:
 def require_runner_v2() -> None:
     """The same for Model Runner V2."""
     _refuse(missing(RUNNER_V2))
+
+
+def require_multi() -> None:
+    """The same for connectors beside ours."""
+    _refuse(missing(MULTI))
+
+
+def lacks_offloading() -> list[str]:
+    """What this vLLM's OffloadingConnector has not that the worker looks at."""
+    return missing(OFFLOADING)
 
 
 def _lacks() -> list[str]:

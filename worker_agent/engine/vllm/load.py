@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from vllm.v1.serial_utils import MsgpackDecoder
 
 from tailrace.handover import Way, by_replay
 from tailrace.intra.base import IntraPolicy
-from worker_agent.engine.base import EngineRefusal, Frames
+from worker_agent.engine.base import EngineRefusal, Frames, NoRoom
 from worker_agent.engine.host_ledger import HostLedger
 from worker_agent.engine.vllm.adapters import Adapters
 from worker_agent.engine.vllm.connector import TailraceConnector
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
 
 # Far beyond any number of batches that vLLM has in flight.
 _SETTLING_STEPS = 64
+# For another connector's copies of one request's KV to end, and between two looks at them.
+_COPIES_S = 5.0
+_COPY_LOOK_S = 0.001
 
 
 class InProcessCore(EngineCore):  # type: ignore[misc]
@@ -84,11 +88,12 @@ class LoadedCore:
             assert isinstance(connector, TailraceConnector)
             assert connector.blocks is not None
             self._kv = connector.blocks
-            pool = HostPool(self._kv, host_kv_bytes if self.layout.plain else 0)
+            # Another connector may have the KV of preempted requests; two would bring it back at once.
+            swaps = self.layout.plain and not self.scheduler.beside
+            pool = HostPool(self._kv, host_kv_bytes if swaps else 0)
             self.host = HostLedger(pool.slots, pool.block_bytes)
             connector.pool = self.host_pool = pool
-        assert isinstance(self.scheduler.connector, TailraceConnector)
-        self.scheduler.connector.ledger = self.host
+        self.scheduler.ours.ledger = self.host
         # The policy that orders the requests; None: vLLM's own order.
         self.intra: IntraPolicy | None = None
         self.marks = load_marks(config)
@@ -128,13 +133,24 @@ class LoadedCore:
         return bool(self.scheduler.has_requests() or self.core.batch_queue)
 
     def settle(self, request_id: str) -> None:
-        """Step until no step in flight, and no news to the model runner, is about a former request of this
-        id."""
+        """Step until no step in flight, no news to the model runner and no other connector's work is about a
+        former request of this id. Raises EngineRefusal."""
         for _ in range(_SETTLING_STEPS):
             if not self._in_flight(request_id) and request_id not in self.scheduler.finished_req_ids:
-                return
+                break
             self.step_now()
-        raise RuntimeError(f"steps of request {request_id} did not end")
+        else:
+            raise RuntimeError(f"steps of request {request_id} did not end")
+        if self.scheduler.beside:
+            self._settle_beside(request_id)
+
+    def _settle_beside(self, request_id: str) -> None:
+        deadline_s = time.monotonic() + _COPIES_S
+        while self.scheduler.beside.remember(request_id) or request_id in self.scheduler.requests:
+            if time.monotonic() > deadline_s:
+                raise EngineRefusal(f"another KV connector does not end its work for request {request_id}")
+            self.step_now()
+            time.sleep(_COPY_LOOK_S)
 
     def _in_flight(self, request_id: str) -> bool:
         batches = self.core.batch_queue or ()
@@ -279,10 +295,14 @@ class LoadedCore:
             reserved_blocks=self.scheduler._inflight_prefill_reserved_blocks(),
             has_scheduled_reqs=bool(self.scheduler.running),
         )
-        if allocated is not None and self.scheduler.needs_kv_cache_zeroing:
+        if allocated is None:
+            return False
+        if self.scheduler.beside.may_read({each for ids in allocated.get_block_ids() for each in ids}):
+            raise NoRoom("no room: another KV connector still reads the KV blocks that are free")
+        if self.scheduler.needs_kv_cache_zeroing:
             # vLLM would do it in the next step, and what is received may be there by then.
             self._rpc("tailrace_zero", self.kv_manager.take_new_block_ids())
-        return allocated is not None
+        return True
 
     def _groups_of(self, request_id: str) -> Sequence[Sequence[KVCacheBlock]]:
         groups: Sequence[Sequence[KVCacheBlock]] = self.kv_manager.get_blocks(request_id).blocks

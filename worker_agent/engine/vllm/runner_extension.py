@@ -10,6 +10,7 @@ from vllm.distributed import get_pp_group
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from worker_agent.engine.vllm.batch_rows import BatchRows, rows_of_v1, rows_of_v2
+from worker_agent.engine.vllm.beside import ours_in
 from worker_agent.engine.vllm.connector import TailraceConnector
 from worker_agent.engine.vllm.hardware import hardware
 from worker_agent.engine.vllm.hidden_states import HiddenStateTap, StepStates
@@ -40,9 +41,7 @@ class RunnerExtension:
 
     def tailrace_connector(self) -> TailraceConnector:
         """The worker side of the KV connector, which holds the KV tensors."""
-        connector = get_kv_transfer_group()
-        assert isinstance(connector, TailraceConnector)
-        return connector
+        return ours_in(get_kv_transfer_group())
 
     def tailrace_facts(self) -> RankFacts:
         """What this rank is."""

@@ -15,7 +15,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from tailrace.intra.base import Rank
 from worker_agent.engine.step_order import Device, StepOrder
-from worker_agent.engine.vllm.connector import SwapMetadata, TailraceConnector
+from worker_agent.engine.vllm.beside import Beside, ours_in, swaps_in
+from worker_agent.engine.vllm.connector import TailraceConnector
 from worker_agent.engine.vllm.ranked_queue import RankedQueue
 from worker_agent.engine.vllm.waiting import VllmScheduler
 
@@ -33,6 +34,9 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
     - preempted requests that decode go to host memory, if the connector has room.
     """
 
+    ours: TailraceConnector
+    # The connectors that the user has beside it; empty: none.
+    beside: Beside
     running: list[Request]
     waiting: RequestQueue
     max_num_scheduled_tokens: int
@@ -53,6 +57,8 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
+        self.ours = ours_in(self.connector)
+        self.beside = Beside(self.connector)
         self.paused = {}
         # Of the step that was begun last, and of the one whose tokens came last.
         self.scheduled_tokens = 0
@@ -212,17 +218,14 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         self.processed_tokens = int(scheduler_output.total_num_scheduled_tokens)
-        swaps = scheduler_output.kv_connector_metadata
-        assert isinstance(swaps, SwapMetadata)
-        self.unproven -= swaps.loaded
+        self.unproven -= swaps_in(scheduler_output.kv_connector_metadata).loaded
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
         return outputs
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        assert isinstance(self.connector, TailraceConnector)
-        self.connector.step_begins()
+        self.ours.step_begins()
         self._scheduling = True
         try:
             if self._order is None:
@@ -232,8 +235,13 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
         finally:
             self._scheduling = False
         self.scheduled_tokens = int(output.total_num_scheduled_tokens)
-        assert isinstance(output.kv_connector_metadata, SwapMetadata)
-        self.unproven |= output.kv_connector_metadata.loaded
+        self.beside.told()
+        swaps = swaps_in(output.kv_connector_metadata)
+        if self.beside:
+            # Another connector may load KV in the very step that reads it.
+            swaps.loaded.update(request.req_id for request in output.scheduled_new_reqs)
+            swaps.loaded.update(output.scheduled_cached_reqs.resumed_req_ids)
+        self.unproven |= swaps.loaded
         if self.adopted:
             self.adopted.difference_update(output.num_scheduled_tokens)
         return output
@@ -249,9 +257,8 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
         self.preemptions += 1
         # Outside of a step (vLLM's reset_prefix_cache) the blocks might be overwritten before the copy.
         if self._scheduling and decodes(request):
-            assert isinstance(self.connector, TailraceConnector)
             block_ids = self.kv_cache_manager.get_block_ids(request.request_id)[0]
-            self.connector.swap_out(request, block_ids)
+            self.ours.swap_out(request, block_ids)
         super()._preempt_request(request, *args, **kwargs)
 
     def _handle_invalid_blocks(
@@ -267,6 +274,9 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
         affected: set[str] = super()._handle_invalid_blocks(invalid_block_ids, num_scheduled_tokens)
         kept = set(held)
         self.running = [request for request in self.running if request not in kept]
+        if not self.recompute_kv_load_failures:
+            # The user of another connector would rather have them fail.
+            return affected
         now_s = time.monotonic()
         for request_id in affected:
             request = self.requests[request_id]
@@ -283,6 +293,9 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
 
     def _free_request(self, request: Request, *args: object, **kwargs: object) -> object:
         self.adopted.discard(request.request_id)
+        if self.beside:
+            blocks = self.kv_cache_manager.get_block_ids(request.request_id)
+            self.beside.frees({each for ids in blocks for each in ids})
         if self.paused.pop(request.request_id, None) is not None:
             self._update_limit()
         return super()._free_request(request, *args, **kwargs)
@@ -290,7 +303,10 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
     def has_finished_requests(self) -> bool:
         # vLLM's counts requests in no queue as waiting for a connector's clean-up and would step for them
         # without end; ours never delays a clean-up, and paused requests are in no queue.
-        return bool(self.finished_req_ids)
+        if self.finished_req_ids or not self.beside:
+            return bool(self.finished_req_ids)
+        known: int = sum(self.get_request_counts()) + len(self.paused)
+        return len(self.requests) > known
 
 
 class AsyncPausingScheduler(PausingScheduler, AsyncScheduler):  # type: ignore[misc]

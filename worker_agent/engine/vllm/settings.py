@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 import torch
 from pydantic import ValidationError
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
-from worker_agent.engine.vllm.internals import require_runner_v2
+from worker_agent.engine.vllm.connectors import transfer_config
+from worker_agent.engine.vllm.internals import require_multi, require_runner_v2
 from worker_agent.engine.vllm.parallel import prepare_ranks
 
 Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
@@ -89,22 +90,19 @@ def vllm_config(settings: VllmSettings) -> VllmConfig:
     arguments |= settings.engine_args
     ranks = prepare_ranks(arguments)
     try:
+        transfer = transfer_config(arguments)
         config = EngineArgs(
             **arguments,
             distributed_executor_backend="uni" if ranks == 1 else "mp",
             worker_extension_cls="worker_agent.engine.vllm.runner_extension.RunnerExtension",
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="TailraceConnector",
-                kv_connector_module_path="worker_agent.engine.vllm.connector",
-                kv_role="kv_both",
-                # KV that does not come back from host memory as it went there is computed anew.
-                kv_load_failure_policy="recompute",
-            ),
+            kv_transfer_config=transfer,
         ).create_engine_config()
     except (TypeError, ValueError) as error:
         raise RuntimeError(f"vLLM does not take these engine arguments: {_said(error)}") from error
     if config.use_v2_model_runner:
         require_runner_v2()
+    if config.kv_transfer_config.kv_connector == "MultiConnector":
+        require_multi()
     _choose_scheduler(config, forced=arguments.get("async_scheduling") is True)
     return config
 

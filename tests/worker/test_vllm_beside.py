@@ -1,0 +1,185 @@
+"""Beside other KV connectors: offloading to host memory stays in use, and requests move live."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import pytest_asyncio
+
+from tailrace.handover import Way
+from tailrace.tiny import MODEL_PATH
+
+pytest.importorskip("vllm", reason="the vLLM engine is not installed")
+
+from vllm.sampling_params import SamplingParams
+
+from tests.worker.cpu_offload import COPIES
+from tests.worker.test_vllm_engine import idle
+from tests.worker.vllm_bundle import Bundle, take_out
+from tests.worker.vllm_front import Front, Stream
+from worker_agent.engine.base import NoRoom
+from worker_agent.engine.vllm.engine import VllmEngine
+from worker_agent.engine.vllm.settings import Json, VllmSettings
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+
+BLOCK = 32
+# Of the tiny model: keys and values of 3 layers with 2 heads of 32 dimensions each, in float32.
+BLOCK_BYTES = 2 * 3 * 2 * 32 * 4 * BLOCK
+PROMPT = [*b"A prompt of several blocks, which are stored when they are computed and loaded again. " * 2]
+# 23 blocks for the requests.
+KV_BLOCKS = 24
+OFFLOADING: dict[str, Json] = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "spec_name": "CopyingSpec",
+        "spec_module_path": "tests.worker.cpu_offload",
+        "cpu_bytes_to_use": 200 * BLOCK_BYTES,
+    },
+}
+BESIDE: dict[str, Json] = {
+    "kv_connector": "MultiConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"connectors": [OFFLOADING]},
+}
+
+
+def greedy(tokens: int = 80) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def started() -> AsyncIterator[tuple[VllmEngine, Front]]:
+    engine = VllmEngine(
+        VllmSettings(
+            model=str(MODEL_PATH),
+            dtype="float32",
+            max_num_seqs=8,
+            max_model_len=512,
+            kv_blocks=KV_BLOCKS,
+            cpu_threads=1,
+            engine_args={"kv_transfer_config": BESIDE},
+        )
+    )
+    front = Front()
+    info = await engine.start(front)
+    assert (info.handover.way, info.handover.reason) == (Way.LIVE, "")
+    assert engine.stats().host_kv_bytes_total == 0
+    yield engine, front
+    await engine.stop()
+
+
+@pytest.fixture
+def engine(started: tuple[VllmEngine, Front]) -> VllmEngine:
+    return started[0]
+
+
+@pytest.fixture
+def front(started: tuple[VllmEngine, Front]) -> Front:
+    return started[1]
+
+
+@pytest_asyncio.fixture(loop_scope="module", autouse=True)
+async def nothing_left(engine: VllmEngine, front: Front) -> AsyncIterator[None]:
+    yield
+    COPIES.held = False
+    await idle(engine)
+    stats = engine.stats()
+    assert (stats.kv_blocks_used, stats.requests, front.dead) == (0, [], "")
+
+
+@pytest.fixture
+def held_copies() -> Iterator[None]:
+    COPIES.held = True
+    yield
+    COPIES.held = False
+
+
+async def others(engine: VllmEngine, front: Front, first: int) -> list[Stream]:
+    """Requests that take all blocks one after the other: whatever was cached on the device is gone then."""
+    streams = [front.stream([first + n] * (5 * BLOCK), greedy(4)) for n in range(5)]
+    for stream in streams:
+        front.submit(engine, stream)
+    await front.until(lambda: all(stream.finished for stream in streams))
+    return streams
+
+
+async def bring_in(engine: VllmEngine, bundle: Bundle, stream: Stream) -> None:
+    """Once what is free is not read any more."""
+    await idle(engine)
+    await bundle.bring_in(stream)
+
+
+async def test_what_was_offloaded_is_loaded_and_moves(engine: VllmEngine, front: Front) -> None:
+    reference = await front.run(engine, PROMPT, greedy())
+    assert COPIES.stored_blocks >= len(PROMPT) // BLOCK
+    await others(engine, front, 60)
+    loaded = COPIES.loaded_blocks
+    moved = front.stream(PROMPT, greedy())
+    front.submit(engine, moved)
+    for at in (5, 30):
+        bundle = await take_out(engine, front, moved, at)
+        await engine.export_release(bundle.request_id)
+        await bring_in(engine, bundle, moved)
+    await front.until(lambda: moved.finished)
+    assert COPIES.loaded_blocks == loaded + len(PROMPT) // BLOCK
+    assert moved.tokens == reference.tokens
+
+
+async def test_a_request_that_came_is_stored_and_loaded(engine: VllmEngine, front: Front) -> None:
+    """What is stored of it is what has come."""
+    prompt = PROMPT[7:]
+    moved = front.stream(prompt, greedy())
+    front.submit(engine, moved)
+    bundle = await take_out(engine, front, moved, 5)
+    await engine.export_release(bundle.request_id)
+    await others(engine, front, 70)
+    await bring_in(engine, bundle, moved)
+    await front.until(lambda: moved.finished)
+    await others(engine, front, 80)
+    loaded = COPIES.loaded_blocks
+    again = await front.run(engine, prompt, greedy())
+    assert COPIES.loaded_blocks > loaded
+    assert again.tokens == moved.tokens
+
+
+@pytest.mark.usefixtures("held_copies")
+async def test_blocks_that_are_still_to_be_stored_are_not_taken(engine: VllmEngine, front: Front) -> None:
+    prompt = PROMPT[3:]
+    reference = await front.run(engine, prompt, greedy())
+    moved = front.stream(prompt, greedy())
+    front.submit(engine, moved)
+    bundle = await take_out(engine, front, moved, 5)
+    await engine.export_release(bundle.request_id)
+    # The free blocks are theirs, and none of their copies has been made.
+    ended = await others(engine, front, 90)
+    with pytest.raises(NoRoom, match="another KV connector still reads"):
+        await bundle.reserve(moved)
+    COPIES.held = False
+    while True:
+        try:
+            await bundle.bring_in(moved)
+            break
+        except NoRoom:
+            await asyncio.sleep(0)
+    await front.until(lambda: moved.finished)
+    assert moved.tokens == reference.tokens
+    # What was stored of the others is theirs.
+    await others(engine, front, 100)
+    for stream in await others(engine, front, 90):
+        assert stream.tokens == ended.pop(0).tokens
+
+
+async def test_preempted_requests_come_back_with_what_was_offloaded(engine: VllmEngine, front: Front) -> None:
+    prompts = [PROMPT[n:] for n in range(10, 15)]
+    alone = [await front.run(engine, prompt, greedy(120)) for prompt in prompts]
+    before = engine.stats()
+    streams = [front.stream(prompt, greedy(120)) for prompt in prompts]
+    for stream in streams:
+        front.submit(engine, stream)
+    await front.until(lambda: all(stream.finished for stream in streams))
+    assert engine.stats().preemptions > before.preemptions
+    assert [stream.tokens for stream in streams] == [stream.tokens for stream in alone]

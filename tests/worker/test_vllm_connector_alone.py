@@ -1,0 +1,119 @@
+"""One other KV connector alone: it stays in use, and requests move by replay, with the reason told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tailrace.handover import Way
+from tailrace.tiny import MODEL_PATH
+
+pytest.importorskip("vllm", reason="the vLLM engine is not installed")
+
+from tests.worker.test_vllm_beside import BESIDE, OFFLOADING, PROMPT, greedy
+from tests.worker.vllm_front import Front
+from worker_agent.engine.base import EngineRefusal
+from worker_agent.engine.vllm.connectors import transfer_config
+from worker_agent.engine.vllm.engine import VllmEngine
+from worker_agent.engine.vllm.handover import handover_of
+from worker_agent.engine.vllm.settings import Json, VllmSettings, vllm_config
+
+pytestmark = pytest.mark.vllm
+
+
+def names(arguments: dict[str, object]) -> list[str]:
+    config = transfer_config(arguments)
+    assert not arguments
+    children = config.kv_connector_extra_config.get("connectors", [])
+    return [config.kv_connector, *(child["kv_connector"] for child in children)]
+
+
+def stored(folder: Path) -> list[Path]:
+    return list(folder.rglob("*.safetensors"))
+
+
+def test_ours_is_put_beside_what_is_given() -> None:
+    assert names({}) == ["TailraceConnector"]
+    both = ["MultiConnector", "OffloadingConnector", "TailraceConnector"]
+    assert names({"kv_transfer_config": BESIDE}) == both
+    assert names({"kv_transfer_config": OFFLOADING}) == both
+    assert names({"kv_offloading_size": 2.0}) == both
+    assert names({"kv_offloading_size": 2.0, "kv_offloading_backend": "lmcache"})[1] == "LMCacheMPConnector"
+    # One that names it already is left as it is.
+    mine: dict[str, Json] = {"kv_connector": "TailraceConnector", "kv_role": "kv_both"}
+    whole: dict[str, Json] = {**BESIDE, "kv_connector_extra_config": {"connectors": [mine, OFFLOADING]}}
+    assert names({"kv_transfer_config": whole}) == ["MultiConnector", "TailraceConnector", both[1]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "way", "reason"),
+    [
+        ({"kv_transfer_config": BESIDE}, Way.LIVE, ""),
+        ({"kv_offloading_size": 1.0}, Way.LIVE, ""),
+        ({"kv_transfer_config": OFFLOADING}, Way.REPLAY, "kv_connector OffloadingConnector alone"),
+        (
+            {"kv_transfer_config": BESIDE, "tensor_parallel_size": 2},
+            Way.REPLAY,
+            "other KV connectors on an engine of several ranks",
+        ),
+    ],
+)
+def test_how_requests_move(
+    arguments: dict[str, Json], way: Way, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
+        # Set as the engine would have it, and back as it was.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    handover = handover_of(vllm_config(VllmSettings(model=str(MODEL_PATH), engine_args=arguments)))
+    assert handover.way is way
+    assert handover.reason.startswith(reason)
+
+
+def test_what_is_no_configuration_is_said_in_one_line() -> None:
+    with pytest.raises(RuntimeError, match="kv_transfer_config 'x': a JSON object expected"):
+        vllm_config(VllmSettings(model=str(MODEL_PATH), engine_args={"kv_transfer_config": "x"}))
+
+
+async def test_a_stream_is_replayed_beside_a_store_on_disk(tmp_path: Path) -> None:
+    engine = VllmEngine(
+        VllmSettings(
+            model=str(MODEL_PATH),
+            dtype="float32",
+            max_model_len=512,
+            kv_blocks=32,
+            cpu_threads=1,
+            engine_args={
+                # Else the device has what is on disk.
+                "enable_prefix_caching": False,
+                "kv_transfer_config": {
+                    "kv_connector": "ExampleConnector",
+                    "kv_role": "kv_both",
+                    "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+                },
+            },
+        )
+    )
+    front = Front()
+    info = await engine.start(front)
+    try:
+        assert info.handover.way is Way.REPLAY
+        assert info.handover.reason.startswith("kv_connector ExampleConnector alone")
+        reference = await front.run(engine, PROMPT, greedy())
+        assert stored(tmp_path)
+        moved = front.stream(PROMPT, greedy())
+        front.submit(engine, moved)
+        await front.until_tokens(moved, 15)
+        exported = await engine.export_open(moved.request_id)
+        assert exported.replay_reason == info.handover.reason and not exported.block_hashes
+        stopped = await engine.export_stop(moved.request_id)
+        await engine.export_release(moved.request_id)
+        moved.epoch += 1
+        front.submit(engine, moved, stopped.sampling_state)
+        await front.until(lambda: moved.finished)
+        assert moved.tokens == reference.tokens
+        with pytest.raises(EngineRefusal):
+            await engine.export_open(moved.request_id)
+    finally:
+        await engine.stop()

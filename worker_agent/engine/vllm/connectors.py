@@ -1,0 +1,88 @@
+"""Which KV connectors an engine has: ours, and beside it those that its user asks for.
+
+vLLM's MultiConnector holds several. What the user gives stays in it as it is, and goes first: a prompt that
+another connector has KV of is loaded by that one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+from typing import Final
+
+from vllm.config import KVTransferConfig, VllmConfig
+
+from worker_agent.engine.vllm.internals import lacks_offloading
+
+_MULTI: Final = "MultiConnector"
+_CHILDREN: Final = "connectors"
+# In the configuration of a MultiConnector that we made around one other connector; vLLM does not read it.
+_ALONE: Final = "tailrace_found_alone"
+_OURS: Final[Mapping[str, object]] = {
+    "kv_connector": "TailraceConnector",
+    "kv_connector_module_path": "worker_agent.engine.vllm.connector",
+    "kv_role": "kv_both",
+}
+_GIB: Final = 1 << 30
+
+
+def transfer_config(arguments: MutableMapping[str, object]) -> KVTransferConfig:
+    """vLLM's configuration with our connector in it; what it is made from is taken out of `arguments`.
+
+    Raises TypeError, ValueError for what vLLM does not take.
+    """
+    given = arguments.pop("kv_transfer_config", None) or _offloading(arguments)
+    if given is None:
+        # KV that does not come back from host memory as it went there is computed anew.
+        return KVTransferConfig(**_OURS, kv_load_failure_policy="recompute")
+    if not isinstance(given, Mapping):
+        raise TypeError(f"kv_transfer_config {given!r}: a JSON object expected")
+    if given.get("kv_connector") != _MULTI:
+        extra: dict[str, object] = {_CHILDREN: [dict(given), dict(_OURS)], _ALONE: given.get("kv_connector")}
+        whole = {key: given[key] for key in ("engine_id", "kv_load_failure_policy") if key in given}
+        whole["kv_role"] = given.get("kv_role", "kv_both")
+        return KVTransferConfig(kv_connector=_MULTI, kv_connector_extra_config=extra, **whole)
+    extra = dict(given.get("kv_connector_extra_config") or {})
+    children = list(extra.get(_CHILDREN) or [])  # type: ignore[call-overload]
+    if not any(child.get("kv_connector") == _OURS["kv_connector"] for child in children):
+        children.append(dict(_OURS))
+    return KVTransferConfig(**{**given, "kv_connector_extra_config": {**extra, _CHILDREN: children}})
+
+
+def connector_reason(config: VllmConfig) -> str:
+    """Why requests do not move live beside the other connectors of this configuration; empty: they do, or
+    there are none."""
+    transfer = config.kv_transfer_config
+    if transfer.kv_connector != _MULTI:
+        return ""
+    alone = transfer.kv_connector_extra_config.get(_ALONE)
+    if alone:
+        return f"kv_connector {alone} alone (in a MultiConnector, ours beside it, they move live)"
+    if not transfer.is_kv_consumer:
+        return f"kv_role {transfer.kv_role}: KV may come into blocks of steps in flight (not with kv_both)"
+    parallel = config.parallel_config
+    if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
+        return "other KV connectors on an engine of several ranks"
+    if transfer.has_connector("OffloadingConnector") and lacks_offloading():
+        return f"this vLLM's OffloadingConnector lacks {', '.join(lacks_offloading())}"
+    return ""
+
+
+def _offloading(arguments: MutableMapping[str, object]) -> Mapping[str, object] | None:
+    """What vLLM makes of `kv_offloading_size` (GiB), beside ours."""
+    size = arguments.pop("kv_offloading_size", None)
+    backend = arguments.pop("kv_offloading_backend", "native")
+    if size is None:
+        return None
+    if not isinstance(size, int | float):
+        raise TypeError(f"kv_offloading_size {size!r}: a number of GiB expected")
+    simple = os.environ.get("VLLM_USE_SIMPLE_KV_OFFLOAD", "0") == "1"
+    native = "SimpleCPUOffloadConnector" if simple else "OffloadingConnector"
+    child: dict[str, object] = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"}
+    if backend == "native":
+        child |= {"kv_connector": native, "kv_connector_extra_config": {"cpu_bytes_to_use": size * _GIB}}
+    return {
+        "kv_connector": _MULTI,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {_CHILDREN: [child]},
+    }
