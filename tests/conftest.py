@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import time
 import uuid
@@ -16,6 +17,10 @@ from xdist.scheduler import LoadFileScheduling
 from tailrace.local.ports import free_ports
 from tailrace.service.etcd import LocalEtcd
 from tailrace.store.store import Store
+
+# Read when torch is imported, here and in the processes that tests start. On a busy machine its threads wait
+# for each other: training the small predictors takes ten times as long with two.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # How long an example takes is the machine's affair: a test asserts no time.
 settings.register_profile("tailrace", deadline=None)
