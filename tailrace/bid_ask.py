@@ -487,7 +487,7 @@ class Receiver:
         won = self._won.get(grant.request_id)
         if won is None:
             return False
-        won.asked, won.granted, won.starving = False, True, False
+        won.asked, won.granted = False, True
         return True
 
     def finished(self, request_id: str, accepted: bool) -> list[tuple[str, ToSender]]:

@@ -97,6 +97,9 @@ def _mutant(module: str, source: str, name: str, occurrence: int) -> Mutant | No
         if not line.startswith(("---", "+++", "@@"))
     ]
     before = " ".join(line[1:].strip() for line in changed if line.startswith("-"))
+    if before.startswith(("@", "*,")):
+        # A decorator, or how arguments may be given.
+        return None
     after = " ".join(line[1:].strip() for line in changed if line.startswith("+"))
     lines = source.splitlines()
     first = next((n for n, (a, b) in enumerate(zip(lines, code.splitlines(), strict=False), 1) if a != b), 1)

@@ -14,8 +14,10 @@ class Target:
     tests: tuple[str, ...]
 
 
-_ORDERS: Final = ("tests/intra", "tests/worker/test_step_order.py")
 _POLICY: Final = "tests/policy/"
+# What all parameters are, by the class and by the documentation.
+_DECLARED: Final = (_POLICY + "test_parameters.py", _POLICY + "test_paper_pages.py")
+_ORDERS: Final = ("tests/intra", "tests/worker/test_step_order.py", *_DECLARED)
 
 TARGETS: Final = (
     Target("frontend_svc/streams.py", ("tests/frontend/test_streams.py",)),
@@ -23,17 +25,25 @@ TARGETS: Final = (
     Target("tailrace/intra/allocate.py", _ORDERS),
     Target("tailrace/intra/pascal.py", _ORDERS),
     Target("tailrace/intra/earliest_due.py", _ORDERS),
+    Target(
+        "tailrace/control/corrections.py",
+        ("tests/control/test_corrections.py", "tests/control/test_two_models.py"),
+    ),
+    Target("tailrace/control/runner.py", ("tests/control", "tests/scheduler/test_decider.py")),
     Target("tailrace/bid_ask.py", (_POLICY + "test_bid_ask.py",)),
     Target("tailrace/policy/cascade/planner.py", (_POLICY + "test_cascade_planner.py",)),
     Target(
         "tailrace/policy/cascade/policy.py",
-        (_POLICY + "test_cascade_policy.py", _POLICY + "test_sound_decisions.py"),
+        (_POLICY + "test_cascade_policy.py", _POLICY + "test_sound_decisions.py", *_DECLARED),
     ),
-    Target("tailrace/policy/pascal.py", (_POLICY + "test_pascal.py", _POLICY + "test_pascal_and_ares.py")),
-    Target("tailrace/policy/ares/rescheduling.py", (_POLICY + "test_ares.py",)),
+    Target(
+        "tailrace/policy/pascal.py",
+        (_POLICY + "test_pascal.py", _POLICY + "test_pascal_and_ares.py", *_DECLARED),
+    ),
+    Target("tailrace/policy/ares/rescheduling.py", (_POLICY + "test_ares.py", *_DECLARED)),
     Target(
         "tailrace/policy/ares/policy.py",
-        (_POLICY + "test_ares.py", _POLICY + "test_pascal_and_ares.py"),
+        (_POLICY + "test_ares.py", _POLICY + "test_pascal_and_ares.py", *_DECLARED),
     ),
     Target(
         "tailrace/policy/arrow/pools.py",
@@ -41,8 +51,8 @@ TARGETS: Final = (
     ),
     Target(
         "tailrace/policy/arrow/policy.py",
-        (_POLICY + "test_arrow_pools.py", _POLICY + "test_arrow_variants.py"),
+        (_POLICY + "test_arrow_pools.py", _POLICY + "test_arrow_variants.py", *_DECLARED),
     ),
-    Target("tailrace/policy/tailrace/arrival.py", (_POLICY + "test_tailrace.py",)),
-    Target("tailrace/policy/tailrace/offers.py", (_POLICY + "test_tailrace.py",)),
+    Target("tailrace/policy/tailrace/arrival.py", (_POLICY + "test_tailrace.py", *_DECLARED)),
+    Target("tailrace/policy/tailrace/offers.py", (_POLICY + "test_tailrace.py", *_DECLARED)),
 )

@@ -102,7 +102,8 @@ class _Admission(Generic[Name]):
         room: Room,
         grants: Grants[Name],
     ) -> None:
-        self.goes_on = True
+        # After one that was not admitted: whether others may be.
+        self.goes_on: bool
         self._policy = policy
         self._running = running
         self._total = room.total_blocks

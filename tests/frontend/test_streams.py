@@ -187,9 +187,9 @@ Arbiter.TestCase.settings = settings(max_examples=150, stateful_step_count=60, d
 TestArbiter = Arbiter.TestCase
 
 
-def owned(table: StreamTable, instance_id: str = "a") -> Stream:
+def owned(table: StreamTable, instance_id: str = "a", request_id: str = "r") -> Stream:
     """A live stream with an owner."""
-    stream = table.open("r")
+    stream = table.open(request_id)
     table.assign(stream, instance_id)
     return stream
 
@@ -265,3 +265,31 @@ def test_without_a_reasoning_parser_prefill_leads_to_the_answer() -> None:
     stream = owned(table)
     table.accept("a", one(stream, 0, 0, [1], PREFILL_DONE))
     assert stream.phase is Phase.ANSWERING
+
+
+def test_an_output_without_tokens_adds_none() -> None:
+    table = StreamTable()
+    stream = owned(table)
+    step = one(stream, 0, 0, [], FINISHED)
+    # Of another stream of the same message.
+    other = owned(table, request_id="q")
+    step.add(other.handle, 0, 0, [7, 8, 9])
+    verdict = table.accept("a", step)
+    assert verdict.tokens == 3
+    assert (list(stream.token_ids), list(other.token_ids)) == ([], [7, 8, 9])
+
+
+def test_a_new_stream_has_no_past() -> None:
+    stream = StreamTable().open("r")
+    assert (stream.owner, stream.epoch, stream.accepted) == (None, 0, 0)
+    assert (stream.failures, stream.losses, stream.deaths) == (0, 0, 0)
+    assert (stream.lost_at, stream.placed_at) == (0, 0)
+
+
+def test_of_an_instance_whose_last_stream_has_gone_nothing_is_kept() -> None:
+    table = StreamTable()
+    first, second = owned(table), owned(table, request_id="q")
+    table.close(first)
+    assert list(table._by_owner) == ["a"]
+    table.close(second)
+    assert not table._by_owner

@@ -226,3 +226,23 @@ def test_a_seat_is_taken_like_memory(seats: int) -> None:
     grants = allocate(QuantumRoundRobin(), lambda: running, [Claim((0, 1), "w", 1)], room(100, 90, seats))
     assert grants.admit == ["w"]
     assert grants.preempt == ([] if seats else ["r"])
+
+
+def test_no_more_are_preempted_than_are_short() -> None:
+    running = [Claim((0, n), name, 3) for n, name in enumerate("abc")]
+    grants: Grants[str] = allocate(Fcfs(), lambda: running, [], room(9, -3, 4))
+    assert grants.preempt == ["c"]
+    grants = allocate(Fcfs(), lambda: running, [], room(9, -4, 4))
+    assert grants.preempt == ["c", "b"]
+
+
+def test_without_a_seat_nobody_is_asked_about_but_the_first() -> None:
+    asked: list[str] = []
+
+    def waiting() -> Iterator[Claim[str]]:
+        for n, name in enumerate("abc"):
+            asked.append(name)
+            yield Claim((0, n), name, 1)
+
+    grants: Grants[str] = allocate(Fcfs(pass_over=2.0), list, waiting(), room(100, 100, 0))
+    assert (grants.admit, grants.passed, asked) == ([], [], ["a"])

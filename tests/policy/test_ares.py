@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.actions import Migrate
+from tailrace.actions import Migrate, Place
 from tailrace.cluster import (
+    Arrival,
+    CachedTokens,
     ClusterView,
     InstanceState,
     InstanceView,
@@ -23,6 +25,7 @@ from tailrace.cluster import (
 )
 from tailrace.perf.future_load import FutureLoad
 from tailrace.perf.horizon import HORIZON, NOW, Floats, Horizon, expected_remaining
+from tailrace.policy.ares import rescheduling
 from tailrace.policy.ares.loads import Loads, collect
 from tailrace.policy.ares.policy import CURRENT_LOAD, OFF, VARIANCE, Ares
 from tailrace.policy.ares.rescheduling import Move, Rescheduling
@@ -364,3 +367,60 @@ def test_nothing_to_balance() -> None:
     assert not Ares().on_tick(cluster(instance("w0", [])), 0.0)
     suspect = dataclasses.replace(instance("w0", []), state=InstanceState.SUSPECT)
     assert not Ares().on_tick(cluster(suspect), 0.0)
+
+
+@pytest.mark.parametrize("horizon", HORIZONS)
+@given(view=clusters(active=True, least=3))
+def test_it_makes_no_difference_how_many_sources_are_looked_at_together(
+    horizon: Horizon, view: ClusterView
+) -> None:
+    loads = collect(list(view.instances.values()), horizon)
+    at_once = EAGER.plan(loads)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rescheduling, "_SOURCES", 1)
+        one_by_one = EAGER.plan(loads)
+    assert (at_once is None) == (one_by_one is None)
+    if at_once is not None and one_by_one is not None:
+        assert one_by_one.gain == pytest.approx(at_once.gain)
+
+
+def test_a_gain_that_is_just_worth_it_is_taken() -> None:
+    """Two requests of 4,096 tokens on one of two instances: one of them moved takes all the variance away."""
+    held = [request(name, "w0", 4_096, None) for name in "ab"]
+    loads = collect([instance("w0", held), instance("w1", [])], NOW)
+    assert Rescheduling(least_gain=1.0).plan(loads) is not None
+    assert Rescheduling(least_gain=1.0 + 2**-52).plan(loads) is None
+
+
+def test_a_target_may_be_filled_to_its_share_and_no_further() -> None:
+    """Line 21 at its limit."""
+    held = [request(name, "w0", 4_096, None) for name in "ab"]
+    target = dataclasses.replace(instance("w1", []), kv_capacity_tokens=8_192)
+    loads = collect([instance("w0", held), target], NOW)
+    assert Rescheduling(memory_share=0.5).plan(loads) is not None
+    assert Rescheduling(memory_share=0.5 - 2**-20).plan(loads) is None
+
+
+def test_what_is_cached_counts_as_room_where_it_is_asked_for() -> None:
+    held = [request("a", "w0", 4_000, None)], [request("b", "w1", 4_100, None)]
+    view = cluster(instance("w0", held[0]), instance("w1", held[1]))
+    arrival = Arrival("new", 1_000, 100, 0, cached={"w1": CachedTokens(500, 500)})
+    # Nobody only prefills: arrivals go to the least KV.
+    merged = cluster(*(dataclasses.replace(i, pool=None) for i in view.instances.values()))
+    assert Ares(rescheduling=OFF, cache_aware=True).place(merged, arrival, 0.0) == Place("w1")
+    assert Ares(rescheduling=OFF).place(merged, arrival, 0.0) == Place("w0")
+
+
+def test_without_a_prediction_a_target_may_be_filled_to_its_share() -> None:
+    target = dataclasses.replace(instance("d0", []), kv_capacity_tokens=1_000, context_tokens=400)
+    policy = Ares(dispatch=VARIANCE, memory_share=0.5)
+    assert policy.safe(target, request("r", "p0", 100, None))
+    assert policy.safe(target, request("r", "p0", 99, 1.0))
+    assert not policy.safe(target, request("r", "p0", 100, 1.0))
+
+
+def test_a_late_handover_without_room_does_not_hold_up_the_others() -> None:
+    ready = [request("long", "p0", 5_000, None), request("short", "p0", 500, None)]
+    tight = dataclasses.replace(instance("d0", []), kv_used_tokens=200_000 - 1_100)
+    actions = Ares(rescheduling=OFF).on_tick(cluster(tight, instance("p0", ready, Pool.PREFILL)), 0.0)
+    assert [a.request_id for a in actions if isinstance(a, Migrate)] == ["short"]

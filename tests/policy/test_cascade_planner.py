@@ -258,3 +258,38 @@ def test_no_buckets() -> None:
             bucket_edges(*wrong)
     with pytest.raises(ValueError, match="2 instances"):
         exact(some_costs(3), 3).stages(["a", "b"])
+
+
+def merged_by_cost(costs: Costs, instances: int) -> Plan:
+    """Phase 2 of the heuristic as the paper has it: the merge after which the whole costs least, while one
+    makes it cheaper."""
+    plan = chain(costs, instances)
+    while len(plan.counts) > 1:
+        cuts, counts = plan.cuts, plan.counts
+        merges = [
+            costs.layout(
+                (*cuts[: i + 1], *cuts[i + 2 :]), (*counts[:i], counts[i] + counts[i + 1], *counts[i + 2 :])
+            )
+            for i in range(len(counts) - 1)
+        ]
+        best = min(merges, key=lambda merge: merge.cost)
+        if best.cost >= plan.cost - 1e-12:
+            break
+        plan = best
+    return plan
+
+
+@settings(quick, max_examples=30)
+@given(
+    rows=lengths,
+    model=models,
+    instances=st.integers(1, 6),
+    transfer=st.sampled_from([0.0, 1e-5, 1e-2, 1.0]),
+)
+def test_the_heuristic_merges_while_that_pays(
+    rows: list[tuple[int, int]], model: QoeModel, instances: int, transfer: float
+) -> None:
+    edges = bucket_edges(6_001, growth=4.0)
+    costs = Costs(Traffic.of_history(rows, 60.0).in_flight(edges, 50.0), model, transfer)
+    expected = merged_by_cost(costs, instances).cost
+    assert heuristic(costs, instances).cost == pytest.approx(expected, rel=1e-6, abs=1e-9)

@@ -65,6 +65,12 @@ def test_the_earliest_stage_that_covers(prompt: int, where: str) -> None:
     assert POLICY.place(staged(), arrival(10**6), 0.0) == Place("e")
 
 
+def test_a_request_that_goes_on_elsewhere_has_the_length_of_what_it_has_made_too() -> None:
+    lost = replace(arrival(900), output_tokens=100)
+    assert POLICY.place(staged(), lost, 0.0) == Place("c")
+    assert POLICY.place(staged(), replace(lost, output_tokens=99), 0.0) == Place("a")
+
+
 def test_the_least_demand_within_it() -> None:
     assert POLICY.place(staged(instance("a", held("a", 5_000))), arrival(10), 0.0) == Place("b")
 

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 
 from tailrace.actions import Migrate, Place
-from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, RequestState, RequestView
+from tailrace.cluster import (
+    Arrival,
+    CachedTokens,
+    ClusterView,
+    InstanceView,
+    Phase,
+    PhaseLoad,
+    RequestState,
+    RequestView,
+)
 from tailrace.policy.min_kv import MinKv
 from tailrace.policy.pascal import ALWAYS, NEVER, Pascal
 from tests.policy.clusters import arrivals, clusters
@@ -172,3 +181,26 @@ def test_a_burst_between_two_reports_is_spread() -> None:
             chosen, prefill_backlog_tokens=chosen.prefill_backlog_tokens + 100
         )
     assert placed == ["w0", "w1", "w2"] * 2
+
+
+def test_what_is_cached_counts_for_an_instance_where_it_is_asked_for() -> None:
+    view = ClusterView(
+        MappingProxyType(
+            {
+                "a": InstanceView("a", kv_capacity_tokens=10_000, kv_used_tokens=1_000),
+                "b": InstanceView("b", kv_capacity_tokens=10_000, kv_used_tokens=1_100),
+            }
+        )
+    )
+    arrival = Arrival("new", 1_000, 100, 0, cached={"b": CachedTokens(500, 500)})
+    assert Pascal(cache_aware=True).place(view, arrival, 0.0) == Place("b")
+    assert Pascal().place(view, arrival, 0.0) == Place("a")
+
+
+def test_counts_by_another_quantum_are_counted_anew() -> None:
+    requests = (dataclasses.replace(answering("r", "a", 100), phase_tokens=300),)
+    told = PhaseLoad(7, 7, 7.0, quantum_tokens=500)
+    view = InstanceView("a", requests=requests, phase_load=told)
+    assert Pascal(quantum_tokens=500).load_of(view) is told
+    assert Pascal(quantum_tokens=300).load_of(view) == PhaseLoad(0, 0, 5.0, quantum_tokens=300)
+    assert Pascal(quantum_tokens=301).load_of(view) == PhaseLoad(0, 1, 5.0, quantum_tokens=301)
