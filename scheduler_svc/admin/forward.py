@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Final, TypeAlias, cast
 
 import grpc
@@ -23,7 +24,7 @@ FORWARDED: Final = ("tailrace-forwarded", "1")
 """Metadata of a call that a standby passed on; it is not passed on again."""
 
 _Unary: TypeAlias = "Callable[[Message, Context], Awaitable[Message]]"
-_Stream: TypeAlias = "Callable[[Message, Context], AsyncIterator[Message]]"
+_Stream: TypeAlias = "Callable[[Message, Context], AsyncGenerator[Message]]"
 
 
 class LeaderRoute:
@@ -95,18 +96,23 @@ class LeaderForwarding(grpc.aio.ServerInterceptor):
         return reply
 
     def _stream(self, method: str, here: _Stream) -> _Stream:
-        async def replies(request: Message, context: Context) -> AsyncIterator[Message]:
+        async def replies(request: Message, context: Context) -> AsyncGenerator[Message]:
             leader = self._route.elsewhere(context.invocation_metadata())
             if leader is None:
-                async for reply in here(request, context):
-                    yield reply
+                async with aclosing(here(request, context)) as stream:
+                    async for reply in stream:
+                        yield reply
                 return
-            call = leader.unary_stream(method, _serialized, _reply_class(method).FromString)
+            stub = leader.unary_stream(method, _serialized, _reply_class(method).FromString)
+            call = stub(request, timeout=OF_LEADER[method], metadata=_metadata(context))
             try:
-                async for reply in call(request, timeout=OF_LEADER[method], metadata=_metadata(context)):
+                async for reply in call:
                     yield reply
             except grpc.aio.AioRpcError as error:
                 raise _refused(error) from error
+            finally:
+                # A caller who goes away is gone for the leader, too.
+                call.cancel()
 
         return replies
 
