@@ -6,8 +6,9 @@ reads costs next to nothing. An instance that is about to change lets its report
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from simulator.blocks import blocks_for
 from simulator.hooks import FutureLoad, LengthPredictor
 from simulator.instance import Instance
 from simulator.job import Job, JobState
@@ -20,6 +21,7 @@ class Report:
     """One instance at `at_s`. Read `look()` before the other attributes; tokens unless named otherwise."""
 
     __slots__ = (
+        "_by_job",
         "_instance",
         "_looked",
         "_rows",
@@ -68,6 +70,7 @@ class Report:
         self._instance = instance
         self._looked = False
         self._rows: list[Row] | None = None
+        self._by_job: dict[Job, Row] | None = None
         self.future = None
 
     @property
@@ -123,6 +126,21 @@ class Report:
                 rows += [(job, job.tokens, job.state, job.blocks) for _, job in instance.waiting]
             self._rows = rows
         return self._rows
+
+    @property
+    def by_job(self) -> Mapping[Job, Row]:
+        """Its requests by job."""
+        if self._by_job is None:
+            self._by_job = {row[0]: row for row in self.rows}
+        return self._by_job
+
+
+def blocks_of(row: Row, block_tokens: int) -> int:
+    """KV blocks that a request of a report has on the device."""
+    job, tokens, state, blocks = row
+    if blocks < 0:
+        return blocks_for(job.prompt + tokens, block_tokens)
+    return 0 if state is JobState.SWAPPED else blocks
 
 
 def foresee(

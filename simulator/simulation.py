@@ -137,7 +137,7 @@ class Simulation:
         """The request is done."""
         self.migrations.finished(job, now)
         self.bidding.finished(job, now)
-        self._views.left(job, instance, job.tokens)
+        self._views.left(job, instance)
         self._views.note_finished(job.prompt, job.total, now)
         self._conclude(job)
 

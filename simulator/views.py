@@ -11,21 +11,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import overload
 
+from simulator.blocks import blocks_for
 from simulator.cluster import ClusterSpec
 from simulator.events import NEVER
 from simulator.instance import Instance
 from simulator.job import Job, JobState
 from simulator.migration import Migration
-from simulator.reports import Report, Row, foresee
+from simulator.reports import Report, Row, blocks_of, foresee
 from tailrace.cluster import ClusterView, InstanceView, Phase, PhaseLoad, RequestState, RequestView, Stage
 from tailrace.control.cluster_model import ClusterModel
-from tailrace.control.corrections import Corrections, Pending
+from tailrace.control.corrections import Corrections, Counted, Pending
 from tailrace.intra.base import IntraPolicy
 from tailrace.policy.phase_load import CountsPhases
 from tailrace.policy.prompts import ListsPrompts, Prompt
+from tailrace.policy.room import kv_needed_tokens
 from tailrace.policy.when_full import WhenFull
 from tailrace.predictor.limits import limited, tokens_left
 from tailrace.qoe import slack_tokens
@@ -39,7 +42,10 @@ _STATES: Mapping[JobState, RequestState] = {
 }
 
 
-_NOTHING_TOLD: Mapping[Job, int] = MappingProxyType({})
+# As ReportedInstance has it: what is paused has its seat.
+_WAITING = frozenset({JobState.QUEUED, JobState.SWAPPED})
+
+_NOTHING_TOLD: Mapping[Job, Counted] = MappingProxyType({})
 
 
 class ReportedRequests(CountsPhases, ListsPrompts, Sequence[RequestView]):
@@ -52,7 +58,7 @@ class ReportedRequests(CountsPhases, ListsPrompts, Sequence[RequestView]):
         views: Views,
         instance: Instance,
         report: Report,
-        told: Mapping[Job, int],
+        told: Mapping[Job, Counted],
         pending: Sequence[Job],
     ) -> None:
         self._views = views
@@ -100,7 +106,7 @@ class ReportedRequests(CountsPhases, ListsPrompts, Sequence[RequestView]):
 class _Known(Corrections[Job, Pending]):
     """What the scheduler knows of one instance. Placements are pending in the order of their numbers."""
 
-    __slots__ = ("instance", "pending_s", "report", "told")
+    __slots__ = ("ended", "instance", "pending_s", "report", "told")
 
     def __init__(self, instance: Instance) -> None:
         super().__init__()
@@ -108,8 +114,10 @@ class _Known(Corrections[Job, Pending]):
         self.report = Report(instance, 0.0, 0)
         # Seconds that the prompts of pending placements take.
         self.pending_s = 0.0
-        # Requests that came to be decoding here, or entered a phase: job -> output tokens then.
-        self.told: dict[Job, int] = {}
+        # Requests that came to be decoding here, or entered a phase, as they were then.
+        self.told: dict[Job, Counted] = {}
+        # Requests of the report that have gone.
+        self.ended: set[Job] = set()
 
     def expect(self, job: Job, number: int) -> None:
         """A placement that no report shows yet."""
@@ -122,6 +130,49 @@ class _Known(Corrections[Job, Pending]):
             return False
         self.pending_s = self.pending_s - self._prefill_s(job) if self.pending else 0.0
         return True
+
+    def counted(self, job: Job) -> Counted | None:
+        """The request as the counts have it; None: they do not."""
+        told = self.told.get(job)
+        if told is not None:
+            return told
+        row = self.report.by_job.get(job)
+        if row is None or job in self.ended:
+            return None
+        _, tokens, state, _ = row
+        size = self.instance.block_tokens
+        return Counted(job.prompt + tokens, blocks_of(row, size) * size, state not in _WAITING)
+
+    def decodes(self, job: Job, tokens: int) -> None:
+        """The request is decoding here, and has made so many output tokens."""
+        context = job.prompt + tokens
+        before = None if self.expects_no_more(job) else self.counted(job)
+        if before is None:
+            after = self._decoding(context)
+            self.add_request(job, after)
+        else:
+            after = Counted(max(context, before.context_tokens), before.kv_tokens, seated=True)
+            self.change_request(before, after)
+        self.told[job] = after
+
+    def arrives(self, job: Job, reserved: bool) -> None:
+        """The request has been handed over to here. `reserved`: the last report counts its KV."""
+        after = self.told[job] = self._decoding(job.prompt + job.tokens)
+        self.add_request(job, replace(after, kv_tokens=0) if reserved else after)
+
+    def gone(self, job: Job) -> None:
+        """The request has ended or left."""
+        if self.expects_no_more(job):
+            return
+        before = self.counted(job)
+        if before is not None:
+            self.remove_request(before)
+            self.told.pop(job, None)
+            self.ended.add(job)
+
+    def _decoding(self, context_tokens: int) -> Counted:
+        size = self.instance.block_tokens
+        return Counted(context_tokens, blocks_for(context_tokens, size) * size, seated=True)
 
     def _prefill_s(self, job: Job) -> float:
         """Of what its placement did not count on finding."""
@@ -189,6 +240,7 @@ class Views(ClusterModel[_Known]):
             known.report = report
             known.forget_changes()
             known.told = {}
+            known.ended = set()
             for job in known.coming:
                 if _reserved(self._arrivals[job], report):
                     known.coming[job] = 0
@@ -211,35 +263,21 @@ class Views(ClusterModel[_Known]):
         """A phase event has arrived: the request was decoding there with so many output tokens."""
         if self._exact or job.instance_id != instance.instance_id:
             return
-        known = self._known[instance.instance_id]
-        if known.expects_no_more(job):
-            known.running_change += 1
-            known.context_change += job.prompt
-            known.kv_change += job.prompt + tokens
-        known.told[job] = tokens
+        self._known[instance.instance_id].decodes(job, tokens)
         self._dirty.add(instance.instance_id)
 
-    def left(self, job: Job, instance: Instance, tokens: int) -> None:
+    def left(self, job: Job, instance: Instance) -> None:
         """A request ended on an instance, or has moved away from it."""
         if self._exact:
             return
-        known = self._known[instance.instance_id]
-        if known.expects_no_more(job):
-            known.remove_request(tokens, 0)
-        else:
-            known.running_change -= 1
-            known.remove_request(job.prompt + tokens, job.prompt + tokens)
-        known.told.pop(job, None)
+        self._known[instance.instance_id].gone(job)
         self._dirty.add(instance.instance_id)
 
     def withdrawn(self, job: Job, instance: Instance) -> None:
         """A prompt that waited on an instance is placed elsewhere."""
         if self._exact:
             return
-        known = self._known[instance.instance_id]
-        if not known.expects_no_more(job):
-            known.waiting_change -= 1
-            known.remove_request(job.prompt, 0)
+        self._known[instance.instance_id].gone(job)
         self._dirty.add(instance.instance_id)
 
     def coming(self, migration: Migration) -> None:
@@ -250,7 +288,8 @@ class Views(ClusterModel[_Known]):
         if migration.ended is not None:
             return
         # An exact view has the room already.
-        kv_tokens = 0 if self._exact else migration.asked_tokens
+        size = migration.target.block_tokens
+        kv_tokens = 0 if self._exact else kv_needed_tokens(migration.asked_tokens, size)
         known = self._known[migration.target.instance_id]
         self._arrivals[migration.job] = migration
         known.open_arrival(migration.job, kv_tokens, migration.asked_tokens)
@@ -266,14 +305,9 @@ class Views(ClusterModel[_Known]):
         """A migration was committed."""
         known, job = self._known[migration.target.instance_id], migration.job
         if not self._exact:
-            self.left(job, migration.source, job.tokens)
-            context = job.prompt + job.tokens
+            self.left(job, migration.source)
             # Of one that the target fetched nothing is counted yet, but for what a report shows.
-            fetched = job not in known.coming
-            kv_tokens = 0 if fetched and _reserved(migration, known.report) else migration.asked_tokens
-            known.add_request(job, context, kv_tokens)
-            known.running_change += 1
-            known.told[job] = job.tokens
+            known.arrives(job, job not in known.coming and _reserved(migration, known.report))
             self.touch(migration.source, migration.target)
         known.close_migration(job)
         self._arrivals.pop(job, None)
@@ -355,7 +389,7 @@ class Views(ClusterModel[_Known]):
         )
 
     def make(
-        self, instance: Instance, report: Report, told: Mapping[Job, int], pending: Sequence[Job]
+        self, instance: Instance, report: Report, told: Mapping[Job, Counted], pending: Sequence[Job]
     ) -> tuple[RequestView, ...]:
         """The requests of a report that are still there, moved on by events, and those come since."""
         return tuple(
@@ -364,13 +398,14 @@ class Views(ClusterModel[_Known]):
         )
 
     def rows(
-        self, instance: Instance, report: Report, told: Mapping[Job, int], pending: Sequence[Job]
+        self, instance: Instance, report: Report, told: Mapping[Job, Counted], pending: Sequence[Job]
     ) -> Iterator[Row]:
         """The same, before views are made of them."""
         rows: Iterable[Row] = report.rows
         if told or pending:
-            by_job: dict[Job, Row] = {row[0]: row for row in rows}
-            for job, tokens in told.items():
+            by_job = dict(report.by_job)
+            for job, counted in told.items():
+                tokens = counted.context_tokens - job.prompt
                 if job not in by_job or by_job[job][1] < tokens:
                     by_job[job] = (job, tokens, JobState.DECODING, -1)
             for job in pending:

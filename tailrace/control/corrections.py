@@ -11,6 +11,16 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A request on an instance, as the counts have it: in the last report, or added since."""
+
+    context_tokens: int
+    kv_tokens: int
+    # It runs or is paused; False: it waits for a seat.
+    seated: bool
+
+
 @dataclass(slots=True)
 class Pending:
     """A request placed on an instance that no report shows yet."""
@@ -99,20 +109,34 @@ class Corrections(Generic[K, P]):
 
     # ---- requests on the instance
 
-    def add_request(self, key: K, context_tokens: int, kv_tokens: int) -> None:
-        """The request is here, and the last report does not show it. KV that was set aside for its migration,
-        and that a report shows, is not counted again."""
-        self.context_change += context_tokens
+    def add_request(self, key: K, request: Counted) -> None:
+        """The request is here, and the counts do not have it. KV that was set aside for its migration, and
+        that a report shows, is not counted again."""
+        self._count_seat(request, 1)
+        self.context_change += request.context_tokens
         reserved = self.coming.get(key)
         if reserved != 0:
-            self.kv_change += kv_tokens
+            self.kv_change += request.kv_tokens
         if reserved is not None:
             self.coming[key] = 0
 
-    def remove_request(self, context_tokens: int, kv_tokens: int) -> None:
-        """A request that held so much has gone."""
-        self.context_change -= context_tokens
-        self.kv_change -= kv_tokens
+    def change_request(self, before: Counted, after: Counted) -> None:
+        """A request that the counts have is now so. Its KV stays as it was counted until the next report."""
+        self._count_seat(before, -1)
+        self._count_seat(after, 1)
+        self.context_change += after.context_tokens - before.context_tokens
+
+    def remove_request(self, request: Counted) -> None:
+        """A request that the counts have has gone."""
+        self._count_seat(request, -1)
+        self.context_change -= request.context_tokens
+        self.kv_change -= request.kv_tokens
+
+    def _count_seat(self, request: Counted, by: int) -> None:
+        if request.seated:
+            self.running_change += by
+        else:
+            self.waiting_change += by
 
     # ---- migrations
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from tailrace.cache.follow import CacheState
 from tailrace.cluster import InstanceState, InstanceView, Phase, Pool, RequestState, RequestView
-from tailrace.control.corrections import Corrections, Pending
+from tailrace.control.corrections import Corrections, Counted, Pending
 from tailrace.control.messages import PHASES, REQUEST_STATES, predicted_remaining, request_view
 from tailrace.control.phase_counts import PhaseCounts
 from tailrace.control.recording import InstanceKnown, RecordedPending
@@ -121,7 +121,6 @@ class ReportedInstance(Corrections[str, PendingRequest]):
         if known is None:
             return self._arrived(event, phase)
         grown = max(0, event.output_tokens - known.output_tokens)
-        self.context_change += grown
         moved = dataclasses.replace(
             known,
             phase=phase,
@@ -133,8 +132,7 @@ class ReportedInstance(Corrections[str, PendingRequest]):
         )
         self._phases.remove(known)
         self._phases.add(moved)
-        self._count_seat(known, -1)
-        self._count_seat(moved, 1)
+        self.change_request(_counted(known), _counted(moved))
         self.requests[event.request_id] = moved
         return moved
 
@@ -146,8 +144,7 @@ class ReportedInstance(Corrections[str, PendingRequest]):
         if request is None:
             return
         self._phases.remove(request)
-        self._count_seat(request, -1)
-        self.remove_request(request.context_tokens, request.kv_tokens)
+        self.remove_request(_counted(request))
 
     def expect(self, request_id: str, context_tokens: int) -> None:
         """A migration of the request to here was opened: it will need the room."""
@@ -180,9 +177,8 @@ class ReportedInstance(Corrections[str, PendingRequest]):
             predicted_remaining_tokens=predicted_remaining(event, self.record.max_model_len),
         )
         self._phases.add(request)
-        self._count_seat(request, 1)
         self.requests[event.request_id] = request
-        self.add_request(event.request_id, context, request.kv_tokens)
+        self.add_request(event.request_id, _counted(request))
         return request
 
     def _predicted(self, event: monitor_pb2.PhaseEvent, known: RequestView, grown: int) -> float | None:
@@ -191,13 +187,6 @@ class ReportedInstance(Corrections[str, PendingRequest]):
         if told is not None or known.predicted_remaining_tokens is None:
             return told
         return max(0.0, known.predicted_remaining_tokens - grown)
-
-    def _count_seat(self, request: RequestView, by: int) -> None:
-        """The request has come to run or wait, or no longer does."""
-        if request.state in _RUNNING:
-            self.running_change += by
-        else:
-            self.waiting_change += by
 
     def _held(self) -> Iterator[RequestView]:
         yield from self.requests.values()
@@ -309,3 +298,7 @@ class ReportedInstance(Corrections[str, PendingRequest]):
             curve.computed_s(pending.cached_tokens) for pending in waiting if pending.cached_tokens
         )
         return load.prefill_delay_s + placed_s - cached_s
+
+
+def _counted(request: RequestView) -> Counted:
+    return Counted(request.context_tokens, request.kv_tokens, request.state in _RUNNING)

@@ -8,15 +8,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tailrace.control.corrections import Corrections, Pending
+from tailrace.control.corrections import Corrections, Counted, Pending
 
 
 @dataclass
-class Counted:
-    """What a report says: requests with their context and KV, and room set aside by name."""
+class Cluster:
+    """What a report says: requests, and room set aside by name."""
 
-    held: dict[int, tuple[int, int]] = field(default_factory=dict)
+    held: dict[int, Counted] = field(default_factory=dict)
     reserved: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def seated(self) -> int:
+        """Requests with a seat."""
+        return sum(request.seated for request in self.held.values())
 
 
 class Machine(RuleBasedStateMachine):
@@ -26,7 +31,7 @@ class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.corrections: Corrections[int, Pending] = Corrections()
-        self.now, self.reported = Counted(), Counted()
+        self.now, self.reported = Cluster(), Cluster()
         self.pending: dict[int, int] = {}
         # Open migrations to here: the room that they take.
         self.coming: dict[int, int] = {}
@@ -43,23 +48,28 @@ class Machine(RuleBasedStateMachine):
         self.corrections.add_pending(key, Pending(tokens, min(cached, tokens), float(key)))
 
     @precondition(lambda self: self.pending)
-    @rule(data=st.data(), made=st.integers(0, 20))
-    def begin(self, data: st.DataObject, made: int) -> None:
+    @rule(data=st.data(), made=st.integers(0, 20), seated=st.booleans())
+    def begin(self, data: st.DataObject, made: int, seated: bool) -> None:
         key = data.draw(st.sampled_from(sorted(self.pending)))
         context = self.pending.pop(key) + made
         assert self.corrections.remove_pending(key) is not None
         assert self.corrections.remove_pending(key) is None
-        self.now.held[key] = context, context
-        self.corrections.running_change += 1
-        self.corrections.add_request(key, context, context)
+        self.now.held[key] = Counted(context, context, seated)
+        self.corrections.add_request(key, self.now.held[key])
 
     @precondition(lambda self: self.now.held)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.now.held)))
-        context, kv = self.now.held.pop(key)
-        self.corrections.running_change -= 1
-        self.corrections.remove_request(context, kv)
+        self.corrections.remove_request(self.now.held.pop(key))
+
+    @precondition(lambda self: self.now.held)
+    @rule(data=st.data(), made=st.integers(0, 20), seated=st.booleans())
+    def change(self, data: st.DataObject, made: int, seated: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.now.held)))
+        before = self.now.held[key]
+        after = self.now.held[key] = Counted(before.context_tokens + made, before.kv_tokens, seated)
+        self.corrections.change_request(before, after)
 
     @rule(tokens=st.integers(1, 500))
     def open_migration(self, tokens: int) -> None:
@@ -74,9 +84,8 @@ class Machine(RuleBasedStateMachine):
         tokens = self.coming.pop(key)
         del self.now.reserved[key]
         if committed:
-            self.now.held[key] = tokens, tokens
-            self.corrections.running_change += 1
-            self.corrections.add_request(key, tokens, tokens)
+            self.now.held[key] = Counted(tokens, tokens, seated=True)
+            self.corrections.add_request(key, self.now.held[key])
         elif key in self.reported.reserved:
             # The report has counted room that is free again; the next one tells.
             self.corrections.kv_change -= tokens
@@ -84,7 +93,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def report(self) -> None:
-        self.reported = Counted(dict(self.now.held), dict(self.now.reserved))
+        self.reported = Cluster(dict(self.now.held), dict(self.now.reserved))
         self.corrections.forget_changes()
         for key in self.corrections.coming:
             self.corrections.coming[key] = 0
@@ -93,17 +102,17 @@ class Machine(RuleBasedStateMachine):
     def counts_are_those_of_what_is_there(self) -> None:
         told = self.reported
         counts = self.corrections.counts(
-            len(told.held),
-            0,
-            sum(context for context, _ in told.held.values()),
-            sum(kv for _, kv in told.held.values()) + sum(told.reserved.values()),
+            told.seated,
+            len(told.held) - told.seated,
+            sum(request.context_tokens for request in told.held.values()),
+            sum(request.kv_tokens for request in told.held.values()) + sum(told.reserved.values()),
         )
         pending = sum(self.pending.values())
         assert counts == (
-            len(self.now.held),
-            len(self.pending),
-            sum(context for context, _ in self.now.held.values()) + pending,
-            sum(kv for _, kv in self.now.held.values()) + sum(self.now.reserved.values()),
+            self.now.seated,
+            len(self.now.held) - self.now.seated + len(self.pending),
+            sum(request.context_tokens for request in self.now.held.values()) + pending,
+            sum(request.kv_tokens for request in self.now.held.values()) + sum(self.now.reserved.values()),
         )
         assert self.corrections.pending_tokens == pending
         assert self.corrections.coming_context == self.coming
@@ -116,7 +125,6 @@ TestCorrections.settings = settings(max_examples=60, stateful_step_count=40, dea
 def test_no_count_is_less_than_nothing() -> None:
     """An end may be told of that the report has counted already."""
     corrections: Corrections[str, Pending] = Corrections()
-    corrections.running_change -= 1
-    corrections.waiting_change -= 1
-    corrections.remove_request(10, 16)
+    corrections.remove_request(Counted(10, 16, seated=True))
+    corrections.remove_request(Counted(10, 16, seated=False))
     assert corrections.counts(0, 0, 0, 0) == (0, 0, 0, 0)
