@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import grpc
 import pytest
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 from openai.types import Completion
+from PIL import Image
 
 from tailrace.tiny.task import task
 from tailrace.tiny.tokens import encode_turns
@@ -131,3 +134,20 @@ def test_beam_search(vllm_fleet: Fleet, api: OpenAI) -> None:
     # The tiny model is sure of its answers: its best beam is what it says.
     greedy = api.completions.create(model=MODEL, prompt=PROMPT, temperature=0, max_tokens=12)
     assert first.choices[0].text == greedy.choices[0].text
+
+
+def test_an_image_for_a_model_that_sees_none(api: OpenAI) -> None:
+    """The user's mistake, and told as such."""
+    picture = io.BytesIO()
+    Image.new("RGB", (28, 28)).save(picture, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}"
+    content = [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": "What is in it?"},
+    ]
+    with pytest.raises(BadRequestError, match="not a multimodal model"):
+        api.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": content}],  # type: ignore[list-item, misc]
+            max_tokens=5,
+        )
