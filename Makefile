@@ -13,7 +13,7 @@ TAILRACE := .venv/bin/tailrace
 .DEFAULT_GOAL := help
 .PHONY: help install up down test mutants test-features test-models test-vllm test-ranks lint format protos sbom bundle check-gpu docs soak bench-stream bench-transfer bench-swap \
 	bench-scale \
-	bench-decisions bench-policies bench-cache bench-cache-live bench-real bench-live bench-replays bench-validation bench-simulation bench-etcd strangers chaos claims
+	bench-decisions bench-policies bench-cache bench-cache-live bench-pull bench-real bench-live bench-replays bench-validation bench-simulation bench-etcd strangers chaos claims
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -118,6 +118,10 @@ bench-policies: install ## Every policy on every paper's ground and on a mix (TA
 
 bench-cache: install ## Placing by prefix on Mooncake's conversations, simulated (TAILRACE_DATA as above)
 	$(PYTHON) -m benchmarks.cache $(ARGS)
+
+bench-pull: ## A prefix pulled from another real vLLM worker against one that is computed
+	@scripts/install.sh --rust
+	$(PYTHON) -m benchmarks.pull $(ARGS)
 
 bench-cache-live: ## Conversations on two real vLLM workers, placed with and without regard to prefixes
 	@scripts/install.sh --rust

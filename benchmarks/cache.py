@@ -50,6 +50,7 @@ CONTESTANTS: Final[Mapping[str, tuple[str, Mapping[str, Value]]]] = {
     **{name: (name, {}) for name in ("pascal", "ares", "arrow", "cascade")},
     **{f"{name}, cache_aware": (name, _AWARE) for name in ("pascal", "ares", "arrow", "cascade")},
     "tailrace": ("tailrace", {}),
+    "tailrace, no pulls": ("tailrace", {"pulls": False}),
 }
 
 

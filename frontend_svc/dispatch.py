@@ -109,7 +109,9 @@ class Dispatch:
                 return
             placing_s = time.monotonic() - stream.placing_since_s
             if isinstance(chosen, Placed):
-                if chosen.instance_id not in barred() and self.submit(stream, chosen.instance_id):
+                if chosen.instance_id not in barred() and self.submit(
+                    stream, chosen.instance_id, chosen.pull
+                ):
                     self._sink.on_placed(stream, chosen, placing_s)
                     return
                 reason = f"{chosen.instance_id} cannot take it now"
@@ -141,8 +143,8 @@ class Dispatch:
         small = (each for each in outbox.attached() if outbox.max_message_bytes(each) < size)
         return frozenset(self._busy).union(small)
 
-    def submit(self, stream: Stream, instance_id: str) -> bool:
-        """Give an orphan to an instance; False when that does not answer now."""
+    def submit(self, stream: Stream, instance_id: str, pull: worker_pb2.Pull | None = None) -> bool:
+        """Give an orphan to an instance; False when that does not answer now. `pull`: as in Placed."""
         submit = worker_pb2.Submit(
             handle=stream.handle,
             request_id=stream.request_id,
@@ -151,6 +153,7 @@ class Dispatch:
             output_token_ids=stream.token_ids,
             traceparent=stream.traceparent,
             suspect=time.monotonic() < stream.alone_until_s,
+            pull=pull,
         )
         if stream.first_answer_s is not None:
             submit.answer_tokens = stream.accepted - stream.first_answer_index

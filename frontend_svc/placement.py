@@ -11,7 +11,7 @@ from frontend_svc.place_calls import PlaceCalls
 from frontend_svc.prefixes import Prefix, prefix_of
 from frontend_svc.streams import Stream, StreamTable
 from tailrace.service.channels import Channels
-from tailrace.v1 import scheduler_pb2
+from tailrace.v1 import scheduler_pb2, worker_pb2
 
 # The scheduler may name an instance that has just been lost; it is asked again so often.
 _ASKS: Final = 3
@@ -19,10 +19,14 @@ _ASKS: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """The answer. `by`: the scheduler's policy, or "fallback"."""
+    """The answer. `by`: the scheduler's policy, or "fallback".
+
+    `pull`: whose KV of the request's first tokens the instance is to fetch; None: nobody's.
+    """
 
     instance_id: str
     by: str
+    pull: worker_pb2.Pull | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,7 @@ class Placement:
             if not reply.instance_id:
                 return Refused(reply.refusal or "the scheduler named no instance")
             if self._may_take(reply.instance_id, stream):
-                return Placed(reply.instance_id, reply.policy)
+                return Placed(reply.instance_id, reply.policy, _pull(reply))
             excluded.add(reply.instance_id)
         return self._fallback(stream, avoid | unable)
 
@@ -111,3 +115,11 @@ class Placement:
         count = self._table.count_owned
         best = min(may_prefill(self._fleet, candidates), key=lambda i: (count(i), i))
         return Placed(best, "fallback")
+
+
+def _pull(reply: scheduler_pb2.PlaceReply) -> worker_pb2.Pull | None:
+    if not reply.pull_address:
+        return None
+    return worker_pb2.Pull(
+        instance_id=reply.pull_from_instance_id, address=reply.pull_address, tokens=reply.pull_tokens
+    )

@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 class Submitter(Protocol):
     """What brings streams onto instances (dispatch.Dispatch)."""
 
-    def submit(self, stream: Stream, instance_id: str) -> bool:
-        """Give an orphan to an instance; False when that does not answer now."""
+    def submit(self, stream: Stream, instance_id: str, pull: worker_pb2.Pull | None = None) -> bool:
+        """Give an orphan to an instance; False when that does not answer now. `pull`: as in Placed."""
 
     def start(self, stream: Stream, avoid: frozenset[str] = frozenset()) -> None:
         """Find an instance for an orphan."""
@@ -87,7 +87,7 @@ class Relocations:
         self._table.orphan(stream)
         self._outbox.send(instance_id, abort([stream.handle]))
         self._sink.on_handed_back(stream, instance_id)
-        if self._dispatch.submit(stream, chosen.instance_id):
+        if self._dispatch.submit(stream, chosen.instance_id, chosen.pull):
             self._sink.on_placed(stream, chosen, time.monotonic() - began_s)
         else:
             self._dispatch.start(stream, avoid)

@@ -26,6 +26,11 @@ class MigrationMetrics:
             registry=registry,
         )
         self._bytes = Counter("tailrace_migration_kv_bytes", "KV that migrations copied.", registry=registry)
+        self._held = Counter(
+            "tailrace_migration_kv_held_bytes",
+            "KV that migrations did not copy: the target's prefix cache held it.",
+            registry=registry,
+        )
         self._pause = Histogram(
             "tailrace_migration_pause_seconds",
             "How long a migrated request made no tokens.",
@@ -50,6 +55,7 @@ class MigrationMetrics:
         way = "replay" if record.way == types_pb2.WAY_REPLAY else "live"
         self._ended.labels("committed" if committed else "aborted", label(record.reason), way).inc()
         self._bytes.inc(record.bytes)
+        self._held.inc(record.held_bytes)
         if committed:
             self._pause.observe(record.pause_ms / 1000)
             self._duration.observe(record.closed_s - record.opened_s)

@@ -155,6 +155,7 @@ class MigrationRun:
         elif event.state != record.state or event.HasField("round"):
             if event.way:
                 record.way, record.way_reason = event.way, event.way_reason
+                record.held_blocks, record.held_bytes = event.held_blocks, event.held_bytes
             record.state = event.state
             self._on_change(record)
 

@@ -61,6 +61,7 @@ class MigrationTraces:
                 names.MIGRATION_STATE: state,
                 names.MIGRATION_ROUNDS: len(record.rounds),
                 names.MIGRATION_BYTES: record.bytes,
+                names.MIGRATION_HELD_BYTES: record.held_bytes,
                 names.MIGRATION_PAUSE_MS: record.pause_ms,
                 names.MIGRATION_PAUSE_STEPS: record.pause_steps,
                 names.PHASE: types_pb2.Phase.Name(record.phase).removeprefix("PHASE_").lower(),

@@ -26,7 +26,12 @@ class SchedulerMetrics:
         )
         self.placed_cached_tokens = Counter(
             "tailrace_scheduler_placed_cached_tokens",
-            "Those that the chosen instance held, as far as was known.",
+            "Those that the chosen instance held, as far as was known, or was to fetch.",
+            registry=registry,
+        )
+        self.pulls = Counter(
+            "tailrace_scheduler_pulls",
+            "Placements with a prefix to be fetched from another instance.",
             registry=registry,
         )
         self.cache_index_blocks = Gauge(

@@ -75,6 +75,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             refusal=decision.refusal,
             decided_us=decision.seconds * 1e6,
             cached_tokens=decision.cached_tokens,
+            pull_from_instance_id=decision.pull_from,
+            pull_address=decision.pull_address,
+            pull_tokens=decision.pull_tokens,
         )
 
     def _trace(self, request: scheduler_pb2.PlaceRequest, decision: Decision) -> None:
@@ -91,6 +94,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                 attributes.POLICY: decision.policy,
                 attributes.PROMPT_TOKENS: request.prompt_tokens,
                 attributes.CACHED_TOKENS: decision.cached_tokens,
+                attributes.PULL_HOLDER: decision.pull_from,
             },
             error=decision.refusal,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scheduler_svc.metrics import SchedulerMetrics
 from tailrace.actions import Refuse
@@ -20,8 +20,12 @@ class Decision:
     policy: str
     refusal: str
     seconds: float
-    # Of the request, that the instance is known to hold.
+    # Of the request, that the instance is known to hold, what is to come included.
     cached_tokens: int = 0
+    # The instance that has the KV to be fetched, its worker's address, and how many tokens it has.
+    pull_from: str = ""
+    pull_address: str = ""
+    pull_tokens: int = 0
 
 
 class Placer:
@@ -41,7 +45,17 @@ class Placer:
             self._metrics.refusals.inc()
             return Decision("", policy, placement.reason or "refused", seconds)
         self._metrics.placements.labels(policy, placement.instance_id).inc()
-        cached = arrival.cached_tokens(placement.instance_id)
+        cached = arrival.found_tokens(placement.instance_id, placement.pull_from)
         self._metrics.placed_tokens.inc(arrival.context_tokens)
         self._metrics.placed_cached_tokens.inc(cached)
-        return Decision(placement.instance_id, policy, "", seconds, cached)
+        decision = Decision(placement.instance_id, policy, "", seconds, cached)
+        holder = self._control.model.tracked(placement.pull_from) if placement.pull_from else None
+        if holder is None:
+            return decision
+        self._metrics.pulls.inc()
+        return replace(
+            decision,
+            pull_from=placement.pull_from,
+            pull_address=holder.record.address,
+            pull_tokens=arrival.told_tokens(placement.pull_from),
+        )

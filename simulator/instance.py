@@ -217,6 +217,13 @@ class Instance:
         if first or self._intra.pass_over:
             self.wake(now)
 
+    def bring(self, names: Sequence[int]) -> None:
+        """Units of KV have come into its prefix cache, which is there."""
+        assert self.cache is not None
+        self._changing()
+        self.cache.bring(names)
+        self._evict()
+
     def waits(self, job: Job) -> bool:
         """Whether a new prompt waits here of which nothing is computed."""
         return job.instance_id == self.instance_id and job.state is JobState.QUEUED and not job.tokens

@@ -270,6 +270,7 @@ class Migrations:
             return
         if migration.started_s is None:
             migration.started_s = now
+            migration.copied = self._held(migration, now)
         if migration.job.state is JobState.SWAPPED:
             self._from_host(migration, now)
             return
@@ -285,6 +286,15 @@ class Migrations:
             return
         migration.rounds += 1
         self._send(migration, left, now, self._precopy)
+
+    def _held(self, migration: Migration, now: float) -> int:
+        """Full blocks that the target's prefix cache has by name: they need not be copied."""
+        cache, request = migration.target.cache, migration.job.request
+        if cache is None or migration.on_host or not request.unit_names:
+            return 0
+        units = (self._context(migration, now) - 1) // request.unit_tokens
+        found = cache.leading(request.unit_names, units)
+        return found * request.unit_tokens // migration.source.block_tokens
 
     def _from_host(self, migration: Migration, now: float) -> None:
         """What is in host memory does not change: one round copies all of it."""

@@ -90,6 +90,14 @@ class PrefixCache:
         self._changes[name] = True
         return True
 
+    def bring(self, names: Sequence[int]) -> None:
+        """Units have come from elsewhere: they can be found, and nobody holds them."""
+        for name in names:
+            if name not in self:
+                self._free[name] = self._unit
+                self._free_blocks += self._unit
+                self._changes[name] = True
+
     def let_go(self, names: Sequence[int], nameless_blocks: int) -> None:
         """A holder of these, and of so many blocks without a name after them, is gone."""
         self._let_nameless(nameless_blocks)

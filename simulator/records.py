@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,6 +70,20 @@ class RequestRecord:
     def latency_s(self) -> float | None:
         """Submit to last token."""
         return None if self.finish_s is None else self.finish_s - self.arrival_s
+
+
+@dataclass(frozen=True, slots=True)
+class PullRecord:
+    """A prefix that was fetched from another instance, for one request or several."""
+
+    source_id: str
+    target_id: str
+    asked_s: float
+    end_s: float
+    # 0: the source had nothing of it any more.
+    tokens: int
+    bytes_sent: int
+    requests: int
 
 
 class MigrationOutcome(enum.Enum):
@@ -152,3 +166,5 @@ class SimResult:
     events_processed: int
     # Time of the last event.
     end_s: float
+    # Prefixes that were fetched from other instances.
+    pulls: list[PullRecord] = field(default_factory=list)

@@ -16,6 +16,7 @@ from simulator.metrics import Concluded
 from simulator.migration import Migration, Migrations
 from simulator.network import Network
 from simulator.prefix_cache import prefix_cache
+from simulator.prefix_pulls import PrefixPulls
 from simulator.records import MigrationOutcome, PlacementRecord, SimResult
 from simulator.reports import Report
 from simulator.request import SimRequest
@@ -23,7 +24,7 @@ from simulator.sampling import Sampler
 from simulator.views import Views
 from tailrace.actions import Action, HandBack, Migrate, Offer, Place, Refuse, SetPool, SetStages
 from tailrace.cache.index import CacheIndex
-from tailrace.cache.placed import PlacedPrefixes, with_placed
+from tailrace.cache.placed import PlacedPrefixes, cached_tokens
 from tailrace.cluster import Arrival, CachedTokens, Stage
 from tailrace.control.runner import Moment, PlainCalls, Point, PolicyRunner
 from tailrace.control.stages import length_bounds
@@ -72,9 +73,9 @@ class Simulation:
         ]
         self._by_id = {instance.instance_id: instance for instance in self.instances}
         self._views = Views(spec, self.instances, intra)
-        self.migrations = Migrations(
-            spec.migration, self._by_id, intra, events, Network(spec.link, events), self
-        )
+        network = Network(spec.link, events)
+        self.migrations = Migrations(spec.migration, self._by_id, intra, events, network, self)
+        self.pulls = PrefixPulls(network, events, spec.migration)
         self._runner = PolicyRunner(self._views, _Fixed(policy), self, PlainCalls())
         self._sampler = Sampler(self.instances, spec.stages)
         self._sample_interval_s = sample_interval_s
@@ -114,6 +115,7 @@ class Simulation:
         return SimResult(
             requests=[records[request_id] for request_id in self._given],
             migrations=self.migrations.records,
+            pulls=self.pulls.records,
             series=self._sampler.series(),
             events_processed=events.processed,
             end_s=now,
@@ -216,10 +218,8 @@ class Simulation:
         for instance in self.instances:
             if instance.cache is not None:
                 self._index.change(instance.instance_id, *instance.cache.take_changes())
-        return {
-            name: CachedTokens(held.device * unit_tokens, held.total * unit_tokens)
-            for name, held in with_placed(self._index.match(names), self._placed.index.match(names)).items()
-        }
+        held, coming = self._index.match(names), self._placed.index.match(names)
+        return cached_tokens(held, coming, unit_tokens, len(names) * unit_tokens)
 
     def _too_long(self, job: Job, instance: Instance) -> str:
         """Why the instance could never run it; "": it could."""
@@ -230,13 +230,14 @@ class Simulation:
         return f"{tokens} tokens: longer than {instance.instance_id} can hold"
 
     def _submit(self, job: Job, instance: Instance, placement: Place, arrival: Arrival, now: float) -> None:
-        job.told_cached = arrival.cached_tokens(instance.instance_id)
+        job.told_cached = arrival.found_tokens(instance.instance_id, placement.pull_from)
         if instance.cache is not None:
             self._placed.place(instance.instance_id, arrival.block_names, now)
         job.placements.append(PlacementRecord(now, instance.instance_id))
         self._views.placed(job, instance)
         self._carry_out(placement.also, now)
-        instance.submit(job, now)
+        holder = self._instance(placement.pull_from) if placement.pull_from else None
+        self.pulls.submit(job, instance, holder, now)
 
     def _refuse(self, job: Job, reason: str) -> None:
         job.refused = reason

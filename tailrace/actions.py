@@ -13,10 +13,14 @@ class Place:
 
     `also`: what is carried out with the placement, such as the pool move that it needs (Arrow, Alg. 1).
     The placement holds whether or not that succeeds.
+
+    `pull_from`: an instance that holds more of the request's prefix (`Arrival.cached`): its KV is fetched
+    while earlier work runs, and the rest computed; all of it, if that fails. Empty: nobody.
     """
 
     instance_id: str
     also: tuple[Action, ...] = ()
+    pull_from: str = ""
 
 
 @dataclass(frozen=True, slots=True)

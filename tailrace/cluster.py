@@ -199,6 +199,8 @@ class CachedTokens(NamedTuple):
     device: int
     # On its device or in its host memory.
     total: int
+    # Of those on its device, what it has told of: not what was placed there a moment ago.
+    told: int = 0
 
 
 NOTHING_CACHED: Final[Mapping[str, CachedTokens]] = MappingProxyType({})
@@ -236,3 +238,13 @@ class Arrival:
         """Tokens that need not be computed on an instance: their KV is on its device."""
         held = self.cached.get(instance_id)
         return 0 if held is None else held.device
+
+    def found_tokens(self, instance_id: str, pull_from: str) -> int:
+        """The same when it is placed there and its prefix comes from another one (empty: from none)."""
+        own = self.cached_tokens(instance_id)
+        return max(own, self.told_tokens(pull_from)) if pull_from else own
+
+    def told_tokens(self, instance_id: str) -> int:
+        """Tokens whose KV can be fetched from an instance."""
+        held = self.cached.get(instance_id)
+        return 0 if held is None else held.told

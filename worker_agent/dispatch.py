@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Final
+from typing import Final, Protocol
 
 from tailrace import wire
 from tailrace.v1 import worker_pb2
 from worker_agent.carried import CarriedRequests
-from worker_agent.engine.base import Engine, OutputFlag, RequestKey, Submission
+from worker_agent.engine.base import Engine, OutputFlag, Pull, RequestKey, Submission
 from worker_agent.frontends import FrontEnd, FrontEnds
 from worker_agent.held import HeldQueries
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.migration.exports import Exports
 from worker_agent.migration.imports import Imports
 from worker_agent.phase_news import PhaseNews
+from worker_agent.prefixes.pulls import Pulls
 from worker_agent.suspects import Suspects
 
 log = logging.getLogger(__name__)
@@ -24,12 +25,19 @@ log = logging.getLogger(__name__)
 _UTILITY_CALLS_MAX: Final = 64
 
 
+class Takes(Protocol):
+    """An engine, or what stands before it."""
+
+    def submit(self, submission: Submission) -> None:
+        """Engine.submit."""
+
+
 class Admission:
     """Takes submissions: the engine's, and who it is for what comes later."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Takes,
         front_ends: FrontEnds,
         carried: CarriedRequests,
         metrics: WorkerMetrics,
@@ -97,6 +105,12 @@ class Admission:
         return None
 
 
+def _pull(submit: worker_pb2.Submit) -> Pull | None:
+    if not submit.HasField("pull"):
+        return None
+    return Pull(submit.pull.instance_id, submit.pull.address, submit.pull.tokens)
+
+
 def _failed(submission: Submission) -> worker_pb2.AttachDown:
     """The request failed here; it may be tried elsewhere."""
     outputs = worker_pb2.StepOutputs(
@@ -119,15 +133,17 @@ class Dispatch:
         admission: Admission,
         exports: Exports,
         imports: Imports,
+        pulls: Pulls,
         carried: CarriedRequests,
         news: PhaseNews,
         metrics: WorkerMetrics,
     ) -> None:
-        self._queries = HeldQueries(engine, carried, exports.open, imports.concerns, self.give_up)
+        self._queries = HeldQueries(engine, carried, exports.open, self._comes, self.give_up)
         self._engine = engine
         self._admission = admission
         self._exports = exports
         self._imports = imports
+        self._pulls = pulls
         self._carried = carried
         self._news = news
         self._metrics = metrics
@@ -159,12 +175,17 @@ class Dispatch:
                 # A heartbeat, or something that a newer front end says.
                 return
 
+    def _comes(self, key: RequestKey) -> bool:
+        """It is on its way to the engine."""
+        return self._imports.concerns(key) or self._pulls.concerns(key)
+
     async def close(self) -> None:
         """Answer no queries any more."""
         await self._queries.close()
 
     def give_up(self, key: RequestKey) -> None:
         """Free a request that cannot go on here, and of which its front end has been told."""
+        self._pulls.drop([key])
         self._engine.abort([key])
         self._exports.ended(key)
         self._imports.aborted(key)
@@ -175,6 +196,7 @@ class Dispatch:
 
     def client_gone(self, client: int) -> None:
         """A front end's stream has ended, and with it all that it has here."""
+        self._pulls.drop_client(client)
         self._engine.abort_client(client)
         for carried in self._carried.remove_client(client):
             self._metrics.finished["aborted"] += 1
@@ -192,6 +214,7 @@ class Dispatch:
             answer_tokens=submit.answer_tokens,
             answering_s=submit.answering_s,
             suspect=submit.suspect,
+            pull=_pull(submit),
         )
         if not self._imports.succeeded(submission):
             self._admission.submit(submission)
@@ -207,6 +230,7 @@ class Dispatch:
         self._engine.utility(front_end.client, call.call_id, list(call.frames))
 
     def _abort(self, keys: list[RequestKey]) -> None:
+        self._pulls.drop(keys)
         self._engine.abort(keys)
         for key in keys:
             self._exports.ended(key)

@@ -66,6 +66,10 @@ class WorkerMetrics:
         self.kv_sent_blocks = 0
         self.kv_received_bytes = 0
         self.kv_received_blocks = 0
+        self.kv_held_blocks = 0
+        # Prefixes that were to come from other workers, by outcome (prefixes/pulls.py), and what came.
+        self.pulls: Counter[str] = Counter()
+        self.pulled_tokens = 0
         self.kv_checksum_failures = 0
         self.kv_identity_failures = 0
         self.kv_transfer_failures = 0
@@ -98,6 +102,7 @@ class WorkerCollector(Collector):
         yield _labelled("imports", "Migrations to here, by outcome.", (w.imports for w in workers))
         yield _labelled("offers", "Requests offered by bid-ask, by outcome.", (w.offers for w in workers))
         yield _labelled("exports", "Migrations from here, by outcome.", (w.exports for w in workers))
+        yield _labelled("pulls", "Prefixes to be fetched, by how it ended.", (w.pulls for w in workers))
         for name, text in _TRANSFER:
             yield _count(name, text, sum(getattr(w, name) for w in workers))
 
@@ -146,6 +151,8 @@ _TRANSFER: Final = (
     ("kv_sent_blocks", "KV blocks sent to other workers."),
     ("kv_received_bytes", "KV bytes received from other workers."),
     ("kv_received_blocks", "KV blocks received from other workers."),
+    ("kv_held_blocks", "KV blocks of migrations to here that were not copied: the prefix cache held them."),
+    ("pulled_tokens", "Tokens of prompts whose KV was fetched from other workers."),
     ("kv_checksum_failures", "Transfers in which a block's checksum was wrong."),
     ("kv_identity_failures", "Transfers of blocks other than those asked for."),
     ("kv_transfer_failures", "Transfers that broke or took too long."),

@@ -33,6 +33,8 @@ class WorkerSettings:
     frontend_silence_s: float = 10.0
     # An import that was asked for without a limit of its own.
     import_timeout_s: float = 10.0
+    # A prefix that has not come from another worker by then is computed.
+    pull_timeout_s: float = 5.0
     # A source that is paused longer asks the front end whether to go on.
     pause_limit_s: float = 10.0
     # An export whose target says nothing for so long, before the pause, is ended.

@@ -51,6 +51,9 @@ from worker_agent.migration.parts import SourceParts, TargetParts
 from worker_agent.migration.source_link import GrpcSourceLink
 from worker_agent.migration.spans import TransferSpans
 from worker_agent.phase_news import PhaseNews
+from worker_agent.prefixes.loan_link import GrpcLoanLink
+from worker_agent.prefixes.loans import Loans
+from worker_agent.prefixes.pulls import PullParts, Pulls
 from worker_agent.profiling.own_stats import own_stats
 from worker_agent.profiling.probes import Probes
 from worker_agent.profiling.profiler import Profiler
@@ -147,7 +150,24 @@ async def running_worker(
         shape = info.kv_shape
         transport = await kv_transport(instance_id, engine, info, around.memory, faults, metrics)
         stack.push_async_callback(transport.close)
-        admission = Admission(engine, front_ends, carried, metrics, settings.max_requests)
+        incoming, spans = TransferRate(), TransferSpans(around.tracing, instance_id)
+        pulls = Pulls(
+            PullParts(
+                engine=engine,
+                shape=shape,
+                puller=transport,
+                connect=lambda address, request, seconds: GrpcLoanLink(
+                    around.channels.get(address, Role.WORKER), request, seconds
+                ),
+                metrics=metrics,
+                faults=faults,
+                spans=spans,
+                incoming=incoming,
+                timeout_s=settings.pull_timeout_s,
+            )
+        )
+        stack.push_async_callback(pulls.close)
+        admission = Admission(pulls, front_ends, carried, metrics, settings.max_requests)
         exports = Exports(
             SourceParts(
                 engine=engine,
@@ -162,7 +182,6 @@ async def running_worker(
             )
         )
         stack.push_async_callback(exports.close)
-        incoming = TransferRate()
         imports = Imports(
             TargetParts(
                 instance_id=instance_id,
@@ -174,7 +193,7 @@ async def running_worker(
                 news=news,
                 metrics=metrics,
                 faults=faults,
-                spans=TransferSpans(around.tracing, instance_id),
+                spans=spans,
                 settings=settings,
                 resubmit=admission.submit,
                 link=LinkBudget(settings.migration_bandwidth_share),
@@ -183,7 +202,7 @@ async def running_worker(
             lambda address, seconds: GrpcSourceLink(around.channels.get(address, Role.WORKER), seconds),
         )
         stack.push_async_callback(imports.close)
-        dispatch = Dispatch(engine, admission, exports, imports, carried, news, metrics)
+        dispatch = Dispatch(engine, admission, exports, imports, pulls, carried, news, metrics)
         stack.push_async_callback(dispatch.close)
         front_ends.on_gone(dispatch.client_gone)
         hello = worker_pb2.WorkerHello(
@@ -225,7 +244,7 @@ async def running_worker(
         if settings.profile_at_start:
             await profiler.at_start()
         worker, bidding = WorkerServicer(exports, imports, hand_backs, profiler), BidAskServicer(coordinator)
-        cache = CacheServicer(incarnation, info.cache)
+        cache = CacheServicer(incarnation, info.cache, Loans(engine, shape, transport, faults))
         servicers = [
             Servicer(add_WorkerServicer_to_server, worker, "tailrace.v1.Worker"),
             Servicer(add_BidAskServicer_to_server, bidding, "tailrace.v1.BidAsk"),

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from benchmarks.models.sink import Sink, Stream
 from worker_agent.engine.base import EngineInfo, EngineRefusal, Staging
 from worker_agent.engine.vllm.engine import VllmEngine
+from worker_agent.engine.vllm.kv_blocks import DeviceStaging
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 from worker_agent.ranks.transfers import RankedTransport
 
@@ -34,9 +35,16 @@ class _Parts:
             self.blocks += number
 
     async def write(self) -> None:
-        """Write all of them into the import."""
+        """Write those into the import that it has not found by name."""
+        held = self._engine.import_held(self._request_id)
         for first, number, staging, sums in self._parts:
-            await self._engine.write_blocks(self._request_id, first, number, staging, sums)
+            skip = min(max(0, held - first), number)
+            if skip < number:
+                assert isinstance(staging, DeviceStaging)
+                rest = staging.part(skip, number - skip)
+                await self._engine.write_blocks(
+                    self._request_id, first + skip, number - skip, rest, sums[skip:]
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +100,12 @@ async def move_by_replay(source: Place, target: Place, sink: Sink, stream: Strea
     return True
 
 
+async def _forget_prefixes(engine: VllmEngine) -> None:
+    await engine._ask(
+        lambda parts: parts.core.block_pool.evict_blocks(set(range(parts.core.block_pool.num_gpu_blocks)))
+    )
+
+
 async def _out_and_in(engine: VllmEngine, stream: Stream) -> None:
     """Out of the engine, and into other blocks of it. Raises EngineRefusal before it is out."""
     parts, name = _Parts(engine, stream.request_id), stream.request_id
@@ -101,6 +115,9 @@ async def _out_and_in(engine: VllmEngine, stream: Stream) -> None:
     pause = await engine.export_pause(name, parts.blocks)
     await parts.pull(len(pause.block_hashes))
     await engine.export_release(name)
+    if stream.epoch % 2:
+        # Else it finds its own full blocks by name, which then stay where they are.
+        await _forget_prefixes(engine)
     try:
         await engine.import_queue(exported, stream.key, stream.epoch + 1)
         await engine.import_reserve(name, parts.blocks)
@@ -131,9 +148,10 @@ async def _from_rank_to_rank(
 
     try:
         await target.engine.import_queue(exported, stream.key, stream.epoch + 1)
+        have = target.engine.import_held(name)
         transfer = await takes.connect(name, sends.addresses, session.tickets)
         try:
-            await pull(exported.block_hashes)
+            await pull(exported.block_hashes[have:])
             await pull(await source.engine.export_more(name, have))
             pause = await source.engine.export_pause(name, have)
             await pull(pause.block_hashes)

@@ -145,12 +145,14 @@ class Fleet:
             tokens=int(totals.get("tailrace_worker_generated_tokens_total", 0)),
             offers_taken=int(totals.get("tailrace_worker_offers_total:taken", 0)),
             offers_kept=int(totals.get("tailrace_worker_offers_total:kept", 0)),
+            pulled=int(totals.get("tailrace_worker_pulls_total:pulled", 0)),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of all workers since they started. Offers are bid-ask's: taken by another worker, or kept."""
+    """Of all workers since they started. Offers are bid-ask's: taken by another worker, or kept. `pulled`:
+    prefixes that came from another worker."""
 
     preemptions: int
     swaps_out: int
@@ -158,6 +160,7 @@ class Counts:
     tokens: int
     offers_taken: int
     offers_kept: int
+    pulled: int
 
     def since(self, before: Counts) -> Counts:
         """What was added."""

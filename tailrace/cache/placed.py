@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from tailrace.cache.index import CacheIndex, HeldBlocks
+from tailrace.cluster import CachedTokens
 
 # For so long a placement counts unless it is told of before: as long as one counts that no report shows.
 _KEPT_S: Final = 2.0
@@ -27,6 +28,21 @@ def with_placed(held: Mapping[str, HeldBlocks], placed: Mapping[str, HeldBlocks]
         there = found.get(name)
         if there is None or there.device < coming.device:
             found[name] = HeldBlocks(coming.device, max(coming.total, 0 if there is None else there.total))
+    return found
+
+
+def cached_tokens(
+    held: Mapping[str, HeldBlocks], placed: Mapping[str, HeldBlocks], block_tokens: int, most: int
+) -> Mapping[str, CachedTokens]:
+    """The same in tokens, `most` at most, each with what of it is told of."""
+    found: dict[str, CachedTokens] = {}
+    for name, blocks in with_placed(held, placed).items():
+        told = held.get(name)
+        found[name] = CachedTokens(
+            min(blocks.device * block_tokens, most),
+            min(blocks.total * block_tokens, most),
+            0 if told is None else min(told.device * block_tokens, most),
+        )
     return found
 
 

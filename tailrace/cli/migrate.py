@@ -83,7 +83,8 @@ class _Progress:
 def _copied(record: MigrationRecord) -> str:
     if record.way == WAY_REPLAY:
         return f"by replay ({record.way_reason})"
-    return f"{len(record.rounds)} rounds, {bytes_text(record.bytes)}"
+    held = f" ({bytes_text(record.held_bytes)} there already)" if record.held_bytes else ""
+    return f"{len(record.rounds)} rounds, {bytes_text(record.bytes)}{held}"
 
 
 def _finish(record: MigrationRecord | None, output: Output) -> None:

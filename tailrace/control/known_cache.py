@@ -7,7 +7,7 @@ from typing import Final
 
 from tailrace.cache.follow import CacheFollower, Change
 from tailrace.cache.index import CacheIndex
-from tailrace.cache.placed import PlacedPrefixes, with_placed
+from tailrace.cache.placed import PlacedPrefixes, cached_tokens
 from tailrace.cache.tiers import Tier
 from tailrace.cluster import NOTHING_CACHED, CachedTokens
 from tailrace.records import InstanceRecord
@@ -62,11 +62,9 @@ class KnownCache:
         if not names or block_tokens < 1:
             return NOTHING_CACHED
         self._placed.forget(now_s)
-        most = max(0, prompt_tokens - 1)
-        return {
-            name: CachedTokens(min(held.device * block_tokens, most), min(held.total * block_tokens, most))
-            for name, held in with_placed(self.index.match(names), self._placed.index.match(names)).items()
-        }
+        return cached_tokens(
+            self.index.match(names), self._placed.index.match(names), block_tokens, max(0, prompt_tokens - 1)
+        )
 
 
 def read_changes(messages: Iterable[cache_pb2.CacheChange]) -> list[Change]:

@@ -97,7 +97,9 @@ class LiveControl:
         policy = self.active.name
         placement = self.runner.place(arrival, incoming.model, at)
         if isinstance(placement, Place):
-            self.model.place(arrival, placement.instance_id, incoming.frontend_id, at.model_s)
+            self.model.place(
+                arrival, placement.instance_id, incoming.frontend_id, at.model_s, placement.pull_from
+            )
             if placement.also:
                 self._executor.submit(placement.also, policy)
         return arrival, placement

@@ -272,7 +272,9 @@ def recorded_placement(placement: Placement) -> msgspec.Raw:
         case Refuse():
             return msgspec.Raw(encode({"refuse": placement.reason}))
         case Place():
-            return msgspec.Raw(encode({"place": placement.instance_id, "also": _plain(placement.also)}))
+            place = {"place": placement.instance_id, "also": _plain(placement.also)}
+            pull = {"pull_from": placement.pull_from} if placement.pull_from else {}
+            return msgspec.Raw(encode({**place, **pull}))
 
 
 def recorded_actions(actions: Sequence[Action] | None) -> msgspec.Raw:

@@ -196,8 +196,13 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         self._touch(report.instance_id)
         return changes
 
-    def place(self, arrival: Arrival, instance_id: str, frontend_id: str, now_s: float) -> None:
-        """Count a placement in before any report shows it, so that a burst does not pile up."""
+    def place(
+        self, arrival: Arrival, instance_id: str, frontend_id: str, now_s: float, pull_from: str = ""
+    ) -> None:
+        """Count a placement in before any report shows it, so that a burst does not pile up.
+
+        `pull_from`: as in Place.
+        """
         tracked = self._known.get(instance_id)
         if tracked is None:
             return
@@ -220,7 +225,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         if where is None and not arrival.output_tokens:
             self.note_arrived(request.prompt_tokens, now_s)
         self.cache.placed(instance_id, arrival.block_names, now_s)
-        forgotten = tracked.place(request, now_s, arrival.cached_tokens(instance_id))
+        forgotten = tracked.place(request, now_s, arrival.found_tokens(instance_id, pull_from))
         if forgotten is not None:
             self._left(forgotten, instance_id)
         self._where[arrival.request_id] = Where(instance_id, epoch, Phase.PREFILL)

@@ -95,7 +95,7 @@ def outcome(answer: Placement | Sequence[Action]) -> object:
         case Refuse():
             return Refuse(_NOTHING)
         case Place():
-            return Place(answer.instance_id, tuple(map(_without_reason, answer.also)))
+            return replace(answer, also=tuple(map(_without_reason, answer.also)))
         case _:
             return tuple(map(_without_reason, answer))
 

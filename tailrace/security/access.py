@@ -56,7 +56,7 @@ _BY_SERVICE: Final[Mapping[str, Mapping[str, frozenset[Role]]]] = {
         "Profile": _SCHEDULER,
     },
     "tailrace.v1.BidAsk": {"Offer": _SCHEDULER, "Tell": _WORKER},
-    "tailrace.v1.Cache": {"ListBlocks": _SCHEDULER},
+    "tailrace.v1.Cache": {"ListBlocks": _SCHEDULER, "Lend": _WORKER},
     "opentelemetry.proto.collector.trace.v1.TraceService": {"Export": MEMBERS | {Role.TELEMETRY}},
     "grpc.health.v1.Health": {"Check": _EVERYBODY, "Watch": _EVERYBODY},
     "grpc.reflection.v1alpha.ServerReflection": {"ServerReflectionInfo": OPERATORS},

@@ -87,7 +87,7 @@ def test_a_later_question_brings_the_conversation_along() -> None:
 
 def run(contestant: str, *, equal: bool, preemptions: int) -> Figures:
     _, timing = read_chat(stream(chunked(EVENTS)), 0.1)
-    watched = Watched(counts=Counts(preemptions, 0, 10, 20, 0, 0))
+    watched = Watched(counts=Counts(preemptions, 0, 10, 20, 0, 0, 0))
     for state in (types_pb2.MIGRATION_STATE_COMMITTED, types_pb2.MIGRATION_STATE_ABORTED):
         watched.migrations.append(migration_pb2.MigrationRecord(reason="load", state=state, pause_ms=5.0))
     return figures(

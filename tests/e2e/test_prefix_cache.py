@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pytest
 from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
+from tailrace.tiny.task import task
 from tailrace.v1 import admin_pb2
-from tests.e2e.chats import client
+from tests.e2e.chats import Chats, client
+from tests.e2e.conftest import VLLM_WORKERS
 from tests.e2e.fleet import MODEL, Fleet
 from tests.e2e.processes import wait_until
+from tests.e2e.test_vllm_fleet import assert_right, longer_than, moved_at_each
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 
@@ -27,9 +31,9 @@ def fleet(vllm_fleet: Fleet) -> Iterator[Fleet]:
     place_by(vllm_fleet, "least_loaded")
 
 
-def place_by(fleet: Fleet, policy: str) -> None:
+def place_by(fleet: Fleet, policy: str, **parameters: str) -> None:
     """From now on."""
-    fleet.admin().SetPolicy(admin_pb2.SetPolicyRequest(name=policy), timeout=10)
+    fleet.admin().SetPolicy(admin_pb2.SetPolicyRequest(name=policy, parameters=parameters), timeout=10)
 
     def decides() -> bool:
         policies = fleet.admin().ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=5).policies
@@ -75,6 +79,137 @@ def turn(fleet: Fleet, conversation: Conversation) -> None:
     conversation.turn()
     new = (conversation.prompt_tokens - conversation.cached_tokens) // BLOCK
     wait_until(lambda: cached_blocks(fleet) >= before + new, f"{new} new blocks to be known", 10)
+
+
+def test_a_migration_moves_what_its_target_lacks(fleet: Fleet) -> None:
+    """A request that comes back to where its conversation was."""
+    expected = task("back", 120, 100)
+    moments = [(f"{length} characters", longer_than(length)) for length in (400, 500, 600)]
+    chats = Chats(fleet.http, 2)
+    # The third move is back to where the first one went.
+    before = fleet.metric("migration", "tailrace_migration_kv_held_bytes_total")
+    records = moved_at_each(
+        fleet, chats, expected.prompt, {}, moments, lambda chat: assert_right(chat, expected)
+    )
+    chats.close()
+    first, _, third = records
+    assert third.target_instance_id == first.target_instance_id
+    assert third.held_blocks >= first.tokens // BLOCK and third.tokens > first.tokens
+    block_bytes = third.held_bytes // third.held_blocks
+    assert first.bytes == sum(each.blocks for each in first.rounds) * block_bytes
+    assert third.bytes == sum(each.blocks for each in third.rounds) * block_bytes < first.bytes
+    held = fleet.metric("migration", "tailrace_migration_kv_held_bytes_total") - before
+    assert held >= third.held_bytes
+
+
+def ask(fleet: Fleet, name: str) -> tuple[str, int, int]:
+    """One long prompt: the answer, its prompt tokens, and those that were found."""
+    conversation = Conversation(client(fleet.http), name)
+    asked = f"{name}: " + "count " * 300
+    reply = conversation.openai.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": asked}], max_tokens=12, temperature=0.0
+    )
+    assert reply.usage is not None and reply.usage.prompt_tokens_details is not None
+    found = reply.usage.prompt_tokens_details.cached_tokens or 0
+    return reply.choices[0].message.content or "", reply.usage.prompt_tokens, found
+
+
+def pulls(fleet: Fleet, outcome: str) -> float:
+    """Those that ended so, on all workers that run."""
+    counts = 0.0
+    for name in VLLM_WORKERS:
+        if fleet.processes[name].alive:
+            counts += fleet.metric(name, "tailrace_worker_pulls_total", f'outcome="{outcome}"')
+    return counts
+
+
+def drain(fleet: Fleet, name: str, undrain: bool = False) -> None:
+    """Nothing new goes there from now on, or again."""
+    for _ in fleet.admin().Drain(admin_pb2.DrainRequest(instance_id=name, undrain=undrain), timeout=30):
+        pass
+
+
+@dataclass
+class Emptied:
+    """A prompt whose prefix one worker holds, and that worker drains."""
+
+    fleet: Fleet
+    name: str
+    holder: str = ""
+    answer: str = ""
+    prompt_tokens: int = 0
+
+    def __enter__(self) -> Emptied:
+        blocks = {name: i.cached_blocks for name, i in self.fleet.instances().items()}
+        self.answer, self.prompt_tokens, found = ask(self.fleet, self.name)
+        assert found < 2 * BLOCK
+        whole = self.prompt_tokens // BLOCK
+
+        def holders() -> list[str]:
+            known = self.fleet.instances()
+            return [name for name, had in blocks.items() if known[name].cached_blocks >= had + whole - 2]
+
+        wait_until(lambda: len(holders()) == 1, "one worker to hold the prompt", 10)
+        (self.holder,) = holders()
+        drain(self.fleet, self.holder)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        drain(self.fleet, self.holder, undrain=True)
+
+    @property
+    def whole(self) -> int:
+        """Tokens of the prompt's full blocks, the last token's left out."""
+        return (self.prompt_tokens - 1) // BLOCK * BLOCK
+
+
+def test_a_prefix_is_pulled_from_whoever_has_it(fleet: Fleet) -> None:
+    place_by(fleet, "tailrace", pull_margin="0")
+    with Emptied(fleet, "pulled") as held:
+        before = pulls(fleet, "pulled")
+        answer, _, found = ask(fleet, held.name)
+        assert (answer, found) == (held.answer, held.whole)
+        assert pulls(fleet, "pulled") == before + 1
+
+
+def test_a_prefix_that_is_damaged_on_the_way_is_computed(fleet: Fleet) -> None:
+    place_by(fleet, "tailrace", pull_margin="0")
+    with Emptied(fleet, "damaged") as held:
+        before = pulls(fleet, "corrupt")
+        fleet.arm({"corrupt": "kv"})
+        answer, _, found = ask(fleet, held.name)
+        fleet.disarm()
+        assert answer == held.answer and found < 2 * BLOCK
+        assert pulls(fleet, "corrupt") == before + 1
+
+
+def test_a_holder_that_dies_in_mid_pull_leaves_a_prompt_to_compute(fleet: Fleet) -> None:
+    place_by(fleet, "tailrace", pull_margin="0")
+    with Emptied(fleet, "killed") as held, ThreadPoolExecutor(1) as pool:
+        before = pulls(fleet, "lost")
+        fleet.arm({"hold": "pull:connected", "seconds": 30})
+        asked = pool.submit(ask, fleet, held.name)
+        fleet.wait_held("pull:connected")
+        fleet.processes[held.holder].kill()
+        fleet.disarm()
+        answer, _, found = asked.result(60)
+        assert answer == held.answer and found < 2 * BLOCK
+        assert pulls(fleet, "lost") == before + 1
+
+
+def test_many_share_one_pull(fleet: Fleet) -> None:
+    place_by(fleet, "tailrace", pull_margin="0")
+    with Emptied(fleet, "shared") as held, ThreadPoolExecutor(6) as pool:
+        before, shared = pulls(fleet, "pulled"), pulls(fleet, "shared") + pulls(fleet, "held")
+        fleet.arm({"hold": "pull:connected", "seconds": 2})
+        asked = [pool.submit(ask, fleet, held.name) for _ in range(6)]
+        results = [each.result(60) for each in asked]
+        fleet.disarm()
+        assert [answer for answer, _, _ in results] == [held.answer] * 6
+        # One a worker at the most, and nobody computed what came.
+        assert 1 <= pulls(fleet, "pulled") - before <= len(VLLM_WORKERS) - 1
+        assert pulls(fleet, "shared") + pulls(fleet, "held") - shared >= 1
+        assert [found for _, _, found in results] == [held.whole] * 6
 
 
 def test_conversations_find_their_prefixes(fleet: Fleet) -> None:

@@ -29,9 +29,9 @@ def test_reports_tell_and_a_listing_mends() -> None:
     assert known(state) == {}
     told(state, "a", 1, NAMES[:2])
     told(state, "b", 1, NAMES)
-    assert known(state) == {"a": CachedTokens(32, 32), "b": CachedTokens(64, 64)}
+    assert known(state) == {"a": CachedTokens(32, 32, 32), "b": CachedTokens(64, 64, 64)}
     # The last token is computed in any case.
-    assert known(state, prompt_tokens=64)["b"] == CachedTokens(63, 63)
+    assert known(state, prompt_tokens=64)["b"] == CachedTokens(63, 63, 63)
     told(state, "a", 3, NAMES[3:])
     assert state.cache.follower.wanted == ["a"]
     incarnation = state.cache.follower._followed["a"].incarnation
@@ -40,7 +40,7 @@ def test_reports_tell_and_a_listing_mends() -> None:
     listing.held.add(tier=cache_pb2.CACHE_TIER_DEVICE, stored=NAMES[:2])
     state.cache.listed("a", listing)
     assert state.cache.follower.wanted == []
-    assert known(state)["a"] == CachedTokens(32, 64)
+    assert known(state)["a"] == CachedTokens(32, 64, 32)
     state.set_members(members("b"), 0.0)
     assert set(known(state)) == {"b"}
 
@@ -55,5 +55,6 @@ def test_a_placement_counts_what_is_left_to_compute_and_is_known_at_once() -> No
     view = state.view()
     assert view.instances["a"].prefill_backlog_tokens == 36
     assert view.instances["b"].prefill_backlog_tokens == 100
-    assert known(state)["b"] == CachedTokens(64, 64)
+    # Nothing can be fetched from there before it has told of it.
+    assert known(state)["b"] == CachedTokens(64, 64, 0)
     assert set(known(state, now_s=3.0)) == {"a"}

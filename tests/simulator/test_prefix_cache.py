@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.cluster import ClusterSpec
+from simulator.cluster import ClusterSpec, LinkSpec
 from simulator.prefix_cache import PrefixCache
 from simulator.records import RequestRecord
 from simulator.request import SimRequest
 from simulator.simulation import Simulation
+from tailrace.actions import Place, Placement
+from tailrace.cluster import Arrival, ClusterView
 from tailrace.intra.fcfs import Fcfs
 from tailrace.policy.base import Policy
 from tailrace.policy.least_loaded import LeastLoaded
@@ -32,9 +35,15 @@ def request(name: str, at_s: float, units: Sequence[int], rest: int = 8, answer:
 
 
 def run(
-    requests: Sequence[SimRequest], policy: Policy, instances: int = 1, **limits: object
+    requests: Sequence[SimRequest],
+    policy: Policy,
+    instances: int = 1,
+    link: LinkSpec | None = None,
+    **limits: object,
 ) -> tuple[Simulation, dict[str, RequestRecord]]:
     spec = ClusterSpec.uniform(instances, PROFILE, **{"prefix_caching": True, **limits})
+    if link is not None:
+        spec = replace(spec, link=link)
     simulation = Simulation(spec, requests, policy, Fcfs(), seed=0, sample_interval_s=None)
     return simulation, {record.request_id: record for record in simulation.run(None).requests}
 
@@ -67,6 +76,57 @@ def test_those_let_go_first_are_evicted_first_and_of_one_its_end() -> None:
     back = request("back", 10.0, range(5), answer=8)
     _, records = run([old, new, back], LeastLoaded(), kv_capacity_tokens=10 * UNIT)
     assert 0 < records["back"].cached_tokens < 5 * UNIT
+
+
+class Elsewhere(Policy):
+    """The first request goes to the first instance, all others to the second, which pulls from the first."""
+
+    def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
+        if arrival.request_id == "first":
+            return Place("i000")
+        return Place("i001", pull_from="i000" if arrival.told_tokens("i000") else "")
+
+
+def test_a_prefix_is_pulled_at_the_links_speed_and_the_rest_is_computed() -> None:
+    units = list(range(60))
+    first, again = request("first", 0.0, units), request("again", 10.0, [*units, 1_000])
+    link = LinkSpec(bytes_per_s=1e9)
+    simulation, records = run([first, again], Elsewhere(), 2, link=link)
+    assert records["again"].cached_tokens == 60 * UNIT
+    (pull,) = simulation.pulls.records
+    assert (pull.source_id, pull.target_id, pull.tokens, pull.requests) == ("i000", "i001", 60 * UNIT, 1)
+    assert pull.bytes_sent == 60 * UNIT * PROFILE.kv_bytes_per_token
+    took_s = pull.end_s - pull.asked_s
+    assert took_s >= pull.bytes_sent / link.bytes_per_s
+    assert records["again"].queue_s == pytest.approx(took_s, abs=1e-6)
+
+
+def test_those_that_lack_the_same_wait_for_one_pull() -> None:
+    units = list(range(60))
+    many = [request(f"r{n}", 10.0, [*units, 1_000 + n]) for n in range(5)]
+    simulation, records = run([request("first", 0.0, units), *many], Elsewhere(), 2)
+    assert [records[f"r{n}"].cached_tokens for n in range(5)] == [60 * UNIT] * 5
+    (pull,) = simulation.pulls.records
+    assert pull.requests == 5
+
+
+def test_what_was_evicted_meanwhile_is_computed() -> None:
+    """The holder's cache is full of something else when it is asked."""
+    units = list(range(10))
+    first, again = request("first", 0.0, units, answer=8), request("again", 10.0, units)
+
+    class Forgets(Elsewhere):
+        def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
+            holder = simulation.instances[0].cache
+            if arrival.request_id == "again" and holder is not None:
+                holder.shrink(0)
+            return super().place(view, arrival, now)
+
+    spec = ClusterSpec.uniform(2, PROFILE, prefix_caching=True)
+    simulation = Simulation(spec, [first, again], Forgets(), Fcfs(), seed=0, sample_interval_s=None)
+    records = {record.request_id: record for record in simulation.run(None).requests}
+    assert [pull.tokens for pull in simulation.pulls.records] == [0]
+    assert records["again"].cached_tokens == 0 and records["again"].finish_s is not None
 
 
 def test_without_names_or_unasked_nothing_is_kept() -> None:

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from tailrace.perf.transfer_rate import TransferRate
 from tailrace.telemetry.tracing import Tracing
-from tailrace.v1 import types_pb2, worker_pb2
+from tailrace.v1 import cache_pb2, types_pb2, worker_pb2
 from tests.worker.simulated import request_frames
 from worker_agent.attach import AttachStreams
 from worker_agent.carried import CarriedRequests
@@ -39,6 +39,8 @@ from worker_agent.migration.parts import SourceParts, TargetParts
 from worker_agent.migration.source_link import SourceFailed, SourceLost
 from worker_agent.migration.spans import TransferSpans
 from worker_agent.phase_news import PhaseNews
+from worker_agent.prefixes.loan_link import LoanLink, LoanLost
+from worker_agent.prefixes.pulls import PullParts, Pulls
 from worker_agent.settings import WorkerSettings
 from worker_agent.sink import FrontEndSink
 
@@ -201,6 +203,10 @@ class MemoryTransfer:
         return len(hashes) * 64
 
 
+def _lends_nothing(address: str, request: cache_pb2.LendRequest, seconds: float) -> LoanLink:
+    raise LoanLost("nothing is lent here")
+
+
 class Node:
     """One worker."""
 
@@ -221,8 +227,23 @@ class Node:
             self.front_ends, self.carried, self._news, self.metrics, lambda reason: None, lambda key: None
         )
         info = await self.engine.start(sink)
-        admission = Admission(self.engine, self.front_ends, self.carried, self.metrics, 1000)
         faults = self.faults = Faults()
+        spans = TransferSpans(Tracing(None), str(self.number))
+        puller = MemoryPuller(self._fleet, self.number, self.engine)
+        pulls = Pulls(
+            PullParts(
+                engine=self.engine,
+                shape=info.kv_shape,
+                puller=puller,
+                connect=_lends_nothing,
+                metrics=self.metrics,
+                faults=faults,
+                spans=spans,
+                incoming=self.incoming,
+                timeout_s=SETTINGS.pull_timeout_s,
+            )
+        )
+        admission = Admission(pulls, self.front_ends, self.carried, self.metrics, 1000)
         self.exports = Exports(
             SourceParts(
                 self.engine,
@@ -241,13 +262,13 @@ class Node:
                 str(self.number),
                 self.engine,
                 info,
-                MemoryPuller(self._fleet, self.number, self.engine),
+                puller,
                 self.front_ends,
                 self.carried,
                 self._news,
                 self.metrics,
                 faults,
-                TransferSpans(Tracing(None), str(self.number)),
+                spans,
                 SETTINGS,
                 admission.submit,
                 incoming=self.incoming,
@@ -255,7 +276,7 @@ class Node:
             lambda address, seconds: MemorySourceLink(self._fleet.links, self._fleet.alive(int(address))),
         )
         dispatch = Dispatch(
-            self.engine, admission, self.exports, self.imports, self.carried, self._news, self.metrics
+            self.engine, admission, self.exports, self.imports, pulls, self.carried, self._news, self.metrics
         )
         self.front_ends.on_gone(dispatch.client_gone)
         hello = worker_pb2.WorkerHello(instance_id=str(self.number))

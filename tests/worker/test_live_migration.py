@@ -211,6 +211,28 @@ async def test_many_streams_cross(pair: Pair, undisturbed: list[int]) -> None:
         assert await stream.end() == undisturbed
 
 
+async def test_what_the_target_has_is_not_copied(pair: Pair, undisturbed: list[int], tmp_path: Path) -> None:
+    async with one_more(pair, tmp_path, "keeps", engine={"prefix_caching": True}) as keeps:
+        stream = await pair.submit(0, **LONG)
+        await stream.until(20)
+        first = await pair.move(stream, 0, keeps)
+        committed(first)
+        await stream.until(60)
+        committed(await pair.move(stream, keeps, 0))
+        # Its blocks are free there now, and keep their names.
+        await stream.until(100)
+        again = await pair.move(stream, 0, keeps)
+        committed(again)
+        assert await stream.end() == undisturbed
+        held = again[0].held_blocks
+        assert (first[0].held_blocks, first[0].held_bytes) == (0, 0)
+        assert held >= (len(PROMPT) + 60) // 16 - 1
+        assert again[0].held_bytes == held * 16 * 4096
+        blocks = [sum(event.round.blocks for event in events) for events in (first, again)]
+        assert blocks[1] < blocks[0]
+        assert await pair.metric(keeps, "kv_held_blocks") == held
+
+
 async def test_stop_and_copy_has_one_round(pair: Pair, undisturbed: list[int]) -> None:
     stream = await pair.submit(0, **LONG)
     await stream.until(30)

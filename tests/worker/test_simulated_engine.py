@@ -334,6 +334,41 @@ def _hand_over(fleet: Fleet, request_id: str) -> ExportedPause:
     return pause
 
 
+def test_blocks_that_the_target_has_by_name_need_not_come() -> None:
+    keeps = msgspec.structs.replace(SMALL, prefix_caching=True)
+    fleet = Fleet(SMALL, keeps)
+    before = fleet.submit(1, PROMPT, **LONG)
+    fleet.clock.drain()
+    request_id = _decoding(fleet)
+    source, target = fleet.engines
+    exported = now(source.export_open(request_id))
+    now(target.import_open(exported, exported.key, exported.epoch + 1))
+    held = target.import_held(request_id)
+    assert held == len(exported.block_hashes) > 0
+    with pytest.raises(EngineRefusal, match="may be written"):
+        _copy(fleet, request_id, 0, held)
+    # Whoever needs room cannot have these.
+    hog = fleet.submit(1, list(b"y" * 30), max_tokens=None, ignore_eos=True)
+    fleet.clock.advance(4)
+    pause = at_boundary(fleet.clock, source.export_pause(request_id, held))
+    now(target.import_reserve(request_id, held + len(pause.block_hashes)))
+    _copy(fleet, request_id, held, len(pause.block_hashes))
+    now(target.import_prepare(request_id, pause))
+    stream = fleet.front_end.streams[2]
+    stream.owner, stream.epoch = 1, exported.epoch + 1
+    now(target.import_activate(request_id))
+    now(source.export_release(request_id))
+    fleet.clock.drain()
+    assert stream.tokens == before.tokens
+    assert hog.finish is not None
+    # Prompts find them, too: the same answer in less time.
+    began_s = fleet.clock.time()
+    again = fleet.submit(1, PROMPT, **LONG)
+    fleet.clock.drain()
+    assert again.tokens == before.tokens
+    assert fleet.clock.time() > began_s
+
+
 def test_rounds_then_pause() -> None:
     fleet = Fleet(SMALL, SMALL)
     request_id = _decoding(fleet)

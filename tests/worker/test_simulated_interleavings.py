@@ -54,7 +54,8 @@ class TwoEngines(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fleet = Fleet(SMALL, msgspec.structs.replace(SMALL, kv_blocks=19, max_num_seqs=3))
+        scarce = {"kv_blocks": 19, "max_num_seqs": 3}
+        self.fleet = Fleet(SMALL, msgspec.structs.replace(SMALL, **scarce, prefix_caching=True))
         self.streams: list[tuple[Stream, Stream]] = []
         self.migrations: list[Migration] = []
         self.aborted: list[Stream] = []
@@ -142,6 +143,8 @@ class TwoEngines(RuleBasedStateMachine):
         except EngineRefusal:
             now(source.export_resume(stream.request_id))
             return None
+        if not replay:
+            migration.have = target.import_held(stream.request_id)
         self.migrations.append(migration)
         return migration
 
@@ -288,16 +291,20 @@ TestTwoEngines.settings = settings(
 )
 
 
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12)), max_size=60))
-def test_pool_never_gives_a_block_twice(steps: list[tuple[int, int]]) -> None:
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12), st.booleans()), max_size=60))
+def test_pool_never_gives_a_block_twice(steps: list[tuple[int, int, bool]]) -> None:
+    names = [bytes([number]) for number in range(12)]
     pool = BlockPool(20, 4)
     holders: list[list[int]] = [[] for _ in range(5)]
-    for holder, blocks in steps:
+    for holder, blocks, named in steps:
         held = holders[holder]
         before, free = list(held), pool.free
         if blocks == 0:
-            pool.release(held)
+            pool.release(held, names[: len(held)] if named else ())
             assert held == []
+        elif named and not held:
+            found = pool.take(held, names[:blocks])
+            assert found == len(held) <= blocks
         elif pool.grow(held, blocks):
             assert held[: len(before)] == before
             assert len(held) == max(blocks, len(before))

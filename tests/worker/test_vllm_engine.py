@@ -31,7 +31,7 @@ from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from tests.worker.vllm_bundle import Bundle, take_out
+from tests.worker.vllm_bundle import Bundle, forget_prefixes, take_out
 from tests.worker.vllm_front import Front, Stream
 from worker_agent.engine.base import (
     EngineInfo,
@@ -40,8 +40,10 @@ from worker_agent.engine.base import (
     ExportedPause,
     Held,
     KvCorrupt,
+    NoRoom,
     OutputFlag,
     RequestKey,
+    Submission,
 )
 from worker_agent.engine.vllm import handover
 from worker_agent.engine.vllm.core import EngineParts
@@ -965,6 +967,95 @@ async def test_dropping_an_import_waits_for_the_copy_into_it(engine: VllmEngine,
     with pytest.raises(EngineRefusal):
         await writing
         await bundle.write()
+
+
+async def test_what_the_prefix_cache_has_is_not_written(engine: VllmEngine, front: Front) -> None:
+    """Its blocks are the reservation's from the start: nobody evicts them, and nothing is written there."""
+    prompt = [n * n % 251 for n in range(6 * BLOCK)]
+    sampling = params(temperature=1.0, seed=2, max_tokens=80)
+    reference = await front.run(engine, prompt, sampling)
+    stream = front.stream(prompt, sampling)
+    front.submit(engine, stream)
+    bundle = await take_out(engine, front, stream, 30)
+    await engine.export_release(stream.request_id)
+    await engine.import_open(bundle.exported, stream.key, 2)
+    held = engine.import_held(stream.request_id)
+    assert held == len(bundle.exported.block_hashes) >= 6
+    await engine.import_reserve(stream.request_id, bundle.have)
+    assert engine.stats().kv_blocks_used <= bundle.have + 2
+    first, _, staging, sums = bundle.parts[0]
+    with pytest.raises(EngineRefusal, match="here already"):
+        await engine.write_blocks(stream.request_id, first, 1, staging.part(0, 1), sums[:1])
+    # All other blocks are used in turn, more than once.
+    for number in range(3):
+        await front.run(engine, [(3 + number) * n % 193 for n in range(60 * BLOCK)], params(max_tokens=2))
+    await bundle.write()
+    await engine.import_prepare(stream.request_id, bundle.pause)
+    stream.epoch += 1
+    await engine.import_activate(stream.request_id)
+    await front.until(lambda: stream.finished)
+    same(stream, reference)
+    # Dropped, they go back to the cache.
+    await idle(engine)
+    await engine.import_open(bundle.exported, stream.key, 3)
+    assert engine.import_held(stream.request_id) == held
+    await engine.import_drop(stream.request_id)
+    again = await front.run(engine, prompt, sampling)
+    same(again, reference)
+
+
+async def test_a_prefix_that_comes_from_elsewhere_is_found(engine: VllmEngine, front: Front) -> None:
+    """Lent, forgotten, fetched into other blocks, and found: the answer is the one that was computed."""
+    prompt = [n * n % 241 for n in range(9 * BLOCK + 5)]
+    sampling = params(temperature=1.0, seed=6, max_tokens=40)
+    reference = await front.run(engine, prompt, sampling)
+    stream = front.stream(prompt, sampling)
+    submission = Submission(stream.key, stream.request_id, 1, stream.frames)
+    assert await engine.fetch_open("held", submission, 1 << 20) == []
+    names = await engine._ask(
+        lambda parts: [bytes(name) for name in parts.core.decode(stream.frames, 0).block_hashes]
+    )
+    assert await engine.loan_open("loan", names) == 9
+    assert await engine.loan_open("other", [b"unknown", *names]) == 0
+    await forget_prefixes(engine)
+    assert await engine.fetch_open("fetch", submission, 7 * BLOCK + 3) == names[:7]
+    with pytest.raises(EngineRefusal, match="have not come"):
+        await engine.fetch_keep("fetch", 5)
+    staging = engine.staging(6)
+    assert isinstance(staging, DeviceStaging)
+    sums = await engine.read_blocks("loan", 0, 6, staging)
+    staging.bytes[2, 0, 3] ^= 1
+    with pytest.raises(KvCorrupt, match="block 2"):
+        await engine.write_blocks("fetch", 0, 6, staging, sums)
+    staging.bytes[2, 0, 3] ^= 1
+    await engine.write_blocks("fetch", 0, 6, staging, sums)
+    with pytest.raises(EngineRefusal, match="do not come"):
+        await engine.write_blocks("fetch", 7, 1, staging.part(0, 1), sums[:1])
+    await engine.fetch_keep("fetch", 6)
+    await engine.fetch_drop("fetch")
+    await engine.fetch_drop("fetch")
+    await engine.loan_end("loan")
+    await engine.loan_end("other")
+    await idle(engine)
+    assert engine.stats().kv_blocks_used == 0
+    before = engine.stats().cached_prompt_tokens
+    front.submit(engine, stream)
+    await front.until(lambda: stream.finished)
+    same(stream, reference)
+    assert engine.stats().cached_prompt_tokens - before == 6 * BLOCK
+    # Blocks of a loan are not evicted, and without room nothing comes.
+    assert await engine.loan_open("all", names) == 9
+    hog = front.stream([n * 7 % 199 for n in range(60 * BLOCK)], params(max_tokens=100))
+    front.submit(engine, hog)
+    await front.until_tokens(hog, 3)
+    other = front.stream([n * 11 % 197 for n in range(50 * BLOCK)], params())
+    with pytest.raises(NoRoom):
+        await engine.fetch_open("large", Submission(other.key, other.request_id, 1, other.frames), 1 << 20)
+    plain = front.stream(prompt, params(prompt_logprobs=1))
+    with pytest.raises(EngineRefusal, match="read no cache"):
+        await engine.fetch_open("none", Submission(plain.key, plain.request_id, 1, plain.frames), 1 << 20)
+    engine.abort_client(0)
+    await engine.loan_end("all")
 
 
 async def test_abort_client_frees_only_that_client(engine: VllmEngine, front: Front) -> None:

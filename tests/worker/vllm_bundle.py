@@ -40,13 +40,21 @@ class Bundle:
         await self.pull(len(self.pause.block_hashes))
 
     async def reserve(self, stream: Stream) -> None:
-        """Open the import of the stream's next epoch and reserve all its blocks."""
+        """Open the import of the stream's next epoch and reserve all its blocks; none is found by name."""
+        await forget_prefixes(self.engine)
         await self.engine.import_open(self.exported, stream.key, stream.epoch + 1)
         await self.engine.import_reserve(self.request_id, self.have)
 
     async def write(self) -> None:
+        """All that is not there by name."""
+        held = self.engine.import_held(self.request_id)
         for first, number, staging, sums in self.parts:
-            await self.engine.write_blocks(self.request_id, first, number, staging, sums)
+            skip = min(max(0, held - first), number)
+            if skip < number:
+                rest = staging.part(skip, number - skip)
+                await self.engine.write_blocks(
+                    self.request_id, first + skip, number - skip, rest, sums[skip:]
+                )
 
     async def put_back(self, stream: Stream) -> None:
         """Release at the source, and bring it back into the same engine."""
@@ -60,6 +68,13 @@ class Bundle:
         await self.engine.import_prepare(self.request_id, self.pause)
         stream.epoch += 1
         await self.engine.import_activate(self.request_id)
+
+
+async def forget_prefixes(engine: VllmEngine) -> None:
+    """The engine finds no prefix in its cache any more."""
+    await engine._ask(
+        lambda parts: parts.core.block_pool.evict_blocks(set(range(parts.core.block_pool.num_gpu_blocks)))
+    )
 
 
 async def take_out(engine: VllmEngine, front: Front, stream: Stream, at: int) -> Bundle:

@@ -99,6 +99,15 @@ class EngineSink(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Pull:
+    """The worker at `address` (HOST:PORT) holds KV of a request's first `tokens`, as far as is known."""
+
+    instance_id: str
+    address: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Submission:
     """A request for the engine: new, or going on after output_token_ids with its KV to be computed anew."""
 
@@ -115,6 +124,8 @@ class Submission:
     answering_s: float = 0.0
     # Of a request that was stopped elsewhere (ExportedPause.sampling_state); empty: made from the tokens.
     sampling_state: bytes = b""
+    # Who has the KV of its first tokens; None: nobody that it should come from.
+    pull: Pull | None = None
     # It was on an engine when that died, and has not got on since.
     suspect: bool = False
 
@@ -360,6 +371,12 @@ class Engine(Protocol):
         The caller sets the deadline, and calls import_drop when it gives up.
         """
 
+    def import_held(self, request_id: str) -> int:
+        """How many of the exported blocks, from the first on, the prefix cache had when room was reserved.
+
+        They are part of the reservation, need not come, and must not be written. Raises EngineRefusal.
+        """
+
     async def import_reserve(self, request_id: str, num_blocks: int) -> None:
         """Grow the reservation to hold this many blocks of KV."""
 
@@ -379,3 +396,26 @@ class Engine(Protocol):
 
     async def import_drop(self, request_id: str) -> None:
         """Abort: free the reservation; unknown requests are ignored."""
+
+    # ---- prefixes that go from one engine to another. Blocks of a loan are read with read_blocks, those of a
+    # fetch written with write_blocks, under its name in place of a request's, each counted from 0.
+
+    async def loan_open(self, loan_id: str, names: Sequence[bytes]) -> int:
+        """Pin the blocks of the prefix cache with these names, up to the first that is not there; how many.
+        Raises EngineRefusal."""
+
+    async def loan_end(self, loan_id: str) -> None:
+        """Free them; an unknown loan is ignored."""
+
+    async def fetch_open(self, fetch_id: str, submission: Submission, most_tokens: int) -> list[bytes]:
+        """Set blocks aside for what the prefix cache lacks of the request's first `most_tokens`; keep it.
+
+        Returns the names of those that are to come; nothing is set aside where that is none. Raises
+        EngineRefusal for a request or an engine for which nothing can come, NoRoom.
+        """
+
+    async def fetch_keep(self, fetch_id: str, blocks: int) -> None:
+        """The first `blocks` have come, and the prefix cache has them from now on. Raises EngineRefusal."""
+
+    async def fetch_drop(self, fetch_id: str) -> None:
+        """Set nothing aside any more; what the prefix cache has it may evict. An unknown fetch is ignored."""

@@ -62,8 +62,10 @@ class Copying:
         request_id: str,
         on_round: Callable[[Round], None],
         link: LinkBudget | None,
+        held: int = 0,
     ) -> None:
-        """`link`: what the copy must leave room on while the source decodes; None: nothing."""
+        """`link`: what the copy must leave room on while the source decodes; None: nothing. `held`: leading
+        blocks that are here already."""
         self._engine = engine
         self._transfer = transfer
         self._source = source
@@ -71,13 +73,13 @@ class Copying:
         self._request_id = request_id
         self._on_round = on_round
         self._link = link
-        self._have = 0
+        self._have = held
         self._rounds = 0
 
     async def run(self, opened: worker_pb2.ExportOpened, plan: ImportPlan) -> Paused:
         """All rounds and the pause; the engine is prepared when this returns."""
         if plan.rounds:
-            await self._pre_copy(block_hashes(opened.blocks), plan)
+            await self._pre_copy(block_hashes(opened.blocks)[self._have :], plan)
         return await self._stop_and_copy()
 
     async def _pre_copy(self, hashes: list[bytes], plan: ImportPlan) -> None:

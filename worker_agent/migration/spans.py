@@ -38,6 +38,34 @@ class TransferSpans:
             },
         )
 
+    def pulled(
+        self,
+        traceparent: str,
+        began_s: float,
+        ended_s: float,
+        holder_id: str,
+        outcome: str,
+        blocks: int,
+        size: int,
+    ) -> None:
+        """A prefix that was to come from another worker, under its request's span."""
+        if not self._tracing.continues(traceparent):
+            return
+        record_span(
+            self._tracer,
+            "pull prefix",
+            traceparent,
+            wall_ns(began_s),
+            wall_ns(ended_s),
+            attributes={
+                attributes.INSTANCE: self._instance_id,
+                attributes.PULL_HOLDER: holder_id,
+                attributes.OUTCOME: outcome,
+                attributes.MIGRATION_BLOCKS: blocks,
+                attributes.MIGRATION_BYTES: size,
+            },
+        )
+
     def paused(self, traceparent: str, since_s: float, pause_s: float) -> None:
         """The pause, from when the request stood still at its source until this instance may emit."""
         if not self._tracing.continues(traceparent):

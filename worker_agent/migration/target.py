@@ -251,6 +251,7 @@ class Import:
             self.request_id,
             self._round_done,
             self._parts.link if self._request.reason in BACKGROUND else None,
+            self._held(),
         )
         return await copying.run(opened, self._plan)
 
@@ -281,16 +282,23 @@ class Import:
             await self._parts.engine.replay_check(exported, key)
         else:
             await self._reserve(exported, key)
+        self._parts.metrics.kv_held_blocks += self._held()
         self._tell(
             worker_pb2.ImportEvent(
                 state=types_pb2.MIGRATION_STATE_OPEN,
                 phase=opened.phase,
                 way=WAYS[handover.way],
                 way_reason=handover.reason,
+                held_blocks=self._held(),
+                held_bytes=self._held() * self._parts.info.kv_shape.block_bytes,
             )
         )
         await self._parts.faults.hold("import:open")
         return opened
+
+    def _held(self) -> int:
+        """Leading blocks that this engine's prefix cache had. Raises EngineRefusal."""
+        return self._parts.engine.import_held(self.request_id) if self._reserved else 0
 
     async def _reserve(self, exported: Exported, key: RequestKey) -> None:
         """Room on the engine, waited for if the plan says so. Raises EngineRefusal, Abort."""

@@ -19,6 +19,7 @@ from tailrace.policy.tailrace.costs import Costs
 from tailrace.policy.tailrace.moves import Mover
 from tailrace.policy.tailrace.offers import Offers
 from tailrace.policy.tailrace.pooled import decoders, late_handovers, pooled, prefillers
+from tailrace.policy.tailrace.pulls import Pulls
 from tailrace.policy.tailrace.rebalance import movable, rebalance
 from tailrace.policy.tailrace.staged import groups, next_stage, within_stage
 from tailrace.profiles import Profile, load_profile
@@ -34,6 +35,7 @@ class Tailrace(Policy):
     - `penalty`: what unequal lengths in a batch cost there, if that is known.
     - `margin`: how many times its transfer a migration must save. Two: once for what it takes, once more
       because what is saved is a prediction and what it takes is certain.
+    - `pulls`, `pull_margin`: see `pulls.py`.
     - `ttft_slo_s`, `tpot_slo_s`: what pools flip by, where there are pools, as in `Arrow`; the latter is also
       what the time of those who decode is measured against.
     - `tick_interval_s`: one second, as ARES (Algorithm 1, line 3).
@@ -42,6 +44,19 @@ class Tailrace(Policy):
     needs = (Fact.PROFILE, Fact.PENALTY, Fact.TTFT_SLO, Fact.TPOT_SLO)
     parameters = (
         Parameter("margin", float, 2.0, "how many times its transfer a migration must save", minimum=0.0),
+        Parameter(
+            "pulls",
+            bool,
+            True,
+            "whether a prefix that another instance holds is fetched where that takes less than computing it",
+        ),
+        Parameter(
+            "pull_margin",
+            float,
+            1.0,
+            "how many times its transfer a pull must save; 0: whatever another instance holds is fetched",
+            minimum=0.0,
+        ),
         Parameter(
             "tick_interval_s",
             float,
@@ -61,6 +76,8 @@ class Tailrace(Policy):
         penalty: FittedLengthPenalty | None = None,
         *,
         margin: float = 2.0,
+        pulls: bool = True,
+        pull_margin: float = 1.0,
         ttft_slo_s: float = 2.0,
         tpot_slo_s: float = 0.15,
         tick_interval_s: float = 1.0,
@@ -70,6 +87,7 @@ class Tailrace(Policy):
         self.costs = Costs(steps, penalty, tpot_slo_s=tpot_slo_s)
         self.offers = Offers(self.costs)
         self.margin = margin
+        self.pulls = Pulls(self.offers, self.costs, pull_margin) if pulls else None
         self.ttft_slo_s = ttft_slo_s
         self.tick_interval_s = tick_interval_s
         self.arrow = Arrow(ttft_slo_s, tpot_slo_s, profile, tick_interval_s=tick_interval_s, room=FILTER)
@@ -90,13 +108,15 @@ class Tailrace(Policy):
             among = usable = within_stage(view, usable, tokens)
         if offers.pooled:
             among = prefillers(usable)
-        chosen = offers.cheapest(among, tokens, now, arrival.cached)
-        cached = arrival.cached_tokens(chosen.instance_id)
+        chosen, pull_from = offers.cheapest(among, tokens, now, arrival.cached), ""
+        if self.pulls is not None and arrival.cached:
+            chosen, pull_from = self.pulls.place(instances, among, arrival, chosen, now)
+        cached = arrival.found_tokens(chosen.instance_id, pull_from)
         if offers.pooled and costs.first_token_s(chosen, tokens, cached) > self.ttft_slo_s:
             flipped = self.arrow.place(view, arrival, now)
             if isinstance(flipped, Place) and flipped.also:
                 return flipped
-        return Place(chosen.instance_id)
+        return Place(chosen.instance_id, pull_from=pull_from)
 
     def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
         """With pools: to the decode instance where it costs least. Without: it decodes where it is."""

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Sequence
+
 
 class BlockPool:
-    """Blocks 0..total-1, each free or held by one request. A request's blocks are a list it owns."""
+    """Blocks 0..total-1, each free or held by one request. A request's blocks are a list it owns.
 
-    __slots__ = ("_returned", "_untouched", "block_tokens", "total")
+    Free blocks that came back under a name keep their KV until their room is needed, those first that came
+    back first. Unlike vLLM's, a block that a request holds has no name: two do not share it.
+    """
+
+    __slots__ = ("_named", "_returned", "_untouched", "block_tokens", "total")
 
     def __init__(self, total: int, block_tokens: int) -> None:
         self.total = total
         self.block_tokens = block_tokens
+        self._named: OrderedDict[bytes, int] = OrderedDict()
         # Free are the blocks that came back, and those from this number on, which nobody has held yet:
         # a hundred engines with a large GPU's memory each then cost nothing until they are used.
         self._returned: list[int] = []
@@ -19,12 +27,12 @@ class BlockPool:
     @property
     def free(self) -> int:
         """Blocks that nobody holds."""
-        return len(self._returned) + self.total - self._untouched
+        return len(self._returned) + len(self._named) + self.total - self._untouched
 
     @property
     def used(self) -> int:
         """Blocks that somebody holds."""
-        return self._untouched - len(self._returned)
+        return self._untouched - len(self._returned) - len(self._named)
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold this many tokens."""
@@ -39,15 +47,33 @@ class BlockPool:
             held.append(self._returned.pop())
             missing -= 1
         if missing > 0:
-            held.extend(range(self._untouched, self._untouched + missing))
-            self._untouched += missing
+            fresh = min(missing, self.total - self._untouched)
+            held.extend(range(self._untouched, self._untouched + fresh))
+            self._untouched += fresh
+            held.extend(self._named.popitem(last=False)[1] for _ in range(missing - fresh))
         return True
 
-    def release(self, held: list[int]) -> None:
-        """Take back all blocks of `held`."""
-        self._returned += held
+    def take(self, held: list[int], names: Sequence[bytes]) -> int:
+        """Give `held`, which is empty, the blocks with these names, up to the first that is not there; how
+        many there were."""
+        for name in names:
+            block = self._named.pop(name, None)
+            if block is None:
+                break
+            held.append(block)
+        return len(held)
+
+    def release(self, held: list[int], names: Sequence[bytes] = ()) -> None:
+        """Take back all blocks of `held`, the first of them under these names."""
+        for block, name in reversed(list(zip(held, names, strict=False))):
+            # Of two blocks with one name the older goes.
+            older = self._named.pop(name, None)
+            if older is not None:
+                self._returned.append(older)
+            self._named[name] = block
+        self._returned += held[len(names) :]
         held.clear()
 
     def free_blocks(self) -> list[int]:
         """The numbers of the blocks that nobody holds."""
-        return [*self._returned, *range(self._untouched, self.total)]
+        return [*self._returned, *self._named.values(), *range(self._untouched, self.total)]

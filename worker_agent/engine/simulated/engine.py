@@ -96,6 +96,7 @@ class SimulatedEngine:
             settings.max_num_seqs,
             settings.max_num_batched_tokens,
             _host_memory(settings, profile),
+            settings.prefix_caching,
         )
         self._table = RequestTable()
         codec = KvCodec(self._shape)
@@ -317,6 +318,25 @@ class SimulatedEngine:
             if request is not None and request.state is not State.IMPORTING
         }
 
+    # ---- prefixes that go from one engine to another: this one's stay
+
+    async def loan_open(self, loan_id: str, names: Sequence[bytes]) -> int:
+        """Engine.loan_open."""
+        return 0
+
+    async def loan_end(self, loan_id: str) -> None:
+        """Engine.loan_end."""
+
+    async def fetch_open(self, fetch_id: str, submission: Submission, most_tokens: int) -> list[bytes]:
+        """Engine.fetch_open."""
+        raise EngineRefusal("a simulated engine takes no prefixes from elsewhere")
+
+    async def fetch_keep(self, fetch_id: str, blocks: int) -> None:
+        """Engine.fetch_keep."""
+
+    async def fetch_drop(self, fetch_id: str) -> None:
+        """Engine.fetch_drop."""
+
     # ---- source of a migration
 
     async def export_open(self, request_id: str) -> Exported:
@@ -393,6 +413,10 @@ class SimulatedEngine:
     async def import_queue(self, exported: Exported, key: RequestKey, epoch: int) -> None:
         """Engine.import_queue."""
         await self._imports.queue(exported, key, epoch)
+
+    def import_held(self, request_id: str) -> int:
+        """Engine.import_held."""
+        return self._imports.held(request_id)
 
     async def import_reserve(self, request_id: str, num_blocks: int) -> None:
         """Engine.import_reserve."""

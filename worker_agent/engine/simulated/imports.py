@@ -39,6 +39,8 @@ class _Import:
     request: Request
     # Its room, if that is in host memory.
     slots: list[int] | None
+    # Leading blocks that the pool had by name.
+    held: int = 0
     # Seed that each received block carried; a block's bytes are its seed's, so this is all to keep.
     seeds: dict[int, int] = field(default_factory=dict)
     prepared: bool = False
@@ -103,6 +105,10 @@ class Imports:
         self.line.admit()
         await has_room
 
+    def held(self, request_id: str) -> int:
+        """Engine.import_held."""
+        return self._importing(request_id).held
+
     def reserve(self, request_id: str, num_blocks: int) -> None:
         """Engine.import_reserve."""
         incoming = self._importing(request_id)
@@ -121,8 +127,8 @@ class Imports:
     ) -> None:
         """Engine.write_blocks."""
         incoming = self._importing(request_id)
-        if first_block < 0 or first_block + num_blocks > incoming.reserved:
-            raise EngineRefusal(f"{incoming.reserved} blocks are reserved for {request_id}")
+        if first_block < incoming.held or first_block + num_blocks > incoming.reserved:
+            raise EngineRefusal(f"{request_id}: blocks {incoming.held} to {incoming.reserved} may be written")
         if len(checksums) != num_blocks:
             raise KvCorrupt(f"{len(checksums)} checksums for {num_blocks} blocks")
         size = self._codec.block_bytes
@@ -213,22 +219,27 @@ class Imports:
 
     def _enter(self, request: Request, exported: Exported) -> None:
         """Take room. Raises NoRoom."""
-        incoming = _Import(request, self._room(request))
+        incoming = self._room(request, exported.block_hashes)
         request.phase = exported.phase
         self._scheduler.hold(request, State.IMPORTING)
         self._table.add(request)
         self._imports[request.request_id] = incoming
 
-    def _room(self, request: Request) -> list[int] | None:
-        """Blocks of the device for the request, or slots of host memory. Raises NoRoom."""
+    def _room(self, request: Request, names: Sequence[bytes]) -> _Import:
+        """Blocks of the device for the request, the first of them by name if they are there, or slots of host
+        memory. Raises NoRoom."""
         scheduler, pool = self._scheduler, self._scheduler.pool
         blocks = min(pool.blocks_for(request.total) + 1, pool.total)
-        if scheduler.free_slots > 0 and pool.grow(request.blocks, blocks):
-            return None
+        if scheduler.free_slots > 0 and blocks <= pool.free:
+            held = pool.take(request.blocks, names) if scheduler.keeps_names else 0
+            pool.grow(request.blocks, blocks)
+            # As if they had come: what they stand for is checked with the others.
+            seeds = {number: int.from_bytes(names[number][:8], "little") for number in range(held)}
+            return _Import(request, None, held, seeds)
         if scheduler.intra is not None and scheduler.intra.receives_on_host:
             slots = scheduler.host.take(blocks)
             if slots is not None:
-                return slots
+                return _Import(request, slots)
         if scheduler.free_slots < 1:
             raise NoRoom("as many requests run here as may")
         raise NoRoom(f"{blocks} KV blocks are needed and {pool.free} free")

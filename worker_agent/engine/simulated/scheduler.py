@@ -49,9 +49,17 @@ class Scheduler:
     """
 
     def __init__(
-        self, pool: BlockPool, profile: Profile, max_num_seqs: int, max_batched_tokens: int, host: HostMemory
+        self,
+        pool: BlockPool,
+        profile: Profile,
+        max_num_seqs: int,
+        max_batched_tokens: int,
+        host: HostMemory,
+        keeps_names: bool = False,
     ) -> None:
+        """`keeps_names`: blocks that come back to the pool keep their KV by name."""
         self.pool = pool
+        self.keeps_names = keeps_names
         self.host = host.ledger
         self.running: list[Request] = []
         self.waiting: deque[Request] | RankedLine[Request] = deque()
@@ -96,6 +104,10 @@ class Scheduler:
         """Its KV is in host memory."""
         return self.host.get(request.request_id) is not None
 
+    def _names(self, request: Request) -> list[bytes]:
+        """Of its computed full blocks, if the pool is to keep them."""
+        return request.chain.full(0, request.computed // self.pool.block_tokens) if self.keeps_names else []
+
     # ---- entering and leaving
 
     def enqueue(self, request: Request) -> None:
@@ -133,7 +145,7 @@ class Scheduler:
             self.held -= bool(request.blocks)
         request.state = State.GONE
         self.host.drop(request.request_id)
-        self.pool.release(request.blocks)
+        self.pool.release(request.blocks, self._names(request))
 
     def _queue(self, request: Request) -> None:
         if isinstance(self.waiting, RankedLine):
@@ -246,7 +258,7 @@ class Scheduler:
         self.running.remove(request)
         self.preemptions += 1
         request.state = State.PREEMPTED
-        blocks = self.pool.blocks_for(request.computed)
+        blocks, names = self.pool.blocks_for(request.computed), self._names(request)
         swapped = None
         if request.decodes and self.host.total:
             # What a block holds follows from the tokens: there is nothing to name.
@@ -257,7 +269,7 @@ class Scheduler:
             request.exported_outputs = None
         else:
             self._swap_ms += self._swap.ms(blocks * self.host.block_bytes)
-        self.pool.release(request.blocks)
+        self.pool.release(request.blocks, names)
         self._queue_again(request)
 
     def _admit(self, step: Step, budget: int, requests: Iterable[Request]) -> tuple[float, int]:
@@ -268,8 +280,13 @@ class Scheduler:
             # All its tokens must fit, not only the first chunk, or two long prompts preempt each other.
             if budget <= 0 or self.free_slots < 1:
                 break
-            if not self.pool.grow(request.blocks, self.pool.blocks_for(request.total)):
+            blocks = self.pool.blocks_for(request.total)
+            if blocks > self.pool.free:
                 break
+            if self.keeps_names and not self.on_host(request):
+                names = request.chain.full(0, (request.total - 1) // self.pool.block_tokens)
+                request.computed = self.pool.take(request.blocks, names) * self.pool.block_tokens
+            self.pool.grow(request.blocks, blocks)
             self.waiting.remove(request)
             request.state = State.RUNNING
             self.running.append(request)
@@ -281,10 +298,11 @@ class Scheduler:
                 kv_tokens += request.total
                 budget -= 1
                 continue
-            tokens = min(request.total, budget)
+            start = request.computed
+            tokens = min(request.total - start, budget)
             budget -= tokens
             step.chunks.append((request, tokens))
-            prefill_ms += self._profile.prefill.ms(0, tokens)
+            prefill_ms += self._profile.prefill.ms(start, start + tokens)
         return prefill_ms, kv_tokens
 
 

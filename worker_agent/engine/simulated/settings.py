@@ -45,6 +45,8 @@ class SimulatedSettings(msgspec.Struct, frozen=True, kw_only=True):
     prediction_error: float | None = None
     # Stands for the weights: another seed, another model.
     weights_seed: int = 0
+    # Keeps the KV of requests that have gone, by name, for prompts and for requests from elsewhere.
+    prefix_caching: bool = False
     # Why its requests go by replay; empty: they go live.
     replay_reason: str = ""
     # A prompt, in letters of ASCII, of which the engine dies as soon as it has computed it.

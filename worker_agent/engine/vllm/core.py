@@ -15,11 +15,14 @@ from worker_agent.engine.base import StepColumns
 from worker_agent.engine.vllm.admission import Admission
 from worker_agent.engine.vllm.cache_watch import CacheWatch
 from worker_agent.engine.vllm.exports import Exports
+from worker_agent.engine.vllm.fetches import Fetch, Fetches
 from worker_agent.engine.vllm.host_pool import default_host_bytes
-from worker_agent.engine.vllm.imports import Imports
+from worker_agent.engine.vllm.imports import Import, Imports
 from worker_agent.engine.vllm.length_watch import LengthWatch
 from worker_agent.engine.vllm.load import LoadedCore
+from worker_agent.engine.vllm.loans import Loans
 from worker_agent.engine.vllm.outputs import OutputWriter
+from worker_agent.engine.vllm.pinned import Pinned
 from worker_agent.engine.vllm.requests import RequestTable
 from worker_agent.engine.vllm.settings import VllmSettings, vllm_config
 from worker_agent.engine.vllm.utility import UtilityCalls
@@ -45,10 +48,20 @@ class EngineParts:
     admission: Admission
     exports: Exports
     imports: Imports
+    loans: Loans
+    fetches: Fetches
     utility: UtilityCalls
     watch: LengthWatch | None
     # None: it keeps no prefixes.
     cache: CacheWatch | None
+
+    def read(self, name: str) -> Pinned:
+        """What an export or a loan of this name has pinned. Any thread. Raises EngineRefusal."""
+        return self.exports.find(name) or self.loans.find(name) or self.exports.get(name)
+
+    def written(self, name: str) -> Import | Fetch:
+        """Where what comes for an import or a fetch of this name goes. Any thread. Raises EngineRefusal."""
+        return self.imports.find(name) or self.fetches.find(name) or self.imports.get(name)
 
 
 class EngineThread:
@@ -124,6 +137,8 @@ class EngineThread:
             admission=Admission(core, table, imports, writer, self._deliver),
             exports=Exports(core, table, self.post),
             imports=imports,
+            loans=Loans(core, self.post),
+            fetches=Fetches(core, self.post),
             utility=UtilityCalls(core),
             # Hidden states are seen in the process that makes them.
             watch=None
@@ -164,6 +179,7 @@ class EngineThread:
         if columns:
             self._deliver(columns)
         parts.exports.step_ended()
+        parts.loans.step_ended()
         return bool(executed or columns)
 
     def _wait(self, timeout_s: float | None) -> None:

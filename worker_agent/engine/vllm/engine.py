@@ -202,11 +202,11 @@ class VllmEngine:
     ) -> list[int]:
         """Copy pinned blocks into `out`, off the engine thread; one 64-bit checksum a block."""
         staging = _own(out, num_blocks)
-        export = self._parts.exports.get(request_id)
+        pinned = self._parts.read(request_id)
 
         def copy() -> list[int]:
-            with export.reading:
-                return export.read(self._parts.core, first_block, num_blocks, staging)
+            with pinned.reading:
+                return pinned.read(self._parts.core, first_block, num_blocks, staging)
 
         return await asyncio.to_thread(copy)
 
@@ -241,6 +241,10 @@ class VllmEngine:
         self._thread.post(run)
         await self._answer(answer, _QUEUE_DEADLINE_S)
 
+    def import_held(self, request_id: str) -> int:
+        """Leading blocks that the prefix cache had."""
+        return self._parts.imports.get(request_id).held
+
     async def import_reserve(self, request_id: str, num_blocks: int) -> None:
         """Grow the reservation."""
         await self._ask(lambda parts: parts.imports.reserve(request_id, num_blocks))
@@ -252,7 +256,7 @@ class VllmEngine:
         staging = _own(received, num_blocks)
         if len(checksums) != num_blocks:
             raise KvCorrupt(f"{len(checksums)} checksums for {num_blocks} blocks")
-        found = self._parts.imports.get(request_id)
+        found = self._parts.written(request_id)
 
         def copy() -> None:
             with found.writing:
@@ -284,6 +288,35 @@ class VllmEngine:
     async def import_drop(self, request_id: str) -> None:
         """Free the reservation; unknown requests are ignored."""
         await self._ask(lambda parts: parts.imports.drop(request_id))
+
+    # ---- prefixes that go from one engine to another
+
+    async def loan_open(self, loan_id: str, names: Sequence[bytes]) -> int:
+        """Pin blocks of the prefix cache."""
+        answer: Future[int] = self._new_answer()
+
+        def done(blocks: int) -> None:
+            if answer.set_running_or_notify_cancel():
+                answer.set_result(blocks)
+
+        await self._ask(lambda parts: parts.loans.open(loan_id, names, done))
+        return await self._answer(answer)
+
+    async def loan_end(self, loan_id: str) -> None:
+        """Free them."""
+        await self._ask(lambda parts: parts.loans.end(loan_id))
+
+    async def fetch_open(self, fetch_id: str, submission: Submission, most_tokens: int) -> list[bytes]:
+        """Set blocks aside for what the prefix cache lacks of a prompt."""
+        return await self._ask(lambda parts: parts.fetches.open(fetch_id, submission, most_tokens))
+
+    async def fetch_keep(self, fetch_id: str, blocks: int) -> None:
+        """The prefix cache has what has come."""
+        await self._ask(lambda parts: parts.fetches.keep(fetch_id, blocks))
+
+    async def fetch_drop(self, fetch_id: str) -> None:
+        """Set nothing aside any more."""
+        await self._ask(lambda parts: parts.fetches.drop(fetch_id))
 
     # ---- inner
 

@@ -39,13 +39,13 @@ class EngineRanks:
 
     def exported(self, request_id: str, first_block: int, num_blocks: int) -> Sequence[int]:
         """RankedMemory.exported."""
-        return self._parts.exports.get(request_id).block_ids(first_block, num_blocks)
+        return self._parts.read(request_id).block_ids(first_block, num_blocks)
 
     def receiving(
         self, request_id: str, first_block: int, num_blocks: int
     ) -> AbstractContextManager[Sequence[int]]:
         """RankedMemory.receiving."""
-        return self._parts.imports.get(request_id).receiving(first_block, num_blocks)
+        return self._parts.written(request_id).receiving(first_block, num_blocks)
 
     def kill(self) -> None:
         """End those that still run."""

@@ -1,4 +1,4 @@
-"""Source of a migration: pins blocks, pauses, hands over. Engine thread, but for `Export.read`.
+"""Source of a migration: pins blocks, pauses, hands over. Engine thread, but for reading.
 
 vLLM may begin a step before it has the tokens of the last (async scheduling). What a step in flight computes
 is not pinned, and a pause is complete when the request's steps in flight have ended, while the others' go on.
@@ -12,32 +12,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import RequestStatus
 
 from tailrace.handover import Way
 from worker_agent.engine.base import EngineRefusal, Exported, ExportedPause
 from worker_agent.engine.vllm.in_use import InUse
-from worker_agent.engine.vllm.kv_blocks import DeviceStaging
 from worker_agent.engine.vllm.layouts import Place
 from worker_agent.engine.vllm.load import LoadedCore
+from worker_agent.engine.vllm.pinned import HostSlot, Pinned
 from worker_agent.engine.vllm.requests import Entry, RequestTable
 from worker_agent.engine.vllm.scheduler import decodes
 
 Paused = Callable[[ExportedPause | EngineRefusal], None]
 
 
-@dataclass(frozen=True, slots=True)
-class HostSlot:
-    """A pinned block in host memory."""
-
-    slot: int
-
-
-@dataclass(slots=True)
-class Export:
+@dataclass(slots=True, kw_only=True)
+class Export(Pinned):
     """One request on its way out. Its pinned blocks outlive the request, until the export ends.
 
     Blocks are named by content: one that was preempted and computed anew is the same block, so what is
@@ -46,35 +37,7 @@ class Export:
 
     entry: Entry
     reported_tokens: int
-    reading: InUse
-    pinned: list[KVCacheBlock | HostSlot] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
-
-    def read(self, core: LoadedCore, first_block: int, num_blocks: int, out: DeviceStaging) -> list[int]:
-        """Copy pinned blocks to the front of `out`; their checksums. Any thread, inside `reading`: the list
-        only grows while the export is open."""
-        blocks = self._blocks(first_block, num_blocks)
-        sums: list[int] = []
-        for on_host, group in groupby(blocks, lambda block: isinstance(block, HostSlot)):
-            places = [block.slot if isinstance(block, HostSlot) else block.block_id for block in group]
-            part = out.part(len(sums), len(places))
-            if on_host:
-                assert core.host_pool is not None
-                sums += core.host_pool.read(places, part)
-            else:
-                sums += core.kv.gather(places, part)
-        return sums
-
-    def block_ids(self, first_block: int, num_blocks: int) -> list[int]:
-        """Where pinned blocks are, on an engine whose ranks read them: it has no host memory. Any thread."""
-        blocks = self._blocks(first_block, num_blocks)
-        return [block.block_id for block in blocks if not isinstance(block, HostSlot)]
-
-    def _blocks(self, first_block: int, num_blocks: int) -> list[KVCacheBlock | HostSlot]:
-        blocks = self.pinned[first_block : first_block + num_blocks]
-        if len(blocks) != num_blocks:
-            raise EngineRefusal(f"blocks {first_block}..{first_block + num_blocks - 1} are not all pinned")
-        return blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +64,12 @@ class Exports:
         self._exports: dict[str, Export] = {}
         self._pauses: list[_Pause] = []
 
+    def find(self, request_id: str) -> Export | None:
+        """The open export. Any thread."""
+        return self._exports.get(request_id)
+
     def get(self, request_id: str) -> Export:
-        """The open export. Any thread. Raises EngineRefusal."""
+        """The same. Raises EngineRefusal when there is none."""
         export = self._exports.get(request_id)
         if export is None:
             raise EngineRefusal(f"request {request_id} is not being exported")
@@ -121,7 +88,9 @@ class Exports:
         if not self._can_leave(entry):
             raise EngineRefusal(f"request {request_id} is {_state(status)}")
         outputs = list(entry.request.output_token_ids)
-        export = Export(entry, len(outputs), InUse(f"the export of {request_id}"))
+        export = Export(
+            reading=InUse(f"the export of {request_id}"), entry=entry, reported_tokens=len(outputs)
+        )
         self._exports[request_id] = export
         self._core.scheduler.exporting.add(request_id)
         if handover.way is Way.LIVE:

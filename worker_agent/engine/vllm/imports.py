@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
 from worker_agent.engine.base import (
@@ -44,6 +45,9 @@ class Import:
     `places`: its reservation, blocks of the device or slots of host memory; replaced, never changed, as it
     grows. Only `settled` of what comes have their places there (None: all); what comes beyond is kept in
     `later` until the request's last token is known: its window and its state are those of that token.
+
+    The first `held` of its places are blocks of the prefix cache, which others may use too: nothing is
+    written there.
     """
 
     exported: Exported
@@ -54,6 +58,7 @@ class Import:
     on_host: bool
     writing: InUse
     written: set[int]
+    held: int = 0
     settled: int | None = None
     later: list[tuple[int, DeviceStaging]] = field(default_factory=list)
     prepared: Entry | None = None
@@ -85,6 +90,8 @@ class Import:
 
     def settled_places(self, first_block: int, num_blocks: int) -> list[int]:
         """The places of those of these blocks that have one already. Any thread. Raises EngineRefusal."""
+        if first_block < self.held:
+            raise EngineRefusal(f"the first {self.held} blocks are here already")
         now = num_blocks if self.settled is None else max(0, min(num_blocks, self.settled - first_block))
         places = self.places[first_block : first_block + now]
         if len(places) != now:
@@ -113,8 +120,12 @@ class Imports:
         self._imports: dict[str, Import] = {}
         self._line = ImportLine()
 
+    def find(self, request_id: str) -> Import | None:
+        """The open import. Any thread."""
+        return self._imports.get(request_id)
+
     def get(self, request_id: str) -> Import:
-        """The open import. Any thread. Raises EngineRefusal."""
+        """The same. Raises EngineRefusal when there is none."""
         found = self._imports.get(request_id)
         if found is None:
             raise EngineRefusal(f"request {request_id} is not being imported")
@@ -249,8 +260,9 @@ class Imports:
     def _enter(self, request: Request, exported: Exported, key: RequestKey, epoch: int) -> None:
         """Take room. Raises NoRoom."""
         tokens = request.num_tokens + len(exported.output_token_ids)
-        places, on_host = self._room(request, tokens)
-        plain = self._core.layout.plain
+        cached = self._cached(request, exported)
+        places, on_host = self._room(request, tokens, cached)
+        plain, held = self._core.layout.plain, 0 if on_host else len(cached)
         self._imports[request.request_id] = Import(
             exported=exported,
             key=key,
@@ -259,7 +271,8 @@ class Imports:
             places=places,
             on_host=on_host,
             writing=InUse(f"the import of {request.request_id}"),
-            written=set(),
+            written=set(range(held)),
+            held=held,
             settled=None if plain else min(len(exported.block_hashes), len(places)),
         )
 
@@ -270,10 +283,17 @@ class Imports:
         except ValueError as error:
             raise EngineRefusal(f"its grammar cannot be compiled here: {error}") from error
 
-    def _room(self, request: Request, tokens: int) -> tuple[list[int], bool]:
-        """Reserved places for the request's tokens and one block more; whether they are in host memory."""
+    def _cached(self, request: Request, exported: Exported) -> list[KVCacheBlock]:
+        """Blocks of its beginning that are here by name; none for a request that is to read no cache."""
+        if request.skip_reading_prefix_cache:
+            return []
+        return self._core.cached(exported.block_hashes)
+
+    def _room(self, request: Request, tokens: int, cached: Sequence[KVCacheBlock]) -> tuple[list[int], bool]:
+        """Reserved places for the request's tokens and one block more, the first of them `cached` if they are
+        on the device; whether they are in host memory."""
         blocks = min(cdiv(tokens, self._core.block_tokens) + 1, self._core.max_blocks)
-        if self._core.scheduler.free_slots() > 0 and self._reserve(request, blocks, tokens):
+        if self._core.scheduler.free_slots() > 0 and self._reserve(request, blocks, tokens, cached):
             self._core.scheduler.hold_slots(1)
             return self._places(request.request_id), False
         # vLLM takes no swapped KV for a request that is to read no cache.
@@ -284,13 +304,13 @@ class Imports:
                 return slots, True
         raise NoRoom(f"no room: {blocks} KV blocks or a place in the batch are not free")
 
-    def _reserve(self, request: Request, blocks: int, tokens: int) -> bool:
+    def _reserve(self, request: Request, blocks: int, tokens: int, cached: Sequence[KVCacheBlock]) -> bool:
         """A new request's blocks. Raises NoRoom; it has none then."""
         core = self._core
         try:
             if core.layout.plain:
-                return core.reserve(request, blocks)
-            return core.reserve_for(request, tokens - 1)
+                return core.reserve(request, blocks, cached)
+            return core.reserve_for(request, tokens - 1, cached)
         except NoRoom:
             core.block_pool.free_blocks(reversed(core.kv_manager.pop_blocks_for_free(request)))
             raise

@@ -121,18 +121,21 @@ INTERNALS: Final[Uses] = {
     # ---- the KV cache
     "vllm.v1.core.block_pool": "BlockPool",
     "vllm.v1.core.block_pool:BlockPool": """
-        num_gpu_blocks get_num_free_blocks enable_caching enable_kv_cache_events touch free_blocks""",
+        num_gpu_blocks get_num_free_blocks enable_caching enable_kv_cache_events touch free_blocks
+        get_cached_block(block_hash, kv_cache_group_ids) get_new_blocks
+        cache_full_blocks(request, blocks, num_cached_blocks, num_full_blocks, block_size,
+            kv_cache_group_id)""",
     "vllm.v1.core.kv_cache_manager": "KVCacheManager KVCacheBlocks",
     "vllm.v1.core.kv_cache_manager:KVCacheManager": """
         block_pool coordinator get_blocks get_block_ids pop_blocks_for_free take_new_block_ids cache_blocks
         evict_blocks
-        allocate_slots(num_external_computed_tokens, delay_cache_blocks, reserved_blocks,
-            has_scheduled_reqs)""",
+        allocate_slots(num_new_computed_tokens, new_computed_blocks, num_external_computed_tokens,
+            delay_cache_blocks, reserved_blocks, has_scheduled_reqs)""",
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": "blocks get_block_ids",
     "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": "single_type_managers",
     "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": "block_size get_num_skipped_tokens",
     "vllm.v1.core.kv_cache_utils": "KVCacheBlock ExternalBlockHash get_none_hash_seed",
-    "vllm.v1.core.kv_cache_utils:KVCacheBlock": "block_id",
+    "vllm.v1.core.kv_cache_utils:KVCacheBlock": "block_id ref_cnt",
     "vllm.v1.kv_cache_interface": """
         KVCacheConfig KVCacheSpec FullAttentionSpec MambaSpec SlidingWindowSpec UniformTypeKVCacheSpecs""",
     "vllm.v1.kv_cache_interface:KVCacheConfig": """

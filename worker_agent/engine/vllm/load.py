@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.config import VllmConfig
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
@@ -267,32 +267,72 @@ class LoadedCore:
         named = parts > 0 and not rest and last < len(request.block_hashes)
         return bytes(request.block_hashes[last]) if named else b""
 
-    def reserve(self, request: Request, num_blocks: int) -> bool:
+    @property
+    def finds_by_name(self) -> bool:
+        """Whether blocks of the main group are in the prefix cache under the names of `block_name`.
+
+        Not with another KV connector: it may have named what it has yet to load, and reads free blocks.
+        """
+        named = bool(self.block_pool.enable_caching) and self.scheduler.hash_block_size == self.block_tokens
+        return named and not self.scheduler.beside
+
+    @property
+    def promised_blocks(self) -> int:
+        """Free blocks that requests in the middle of their prompt will still need."""
+        return int(self.scheduler._inflight_prefill_reserved_blocks())
+
+    def cached(self, names: Sequence[bytes]) -> list[KVCacheBlock]:
+        """Blocks of the main group that the prefix cache has by these names, up to the first that it has not.
+
+        Names are those of `block_name`. The blocks may be evicted until they are part of a reservation.
+        """
+        main = self.layout.main
+        # KV that comes from host memory in a step in flight has its names before it is known to be whole.
+        if main is None or not self.finds_by_name or self.scheduler.unproven:
+            return []
+        found: list[KVCacheBlock] = []
+        for name in names:
+            blocks = self.block_pool.get_cached_block(name, [main]) if name else None
+            if blocks is None:
+                break
+            found += blocks
+        return found
+
+    def reserve(self, request: Request, num_blocks: int, cached: Sequence[KVCacheBlock] = ()) -> bool:
         """Give the request at least this many blocks; False, and nothing changed, when there is no room.
 
-        num_blocks: at most max_blocks. Leaves what requests in the middle of their prompt will still need, as
-        vLLM does for loads.
+        num_blocks: at most max_blocks. `cached`: what it begins with, if it has no blocks yet. Leaves what
+        requests in the middle of their prompt will still need, as vLLM does for loads.
         """
         tokens = min(num_blocks * self.block_tokens, self.max_model_len)
-        return self._allocate(request, tokens, 0)
+        return self._allocate(request, tokens - len(cached) * self.block_tokens, 0, cached)
 
-    def reserve_for(self, request: Request, computed: int) -> bool:
+    def reserve_for(self, request: Request, computed: int, cached: Sequence[KVCacheBlock] = ()) -> bool:
         """The same in every group, for a request that will come with so many tokens computed: the blocks that
         these need, and those of the tokens after them."""
         more = min(self.block_tokens, self.max_model_len - computed)
-        return self._allocate(request, max(1, more), computed)
+        external = computed - len(cached) * self.block_tokens
+        return self._allocate(request, max(1, more), external, cached)
 
     def extend(self, request: Request) -> bool:
         """Bring a reservation to the tokens that the request has computed by now, and one more."""
         return self._allocate(request, 1, 0)
 
-    def _allocate(self, request: Request, tokens: int, external: int) -> bool:
+    def _allocate(
+        self, request: Request, tokens: int, external: int, cached: Sequence[KVCacheBlock] = ()
+    ) -> bool:
+        """`cached`: of the main group, of a request without blocks; vLLM counts one more user of each, as for
+        a prompt that it finds in its cache."""
+        groups = range(len(self.kv_manager.coordinator.single_type_managers))
+        found = KVCacheBlocks(tuple(list(cached) if group == self.layout.main else [] for group in groups))
         allocated = self.kv_manager.allocate_slots(
             request,
             tokens,
+            num_new_computed_tokens=len(cached) * self.block_tokens,
+            new_computed_blocks=found if cached else None,
             num_external_computed_tokens=external,
             delay_cache_blocks=True,
-            reserved_blocks=self.scheduler._inflight_prefill_reserved_blocks(),
+            reserved_blocks=self.promised_blocks,
             has_scheduled_reqs=bool(self.scheduler.running),
         )
         if allocated is None:

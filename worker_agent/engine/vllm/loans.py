@@ -1,0 +1,79 @@
+"""Blocks of the prefix cache that another worker copies. Engine thread, but for reading.
+
+A block has its name from when the step that computes it is scheduled, so a loan is open when the steps that
+were in flight then have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from worker_agent.engine.base import EngineRefusal
+from worker_agent.engine.vllm.in_use import InUse
+from worker_agent.engine.vllm.load import LoadedCore
+from worker_agent.engine.vllm.pinned import HostSlot, Pinned
+
+Opened = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """`steps`: those in flight that it waits for."""
+
+    steps: Sequence[object]
+    blocks: int
+    done: Opened
+
+
+class Loans:
+    """All loans of this engine, by name."""
+
+    def __init__(self, core: LoadedCore, post: Callable[[Callable[[], None]], None]) -> None:
+        """`post` runs a command on the engine thread, from any thread."""
+        self._core = core
+        self._post = post
+        self._loans: dict[str, Pinned] = {}
+        self._opening: list[_Opening] = []
+
+    def find(self, loan_id: str) -> Pinned | None:
+        """The open loan. Any thread."""
+        return self._loans.get(loan_id)
+
+    def open(self, loan_id: str, names: Sequence[bytes], done: Opened) -> None:
+        """Pin the blocks with these names, up to the first that is not there; `done` is told how many, once
+        they can be read. Raises EngineRefusal."""
+        if loan_id in self._loans:
+            raise EngineRefusal(f"{loan_id} is open")
+        blocks = self._core.cached(names)
+        self._core.block_pool.touch(blocks)
+        self._loans[loan_id] = Pinned(InUse(loan_id), list(blocks))
+        self._opening.append(_Opening(self._steps(), len(blocks), done))
+        self.step_ended()
+
+    def step_ended(self) -> None:
+        """Open the loans whose steps have ended."""
+        if not self._opening:
+            return
+        opening, self._opening = self._opening, []
+        in_flight = self._steps()
+        for each in opening:
+            if any(step is other for step in each.steps for other in in_flight):
+                self._opening.append(each)
+            else:
+                each.done(each.blocks)
+
+    def end(self, loan_id: str) -> None:
+        """Free the blocks once nobody reads them any more; an unknown loan is ignored."""
+        loan = self._loans.pop(loan_id, None)
+        if loan is None:
+            return
+
+        def free() -> None:
+            blocks = [block for block in loan.pinned if not isinstance(block, HostSlot)]
+            self._core.block_pool.free_blocks(reversed(blocks))
+
+        loan.reading.close(lambda: self._post(free))
+
+    def _steps(self) -> list[object]:
+        return [scheduled for _, scheduled, _ in self._core.core.batch_queue or ()]

@@ -1,0 +1,53 @@
+"""Blocks that are read by another worker, and cannot be freed meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+from worker_agent.engine.base import EngineRefusal
+from worker_agent.engine.vllm.in_use import InUse
+from worker_agent.engine.vllm.kv_blocks import DeviceStaging
+from worker_agent.engine.vllm.load import LoadedCore
+
+
+@dataclass(frozen=True, slots=True)
+class HostSlot:
+    """A pinned block in host memory."""
+
+    slot: int
+
+
+@dataclass(slots=True)
+class Pinned:
+    """Each block has one user more for it. The list only grows."""
+
+    reading: InUse
+    pinned: list[KVCacheBlock | HostSlot] = field(default_factory=list)
+
+    def read(self, core: LoadedCore, first_block: int, num_blocks: int, out: DeviceStaging) -> list[int]:
+        """Copy blocks to the front of `out`; their checksums. Any thread, inside `reading`."""
+        blocks = self._blocks(first_block, num_blocks)
+        sums: list[int] = []
+        for on_host, group in groupby(blocks, lambda block: isinstance(block, HostSlot)):
+            places = [block.slot if isinstance(block, HostSlot) else block.block_id for block in group]
+            part = out.part(len(sums), len(places))
+            if on_host:
+                assert core.host_pool is not None
+                sums += core.host_pool.read(places, part)
+            else:
+                sums += core.kv.gather(places, part)
+        return sums
+
+    def block_ids(self, first_block: int, num_blocks: int) -> list[int]:
+        """Where blocks are, on an engine whose ranks read them: it has no host memory. Any thread."""
+        blocks = self._blocks(first_block, num_blocks)
+        return [block.block_id for block in blocks if not isinstance(block, HostSlot)]
+
+    def _blocks(self, first_block: int, num_blocks: int) -> list[KVCacheBlock | HostSlot]:
+        blocks = self.pinned[first_block : first_block + num_blocks]
+        if len(blocks) != num_blocks:
+            raise EngineRefusal(f"blocks {first_block}..{first_block + num_blocks - 1} are not all pinned")
+        return blocks

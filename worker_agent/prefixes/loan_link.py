@@ -1,0 +1,47 @@
+"""The borrower's hold on the holder of a prefix: one Lend call."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+import grpc
+
+from tailrace.service.said import said
+from tailrace.v1 import cache_pb2, cache_pb2_grpc
+
+
+class LoanLost(Exception):
+    """The holder lends nothing, or is gone; the message says why."""
+
+
+class LoanLink(Protocol):
+    """One loan."""
+
+    async def open(self) -> cache_pb2.Lent:
+        """What is lent, for as long as the link is open. Raises LoanLost."""
+
+    def close(self) -> None:
+        """Nothing more is read. May be called again."""
+
+
+class GrpcLoanLink:
+    """LoanLink over gRPC."""
+
+    def __init__(self, channel: grpc.aio.Channel, request: cache_pb2.LendRequest, timeout_s: float) -> None:
+        """`timeout_s`: of the whole loan."""
+        self._call = cache_pb2_grpc.CacheStub(channel).Lend(request, timeout=timeout_s)
+
+    async def open(self) -> cache_pb2.Lent:
+        """LoanLink.open."""
+        try:
+            lent = await self._call.read()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise LoanLost(said(error)) from error
+        if not isinstance(lent, cache_pb2.Lent):
+            raise LoanLost("the holder closed the loan")
+        return lent
+
+    def close(self) -> None:
+        """LoanLink.close."""
+        self._call.cancel()

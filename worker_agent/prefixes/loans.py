@@ -1,0 +1,73 @@
+"""The holder of a prefix: lets another worker copy blocks of its cache, for as long as the call lasts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from tailrace.v1 import cache_pb2
+from worker_agent.engine.base import Engine, EngineRefusal, KvShape
+from worker_agent.faults import Faults
+from worker_agent.kv.address import addresses_of
+from worker_agent.kv.errors import KvTransferError
+from worker_agent.migration.blocks import BlockSession, BlockSource
+from worker_agent.migration.messages import kv_layout
+from worker_agent.unbroken import unbroken
+
+# At a time; each keeps blocks from being evicted.
+_LOANS_MAX: Final = 16
+# Longest; who copies has far less time.
+LOAN_S: Final = 30.0
+
+
+class LoanRefused(Exception):
+    """Nothing is lent; the message says why."""
+
+
+class Loans:
+    """All loans of a worker."""
+
+    def __init__(self, engine: Engine, shape: KvShape, blocks: BlockSource, faults: Faults) -> None:
+        self._engine = engine
+        self._shape = shape
+        self._blocks = blocks
+        self._faults = faults
+        self._numbers = itertools.count(1)
+        self._open = 0
+
+    @asynccontextmanager
+    async def lend(self, request: cache_pb2.LendRequest) -> AsyncIterator[cache_pb2.Lent]:
+        """Pin the leading blocks with these names, to be read by that target alone, until the end of the
+        statement. Raises LoanRefused."""
+        if self._open >= _LOANS_MAX:
+            raise LoanRefused(f"{_LOANS_MAX} loans are open")
+        loan_id = f"loan {next(self._numbers)}"
+        session: BlockSession | None = None
+        self._open += 1
+        try:
+            count = await unbroken(self._engine.loan_open(loan_id, list(request.names)))
+            targets = addresses_of(request.kv_addresses, self._blocks.addresses)
+            if count and targets:
+                session = await self._blocks.open(loan_id, targets)
+                await session.announce(0, request.names[:count])
+            await self._faults.hold("lend:open")
+            yield cache_pb2.Lent(
+                layout=kv_layout(self._shape),
+                blocks=0 if session is None else count,
+                kv_addresses=[address.message() for address in self._blocks.addresses],
+                kv_tickets=[] if session is None else [ticket.secret for ticket in session.tickets],
+            )
+        except (EngineRefusal, KvTransferError) as error:
+            raise LoanRefused(str(error)) from error
+        finally:
+            self._open -= 1
+            await unbroken(self._end(loan_id, session))
+
+    async def _end(self, loan_id: str, session: BlockSession | None) -> None:
+        try:
+            if session is not None:
+                await session.end()
+        finally:
+            await self._engine.loan_end(loan_id)
