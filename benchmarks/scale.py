@@ -1,7 +1,7 @@
-"""`make bench-scale`: 100 simulated workers and 1,000 streams at once on this machine, with each front half.
+"""`make bench-scale`: 100 simulated workers and 1,000 streams at once on this machine, with each API server.
 
 The engines cost next to nothing, so what is measured is everything else: HTTP, tokenizing and detokenizing in
-vLLM's front half, the stream path of Tailrace, and the worker side of it.
+vLLM's API server, the stream path of Tailrace, and the worker side of it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Run:
 
 def run(front: str, workers: int, streams: int, tokens: int, console: Console) -> Run:
     """Bring a cluster up, load it, and take it down."""
-    console.print(f"{front} front half: starting {workers} simulated workers", style="dim")
+    console.print(f"{front} API server: starting {workers} simulated workers", style="dim")
     arguments = ["--workers", str(workers), "--engine", "simulated", "--no-traces"]
     with TailraceCluster(f"tailrace, {front}", arguments, front) as cluster:
         requests = [
@@ -77,7 +77,7 @@ def run(front: str, workers: int, streams: int, tokens: int, console: Console) -
 
 
 def main() -> int:
-    """One run with each front half that is there."""
+    """One run with each API server that is there."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=100)
     parser.add_argument("--streams", type=int, default=1000)
@@ -104,7 +104,7 @@ def main() -> int:
 
 def _print(runs: list[Run], console: Console) -> None:
     table = Table(title="streams at once through one front end")
-    columns = ("front half", "workers", "streams", "lost", "tokens/s", "TTFT P50 s", "TTFT P99 s")
+    columns = ("API server", "workers", "streams", "lost", "tokens/s", "TTFT P50 s", "TTFT P99 s")
     for column in columns:
         table.add_column(column, justify="right")
     for made in runs:

@@ -79,13 +79,13 @@ class TailraceCluster(Server):
         return str(self._state["etcd"])
 
     def pids(self) -> dict[str, list[int]]:
-        """By part; numbered parts of one kind together, the front half apart from its front end."""
+        """By part; numbered parts of one kind together, the API server apart from its front end."""
         found: dict[str, list[int]] = {}
         for part in self._state["parts"]:
             kind = part["name"].partition("-")[0]
             first, *children = descendants(part["identity"]["pid"])
             found.setdefault(kind, []).append(first)
-            found.setdefault("front half" if kind == "frontend" else kind, []).extend(children)
+            found.setdefault("API server" if kind == "frontend" else kind, []).extend(children)
         return found
 
     def __exit__(
@@ -173,7 +173,7 @@ class VllmServe(ServeProcess):
             # Without this vLLM turns `uni` back to `mp`, which spins on shared memory on two cores.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_KVCACHE_SPACE": "1",
-            # As `tailrace up` gives one worker: all cores but one, which is the front half's.
+            # As `tailrace up` gives one worker: all cores but one, which is the API server's.
             "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1)),
         }
         if rust_front is not None:

@@ -1,6 +1,6 @@
 """A simulated engine that serves in a real worker's place while that one measures itself.
 
-On a machine with few cores a worker is slower while front half, front end, scheduler and clients work than
+On a machine with few cores a worker is slower while API server, front end, scheduler and clients work than
 while it has the cores to itself. A profile for the loaded worker is therefore measured beside that very load,
 with a simulated engine behind it, which takes next to nothing of the machine itself. And since its step times
 are known, what a client waits beyond them is the path: HTTP, tokenizing, placement, and all that is between.

@@ -1,4 +1,4 @@
-"""`make bench-stream`: one worker behind Tailrace against plain `vllm serve`, same front half, same engine.
+"""`make bench-stream`: one worker behind Tailrace against plain `vllm serve`, same API server, same engine.
 
 With `--against clear`: the same with certificates against the same without.
 

@@ -1,1 +1,1 @@
-"""Holds each stream for its whole life: the fleet's engine core as seen by vLLM's front half."""
+"""Holds each stream for its whole life: the fleet's engine core as seen by vLLM's API server."""

@@ -1,6 +1,6 @@
-"""One byte in shared memory that tells the front half whether a new request can be taken at all.
+"""One byte in shared memory that tells the API server whether a new request can be taken at all.
 
-The front half answers 503 or 429 before it starts a response; once a stream has begun, its status is 200
+The API server answers 503 or 429 before it starts a response; once a stream has begun, its status is 200
 whatever happens. Only `frontend_svc` knows the fleet, and asking it for every request would cost a round
 trip.
 """
@@ -37,7 +37,7 @@ class AdmissionFlag:
 
 
 class AdmissionReader:
-    """The reader's side, in the front half."""
+    """The reader's side, in the API server."""
 
     def __init__(self, path: Path) -> None:
         self._map = _map(path, mmap.PROT_READ)

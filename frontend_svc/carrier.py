@@ -1,4 +1,4 @@
-"""Carries every stream: from the front half to instances, and from instances back.
+"""Carries every stream: from the API server to instances, and from instances back.
 
 The parts decide (streams.py, adopt.py, recovery.py, dispatch.py); this is where their messages meet.
 """
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 class Output(Protocol):
-    """Where outputs for the front half go."""
+    """Where outputs for the API server go."""
 
     def send(self, frames: Sequence[bytes]) -> None:
         """One message of vLLM's protocol."""
@@ -100,7 +100,7 @@ class Carrier:
         await self._relocations.close()
         await self._dispatch.close()
 
-    # ---- from the front half
+    # ---- from the API server
 
     def on_add(self, frames: Sequence[bytes]) -> None:
         """A new request. Raises msgspec.DecodeError when it is none."""

@@ -1,4 +1,4 @@
-"""The engine core that a front half sees: everything of a front end but the front half itself."""
+"""The engine core that an API server sees: everything of a front end but the API server itself."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ DEFAULT_PATIENCE: Final = Patience()
 DEFAULT_LIMITS: Final = Limits()
 # Seconds between two looks at all streams.
 _TICK_S: Final = 0.5
-# A front half that died shows first as a broken socket; its exit status, which says more, comes within this.
+# An API server that died shows first as a broken socket; its exit status, which says more, comes within this.
 _LAST_WORD_S: Final = 1.0
 # Seconds between two looks at whether all streams have ended.
-_LOOK_S: Final = 0.05
+_POLL_S: Final = 0.05
 
 
-class FrontHalfStuck(Exception):
-    """The front half has stopped reading its outputs."""
+class ApiServerStuck(Exception):
+    """The API server has stopped reading its outputs."""
 
 
 class FleetEngine:
@@ -64,7 +64,7 @@ class FleetEngine:
         limits: Limits = DEFAULT_LIMITS,
         served: ServedModel | None = None,
     ) -> None:
-        """`pace_s`: see Carrier; `served`: see Fleet. `ipc_folder` holds the front half's ROUTER (`in`) and
+        """`pace_s`: see Carrier; `served`: see Fleet. `ipc_folder` holds the API server's ROUTER (`in`) and
         PULL (`out`)."""
         self.fleet = Fleet(members, served)
         self._gate = AdmissionGate(admission, patience.new_s)
@@ -97,7 +97,7 @@ class FleetEngine:
         self.fleet.add_listener(self._on_membership)
 
     async def run(self) -> None:
-        """Carry streams until cancelled. Raises FrontHalfStuck."""
+        """Carry streams until cancelled. Raises ApiServerStuck."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.workers.run())
@@ -122,7 +122,7 @@ class FleetEngine:
         try:
             async with asyncio.timeout(timeout_s):
                 while len(self.table) or self.pacer:  # noqa: ASYNC110
-                    await asyncio.sleep(_LOOK_S)
+                    await asyncio.sleep(_POLL_S)
         except TimeoutError:
             return False
         return True
@@ -172,4 +172,4 @@ class FleetEngine:
     async def _fail_when_stuck(self) -> None:
         await self._stuck.wait()
         await asyncio.sleep(_LAST_WORD_S)
-        raise FrontHalfStuck("the front half does not read its outputs")
+        raise ApiServerStuck("the API server does not read its outputs")

@@ -1,6 +1,6 @@
-"""The ZMQ side: to vLLM's front half, this process is engine core 0.
+"""The ZMQ side: to vLLM's API server, this process is engine core 0.
 
-The front half binds a ROUTER (requests to us) and a PULL (outputs from us); an engine core connects a DEALER
+The API server binds a ROUTER (requests to us) and a PULL (outputs from us); an engine core connects a DEALER
 and a PUSH, and first says that it is ready (tailrace/wire/ready.py).
 """
 
@@ -22,13 +22,13 @@ log = logging.getLogger(__name__)
 
 
 class EngineCoreSink(Protocol):
-    """What the front half asks for; called on the event loop, must not block."""
+    """What the API server asks for; called on the event loop, must not block."""
 
     def on_add(self, frames: Sequence[bytes]) -> None:
         """A request: vLLM's EngineCoreRequest."""
 
     def on_abort(self, request_ids: Sequence[str]) -> None:
-        """The clients of these requests are gone, or the front half has seen a stop string."""
+        """The clients of these requests are gone, or the API server has seen a stop string."""
 
     def on_utility(self, call: UtilityCall, frames: Sequence[bytes]) -> None:
         """A call of one of the engine core's methods; to be answered by an output message."""
@@ -38,7 +38,7 @@ class EngineCoreSocket:
     """Engine core 0's two sockets."""
 
     def __init__(self, input_path: Path, output_path: Path, on_stuck: Callable[[], None]) -> None:
-        """Unix sockets. `on_stuck` is called when the front half does not read any more."""
+        """Unix sockets. `on_stuck` is called when the API server does not read any more."""
         self._context = zmq.asyncio.Context(io_threads=1)
         self._input = self._context.socket(zmq.DEALER)
         self._input.setsockopt(zmq.IDENTITY, engine_identity(0))
@@ -48,21 +48,21 @@ class EngineCoreSocket:
         self.send = self._output.send
 
     async def announce(self, ready_response: bytes) -> None:
-        """Tell the front half that its engine is ready. `ready_response`: vLLM's EngineCoreReadyResponse.
+        """Tell the API server that its engine is ready. `ready_response`: vLLM's EngineCoreReadyResponse.
 
-        Waits until the front half has started. Raises OSError, HandshakeFailed.
+        Waits until the API server has started. Raises OSError, HandshakeFailed.
         """
         await self._output.connect()
         await self._input.send(ready_response)
 
     async def receive(self, sink: EngineCoreSink) -> None:
-        """Hand every message of the front half to `sink`, until cancelled."""
+        """Hand every message of the API server to `sink`, until cancelled."""
         while True:
             kind, *frames = await self._input.recv_multipart()
             try:
                 self._dispatch(kind, frames, sink)
             except msgspec.DecodeError:
-                log.exception("cannot read a message of the front half")
+                log.exception("cannot read a message of the API server")
 
     def close(self) -> None:
         """Close both sockets; unsent outputs are dropped."""
@@ -80,4 +80,4 @@ class EngineCoreSocket:
             case RequestType.UTILITY:
                 sink.on_utility(read_utility(frames), frames)
             case _:
-                log.warning("message of unknown kind %r from the front half", kind)
+                log.warning("message of unknown kind %r from the API server", kind)

@@ -1,4 +1,4 @@
-"""One front end: a front half as a child process, and the fleet as its engine core."""
+"""One front end: an API server as a child process, and the fleet as its engine core."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Final
 from prometheus_client import CollectorRegistry
 
 from frontend_svc.admission import AdmissionFlag
+from frontend_svc.api_server.listener import stop_accepting
+from frontend_svc.api_server.process import ApiServer
+from frontend_svc.api_server.python import python_launch
+from frontend_svc.api_server.rust import rust_launch
+from frontend_svc.api_server.sockets import EngineSockets, is_listening
+from frontend_svc.api_server.spec import ApiServerSpec, Launch
 from frontend_svc.engine import FleetEngine
 from frontend_svc.fleet import Members
-from frontend_svc.front_half.listener import stop_accepting
-from frontend_svc.front_half.process import FrontHalf
-from frontend_svc.front_half.python import python_launch
-from frontend_svc.front_half.rust import rust_launch
-from frontend_svc.front_half.sockets import EngineSockets, is_listening
-from frontend_svc.front_half.spec import FrontHalfSpec, Launch
 from frontend_svc.served_model import ServedModel
 from frontend_svc.settings import Front, Settings
 from frontend_svc.traces import RequestTraces
@@ -31,14 +31,14 @@ from tailrace.service.shutdown import Shutdown
 
 log = logging.getLogger(__name__)
 
-# Seconds between two looks whether the front half listens.
-_LOOK_S: Final = 0.05
+# Seconds between two looks whether the API server listens.
+_POLL_S: Final = 0.05
 # For the listener to be given up, and for whatever the drain's own bound does not hold.
 _MARGIN_S: Final = 5.0
 
 
-class FrontHalfExited(Exception):
-    """The front half has ended by itself; the message is one line for the operator."""
+class ApiServerExited(Exception):
+    """The API server has ended by itself; the message is one line for the operator."""
 
 
 async def run_front_end(
@@ -55,18 +55,18 @@ async def run_front_end(
     """Serve until cancelled. `set_serving(True)` is awaited once users can connect, `set_serving(False)` when
     the drain begins: nothing new is accepted, and streams have `settings.drain_timeout_s` to end.
 
-    Raises FrontHalfExited, FrontHalfStuck, OSError; none of them leaves a process behind.
+    Raises ApiServerExited, ApiServerStuck, OSError; none of them leaves a process behind.
     """
     with ExitStack() as stack:
         folder = settings.ipc_folder
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-frontend-")))
         admission = AdmissionFlag(folder / "admission")
-        front_half: FrontHalf | None = None
+        api_server: ApiServer | None = None
         if settings.front is not Front.NONE:
             with EngineSockets.bind(folder) as sockets:
                 launch = _launch(settings, http, sockets, admission.path)
-                front_half = await FrontHalf.launch(launch.command, launch.env, launch.fds)
+                api_server = await ApiServer.launch(launch.command, launch.env, launch.fds)
         engine = FleetEngine(
             settings.frontend_id,
             members,
@@ -81,17 +81,17 @@ async def run_front_end(
             settings.limits,
             served,
         )
-        drain = _Drain(settings, http, front_half, engine, set_serving)
+        drain = _Drain(settings, http, api_server, engine, set_serving)
         try:
             with shutdown.draining(drain.run, settings.drain_timeout_s + _MARGIN_S):
                 async with asyncio.TaskGroup() as group:
                     group.create_task(engine.run(), name="engine core")
-                    if front_half is not None:
-                        group.create_task(_watch(front_half), name="front half")
+                    if api_server is not None:
+                        group.create_task(_watch(api_server), name="API server")
                     group.create_task(drain.announce(), name="wait for listen")
         finally:
-            if front_half is not None:
-                await front_half.stop()
+            if api_server is not None:
+                await api_server.stop()
 
 
 class _Drain:
@@ -101,14 +101,14 @@ class _Drain:
         self,
         settings: Settings,
         http: socket.socket,
-        front_half: FrontHalf | None,
+        api_server: ApiServer | None,
         engine: FleetEngine,
         set_serving: Callable[[bool], Awaitable[None]],
     ) -> None:
-        """`front_half` None: somebody else's, which nobody here can tell to accept nothing more."""
+        """`api_server` None: somebody else's, which nobody here can tell to accept nothing more."""
         self._timeout_s = settings.drain_timeout_s
         self._http = http
-        self._front_half = front_half
+        self._api_server = api_server
         self._engine = engine
         self._set_serving = set_serving
         self._serving = False
@@ -116,8 +116,8 @@ class _Drain:
     async def announce(self) -> None:
         """Tell once users can connect."""
         # The socket is shared with the child, which alone calls listen(): there is no event for that.
-        while self._front_half is not None and not is_listening(self._http):  # noqa: ASYNC110
-            await asyncio.sleep(_LOOK_S)
+        while self._api_server is not None and not is_listening(self._http):  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
         self._serving = True
         await self._set_serving(True)
 
@@ -127,20 +127,20 @@ class _Drain:
         if not self._serving:
             return
         log.info("%d streams to finish", len(self._engine.table))
-        if self._front_half is None:
+        if self._api_server is None:
             finished = await self._engine.wait_idle(self._timeout_s)
         else:
             await stop_accepting(self._http)
             # Each process that has it open keeps it listening.
             self._http.close()
-            finished = await self._front_half.finish(self._timeout_s)
+            finished = await self._api_server.finish(self._timeout_s)
         if not finished:
             log.warning("%d streams are cut after %g s", len(self._engine.table), self._timeout_s)
 
 
 def _launch(settings: Settings, http: socket.socket, sockets: EngineSockets, admission: Path) -> Launch:
     host, port = http.getsockname()[:2]
-    spec = FrontHalfSpec(
+    spec = ApiServerSpec(
         http_address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         model=settings.model,
         served_model_name=settings.served_model_name,
@@ -155,9 +155,9 @@ def _launch(settings: Settings, http: socket.socket, sockets: EngineSockets, adm
     return python_launch(spec, http, sockets, admission)
 
 
-async def _watch(front_half: FrontHalf) -> None:
-    status = await front_half.wait()
-    if front_half.finishing:
+async def _watch(api_server: ApiServer) -> None:
+    status = await api_server.wait()
+    if api_server.finishing:
         return
     how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
-    raise FrontHalfExited(f"the front half {how}")
+    raise ApiServerExited(f"the API server {how}")

@@ -15,11 +15,11 @@ from typing import Final
 import click
 import msgspec
 
-from frontend_svc.engine import DEFAULT_PATIENCE, FrontHalfStuck
-from frontend_svc.front_end import FrontHalfExited, run_front_end
-from frontend_svc.front_half.rust import flags_to_json
-from frontend_svc.front_half.sockets import bind_http, split_address
-from frontend_svc.front_half.spec import DEFAULT_MAX_BODY_BYTES
+from frontend_svc.api_server.rust import flags_to_json
+from frontend_svc.api_server.sockets import bind_http, split_address
+from frontend_svc.api_server.spec import DEFAULT_MAX_BODY_BYTES
+from frontend_svc.engine import DEFAULT_PATIENCE, ApiServerStuck
+from frontend_svc.front_end import ApiServerExited, run_front_end
 from frontend_svc.served_model import ServedModel
 from frontend_svc.settings import DRAIN_TIMEOUT_S, Front, Limits, Patience, Settings
 from frontend_svc.traces import RequestTraces
@@ -53,7 +53,7 @@ _LIMITS: Final = Limits()
     type=click.Choice([front.value for front in Front]),
     default=Front.PYTHON.value,
     show_default=True,
-    help="vLLM's front half: its Python app, vllm-rs, or none (somebody else runs one, see --ipc).",
+    help="vLLM's API server: its Python app, vllm-rs, or none (somebody else runs one, see --ipc).",
 )
 @click.option("--model", metavar="PATH", help="Model folder or name.  [default: the tiny reasoning model]")
 @click.option("--served-model-name", default="", metavar="NAME", help="What users call the model.")
@@ -238,7 +238,7 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
                 settings, members, channels, http, registry, traces, served, set_serving, shutdown
             )
         except ExceptionGroup as failures:
-            known, unknown = failures.split((FrontHalfExited, FrontHalfStuck))
+            known, unknown = failures.split((ApiServerExited, ApiServerStuck))
             if unknown is not None or known is None:
                 raise
             log.error("%s", _first(known))

@@ -101,7 +101,7 @@ class StreamObserver:
             self._traces.recovering(stream, instance_id, "missing")
 
     def aborted(self, stream: Stream) -> None:
-        """The client went away, or the front half had enough (a stop string)."""
+        """The client went away, or the API server had enough (a stop string)."""
         self._ended(stream, "aborted")
 
     def gave_up(self, stream: Stream, reason: str) -> None:

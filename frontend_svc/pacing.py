@@ -49,7 +49,7 @@ class Pacer:
     """All paced answers of one front end. Called on the event loop."""
 
     def __init__(self, send: Callable[[Frames], None], clock: Clock | None = None) -> None:
-        """`send`: to the front half. `clock`: the running event loop unless given."""
+        """`send`: to the API server. `clock`: the running event loop unless given."""
         self._send = send
         self._clock = clock
         self._by_handle: dict[int, _Paced] = {}

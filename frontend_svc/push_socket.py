@@ -15,7 +15,7 @@ from typing import Final
 
 from tailrace.service.socket_writer import SocketWriter
 
-# A front half that takes nothing of what waits for it for so long does not read any more.
+# An API server that takes nothing of what waits for it for so long does not read any more.
 STALL_S: Final = 30.0
 # Nor does one for which so many bytes wait: several replies of the largest size.
 _KEPT_LIMIT: Final = 1 << 30

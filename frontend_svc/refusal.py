@@ -1,8 +1,8 @@
-"""Why a request ends without an answer: what `frontend_svc` tells the front half of it.
+"""Why a request ends without an answer: what `frontend_svc` tells the API server of it.
 
 vLLM passes an output's stop_reason through untouched, and on an error output nobody else sets one: the
-HTTP status and the message travel there. The Python front half answers with them in OpenAI's shape;
-vLLM's Rust front half knows errors without reasons alone, and answers 500.
+HTTP status and the message travel there. The Python API server answers with them in OpenAI's shape;
+vLLM's Rust API server knows errors without reasons alone, and answers 500.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from frontend_svc.front_half.spec import DEFAULT_MAX_BODY_BYTES
+from frontend_svc.api_server.spec import DEFAULT_MAX_BODY_BYTES
 from tailrace.service.message_stream import DEFAULT_MAX_MESSAGE_BYTES
 
 DRAIN_TIMEOUT_S: Final = 300.0
@@ -15,7 +15,7 @@ DRAIN_TIMEOUT_S: Final = 300.0
 
 
 class Front(enum.Enum):
-    """Which front half is started."""
+    """Which API server is started."""
 
     PYTHON = "python"
     RUST = "rust"

@@ -1,6 +1,6 @@
-"""The front half's calls of engine-core methods: asked of every instance, answered once.
+"""The API server's calls of engine-core methods: asked of every instance, answered once.
 
-reset_prefix_cache, list_loras and the like mean "the engine" to the front half; here that is the fleet. The
+reset_prefix_cache, list_loras and the like mean "the engine" to the API server; here that is the fleet. The
 first success is the answer; if all fail, a failure's text.
 """
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 _DEADLINE_S: Final = 30.0
 # Calls that may be under way.
 _CALLS_MAX: Final = 256
-# The same for the whole fleet and for its whole life; asked by front halves at their start.
+# The same for the whole fleet and for its whole life; asked by API servers at their start.
 _CACHED: Final = frozenset({"get_supported_tasks"})
 # Methods that mean the same of a fleet as of one engine. All others (sleep, pause_scheduler, collective_rpc,
 # weight updates) control a single engine; carried out behind the scheduler's back they would strand streams.
@@ -76,19 +76,19 @@ class Utilities:
     """Calls under way. Waits, within the deadline, for a first instance when there is none."""
 
     def __init__(self, outbox: Outbox, answer: Callable[[Sequence[bytes]], None]) -> None:
-        """`answer` sends an output message to the front half."""
+        """`answer` sends an output message to the API server."""
         self._outbox = outbox
         self._answer = answer
         self._asked: dict[int, _Asked] = {}
         self._cache: dict[str, object] = {}
 
     def call(self, call: UtilityCall, frames: Sequence[bytes]) -> None:
-        """The front half calls a method."""
+        """The API server calls a method."""
         if call.method in self._cache:
             self._answer(utility_result(call.call_id, self._cache[call.method]))
             return
         if call.call_id in self._asked:
-            log.error("the front half uses call id %d twice", call.call_id)
+            log.error("the API server uses call id %d twice", call.call_id)
             return
         if len(self._asked) >= _CALLS_MAX:
             self._answer(utility_failure(call.call_id, f"{_CALLS_MAX} calls are under way already"))
@@ -131,7 +131,7 @@ class Utilities:
             self._settle(asked)
             return
         if output.call_id != asked.call.call_id:
-            # To vLLM's front half an answer to nothing is fatal.
+            # To vLLM's API server an answer to nothing is fatal.
             log.error("%s's answer to %s is another call's", instance_id, asked.call.method)
             self._settle(asked)
         elif output.failure_message is not None or output.result is None:

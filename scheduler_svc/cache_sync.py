@@ -17,7 +17,7 @@ from tailrace.v1 import cache_pb2, cache_pb2_grpc
 log = logging.getLogger(__name__)
 
 # Between two looks at who is to be asked.
-_LOOK_S: Final = 0.1
+_POLL_S: Final = 0.1
 _DEADLINE_S: Final = 5.0
 # Asked at a time: a listing of a large cache is half a megabyte.
 _TOGETHER: Final = 8
@@ -38,7 +38,7 @@ class CacheSync:
         """Until cancelled."""
         while True:
             await self.look()
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
     async def look(self) -> None:
         """Ask those that are to be asked now."""

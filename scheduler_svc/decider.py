@@ -11,7 +11,7 @@ from tailrace.control.runner import Moment
 from tailrace.v1 import monitor_pb2
 
 # How soon a policy with another tick, set meanwhile, is noticed.
-_LOOK_S: Final = 1.0
+_POLL_S: Final = 1.0
 
 
 class Decider:
@@ -34,11 +34,11 @@ class Decider:
                 await self._leading.wait()
             interval_s = self._control.active.policy.tick_interval_s
             if interval_s is None:
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_S)
                 continue
             left_s = ticked_s + interval_s - time.monotonic()
             if left_s > 0:
-                await asyncio.sleep(min(left_s, _LOOK_S))
+                await asyncio.sleep(min(left_s, _POLL_S))
                 continue
             ticked_s = time.monotonic()
             self.tick()

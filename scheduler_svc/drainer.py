@@ -15,7 +15,7 @@ from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.control.runner import Executor
 
 REASON: Final = "drain"
-_LOOK_S: Final = 0.25
+_POLL_S: Final = 0.25
 # Migrations from one instance that are ordered and not over. The migration service carries out three at a
 # time by default; for the others a target is chosen when their turn is near.
 _OPEN_MAX: Final = 8
@@ -44,7 +44,7 @@ class Drainer:
         while True:
             await self._leading.wait()
             self.look(time.monotonic())
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
     def look(self, now_s: float) -> None:
         """Begin the migrations that are due."""

@@ -18,7 +18,7 @@ KEEP_S: Final = 600.0
 """How long an instance may be gone and come back to its drain and its pool: a restart, an upgrade, a
 reboot."""
 
-_LOOK_S: Final = 10.0
+_POLL_S: Final = 10.0
 
 
 class Members(Protocol):
@@ -51,7 +51,7 @@ async def remove_orphans(
     forget: Callable[[str], Awaitable[bool]],
     leading: asyncio.Event,
     keep_s: float = KEEP_S,
-    look_s: float = _LOOK_S,
+    look_s: float = _POLL_S,
 ) -> None:
     """Look from time to time, until cancelled.
 

@@ -56,7 +56,7 @@ class Listener(Protocol):
 class Watcher(Protocol):
     """Who wants to have looked at an instance before it changes."""
 
-    def take_down(self) -> None:
+    def look_at_all(self) -> None:
         """It is about to change."""
 
 
@@ -208,7 +208,7 @@ class Instance:
         job.prefill_done = 0
         job.prefill_total = job.prompt + job.tokens
         job.blocks = 0
-        self._prompts.owe(job)
+        self._prompts.add(job)
         self._expect(job)
         self.idle_context += job.prompt + job.tokens
         self._set_stage(job)
@@ -233,7 +233,7 @@ class Instance:
         self._changing()
         self.waiting.remove((job.rank, job))
         self.idle_context -= job.prompt
-        self._prompts.pay(job, job.prefill_total - job.prefill_done)
+        self._prompts.subtract(job, job.prefill_total - job.prefill_done)
         self.wake(now)
 
     def wake(self, now: float) -> None:
@@ -387,7 +387,7 @@ class Instance:
         """Whoever has put off looking must look now."""
         if self.watchers:
             for watcher in self.watchers:
-                watcher.take_down()
+                watcher.look_at_all()
             self.watchers.clear()
 
     def _end(self, now: float) -> None:
@@ -528,7 +528,7 @@ class Instance:
         else:
             self._prompts.remove(job)
             self._other_blocks -= job.blocks
-            self._prompts.pay(job, job.prefill_total - job.prefill_done)
+            self._prompts.subtract(job, job.prefill_total - job.prefill_done)
             self._forget_kv(job)
         self._note_lapse(job, now)
         self._wait(job)
@@ -541,7 +541,7 @@ class Instance:
         job.blocks = 0
         job.prefill_done = 0
         job.prefill_total = job.prompt + job.tokens
-        self._prompts.owe(job)
+        self._prompts.add(job)
         self._expect(job)
 
     def _wait(self, job: Job) -> bool:
@@ -586,7 +586,7 @@ class Instance:
         """What is found now is likely to be found when the job has its turn: it counts as computed."""
         if self.cache is not None:
             found = self.cache.leading(job.request.unit_names, self._units(job)) * job.request.unit_tokens
-            self._prompts.pay(job, found - job.prefill_done)
+            self._prompts.subtract(job, found - job.prefill_done)
             job.prefill_done = found
 
     def _find(self, job: Job) -> None:
@@ -664,7 +664,7 @@ class Instance:
 
     def _computed(self, job: Job, tokens: int, now: float) -> None:
         """Prompt tokens were computed; with the last of them comes a token."""
-        self._prompts.pay(job, tokens)
+        self._prompts.subtract(job, tokens)
         job.prefill_done += tokens
         self._name(job, job.prefill_done)
         if job.prefill_done < job.prefill_total:

@@ -27,12 +27,12 @@ class Prompts:
 
     # ---- the work
 
-    def owe(self, job: Job) -> None:
+    def add(self, job: Job) -> None:
         """A prompt is to be computed, as a whole."""
         self._tokens += job.prefill_total
         self._squares += job.prefill_total * job.prefill_total
 
-    def pay(self, job: Job, tokens: int) -> None:
+    def subtract(self, job: Job, tokens: int) -> None:
         """The next tokens of a prompt need not be computed any more."""
         start = job.prefill_done
         self._tokens -= tokens

@@ -1,7 +1,7 @@
 """What one instance reports at one moment, looked at only as far as somebody asks.
 
 Between two events an instance changes in no way that cannot be computed afterwards, so a report that nobody
-reads costs next to nothing. An instance that is about to change lets its reports look first (`take_down`).
+reads costs next to nothing. An instance that is about to change lets its reports look first (`look_at_all`).
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Report:
         step_s, budget = self._instance.beside_prefill(self.decoding, self.decode_tokens)
         return self.prefill_s + more_s + -(-backlog // budget) * step_s
 
-    def take_down(self) -> None:
+    def look_at_all(self) -> None:
         """Look at everything: the instance is about to change."""
         assert self.rows is not None
 

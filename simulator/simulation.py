@@ -151,14 +151,14 @@ class Simulation:
 
     def migration_opened(self, migration: Migration) -> None:
         """Counted in at once, as the live scheduler does."""
-        self._views.coming(migration)
+        self._views.migration_opened(migration)
 
     def migration_closed(self, migration: Migration, outcome: MigrationOutcome) -> None:
         """Counted in at the target, or out again."""
         if outcome is MigrationOutcome.COMMITTED:
-            self._views.came(migration)
+            self._views.migration_committed(migration)
         else:
-            self._views.not_coming(migration)
+            self._views.migration_aborted(migration)
 
     # ---- BiddingListener (simulator/bidding.py)
 

@@ -280,7 +280,7 @@ class Views(ClusterModel[_Known]):
         self._known[instance.instance_id].gone(job)
         self._dirty.add(instance.instance_id)
 
-    def coming(self, migration: Migration) -> None:
+    def migration_opened(self, migration: Migration) -> None:
         """A migration was opened: its target will need the room.
 
         One that the target fetches, by bid-ask, the scheduler sees in reports alone.
@@ -295,13 +295,13 @@ class Views(ClusterModel[_Known]):
         known.open_arrival(migration.job, kv_tokens, migration.asked_tokens)
         self.touch(migration.source, migration.target)
 
-    def not_coming(self, migration: Migration) -> None:
+    def migration_aborted(self, migration: Migration) -> None:
         """A migration was given up."""
         self._known[migration.target.instance_id].close_migration(migration.job)
         self._arrivals.pop(migration.job, None)
         self.touch(migration.source, migration.target)
 
-    def came(self, migration: Migration) -> None:
+    def migration_committed(self, migration: Migration) -> None:
         """A migration was committed."""
         known, job = self._known[migration.target.instance_id], migration.job
         if not self._exact:

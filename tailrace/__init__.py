@@ -5,5 +5,5 @@ import os
 __version__ = "0.1.0"
 
 # Nothing here forks without exec. gRPC's fork handlers would run between the two all the same, where now and
-# then they crash the child (a front half, killed by signal 11). gRPC reads this when it is first used.
+# then they crash the child (an API server, killed by signal 11). gRPC reads this when it is first used.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

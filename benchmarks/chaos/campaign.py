@@ -19,7 +19,7 @@ from benchmarks.chaos.watch import Watch
 _HOLD_S: Final = 2.0
 _LASTING: Final = 4
 _ROOM_S: Final = 180.0
-_LOOK_S: Final = 0.05
+_POLL_S: Final = 0.05
 # No one process alone.
 _NEEDS_TARGET: Final = frozenset({Kind.SLOW_READER, Kind.HUGE_BODY, Kind.POISON, Kind.CORRUPT_KV})
 
@@ -86,7 +86,7 @@ class Campaign:
         """Until the fault leaves half of each tier alone, and its targets are well."""
         until_s = time.monotonic() + _ROOM_S
         while not self._fits(fault) and time.monotonic() < until_s:  # noqa: ASYNC110
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
     def _fits(self, fault: Fault) -> bool:
         if len(self._lasting) >= _LASTING:

@@ -34,7 +34,7 @@ _POISON_S: Final = 90.0
 _POISON_TOKENS: Final = 20
 _DEATHS: Final = 3
 _DIED_S: Final = 5.0
-_LOOK_S: Final = 0.05
+_POLL_S: Final = 0.05
 _HUGE_BYTES: Final = 64 << 20
 _HUGE_S: Final = 60.0
 _SLOW_BUFFER: Final = 4096
@@ -199,7 +199,7 @@ class Faults:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_DIED_S):
                     while self._cluster.engines_died < before + _DEATHS:  # noqa: ASYNC110
-                        await asyncio.sleep(_LOOK_S)
+                        await asyncio.sleep(_POLL_S)
         said = result.body[-200:].decode(errors="replace")
         if result.tokens or not (b"error" in result.body or front.starts != runs):
             self._timeline.broken(f"the poison was answered: HTTP {result.status} {result.error} {said}")

@@ -22,7 +22,7 @@ _END_S = 90.0
 # No more of the clients wait for one front end, as behind a balancer that looks.
 _SHARE = 0.6
 _AGAIN_S = 0.3
-_LOOK_S = 0.02
+_POLL_S = 0.02
 
 
 @dataclass(eq=False, slots=True)
@@ -110,7 +110,7 @@ class Load:
         try:
             async with asyncio.timeout(_FLOW_S):
                 while not self._flow():  # noqa: ASYNC110 - streams tell nobody
-                    await asyncio.sleep(_LOOK_S)
+                    await asyncio.sleep(_POLL_S)
         except TimeoutError:
             self._timeline.note(f"{len(self.live)} streams, not all of which flow")
 
@@ -127,7 +127,7 @@ class Load:
         try:
             async with asyncio.timeout(_END_S):
                 while left := [stream for stream in self.live.values() if stream.front.well]:  # noqa: ASYNC110
-                    await asyncio.sleep(_LOOK_S)
+                    await asyncio.sleep(_POLL_S)
         except TimeoutError:
             return left
         return []

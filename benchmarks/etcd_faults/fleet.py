@@ -1,6 +1,6 @@
 """The real services around simulated engines on that etcd, and streams through them.
 
-Two schedulers, a monitor, a migration service, one process of workers, and a front end without a front half.
+Two schedulers, a monitor, a migration service, one process of workers, and a front end without an API server.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SHORT_EVERY_S: Final = 0.5
 _SHORT_TOKENS: Final = 20
 _SPEED: Final = 0.35
 _CALL_S: Final = 5.0
-_LOOK_S: Final = 0.25
+_POLL_S: Final = 0.25
 _PATIENCE_S: Final = 60.0
 
 
@@ -88,7 +88,7 @@ class Fleet:
                 for address in self._admins
             ]
             while True:
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_S)
                 for stub in stubs:
                     found.looks += 1
                     try:

@@ -14,7 +14,7 @@ from openai import OpenAI
 from examples.fleet import Chat, Fleet, stream_chat
 from tailrace.v1 import migration_pb2, types_pb2
 
-_LOOK_S: Final = 0.02
+_POLL_S: Final = 0.02
 # After a move that did not come about.
 _AGAIN_S: Final = 0.1
 _COMMITTED: Final = types_pb2.MIGRATION_STATE_COMMITTED
@@ -53,7 +53,7 @@ class Mover:
         return self.moves
 
     def _run(self) -> None:
-        while not self._over.wait(_LOOK_S) and len(self.moves.committed) < self._most:
+        while not self._over.wait(_POLL_S) and len(self.moves.committed) < self._most:
             request = self._fleet.find(self._request_id) if self._request_id else None
             due = self._every_tokens * (len(self.moves.committed) + 1)
             if request is None or request.output_tokens < due or request.migrating:

@@ -1,7 +1,7 @@
 """`make bench-live`: a slice of each trace through the real services and through the simulator.
 
 Simulated engines behind etcd, monitor, migration service, scheduler and front end, all of them real
-processes. vLLM's front half is left out: requests come in its messages from a load generator, since HTTP and
+processes. vLLM's API server is left out: requests come in its messages from a load generator, since HTTP and
 tokenizing would take what two cores have. The simulator gets the same requests, instances, policies and
 parameters, and the delays of the control plane as they were measured in the live run. Engines are slowed down
 so that the machine keeps up; a run in which it did not is not compared, but made again at half the speed.

@@ -1,5 +1,5 @@
 """The real services around simulated engines, as processes: etcd, monitor, migration, scheduler, one process
-of workers, and a front end without a front half."""
+of workers, and a front end without an API server."""
 
 from __future__ import annotations
 

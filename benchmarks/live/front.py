@@ -1,7 +1,7 @@
-"""An open-loop load in place of vLLM's front half: requests in vLLM's own messages, token times noted.
+"""An open-loop load in place of vLLM's API server: requests in vLLM's own messages, token times noted.
 
 HTTP, templates and the tokenizer are left out: on two cores they would be what is measured. Everything behind
-them is the real front end, which takes this for its front half (`tailrace serve frontend --front none`).
+them is the real front end, which takes this for its API server (`tailrace serve frontend --front none`).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Stream:
 
 
 class Load:
-    """Speaks for the front half on the engine core's sockets in `folder`."""
+    """Speaks for the API server on the engine core's sockets in `folder`."""
 
     def __init__(self, folder: Path, max_tokens: int, reasons: bool) -> None:
         """`max_tokens`: what every request asks for at most. `reasons`: the model does."""

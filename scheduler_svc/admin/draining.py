@@ -11,7 +11,7 @@ from tailrace.cluster import InstanceState
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.v1 import admin_pb2
 
-_LOOK_S: Final = 0.2
+_POLL_S: Final = 0.2
 # A request placed just before the drain shows in a report by then.
 _SETTLED_S: Final = 1.0
 
@@ -31,7 +31,7 @@ async def progress(state: ReportedCluster, instance_id: str) -> AsyncIterator[ad
         if (len(requests), moving, suspect) != told:
             told = (len(requests), moving, suspect)
             yield admin_pb2.DrainEvent(remaining=len(requests), message=_message(instance_id, *told))
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)
     yield admin_pb2.DrainEvent(remaining=0, message=f"{instance_id} has left the cluster", done=True)
 
 

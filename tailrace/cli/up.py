@@ -65,7 +65,7 @@ which it is sure of every token, and which vLLM would lower."""
     type=click.Choice([front.value for front in Front]),
     default=Front.PYTHON.value,
     show_default=True,
-    help="vLLM's front half: its Python app or vllm-rs.",
+    help="vLLM's API server: its Python app or vllm-rs.",
 )
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="HTTP port.")
 @click.option("--schedulers", type=click.IntRange(1, 5), default=1, show_default=True, help="One leads.")

@@ -18,7 +18,7 @@ class Engine(enum.StrEnum):
 
 
 class Front(enum.StrEnum):
-    """Which of vLLM's front halves serves HTTP."""
+    """Which of vLLM's API servers serves HTTP."""
 
     PYTHON = "python"
     RUST = "rust"

@@ -70,7 +70,7 @@ _PROCESSES_MAX = 8
 _WORKERS_A_PROCESS = 25
 
 _VLLM_TIMEOUT_S = 600.0
-"""For a worker or front half to load vLLM and a model; that it died is noticed at once."""
+"""For a worker or API server to load vLLM and a model; that it died is noticed at once."""
 
 _PROFILE_TIMEOUT_S = 150.0
 """For a simulated worker to be profiled, or to wait for another that is."""
@@ -155,7 +155,7 @@ def _worker(options: ClusterOptions, service: Callable[..., PartSpec], group: ra
         part = service("worker", members[0], Tier.WORKER, *arguments, *options.worker_arguments)
         timeout_s = part.timeout_s + (_PROFILE_TIMEOUT_S if options.profile else 0.0)
         return replace(part, members=members, timeout_s=timeout_s)
-    # Engines that each start a thread a core slow one another down; the front half wants a core, too.
+    # Engines that each start a thread a core slow one another down; the API server wants a core, too.
     threads = max(1, (options.cores - 1) // (options.workers * options.ranks))
     environment = {"OMP_NUM_THREADS": str(threads)}
     if options.ranks > 1:

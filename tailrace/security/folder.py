@@ -22,7 +22,7 @@ from tailrace.security.roles import Role
 log = logging.getLogger(__name__)
 
 # How soon a change is seen, at most; the files are looked at when somebody asks for them.
-_LOOK_S: Final = 1.0
+_POLL_S: Final = 1.0
 
 _Stamp = tuple[tuple[int, int, int], ...]
 
@@ -46,7 +46,7 @@ class CredentialFolder:
         self._stamp = self._look()
         self._credentials = self._read()
         self._version = 0
-        self._look_at_s = clock() + _LOOK_S
+        self._look_at_s = clock() + _POLL_S
         # Files that could not be used, by their stamp, and whether that was said.
         self._failed: _Stamp = ()
         self._said = False
@@ -65,7 +65,7 @@ class CredentialFolder:
         with self._lock:
             now_s = self._clock()
             if now_s >= self._look_at_s:
-                self._look_at_s = now_s + _LOOK_S
+                self._look_at_s = now_s + _POLL_S
                 self._refresh()
             return self._version, self._credentials
 

@@ -18,7 +18,7 @@ from tailrace.tenancy.book import KeyBook, KeyIndex
 log = logging.getLogger(__name__)
 
 # How soon a change is seen, at most.
-_LOOK_S: Final = 1.0
+_POLL_S: Final = 1.0
 
 
 class KeyFileUnusable(Exception):
@@ -34,13 +34,13 @@ class KeyFile:
         self._clock = clock
         self._stamp = _stamp(path)
         self._index = KeyIndex(read_book(path))
-        self._look_at_s = clock() + _LOOK_S
+        self._look_at_s = clock() + _POLL_S
 
     def index(self) -> KeyIndex:
         """The keys that are in force now."""
         now_s = self._clock()
         if now_s >= self._look_at_s:
-            self._look_at_s = now_s + _LOOK_S
+            self._look_at_s = now_s + _POLL_S
             stamp = _stamp(self._path)
             if stamp != self._stamp:
                 self._stamp = stamp

@@ -1,4 +1,4 @@
-"""Engine core to front half: the outputs of one step."""
+"""Engine core to API server: the outputs of one step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FINISHED_REQUESTS = 5
 
 
 class FinishReason(enum.IntEnum):
-    """Why a request finished. vLLM's front half turns ERROR into a 500 for the user."""
+    """Why a request finished. vLLM's API server turns ERROR into a 500 for the user."""
 
     STOP = 0
     LENGTH = 1

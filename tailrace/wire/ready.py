@@ -1,8 +1,8 @@
-"""Start and end of an engine core, as its front half sees them.
+"""Start and end of an engine core, as its API server sees them.
 
-A front half that is given its sockets' addresses by a launcher does no handshake: each engine core connects a
-DEALER, whose identity is its index as two little-endian bytes, to the front half's ROUTER, and sends one
-ReadyResponse; then it connects a PUSH to the front half's PULL and sends outputs.
+An API server that is given its sockets' addresses by a launcher does no handshake: each engine core connects
+a DEALER, whose identity is its index as two little-endian bytes, to the API server's ROUTER, and sends one
+ReadyResponse; then it connects a PUSH to the API server's PULL and sends outputs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 from tailrace.wire.frames import Frames
 
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
-"""Sole frame of the message that tells the front half to give up."""
+"""Sole frame of the message that tells the API server to give up."""
 
 
 class ReadyResponse(msgspec.Struct):

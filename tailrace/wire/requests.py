@@ -1,4 +1,4 @@
-"""Front half to engine core: requests and aborts."""
+"""API server to engine core: requests and aborts."""
 
 from __future__ import annotations
 

@@ -79,19 +79,19 @@ class Mirrored(Views):
         super().left(job, instance)
         self._tell(job, instance.instance_id, job.tokens, types_pb2.PHASE_UNSPECIFIED)
 
-    def coming(self, migration: Migration) -> None:
-        super().coming(migration)
+    def migration_opened(self, migration: Migration) -> None:
+        super().migration_opened(migration)
         found = self.live.request(migration.job.request.request_id)
         assert found is not None
         asked = replace(found, output_tokens=migration.asked_tokens - found.prompt_tokens)
         assert self.live.migration_opened(asked, migration.target.instance_id)
 
-    def not_coming(self, migration: Migration) -> None:
-        super().not_coming(migration)
+    def migration_aborted(self, migration: Migration) -> None:
+        super().migration_aborted(migration)
         self.live.migration_closed(migration.job.request.request_id)
 
-    def came(self, migration: Migration) -> None:
-        super().came(migration)
+    def migration_committed(self, migration: Migration) -> None:
+        super().migration_committed(migration)
         job = migration.job
         self._tell(job, migration.target.instance_id, job.tokens, PHASE_NUMBERS[job.phase_of(job.tokens)])
         self.live.migration_closed(job.request.request_id)

@@ -18,7 +18,7 @@ from tests.e2e.processes import Process, free_port, tailrace
 pytestmark = pytest.mark.fleet
 
 ORDER = ("etcd", "monitor", "migration", "scheduler", "scheduler-standby", "worker-0", "worker-1", "frontend")
-# The front half in Python loads vLLM.
+# The API server in Python loads vLLM.
 FRONT = "rust" if rust_front_end() else "python"
 START_S = 120.0
 

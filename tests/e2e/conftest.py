@@ -28,7 +28,7 @@ SIMULATED_WORKERS = ("w0", "w1", "w2")
 
 @pytest.fixture(scope="session")
 def vllm_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Three real vLLM workers behind vLLM's Python front half."""
+    """Three real vLLM workers behind vLLM's Python API server."""
     fleet = Fleet(tmp_path_factory.mktemp("vllm"), "vllm")
     try:
         fleet.start_control()
@@ -53,7 +53,7 @@ def vllm_fleet(vllm_session: Fleet) -> Iterator[Fleet]:
 
 @pytest.fixture(scope="session")
 def simulated_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Three simulated workers, behind vLLM's Rust front half (it starts at once) if it is installed."""
+    """Three simulated workers, behind vLLM's Rust API server (it starts at once) if it is installed."""
     fleet = Fleet(tmp_path_factory.mktemp("simulated"), "simulated")
     try:
         fleet.start_control(schedulers=2)

@@ -75,7 +75,7 @@ class Fleet:
         options: Sequence[str] = (),
         model: str = str(MODEL_PATH),
     ) -> Process:
-        """Start a front end with vLLM's Python or Rust front half and wait until it serves models. `options`:
+        """Start a front end with vLLM's Python or Rust API server and wait until it serves models. `options`:
         its own, and after `--` those of `vllm serve`."""
         port, http_port = free_port(), http_port or free_port()
         self.addresses[name] = f"127.0.0.1:{port}"
@@ -90,7 +90,7 @@ class Fleet:
                 raise RuntimeError(f"front end ended:\n{process.text()[-3000:]}")
             return _get(f"{self.http}/v1/models") is not None
 
-        wait_until(serves, "the front half", 120)
+        wait_until(serves, "the API server", 120)
         return process
 
     def start_control(self, schedulers: int = 1) -> None:

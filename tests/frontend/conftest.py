@@ -1,4 +1,4 @@
-"""A front end without HTTP: a fake front half, the real engine core, scripted workers over real gRPC."""
+"""A front end without HTTP: a fake API server, the real engine core, scripted workers over real gRPC."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from frontend_svc.admission import AdmissionFlag, AdmissionReader
 from frontend_svc.engine import FleetEngine
 from frontend_svc.settings import Limits, Patience
 from tailrace.service.channels import Channels
-from tests.frontend.fake_front_half import FakeFrontHalf
+from tests.frontend.fake_api_server import FakeApiServer
 from tests.frontend.fleet import StaticMembers, record
 from tests.frontend.scripted_worker import ScriptedWorker, serving
 
@@ -33,7 +33,7 @@ async def eventually(condition: Callable[[], bool]) -> None:
 class Rig:
     """One front end and its fleet. Placement is the fallback's: fewest streams, then the lowest name."""
 
-    front: FakeFrontHalf
+    front: FakeApiServer
     engine: FleetEngine
     members: StaticMembers
     admission: AdmissionReader
@@ -71,7 +71,7 @@ async def open_rig(folder: Path, limits: Limits, name: str = "f0") -> AsyncItera
     """A front end with no workers yet."""
     flag = AdmissionFlag(folder / "admission")
     members, channels, registry = StaticMembers(), Channels(), CollectorRegistry()
-    async with AsyncExitStack() as stack, FakeFrontHalf(folder) as front:
+    async with AsyncExitStack() as stack, FakeApiServer(folder) as front:
         engine = FleetEngine(
             name,
             members,

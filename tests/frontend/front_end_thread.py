@@ -1,4 +1,4 @@
-"""A whole front end, front half included, over an echoing worker; runs beside the tests in a thread."""
+"""A whole front end, API server included, over an echoing worker; runs beside the tests in a thread."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
 
+from frontend_svc.api_server.sockets import bind_http
 from frontend_svc.front_end import run_front_end
-from frontend_svc.front_half.sockets import bind_http
 from frontend_svc.settings import Front, Limits, Patience, Settings
 from tailrace.service.channels import Channels
 from tailrace.service.message_stream import MIN_MESSAGE_BYTES

@@ -40,7 +40,7 @@ READY = write_ready(
     )
 )
 FINISHED, PREFILL_DONE, REASONING_ENDED, FAILED = 1, 2, 4, 8
-# What engine cores answer to the calls that front halves make at their start.
+# What engine cores answer to the calls that API servers make at their start.
 UTILITY_RESULTS: dict[str, object] = {"get_supported_tasks": ["generate"], "is_sleeping": False}
 WAIT_S = 10.0
 

@@ -16,7 +16,7 @@ _SCRIPT = """
 import sys
 import vllm.platforms
 vllm.platforms.builtin_platform_plugins.clear()
-from frontend_svc.front_half.device import require_no_device
+from frontend_svc.api_server.device import require_no_device
 require_no_device()
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext

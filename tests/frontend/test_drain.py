@@ -1,4 +1,4 @@
-"""A front end that is told to stop, with vLLM's real front halves: streams end, nothing new is accepted."""
+"""A front end that is told to stop, with vLLM's real API servers: streams end, nothing new is accepted."""
 
 from __future__ import annotations
 

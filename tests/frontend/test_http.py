@@ -1,4 +1,4 @@
-"""vLLM's real front halves, Python and Rust, over a scripted worker: the same tests for both."""
+"""vLLM's real API servers, Python and Rust, over a scripted worker: the same tests for both."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def find_vllm_rs() -> Path | None:
 
 @pytest.fixture(scope="module", params=[Front.PYTHON, Front.RUST], ids=lambda front: front.value)
 def front_end(request: pytest.FixtureRequest) -> Iterator[FrontEndThread]:
-    """Started once for all tests of one front half."""
+    """Started once for all tests of one API server."""
     vllm_rs = find_vllm_rs()
     if request.param is Front.RUST and vllm_rs is None:
         pytest.skip("no vllm-rs")
@@ -103,7 +103,7 @@ def test_completions_with_n(front_end: FrontEndThread, client: openai.OpenAI) ->
     assert {choice.finish_reason for choice in reply.choices} == {"length"}
 
 
-def test_stop_string_is_the_front_halfs_and_frees_the_request(client: openai.OpenAI) -> None:
+def test_stop_string_is_the_api_servers_and_frees_the_request(client: openai.OpenAI) -> None:
     reply = client.completions.create(model="tiny", prompt="x", max_tokens=100, stop=["me"])
     assert reply.choices[0].text == "<think>let "
     assert reply.choices[0].finish_reason == "stop"
@@ -202,7 +202,7 @@ def test_trace_context_reaches_the_worker(front_end: FrontEndThread) -> None:
 
 
 def test_refused_when_no_instance_can_take_it(front_end: FrontEndThread) -> None:
-    """Runs last: the fleet drains. The Python front half says 503 before it streams; the Rust one cannot."""
+    """Runs last: the fleet drains. The Python API server says 503 before it streams; the Rust one cannot."""
 
     async def drain(draining: frozenset[str]) -> None:
         front_end.members.draining = draining

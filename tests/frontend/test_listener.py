@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
-from frontend_svc.front_half.listener import stop_accepting
+from frontend_svc.api_server.listener import stop_accepting
 
 # Connections that a client makes one after another while the first listener goes away.
 ROUNDS = 150

@@ -16,13 +16,13 @@ import msgspec
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from frontend_svc.front_half.sockets import EngineSockets, PortTaken, bind_http, is_listening
+from frontend_svc.api_server.sockets import EngineSockets, PortTaken, bind_http, is_listening
 from tailrace.records import ServiceRecord
 from tailrace.service.etcd import LocalEtcd, local_etcd
 from tailrace.store.registration import register
 from tailrace.store.store import Store
 from tests.frontend.conftest import eventually
-from tests.frontend.fake_front_half import FakeFrontHalf
+from tests.frontend.fake_api_server import FakeApiServer
 from tests.frontend.fleet import record
 from tests.frontend.scripted_worker import FINISHED, ScriptedWorker, outputs, serving
 
@@ -55,7 +55,7 @@ async def registered(store: Store, frontend_id: str) -> ServiceRecord:
 
 async def test_carries_a_stream_registers_and_withdraws(tmp_path: Path) -> None:
     worker = ScriptedWorker("w0")
-    async with local_etcd(tmp_path / "etcd") as etcd, FakeFrontHalf(tmp_path) as front, serving(worker):
+    async with local_etcd(tmp_path / "etcd") as etcd, FakeApiServer(tmp_path) as front, serving(worker):
         store = await Store.connect([etcd.endpoint], "default")
         await register(store, "instances/w0", msgspec.json.encode(record("w0", worker.address)))
         arguments = ("--front", "none", "--ipc", str(tmp_path), "--http", "127.0.0.1:0", "--id", "f0")
@@ -81,7 +81,7 @@ async def test_carries_a_stream_registers_and_withdraws(tmp_path: Path) -> None:
         await store.close()
 
 
-async def test_a_front_half_that_dies_ends_the_service_with_a_line(tmp_path: Path) -> None:
+async def test_a_api_server_that_dies_ends_the_service_with_a_line(tmp_path: Path) -> None:
     async with local_etcd(tmp_path / "etcd") as etcd:
         false = tmp_path / "vllm-rs"
         false.write_text("#!/bin/sh\nexit 3\n")
@@ -91,10 +91,10 @@ async def test_a_front_half_that_dies_ends_the_service_with_a_line(tmp_path: Pat
             assert process.stderr is not None
             log = (await asyncio.wait_for(process.stderr.read(), 20)).decode()
             assert await process.wait() == 1
-            assert log.splitlines()[-1].endswith("the front half exited with status 3")
+            assert log.splitlines()[-1].endswith("the API server exited with status 3")
 
 
-async def test_the_front_half_dies_with_a_killed_service(tmp_path: Path) -> None:
+async def test_the_api_server_dies_with_a_killed_service(tmp_path: Path) -> None:
     async with local_etcd(tmp_path / "etcd") as etcd:
         sleeper = tmp_path / "vllm-rs"
         sleeper.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")

@@ -74,7 +74,7 @@ def token(stream: Stream, index: int) -> int:
 class Arbiter(RuleBasedStateMachine):
     """Instances decode, messages are delayed, streams are taken away and handed over at any moment.
 
-    The user's side is `delivered`: what the front half would have got.
+    The user's side is `delivered`: what the API server would have got.
     """
 
     copies: Bundle[Copy] = Bundle("copies")

@@ -1,4 +1,4 @@
-"""Calls of engine-core methods by the front half: one answer each, whatever the instances do."""
+"""Calls of engine-core methods by the API server: one answer each, whatever the instances do."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_when_all_fail_a_failure_is_the_answer(answers: list[Sequence[byte
     assert answers == [failure]
 
 
-async def test_an_answer_to_another_call_never_reaches_the_front_half(answers: list[Sequence[bytes]]) -> None:
+async def test_an_answer_to_another_call_never_reaches_the_api_server(answers: list[Sequence[bytes]]) -> None:
     utilities = Utilities(Instances("a"), answers.append)
     utilities.call(UtilityCall(0, 7, "list_loras", NO_ARGS), [b""])
     utilities.result("a", answer(7, utility_result(8, True)))

@@ -1,6 +1,6 @@
 """A whole fleet around one process of simulated workers: real control services, a real front end.
 
-The services and the front end run in the test's own event loop; only the front half is a stand-in, which
+The services and the front end run in the test's own event loop; only the API server is a stand-in, which
 checks that no output follows a request's last.
 """
 
@@ -36,7 +36,7 @@ from tailrace.store.store import Store
 from tailrace.v1 import admin_pb2, migration_pb2, types_pb2
 from tailrace.v1.admin_pb2_grpc import AdminStub
 from tailrace.wire import SamplingParams
-from tests.frontend.fake_front_half import FakeFrontHalf
+from tests.frontend.fake_api_server import FakeApiServer
 from tests.worker.worker_processes import WorkerProcess, worker_process
 from worker_agent.engine.simulated import SimulatedSettings
 from worker_agent.engine.simulated.script import Script
@@ -56,7 +56,7 @@ class Fleet:
     store: Store
     members: Membership
     channels: Channels
-    front: FakeFrontHalf
+    front: FakeApiServer
     engine: FleetEngine
     process: WorkerProcess
     settings: SimulatedSettings
@@ -219,7 +219,7 @@ async def open_fleet(
             )
         )
         sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-")))
-        front = await stack.enter_async_context(FakeFrontHalf(sockets))
+        front = await stack.enter_async_context(FakeApiServer(sockets))
         core = FleetEngine(
             "f0",
             members,

@@ -125,7 +125,7 @@ def test_a_report_looked_at_late_says_what_it_said_at_once(intra: str, requests:
 
         def looking(report: Report, instance: Instance, now: float, placed_before: int) -> None:
             begin(report, instance, now, placed_before)
-            report.take_down()
+            report.look_at_all()
 
         patch.setattr(Report, "__init__", looking)
         simulate(cluster(), requests, at_once, INTRA[intra])

@@ -1,4 +1,4 @@
-"""How vLLM's Python front half is started."""
+"""How vLLM's Python API server is started."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 import msgspec
 
-from frontend_svc.front_half.boot import PythonBoot
-from frontend_svc.front_half.sockets import EngineSockets, split_address
-from frontend_svc.front_half.spec import READY_TIMEOUT_S, FrontHalfSpec, Launch, offline_env
+from frontend_svc.api_server.boot import PythonBoot
+from frontend_svc.api_server.sockets import EngineSockets, split_address
+from frontend_svc.api_server.spec import READY_TIMEOUT_S, ApiServerSpec, Launch, offline_env
 
 
 def python_launch(
-    spec: FrontHalfSpec, http: socket.socket, sockets: EngineSockets, admission_path: Path
+    spec: ApiServerSpec, http: socket.socket, sockets: EngineSockets, admission_path: Path
 ) -> Launch:
     """vLLM's OpenAI app, see python_app.py."""
     host, port = split_address(spec.http_address)
@@ -33,7 +33,7 @@ def python_launch(
     command = [
         sys.executable,
         "-m",
-        "frontend_svc.front_half.python_child",
+        "frontend_svc.api_server.python_child",
         msgspec.json.encode(boot).decode(),
         spec.model,
         *("--host", host, "--port", str(port)),

@@ -1,4 +1,4 @@
-"""What both kinds of front half are told."""
+"""What both kinds of API server are told."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-# A front half starts at once and waits for the first worker; how long is for us to say, not for vLLM.
+# An API server starts at once and waits for the first worker; how long is for us to say, not for vLLM.
 READY_TIMEOUT_S: Final = 7 * 24 * 3600
 DEFAULT_MAX_BODY_BYTES: Final = 64 << 20
 """Beyond it not even a worker would take what is inside."""
 
 
 @dataclass(frozen=True, slots=True)
-class FrontHalfSpec:
+class ApiServerSpec:
     """The user's choices; `vllm_arguments` are `vllm serve` flags, passed on unread."""
 
     # HOST:PORT with the port that is really bound.
@@ -39,6 +39,6 @@ class Launch:
     fds: tuple[int, ...]
 
 
-def offline_env(spec: FrontHalfSpec) -> dict[str, str]:
+def offline_env(spec: ApiServerSpec) -> dict[str, str]:
     """A model in a local folder needs nothing from a hub; asking it anyway costs seconds at each start."""
     return {"HF_HUB_OFFLINE": "1"} if Path(spec.model).is_dir() else {}

@@ -1,4 +1,4 @@
-"""vLLM's front half as its engine core sees it: a ROUTER and a PULL."""
+"""vLLM's API server as its engine core sees it: a ROUTER and a PULL."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NIL = msgspec.Raw(b"\xc0")
 WAIT_S = 10.0
 
 
-class FakeFrontHalf:
+class FakeApiServer:
     """Collects the outputs of each request in the order in which they arrive."""
 
     def __init__(self, folder: Path) -> None:

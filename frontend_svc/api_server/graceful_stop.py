@@ -10,7 +10,7 @@ import asyncio
 import signal
 from typing import Protocol
 
-from frontend_svc.front_half.asgi import App, Message, Receive, Send
+from frontend_svc.api_server.asgi import App, Message, Receive, Send
 
 
 class Server(Protocol):

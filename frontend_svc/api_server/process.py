@@ -1,4 +1,4 @@
-"""A front half as a supervised child process."""
+"""An API server as a supervised child process."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from frontend_svc.front_half import die_with_parent
+from frontend_svc.api_server import die_with_parent
 
-# Seconds for the front half to close its connections after SIGTERM.
+# Seconds for the API server to close its connections after SIGTERM.
 _GRACE_S: Final = 8.0
 
 
-class FrontHalf:
+class ApiServer:
     """The running child. Its output goes to our stderr and stdout, unchanged."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
@@ -26,7 +26,7 @@ class FrontHalf:
         self.finishing = False
 
     @classmethod
-    async def launch(cls, command: Sequence[str], env: Mapping[str, str], fds: Sequence[int]) -> FrontHalf:
+    async def launch(cls, command: Sequence[str], env: Mapping[str, str], fds: Sequence[int]) -> ApiServer:
         """Start `command` with these file descriptors inherited. Raises OSError."""
         shim = str(Path(die_with_parent.__file__))
         wrapped = [sys.executable, "-I", "-S", shim, str(os.getpid()), *command]

@@ -10,8 +10,8 @@ from typing import ClassVar, Final
 
 import msgspec
 
-from frontend_svc.front_half.asgi import App, Message, Receive, Send, send_error
-from frontend_svc.front_half.spec import DEFAULT_MAX_BODY_BYTES
+from frontend_svc.api_server.asgi import App, Message, Receive, Send, send_error
+from frontend_svc.api_server.spec import DEFAULT_MAX_BODY_BYTES
 from tailrace.tenancy.book import Tenant
 from tailrace.tenancy.file import KeyFile
 from tailrace.tenancy.meter import Meter
@@ -44,7 +44,7 @@ class _Body(msgspec.Struct):
 
 
 class Tenants:
-    """Keys, and what has been taken by whom, of one front half."""
+    """Keys, and what has been taken by whom, of one API server."""
 
     def __init__(self, keys: KeyFile, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: seconds."""

@@ -38,7 +38,7 @@ _UNACKED_AT: Final = 24
 # Handshakes that have begun end, and the first bytes on new connections are read, within this.
 _SETTLE_S: Final = 0.25
 _ACCEPT_S: Final = 2.0
-_LOOK_S: Final = 0.01
+_POLL_S: Final = 0.01
 
 
 async def stop_accepting(listening: socket.socket) -> None:
@@ -52,7 +52,7 @@ async def stop_accepting(listening: socket.socket) -> None:
         async with asyncio.timeout(_ACCEPT_S):
             # The process that accepts is another one: there is no event for it.
             while _unaccepted(listening):  # noqa: ASYNC110
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_S)
     except TimeoutError:
         log.warning("%d connections were not accepted in time", _unaccepted(listening))
     await asyncio.sleep(_SETTLE_S)

@@ -1,6 +1,6 @@
-"""The process of vLLM's Python front half.
+"""The process of vLLM's Python API server.
 
-python -m frontend_svc.front_half.python_child BOOT_JSON VLLM_SERVE_ARG...
+python -m frontend_svc.api_server.python_child BOOT_JSON VLLM_SERVE_ARG...
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from tailrace.collector import collector_paused
 def main() -> None:
     """Entry point."""
     with collector_paused():
-        from frontend_svc.front_half.device import require_no_device
+        from frontend_svc.api_server.device import require_no_device
 
         require_no_device()
-        from frontend_svc.front_half.python_app import run
+        from frontend_svc.api_server.python_app import run
     run(sys.argv[1], sys.argv[2:])
 
 

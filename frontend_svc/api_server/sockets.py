@@ -1,4 +1,4 @@
-"""The sockets that a front half inherits: HTTP, and the two that its engine core connects to."""
+"""The sockets that an API server inherits: HTTP, and the two that its engine core connects to."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PortTaken(ListenError):
 
 @dataclass(frozen=True, slots=True)
 class EngineSockets(AbstractContextManager["EngineSockets"]):
-    """Listening unix sockets: `input` is a ROUTER of the front half, `output` a PULL."""
+    """Listening unix sockets: `input` is a ROUTER of the API server, `output` a PULL."""
 
     input: socket.socket
     output: socket.socket
@@ -44,12 +44,12 @@ class EngineSockets(AbstractContextManager["EngineSockets"]):
 
     @property
     def input_address(self) -> str:
-        """ZMQ address of the front half's ROUTER."""
+        """ZMQ address of the API server's ROUTER."""
         return f"ipc://{self.input_path}"
 
     @property
     def output_address(self) -> str:
-        """ZMQ address of the front half's PULL."""
+        """ZMQ address of the API server's PULL."""
         return f"ipc://{self.output_path}"
 
     def __exit__(
@@ -68,7 +68,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def bind_http(address: str, shared_with_us: Callable[[], bool]) -> socket.socket:
-    """A bound HTTP socket that does not listen yet (the front half listens once it can answer).
+    """A bound HTTP socket that does not listen yet (the API server listens once it can answer).
 
     Front ends of one cluster share a port through SO_REUSEPORT, which would just as well share it with any
     other program of this user that sets the option (gRPC servers do). So a first socket without the option

@@ -12,7 +12,7 @@ from argparse import Namespace
 from http import HTTPStatus
 from typing import ClassVar, Final
 
-from frontend_svc.front_half.asgi import App, Message, Receive, Send, send_error
+from frontend_svc.api_server.asgi import App, Message, Receive, Send, send_error
 
 OPEN_PATHS: Final = frozenset({"/health", "/ping", "/version", "/load", "/metrics"})
 

@@ -1,4 +1,4 @@
-"""What `frontend_svc` hands to the Python front half that it starts."""
+"""What `frontend_svc` hands to the Python API server that it starts."""
 
 from __future__ import annotations
 

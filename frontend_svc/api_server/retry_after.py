@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from frontend_svc.front_half.asgi import App, Message, Receive, Send
+from frontend_svc.api_server.asgi import App, Message, Receive, Send
 
 RETRY_AFTER_S: Final = 2
 _STATUSES: Final = (429, 503)

@@ -1,4 +1,4 @@
-"""How vLLM's Rust front half (`vllm-rs frontend`) is started.
+"""How vLLM's Rust API server (`vllm-rs frontend`) is started.
 
 vLLM hands it the `vllm serve` arguments as JSON (vllm/v1/utils.py, RustFrontendProcessManager). It takes
 them by their long names with underscores, so flags can be translated without vLLM's own parser.
@@ -14,18 +14,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from frontend_svc.front_half.sockets import EngineSockets, split_address
-from frontend_svc.front_half.spec import READY_TIMEOUT_S, FrontHalfSpec, Launch, offline_env
+from frontend_svc.api_server.sockets import EngineSockets, split_address
+from frontend_svc.api_server.spec import READY_TIMEOUT_S, ApiServerSpec, Launch, offline_env
 
 JsonValue = str | int | float | bool | None | list["JsonValue"] | dict[str, "JsonValue"]
 
 # vLLM's default for idle HTTP connections, in seconds.
 _KEEP_ALIVE_S: Final = 5
-# Flags that take a list (nargs="+") in vLLM and are of use to a front half.
+# Flags that take a list (nargs="+") in vLLM and are of use to an API server.
 _LISTS: Final = frozenset({"served_model_name", "api_key", "allowed_origins", "lora_modules"})
 
 
-def rust_launch(spec: FrontHalfSpec, http: socket.socket, sockets: EngineSockets, executable: Path) -> Launch:
+def rust_launch(spec: ApiServerSpec, http: socket.socket, sockets: EngineSockets, executable: Path) -> Launch:
     """The executable with inherited listeners."""
     fds = (http.fileno(), sockets.input.fileno(), sockets.output.fileno())
     command = (
@@ -40,7 +40,7 @@ def rust_launch(spec: FrontHalfSpec, http: socket.socket, sockets: EngineSockets
     return Launch(command, offline_env(spec), fds)
 
 
-def rust_arguments(spec: FrontHalfSpec) -> dict[str, JsonValue]:
+def rust_arguments(spec: ApiServerSpec) -> dict[str, JsonValue]:
     """The JSON object for `--args-json`. Raises ValueError on arguments that are no flags."""
     host, port = split_address(spec.http_address)
     arguments: dict[str, JsonValue] = {

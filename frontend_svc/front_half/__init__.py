@@ -1,1 +1,0 @@
-"""vLLM's front half (HTTP, templates, tokenizer, detokenizer, parsers) as a child process."""
