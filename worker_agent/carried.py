@@ -60,7 +60,7 @@ class CarriedRequests:
         return self._by_key.get(key)
 
     def by_id(self, request_id: str) -> Carried | None:
-        """The request that vLLM's front half calls so."""
+        """The request that vLLM's API server calls so."""
         return self._by_id.get(request_id)
 
     def remove(self, key: RequestKey) -> Carried | None:

@@ -230,7 +230,7 @@ class Fleet:
 
 
 def request_frames(request_id: str, prompt: list[int], **sampling: object) -> list[bytes]:
-    """vLLM's message of a request; eos as vLLM's front half fills it in."""
+    """vLLM's message of a request; eos as vLLM's API server fills it in."""
     params = {"temperature": 0.0, "_eos_token_id": EOS, **sampling}
     return [msgspec.msgpack.encode([request_id, prompt, None, params, None, 12.5, None, None, None])]
 

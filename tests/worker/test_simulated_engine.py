@@ -141,7 +141,7 @@ def test_the_last_output_names_the_request_as_finished(monkeypatch: pytest.Monke
     engine.submit(Submission(RequestKey(0, 9), "r", 0, request_frames("r", PROMPT, max_tokens=2)))
     fleet.clock.drain()
     assert [message.finished_requests for message in messages] == [None, ["r"]]
-    # The first output carries what the front half's metrics want of the prefill.
+    # The first output carries what the API server's metrics want of the prefill.
     assert msgspec.msgpack.decode(messages[0].outputs[0].prefill_stats)["num_prompt_tokens"] == len(PROMPT)
 
 

@@ -1,4 +1,4 @@
-"""What the simulated engine sends, read by vLLM's own front half (its decoder, detokenizer and metrics)."""
+"""What the simulated engine sends, read by vLLM's own API server (its decoder, detokenizer and metrics)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Kept:
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 2, 20])
-def test_vllms_front_half_makes_text_of_it(logprobs: int | None) -> None:
+def test_vllms_api_server_makes_text_of_it(logprobs: int | None) -> None:
     engine_module = pytest.importorskip("vllm.v1.engine")
     from transformers import AutoTokenizer
     from vllm.sampling_params import RequestOutputKind, SamplingParams

@@ -80,7 +80,7 @@ def engine_with(async_scheduling: bool) -> VllmEngine:
 
 
 def fresh(name: str) -> tuple[list[int], SamplingParams]:
-    """As vLLM's front half makes a request."""
+    """As vLLM's API server makes a request."""
     prompt, sampling = CASES[name]
     sampling = sampling.clone()
     sampling.update_from_generation_config({}, 258)

@@ -179,7 +179,7 @@ SCHEMA = {"type": "array", "items": {"enum": ["ab", "cd", "efgh"]}, "minItems": 
 
 
 def schema() -> StructuredOutputsParams:
-    """A schema, with the backend that vLLM's front half chooses for it."""
+    """A schema, with the backend that vLLM's API server chooses for it."""
     outputs = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
     outputs._backend = "xgrammar"
     return outputs
@@ -218,7 +218,7 @@ CASES = {
 def case(request: pytest.FixtureRequest) -> tuple[list[int], SamplingParams]:
     prompt, sampling = CASES[request.param]
     sampling = sampling.clone()
-    # As vLLM's front half does for every request.
+    # As vLLM's API server does for every request.
     sampling.update_from_generation_config({}, EOS)
     return prompt, sampling
 

@@ -46,7 +46,7 @@ class Lab:
     way: Way
 
     def stream(self, model: str, number: int = 7, max_tokens: int = 50) -> Stream:
-        """A greedy request of the tiny model, or of an adapter, under a front half's number."""
+        """A greedy request of the tiny model, or of an adapter, under an API server's number."""
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
         adapter = (model, number, str(self.folder / model)) if model else None
         return self.front.stream(PROMPT, params, adapter=adapter)
@@ -111,7 +111,7 @@ async def test_speculating_it_moves_live_or_by_replay_and_says_the_same(lab: Lab
     assert replayed.tokens == reference.tokens
 
 
-async def test_front_halves_may_number_adapters_as_they_like(lab: Lab) -> None:
+async def test_api_servers_may_number_adapters_as_they_like(lab: Lab) -> None:
     """Both under the same number, in one batch with the model itself."""
     alone = {}
     for model in MODELS:

@@ -13,7 +13,7 @@ _NUMBERS: Final = 1 << 20
 
 
 def arrival_order(arrival_s: float, number: int) -> int:
-    """JobView.arrival: by the time at which the front half took the request, so that it survives a migration;
+    """JobView.arrival: by the time at which the API server took the request, so that it survives a migration;
     `number` tells apart those of one microsecond."""
     return round(arrival_s * 1e6) * _NUMBERS + number % _NUMBERS
 

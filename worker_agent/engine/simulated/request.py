@@ -111,7 +111,7 @@ class Request:
         self.phase = EnginePhase.PREFILL
         # Output tokens that its open export has named; None: no export is open.
         self.exported_outputs: int | None = None
-        # Monotonic seconds when it came; told to the front half's metrics.
+        # Monotonic seconds when it came; told to the API server's metrics.
         self.came_s = time.monotonic()
 
     # ---- as worker_agent.engine.step_order.Member

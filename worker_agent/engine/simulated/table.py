@@ -36,7 +36,7 @@ class RequestTable:
         return self._by_key.get(key)
 
     def by_id(self, request_id: str) -> Request | None:
-        """The request that vLLM's front half calls so."""
+        """The request that vLLM's API server calls so."""
         return self._by_id.get(request_id)
 
     def of_client(self, client: int) -> list[Request]:

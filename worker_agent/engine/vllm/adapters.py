@@ -1,7 +1,7 @@
 """LoRA adapters: loaded before a request that names one is taken, so that a missing one fails that request
 alone.
 
-Each front half numbers the adapters that it knows by itself, and vLLM's engine goes by the number: two front
+Each API server numbers the adapters that it knows by itself, and vLLM's engine goes by the number: two front
 ends would mix theirs up. So they are numbered anew here, by name and path, and named by both: the name is
 part of the names of KV blocks, and another adapter may have had it before.
 """

@@ -64,7 +64,7 @@ def _weights(model: ModelConfig) -> list[tuple[str, ...]]:
 
 
 def ready_response(core: LoadedCore) -> bytes:
-    """vLLM's EngineCoreReadyResponse for a front half, msgpack."""
+    """vLLM's EngineCoreReadyResponse for an API server, msgpack."""
     from vllm.v1.engine.core import EngineCoreProc
 
     return msgspec.msgpack.encode(EngineCoreProc._make_ready_response(core.core))

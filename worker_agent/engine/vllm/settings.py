@@ -65,7 +65,7 @@ def vllm_config(settings: VllmSettings) -> VllmConfig:
     os.environ.update(_ENVIRONMENT)
     arguments: dict[str, object] = {
         "model": settings.model,
-        # Front halves send every image whole: what an engine has seen says nothing about the next one.
+        # API servers send every image whole: what an engine has seen says nothing about the next one.
         "mm_processor_cache_gb": 0,
         "dtype": settings.dtype,
         "block_size": settings.block_tokens,

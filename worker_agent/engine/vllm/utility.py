@@ -1,4 +1,4 @@
-"""vLLM's utility calls: what a front half may ask of a worker's engine core."""
+"""vLLM's utility calls: what an API server may ask of a worker's engine core."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from worker_agent.engine.base import Frames
 from worker_agent.engine.vllm.load import LoadedCore
 
-# Adapters leave when others need their place, as front halves number each their own.
+# Adapters leave when others need their place, as API servers number each their own.
 _ADAPTERS_STAY = frozenset({"remove_lora", "pin_lora"})
 
 _log = logging.getLogger(__name__)
