@@ -6,15 +6,19 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from openai import APIConnectionError, OpenAI
 
 from tailrace.cli.errors import CliError
 from tailrace.local.state import Part, RunFolderUnusable, find_state
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, types_pb2, worker_pb2
+
+Prompt: TypeAlias = str | Sequence[Mapping[str, object]]
+"""A user's message: text, or parts of it as OpenAI's API has them."""
 
 
 def local_url() -> str:
@@ -112,7 +116,7 @@ class Chat:
 def stream_chat(
     client: OpenAI,
     model: str,
-    prompt: str,
+    prompt: Prompt,
     options: Mapping[str, object],
     on_progress: Callable[[Chat], None] = lambda chat: None,
 ) -> Chat:

@@ -11,7 +11,7 @@ from typing import Final
 import grpc
 from openai import OpenAI
 
-from examples.fleet import Chat, Fleet, stream_chat
+from examples.fleet import Chat, Fleet, Prompt, stream_chat
 from tailrace.v1 import migration_pb2, types_pb2
 
 _POLL_S: Final = 0.02
@@ -81,7 +81,7 @@ def moved_chat(
     client: OpenAI,
     fleet: Fleet,
     model: str,
-    prompt: str,
+    prompt: Prompt,
     options: Mapping[str, object],
     every_tokens: int,
     most: int,

@@ -17,8 +17,9 @@ from benchmarks.features.fleets import Served, serving
 from benchmarks.features.models import make_adapter
 from benchmarks.features.moving import moved_chat
 from benchmarks.features.rows import Row
+from benchmarks.features.vision import image_url, make_vision_model
 from benchmarks.servers import MODEL
-from examples.fleet import stream_chat
+from examples.fleet import Prompt, stream_chat
 from tailrace.tiny import MODEL_PATH
 from tailrace.tiny.task import task
 
@@ -63,12 +64,13 @@ def streams(
     scale: Scale,
     options: Callable[[int], Mapping[str, object]],
     model: Callable[[int], str] = lambda number: MODEL,
+    ask: Callable[[int], Prompt] = prompts,
 ) -> Row:
     """Each stream undisturbed, then moved."""
 
     def both(number: int) -> None:
         asked = {"max_tokens": scale.tokens, **options(number)}
-        text, name = prompts(number), model(number)
+        text, name = ask(number), model(number)
         undisturbed = stream_chat(served.client, name, text, asked)
         moved, moves = moved_chat(
             served.client,
@@ -138,9 +140,32 @@ def embedding(scale: Scale, folder: Path) -> Iterator[Row]:
         yield row
 
 
+def image(scale: Scale, folder: Path) -> Iterator[Row]:
+    """An image in each prompt: live, once the prompt is computed."""
+
+    def seeing(number: int) -> Prompt:
+        return [
+            {"type": "image_url", "image_url": {"url": image_url(number)}},
+            {"type": "text", "text": f"What is in picture {number}?"},
+        ]
+
+    def endless(options: Callable[[int], Mapping[str, object]]) -> Callable[[int], Mapping[str, object]]:
+        # A random model's answers end anywhere.
+        return lambda number: {**options(number), "extra_body": {"ignore_eos": True}}
+
+    def greedy(number: int) -> Mapping[str, object]:
+        return GREEDY
+
+    model = make_vision_model(folder / "vision")
+    with serving("image", str(model), engine=["dtype=float32"], front=["--dtype=float32"]) as served:
+        for sampling, options in (("greedy", greedy), ("seeded", seeded)):
+            yield streams(served, Row("image prompt", sampling), scale, endless(options), ask=seeing)
+
+
 SCENARIOS: Final[Mapping[str, Callable[[Scale, Path], Iterator[Row]]]] = {
     "speculative": speculative,
     "draft": draft,
     "adapters": adapters,
     "embedding": embedding,
+    "image": image,
 }

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from openai import OpenAI
 
-from examples.fleet import Chat, stream_chat
+from examples.fleet import Chat, Prompt, stream_chat
 from tests.e2e.fleet import MODEL
 
 
@@ -24,7 +24,7 @@ class Chats:
         self._pool = ThreadPoolExecutor(threads)
 
     def start(
-        self, prompt: str, on_progress: Callable[[Chat], None] = lambda chat: None, /, **options: object
+        self, prompt: Prompt, on_progress: Callable[[Chat], None] = lambda chat: None, /, **options: object
     ) -> Future[Chat]:
         """One more stream."""
         asked = {"temperature": 0, **options}

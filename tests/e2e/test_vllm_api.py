@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -11,8 +9,8 @@ import grpc
 import pytest
 from openai import BadRequestError, OpenAI
 from openai.types import Completion
-from PIL import Image
 
+from benchmarks.features.vision import image_url
 from tailrace.tiny.task import task
 from tailrace.tiny.tokens import encode_turns
 from tailrace.v1 import types_pb2
@@ -138,11 +136,8 @@ def test_beam_search(vllm_fleet: Fleet, api: OpenAI) -> None:
 
 def test_an_image_for_a_model_that_sees_none(api: OpenAI) -> None:
     """The user's mistake, and told as such."""
-    picture = io.BytesIO()
-    Image.new("RGB", (28, 28)).save(picture, "PNG")
-    url = f"data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}"
     content = [
-        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "image_url", "image_url": {"url": image_url(1)}},
         {"type": "text", "text": "What is in it?"},
     ]
     with pytest.raises(BadRequestError, match="not a multimodal model"):

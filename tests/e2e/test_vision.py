@@ -1,0 +1,94 @@
+"""Image prompts on real engines: placed, moved once the prompt is computed, recovered when a worker dies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.features.vision import image_url, make_vision_model
+from examples.fleet import Chat, Prompt, stream_chat
+from tailrace.v1 import types_pb2
+from tests.e2e.chats import Chats, client
+from tests.e2e.fleet import MODEL, Fleet
+from tests.e2e.processes import wait_until
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+WORKERS = ("w0", "w1")
+START_S = 300
+TOKENS = 600
+OPTIONS = {"temperature": 0, "max_tokens": TOKENS, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    root = tmp_path_factory.mktemp("vision")
+    model = str(make_vision_model(root / "model"))
+    fleet = Fleet(root, "vllm")
+    try:
+        fleet.start_control()
+        for name in WORKERS:
+            options = ["--engine-arg", "dtype=float32", "--kv-blocks", "512"]
+            fleet.start_worker(name, options, wait=False, model=model)
+        fleet.start_frontend(options=["--", "--dtype", "float32"], model=model)
+        for name in WORKERS:
+            fleet.wait_healthy(name, START_S)
+        fleet.wait_instances(WORKERS)
+        yield fleet
+    finally:
+        fleet.close()
+
+
+@pytest.fixture
+def chats(fleet: Fleet) -> Iterator[Chats]:
+    fleet.mend(START_S)
+    fleet.wait_instances(WORKERS, 120)
+    clients = Chats(fleet.http)
+    yield clients
+    clients.close()
+
+
+def seeing(number: int) -> Prompt:
+    return [
+        {"type": "image_url", "image_url": {"url": image_url(number)}},
+        {"type": "text", "text": "What is in it?"},
+    ]
+
+
+def undisturbed(fleet: Fleet, number: int) -> Chat:
+    return stream_chat(client(fleet.http), MODEL, seeing(number), OPTIONS)
+
+
+def assert_same(chat: Chat, expected: Chat) -> None:
+    assert chat.completion_tokens == TOKENS
+    assert chat.same_text_and_usage(expected)
+
+
+def test_the_model_sees(fleet: Fleet, chats: Chats) -> None:
+    one, other = (undisturbed(fleet, number) for number in (1, 2))
+    assert one.reasoning != other.reasoning
+
+
+def test_it_moves_live(fleet: Fleet, chats: Chats) -> None:
+    expected = undisturbed(fleet, 3)
+    progress: list[Chat] = []
+    stream = chats.start(seeing(3), progress.append, **OPTIONS)
+    wait_until(lambda: bool(progress), "the first token", 60)
+    here = fleet.wait_request(progress[-1].request_id)
+    there = next(name for name in WORKERS if name != here.instance_id)
+    records = [fleet.migrate(here.request_id, target) for target in (there, here.instance_id)]
+    assert [record.state for record in records] == [types_pb2.MIGRATION_STATE_COMMITTED] * 2
+    assert [record.way for record in records] == [types_pb2.WAY_LIVE] * 2
+    assert_same(stream.result(timeout=120), expected)
+
+
+def test_it_is_recovered(fleet: Fleet, chats: Chats) -> None:
+    """The image is seen again where it goes on."""
+    expected = undisturbed(fleet, 4)
+    progress: list[Chat] = []
+    stream = chats.start(seeing(4), progress.append, **OPTIONS)
+    wait_until(lambda: bool(progress), "the first token", 60)
+    here = fleet.wait_request(progress[-1].request_id)
+    fleet.processes[here.instance_id].kill()
+    assert_same(stream.result(timeout=240), expected)
