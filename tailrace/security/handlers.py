@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, aclosing
@@ -46,7 +47,7 @@ def _surrounded(behavior: _Behavior, around: Around) -> _Behavior:
         async def replies(request: object, context: Context) -> None:
             async with around(request, context), aclosing(behavior(request, context)) as stream:
                 async for reply in stream:
-                    await context.write(reply)
+                    await _write(context, reply)
 
         return replies
 
@@ -56,3 +57,11 @@ def _surrounded(behavior: _Behavior, around: Around) -> _Behavior:
             return await behavior(request, context)
 
     return reply
+
+
+async def _write(context: Context, reply: object) -> None:
+    try:
+        await context.write(reply)
+    except grpc.aio.InternalError as error:
+        # gRPC knows that the caller is gone, and has not cancelled the handler yet.
+        raise asyncio.CancelledError from error
