@@ -201,10 +201,16 @@ def test_many_share_one_pull(fleet: Fleet) -> None:
     place_by(fleet, "tailrace", pull_margin="0")
     with Emptied(fleet, "shared") as held, ThreadPoolExecutor(6) as pool:
         before, shared = pulls(fleet, "pulled"), pulls(fleet, "shared") + pulls(fleet, "held")
-        fleet.arm({"hold": "pull:connected", "seconds": 2})
+        fleet.arm({"hold": "pull:connected", "seconds": 20})
+        placed = fleet.metric("frontend", "tailrace_frontend_placements_total")
         asked = [pool.submit(ask, fleet, held.name) for _ in range(6)]
-        results = [each.result(60) for each in asked]
+        all_placed = placed + 6
+        wait_until(
+            lambda: fleet.metric("frontend", "tailrace_frontend_placements_total") >= all_placed,
+            "all six to be placed while the first pull is held",
+        )
         fleet.disarm()
+        results = [each.result(60) for each in asked]
         assert [answer for answer, _, _ in results] == [held.answer] * 6
         # One a worker at the most, and nobody computed what came.
         assert 1 <= pulls(fleet, "pulled") - before <= len(VLLM_WORKERS) - 1

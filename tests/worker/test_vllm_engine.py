@@ -8,7 +8,7 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -472,24 +472,21 @@ async def test_predictions_stay_within_what_may_come(engine: VllmEngine, front: 
 # ---- migration
 
 
-async def moved_twice(
-    engine: VllmEngine, front: Front, case: tuple[list[int], SamplingParams]
-) -> Stream | None:
-    """A request that has been taken out and put back twice; None if it ended before it could be."""
-    stream = front.stream(*case)
-    front.submit(engine, stream)
+async def moved_at(engine: VllmEngine, front: Front, stream: Stream, moments: Sequence[int]) -> bool:
+    """Take it out and put it back at these numbers of tokens; False if it ended before it could be."""
     try:
-        for at in (2, 40):
+        for at in moments:
             bundle = await take_out(engine, front, stream, at)
-            assert engine.stats().requests[0].state == "paused"
+            states = {stats.request_id: stats.state for stats in engine.stats().requests}
+            assert states[stream.request_id] == "paused"
             await bundle.put_back(stream)
     except EngineRefusal as refusal:
         # On a busy machine it goes on while its blocks are being copied.
         assert "has finished" in str(refusal)
         await front.until(lambda: stream.finished)
         await engine.export_resume(stream.request_id)
-        return None
-    return stream
+        return False
+    return True
 
 
 async def test_migration_changes_nothing(
@@ -497,10 +494,13 @@ async def test_migration_changes_nothing(
 ) -> None:
     """Twice: a few tokens after the prompt, and later."""
     reference = await front.run(engine, *case)
-    tries = 0
-    while (stream := await moved_twice(engine, front, case)) is None:
+    tries, moved = 0, False
+    while not moved:
         tries += 1
-        assert tries < TRIES, "it ended before its second move each time"
+        assert tries <= TRIES, "it ended before its second move each time"
+        stream = front.stream(*case)
+        front.submit(engine, stream)
+        moved = await moved_at(engine, front, stream, (2, 40))
     await front.until(lambda: stream.finished)
     same(stream, reference)
     ended = [flags for flags in reference.flags if OutputFlag.REASONING_ENDED in flags]
@@ -512,13 +512,15 @@ async def test_migrations_among_other_requests(engine: VllmEngine, front: Front)
     """Three times in a row, in a batch of others that are seeded too."""
     kinds = [(REASONING, params(logit_bias=NO_THINK_END, **(SEEDED | {"seed": seed}))) for seed in range(4)]
     references = [await front.run(engine, *kind) for kind in kinds]
-    streams = [front.stream(*kind) for kind in kinds]
-    for stream in streams:
-        front.submit(engine, stream)
-    for at in (10, 40, 70):
-        bundle = await take_out(engine, front, streams[2], at)
-        await bundle.put_back(streams[2])
-    await front.until(lambda: all(stream.finished for stream in streams))
+    tries, moved = 0, False
+    while not moved:
+        tries += 1
+        assert tries <= TRIES, "it ended before its third move each time"
+        streams = [front.stream(*kind) for kind in kinds]
+        for stream in streams:
+            front.submit(engine, stream)
+        moved = await moved_at(engine, front, streams[2], (10, 40, 70))
+        await front.until(lambda streams=streams: all(stream.finished for stream in streams))  # type: ignore[misc]
     for stream, reference in zip(streams, references, strict=True):
         same(stream, reference)
 
