@@ -1,11 +1,14 @@
-"""`make bench-cache`: placing by prefix against placing without, in the simulator, on Mooncake's
-conversations.
+"""`make bench-cache`: placing by prefix against placing without, in the simulator.
 
-Every instance keeps prefixes as vLLM does. Rates are 60, 85 and 110% of the highest, in steps of 25%, at
-which `least_loaded` or `prefix_affinity` keeps the SLOs of nine requests in ten (Arrow's table 1: 30 s, 0.1 s
-a token). Each seed is another stretch of the trace, with empty caches at its start. The hit rate stands
-beside that of one cache without bounds that sees all requests of the stretch. Figures are means with the
-half-width of their 95% confidence interval.
+On Mooncake's conversations (Arrow's SLOs: 30 s to the first token, 0.1 s a token) and on generated sessions
+of agents and about documents (5 s, as Yuan et al. count effective requests in "DualMap", ICLR 2026, and
+0.1 s a token). Every instance keeps prefixes as vLLM does. Rates are 60, 85 and 110% of the highest, in steps
+of 25%, at which `least_loaded` or `prefix_affinity` keeps the SLOs of nine requests in ten. Each seed is
+another stretch of the trace, or other sessions, with empty caches at its start. The hit rate stands beside
+that of one cache without bounds that sees all requests of the stretch. Figures are means with the half-width
+of their 95% confidence interval.
+
+With `--resume FILE` every finished simulation is added to a file, and is not run again.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,22 +28,24 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.grounds import GROUNDS, Ground
+from benchmarks.grounds import GROUNDS, LLAMA, Ground, Slo
 from benchmarks.report import machine, save
 from simulator.cluster import ClusterSpec
 from simulator.estimate import estimate
 from simulator.request import SimRequest
 from simulator.run import simulate
 from simulator.setups import setup_for
+from simulator.workloads.generators import SESSIONS
 from tailrace.policy.deployment import Deployment
 from tailrace.policy.parameters import Value
 from tailrace.profiles import load_profile
-from tailrace.slo import Slo
+from tailrace.slo import Slo as PolicySlo
 
 SHARES: Final = (0.6, 0.85, 1.1)
 _TARGET: Final = 0.9
 _STEP: Final = 1.25
 _SEARCH_SEED: Final = 1_000
+_SESSION_SLO_S: Final = (5.0, 0.1)
 _AWARE: Final[Mapping[str, Value]] = {"cache_aware": True}
 # By how they are called in the tables: policy, and what is set of it.
 CONTESTANTS: Final[Mapping[str, tuple[str, Mapping[str, Value]]]] = {
@@ -54,14 +59,41 @@ CONTESTANTS: Final[Mapping[str, tuple[str, Mapping[str, Value]]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """One contestant, one rate, one seed. Times in seconds."""
+def _sessions(name: str, first_rate_per_s: float) -> Ground:
+    def draw(count: int, rate_per_s: float, seed: int, traces: Path | None) -> Sequence[SimRequest]:
+        return SESSIONS[name].requests(count, rate_per_s, seed)
 
+    slo = Slo(name, *_SESSION_SLO_S)
+    return Ground(name, "", draw, LLAMA, 4, 150.0, (slo,), first_rate_per_s, needs_traces=False)
+
+
+WORKLOADS: Final[Mapping[str, Ground]] = {
+    ground.name: ground
+    for ground in (
+        next(ground for ground in GROUNDS if ground.name == "mooncake"),
+        _sessions("agent_sessions", 40.0),
+        _sessions("document_sessions", 10.0),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One simulation. `share`: of what can be sustained; 0 in the search for that."""
+
+    workload: str
     contestant: str
     share: float
     rate_per_s: float
     seed: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of it. Times in seconds."""
+
+    case: Case
     # Share of the prompt tokens that were found; and that one cache without bounds would have found.
     hit_rate: float
     unbounded_hit_rate: float
@@ -69,6 +101,8 @@ class Outcome:
     goodput_per_s: float
     ttft_p50_s: float
     ttft_p99_s: float
+    # Of all prompt tokens, those that came from other instances.
+    pulled: float
 
 
 def unbounded_hit_rate(requests: Iterable[SimRequest]) -> float:
@@ -85,103 +119,170 @@ def unbounded_hit_rate(requests: Iterable[SimRequest]) -> float:
     return found / tokens
 
 
-def measure(contestant: str, share: float, rate: float, seed: int, seconds: float, traces: Path) -> Outcome:
+def measure(case: Case, traces: Path) -> Outcome:
     """Simulate one."""
-    ground = _ground()
-    requests = ground.draw(round(seconds * rate), rate, seed, traces)
-    policy, given = CONTESTANTS[contestant]
+    ground = WORKLOADS[case.workload]
+    requests = ground.draw(round(case.seconds * case.rate_per_s), case.rate_per_s, case.seed, traces)
+    policy, given = CONTESTANTS[case.contestant]
     setup = setup_for(policy).with_parameters(given)
     if policy == "ares":
         # As in bench-policies: its prefill pool is for its own ground.
         setup = replace(setup, prefill_share=None)
     profile = load_profile(ground.profile)
     spec = setup.apply(ClusterSpec.uniform(ground.instances, profile, prefix_caching=True))
-    deployment = Deployment(Slo(*ground.strictest()), profile)
-    result = simulate(spec, requests, setup.policy(deployment), setup.intra(deployment.slo), seed=seed)
+    deployment = Deployment(PolicySlo(*ground.strictest()), profile)
+    result = simulate(spec, requests, setup.policy(deployment), setup.intra(deployment.slo), seed=case.seed)
     ttft = np.array([r.ttft_s for r in result.requests if r.ttft_s is not None], dtype=np.float64)
-    attained = sum(map(ground.good, result.requests)) / len(requests)
+    good = sum(map(ground.good, result.requests))
+    prompt_tokens = sum(r.prompt_tokens for r in requests)
     return Outcome(
-        contestant=contestant,
-        share=share,
-        rate_per_s=rate,
-        seed=seed,
-        hit_rate=sum(r.cached_tokens for r in result.requests) / sum(r.prompt_tokens for r in requests),
+        case=case,
+        hit_rate=sum(r.cached_tokens for r in result.requests) / prompt_tokens,
         unbounded_hit_rate=unbounded_hit_rate(requests),
-        attained=attained,
-        goodput_per_s=attained * rate,
+        attained=good / len(requests),
+        # Sessions do not come at exactly their mean rate.
+        goodput_per_s=good / requests[-1].arrival_s,
         ttft_p50_s=float(np.quantile(ttft, 0.5)),
         ttft_p99_s=float(np.quantile(ttft, 0.99)),
+        pulled=sum(pull.tokens for pull in result.pulls) / prompt_tokens,
     )
 
 
-def _ground() -> Ground:
-    return next(ground for ground in GROUNDS if ground.name == "mooncake")
+class Finished:
+    """Outcomes that need not be simulated again, in a file of a line each; without a file, none."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._known: dict[Case, Outcome] = {}
+        if path is not None and path.exists():
+            for line in path.read_text().splitlines():
+                fields = json.loads(line)
+                case = Case(**fields.pop("case"))
+                self._known[case] = Outcome(case=case, **fields)
+
+    def get(self, case: Case) -> Outcome | None:
+        """None: it has not been simulated."""
+        return self._known.get(case)
+
+    def add(self, outcome: Outcome) -> None:
+        """It need not be simulated again."""
+        self._known[outcome.case] = outcome
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps(asdict(outcome)) + "\n")
 
 
-def sustained(seconds: float, traces: Path) -> float:
-    """The highest rate, in steps of 25%, at which one of the two attains its target."""
+@dataclass(frozen=True)
+class Plan:
+    """What is to be simulated, and how."""
 
-    def holds(rate: float) -> bool:
-        return any(
-            measure(name, 0.0, rate, _SEARCH_SEED, seconds, traces).attained >= _TARGET
-            for name in ("prefix_affinity", "least_loaded")
-        )
+    workloads: Sequence[str]
+    contestants: Sequence[str]
+    seeds: int
+    seconds: float
+    traces: Path
+    jobs: int
 
-    rate = _ground().first_rate_per_s
-    while not holds(rate):
-        rate /= _STEP
-    while holds(rate * _STEP):
-        rate *= _STEP
-    return rate
+    def sustained(self, workload: str, outcome: Callable[[Case], Outcome]) -> float:
+        """The highest rate, in steps of 25%, at which one of the two attains its target."""
 
+        def holds(rate: float) -> bool:
+            return any(
+                outcome(Case(workload, name, 0.0, rate, _SEARCH_SEED, self.seconds)).attained >= _TARGET
+                for name in ("prefix_affinity", "least_loaded")
+            )
 
-def run(
-    contestants: Sequence[str], seeds: int, seconds: float, traces: Path, console: Console
-) -> list[Outcome]:
-    """All of them, on all cores."""
-    outcomes: list[Outcome] = []
-    rate = sustained(seconds, traces)
-    console.print(f"sustained: {rate:.2f} requests/s")
-    with (
-        ProcessPoolExecutor(max_workers=os.cpu_count()) as pool,
-        Progress(console=console, transient=True) as progress,
-    ):
-        runs = [
-            pool.submit(measure, name, share, share * rate, seed, seconds, traces)
+        rate = WORKLOADS[workload].first_rate_per_s
+        while not holds(rate):
+            rate /= _STEP
+        while holds(rate * _STEP):
+            rate *= _STEP
+        return rate
+
+    def cases(self, workload: str, sustained: float) -> list[Case]:
+        """Those of one workload."""
+        return [
+            Case(workload, name, share, share * sustained, seed, self.seconds)
+            for seed in range(1, self.seeds + 1)
             for share in SHARES
-            for name in contestants
-            for seed in range(1, seeds + 1)
+            for name in self.contestants
         ]
-        task = progress.add_task("simulating", total=len(runs))
-        for finished in as_completed(runs):
-            outcomes.append(finished.result())
-            progress.advance(task)
-    order = list(contestants)
-    return sorted(outcomes, key=lambda o: (o.share, order.index(o.contestant), o.seed))
+
+    def run(self, finished: Finished, console: Console) -> list[Outcome]:
+        """All of them."""
+
+        def outcome(case: Case) -> Outcome:
+            known = finished.get(case)
+            if known is None:
+                finished.add(known := measure(case, self.traces))
+            return known
+
+        cases: list[Case] = []
+        for workload in self.workloads:
+            rate = self.sustained(workload, outcome)
+            console.print(f"{workload}: {rate:.2f} requests/s can be sustained")
+            cases += self.cases(workload, rate)
+        # One seed of everything before the next: whoever ends it early has all rows.
+        left = sorted((case for case in cases if finished.get(case) is None), key=lambda case: case.seed)
+        with (
+            ProcessPoolExecutor(max_workers=self.jobs) as pool,
+            Progress(console=console, transient=True) as progress,
+        ):
+            task = progress.add_task("simulating", total=len(cases), completed=len(cases) - len(left))
+            for done in as_completed([pool.submit(measure, case, self.traces) for case in left]):
+                finished.add(done.result())
+                progress.advance(task)
+        order = {name: place for place, name in enumerate(self.contestants)}
+        cases.sort(key=lambda case: (self.workloads.index(case.workload), case.share, order[case.contestant]))
+        return [outcome(case) for case in cases]
 
 
-def table(outcomes: Sequence[Outcome]) -> Table:
+def table(workload: str, outcomes: Sequence[Outcome]) -> Table:
     """One row a rate and contestant."""
-    result = Table(title="Mooncake's conversations, prefixes kept as vLLM does")
+    result = Table(title=f"{workload}: prefixes kept as vLLM does")
     for heading in ("load", "policy"):
         result.add_column(heading, no_wrap=True)
-    for heading in ("hits %", "unbounded %", "SLO %", "goodput/s", "TTFT P50 s", "TTFT P99 s"):
+    for heading in ("hits %", "unbounded %", "pulled %", "SLO %", "goodput/s", "TTFT P50 s", "TTFT P99 s"):
         result.add_column(heading, justify="right")
     groups: dict[tuple[float, str], list[Outcome]] = {}
     for outcome in outcomes:
-        groups.setdefault((outcome.share, outcome.contestant), []).append(outcome)
+        groups.setdefault((outcome.case.share, outcome.case.contestant), []).append(outcome)
     for (share, contestant), group in groups.items():
         result.add_row(
-            f"{share:.0%}, {group[0].rate_per_s:.1f}/s",
+            f"{share:.0%}, {group[0].case.rate_per_s:.1f}/s",
             contestant,
             _text([100 * o.hit_rate for o in group], 1),
             _text([100 * o.unbounded_hit_rate for o in group], 1),
+            _text([100 * o.pulled for o in group], 1),
             _text([100 * o.attained for o in group], 1),
             _text([o.goodput_per_s for o in group], 2),
             _text([o.ttft_p50_s for o in group], 2),
             _text([o.ttft_p99_s for o in group], 2),
         )
     return result
+
+
+def against(outcomes: Iterable[Outcome], ours: str, theirs: str) -> list[str]:
+    """By how much `ours` is ahead of `theirs` on the same requests, or behind: goodput and P99."""
+    known = {(o.case.workload, o.case.share, o.case.contestant, o.case.seed): o for o in outcomes}
+    rows: dict[tuple[str, float], list[tuple[float, float]]] = {}
+    for (workload, share, contestant, seed), mine in known.items():
+        other = known.get((workload, share, theirs, seed))
+        if contestant == ours and other is not None:
+            change = (
+                mine.goodput_per_s / other.goodput_per_s - 1.0,
+                mine.ttft_p99_s / other.ttft_p99_s - 1.0,
+            )
+            rows.setdefault((workload, share), []).append(change)
+    return [
+        f"{workload} at {share:.0%}: {ours} against {theirs}: goodput {_percent([g for g, _ in changes])}, "
+        f"TTFT P99 {_percent([t for _, t in changes])}"
+        for (workload, share), changes in rows.items()
+    ]
+
+
+def _percent(changes: Sequence[float]) -> str:
+    return f"{_text([100 * change for change in changes], 1)}%"
 
 
 def _text(values: Sequence[float], places: int) -> str:
@@ -196,9 +297,12 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     parser.add_argument(
         "--data", type=Path, default=os.environ.get("TAILRACE_DATA"), help="folder of traces/"
     )
-    parser.add_argument("--only", default="", help="contestants, with semicolons between")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="with commas between")
+    parser.add_argument("--only", default=";".join(CONTESTANTS), help="contestants, with semicolons between")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=300.0, help="how long requests arrive")
+    parser.add_argument("--seconds", type=float, default=150.0, help="how long requests arrive")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="simulations at a time")
+    parser.add_argument("--resume", type=Path, help="file of finished simulations; added to")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     given = parser.parse_args(arguments)
     if given.data is None:
@@ -206,8 +310,15 @@ def main(arguments: Sequence[str] | None = None) -> Path:
             "Mooncake's trace is needed: --data or TAILRACE_DATA names the folder that traces/ is in"
         )
     console = Console(stderr=True)
-    contestants = given.only.split(";") if given.only else list(CONTESTANTS)
-    outcomes = run(contestants, given.seeds, given.seconds, Path(given.data), console)
+    plan = Plan(
+        workloads=given.workloads.split(","),
+        contestants=given.only.split(";"),
+        seeds=given.seeds,
+        seconds=given.seconds,
+        traces=Path(given.data),
+        jobs=given.jobs,
+    )
+    outcomes = plan.run(Finished(given.resume), console)
     figures: dict[str, object] = {
         "seeds": given.seeds,
         "seconds": given.seconds,
@@ -219,7 +330,12 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         sys.stdout.write("\n")
     else:
         # A file or a pipe has no width of its own.
-        Console(width=None if sys.stdout.isatty() else 140).print(table(outcomes))
+        printed = Console(width=None if sys.stdout.isatty() else 140)
+        for workload in plan.workloads:
+            printed.print(table(workload, [o for o in outcomes if o.case.workload == workload]))
+        for theirs in ("prefix_affinity", "tailrace, no pulls"):
+            for line in against(outcomes, "tailrace", theirs):
+                printed.print(line)
     console.print(f"saved to {path}")
     return path
 

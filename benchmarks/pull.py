@@ -2,9 +2,11 @@
 
 And a migration to a worker that holds the answer's beginning against one to a worker that does not.
 
-Two workers with the tiny model. Of each length, prompts are computed on one worker, which then takes nothing
-new; asked again, they go to the other one, which computes them, or pulls them (`pull_margin=0`), or does what
-`tailrace` decides by what it has measured. Each prompt is asked again once. Answers are compared.
+Two workers with the tiny model, profiled first, as `tailrace profile` does it. Of each length, prompts are
+computed on one worker, which then takes nothing new; asked again, they go to the other one, which computes
+them, or pulls them (`pull_margin=0`), or does what `tailrace` decides by what it has measured. Each prompt is
+asked again once. The ways take turns, so that what else the machine does falls on all of them. Answers are
+compared.
 """
 
 from __future__ import annotations
@@ -26,11 +28,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.loadgen import percentile
-from benchmarks.real.fleet import Engines, Fleet, running_fleet
+from benchmarks.real.fleet import BLOCK_TOKENS, Engines, Fleet, running_fleet
 from benchmarks.report import machine, save
 from tailrace.v1 import admin_pb2
 
 LENGTHS: Final = (64, 128, 256, 512, 1_024, 1_536)
+# Of each worker: so that nothing is evicted.
+KV_BLOCKS: Final = 8_000
 # How prompts are answered that another worker holds: the parameters of `tailrace`.
 WAYS: Final[Mapping[str, Mapping[str, str]]] = {
     "computed": {"pulls": "false"},
@@ -38,12 +42,23 @@ WAYS: Final[Mapping[str, Mapping[str, str]]] = {
     "decided": {},
 }
 _CALL_S: Final = 60.0
-_KNOWN_S: Final = 10.0
+# Prompts of one length and way that are asked before it is the next way's turn.
+_TURN: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Some prompts of one length, asked again one way. Seconds to the first chunk."""
+
+    prompt_tokens: int
+    equal: int
+    seconds: Sequence[float]
+    pulls: int
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One length, one way. Seconds to the first chunk."""
+    """One length, one way."""
 
     way: str
     prompt_tokens: int
@@ -52,6 +67,20 @@ class Outcome:
     ttft_p50_s: float
     ttft_p90_s: float
     pulls: int
+
+    @staticmethod
+    def of(way: str, turns: Sequence[Turn]) -> Outcome:
+        """All its turns together."""
+        seconds = [each for turn in turns for each in turn.seconds]
+        return Outcome(
+            way=way,
+            prompt_tokens=turns[0].prompt_tokens,
+            prompts=len(seconds),
+            equal=sum(turn.equal for turn in turns),
+            ttft_p50_s=percentile(seconds, 0.5),
+            ttft_p90_s=percentile(seconds, 0.9),
+            pulls=sum(turn.pulls for turn in turns),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,28 +170,32 @@ async def pulls_of(fleet: Fleet) -> int:
 
 
 async def again(
-    fleet: Fleet, client: Client, way: str, length: int, prompts: int, holder: str, other: str
-) -> Outcome:
+    fleet: Fleet, client: Client, way: str, length: int, names: Sequence[str], holder: str, other: str
+) -> Turn:
     """Prompts that `holder` has computed, asked of `other`."""
-    texts = [prompt_of(f"{way} {length} {number}", length) for number in range(prompts)]
+    texts = [prompt_of(f"{way} {length} {name}", length) for name in names]
     await fleet.set_policy("tailrace", WAYS[way])
+    known = (await fleet.instances())[holder].cached_blocks
     async with emptied(fleet, other):
         first = [await client.ask(text) for text in texts]
-    # Its report tells what it holds now.
-    await asyncio.sleep(1.0)
+    blocks = sum((asked.prompt_tokens - 1) // BLOCK_TOKENS for asked in first)
+    await _until_known(fleet, holder, known + blocks)
     before = await pulls_of(fleet)
     async with emptied(fleet, holder):
         second = [await client.ask(text) for text in texts]
-    seconds = [asked.first_s for asked in second]
-    return Outcome(
-        way=way,
+    return Turn(
         prompt_tokens=first[0].prompt_tokens,
-        prompts=prompts,
         equal=sum(a.answer == b.answer for a, b in zip(first, second, strict=True)),
-        ttft_p50_s=percentile(seconds, 0.5),
-        ttft_p90_s=percentile(seconds, 0.9),
+        seconds=[asked.first_s for asked in second],
         pulls=await pulls_of(fleet) - before,
     )
+
+
+async def _until_known(fleet: Fleet, holder: str, blocks: int) -> None:
+    """Until the scheduler knows of so many there."""
+    async with asyncio.timeout(_CALL_S):
+        while (await fleet.instances())[holder].cached_blocks < blocks:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.05)
 
 
 async def moved(
@@ -193,18 +226,24 @@ async def _running(fleet: Fleet) -> list[str]:
 
 async def measure(prompts: int, console: Console) -> tuple[list[Outcome], list[Moved]]:
     """All on one fleet."""
-    outcomes: list[Outcome] = []
-    async with running_fleet(Engines(kv_blocks=1_600, max_len=2_048, workers=2)) as fleet:
+    turns: dict[tuple[int, str], list[Turn]] = {}
+    async with running_fleet(Engines(kv_blocks=KV_BLOCKS, max_len=2_048, workers=2)) as fleet:
         holder, other = sorted(await fleet.instances())
         async with AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="none", timeout=_CALL_S) as openai:
             client = Client(openai, (await openai.models.list()).data[0].id)
             for number in range(20):
                 await client.ask(prompt_of(f"warm up {number}", 500))
-            # So that the link has been measured before the policy decides by it.
-            for way in WAYS:
+            # What `decided` goes by: step times, and how fast KV came.
+            await fleet.profile()
+            await again(fleet, client, "pulled", 1_000, ["warm up"], holder, other)
+            for begin in range(0, prompts, _TURN):
+                names = [str(number) for number in range(begin, min(prompts, begin + _TURN))]
                 for length in LENGTHS:
-                    outcomes.append(await again(fleet, client, way, length, prompts, holder, other))
-                    console.print(outcomes[-1])
+                    for way in WAYS:
+                        turn = await again(fleet, client, way, length, names, holder, other)
+                        turns.setdefault((length, way), []).append(turn)
+                console.print(f"{begin + len(names)} of {prompts} prompts of each length and way")
+            outcomes = [Outcome.of(way, turns[length, way]) for way in WAYS for length in LENGTHS]
             moves, equal = await moved(fleet, client, 1_200, holder, other)
             if not equal:
                 raise RuntimeError("an answer changed on its way")
@@ -228,7 +267,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> Path:
     """Run the benchmark; returns where the figures are."""
     parser = argparse.ArgumentParser(prog="make bench-pull", description=__doc__)
-    parser.add_argument("--prompts", type=int, default=20, help="of each length and way")
+    parser.add_argument("--prompts", type=int, default=15, help="of each length and way")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     given = parser.parse_args(arguments)
     console = Console(stderr=True)
@@ -247,7 +286,8 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         equal, asked = sum(o.equal for o in outcomes), sum(o.prompts for o in outcomes)
         printed.print(f"answers equal: {equal} of {asked}")
         for each in moves:
-            printed.print(f"moved at {each.tokens} tokens: {each.bytes} bytes, {each.held_bytes} held there")
+            moved_at = f"moved after {each.tokens} tokens of output"
+            printed.print(f"{moved_at}: {each.bytes} bytes, {each.held_bytes} held there")
     console.print(f"saved to {path}")
     return path
 

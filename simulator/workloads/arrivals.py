@@ -18,7 +18,7 @@ from simulator.workloads.lengths import DrawLengths, Times
 
 def poisson_times(count: int, rate_per_s: float, rng: np.random.Generator) -> Times:
     """The first `count` arrivals of a Poisson process, in seconds. Raises WorkloadError for no rate."""
-    _check(count, rate_per_s)
+    check_rate(count, rate_per_s)
     times: Times = rng.standard_exponential(count).cumsum() / rate_per_s
     return times
 
@@ -28,13 +28,14 @@ def gamma_times(count: int, rate_per_s: float, rng: np.random.Generator, variati
 
     `variation`: their coefficient of variation, above zero; 1: Poisson. Raises WorkloadError for no rate.
     """
-    _check(count, rate_per_s)
+    check_rate(count, rate_per_s)
     shape = variation**-2
     times: Times = rng.standard_gamma(shape, count).cumsum() / (shape * rate_per_s)
     return times
 
 
-def _check(count: int, rate_per_s: float) -> None:
+def check_rate(count: int, rate_per_s: float) -> None:
+    """Raises WorkloadError for no requests or no rate."""
     if not rate_per_s > 0.0 or not np.isfinite(rate_per_s):
         raise WorkloadError(f"the rate must be a number above zero, not {rate_per_s}")
     if count < 1:

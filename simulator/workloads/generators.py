@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from simulator.request import SimRequest
 from simulator.workloads import (
+    agent_sessions,
     alpaca_ares,
     alpaca_eval,
     answering_phase,
     arena_hard,
     arena_hard_mixed,
     code,
+    document_sessions,
     math_gpqa_lcb,
     mix,
     plain_mix,
@@ -24,6 +27,7 @@ from simulator.workloads import (
 )
 from simulator.workloads.arrivals import gamma_requests, poisson_requests
 from simulator.workloads.lengths import DrawLengths
+from simulator.workloads.sessions import Shape, session_requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,29 @@ class Generator:
         if self.arrival_cv == 1.0:
             return poisson_requests(self.name, self.lengths, count, rate_per_s, seed)
         return gamma_requests(self.name, self.lengths, count, rate_per_s, seed, self.arrival_cv)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionGenerator:
+    """What sessions are like, and in a line what they are."""
+
+    name: str
+    shape: Shape
+    summary: str
+
+    @property
+    def arrival_cv(self) -> float:
+        """Requests of one session come together: square root of the mean square of turns by their mean."""
+        return math.sqrt(2.0 * self.shape.turns - 1.0)
+
+    @property
+    def arrivals(self) -> str:
+        """How requests arrive, in words."""
+        return f"sessions Poisson, {self.shape.turns:g} turns each"
+
+    def requests(self, count: int, rate_per_s: float, seed: int) -> list[SimRequest]:
+        """`count` requests at `rate_per_s`. Raises WorkloadError for no rate."""
+        return session_requests(self.name, self.shape, count, rate_per_s, seed)
 
 
 _ALL = (
@@ -71,3 +98,13 @@ _ALL = (
 )
 
 GENERATORS: Mapping[str, Generator] = {generator.name: generator for generator in _ALL}
+
+SESSIONS: Mapping[str, SessionGenerator] = {
+    generator.name: generator
+    for generator in (
+        SessionGenerator(agent_sessions.NAME, agent_sessions.SHAPE, "agents that call tools in loops"),
+        SessionGenerator(
+            document_sessions.NAME, document_sessions.SHAPE, "conversations, most of them about documents"
+        ),
+    )
+}

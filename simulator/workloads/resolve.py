@@ -14,7 +14,7 @@ from simulator.workloads.arrivals import at_rate, merged, scaled
 from simulator.workloads.base import Workload, WorkloadError
 from simulator.workloads.clip import Clip
 from simulator.workloads.fit import fit
-from simulator.workloads.generators import GENERATORS, Generator
+from simulator.workloads.generators import GENERATORS, SESSIONS, Generator, SessionGenerator
 
 # Loaders by the word before the colon.
 FORMATS: Mapping[str, Callable[[Path, Clip], Workload]] = {
@@ -81,12 +81,14 @@ def _share(options: WorkloadOptions, place: int, parts: int) -> WorkloadOptions:
 def _one(spec: str, options: WorkloadOptions) -> Workload:
     if spec in GENERATORS:
         return _generated(GENERATORS[spec], options)
+    if spec in SESSIONS:
+        return _generated(SESSIONS[spec], options)
     form, colon, path = spec.partition(":")
     if form in FORMATS and path:
         return _timed(FORMATS[form](Path(path).expanduser(), options.clip), options)
     problem = f"unknown format {form!r}" if colon else f"unknown workload {spec!r}"
     raise WorkloadError(
-        f"{problem}; generators: {', '.join(GENERATORS)}; files: "
+        f"{problem}; generators: {', '.join([*GENERATORS, *SESSIONS])}; files: "
         + ", ".join(f"{name}:PATH" for name in FORMATS)
     )
 
@@ -99,7 +101,7 @@ def _timed(trace: Workload, options: WorkloadOptions) -> Workload:
     return trace if options.speed is None else scaled(trace, options.speed)
 
 
-def _generated(generator: Generator, options: WorkloadOptions) -> Workload:
+def _generated(generator: Generator | SessionGenerator, options: WorkloadOptions) -> Workload:
     rate = options.rate_per_s
     if rate is None:
         raise WorkloadError(f"{generator.name} is generated and needs a rate")

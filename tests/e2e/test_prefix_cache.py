@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from openai.types.chat import ChatCompletionMessageParam
 from tailrace.tiny.task import task
 from tailrace.v1 import admin_pb2
 from tests.e2e.chats import Chats, client
-from tests.e2e.conftest import VLLM_WORKERS
+from tests.e2e.conftest import VLLM_KV_BLOCKS, VLLM_WORKERS
 from tests.e2e.fleet import MODEL, Fleet
 from tests.e2e.processes import wait_until
 from tests.e2e.test_vllm_fleet import assert_right, longer_than, moved_at_each
@@ -22,6 +23,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 
 BLOCK = 32
 TURNS = 3
+STALE_S = 10.0
+EXPECTED = "tailrace_scheduler_placed_cached_tokens_total"
 
 
 @pytest.fixture
@@ -102,10 +105,10 @@ def test_a_migration_moves_what_its_target_lacks(fleet: Fleet) -> None:
     assert held >= third.held_bytes
 
 
-def ask(fleet: Fleet, name: str) -> tuple[str, int, int]:
+def ask(fleet: Fleet, name: str, words: int = 300) -> tuple[str, int, int]:
     """One long prompt: the answer, its prompt tokens, and those that were found."""
     conversation = Conversation(client(fleet.http), name)
-    asked = f"{name}: " + "count " * 300
+    asked = f"{name}: " + "count " * words
     reply = conversation.openai.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": asked}], max_tokens=12, temperature=0.0
     )
@@ -218,6 +221,52 @@ def test_many_share_one_pull(fleet: Fleet) -> None:
         assert [found for _, _, found in results] == [held.whole] * 6
 
 
+def test_an_index_that_is_stale_costs_time_and_no_answer(fleet: Fleet) -> None:
+    """The scheduler hears nothing for ten seconds, in which the holder forgets the prompt."""
+    place_by(fleet, "tailrace", pull_margin="0")
+    with Emptied(fleet, "stale") as held:
+        others = [name for name in VLLM_WORKERS if name != held.holder]
+        fleet.processes["monitor"].freeze()
+        frozen_s, computed = time.monotonic(), 0
+        drain(fleet, held.holder, undrain=True)
+        for name in others:
+            drain(fleet, name)
+        while computed < int(VLLM_KV_BLOCKS) or time.monotonic() < frozen_s + STALE_S:
+            _, tokens, known = ask(fleet, f"another {computed}", words=400)
+            computed += (tokens - known) // BLOCK
+        drain(fleet, held.holder)
+        for name in others:
+            drain(fleet, name, undrain=True)
+        gone, expected = pulls(fleet, "gone"), fleet.metric("scheduler-0", EXPECTED)
+        answer, _, found = ask(fleet, held.name)
+        fleet.processes["monitor"].thaw()
+        assert answer == held.answer and found < 2 * BLOCK
+        # It was placed by what is no longer so.
+        assert pulls(fleet, "gone") == gone + 1
+        assert fleet.metric("scheduler-0", EXPECTED) == expected + held.whole
+
+
+def test_a_scheduler_that_restarts_in_mid_pull_ends_no_pull(fleet: Fleet) -> None:
+    place_by(fleet, "tailrace", pull_margin="0")
+    with Emptied(fleet, "restart") as held, ThreadPoolExecutor(1) as pool:
+        before, blocks = pulls(fleet, "pulled"), cached_blocks(fleet)
+        fleet.arm({"hold": "pull:connected", "seconds": 60})
+        asked = pool.submit(ask, fleet, held.name)
+        fleet.wait_held("pull:connected")
+        fleet.processes["scheduler-0"].kill()
+        fleet.mend()
+        fleet.wait_leader()
+        fleet.disarm()
+        assert asked.result(60) == (held.answer, held.prompt_tokens, held.whole)
+        assert pulls(fleet, "pulled") == before + 1
+        # It asks everybody, and then knows of what came, too.
+        pulled = held.whole // BLOCK
+        wait_until(lambda: cached_blocks(fleet) >= blocks + pulled, "the pulled blocks to be known", 20)
+        assert fleet.metric("scheduler-0", "tailrace_scheduler_cache_snapshots") >= len(VLLM_WORKERS)
+        assert ask(fleet, held.name) == (held.answer, held.prompt_tokens, held.whole)
+        assert pulls(fleet, "pulled") == before + 1
+
+
 def test_conversations_find_their_prefixes(fleet: Fleet) -> None:
     """Also those that a scheduler has not seen, and nobody another's with a salt of its own."""
     openai = client(fleet.http)
@@ -247,8 +296,7 @@ def test_conversations_find_their_prefixes(fleet: Fleet) -> None:
         known = conversation.prompt_tokens
         turn(fleet, conversation)
         assert conversation.cached_tokens >= known // BLOCK * BLOCK
-    total = "tailrace_scheduler_placed_cached_tokens_total"
-    placed = fleet.metric("scheduler-0", total)
+    placed = fleet.metric("scheduler-0", EXPECTED)
     assert placed == sum(conversation.cached_tokens for conversation in conversations)
 
     salted = Conversation(openai, "talk a", salt="another tenant")

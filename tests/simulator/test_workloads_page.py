@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from simulator.workloads import jsonl
-from simulator.workloads.generators import GENERATORS
+from simulator.workloads.generators import GENERATORS, SESSIONS
 from simulator.workloads.resolve import FORMATS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "workloads.md").read_text()
@@ -14,7 +14,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "workloads.md").read_text()
 
 def test_every_generator_and_format_is_on_the_page() -> None:
     named = set(re.findall(r"^\| `(\w+)` \|", PAGE, flags=re.MULTILINE))
-    assert GENERATORS.keys() | FORMATS.keys() <= named
+    assert GENERATORS.keys() | SESSIONS.keys() | FORMATS.keys() <= named
 
 
 def test_the_example_of_our_own_format_is_read(tmp_path: Path) -> None:

@@ -1,0 +1,146 @@
+"""Sessions: requests that begin with what was said before, and with what others say, too.
+
+A session is of one application, whose instructions and tools every prompt begins with; some sessions are
+about a document, of a collection that sessions share. Popular ones are asked of more often (Zipf). Each turn
+adds a message, or a tool's result, and the answer to it; then somebody reads it, or a tool runs, and the next
+turn follows. Sessions begin as a Poisson process, and many are under way when the workload begins. Arrivals
+wait for no answer: it is taken to come at a steady pace.
+
+Prompts and answers are named in units, so that what is equal is found.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from simulator.request import SimRequest
+from simulator.workloads.arrivals import check_rate
+from simulator.workloads.lengths import lognormal_of_mean, tokens
+
+UNIT_TOKENS: Final = 64
+MOST_TOKENS: Final = 131_072
+# Seconds a token of an answer: 50 tokens a second.
+PACE_S: Final = 0.02
+# Of a session's turns, gaps and lengths so many mean lifetimes pass before the workload begins.
+_BEFORE: Final = 4.0
+# Spread of lengths of which only the mean is known: standard deviation equal to the mean, as in `sharegpt`.
+_SIGMA: Final = 0.8326
+# Units of one session, document or application.
+_UNITS_BITS: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What sessions are like. Lengths are means in tokens, drawn lognormal."""
+
+    # Geometric, at least one.
+    turns: float
+    # From an answer's end to the next turn, in seconds; lognormal, `gap_sigma` of its logarithm.
+    gap_s: float
+    gap_sigma: float
+    apps: int
+    instruction_tokens: float
+    first_tokens: float
+    later_tokens: float
+    answer_tokens: float
+    # Documents that there are, and the share of sessions about one.
+    documents: int = 0
+    document_share: float = 0.0
+    document_tokens: float = 0.0
+    # The n-th most popular application or document has a share in proportion to n ** -zipf.
+    zipf: float = 1.0
+
+
+class _Library:
+    """Applications and documents, and how popular they are."""
+
+    def __init__(self, shape: Shape, rng: np.random.Generator) -> None:
+        self._shape = shape
+        self.instructions = tokens(lognormal_of_mean(shape.instruction_tokens, _SIGMA, shape.apps, rng))
+        lengths = lognormal_of_mean(max(1.0, shape.document_tokens), _SIGMA, shape.documents, rng)
+        self.documents = tokens(lengths)
+        self._app_shares = _zipf(shape.apps, shape.zipf)
+        self._document_shares = _zipf(shape.documents, shape.zipf)
+
+    def draw(self, rng: np.random.Generator) -> tuple[int, int | None]:
+        """A session's application, and its document, if it is about one; a document is one application's."""
+        shape = self._shape
+        if shape.documents and rng.random() < shape.document_share:
+            document = int(rng.choice(shape.documents, p=self._document_shares))
+            return document % shape.apps, document
+        return int(rng.choice(shape.apps, p=self._app_shares)), None
+
+
+def _zipf(count: int, exponent: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    weights = np.arange(1, count + 1, dtype=np.float64) ** -exponent
+    return weights / weights.sum() if count else weights
+
+
+def session_requests(name: str, shape: Shape, count: int, rate_per_s: float, seed: int) -> list[SimRequest]:
+    """The first `count` requests at a mean rate of `rate_per_s`. Raises WorkloadError for no rate."""
+    check_rate(count, rate_per_s)
+    library_rng, times_rng, rng = (np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(3))
+    library = _Library(shape, library_rng)
+    lifetime_s = shape.turns * (shape.gap_s + PACE_S * shape.answer_tokens)
+    begin_s, number = -_BEFORE * lifetime_s, 0
+    requests: list[SimRequest] = []
+    # Turns of sessions that have begun, by their time.
+    ahead: list[tuple[float, int, SimRequest]] = []
+    while len(requests) < count:
+        begin_s += times_rng.standard_exponential() * shape.turns / rate_per_s
+        while ahead and ahead[0][0] <= begin_s and len(requests) < count:
+            requests.append(heapq.heappop(ahead)[2])
+        for request in _session(name, shape, library, number, begin_s, rng):
+            heapq.heappush(ahead, (request.arrival_s, number, request))
+        number += 1
+    return requests
+
+
+def _session(
+    name: str, shape: Shape, library: _Library, number: int, begin_s: float, rng: np.random.Generator
+) -> Iterator[SimRequest]:
+    """Its turns since the workload began."""
+    app, document = library.draw(rng)
+    turns = int(rng.geometric(1.0 / shape.turns))
+    first = lognormal_of_mean(shape.first_tokens, _SIGMA, 1, rng)
+    messages = tokens(np.concatenate([first, lognormal_of_mean(shape.later_tokens, _SIGMA, turns - 1, rng)]))
+    answers = tokens(lognormal_of_mean(shape.answer_tokens, _SIGMA, turns, rng))
+    gaps = lognormal_of_mean(shape.gap_s, shape.gap_sigma, turns, rng)
+    instruction_end = int(library.instructions[app])
+    document_end = instruction_end + (0 if document is None else int(library.documents[document]))
+    prompt, at_s = document_end, begin_s
+    for turn in range(turns):
+        prompt += int(messages[turn])
+        answer = int(answers[turn])
+        if prompt + answer > MOST_TOKENS:
+            return
+        if at_s >= 0.0:
+            ends = ((app, instruction_end), (shape.apps + (document or 0), document_end))
+            owner = shape.apps + shape.documents + number
+            yield SimRequest(
+                request_id=f"{name}-{number}-{turn}",
+                arrival_s=at_s,
+                prompt_tokens=prompt,
+                reasoning_tokens=0,
+                answer_tokens=answer,
+                unit_names=_names(prompt + answer, ends, owner),
+                unit_tokens=UNIT_TOKENS,
+                session_id=f"{name}-{number}",
+            )
+        prompt += answer
+        at_s += PACE_S * answer + float(gaps[turn])
+
+
+def _names(total: int, ends: tuple[tuple[int, int], ...], owner: int) -> tuple[int, ...]:
+    """A unit is that of the first whose part it ends in, and beyond all parts the session's own."""
+    names: list[int] = []
+    for unit in range(total // UNIT_TOKENS):
+        end = (unit + 1) * UNIT_TOKENS
+        of = next((part for part, part_end in ends if end <= part_end), owner)
+        names.append(of << _UNITS_BITS | unit)
+    return tuple(names)
