@@ -9,16 +9,13 @@ from typing import Final
 
 import grpc
 
+from scheduler_svc.admin.errors import Refused
 from scheduler_svc.metrics import SchedulerMetrics
-from scheduler_svc.mover import Mover
-from scheduler_svc.negotiator import CannotNegotiate, Negotiator
-from scheduler_svc.recaller import Recaller
-from scheduler_svc.refused import Refused
+from scheduler_svc.migrations import CannotNegotiate, Mover, Negotiator, Recaller
 from scheduler_svc.settings import Settings
-from tailrace.actions import Action, HandBack, Migrate, Offer, SetPool, SetStages
+from tailrace.actions import Action, HandBack, Migrate, Offer, SetPool, SetStages, WhenFull
 from tailrace.cluster import RequestView, Stage
 from tailrace.control.reported_cluster import PoolOrder, ReportedCluster
-from tailrace.policy.when_full import WhenFull
 from tailrace.store.errors import StoreUnavailable
 from tailrace.v1 import migration_pb2, types_pb2, worker_pb2
 

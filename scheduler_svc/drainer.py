@@ -1,11 +1,11 @@
-"""Hands over what runs on draining instances, for as long as this scheduler leads."""
+"""Hands over what runs on draining instances, and tells how far that is."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,6 +13,7 @@ from tailrace.actions import Migrate
 from tailrace.cluster import InstanceState, InstanceView, Phase, RequestState, RequestView
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.control.runner import Executor
+from tailrace.v1 import admin_pb2
 
 REASON: Final = "drain"
 _POLL_S: Final = 0.25
@@ -93,3 +94,32 @@ def _emptiest(targets: Iterable[InstanceView], sent: Counter[str]) -> str | None
 
     best = min(targets, key=filled, default=None)
     return None if best is None else best.instance_id
+
+
+_PROGRESS_POLL_S: Final = 0.2
+# A request placed just before the drain shows in a report by then.
+_SETTLED_S: Final = 1.0
+
+
+async def progress(state: ReportedCluster, instance_id: str) -> AsyncIterator[admin_pb2.DrainEvent]:
+    """An event at each change, the last one when the instance is empty or has left the cluster."""
+    began_s = time.monotonic()
+    told: tuple[int, int, bool] | None = None
+    while (tracked := state.tracked(instance_id)) is not None:
+        requests = state.requests_on(instance_id)
+        moving = sum(request.migrating for request in requests)
+        view = state.view().instances[instance_id]
+        suspect = view.state is InstanceState.SUSPECT
+        if not requests and not suspect and tracked.heard_s > began_s + _SETTLED_S:
+            yield admin_pb2.DrainEvent(remaining=0, message=f"{instance_id} is empty", done=True)
+            return
+        if (len(requests), moving, suspect) != told:
+            told = (len(requests), moving, suspect)
+            yield admin_pb2.DrainEvent(remaining=len(requests), message=_message(instance_id, *told))
+        await asyncio.sleep(_PROGRESS_POLL_S)
+    yield admin_pb2.DrainEvent(remaining=0, message=f"{instance_id} has left the cluster", done=True)
+
+
+def _message(instance_id: str, remaining: int, moving: int, suspect: bool) -> str:
+    doubt = "; it does not report" if suspect else ""
+    return f"{instance_id}: {remaining} requests left, {moving} moving{doubt}"

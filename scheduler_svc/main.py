@@ -18,24 +18,17 @@ from scheduler_svc.admin.forward import LeaderForwarding, LeaderRoute
 from scheduler_svc.admin.servicer import AdminServicer
 from scheduler_svc.admin.shadowing import Shadowing
 from scheduler_svc.cache_sync import CacheSync
-from scheduler_svc.decider import Decider
+from scheduler_svc.decisions import Decider, Placer, SchedulerServicer, Traceparents
 from scheduler_svc.drainer import Drainer
 from scheduler_svc.metrics import SchedulerMetrics
-from scheduler_svc.migrations import Migrations
+from scheduler_svc.migrations import Migrations, Mover, Negotiator, Recaller
 from scheduler_svc.monitor_watch import MonitorWatch
-from scheduler_svc.mover import Mover
-from scheduler_svc.negotiator import Negotiator
 from scheduler_svc.orphans import remove_orphans
-from scheduler_svc.placement_servicer import SchedulerServicer
-from scheduler_svc.placer import Placer
-from scheduler_svc.recaller import Recaller
 from scheduler_svc.recorder import Recorder
 from scheduler_svc.settings import Settings
-from scheduler_svc.traceparents import Traceparents
-from tailrace.control.active_policy import ActivePolicy, warm_up
-from tailrace.control.guarded import GuardedCalls
 from tailrace.control.live import LiveControl
 from tailrace.control.reported_cluster import ReportedCluster
+from tailrace.control.runner import ActivePolicy, GuardedCalls, warm_up
 from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, all_parameters, load
 from tailrace.records import PolicyRecord

@@ -1,22 +1,31 @@
-"""The migration services, as the scheduler calls them."""
+"""What moves a request: a migration, bids for it, and a waiting prompt's way back."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Final
 
 import grpc
 
-from scheduler_svc.refused import Refused
+from scheduler_svc.admin.errors import Refused
+from scheduler_svc.decisions import Traceparents
+from tailrace.actions import Offer, WhenFull
+from tailrace.bid_ask import OFFER_S
+from tailrace.cluster import InstanceState, Phase, RequestView
+from tailrace.control.reported_cluster import ReportedCluster
+from tailrace.handover import Way, between
+from tailrace.model_identity import difference
+from tailrace.records import InstanceRecord
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.preferred import preferred
 from tailrace.store.membership import Membership
-from tailrace.v1 import migration_pb2
+from tailrace.v1 import bidask_pb2, bidask_pb2_grpc, migration_pb2, worker_pb2, worker_pb2_grpc
 from tailrace.v1.migration_pb2_grpc import MigrationStub
 
 log = logging.getLogger(__name__)
+
 
 KIND: Final = "migration"
 # Longer than a migration may wait and take; the service ends it by itself before.
@@ -71,3 +80,171 @@ class Migrations:
 def _none(failure: grpc.aio.AioRpcError | None) -> Refused:
     why = "none is registered" if failure is None else failure.details() or failure.code().name
     return Refused(grpc.StatusCode.UNAVAILABLE, f"no migration service answers: {why}")
+
+
+_PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class Mover:
+    """At most one open migration a request."""
+
+    def __init__(self, state: ReportedCluster, migrations: Migrations, traceparents: Traceparents) -> None:
+        self._state = state
+        self._migrations = migrations
+        self._traceparents = traceparents
+
+    def move(
+        self,
+        request: RequestView,
+        target_id: str,
+        reason: str,
+        policy: str,
+        mode: worker_pb2.CopyMode.ValueType,
+        when_full: WhenFull = WhenFull.REFUSE,
+    ) -> AsyncGenerator[migration_pb2.MigrationRecord]:
+        """Count the migration in at once; records until it is over. Raises Refused, at once too.
+
+        `when_full` HOST is as REFUSE here: whether host memory takes a request, its target's order says.
+        """
+        self.check(request, target_id)
+        if not self._state.migration_opened(request, target_id):
+            raise Refused(_PRECONDITION, f"request {request.request_id}: a migration of it is open")
+        return self._migrate(
+            migration_pb2.MigrateRequest(
+                request_id=request.request_id,
+                source_instance_id=request.instance_id,
+                target_instance_id=target_id,
+                from_epoch=request.epoch,
+                reason=reason,
+                policy=policy,
+                mode=mode,
+                traceparent=self._traceparents.get(request.request_id)
+                or self._state.traceparent(request.request_id),
+                wait_for_room=when_full is WhenFull.WAIT,
+            )
+        )
+
+    async def _migrate(
+        self, asked: migration_pb2.MigrateRequest
+    ) -> AsyncGenerator[migration_pb2.MigrationRecord]:
+        records = self._migrations.migrate(asked)
+        try:
+            async for record in records:
+                yield record
+        finally:
+            await records.aclose()
+            self._state.migration_closed(asked.request_id)
+
+    def check(self, request: RequestView, target_id: str) -> None:
+        """Whether the request can go there now. Raises Refused."""
+        view = self._state.view()
+        target, tracked = view.instances.get(target_id), self._state.tracked(target_id)
+        source = self._state.tracked(request.instance_id)
+        if target is None or tracked is None or source is None:
+            raise Refused(grpc.StatusCode.NOT_FOUND, f"target_instance_id: no instance {target_id!r}")
+        if target_id == request.instance_id:
+            raise Refused(_PRECONDITION, f"request {request.request_id} is already on {target_id}")
+        if target.state is not InstanceState.ACTIVE:
+            raise Refused(_PRECONDITION, f"instance {target_id} is {target.state.value}; it gets nothing new")
+        if between(source.record.handover, tracked.record.handover).way is Way.STAYS:
+            stays = between(source.record.handover, tracked.record.handover)
+            raise Refused(_PRECONDITION, f"request {request.request_id} is not moved: {stays.reason}")
+        if tracked.record.model_fingerprint != source.record.model_fingerprint:
+            # By replay, then; that needs the same model.
+            models = difference(source.record.model_identity, tracked.record.model_identity)
+            if models:
+                raise Refused(_PRECONDITION, f"{request.instance_id} and {target_id}: {models}")
+        if request.migrating:
+            raise Refused(_PRECONDITION, f"request {request.request_id}: a migration of it is open")
+        if request.phase is Phase.PREFILL:
+            raise Refused(
+                _PRECONDITION, f"request {request.request_id} is in prefill; it can move once it is decoded"
+            )
+
+
+# Longer than a worker keeps a request on offer.
+_OFFER_S: Final = OFFER_S + 15.0
+
+
+class CannotNegotiate(Exception):
+    """The request's worker does not speak bid-ask."""
+
+
+class Negotiator:
+    """At most one open migration a request, whoever settles it."""
+
+    def __init__(self, state: ReportedCluster, channels: Channels, traceparents: Traceparents) -> None:
+        self._state = state
+        self._channels = channels
+        self._traceparents = traceparents
+
+    def offer(self, request: RequestView, offer: Offer, policy: str) -> Coroutine[None, None, bool]:
+        """Count the migration in at once; to await: whether one of those who are asked has the request.
+
+        Raises Refused, at once too; CannotNegotiate when awaited.
+        """
+        source = self._state.tracked(request.instance_id)
+        receivers = [
+            bidask_pb2.Receiver(instance_id=name, address=tracked.record.address)
+            for name in offer.receiver_ids
+            if (tracked := self._state.tracked(name)) is not None
+            and self._state.can_exchange_kv(request.instance_id, name)
+        ]
+        if source is None or not receivers:
+            raise Refused(grpc.StatusCode.NOT_FOUND, "nobody to offer the request to")
+        if not self._state.migration_opened(request, None):
+            raise Refused(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"request {request.request_id}: a migration of it is open",
+            )
+        offered = bidask_pb2.OfferRequest(
+            request_id=request.request_id,
+            from_epoch=request.epoch,
+            tokens=request.context_tokens,
+            receivers=receivers,
+            reason=offer.reason,
+            policy=policy,
+            most_tokens=offer.most_tokens,
+            traceparent=self._traceparents.get(request.request_id)
+            or self._state.traceparent(request.request_id),
+        )
+        return self._offer(source.record, offered)
+
+    async def _offer(self, source: InstanceRecord, offered: bidask_pb2.OfferRequest) -> bool:
+        stub = bidask_pb2_grpc.BidAskStub(self._channels.get(source.address, Role.WORKER))
+        try:
+            reply = await stub.Offer(offered, timeout=_OFFER_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise CannotNegotiate(source.instance_id) from error
+            raise Refused(error.code(), error.details() or error.code().name) from error
+        finally:
+            self._state.migration_closed(offered.request_id)
+        if not reply.taker_instance_id:
+            log.debug("%s stays on %s: %s", offered.request_id, source.instance_id, reply.reason)
+        return bool(reply.taker_instance_id)
+
+
+_CALL_S: Final = 2.0
+
+
+class Recaller:
+    """The worker asks the front ends, and those the scheduler: each prompt waits where it is until then."""
+
+    def __init__(self, state: ReportedCluster, channels: Channels) -> None:
+        self._state = state
+        self._channels = channels
+
+    async def recall(self, instance_id: str, request_ids: tuple[str, ...]) -> int:
+        """How many the instance hands back: those that still wait. Raises Refused."""
+        tracked = self._state.tracked(instance_id)
+        if tracked is None:
+            raise Refused(grpc.StatusCode.NOT_FOUND, f"{instance_id} is gone")
+        stub = worker_pb2_grpc.WorkerStub(self._channels.get(tracked.record.address, Role.WORKER))
+        try:
+            reply = await stub.HandBackPrompts(
+                worker_pb2.HandBackPromptsRequest(request_ids=request_ids), timeout=_CALL_S
+            )
+        except grpc.aio.AioRpcError as error:
+            raise Refused(error.code(), error.details() or error.code().name) from error
+        return int(reply.handed_back)

@@ -9,7 +9,7 @@ from typing import Final
 
 import grpc
 
-from scheduler_svc.refused import Refused
+from scheduler_svc.admin.errors import Refused
 from tailrace.actions import Action, Placement
 from tailrace.control.live import LiveControl
 from tailrace.control.recording import (

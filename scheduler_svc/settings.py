@@ -8,7 +8,7 @@ from typing import Final
 import grpc
 import msgspec
 
-from scheduler_svc.refused import Refused
+from scheduler_svc.admin.errors import Refused
 from tailrace.cluster import Pool, Stage
 from tailrace.records import (
     PolicyRecord,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from simulator.hooks import FutureLoad, LengthPenalty, LengthPredictor
+from tailrace.actions import WhenFull
 from tailrace.cluster import Pool, Stage
-from tailrace.policy.when_full import WhenFull
 from tailrace.profiles import Profile
 from tailrace.slo import READING_S
 

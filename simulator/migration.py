@@ -20,9 +20,8 @@ from simulator.instance import Instance
 from simulator.job import Job, JobState
 from simulator.network import Network
 from simulator.records import MigrationOutcome, MigrationRecord, PlacementRecord
-from tailrace.actions import Migrate
+from tailrace.actions import Migrate, WhenFull
 from tailrace.intra.base import ImportView, IntraPolicy, Rank
-from tailrace.policy.when_full import WhenFull
 
 # Called at the end of a migration: whether it was committed, and when.
 Ended = Callable[[bool, float], None]

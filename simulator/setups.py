@@ -18,6 +18,7 @@ from typing import Final
 from simulator.cluster import ClusterSpec, MigrationSpec
 from simulator.hooks import LengthPredictor
 from simulator.predictors import NoisyPredictor, OraclePredictor
+from tailrace.actions import WhenFull
 from tailrace.cluster import Pool
 from tailrace.intra.base import ENGINE_ORDER, IntraPolicy
 from tailrace.intra.fcfs import Fcfs
@@ -28,7 +29,6 @@ from tailrace.policy.base import Policy, Variant
 from tailrace.policy.deployment import Deployment
 from tailrace.policy.parameters import NO_PARAMETERS, Parameter, Value, parse_parameters
 from tailrace.policy.pascal import Pascal
-from tailrace.policy.when_full import WhenFull
 from tailrace.slo import Slo
 
 # Predictions that workers can be given, whatever the policy.

@@ -22,15 +22,13 @@ from simulator.reports import Report
 from simulator.request import SimRequest
 from simulator.sampling import Sampler
 from simulator.views import Views
-from tailrace.actions import Action, HandBack, Migrate, Offer, Place, Refuse, SetPool, SetStages
+from tailrace.actions import Action, HandBack, Migrate, Offer, Place, Refuse, SetPool, SetStages, WhenFull
 from tailrace.cache.index import CacheIndex
 from tailrace.cache.placed import PlacedPrefixes, cached_tokens
-from tailrace.cluster import Arrival, CachedTokens, Stage
+from tailrace.cluster import Arrival, CachedTokens, Stage, length_bounds
 from tailrace.control.runner import Moment, PlainCalls, Point, PolicyRunner
-from tailrace.control.stages import length_bounds
 from tailrace.intra.base import IntraPolicy
 from tailrace.policy.base import Policy
-from tailrace.policy.when_full import WhenFull
 
 # Ticks of the policy that may pass with nothing else going on before the simulation counts as stuck.
 _IDLE_TICKS = 1_000

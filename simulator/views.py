@@ -22,14 +22,12 @@ from simulator.instance import Instance
 from simulator.job import Job, JobState
 from simulator.migration import Migration
 from simulator.reports import Report, Row, blocks_of, foresee
+from tailrace.actions import WhenFull
 from tailrace.cluster import ClusterView, InstanceView, Phase, PhaseLoad, RequestState, RequestView, Stage
-from tailrace.control.cluster_model import ClusterModel
-from tailrace.control.corrections import Corrections, Counted, Pending
+from tailrace.control.cluster_model import ClusterModel, Corrections, Counted, Pending
 from tailrace.intra.base import IntraPolicy
-from tailrace.policy.phase_load import CountsPhases
-from tailrace.policy.prompts import ListsPrompts, Prompt
-from tailrace.policy.room import kv_needed_tokens
-from tailrace.policy.when_full import WhenFull
+from tailrace.policy.candidates import kv_needed_tokens
+from tailrace.policy.phase_load import CountsPhases, ListsPrompts, Prompt
 from tailrace.predictor.limits import limited, tokens_left
 from tailrace.qoe import slack_tokens
 
@@ -85,7 +83,7 @@ class ReportedRequests(CountsPhases, ListsPrompts, Sequence[RequestView]):
         return load
 
     def prompts(self) -> list[Prompt]:
-        """As tailrace.policy.prompts tells them: those that have made no token."""
+        """As `tailrace.policy.phase_load.prompts` tells them: those that have made no token."""
         rows = self._views.rows(self._instance, self._report, self._told, self._pending)
         return [(job.request.arrival_s, job.prompt) for job, tokens, _, _ in rows if not tokens]
 

@@ -180,7 +180,7 @@ class ClusterView:
     instances: Mapping[str, InstanceView]
     stages: tuple[Stage, ...] = ()
     # Only in views for on_tick: when this policy's previous one was, by the clock of its `now`. None: it is
-    # the first since this scheduler began to decide by this policy (tailrace.policy.periods).
+    # the first since this scheduler began to decide by this policy (CascadeInfer counts its periods so).
     last_tick_s: float | None = None
     # Only in views for on_tick: lengths of the requests of the last `Policy.lengths_period_s`, less if this
     # scheduler has not decided by this policy for so long. None: the policy asks for none.
@@ -248,3 +248,31 @@ class Arrival:
         """Tokens whose KV can be fetched from an instance."""
         held = self.cached.get(instance_id)
         return 0 if held is None else held.told
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """Lengths in tokens."""
+
+    request_id: str
+    frontend_id: str
+    prompt_tokens: int
+    output_tokens: int
+    max_tokens: int
+    excluded: frozenset[str] = frozenset()
+    # The key of the model it is for; empty: any.
+    model: str = ""
+    # Names of the blocks that it begins with, of so many tokens each, and its session, if known.
+    block_names: tuple[int, ...] = ()
+    block_tokens: int = 0
+    session_id: str = ""
+
+
+def length_bounds(stages: Sequence[Stage]) -> dict[str, int]:
+    """By instance, the context in tokens from which a request on it has outgrown its stage: the end of the
+    longest stage that the instance serves."""
+    ends: dict[str, int] = {}
+    for stage in stages:
+        for name in stage.instance_ids:
+            ends[name] = max(stage.hi, ends.get(name, 0))
+    return ends

@@ -7,9 +7,9 @@ from typing import Final
 
 from simulator.cluster import ClusterSpec, InstanceSpec, LinkSpec, MigrationSpec, ReportSpec
 from simulator.predictors import OraclePredictor
+from tailrace.actions import WhenFull
 from tailrace.cluster import Pool
 from tailrace.perf.future_load import FutureLoad
-from tailrace.policy.when_full import WhenFull
 from tailrace.profiles import Profile, load_profile
 from tailrace.slo import DEFAULT_TPOT_S, READING_S
 from worker_agent.engine.simulated.speed import at_speed

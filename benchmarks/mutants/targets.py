@@ -26,10 +26,10 @@ TARGETS: Final = (
     Target("tailrace/intra/pascal.py", _ORDERS),
     Target("tailrace/intra/earliest_due.py", _ORDERS),
     Target(
-        "tailrace/control/corrections.py",
-        ("tests/control/test_corrections.py", "tests/control/test_two_models.py"),
+        "tailrace/control/cluster_model.py",
+        ("tests/control", "tests/scheduler/test_models.py"),
     ),
-    Target("tailrace/control/runner.py", ("tests/control", "tests/scheduler/test_decider.py")),
+    Target("tailrace/control/runner.py", ("tests/control", "tests/scheduler/test_decisions.py")),
     Target("tailrace/bid_ask.py", (_POLICY + "test_bid_ask.py",)),
     Target("tailrace/policy/cascade/planner.py", (_POLICY + "test_cascade_planner.py",)),
     Target(

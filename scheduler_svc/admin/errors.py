@@ -1,18 +1,31 @@
-"""Turn what the admin API raises into the status of the call."""
+"""What the admin API raises, and the status of the call that it becomes."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Final
 
 import grpc
 
-from scheduler_svc.admin.methods import ADMIN
-from scheduler_svc.refused import Refused
 from tailrace.policy.parameters import ParameterError
 from tailrace.security.handlers import Context, Handler, surrounded
 from tailrace.service.answered import ANSWERED
 from tailrace.store.errors import StoreUnavailable
+from tailrace.v1 import admin_pb2
+
+SERVICE: Final = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
+ADMIN: Final = f"/{SERVICE.full_name}/"
+"""What the names of all methods begin with, as gRPC has them."""
+
+
+class Refused(Exception):
+    """`details` says in one line what is wrong, and names the field where there is one."""
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        super().__init__(details)
+        self.code = code
+        self.details = details
 
 
 class AdminErrors(grpc.aio.ServerInterceptor):

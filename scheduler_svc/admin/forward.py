@@ -3,21 +3,46 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from types import MappingProxyType
 from typing import Final, TypeAlias, cast
 
 import grpc
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from scheduler_svc.admin.methods import OF_LEADER, SERVICE
-from scheduler_svc.refused import Refused
+from scheduler_svc.admin.errors import ADMIN, SERVICE, Refused
 from tailrace.security.audit import ON_BEHALF_OF, caller_name
 from tailrace.security.handlers import Context, Handler
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.store.membership import Membership
+
+RECORD_S: Final = 3_600.0
+"""Longest recording."""
+
+_WRITE_S: Final = 10.0
+_STREAM_S: Final = 1_800.0
+
+OF_LEADER: Final[Mapping[str, float]] = MappingProxyType(
+    {
+        f"{ADMIN}{method}": timeout_s
+        for method, timeout_s in {
+            "SetPolicy": _WRITE_S,
+            "SetSlo": _WRITE_S,
+            "SetPool": _WRITE_S,
+            "SetStages": _WRITE_S,
+            "SetShadow": _WRITE_S,
+            "GetShadow": _WRITE_S,
+            "Record": RECORD_S + _WRITE_S,
+            "Migrate": _STREAM_S,
+            "Drain": _STREAM_S,
+        }.items()
+    }
+)
+"""Methods that the leading scheduler alone carries out, with the seconds that one may take."""
+
 
 KIND: Final = "scheduler"
 FORWARDED: Final = ("tailrace-forwarded", "1")

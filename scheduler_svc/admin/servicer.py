@@ -14,22 +14,25 @@ from typing import Final
 import grpc
 
 from scheduler_svc.admin import listing
-from scheduler_svc.admin.deciding import parameter_words, policy_record
-from scheduler_svc.admin.draining import progress
-from scheduler_svc.admin.lookup import check_drained, check_instance, find_request
-from scheduler_svc.admin.methods import RECORD_S
-from scheduler_svc.admin.profiling import profile_events
+from scheduler_svc.admin.errors import Refused
+from scheduler_svc.admin.forward import RECORD_S
+from scheduler_svc.admin.relay import fetch_trace, profile_events
 from scheduler_svc.admin.shadowing import Shadowing
-from scheduler_svc.admin.stages import read_stages
-from scheduler_svc.admin.trace import fetch_trace
-from scheduler_svc.migrations import Migrations
-from scheduler_svc.mover import Mover
+from scheduler_svc.admin.validation import (
+    check_drained,
+    check_instance,
+    find_request,
+    parameter_words,
+    policy_record,
+    read_stages,
+)
+from scheduler_svc.drainer import progress
+from scheduler_svc.migrations import Migrations, Mover
 from scheduler_svc.recorder import Recorder
-from scheduler_svc.refused import Refused
 from scheduler_svc.settings import Settings
-from tailrace.control.active_policy import ActivePolicy
-from tailrace.control.messages import POOLS, pool_number
 from tailrace.control.reported_cluster import ReportedCluster
+from tailrace.control.reported_instance import POOLS, pool_number
+from tailrace.control.runner import ActivePolicy
 from tailrace.profile_message import profile_message
 from tailrace.records import PolicyRecord
 from tailrace.service.channels import Channels

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler_svc.admin.deciding import parameter_words, policy_record
+from scheduler_svc.admin.validation import parameter_words, policy_record
 from scheduler_svc.metrics import SchedulerMetrics
 from tailrace.control.live import LiveControl
 from tailrace.control.runner import Point

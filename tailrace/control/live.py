@@ -11,9 +11,7 @@ from typing import Final
 
 from tailrace import __version__
 from tailrace.actions import Place, Refuse
-from tailrace.cluster import Arrival, ClusterView, Phase
-from tailrace.control.active_policy import ActivePolicy
-from tailrace.control.arrivals import Incoming
+from tailrace.cluster import Arrival, ClusterView, Incoming, Phase, length_bounds
 from tailrace.control.recording import (
     FORMAT,
     Arrived,
@@ -27,9 +25,8 @@ from tailrace.control.recording import (
     TicksForgotten,
 )
 from tailrace.control.reported_cluster import PhaseChange, ReportedCluster
-from tailrace.control.runner import Calls, Executor, Moment, Point, PolicyRunner
+from tailrace.control.runner import ActivePolicy, Calls, Executor, Moment, Point, PolicyRunner
 from tailrace.control.shadow import Shadow
-from tailrace.control.stages import length_bounds
 from tailrace.policy.base import Policy
 from tailrace.records import PolicyRecord
 from tailrace.slo import Slo

@@ -14,8 +14,7 @@ import msgspec
 
 from tailrace.actions import Action, Place, Placement, Refuse
 from tailrace.cache.follow import CacheState
-from tailrace.cluster import Phase, Pool, RequestView, Stage
-from tailrace.control.arrivals import Incoming
+from tailrace.cluster import Incoming, Phase, Pool, RequestView, Stage
 from tailrace.lengths import LengthWindowState
 from tailrace.policy.parameters import Value
 from tailrace.records import InstanceRecord, ProfileRecord

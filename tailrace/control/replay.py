@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tailrace.actions import Action, Placement
-from tailrace.control.guarded import GuardedCalls
+from tailrace.actions import Action, Placement, WhenFull
 from tailrace.control.live import LiveControl
 from tailrace.control.recording import (
     Arrived,
@@ -33,8 +32,7 @@ from tailrace.control.recording import (
     recorded_actions,
     recorded_placement,
 )
-from tailrace.control.runner import Moment, PlaceQuestion, Point, Question, Watcher
-from tailrace.policy.when_full import WhenFull
+from tailrace.control.runner import GuardedCalls, Moment, PlaceQuestion, Point, Question, Watcher
 from tailrace.records import PolicyRecord
 from tailrace.v1 import cache_pb2, monitor_pb2
 

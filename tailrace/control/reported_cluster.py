@@ -21,9 +21,8 @@ from tailrace.cluster import (
     RequestView,
     Stage,
 )
-from tailrace.control.cluster_model import ClusterModel
+from tailrace.control.cluster_model import ClusterModel, ModelGroups
 from tailrace.control.known_cache import KnownCache
-from tailrace.control.model_groups import ModelGroups
 from tailrace.control.recording import (
     CacheListed,
     InstanceKnown,

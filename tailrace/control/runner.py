@@ -1,17 +1,104 @@
-"""Asks a policy at its decision points, on whatever model and clock there is."""
+"""Which policy decides, and how it is asked, on whatever model and clock there is."""
 
 from __future__ import annotations
 
+import asyncio
 import enum
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, Protocol
 
-from tailrace.actions import Action, Placement
-from tailrace.cluster import Arrival, ClusterView, RequestView
+from tailrace.actions import Action, Place, Placement, WhenFull
+from tailrace.cluster import Arrival, ClusterView, InstanceState, RequestView
+from tailrace.intra.base import QUANTUM
 from tailrace.lengths import LengthStatistics
 from tailrace.policy.base import Policy
-from tailrace.policy.when_full import WhenFull
+from tailrace.policy.least_loaded import LeastLoaded
+from tailrace.policy.parameters import ParameterError, Value, format_value
+from tailrace.policy.registry import (
+    UnknownPolicyError,
+    UnusablePolicyError,
+    all_parameters,
+    load,
+    names,
+)
+from tailrace.records import PolicyRecord
+from tailrace.slo import Slo
+
+log = logging.getLogger(__name__)
+
+
+class ActivePolicy:
+    """Follows the record in etcd and the deployment's SLOs; without a record, the default given at start."""
+
+    def __init__(self, default: PolicyRecord, slo: Slo | None = None) -> None:
+        """Raises UnknownPolicyError, UnusablePolicyError, ParameterError."""
+        self.slo = slo or Slo()
+        self.record = self.default = default
+        self.policy: Policy = load(default.name, parameters=default.parameters, slo=self.slo)
+        # All parameters that are in force, those of the batch order included.
+        self.values: Mapping[str, Value] = all_parameters(default.name, default.parameters)
+        self._refused: PolicyRecord | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the policy."""
+        return self.record.name
+
+    @property
+    def quantum_tokens(self) -> int:
+        """The quantum by which the policy counts fresh answers; the usual one if it has none."""
+        return int(self.values.get(QUANTUM.name, QUANTUM.default))
+
+    def follow(self, record: PolicyRecord | None, slo: Slo) -> None:
+        """Decide by that policy and for those SLOs. A policy that cannot be had leaves the present one in
+        force, for the new SLOs."""
+        wanted = record or self.default
+        if wanted == self._refused:
+            # Logged once, not at every change of anything in etcd.
+            wanted = self.record
+        if not self._can_switch(wanted, slo):
+            self._refused = wanted
+            self._can_switch(self.record, slo)
+
+    def _can_switch(self, record: PolicyRecord, slo: Slo) -> bool:
+        """Switch if that policy can be had; whether it can."""
+        try:
+            self.switch(record, slo)
+        except (UnknownPolicyError, UnusablePolicyError, ParameterError) as error:
+            log.error("cannot switch to policy %s, keeping %s: %s", record.name, self.name, error)
+            return False
+        return True
+
+    def switch(self, record: PolicyRecord, slo: Slo) -> None:
+        """Decide by that policy and for those SLOs.
+
+        Raises UnknownPolicyError, UnusablePolicyError, ParameterError; nothing has changed then.
+        """
+        if (record, slo) == (self.record, self.slo):
+            return
+        policy = load(record.name, parameters=record.parameters, slo=slo)
+        values = all_parameters(record.name, record.parameters)
+        log.info("policy %s -> %s; SLO: %s", _words(self.record), _words(record), slo.words())
+        if record != self.record:
+            self._refused = None
+        self.record, self.policy, self.values, self.slo = record, policy, values, slo
+
+
+def _words(record: PolicyRecord) -> str:
+    return " ".join([record.name, *(f"{name}={format_value(v)}" for name, v in record.parameters.items())])
+
+
+async def warm_up() -> None:
+    """Import all policies in a thread, so that the first switch to one holds no placement up for as long as
+    its modules take."""
+    for name in await asyncio.to_thread(names):
+        try:
+            await asyncio.to_thread(load, name)
+        except (UnknownPolicyError, UnusablePolicyError) as error:
+            log.warning("%s", error)
 
 
 class Point(enum.Enum):
@@ -191,3 +278,58 @@ class PolicyRunner:
             watcher.decided(name, question, actions)
         if actions:
             self._executor.submit(actions, name, self._deciding.policy.when_full)
+
+
+class CallMetrics(Protocol):
+    """Counts calls of policies."""
+
+    def took(self, point: Point, seconds: float) -> None: ...
+    def failed(self, policy: str, point: Point) -> None: ...
+
+
+class GuardedCalls:
+    """Every request gets a place, whatever the policy does."""
+
+    def __init__(self, metrics: CallMetrics) -> None:
+        self._metrics = metrics
+        self._stand_in = LeastLoaded()
+
+    def place(self, deciding: Deciding, question: PlaceQuestion) -> Placement:
+        """The policy's placement, or that of `least_loaded`."""
+        began_s = time.perf_counter()
+        try:
+            placement = question.put_to(deciding.policy)
+        except Exception:
+            log.exception("policy %s failed to place; least_loaded stands in", deciding.name)
+        else:
+            if not isinstance(placement, Place) or may_place(
+                question.view, question.arrival, placement.instance_id
+            ):
+                return placement
+            log.error("policy %s placed on %s, which it must not", deciding.name, placement.instance_id)
+        finally:
+            self._metrics.took(Point.PLACE, time.perf_counter() - began_s)
+        self._metrics.failed(deciding.name, Point.PLACE)
+        return question.put_to(self._stand_in)
+
+    def decide(self, deciding: Deciding, question: Question) -> Sequence[Action] | None:
+        """The policy's actions; None: it failed."""
+        began_s = time.perf_counter()
+        try:
+            return question.put_to(deciding.policy)
+        except Exception:
+            log.exception("policy %s failed at %s", deciding.name, question.point.value)
+            self._metrics.failed(deciding.name, question.point)
+            return None
+        finally:
+            self._metrics.took(question.point, time.perf_counter() - began_s)
+
+
+def may_place(view: ClusterView, arrival: Arrival, instance_id: str) -> bool:
+    """Whether the arrival may go to this instance."""
+    instance = view.instances.get(instance_id)
+    return (
+        instance is not None
+        and instance.state is InstanceState.ACTIVE
+        and instance_id not in arrival.excluded
+    )

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from tailrace.actions import Action, Migrate, Offer, Place, Placement, Refuse
-from tailrace.control.active_policy import ActivePolicy
-from tailrace.control.runner import PlaceQuestion, Point, Question
+from tailrace.control.runner import ActivePolicy, PlaceQuestion, Point, Question
 from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
 

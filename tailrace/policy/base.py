@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tailrace.actions import Action, Placement
+from tailrace.actions import Action, Placement, WhenFull
 from tailrace.cluster import Arrival, ClusterView, RequestView
 from tailrace.intra.base import ENGINE_ORDER
 from tailrace.policy.deployment import Fact
 from tailrace.policy.parameters import Parameter, Value
-from tailrace.policy.when_full import WhenFull
 
 
 class Policy(ABC):

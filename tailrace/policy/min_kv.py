@@ -7,9 +7,8 @@ from typing import Final
 from tailrace.actions import Place, Placement
 from tailrace.cluster import Arrival, ClusterView, InstanceView
 from tailrace.policy.base import Policy
-from tailrace.policy.candidates import NO_INSTANCE, candidates
+from tailrace.policy.candidates import NO_INSTANCE, candidates, footprint_tokens
 from tailrace.policy.parameters import Parameter
-from tailrace.policy.room import footprint_tokens
 
 QUEUED_WEIGHT: Final = Parameter(
     "queued_weight",

@@ -26,17 +26,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from tailrace.actions import Action, Migrate, Place, Placement
+from tailrace.actions import Action, Migrate, Place, Placement, WhenFull
 from tailrace.cluster import Arrival, ClusterView, InstanceView, PhaseLoad, RequestView
 from tailrace.intra.base import QUANTUM, QUANTUM_TOKENS
 from tailrace.policy.base import Policy, Variant
-from tailrace.policy.cached import CACHE_AWARE, credit
-from tailrace.policy.candidates import NO_INSTANCE, candidates
+from tailrace.policy.candidates import (
+    CACHE_AWARE,
+    NO_INSTANCE,
+    candidates,
+    credit,
+    fits_device,
+    fits_host,
+    footprint_tokens,
+)
 from tailrace.policy.min_kv import QUEUED_WEIGHT
 from tailrace.policy.parameters import Parameter
 from tailrace.policy.phase_load import phase_load
-from tailrace.policy.room import fits_device, fits_host, footprint_tokens
-from tailrace.policy.when_full import WhenFull
 
 # Values of the parameter `migration`.
 ADAPTIVE: Final = "adaptive"

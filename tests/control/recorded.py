@@ -5,11 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from tailrace.actions import Action, Migrate, Offer, Placement, SetPool
-from tailrace.cluster import Pool, Stage
-from tailrace.control.active_policy import ActivePolicy
-from tailrace.control.arrivals import Incoming
-from tailrace.control.guarded import GuardedCalls
+from tailrace.actions import Action, Migrate, Offer, Placement, SetPool, WhenFull
+from tailrace.cluster import Incoming, Pool, Stage
 from tailrace.control.live import LiveControl
 from tailrace.control.recording import (
     Decided,
@@ -19,8 +16,7 @@ from tailrace.control.recording import (
     recorded_placement,
 )
 from tailrace.control.reported_cluster import ReportedCluster
-from tailrace.control.runner import Moment, PlaceQuestion, Point, Question
-from tailrace.policy.when_full import WhenFull
+from tailrace.control.runner import ActivePolicy, GuardedCalls, Moment, PlaceQuestion, Point, Question
 from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
 from tailrace.v1 import cache_pb2, monitor_pb2, types_pb2

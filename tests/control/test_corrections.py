@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tailrace.control.corrections import Corrections, Counted, Pending
+from tailrace.control.cluster_model import Corrections, Counted, Pending
 
 
 @dataclass

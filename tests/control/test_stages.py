@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tailrace.cluster import Stage
-from tailrace.control.stages import length_bounds
+from tailrace.cluster import Stage, length_bounds
 
 
 def test_bounds_are_the_ends_of_the_longest_stages() -> None:

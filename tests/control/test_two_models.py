@@ -23,13 +23,12 @@ from simulator.reports import Report, blocks_of
 from simulator.request import SimRequest
 from simulator.run import simulate
 from simulator.views import Views
+from tailrace.actions import WhenFull
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, RequestState
-from tailrace.control.messages import PHASE_NUMBERS, REQUEST_STATE_NUMBERS
 from tailrace.control.reported_cluster import ReportedCluster
+from tailrace.control.reported_instance import PHASE_NUMBERS, REQUEST_STATE_NUMBERS
 from tailrace.intra.base import IntraPolicy
-from tailrace.policy.phase_load import phase_load
-from tailrace.policy.prompts import prompts
-from tailrace.policy.when_full import WhenFull
+from tailrace.policy.phase_load import phase_load, prompts
 from tailrace.records import InstanceRecord
 from tailrace.v1 import monitor_pb2, types_pb2
 from tests.scheduler.facts import Members, instance

@@ -30,7 +30,7 @@ from tailrace.policy.ares.loads import Loads, collect
 from tailrace.policy.ares.policy import CURRENT_LOAD, OFF, VARIANCE, Ares
 from tailrace.policy.ares.rescheduling import Move, Rescheduling
 from tailrace.policy.ares.variance import change, time_weighted_variance
-from tailrace.policy.room import kv_needed_tokens
+from tailrace.policy.candidates import kv_needed_tokens
 from tests.policy.clusters import clusters
 
 HORIZONS = [HORIZON, NOW, Horizon(length=40, points=40)]

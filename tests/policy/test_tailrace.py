@@ -22,8 +22,8 @@ from tailrace.perf.measured import Measured
 from tailrace.perf.qoe_model import QoeModel
 from tailrace.perf.steps import StepModel
 from tailrace.perf.ttft import TtftPredictor
-from tailrace.policy.ledger import room_for
-from tailrace.policy.prompts import prompts
+from tailrace.policy.candidates import room_for
+from tailrace.policy.phase_load import prompts
 from tailrace.policy.registry import load
 from tailrace.policy.tailrace.costs import Costs, Longest
 from tailrace.policy.tailrace.expect import remaining_tokens

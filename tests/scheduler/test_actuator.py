@@ -11,20 +11,15 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from scheduler_svc.actuator import Actuator
-from scheduler_svc.decider import Decider
+from scheduler_svc.decisions import Decider, Traceparents
 from scheduler_svc.metrics import SchedulerMetrics
-from scheduler_svc.migrations import Migrations
-from scheduler_svc.mover import Mover
-from scheduler_svc.negotiator import Negotiator
-from scheduler_svc.recaller import Recaller
+from scheduler_svc.migrations import Migrations, Mover, Negotiator, Recaller
 from scheduler_svc.settings import Settings
-from scheduler_svc.traceparents import Traceparents
 from tailrace.actions import Action, HandBack, Migrate, SetPool
 from tailrace.cluster import ClusterView, Pool, RequestView, Stage
-from tailrace.control.active_policy import ActivePolicy
-from tailrace.control.guarded import GuardedCalls
 from tailrace.control.live import LiveControl
 from tailrace.control.reported_cluster import ReportedCluster
+from tailrace.control.runner import ActivePolicy, GuardedCalls
 from tailrace.policy.least_loaded import LeastLoaded
 from tailrace.records import PolicyRecord
 from tailrace.store.membership import Membership

@@ -5,20 +5,19 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from scheduler_svc.negotiator import Negotiator
-from scheduler_svc.refused import Refused
-from scheduler_svc.traceparents import Traceparents
+from scheduler_svc.admin.errors import Refused
+from scheduler_svc.decisions import Traceparents
+from scheduler_svc.migrations import Negotiator
 from tailrace.actions import Offer
-from tailrace.cluster import Stage
-from tailrace.control.arrivals import Incoming
-from tailrace.control.model_groups import ModelGroups
+from tailrace.cluster import Incoming, Stage
+from tailrace.control.cluster_model import ModelGroups
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.model_identity import ModelIdentity
 from tailrace.records import InstanceRecord, PolicyRecord
 from tailrace.service.channels import Channels
 from tailrace.slo import Slo
 from tests.scheduler.facts import REASONING, Members, event, instance, request, steady
-from tests.scheduler.test_decider import Scheduler
+from tests.scheduler.test_decisions import Scheduler
 
 FIRST, SECOND = ModelIdentity("t", "first", "bf16"), ModelIdentity("t", "second", "bf16")
 

@@ -7,9 +7,9 @@ import dataclasses
 import grpc
 import pytest
 
-from scheduler_svc.negotiator import CannotNegotiate, Negotiator
-from scheduler_svc.refused import Refused
-from scheduler_svc.traceparents import Traceparents
+from scheduler_svc.admin.errors import Refused
+from scheduler_svc.decisions import Traceparents
+from scheduler_svc.migrations import CannotNegotiate, Negotiator
 from tailrace.actions import Offer
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.service.channels import Channels

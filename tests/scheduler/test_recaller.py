@@ -5,8 +5,8 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from scheduler_svc.recaller import Recaller
-from scheduler_svc.refused import Refused
+from scheduler_svc.admin.errors import Refused
+from scheduler_svc.migrations import Recaller
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.service.channels import Channels
 from tailrace.service.server import Servicer, serve_grpc

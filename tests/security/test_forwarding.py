@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import grpc
 import pytest
 
-from scheduler_svc.admin.errors import AdminErrors
+from scheduler_svc.admin.errors import AdminErrors, Refused
 from scheduler_svc.admin.forward import LeaderForwarding, LeaderRoute
-from scheduler_svc.refused import Refused
 from tailrace.records import ServiceRecord
 from tailrace.security.audit import Auditing
 from tailrace.security.authority import Authority

@@ -19,13 +19,12 @@ from simulator.instance import Instance
 from simulator.records import MigrationOutcome, SimResult
 from simulator.request import SimRequest
 from simulator.run import simulate
-from tailrace.actions import Action, Offer, Place, Placement
+from tailrace.actions import Action, Offer, Place, Placement, WhenFull
 from tailrace.bid_ask import TRANSFERS
 from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestView, Stage
 from tailrace.intra.fcfs import Fcfs
 from tailrace.policy.base import Policy
 from tailrace.policy.least_loaded import LeastLoaded
-from tailrace.policy.when_full import WhenFull
 from tests.simulator.moving import Stirring
 from tests.simulator.worlds import INTRA, PROFILE, Watched, assert_empty, recount, workloads
 

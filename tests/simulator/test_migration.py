@@ -15,11 +15,10 @@ from simulator.events import NEVER
 from simulator.instance import Instance
 from simulator.records import MigrationOutcome, SimResult
 from simulator.request import SimRequest
-from tailrace.actions import Action, Migrate, Place, Placement
+from tailrace.actions import Action, Migrate, Place, Placement, WhenFull
 from tailrace.cluster import Arrival, ClusterView, RequestView, Stage
 from tailrace.intra.pascal import PascalQueue
 from tailrace.policy.base import Policy
-from tailrace.policy.when_full import WhenFull
 from tests.simulator.moving import Stirring
 from tests.simulator.worlds import INTRA, PROFILE, Watched, assert_empty, recount, workloads
 

@@ -9,6 +9,7 @@ from simulator.predictors import NoisyPredictor, OraclePredictor
 from simulator.request import SimRequest
 from simulator.run import simulate
 from simulator.setups import UnknownSetupError, predictor_for, setup_for, setup_names
+from tailrace.actions import WhenFull
 from tailrace.cluster import Pool
 from tailrace.intra.decode_first import DecodeFirst
 from tailrace.intra.fcfs import Fcfs
@@ -19,7 +20,6 @@ from tailrace.policy.arrow.policy import Arrow
 from tailrace.policy.deployment import Deployment
 from tailrace.policy.min_kv import MinKv
 from tailrace.policy.parameters import ParameterError
-from tailrace.policy.when_full import WhenFull
 from tailrace.slo import Slo
 from tests.simulator.worlds import PROFILE
 

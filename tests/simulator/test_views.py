@@ -15,13 +15,12 @@ from simulator.instance import Instance
 from simulator.reports import Report
 from simulator.request import SimRequest
 from simulator.run import simulate
-from tailrace.actions import Action, Migrate, Place, Placement
+from tailrace.actions import Action, Migrate, Place, Placement, WhenFull
 from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestView, Stage
 from tailrace.intra.fcfs import Fcfs
 from tailrace.perf.future_load import FutureLoad
 from tailrace.policy.base import Policy
 from tailrace.policy.phase_load import phase_load
-from tailrace.policy.when_full import WhenFull
 from tests.simulator.moving import Stirring
 from tests.simulator.worlds import INTRA, PROFILE, workloads
 

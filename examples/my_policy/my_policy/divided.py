@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tailrace.actions import Action, Migrate, Place, Placement, Refuse
+from tailrace.actions import Action, Migrate, Place, Placement, Refuse, WhenFull
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Pool, RequestView
 from tailrace.intra.base import IntraPolicy, JobView, Rank
 from tailrace.policy.base import Policy, Variant
 from tailrace.policy.parameters import Parameter
-from tailrace.policy.when_full import WhenFull
 
 
 class ShortestPrompt(IntraPolicy):

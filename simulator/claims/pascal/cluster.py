@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from simulator.cluster import ClusterSpec, MigrationSpec, ReportSpec
+from tailrace.actions import WhenFull
 from tailrace.intra.base import IntraPolicy
 from tailrace.intra.fcfs import Fcfs
 from tailrace.intra.pascal import PascalQueue
@@ -19,7 +20,6 @@ from tailrace.intra.round_robin import QuantumRoundRobin
 from tailrace.policy.base import Policy
 from tailrace.policy.min_kv import MinKv
 from tailrace.policy.pascal import NO_MIGRATION, NON_ADAPTIVE, Pascal
-from tailrace.policy.when_full import WhenFull
 from tailrace.profiles import load_profile
 
 INSTANCES: Final = 8

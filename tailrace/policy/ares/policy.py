@@ -26,10 +26,8 @@ from tailrace.policy.ares.dispatch import (
 from tailrace.policy.ares.loads import collect
 from tailrace.policy.ares.rescheduling import PARAMETERS, Rescheduling
 from tailrace.policy.base import Policy, Variant
-from tailrace.policy.cached import CACHE_AWARE, credit
-from tailrace.policy.candidates import NO_INSTANCE, candidates
+from tailrace.policy.candidates import CACHE_AWARE, NO_INSTANCE, candidates, credit, fits_device, with_request
 from tailrace.policy.parameters import Parameter
-from tailrace.policy.room import fits_device, with_request
 from tailrace.predictor.limits import tokens_left
 
 # How a request gets its decode instance.

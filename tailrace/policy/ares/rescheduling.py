@@ -37,8 +37,8 @@ from tailrace.cluster import Phase, RequestState, RequestView
 from tailrace.perf.horizon import Floats, expected_remaining, floats
 from tailrace.policy.ares.loads import Loads
 from tailrace.policy.ares.variance import time_weighted_variance
+from tailrace.policy.candidates import with_request
 from tailrace.policy.parameters import Parameter
-from tailrace.policy.room import with_request
 
 Indices = NDArray[np.intp]
 Mask = NDArray[np.bool_]

@@ -13,7 +13,7 @@ from tailrace.cluster import Arrival, InstanceView
 from tailrace.policy.arrow.kv_wait import KvWait
 from tailrace.policy.arrow.load import LoadModel
 from tailrace.policy.arrow.pools import Pools
-from tailrace.policy.prompts import prompts
+from tailrace.policy.phase_load import prompts
 
 
 @dataclass(frozen=True, slots=True)

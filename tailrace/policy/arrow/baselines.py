@@ -15,8 +15,8 @@ from tailrace.policy.arrow.load import LoadModel, running_tokens
 from tailrace.policy.arrow.policy import PREFILL_SHARE, PROFILE, TICK_INTERVAL
 from tailrace.policy.arrow.pools import Pools, assign
 from tailrace.policy.base import Policy, Variant
+from tailrace.policy.candidates import Ledger
 from tailrace.policy.deployment import Fact
-from tailrace.policy.ledger import Ledger
 from tailrace.policy.parameters import Parameter
 from tailrace.profiles import Profile, load_profile
 

@@ -27,9 +27,8 @@ from tailrace.policy.arrow.pools import (
     try_move_prefill_to_decode,
 )
 from tailrace.policy.base import Policy
-from tailrace.policy.cached import CACHE_AWARE
+from tailrace.policy.candidates import CACHE_AWARE, Ledger
 from tailrace.policy.deployment import Fact
-from tailrace.policy.ledger import Ledger
 from tailrace.policy.parameters import Parameter
 from tailrace.profiles import Profile, load_profile
 

@@ -14,8 +14,8 @@ from zlib import crc32
 from tailrace.actions import Action, Migrate, Offer
 from tailrace.bid_ask import TRANSFERS
 from tailrace.cluster import ClusterView, InstanceView, Phase, RequestView, Stage
+from tailrace.policy.candidates import Ledger
 from tailrace.policy.cascade.layout import active_in, earliest_stage
-from tailrace.policy.ledger import Ledger
 
 BOUNDARY = "length boundary"
 OVERLOADED = "overloaded"

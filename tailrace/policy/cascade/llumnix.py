@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from tailrace.actions import Action, Place, Placement, Refuse
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, RequestState, RequestView
 from tailrace.policy.base import Policy
-from tailrace.policy.ledger import Ledger, room_for
+from tailrace.policy.candidates import Ledger, room_for
 from tailrace.policy.parameters import Parameter
 
 

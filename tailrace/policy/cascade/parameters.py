@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.policy.cached import CACHE_AWARE
+from tailrace.policy.candidates import CACHE_AWARE
 from tailrace.policy.parameters import Parameter
 
 # Values of `handover`.

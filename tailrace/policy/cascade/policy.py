@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from tailrace.actions import Action, Place, Placement, Refuse, SetStages
+from tailrace.actions import Action, Place, Placement, Refuse, SetStages, WhenFull
 from tailrace.cluster import (
     Arrival,
     ClusterView,
@@ -18,7 +18,7 @@ from tailrace.cluster import (
 from tailrace.perf.length_penalty import FittedLengthPenalty
 from tailrace.perf.qoe_model import QoeModel
 from tailrace.policy.base import Policy, Variant
-from tailrace.policy.cached import credit
+from tailrace.policy.candidates import credit
 from tailrace.policy.cascade.handover import Handovers, Settle, by_bids, demand_tokens, in_turn
 from tailrace.policy.cascade.layout import active_in, earliest_stage, nearest_first, repaired, stage_of
 from tailrace.policy.cascade.misplaced import misplaced
@@ -47,9 +47,23 @@ from tailrace.policy.cascade.refinement import (
 )
 from tailrace.policy.cascade.traffic import Traffic
 from tailrace.policy.deployment import Fact
-from tailrace.policy.periods import periods_elapsed
-from tailrace.policy.when_full import WhenFull
 from tailrace.profiles import Profile, load_profile
+
+
+def periods_elapsed(period_s: float, last_tick_s: float | None, now_s: float) -> int:
+    """How many multiples of the period lie in (last_tick_s, now_s]; an infinite period never ends.
+
+    For work that is done once a period, from ticks that come when they come: over all ticks each multiple is
+    counted exactly once, however late a tick is.
+
+    Without a previous tick: 1, for when the work was last done is not known. A clock that was set back: 0.
+    """
+    if math.isinf(period_s):
+        return 0
+    if last_tick_s is None:
+        return 1
+    return max(0, math.floor(now_s / period_s) - math.floor(last_tick_s / period_s))
+
 
 # Of the profiles that come with Tailrace, the one of a model that the paper uses (section 6.1).
 PROFILE: Final = "llama-3.1-8b-h100"

@@ -18,8 +18,7 @@ from typing import Final
 
 from tailrace.actions import Migrate
 from tailrace.cluster import InstanceView, RequestView
-from tailrace.policy.ledger import Ledger
-from tailrace.policy.room import with_request
+from tailrace.policy.candidates import Ledger, with_request
 from tailrace.policy.tailrace.costs import AtLeast, Costs, Longest
 from tailrace.policy.tailrace.expect import remaining_tokens
 

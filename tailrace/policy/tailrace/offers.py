@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from tailrace.cluster import NOTHING_CACHED, CachedTokens, InstanceState, InstanceView
 from tailrace.intra.due import PREFILLS, nominal_s, yielded_s
 from tailrace.perf.steps import Floats, StepModel, StepTimes
-from tailrace.policy.phase_load import phase_load
-from tailrace.policy.prompts import prompts
+from tailrace.policy.phase_load import phase_load, prompts
 from tailrace.policy.tailrace.arrival import (
     OF_MANY,
     OF_ONE,

@@ -11,9 +11,8 @@ from tailrace.perf.length_penalty import FittedLengthPenalty
 from tailrace.perf.steps import NOMINAL, StepModel
 from tailrace.policy.arrow.policy import FILTER, Arrow
 from tailrace.policy.base import Policy
-from tailrace.policy.candidates import NO_INSTANCE, candidates
+from tailrace.policy.candidates import NO_INSTANCE, Ledger, candidates
 from tailrace.policy.deployment import Fact
-from tailrace.policy.ledger import Ledger
 from tailrace.policy.parameters import Parameter
 from tailrace.policy.tailrace.costs import Costs
 from tailrace.policy.tailrace.moves import Mover

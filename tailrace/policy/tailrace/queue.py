@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tailrace.intra.due import nominal_s, yielded_s
 from tailrace.perf.steps import StepModel
-from tailrace.policy.prompts import Prompt
+from tailrace.policy.phase_load import Prompt
 
 
 @dataclass(frozen=True, slots=True)

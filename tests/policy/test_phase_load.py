@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.cluster import Phase, RequestState, RequestView
-from tailrace.control.phase_counts import PhaseCounts
-from tailrace.policy.phase_load import phase_load
+from tailrace.policy.phase_load import PhaseCounts, phase_load
 
 requests = st.builds(
     RequestView,

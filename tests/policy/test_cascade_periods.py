@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.policy.periods import periods_elapsed
+from tailrace.policy.cascade.policy import periods_elapsed
 from tests.policy.fleets import quick
 
 # Seconds since the epoch are as good as seconds since the start.

@@ -11,19 +11,15 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from scheduler_svc.actuator import without_swaps
-from scheduler_svc.decider import Decider
+from scheduler_svc.decisions import Decider, Placer
 from scheduler_svc.drainer import Drainer
 from scheduler_svc.metrics import SchedulerMetrics
-from scheduler_svc.placer import Placer
-from tailrace.actions import Action, Migrate, Place, Placement, Refuse, SetPool
-from tailrace.cluster import Arrival, ClusterView, Pool, RequestView, Stage
-from tailrace.control.active_policy import ActivePolicy
-from tailrace.control.arrivals import Incoming
-from tailrace.control.guarded import GuardedCalls
+from tailrace.actions import Action, Migrate, Place, Placement, Refuse, SetPool, WhenFull
+from tailrace.cluster import Arrival, ClusterView, Incoming, Pool, RequestView, Stage
 from tailrace.control.live import LiveControl
 from tailrace.control.reported_cluster import ReportedCluster
+from tailrace.control.runner import ActivePolicy, GuardedCalls
 from tailrace.policy.base import Policy
-from tailrace.policy.when_full import WhenFull
 from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
 from tailrace.v1 import types_pb2

@@ -1,4 +1,4 @@
-"""Have a worker measure its engine."""
+"""Calls of the admin API that another service answers: traces by monitors, measurements by workers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,35 @@ from typing import Final
 
 import grpc
 
-from scheduler_svc.refused import Refused
+from scheduler_svc.admin.errors import Refused
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
+from tailrace.service.preferred import preferred
 from tailrace.store.membership import Membership
 from tailrace.v1 import admin_pb2, profile_pb2
+from tailrace.v1.monitor_pb2_grpc import MonitorStub
 from tailrace.v1.worker_pb2_grpc import WorkerStub
+
+_KIND: Final = "monitor"
+_DEADLINE_S: Final = 3.0
+
+
+async def fetch_trace(
+    members: Membership, channels: Channels, request: admin_pb2.GetTraceRequest
+) -> admin_pb2.GetTraceReply:
+    """From the first monitor, the leader before the others, that has it. Raises Refused."""
+    refused = Refused(grpc.StatusCode.UNAVAILABLE, "no monitor is registered")
+    for monitor in preferred(members, _KIND):
+        try:
+            return await MonitorStub(channels.get(monitor.address, Role.MONITOR)).GetTrace(
+                request, timeout=_DEADLINE_S
+            )
+        except grpc.aio.AioRpcError as error:
+            # That one monitor does not have it says more than that another does not answer.
+            if refused.code is not grpc.StatusCode.NOT_FOUND:
+                refused = Refused(error.code(), error.details() or error.code().name)
+    raise refused
+
 
 # The worker's own default; what it takes besides measuring.
 _BUDGET_S: Final = 60.0

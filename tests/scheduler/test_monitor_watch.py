@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_svc.merged_reports import MergedReports
+from scheduler_svc.monitor_watch import MergedReports
 from tailrace.v1 import monitor_pb2
 
 

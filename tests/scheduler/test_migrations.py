@@ -9,11 +9,10 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from scheduler_svc.admin.errors import Refused
+from scheduler_svc.decisions import Traceparents
 from scheduler_svc.drainer import Drainer
-from scheduler_svc.migrations import Migrations
-from scheduler_svc.mover import Mover
-from scheduler_svc.refused import Refused
-from scheduler_svc.traceparents import Traceparents
+from scheduler_svc.migrations import Migrations, Mover
 from tailrace.actions import Migrate
 from tailrace.cluster import RequestView
 from tailrace.control.reported_cluster import ReportedCluster
@@ -22,7 +21,7 @@ from tailrace.model_identity import ModelIdentity
 from tailrace.records import InstanceRecord
 from tailrace.service.channels import Channels
 from tests.scheduler.facts import Members, instance, request, steady
-from tests.scheduler.test_decider import Scheduler
+from tests.scheduler.test_decisions import Scheduler
 
 MODEL = ModelIdentity("text", "weights", "bf16")
 

@@ -1,0 +1,110 @@
+"""What an operator names and sets, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
+
+import grpc
+
+from scheduler_svc.admin.errors import Refused
+from tailrace.cluster import RequestView, Stage
+from tailrace.control.reported_cluster import ReportedCluster
+from tailrace.policy.parameters import ParameterError, Value, format_value
+from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, all_parameters, load
+from tailrace.records import PolicyRecord
+from tailrace.slo import Slo
+from tailrace.v1 import admin_pb2, types_pb2
+
+_SHOWN: Final = 3
+
+
+def find_request(state: ReportedCluster, text: str) -> RequestView:
+    """The one running request with this id, or the only one whose id has this part.
+
+    Raises Refused: INVALID_ARGUMENT for an empty or ambiguous text, NOT_FOUND.
+    """
+    if not text:
+        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "request_id: must not be empty")
+    exact = state.request(text)
+    if exact is not None:
+        return exact
+    matches = sorted((r for r in state.requests() if text in r.request_id), key=lambda r: r.request_id)
+    if not matches:
+        raise Refused(grpc.StatusCode.NOT_FOUND, f"request_id: no running request {text!r}")
+    if len(matches) > 1:
+        more = f" and {len(matches) - _SHOWN} more" if len(matches) > _SHOWN else ""
+        shown = ", ".join(r.request_id for r in matches[:_SHOWN])
+        raise Refused(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            f"request_id: {text!r} is part of several request ids: {shown}{more}",
+        )
+    return matches[0]
+
+
+def check_instance(state: ReportedCluster, field: str, instance_id: str) -> None:
+    """Whether there is such an instance. Raises Refused: INVALID_ARGUMENT, NOT_FOUND."""
+    if not instance_id:
+        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: must not be empty")
+    if state.tracked(instance_id) is None:
+        known = ", ".join(state.view().instances) or "none"
+        raise Refused(grpc.StatusCode.NOT_FOUND, f"{field}: no instance {instance_id!r}; there are: {known}")
+
+
+def check_drained(state: ReportedCluster, drained: Collection[str], instance_id: str) -> None:
+    """Whether there is such an instance, or a drain of one that is gone. Raises Refused as check_instance."""
+    if instance_id in drained:
+        return
+    try:
+        check_instance(state, "instance_id", instance_id)
+    except Refused as error:
+        named = ", ".join(sorted(drained)) or "none"
+        raise Refused(error.code, f"{error.details}; drained: {named}") from error
+
+
+def policy_record(request: admin_pb2.SetPolicyRequest, slo: Slo) -> PolicyRecord:
+    """What is to be stored: a policy that can be had, with the given parameters in their types.
+
+    Raises Refused.
+    """
+    try:
+        load(request.name, parameters=dict(request.parameters), slo=slo)
+        values = all_parameters(request.name, dict(request.parameters))
+    except UnknownPolicyError as error:
+        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"name: {error}") from error
+    except UnusablePolicyError as error:
+        raise Refused(grpc.StatusCode.FAILED_PRECONDITION, f"name: {error}") from error
+    except ParameterError as error:
+        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"parameters: {error}") from error
+    return PolicyRecord(name=request.name, parameters={name: values[name] for name in request.parameters})
+
+
+def parameter_words(parameters: Mapping[str, Value]) -> dict[str, str]:
+    """As a user types them."""
+    return {name: format_value(value) for name, value in parameters.items()}
+
+
+def read_stages(state: ReportedCluster, messages: Sequence[types_pb2.Stage]) -> tuple[Stage, ...]:
+    """Ranges that follow each other without overlap, each with known instances; [] takes stages away.
+
+    Raises Refused, naming the field.
+    """
+    stages: list[Stage] = []
+    for number, message in enumerate(messages):
+        field = f"stages[{number}]"
+        if message.lo >= message.hi:
+            raise _invalid(f"{field}.hi: {message.hi} must be greater than lo, {message.lo}")
+        if stages and message.lo < stages[-1].hi:
+            raise _invalid(
+                f"{field}.lo: {message.lo} lies in the stage before, which ends at {stages[-1].hi}"
+            )
+        if not message.instance_ids:
+            raise _invalid(f"{field}.instance_ids: must not be empty")
+        for instance_id in message.instance_ids:
+            check_instance(state, f"{field}.instance_ids", instance_id)
+        stages.append(Stage(message.lo, message.hi, tuple(message.instance_ids)))
+    return tuple(stages)
+
+
+def _invalid(details: str) -> Refused:
+    return Refused(grpc.StatusCode.INVALID_ARGUMENT, details)

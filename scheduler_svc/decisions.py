@@ -1,0 +1,214 @@
+"""What the scheduler decides on: arrivals, whoever leads; reports and ticks, while it leads."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import Final
+
+import grpc
+from opentelemetry.trace import Tracer
+
+from scheduler_svc.metrics import SchedulerMetrics
+from tailrace.actions import Refuse
+from tailrace.cluster import Incoming
+from tailrace.control.live import LiveControl
+from tailrace.control.runner import Moment
+from tailrace.telemetry import attributes
+from tailrace.telemetry.tracing import Tracing, record_span
+from tailrace.v1 import monitor_pb2, scheduler_pb2, scheduler_pb2_grpc
+
+_MAX: Final = 20_000
+
+
+class Traceparents:
+    """By request id, the last so many."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, str] = OrderedDict()
+
+    def note(self, request_id: str, traceparent: str) -> None:
+        """Remember; the empty one is none."""
+        if not traceparent:
+            return
+        self._known[request_id] = traceparent
+        if len(self._known) > _MAX:
+            self._known.popitem(last=False)
+
+    def get(self, request_id: str) -> str:
+        """The traceparent, or "" when none is known."""
+        return self._known.get(request_id, "")
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """`instance_id` is empty exactly when `refusal` is not. `seconds` is what deciding took."""
+
+    instance_id: str
+    policy: str
+    refusal: str
+    seconds: float
+    # Of the request, that the instance is known to hold, what is to come included.
+    cached_tokens: int = 0
+    # The instance that has the KV to be fetched, its worker's address, and how many tokens it has.
+    pull_from: str = ""
+    pull_address: str = ""
+    pull_tokens: int = 0
+
+
+class Placer:
+    """Times and counts placements."""
+
+    def __init__(self, control: LiveControl, metrics: SchedulerMetrics) -> None:
+        self._control = control
+        self._metrics = metrics
+
+    def place(self, incoming: Incoming) -> Decision:
+        """Decide, and count the placement in. Waits for no I/O: works on the last known state."""
+        began_s = time.perf_counter()
+        policy = self._control.active.name
+        arrival, placement = self._control.arrived(incoming, Moment(time.monotonic(), time.time()))
+        seconds = time.perf_counter() - began_s
+        if isinstance(placement, Refuse):
+            self._metrics.refusals.inc()
+            return Decision("", policy, placement.reason or "refused", seconds)
+        self._metrics.placements.labels(policy, placement.instance_id).inc()
+        cached = arrival.found_tokens(placement.instance_id, placement.pull_from)
+        self._metrics.placed_tokens.inc(arrival.context_tokens)
+        self._metrics.placed_cached_tokens.inc(cached)
+        decision = Decision(placement.instance_id, policy, "", seconds, cached)
+        holder = self._control.model.tracked(placement.pull_from) if placement.pull_from else None
+        if holder is None:
+            return decision
+        self._metrics.pulls.inc()
+        return replace(
+            decision,
+            pull_from=placement.pull_from,
+            pull_address=holder.record.address,
+            pull_tokens=arrival.told_tokens(placement.pull_from),
+        )
+
+
+_NOTHING_EXCLUDED: Final[frozenset[str]] = frozenset()
+
+
+class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
+    """Served by leader and standby alike: placing needs the last known state, not leadership."""
+
+    def __init__(self, placer: Placer, traceparents: Traceparents, tracing: Tracing) -> None:
+        self._placer = placer
+        self._traceparents = traceparents
+        self._tracing = tracing
+        self._tracer: Tracer = tracing.tracer("scheduler")
+
+    async def Place(
+        self,
+        request: scheduler_pb2.PlaceRequest,
+        context: grpc.aio.ServicerContext[scheduler_pb2.PlaceRequest, scheduler_pb2.PlaceReply],
+    ) -> scheduler_pb2.PlaceReply:
+        """An instance, or a refusal."""
+        if not request.request_id:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "request_id: must not be empty")
+        return self._place(request)
+
+    async def PlaceMany(
+        self,
+        request: scheduler_pb2.PlaceManyRequest,
+        context: grpc.aio.ServicerContext[scheduler_pb2.PlaceManyRequest, scheduler_pb2.PlaceManyReply],
+    ) -> scheduler_pb2.PlaceManyReply:
+        """An instance or a refusal for each."""
+        for number, each in enumerate(request.requests):
+            if not each.request_id:
+                await context.abort(
+                    grpc.StatusCode.INVALID_ARGUMENT, f"requests[{number}].request_id: must not be empty"
+                )
+        return scheduler_pb2.PlaceManyReply(replies=[self._place(each) for each in request.requests])
+
+    def _place(self, request: scheduler_pb2.PlaceRequest) -> scheduler_pb2.PlaceReply:
+        excluded = request.excluded_instance_ids
+        decision = self._placer.place(
+            Incoming(
+                request.request_id,
+                request.frontend_id,
+                request.prompt_tokens,
+                request.output_tokens,
+                request.max_tokens,
+                frozenset(excluded) if excluded else _NOTHING_EXCLUDED,
+                request.model,
+                tuple(request.block_names),
+                request.block_tokens,
+                request.session_id,
+            )
+        )
+        self._traceparents.note(request.request_id, request.traceparent)
+        if self._tracing.continues(request.traceparent):
+            self._trace(request, decision)
+        return scheduler_pb2.PlaceReply(
+            instance_id=decision.instance_id,
+            policy=decision.policy,
+            refusal=decision.refusal,
+            decided_us=decision.seconds * 1e6,
+            cached_tokens=decision.cached_tokens,
+            pull_from_instance_id=decision.pull_from,
+            pull_address=decision.pull_address,
+            pull_tokens=decision.pull_tokens,
+        )
+
+    def _trace(self, request: scheduler_pb2.PlaceRequest, decision: Decision) -> None:
+        end_ns = time.time_ns()
+        record_span(
+            self._tracer,
+            "place",
+            request.traceparent,
+            end_ns - int(decision.seconds * 1e9),
+            end_ns,
+            attributes={
+                attributes.REQUEST_ID: request.request_id,
+                attributes.INSTANCE: decision.instance_id,
+                attributes.POLICY: decision.policy,
+                attributes.PROMPT_TOKENS: request.prompt_tokens,
+                attributes.CACHED_TOKENS: decision.cached_tokens,
+                attributes.PULL_HOLDER: decision.pull_from,
+            },
+            error=decision.refusal,
+        )
+
+
+# How soon a policy with another tick, set meanwhile, is noticed.
+_POLL_S: Final = 1.0
+
+
+class Decider:
+    """The clock, and whether this scheduler leads."""
+
+    def __init__(self, control: LiveControl, leading: asyncio.Event) -> None:
+        self._control = control
+        self._leading = leading
+
+    def take(self, report: monitor_pb2.WorkerReport, now_s: float) -> None:
+        """Apply a report and decide on what it tells."""
+        self._control.reported(report, Moment(now_s, time.time()), deciding=self._leading.is_set())
+
+    async def run_ticks(self) -> None:
+        """Call on_tick as often as the policy wants, while leading; until cancelled."""
+        ticked_s = time.monotonic()
+        while True:
+            if not self._leading.is_set():
+                self._control.forget_ticks()
+                await self._leading.wait()
+            interval_s = self._control.active.policy.tick_interval_s
+            if interval_s is None:
+                await asyncio.sleep(_POLL_S)
+                continue
+            left_s = ticked_s + interval_s - time.monotonic()
+            if left_s > 0:
+                await asyncio.sleep(min(left_s, _POLL_S))
+                continue
+            ticked_s = time.monotonic()
+            self.tick()
+
+    def tick(self) -> None:
+        """One tick."""
+        self._control.tick(Moment(time.monotonic(), time.time()))
