@@ -14,6 +14,8 @@ pytestmark = pytest.mark.vllm
 # Only the platforms' detection is taken away, in a process of its own; everything else is vLLM's.
 _SCRIPT = """
 import sys
+# Without its platform, vLLM for CPUs takes the build of its kernels for AVX-512, which not every CPU has.
+sys.modules["vllm._C"] = None
 import vllm.platforms
 vllm.platforms.builtin_platform_plugins.clear()
 from frontend_svc.api_server.device import require_no_device
