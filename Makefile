@@ -10,6 +10,9 @@ VERSION ?= 0.31.0
 PYTHON := .venv/bin/python
 TAILRACE := .venv/bin/tailrace
 
+# The tests start hundreds of processes: without bytecode, each compiles our modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install up down test mutants test-features test-models test-vllm test-ranks lint format protos sbom bundle check-gpu docs soak bench-stream bench-transfer bench-swap \
 	bench-scale \

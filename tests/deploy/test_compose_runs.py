@@ -48,7 +48,7 @@ class Cluster:
                 if condition == "service_healthy":
                     self.wait_healthy(other)
             log = self._folder / f"{name}.log"
-            self.processes[name] = Process(name, service.command, log, service.environment)
+            self.processes[name] = Process.launch(name, service.command, log, service.environment)
         for name in self.services:
             self.wait_healthy(name)
 

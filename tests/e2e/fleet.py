@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import grpc
@@ -34,14 +34,14 @@ class Fleet:
         self._etcd_port = free_port()
         # How often each fault point had been announced when last waited for.
         self._held: dict[str, int] = {}
-        self._commands: dict[str, tuple[Sequence[str], Mapping[str, str]]] = {}
+        self._launches: dict[str, Callable[[], Process]] = {}
 
     # ---- starting
 
     def start_etcd(self) -> Process:
         """Start (or start again, on the same data) etcd."""
         command = etcd_command(self.root / "etcd", self._etcd_port)
-        process = self._start("etcd", command, {})
+        process = self._start("etcd", lambda: Process.launch("etcd", command, self.root / "etcd.log", {}))
         wait_until(lambda: _etcd_answers(self._etcd_port), "etcd", 30)
         return process
 
@@ -110,7 +110,7 @@ class Fleet:
         self, name: str, kind: str, port: int, arguments: Sequence[str], env: Mapping[str, str]
     ) -> Process:
         self.metrics_ports[name] = free_port()
-        command = tailrace(
+        command = [
             "serve",
             kind,
             "--etcd",
@@ -120,14 +120,16 @@ class Fleet:
             "--metrics",
             f"127.0.0.1:{self.metrics_ports[name]}",
             *arguments,
-        )
-        return self._start(name, command, env)
+        ]
+        log = self.root / f"{name}.log"
+        if self.engine == "vllm" and kind == "worker":
+            return self._start(name, lambda: Process.fork_tailrace(name, command, log, env))
+        return self._start(name, lambda: Process.launch(name, tailrace(*command), log, env))
 
-    def _start(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> Process:
-        process = Process(name, command, self.root / f"{name}.log", env)
-        self.processes[name] = process
-        self._commands[name] = (command, env)
-        return process
+    def _start(self, name: str, launch: Callable[[], Process]) -> Process:
+        self._launches[name] = launch
+        self.processes[name] = launch()
+        return self.processes[name]
 
     def mend(self, timeout_s: float = 180) -> None:
         """Start again, as it was, whatever has ended; thaw whatever was frozen."""
@@ -136,7 +138,7 @@ class Fleet:
             if process.alive:
                 process.thaw()
         for name in ended:
-            self._start(name, *self._commands[name])
+            self._start(name, self._launches[name])
         for name in ended:
             if name != "etcd":
                 self.wait_healthy(name, timeout_s)

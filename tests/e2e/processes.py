@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tailrace.local.ports import free_ports
+from tests.e2e.forked import ForkedCommand
 
 
 def free_port() -> int:
@@ -31,11 +32,16 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0
 class Process:
     """One child process. Its output goes to a file, so that it never blocks on a pipe."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
+    def __init__(self, name: str, child: subprocess.Popen[bytes] | ForkedCommand, log: Path) -> None:
         self.name = name
         self.log = log
+        self._child = child
+
+    @classmethod
+    def launch(cls, name: str, command: Sequence[str], log: Path, env: Mapping[str, str]) -> Process:
+        """Run a command."""
         with log.open("ab") as out:
-            self._popen = subprocess.Popen(
+            child = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -44,16 +50,22 @@ class Process:
                 # A group of its own: killing it takes its children along.
                 start_new_session=True,
             )
+        return cls(name, child, log)
+
+    @classmethod
+    def fork_tailrace(cls, name: str, arguments: Sequence[str], log: Path, env: Mapping[str, str]) -> Process:
+        """Run `tailrace` with these arguments, with vLLM imported already."""
+        return cls(name, ForkedCommand(arguments, log, env), log)
 
     @property
     def pid(self) -> int:
         """Process id."""
-        return self._popen.pid
+        return self._child.pid
 
     @property
     def alive(self) -> bool:
         """Whether it has not ended."""
-        return self._popen.poll() is None
+        return self._child.poll() is None
 
     def text(self) -> str:
         """Its log so far."""
@@ -68,7 +80,7 @@ class Process:
             if found := compiled.search(self.text()):
                 return found
             if not alive:
-                raise RuntimeError(f"{self.name} ended ({self._popen.returncode}):\n{self.text()[-3000:]}")
+                raise RuntimeError(f"{self.name} ended ({self._child.returncode}):\n{self.text()[-3000:]}")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self.name} did not log {pattern!r}:\n{self.text()[-3000:]}")
             time.sleep(0.02)
@@ -77,12 +89,16 @@ class Process:
         """kill -9, children included."""
         if self.alive:
             os.killpg(self.pid, signal.SIGKILL)
-            self._popen.wait(timeout=10)
+            self._child.wait(timeout=10)
 
     def freeze(self) -> None:
         """SIGSTOP: it hangs without dying. It has stopped when this returns."""
         os.killpg(self.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        wait_until(lambda: not self.alive or self._stopped(), f"{self.name} to stop", 10)
+
+    def _stopped(self) -> bool:
+        tasks = Path(f"/proc/{self.pid}/task").glob("*/stat")
+        return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
 
     def thaw(self) -> None:
         """SIGCONT."""
@@ -92,12 +108,14 @@ class Process:
         """SIGTERM, then kill -9 after the timeout; the exit code."""
         if self.alive:
             os.killpg(self.pid, signal.SIGCONT)
-            self._popen.terminate()
+            self._child.terminate()
             try:
-                self._popen.wait(timeout=timeout_s)
+                self._child.wait(timeout=timeout_s)
             except subprocess.TimeoutExpired:
                 self.kill()
-        return int(self._popen.returncode)
+        code = self._child.returncode
+        assert code is not None
+        return int(code)
 
 
 def tailrace(*arguments: str) -> list[str]:
