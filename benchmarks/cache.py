@@ -229,9 +229,14 @@ class Plan:
             Progress(console=console, transient=True) as progress,
         ):
             task = progress.add_task("simulating", total=len(cases), completed=len(cases) - len(left))
-            for done in as_completed([pool.submit(measure, case, self.traces) for case in left]):
-                finished.add(done.result())
-                progress.advance(task)
+            try:
+                for done in as_completed([pool.submit(measure, case, self.traces) for case in left]):
+                    finished.add(done.result())
+                    progress.advance(task)
+            except BaseException:
+                # Else all others are simulated first, for nobody.
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
         order = {name: place for place, name in enumerate(self.contestants)}
         cases.sort(key=lambda case: (self.workloads.index(case.workload), case.share, order[case.contestant]))
         return [outcome(case) for case in cases]

@@ -422,6 +422,11 @@ class Instance:
         preempted = False
         if self.waiting or batch.blocks.used + self._other_blocks > self.total_blocks:
             stall_s, preempted = self._allocate(now)
+            short = preempted
+            # What they shared with others is not free: more have to go.
+            while short and batch.blocks.used + self._other_blocks > self.total_blocks:
+                more_s, short = self._allocate(now)
+                stall_s += more_s
             if preempted:
                 most = 1
             elif self.waiting and self._intra.preemptive:

@@ -14,16 +14,20 @@ from simulator.cluster import ClusterSpec, LinkSpec
 from simulator.prefix_cache import PrefixCache
 from simulator.records import RequestRecord
 from simulator.request import SimRequest
+from simulator.setups import setup_for
 from simulator.simulation import Simulation
+from simulator.workloads.generators import SESSIONS
 from tailrace.actions import Place, Placement
 from tailrace.cluster import Arrival, ClusterView
 from tailrace.intra.fcfs import Fcfs
 from tailrace.policy.base import Policy
+from tailrace.policy.deployment import Deployment
 from tailrace.policy.least_loaded import LeastLoaded
 from tailrace.policy.prefix_affinity import PrefixAffinity
 from tailrace.policy.session import Session
 from tailrace.policy.tailrace.policy import Tailrace
 from tailrace.profiles import load_profile
+from tailrace.slo import Slo
 
 PROFILE = load_profile("llama-3.1-8b-h100")
 UNIT = 64
@@ -127,6 +131,30 @@ def test_what_was_evicted_meanwhile_is_computed() -> None:
     records = {record.request_id: record for record in simulation.run(None).requests}
     assert [pull.tokens for pull in simulation.pulls.records] == [0]
     assert records["again"].cached_tokens == 0 and records["again"].finish_s is not None
+
+
+@pytest.mark.parametrize("policy", ["pascal", "tailrace"])
+def test_preempting_those_that_share_blocks_makes_the_room_that_there_is(policy: str) -> None:
+    """Of a victim's blocks only those are free that nobody else holds: the steps go on with what fits."""
+    requests = SESSIONS["agent_sessions"].requests(100, 8.0, 1)
+    setup = setup_for(policy)
+    limits = {"prefix_caching": True, "kv_capacity_tokens": 40_000, "host_kv_bytes": 0}
+    spec = setup.apply(ClusterSpec.uniform(1, PROFILE, **limits))
+    deployment = Deployment(Slo(5.0, 0.1), PROFILE)
+    intra = setup.intra(deployment.slo)
+    simulation = Simulation(spec, requests, setup.policy(deployment), intra, seed=0, sample_interval_s=None)
+    (instance,) = simulation.instances
+    begin = instance._begin
+
+    def checked(now: float) -> None:
+        begin(now)
+        assert instance.used_blocks_at(instance.boundary) <= instance.total_blocks
+        assert instance._run.steps >= 0
+
+    instance._begin = checked  # type: ignore[method-assign]
+    records = simulation.run(None).requests
+    assert len(records) == 100 and all(record.finish_s is not None for record in records)
+    assert sum(r.preemptions_swapped + r.preemptions_recomputed for r in records) > 0
 
 
 def test_without_names_or_unasked_nothing_is_kept() -> None:
