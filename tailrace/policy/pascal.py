@@ -39,9 +39,12 @@ from tailrace.policy.candidates import (
     fits_host,
     footprint_tokens,
 )
+from tailrace.policy.deployment import Fact
 from tailrace.policy.min_kv import QUEUED_WEIGHT
 from tailrace.policy.parameters import Parameter
 from tailrace.policy.phase_load import phase_load
+from tailrace.policy.pulling import PULLS, pulling
+from tailrace.profiles import Profile
 
 # Values of the parameter `migration`.
 ADAPTIVE: Final = "adaptive"
@@ -52,6 +55,7 @@ NEVER: Final = "never"
 class Pascal(Policy):
     """Reason where the KV footprint is smallest, answer where the fewest reason, move where memory allows."""
 
+    needs = (Fact.PROFILE,)
     parameters = (
         Parameter(
             "migration",
@@ -72,6 +76,7 @@ class Pascal(Policy):
         ),
         QUEUED_WEIGHT,
         CACHE_AWARE,
+        PULLS,
         QUANTUM,
         Parameter(
             "growth_tokens",
@@ -97,6 +102,8 @@ class Pascal(Policy):
         quantum_tokens: int = QUANTUM_TOKENS,
         growth_tokens: int = QUANTUM_TOKENS,
         cache_aware: bool = False,
+        pulls: bool = False,
+        profile: Profile | None = None,
     ) -> None:
         """The module's docstring has the reasons; `quantum_tokens` (section V-A) says what "fresh" is."""
         if quantum_tokens < 1:
@@ -107,6 +114,7 @@ class Pascal(Policy):
         self.quantum_tokens = quantum_tokens
         self.growth_tokens = growth_tokens
         self.cache_aware = cache_aware
+        self.pull = pulling(profile, pulls)
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         """Algorithm 1."""
@@ -118,7 +126,8 @@ class Pascal(Policy):
         meeting = [i for i in instances if load_of(i).least_pacer_slack_tokens > behind]  # line 3
         eligible = meeting or instances  # lines 4-6
         held, footprint = credit(arrival, self.cache_aware), self.footprint
-        return Place(min(eligible, key=lambda i: footprint(i) - held(i)).instance_id)  # line 7
+        chosen = min(eligible, key=lambda i: footprint(i) - held(i))  # line 7
+        return self.pull(view, arrival, Place(chosen.instance_id))
 
     def load_of(self, instance: InstanceView) -> PhaseLoad:
         """r_i, a_i and the slack that decides t_i."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tailrace.actions import Place, Placement
 from tailrace.cluster import Arrival, ClusterView
 from tailrace.policy.base import Policy
 from tailrace.policy.candidates import NO_INSTANCE, candidates
+from tailrace.policy.deployment import Fact
 from tailrace.policy.parameters import Parameter
+from tailrace.policy.pulling import PULLS, pulling
+from tailrace.profiles import Profile
 
 
 class PrefixAffinity(Policy):
@@ -19,6 +24,7 @@ class PrefixAffinity(Policy):
     held against the queue and the KV in use.
     """
 
+    needs = (Fact.PROFILE,)
     parameters = (
         Parameter(
             "overlap_weight",
@@ -28,11 +34,15 @@ class PrefixAffinity(Policy):
             source="Dynamo's kv_overlap_score_weight",
             minimum=0.0,
         ),
+        replace(PULLS, source="false: Dynamo's router; true: ours"),
     )
     summary = "each arrival where most of its prefix is, less load, as Dynamo's and llm-d's routers have it"
 
-    def __init__(self, *, overlap_weight: float = 1.0) -> None:
+    def __init__(
+        self, *, overlap_weight: float = 1.0, pulls: bool = False, profile: Profile | None = None
+    ) -> None:
         self.overlap_weight = overlap_weight
+        self.pull = pulling(profile, pulls)
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         """The least cost; then the fewest requests; the first of equals."""
@@ -49,4 +59,4 @@ class PrefixAffinity(Policy):
                 i.load,
             ),
         )
-        return Place(chosen.instance_id)
+        return self.pull(view, arrival, Place(chosen.instance_id))

@@ -61,6 +61,36 @@ def test_of_equals_the_one_with_the_prefix_gets_it(policy: Policy, count: int) -
         assert isinstance(placement, Place) and placement.instance_id == where
 
 
+@pytest.mark.parametrize("kind", [*PAPERS, PrefixAffinity])
+@given(view=fleets(all_active=True, least=2), tokens=st.integers(1, 20_000), where=st.sampled_from(NAMES[:2]))
+@quick
+def test_a_pull_changes_no_place_and_comes_from_whoever_has_more(
+    kind: type[Policy], view: ClusterView, tokens: int, where: str
+) -> None:
+    told = arrival(tokens, cached={where: CachedTokens(tokens // 2, tokens // 2, tokens // 2)})
+    without = kind().place(view, told, 1.0)
+    pulling = kind(pulls=True).place(view, told, 1.0)  # type: ignore[call-arg]
+    assert isinstance(without, Place) and isinstance(pulling, Place)
+    assert without.pull_from == ""
+    assert replace(pulling, pull_from="") == without
+    assert pulling.pull_from in ("", where) and pulling.pull_from != pulling.instance_id
+
+
+@pytest.mark.parametrize("kind", [*PAPERS, PrefixAffinity])
+@pytest.mark.parametrize(("rate", "pull_from"), [(None, "w1"), (1e6, "w1"), (1e3, "")])
+def test_a_pull_is_asked_for_where_it_is_quicker(
+    kind: type[Policy], rate: float | None, pull_from: str
+) -> None:
+    """16,000 tokens take half a second to compute; the other one has a queue of seconds."""
+    busy = replace(instance("w1"), waiting=9, prefill_backlog_tokens=400_000, kv_used_tokens=400_000)
+    view = cluster(replace(instance("w0"), migration_tokens_per_s=rate), busy)
+    told = arrival(16_500, cached={"w1": CachedTokens(16_000, 16_000, 16_000)})
+    assert kind(pulls=True).place(view, told, 1.0) == Place("w0", pull_from=pull_from)  # type: ignore[call-arg]
+    # What was placed there a moment ago is not there yet.
+    coming = arrival(16_500, cached=held("w1", 16_000))
+    assert kind(pulls=True).place(view, coming, 1.0) == Place("w0")  # type: ignore[call-arg]
+
+
 @given(fleets(all_active=True, least=1), st.integers(1, 20_000), st.integers(0, 2**32))
 @quick
 def test_few_and_many_instances_are_told_alike(view: ClusterView, tokens: int, seed: int) -> None:

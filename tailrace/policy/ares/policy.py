@@ -27,8 +27,11 @@ from tailrace.policy.ares.loads import collect
 from tailrace.policy.ares.rescheduling import PARAMETERS, Rescheduling
 from tailrace.policy.base import Policy, Variant
 from tailrace.policy.candidates import CACHE_AWARE, NO_INSTANCE, candidates, credit, fits_device, with_request
+from tailrace.policy.deployment import Fact
 from tailrace.policy.parameters import Parameter
+from tailrace.policy.pulling import PULLS, pulling
 from tailrace.predictor.limits import tokens_left
+from tailrace.profiles import Profile
 
 # How a request gets its decode instance.
 KV_LOAD: Final = "kv_load"
@@ -42,6 +45,7 @@ OFF: Final = "off"
 class Ares(Policy):
     """Rescheduling by current and predicted load."""
 
+    needs = (Fact.PROFILE,)
     parameters: ClassVar[tuple[Parameter, ...]] = (
         Parameter(
             "rescheduling",
@@ -61,6 +65,7 @@ class Ares(Policy):
             choices=(KV_LOAD, VARIANCE),
         ),
         CACHE_AWARE,
+        PULLS,
         Parameter(
             "migrations_per_tick",
             int,
@@ -112,6 +117,8 @@ class Ares(Policy):
         dispatch: str = KV_LOAD,
         migrations_per_tick: int = 1,
         cache_aware: bool = False,
+        pulls: bool = False,
+        profile: Profile | None = None,
         **limits: float,
     ) -> None:
         """`limits`: keyword arguments of `Rescheduling`.
@@ -124,6 +131,7 @@ class Ares(Policy):
         self.predictions = rescheduling == PREDICTED_LOAD
         self.dispatch = dispatch
         self.cache_aware = cache_aware
+        self.pull = pulling(profile, pulls)
         self.migrations_per_tick = migrations_per_tick
         horizon = Horizon(horizon_tokens, horizon_points, horizon_end_weight)
         self.horizon = horizon if self.predictions else NOW
@@ -136,13 +144,13 @@ class Ares(Policy):
         prefilling = prefillers(instances)
         held = credit(arrival, self.cache_aware)
         if prefilling:
-            return Place(least_backlog(prefilling, held).instance_id)
+            return self.pull(view, arrival, Place(least_backlog(prefilling, held).instance_id))
         tokens = arrival.prompt_tokens + arrival.output_tokens
         left = tokens_left(arrival.prompt_tokens, arrival.output_tokens, arrival.max_tokens)
         usable = decoders(instances) or instances
         if self.cache_aware and arrival.cached:
             usable = [replace(i, kv_used_tokens=i.kv_used_tokens - held(i)) for i in usable]
-        return Place(self.choose(usable, tokens, left).instance_id)
+        return self.pull(view, arrival, Place(self.choose(usable, tokens, left).instance_id))
 
     def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
         """To decode, from an instance that only prefills. No room anywhere: a tick will try again."""

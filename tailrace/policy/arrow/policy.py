@@ -30,6 +30,7 @@ from tailrace.policy.base import Policy
 from tailrace.policy.candidates import CACHE_AWARE, Ledger
 from tailrace.policy.deployment import Fact
 from tailrace.policy.parameters import Parameter
+from tailrace.policy.pulling import PULLS, pulling
 from tailrace.profiles import Profile, load_profile
 
 # The paper's model (section 7.1) on the GPU nearest to its H800 that there is a profile of.
@@ -141,6 +142,7 @@ class Arrow(Policy):
             maximum=1.0,
         ),
         CACHE_AWARE,
+        PULLS,
     )
     batch_order = "decode_first"
     prefill_share: float
@@ -160,6 +162,7 @@ class Arrow(Policy):
         flips: str = PAPER,
         flip_gain: float = 0.05,
         cache_aware: bool = False,
+        pulls: bool = False,
     ) -> None:
         profile = profile if profile is not None else load_profile(PROFILE)
         self.ttft_slo_s = ttft_slo_s
@@ -169,6 +172,7 @@ class Arrow(Policy):
         self.kv_wait = kv_wait
         self.flips = flips
         self.cache_aware = cache_aware
+        self.pull = pulling(profile, pulls)
         self.prefill_share = prefill_share
         self.tick_interval_s = tick_interval_s
         self.loads = LoadModel(
@@ -180,11 +184,14 @@ class Arrow(Policy):
     # ---- Alg. 1
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
-        """SLO-aware prefill scheduling (Alg. 1).
+        """SLO-aware prefill scheduling (Alg. 1), and whether the prefix is fetched.
 
         An instance in no pool counts as a prefill instance. A request that comes back after a loss is
         prefilled anew, output included.
         """
+        return self.pull(view, arrival, self._dispatch(view, arrival, now))
+
+    def _dispatch(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         pools = Pools.of(view, arrival.excluded)
         tokens, prefill_s = arrival.prompt_tokens + arrival.output_tokens, self.loads.prefill_s
         delay_s = self._delay_model(pools, tokens)

@@ -6,6 +6,7 @@ from typing import Final
 
 from tailrace.policy.candidates import CACHE_AWARE
 from tailrace.policy.parameters import Parameter
+from tailrace.policy.pulling import PULLS
 
 # Values of `handover`.
 BID_ASK: Final = "bid_ask"
@@ -153,4 +154,5 @@ PARAMETERS: Final = (
         minimum=0.01,
     ),
     CACHE_AWARE,
+    PULLS,
 )

@@ -47,6 +47,7 @@ from tailrace.policy.cascade.refinement import (
 )
 from tailrace.policy.cascade.traffic import Traffic
 from tailrace.policy.deployment import Fact
+from tailrace.policy.pulling import pulling
 from tailrace.profiles import Profile, load_profile
 
 
@@ -137,6 +138,7 @@ class Cascade(Policy):
         max_length: int = 131_072,
         tick_interval_s: float = 1.0,
         cache_aware: bool = False,
+        pulls: bool = False,
         handover: str = BID_ASK,
         rebalance: bool = True,
         layout: str = PLANNED,
@@ -156,6 +158,7 @@ class Cascade(Policy):
         self.outlier = outlier
         self.tick_interval_s = tick_interval_s
         self.cache_aware = cache_aware
+        self.pull = pulling(profile, pulls)
         self.planning = Planning(
             planner=_PLANNERS[layout],
             profile=profile,
@@ -184,9 +187,11 @@ class Cascade(Policy):
             for number in nearest_first(len(stages), at):
                 usable = [i for i in active_in(view, stages[number]) if i.instance_id not in arrival.excluded]
                 if usable:
-                    return Place(self._dispatch(usable, arrival).instance_id)
+                    return self.pull(view, arrival, Place(self._dispatch(usable, arrival).instance_id))
         usable = [i for i in view.placeable() if i.instance_id not in arrival.excluded]
-        return Place(self._dispatch(usable, arrival).instance_id) if usable else Refuse("no active instance")
+        if not usable:
+            return Refuse("no active instance")
+        return self.pull(view, arrival, Place(self._dispatch(usable, arrival).instance_id))
 
     def _dispatch(self, instances: Sequence[InstanceView], arrival: Arrival) -> InstanceView:
         if self.handover == ROUND_ROBIN:

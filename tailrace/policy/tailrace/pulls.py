@@ -8,10 +8,11 @@ nobody could fetch, and where it would go if nobody held anything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import sqrt
 
-from tailrace.cluster import Arrival, CachedTokens, InstanceState, InstanceView
+from tailrace.cluster import Arrival, CachedTokens, InstanceView
+from tailrace.policy.pulling import most_cached, pull_s
 from tailrace.policy.tailrace.costs import Costs
 from tailrace.policy.tailrace.offers import Offers
 
@@ -67,7 +68,9 @@ class Pulls:
         if held <= own:
             return None
         steps = self._costs.steps_of(instance)
-        transfer_s = pull_s(self._costs, instance, held - own)
+        lacking = held - own
+        nominal_s = self._costs.transfer_s(instance, lacking)
+        transfer_s = pull_s(instance, lacking, self._costs.open_s, nominal_s)
         whole_s = steps.compute_s(held)
         if whole_s - steps.compute_s(own) < self._margin * transfer_s:
             return None
@@ -76,28 +79,3 @@ class Pulls:
         if square > 0.0:
             return min(held, int((sqrt(linear * linear + 4.0 * square * left_s) - linear) / (2.0 * square)))
         return min(held, int(left_s / linear)) if linear > 0.0 else held
-
-
-def most_cached(arrival: Arrival, instances: Sequence[InstanceView]) -> str | None:
-    """The instance of these that tells of most of the arrival, the first of equals; None: none.
-
-    One that drains may be asked. One that is suspected, or that the front end does not reach, is not.
-    """
-    cached: Mapping[str, CachedTokens] = arrival.cached
-    least, found = 0, None
-    for instance in instances:
-        held = cached.get(instance.instance_id)
-        if held is None or held.told <= least or instance.state is InstanceState.SUSPECT:
-            continue
-        # Front ends exclude what drains, too.
-        if instance.state is InstanceState.DRAINING or instance.instance_id not in arrival.excluded:
-            least, found = held.told, instance.instance_id
-    return found
-
-
-def pull_s(costs: Costs, instance: InstanceView, tokens: int) -> float:
-    """Seconds to fetch KV of so many tokens to there: at the pace of late, else at the nominal one."""
-    rate = instance.migration_tokens_per_s
-    if rate is None or rate <= 0.0:
-        return costs.transfer_s(instance, tokens)
-    return costs.open_s + tokens / rate

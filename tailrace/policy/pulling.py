@@ -1,0 +1,81 @@
+"""Whether to fetch a prefix that another instance holds: where the transfer takes less than the prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from tailrace.actions import Place, Placement
+from tailrace.cluster import Arrival, ClusterView, InstanceState, InstanceView
+from tailrace.perf.steps import StepModel
+from tailrace.policy.parameters import Parameter
+from tailrace.profiles import Profile
+
+PULLS: Final = Parameter(
+    "pulls",
+    bool,
+    False,
+    "whether the prefix of an arrival is fetched to where it was placed from another instance that holds "
+    "it, if that takes less than computing it",
+    source="false: the paper, which has no prefix cache; true: ours",
+)
+# Opening a transfer, and a link of 100 Gbit/s, where none has been measured.
+_OPEN_S: Final = 0.01
+_LINK_BYTES_PER_S: Final = 12.5e9
+
+Pull = Callable[[ClusterView, Arrival, Placement], Placement]
+
+
+def pulling(profile: Profile | None, pulls: bool) -> Pull:
+    """What becomes of a placement that a policy has decided on; `profile` as in `StepModel.of_profile`."""
+    return _Pulling(StepModel.of_profile(profile)).onto if pulls else _as_decided
+
+
+def _as_decided(view: ClusterView, arrival: Arrival, placement: Placement) -> Placement:
+    return placement
+
+
+class _Pulling:
+    def __init__(self, nominal: StepModel) -> None:
+        self._nominal = nominal
+
+    def onto(self, view: ClusterView, arrival: Arrival, placement: Placement) -> Placement:
+        """The same place, with its prefix fetched if that pays."""
+        if not arrival.cached or not isinstance(placement, Place):
+            return placement
+        instance = view.instances[placement.instance_id]
+        holder = most_cached(arrival, tuple(view.instances.values()))
+        if holder is None or not self._pays(instance, arrival, arrival.told_tokens(holder)):
+            return placement
+        return Place(placement.instance_id, placement.also, holder)
+
+    def _pays(self, instance: InstanceView, arrival: Arrival, held: int) -> bool:
+        own = arrival.cached_tokens(instance.instance_id)
+        if held <= own:
+            return False
+        steps = self._nominal if instance.measured is None else instance.measured.steps
+        nominal_s = _OPEN_S + (held - own) * steps.kv_bytes_per_token / _LINK_BYTES_PER_S
+        transfer_s = pull_s(instance, held - own, _OPEN_S, nominal_s)
+        return steps.compute_s(held) - steps.compute_s(own) >= transfer_s
+
+
+def most_cached(arrival: Arrival, instances: Sequence[InstanceView]) -> str | None:
+    """The instance of these that tells of most of the arrival, the first of equals; None: none.
+
+    One that drains may be asked. One that is suspected, or that the front end does not reach, is not.
+    """
+    least, found = 0, None
+    for instance in instances:
+        held = arrival.cached.get(instance.instance_id)
+        if held is None or held.told <= least or instance.state is InstanceState.SUSPECT:
+            continue
+        # Front ends exclude what drains, too.
+        if instance.state is InstanceState.DRAINING or instance.instance_id not in arrival.excluded:
+            least, found = held.told, instance.instance_id
+    return found
+
+
+def pull_s(instance: InstanceView, tokens: int, open_s: float, nominal_s: float) -> float:
+    """Seconds to fetch KV of so many tokens to there: at the pace of late, else the nominal ones."""
+    rate = instance.migration_tokens_per_s
+    return nominal_s if rate is None or rate <= 0.0 else open_s + tokens / rate
