@@ -1,16 +1,56 @@
-"""One byte in shared memory that tells the API server whether a new request can be taken at all.
+"""Which new requests are refused, and what their users are told.
 
-The API server answers 503 or 429 before it starts a response; once a stream has begun, its status is 200
-whatever happens. Only `frontend_svc` knows the fleet, and asking it for every request would cost a round
-trip.
+One byte in shared memory tells the API server whether a new request can be taken at all: it answers 503 or
+429 before it starts a response; once a stream has begun, its status is 200 whatever happens. Only
+`frontend_svc` knows the fleet, and asking it for every request would cost a round trip.
+
+Why a request that was taken ends without an answer travels as an output's stop_reason: vLLM passes it through
+untouched, and on an error output nobody else sets one. The Python API server answers with its status and
+message in OpenAI's shape; vLLM's Rust API server knows errors without reasons alone, and answers 500.
 """
 
 from __future__ import annotations
 
+import asyncio
 import enum
+import logging
 import mmap
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final, Self
+
+log = logging.getLogger(__name__)
+
+
+_PREFIX: Final = "tailrace:"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An HTTP status and a message for the user."""
+
+    status: int
+    message: str
+
+    def encode(self) -> str:
+        """As a stop_reason."""
+        return f"{_PREFIX}{self.status}:{self.message}"
+
+    @classmethod
+    def decode(cls, stop_reason: int | str | None) -> Self | None:
+        """None: a stop_reason of somebody else."""
+        if not isinstance(stop_reason, str) or not stop_reason.startswith(_PREFIX):
+            return None
+        status, colon, message = stop_reason.removeprefix(_PREFIX).partition(":")
+        return cls(int(status), message) if colon and status.isdigit() else None
+
+
+NO_INSTANCE: Final = Refusal(503, "No instance can take this request now.")
+"""Nothing in the fleet can take the request; later it may."""
+
+TOO_MANY_REQUESTS: Final = Refusal(429, "This server carries as many requests as it may; try again later.")
+"""The front end's own bound."""
 
 
 class AdmissionState(enum.IntEnum):
@@ -53,3 +93,48 @@ def _map(path: Path, protection: int) -> mmap.mmap:
         return mmap.mmap(fd, 1, prot=protection)
     finally:
         os.close(fd)
+
+
+class AdmissionGate:
+    """Closes admission once no instance could take a request for `patience_s`, and while the front end is
+    full."""
+
+    def __init__(self, flag: AdmissionFlag, patience_s: float) -> None:
+        self._flag = flag
+        self._patience_s = patience_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._without_instance = False
+        self._full = False
+
+    def update(self, usable: int) -> None:
+        """Tell how many instances could take a request now."""
+        if usable:
+            self.cancel()
+            self._without_instance = False
+            self._apply()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._patience_s, self._close)
+
+    def update_full(self, full: bool) -> None:
+        """Tell whether the front end carries as many requests as it may."""
+        if full != self._full:
+            self._full = full
+            log.warning("%s", "full: new requests are refused" if full else "no longer full")
+            self._apply()
+
+    def cancel(self) -> None:
+        """Forget the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _close(self) -> None:
+        log.warning("no instance can take requests; new ones are refused")
+        self._without_instance = True
+        self._apply()
+
+    def _apply(self) -> None:
+        if self._without_instance:
+            self._flag.set(AdmissionState.NO_INSTANCE)
+        else:
+            self._flag.set(AdmissionState.FULL if self._full else AdmissionState.OPEN)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from frontend_svc.outbox import Outbox
+from frontend_svc.links import Outbox
 from frontend_svc.streams import Stream, StreamTable
 from tailrace.v1 import worker_pb2
 

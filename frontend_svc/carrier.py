@@ -12,17 +12,15 @@ from typing import Protocol
 
 import msgspec
 
+from frontend_svc.admission import NO_INSTANCE, TOO_MANY_REQUESTS, Refusal
 from frontend_svc.adopt import Adoptions
-from frontend_svc.dispatch import Dispatch
-from frontend_svc.link import Loss
+from frontend_svc.dispatch import Dispatch, Relocations
+from frontend_svc.links import Loss, Workers, abort, request_bytes
 from frontend_svc.liveness import Liveness
 from frontend_svc.observer import StreamObserver
-from frontend_svc.outbox import abort, request_bytes
 from frontend_svc.pacing import Pacer
 from frontend_svc.placement import Placed, Placement
 from frontend_svc.recovery import Recovery
-from frontend_svc.refusal import NO_INSTANCE, TOO_MANY_REQUESTS, Refusal
-from frontend_svc.relocation import Relocations
 from frontend_svc.settings import Limits, Patience
 from frontend_svc.streams import (
     FINISHED,
@@ -35,7 +33,6 @@ from frontend_svc.streams import (
     StreamTable,
 )
 from frontend_svc.utilities import Utilities
-from frontend_svc.workers import Workers
 from tailrace.cluster import Phase
 from tailrace.service.message_stream import MIN_MESSAGE_BYTES
 from tailrace.v1 import worker_pb2

@@ -10,22 +10,15 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry
 
-from frontend_svc.admission import AdmissionFlag
-from frontend_svc.admission_gate import AdmissionGate
+from frontend_svc.admission import AdmissionFlag, AdmissionGate
 from frontend_svc.carrier import Carrier
-from frontend_svc.engine_core import EngineCoreSocket
-from frontend_svc.fleet import Fleet, Members, usable
-from frontend_svc.link import Loss
-from frontend_svc.metrics import FrontendMetrics
-from frontend_svc.observer import StreamObserver
+from frontend_svc.engine_core import EngineCoreSocket, HandshakeFailed
+from frontend_svc.links import Loss, Workers
+from frontend_svc.observer import FrontendMetrics, RequestTraces, StreamObserver
 from frontend_svc.pacing import Pacer
-from frontend_svc.placement import Placement
-from frontend_svc.push_socket import HandshakeFailed
-from frontend_svc.served_model import ServedModel
+from frontend_svc.placement import Fleet, Members, Placement, ServedModel, usable
 from frontend_svc.settings import Limits, Patience
 from frontend_svc.streams import StreamTable
-from frontend_svc.traces import RequestTraces
-from frontend_svc.workers import Workers
 from tailrace.cluster import Phase
 from tailrace.service.channels import Channels
 from tailrace.v1 import worker_pb2

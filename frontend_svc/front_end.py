@@ -21,13 +21,12 @@ from frontend_svc.api_server.rust import rust_launch
 from frontend_svc.api_server.sockets import EngineSockets, is_listening
 from frontend_svc.api_server.spec import ApiServerSpec, Launch
 from frontend_svc.engine import FleetEngine
-from frontend_svc.fleet import Members
-from frontend_svc.served_model import ServedModel
+from frontend_svc.observer import RequestTraces
+from frontend_svc.placement import Members, ServedModel
 from frontend_svc.settings import Front, Settings
-from frontend_svc.traces import RequestTraces
 from tailrace.cluster import Phase
 from tailrace.service.channels import Channels
-from tailrace.service.shutdown import Shutdown
+from tailrace.service.runtime import Shutdown
 
 log = logging.getLogger(__name__)
 

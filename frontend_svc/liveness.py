@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Final
 
-from frontend_svc.outbox import Outbox
+from frontend_svc.links import Outbox
 from frontend_svc.streams import StreamTable
 from tailrace.v1 import worker_pb2
 

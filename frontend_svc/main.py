@@ -20,17 +20,16 @@ from frontend_svc.api_server.sockets import bind_http, split_address
 from frontend_svc.api_server.spec import DEFAULT_MAX_BODY_BYTES
 from frontend_svc.engine import DEFAULT_PATIENCE, ApiServerStuck
 from frontend_svc.front_end import ApiServerExited, run_front_end
-from frontend_svc.served_model import ServedModel
+from frontend_svc.observer import RequestTraces
+from frontend_svc.placement import ServedModel
 from frontend_svc.settings import DRAIN_TIMEOUT_S, Front, Limits, Patience, Settings
-from frontend_svc.traces import RequestTraces
 from tailrace.model_identity import identify_model
 from tailrace.records import ServiceRecord
 from tailrace.service.channels import Channels
 from tailrace.service.message_stream import MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES
 from tailrace.service.options import CommonOptions, common_options, fresh_incarnation
-from tailrace.service.run import run_service
+from tailrace.service.runtime import Shutdown, run_service
 from tailrace.service.server import serve_grpc
-from tailrace.service.shutdown import Shutdown
 from tailrace.store.membership import Membership
 from tailrace.store.registration import register
 from tailrace.store.store import Store

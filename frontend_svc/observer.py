@@ -1,16 +1,231 @@
-"""Sees what happens to every stream: metrics always, spans when tracing is on."""
+"""What is seen of every stream: metrics always, spans when tracing is on."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
-from frontend_svc.metrics import FrontendMetrics
+from opentelemetry.trace import Span, SpanKind, Tracer
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
 from frontend_svc.placement import Placed
-from frontend_svc.streams import FINISHED, PREFILL_DONE, REASONING_ENDED, Accepted, Stream
-from frontend_svc.traces import RequestTraces
+from frontend_svc.streams import FINISHED, PREFILL_DONE, REASONING_ENDED, Accepted, Stream, StreamTable
 from tailrace.cluster import Phase
+from tailrace.telemetry import attributes
+from tailrace.telemetry.tracing import Attributes, fail, record_span, start_span, traceparent_of, wall_ns
+
+_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+# A placement takes a few milliseconds: by these its percentiles can be told.
+_PLACEMENT_SECONDS: Final = (
+    *(0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1, 2.5, 5, 10),
+)
+_TPOT_SECONDS: Final = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 5)
+
+
+class FrontendMetrics(Collector):
+    """Counters by plain attribute, histograms for what happens once a request."""
+
+    def __init__(
+        self, registry: CollectorRegistry, table: StreamTable, attached: Callable[[], list[str]]
+    ) -> None:
+        self.tokens = 0
+        self.steps = 0
+        self.requests: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.rejected: Counter[str] = Counter()
+        self.recoveries: Counter[str] = Counter()
+        self.placements: Counter[str] = Counter()
+        self.adoptions = 0
+        self.engine_deaths = 0
+        self.placement_seconds = Histogram(
+            "tailrace_frontend_placement_seconds",
+            "From a request's arrival (or loss) to its submission to an instance.",
+            registry=registry,
+            buckets=_PLACEMENT_SECONDS,
+        )
+        self.ttft_seconds = Histogram(
+            "tailrace_frontend_ttft_seconds",
+            "From arrival to the first answering token.",
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self.ttfat_seconds = Histogram(
+            "tailrace_frontend_ttfat_seconds",
+            "From the end of reasoning to the first answering token.",
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self.first_token_seconds = Histogram(
+            "tailrace_frontend_first_token_seconds",
+            "From arrival to the first token of any phase.",
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self.tpot_seconds = Histogram(
+            "tailrace_frontend_tpot_seconds",
+            "Of each finished request: mean time between its tokens, migrations and recoveries included.",
+            registry=registry,
+            buckets=_TPOT_SECONDS,
+        )
+        self._table = table
+        self._attached = attached
+        registry.register(self)
+
+    def collect(self) -> Iterable[Metric]:
+        """The plain counters in Prometheus' form."""
+        phases = Counter(stream.phase for stream in self._table)
+        streams = GaugeMetricFamily("tailrace_frontend_streams", "Live streams.", labels=["phase"])
+        for phase in Phase:
+            streams.add_metric([phase.value], phases[phase])
+        yield streams
+        yield GaugeMetricFamily(
+            "tailrace_frontend_attached_instances", "Instances that answer.", value=len(self._attached())
+        )
+        yield CounterMetricFamily("tailrace_frontend_tokens", "Tokens accepted.", value=self.tokens)
+        yield CounterMetricFamily("tailrace_frontend_steps", "Step messages received.", value=self.steps)
+        yield CounterMetricFamily(
+            "tailrace_frontend_adoptions", "Migrations committed here.", value=self.adoptions
+        )
+        yield CounterMetricFamily(
+            "tailrace_frontend_engine_deaths", "Engines that died with streams.", value=self.engine_deaths
+        )
+        yield _labelled("requests", "Requests by how they ended.", "outcome", self.requests)
+        yield _labelled("refused_requests", "Requests refused on arrival, by status.", "status", self.refused)
+        yield _labelled("rejected_outputs", "Outputs not accepted, by cause.", "cause", self.rejected)
+        yield _labelled("recoveries", "Streams that went on elsewhere, by cause.", "cause", self.recoveries)
+        yield _labelled("placements", "Placements by who decided.", "by", self.placements)
+
+
+def _labelled(name: str, text: str, label: str, counts: Counter[str]) -> CounterMetricFamily:
+    family = CounterMetricFamily(f"tailrace_frontend_{name}", text, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([value], count)
+    return family
+
+
+@dataclass(slots=True)
+class _Trace:
+    root: Span
+    traceparent: str
+    # prefill, reasoning, answering or recovery; None while the first placement is under way.
+    current: Span | None = None
+    phase: Phase | None = None
+    began_at: int = 0
+
+
+class RequestTraces:
+    """The open spans of all live streams. Told by StreamObserver, never per token."""
+
+    def __init__(self, tracer: Tracer, frontend_id: str) -> None:
+        self._tracer = tracer
+        self._frontend_id = frontend_id
+        self._open: dict[int, _Trace] = {}
+
+    def begin(self, stream: Stream, traceparent: str) -> str:
+        """Open the root span; the traceparent that everybody downstream continues."""
+        root = start_span(
+            self._tracer,
+            "request",
+            traceparent,
+            start_ns=wall_ns(stream.arrived_s),
+            attributes={
+                attributes.REQUEST_ID: stream.request_id,
+                attributes.FRONTEND: self._frontend_id,
+                attributes.PROMPT_TOKENS: stream.prompt_tokens,
+            },
+            kind=SpanKind.SERVER,
+        )
+        own = traceparent_of(root)
+        if not own:
+            # Not sampled: no spans here, but the client's own context still goes on.
+            return traceparent
+        self._open[stream.handle] = _Trace(root, own)
+        return own
+
+    def placed(self, stream: Stream, placed: Placed, seconds: float) -> None:
+        """An instance has it now."""
+        trace = self._open.get(stream.handle)
+        if trace is None:
+            return
+        now_s = time.monotonic()
+        about: Attributes = {attributes.INSTANCE: placed.instance_id, attributes.POLICY: placed.by}
+        parent = trace.traceparent
+        if trace.current is not None:
+            parent = traceparent_of(trace.current)
+        record_span(
+            self._tracer, "placement", parent, wall_ns(now_s - seconds), wall_ns(now_s), attributes=about
+        )
+        self._enter(trace, stream)
+
+    def phase_changed(self, stream: Stream) -> None:
+        """The worker flagged the end of prefill or of reasoning."""
+        trace = self._open.get(stream.handle)
+        if trace is not None and trace.phase is not stream.phase:
+            self._enter(trace, stream)
+
+    def adopted(self, stream: Stream, source: str, target: str) -> None:
+        """A migration was committed."""
+        trace = self._open.get(stream.handle)
+        if trace is not None:
+            trace.root.add_event(
+                "handover",
+                {
+                    attributes.MIGRATION_SOURCE: source,
+                    attributes.MIGRATION_TARGET: target,
+                    attributes.EPOCH: stream.epoch,
+                    attributes.OUTPUT_TOKENS: stream.accepted,
+                },
+            )
+
+    def recovering(self, stream: Stream, instance_id: str, reason: str) -> None:
+        """Its instance was lost or gave it up; `placed` or `end` follows."""
+        trace = self._open.get(stream.handle)
+        if trace is None:
+            return
+        self._leave(trace, stream)
+        about: Attributes = {
+            attributes.INSTANCE: instance_id,
+            attributes.REASON: reason,
+            attributes.EPOCH: stream.epoch,
+            attributes.OUTPUT_TOKENS: stream.accepted,
+        }
+        trace.current = start_span(self._tracer, "recovery", trace.traceparent, attributes=about)
+
+    def end(self, stream: Stream, outcome: str) -> None:
+        """The stream is over."""
+        trace = self._open.pop(stream.handle, None)
+        if trace is None:
+            return
+        self._leave(trace, stream)
+        trace.root.set_attribute(attributes.OUTPUT_TOKENS, stream.accepted)
+        trace.root.set_attribute(attributes.EPOCH, stream.epoch)
+        trace.root.set_attribute(attributes.OUTCOME, outcome)
+        if outcome == "error":
+            fail(trace.root, "the request failed")
+        trace.root.end()
+
+    def _enter(self, trace: _Trace, stream: Stream) -> None:
+        self._leave(trace, stream)
+        about: dict[str, str | int] = {attributes.PHASE: stream.phase.value, attributes.EPOCH: stream.epoch}
+        if stream.owner is not None:
+            about[attributes.INSTANCE] = stream.owner
+        trace.current = start_span(self._tracer, stream.phase.value, trace.traceparent, attributes=about)
+        trace.phase = stream.phase
+        trace.began_at = stream.accepted
+
+    def _leave(self, trace: _Trace, stream: Stream) -> None:
+        if trace.current is not None:
+            if trace.phase is not None:
+                trace.current.set_attribute(attributes.TOKENS, stream.accepted - trace.began_at)
+            trace.current.end()
+        trace.current = None
+        trace.phase = None
 
 
 @dataclass(slots=True)

@@ -2,16 +2,346 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from types import MappingProxyType
+from typing import Final, Protocol
 
-from frontend_svc.fleet import Fleet, may_prefill, usable
-from frontend_svc.outbox import Outbox
-from frontend_svc.place_calls import PlaceCalls
-from frontend_svc.prefixes import Prefix, prefix_of
-from frontend_svc.streams import Stream, StreamTable
-from tailrace.service.channels import Channels
-from tailrace.v1 import scheduler_pb2, worker_pb2
+import grpc
+import msgspec
+
+from frontend_svc.links import Outbox
+from frontend_svc.streams import Needs, Stream, StreamTable
+from tailrace.cache.names import Naming, block_names
+from tailrace.cluster import Pool
+from tailrace.model_identity import ModelIdentity, is_model
+from tailrace.records import InstanceRecord, ServiceRecord
+from tailrace.security.roles import Role
+from tailrace.service.channels import Channels, preferred
+from tailrace.service.reachability import Reachability
+from tailrace.service.tasks import task_error
+from tailrace.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2
+from tailrace.wire.cache_keys import read_cache_keys
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """`names` is empty where no instance names its blocks; each name stands for `block_tokens` tokens."""
+
+    names: Sequence[int] = ()
+    block_tokens: int = 0
+    session_id: str = ""
+
+
+def common_naming(records: Iterable[InstanceRecord]) -> Naming | None:
+    """How most of these instances name their blocks; None: none of them tells."""
+    namings = Counter(record.block_naming for record in records if record.block_naming is not None)
+    return max(namings, key=lambda naming: (namings[naming], repr(naming)), default=None)
+
+
+def prefix_of(stream: Stream, naming: Naming | None) -> Prefix:
+    """Of the prompt and what has been accepted since."""
+    read = read_cache_keys(stream.frames)
+    if read is None:
+        return Prefix()
+    if naming is None:
+        return Prefix(session_id=read.session_id)
+    try:
+        tokens = read.tokens()
+    except msgspec.DecodeError:
+        return Prefix(session_id=read.session_id)
+    if stream.accepted:
+        tokens = [*tokens, *stream.token_ids]
+    return Prefix(block_names(tokens, naming, read.keys), naming.block_tokens, read.session_id)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """`name` is what the front end was started with: a folder, or a name."""
+
+    name: str
+    identity: ModelIdentity
+
+    @property
+    def key(self) -> str:
+        """Stands for every instance that may answer here, whatever precision it was told to use."""
+        return self.identity.key
+
+    def is_run_by(self, record: InstanceRecord) -> bool:
+        """Whether an instance may answer here.
+
+        The same configuration, tokenizer and weights. Where the front end has no weights to look at, an
+        instance must have been started with the same name of a model instead.
+        """
+        if not is_model(record.model_identity, self.key):
+            return False
+        return bool(self.identity.weights) or record.model_identity is None or record.model == self.name
+
+
+class Members(Protocol):
+    """The part of tailrace.store.membership.Membership that is used here."""
+
+    @property
+    def instances(self) -> Mapping[str, InstanceRecord]: ...
+    @property
+    def services(self) -> Mapping[tuple[str, str], ServiceRecord]: ...
+    @property
+    def leaders(self) -> Mapping[str, ServiceRecord]: ...
+    @property
+    def pools(self) -> Mapping[str, Pool]: ...
+    @property
+    def draining(self) -> frozenset[str]: ...
+    @property
+    def suspects(self) -> frozenset[str]: ...
+    def add_listener(self, callback: Callable[[], None]) -> None: ...
+
+
+class Fleet:
+    """Membership as last heard, and what instances say over their links, which etcd may not know yet.
+
+    Instances that run another model than the front end serves are not in it.
+    """
+
+    def __init__(self, members: Members, served: ServedModel | None = None) -> None:
+        """`served` None: whatever model the instances run."""
+        self._members = members
+        self._served = served
+        self._instances: dict[str, InstanceRecord] = {}
+        self._model = ""
+        # See `unable`.
+        self._pooling = self._generating = self._without_adapters = frozenset[str]()
+        self._naming: Naming | None = None
+        # Instances of other models, by the incarnation that was logged.
+        self._others: dict[str, str] = {}
+        # Instances that said that they drain, by the incarnation that did.
+        self._stopping: dict[str, str] = {}
+        self.refresh()
+
+    @property
+    def instances(self) -> Mapping[str, InstanceRecord]:
+        """By instance id, suspects included: those that run the model."""
+        return MappingProxyType(self._instances)
+
+    @property
+    def model(self) -> str:
+        """Key of the model that may answer a new request: exact where all instances are of one, else
+        short."""
+        return self._model
+
+    @property
+    def naming(self) -> Naming | None:
+        """How the instances name their KV blocks; None: none of them tells."""
+        return self._naming
+
+    def model_of(self, instance_id: str) -> str:
+        """Key of the model that an instance runs; empty: it is not known."""
+        record = self._instances.get(instance_id)
+        return record.model_identity.key if record is not None and record.model_identity is not None else ""
+
+    def is_model(self, instance_id: str, model: str) -> bool:
+        """Whether an instance that is attached may run the model of this key."""
+        record = self._instances.get(instance_id)
+        return is_model(None if record is None else record.model_identity, model)
+
+    def unable(self, needs: Needs) -> frozenset[str]:
+        """Instances that run the model and yet not such a request."""
+        others = self._pooling if needs.generates else self._generating
+        return others | self._without_adapters if needs.adapter else others
+
+    @property
+    def services(self) -> Mapping[tuple[str, str], ServiceRecord]:
+        """See Members."""
+        return self._members.services
+
+    @property
+    def leaders(self) -> Mapping[str, ServiceRecord]:
+        """See Members."""
+        return self._members.leaders
+
+    @property
+    def pools(self) -> Mapping[str, Pool]:
+        """See Members."""
+        return self._members.pools
+
+    @property
+    def draining(self) -> frozenset[str]:
+        """Instances that get nothing new."""
+        draining = self._members.draining
+        return draining.union(self._stopping) if self._stopping else draining
+
+    @property
+    def suspects(self) -> frozenset[str]:
+        """See Members."""
+        return self._members.suspects
+
+    def add_listener(self, callback: Callable[[], None]) -> None:
+        """See Members. What instances say themselves comes by their links alone."""
+        self._members.add_listener(callback)
+
+    def attached(self, instance_id: str, hello: worker_pb2.WorkerHello) -> None:
+        """An instance greets: whether it drains is known anew."""
+        self._stopping.pop(instance_id, None)
+        if hello.draining:
+            self.stopping(instance_id)
+
+    def stopping(self, instance_id: str) -> None:
+        """An instance says that it drains."""
+        record = self.instances.get(instance_id)
+        if record is not None:
+            self._stopping[instance_id] = record.incarnation
+
+    def refresh(self) -> None:
+        """Membership has changed: take over who runs the model. What instances said that are gone, or were
+        started again, counts no more."""
+        instances = self._instances = self._choose()
+        self._pooling = frozenset(name for name, record in instances.items() if record.pooling)
+        self._generating = frozenset(instances) - self._pooling
+        self._without_adapters = frozenset(n for n, record in instances.items() if not record.takes_adapters)
+        self._naming = common_naming(instances.values())
+        keys = {
+            record.model_identity.key for record in instances.values() if record.model_identity is not None
+        }
+        if self._served is not None:
+            self._model = keys.pop() if len(keys) == 1 else self._served.key
+        self._stopping = {
+            name: incarnation
+            for name, incarnation in self._stopping.items()
+            if name in instances and instances[name].incarnation == incarnation
+        }
+
+    def _choose(self) -> dict[str, InstanceRecord]:
+        """Members that run the model. Others are logged, once each."""
+        known = self._members.instances
+        if self._served is None:
+            return dict(known)
+        chosen = {name: record for name, record in known.items() if self._served.is_run_by(record)}
+        for name in known.keys() - chosen.keys():
+            if self._others.get(name) != known[name].incarnation:
+                log.warning(
+                    "%s runs another model (%s) than this front end serves (%s): it is not used here",
+                    name,
+                    known[name].model,
+                    self._served.name,
+                )
+        self._others = {name: known[name].incarnation for name in known.keys() - chosen.keys()}
+        return chosen
+
+
+def usable(members: Members, attached: list[str]) -> list[str]:
+    """Instances that may get new work as far as this front end can tell.
+
+    Suspects only when there is nobody else: etcd has not heard of them, but they do answer here.
+    """
+    willing = [i for i in attached if i not in members.draining]
+    return [i for i in willing if i not in members.suspects] or willing
+
+
+# Arrow's pools: these take no prefills (P->D finishes the ones it has).
+_NO_PREFILL = frozenset({Pool.DECODE, Pool.PREFILL_TO_DECODE})
+
+
+def may_prefill(members: Members, candidates: list[str]) -> list[str]:
+    """Those in a pool that prefills; all of them when there is none, which is better than no answer."""
+    prefill = [i for i in candidates if members.pools.get(i) not in _NO_PREFILL]
+    return prefill or candidates
+
+
+_DEADLINE_S: Final = 1.0
+# Requests of one call. A scheduler decides on all of them before it does anything else, some 50 ms for so
+# many; fewer would have a burst of a thousand wait for many calls in a row, each slow while all are busy.
+_TOGETHER: Final = 512
+
+_Answer = asyncio.Future[scheduler_pb2.PlaceReply | None]
+
+
+class PlaceCalls:
+    """A call costs both ends a millisecond, whatever it asks: in a burst, most of what placing takes."""
+
+    def __init__(
+        self, members: Members, channels: Channels, reachability: Reachability | None = None
+    ) -> None:
+        """`reachability`: its own when not given; closed with it."""
+        self._members = members
+        self._channels = channels
+        # A scheduler that did not answer is probed in the background: its deadline is paid by one call only.
+        self._reachability = (
+            reachability if reachability is not None else Reachability(channels, Role.SCHEDULER)
+        )
+        self._waiting: list[tuple[scheduler_pb2.PlaceRequest, _Answer]] = []
+        self._asking: asyncio.Task[None] | None = None
+
+    async def ask(self, request: scheduler_pb2.PlaceRequest) -> scheduler_pb2.PlaceReply | None:
+        """The reply of the first scheduler that answers, the leader before the others; None: none does."""
+        answer: _Answer = asyncio.get_running_loop().create_future()
+        self._waiting.append((request, answer))
+        if self._asking is None:
+            self._asking = asyncio.create_task(self._run(), name="place calls")
+            self._asking.add_done_callback(_look)
+        return await answer
+
+    async def close(self) -> None:
+        """Ask no more; who still waits hears that nobody answered."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait([self._asking])
+        await self._reachability.close()
+
+    async def _run(self) -> None:
+        asked: list[tuple[scheduler_pb2.PlaceRequest, _Answer]] = []
+        try:
+            while self._waiting:
+                asked, self._waiting = self._waiting[:_TOGETHER], self._waiting[_TOGETHER:]
+                replies = await self._call([request for request, _ in asked])
+                for (_, answer), reply in zip(asked, replies, strict=True):
+                    _settle(answer, reply)
+        finally:
+            # In the same turn as the last look at who waits: whoever comes after begins anew.
+            self._asking = None
+            for _, answer in (*asked, *self._waiting):
+                _settle(answer, None)
+            self._waiting.clear()
+
+    async def _call(
+        self, requests: list[scheduler_pb2.PlaceRequest]
+    ) -> list[scheduler_pb2.PlaceReply] | list[None]:
+        for address in self._schedulers():
+            stub = scheduler_pb2_grpc.SchedulerStub(self._channels.get(address, Role.SCHEDULER))
+            try:
+                reply = await stub.PlaceMany(
+                    scheduler_pb2.PlaceManyRequest(requests=requests), timeout=_DEADLINE_S
+                )
+            except grpc.aio.AioRpcError as error:
+                log.warning("scheduler at %s: %s", address, error.code().name)
+            else:
+                if len(reply.replies) == len(requests):
+                    self._reachability.succeeded(address)
+                    return list(reply.replies)
+                log.error("scheduler at %s: %d replies to %d", address, len(reply.replies), len(requests))
+            self._reachability.failed(address)
+        return [None] * len(requests)
+
+    def _schedulers(self) -> list[str]:
+        """Addresses worth asking now."""
+        addresses = [record.address for record in preferred(self._members, "scheduler")]
+        self._reachability.keep_only(addresses)
+        return [address for address in addresses if self._reachability.usable(address)]
+
+
+def _settle(answer: _Answer, reply: scheduler_pb2.PlaceReply | None) -> None:
+    """Unless it is settled, or who asked has gone."""
+    if not answer.done():
+        answer.set_result(reply)
+
+
+def _look(task: asyncio.Task[None]) -> None:
+    if (error := task_error(task)) is not None:
+        log.error("asking for placements failed", exc_info=error)
+
 
 # The scheduler may name an instance that has just been lost; it is asked again so often.
 _ASKS: Final = 3

@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from frontend_svc.outbox import Outbox, request_bytes
+from frontend_svc.links import Outbox, request_bytes
 from tailrace.v1 import worker_pb2
 from tailrace.wire import UtilityCall, utility_failure, utility_result
 

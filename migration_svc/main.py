@@ -18,11 +18,9 @@ from migration_svc.migration import CopyRules
 from migration_svc.runs import Runs
 from migration_svc.servicer import MigrationServicer
 from migration_svc.traces import MigrationTraces
-from tailrace.service.frame import open_frame
 from tailrace.service.options import CommonOptions, common_options
-from tailrace.service.run import run_service
+from tailrace.service.runtime import Shutdown, open_frame, run_service
 from tailrace.service.server import Servicer, serve_grpc
-from tailrace.service.shutdown import Shutdown
 from tailrace.store.election import Election
 from tailrace.v1.migration_pb2_grpc import add_MigrationServicer_to_server
 

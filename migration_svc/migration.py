@@ -16,8 +16,7 @@ from migration_svc.journal import Closed, Journal, Opened
 from migration_svc.metrics import MigrationMetrics
 from migration_svc.traces import MigrationTrace, MigrationTraces
 from tailrace.security.roles import Role
-from tailrace.service.channels import Channels
-from tailrace.service.said import said
+from tailrace.service.channels import Channels, format_error
 from tailrace.v1 import migration_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -133,7 +132,7 @@ class MigrationRun:
                 self._take(event)
         except grpc.aio.AioRpcError as error:
             if record.state not in ENDED:
-                self._end(ABORTED, f"target {record.target_instance_id}: {said(error)}")
+                self._end(ABORTED, f"target {record.target_instance_id}: {format_error(error)}")
         else:
             if record.state not in ENDED:
                 self._end(ABORTED, f"target {record.target_instance_id} ended the call without an outcome")
@@ -190,7 +189,7 @@ async def cancel_left_open(entry: Opened, channels: Channels) -> str:
             worker_pb2.CancelImportRequest(migration_id=entry.migration_id), timeout=_GRACE_S
         )
     except grpc.aio.AioRpcError as error:
-        return f"the migration service was restarted; target not reached: {said(error)}"
+        return f"the migration service was restarted; target not reached: {format_error(error)}"
     except asyncio.InvalidStateError:
         return "the migration service was restarted; the target's channel was closed"
     if reply.cancelled:

@@ -18,7 +18,7 @@ from migration_svc.migration import ABORTED, ENDED, CopyRules, MigrationRun, Ord
 from migration_svc.traces import MigrationTraces
 from tailrace.records import InstanceRecord
 from tailrace.service.channels import Channels
-from tailrace.service.failure import failure
+from tailrace.service.tasks import task_error
 from tailrace.v1 import migration_pb2, types_pb2
 
 log = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class Runs:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if (error := failure(task)) is not None:
+        if (error := task_error(task)) is not None:
             # A full disk under the journal, or a mistake of ours; whoever watches has been told "aborted".
             log.error("%s failed", task.get_name(), exc_info=error)
 

@@ -16,11 +16,9 @@ from monitor_svc.reports import Reports
 from monitor_svc.servicer import MonitorServicer
 from monitor_svc.silence import watch_silence
 from monitor_svc.traces import OTLP_SERVICE, OtlpServicer, TraceStore
-from tailrace.service.frame import open_frame
 from tailrace.service.options import CommonOptions, common_options
-from tailrace.service.run import run_service
+from tailrace.service.runtime import Shutdown, open_frame, run_service
 from tailrace.service.server import Servicer, serve_grpc
-from tailrace.service.shutdown import Shutdown
 from tailrace.store.election import Election
 from tailrace.v1.monitor_pb2_grpc import add_MonitorServicer_to_server
 

@@ -33,11 +33,9 @@ from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, all_parameters, load
 from tailrace.records import PolicyRecord
 from tailrace.security.audit import AuditFile, Auditing
-from tailrace.service.frame import Frame, open_frame
 from tailrace.service.options import CommonOptions, common_options
-from tailrace.service.run import run_service
+from tailrace.service.runtime import Frame, Shutdown, open_frame, run_service
 from tailrace.service.server import Servicer, serve_grpc
-from tailrace.service.shutdown import Shutdown
 from tailrace.store.election import Election
 from tailrace.store.leadership import Leadership
 from tailrace.telemetry.audit import audit_export

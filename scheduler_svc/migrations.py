@@ -18,8 +18,7 @@ from tailrace.handover import Way, between
 from tailrace.model_identity import difference
 from tailrace.records import InstanceRecord
 from tailrace.security.roles import Role
-from tailrace.service.channels import Channels
-from tailrace.service.preferred import preferred
+from tailrace.service.channels import Channels, preferred
 from tailrace.store.membership import Membership
 from tailrace.v1 import bidask_pb2, bidask_pb2_grpc, migration_pb2, worker_pb2, worker_pb2_grpc
 from tailrace.v1.migration_pb2_grpc import MigrationStub

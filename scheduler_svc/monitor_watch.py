@@ -14,9 +14,8 @@ import grpc
 from scheduler_svc.metrics import SchedulerMetrics
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.security.roles import Role
-from tailrace.service.channels import Channels
-from tailrace.service.failure import failure
-from tailrace.service.preferred import preferred
+from tailrace.service.channels import Channels, preferred
+from tailrace.service.tasks import task_error
 from tailrace.store.membership import Membership
 from tailrace.v1 import monitor_pb2
 from tailrace.v1.monitor_pb2_grpc import MonitorStub
@@ -144,7 +143,7 @@ class MonitorWatch:
                 await asyncio.wait([reading])
             finally:
                 await _end([reading])
-                if (error := failure(reading)) is not None:
+                if (error := task_error(reading)) is not None:
                     # A report that we cannot take: the next watch begins with a snapshot.
                     log.error("reading the monitor at %s failed", address, exc_info=error)
                 self._merged.disconnected(address)

@@ -8,8 +8,8 @@ import time
 from collections.abc import AsyncIterator
 from typing import Final
 
-from tailrace.service.first_ended import first_ended
 from tailrace.service.message_stream import MessageStream, StreamBroken
+from tailrace.service.tasks import first_ended
 from tailrace.v1 import worker_pb2
 from worker_agent.dispatch import Dispatch
 from worker_agent.frontends import AttachRefused, Downstream, FrontEnd, FrontEnds

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from tailrace.service.failure import failure
+from tailrace.service.tasks import task_error
 from tailrace.v1 import worker_pb2
 from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import Engine, EngineRefusal, Held, RequestKey
@@ -86,5 +86,5 @@ class HeldQueries:
 
     def _done(self, client: int, task: asyncio.Task[None]) -> None:
         del self._answering[client]
-        if (error := failure(task)) is not None:
+        if (error := task_error(task)) is not None:
             log.error("a held query failed", exc_info=error)

@@ -17,8 +17,7 @@ from tailrace.profiles import Profile, ProfileError, load_profile
 from tailrace.service.channels import Channels
 from tailrace.service.message_stream import MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES
 from tailrace.service.options import CommonOptions, common_options
-from tailrace.service.run import run_service
-from tailrace.service.shutdown import Shutdown
+from tailrace.service.runtime import Shutdown, run_service
 from tailrace.store.membership import Membership
 from tailrace.store.store import Store
 from tailrace.telemetry.metrics import new_registry, serve_metrics

@@ -12,9 +12,8 @@ import grpc
 
 from tailrace.cache.book import CacheBook
 from tailrace.security.roles import Role
-from tailrace.service.channels import Channels
+from tailrace.service.channels import Channels, format_error
 from tailrace.service.reachability import Reachability
-from tailrace.service.said import said
 from tailrace.v1 import monitor_pb2, monitor_pb2_grpc
 from worker_agent.cache_messages import update_of
 from worker_agent.carried import CarriedRequests
@@ -145,7 +144,7 @@ class Reports:
             return True, "no acknowledgement in time"
         if any(isinstance(result, _Moved) for result in results):
             return False, "another monitor is to be told"
-        return True, "; ".join(said(result) for result in results if isinstance(result, Exception))
+        return True, "; ".join(format_error(result) for result in results if isinstance(result, Exception))
 
     async def _write(
         self,

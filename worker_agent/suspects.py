@@ -1,6 +1,6 @@
 """Requests that may have crashed an engine: from one front end at a time.
 
-A front end gives an instance one of its own at a time (frontend_svc/probation.py). It knows nothing of the
+A front end gives an instance one of its own at a time (frontend_svc/recovery.py). It knows nothing of the
 other front ends' suspects; the worker does, and turns away what would come on top of one.
 """
 

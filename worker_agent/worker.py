@@ -12,13 +12,12 @@ from functools import partial
 from tailrace.perf.transfer_rate import TransferRate
 from tailrace.records import InstanceRecord
 from tailrace.security.roles import Role
-from tailrace.service.channels import Channels
-from tailrace.service.failure import failure
+from tailrace.service.channels import Channels, first_address, preferred
 from tailrace.service.message_stream import Admission as StreamAdmission
 from tailrace.service.message_stream import serve_streams
 from tailrace.service.options import fresh_incarnation
-from tailrace.service.preferred import first_address, preferred
 from tailrace.service.server import Servicer, serve_grpc
+from tailrace.service.tasks import task_error
 from tailrace.store.membership import Membership
 from tailrace.store.store import Store
 from tailrace.telemetry.tracing import Tracing
@@ -321,7 +320,7 @@ async def _background(
     """A task that runs until the block ends. A worker without it is none: if it fails, `on_dead` is told."""
 
     def ended(done: asyncio.Task[None]) -> None:
-        if (error := failure(done)) is not None:
+        if (error := task_error(done)) is not None:
             log.error("%s failed", name, exc_info=error)
             on_dead(f"{name} failed: {error}")
 

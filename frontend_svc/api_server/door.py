@@ -10,7 +10,7 @@ from typing import ClassVar, Final
 
 import msgspec
 
-from frontend_svc.api_server.asgi import App, Message, Receive, Send, send_error
+from frontend_svc.api_server.middleware import App, Message, Receive, Send, send_error
 from frontend_svc.api_server.spec import DEFAULT_MAX_BODY_BYTES
 from tailrace.tenancy.book import Tenant
 from tailrace.tenancy.file import KeyFile

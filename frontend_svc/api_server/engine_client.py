@@ -15,9 +15,8 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from frontend_svc.admission import AdmissionReader, AdmissionState
+from frontend_svc.admission import NO_INSTANCE, TOO_MANY_REQUESTS, AdmissionReader, AdmissionState, Refusal
 from frontend_svc.api_server.door import TenantDoor, Tenants, tenant_of_call
-from frontend_svc.refusal import NO_INSTANCE, TOO_MANY_REQUESTS, Refusal
 from tailrace.tenancy.book import Tenant
 
 

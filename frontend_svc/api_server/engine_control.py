@@ -10,7 +10,7 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Final
 
-from frontend_svc.api_server.asgi import App, Message, Receive, Send, send_error
+from frontend_svc.api_server.middleware import App, Message, Receive, Send, send_error
 
 ENGINE_CONTROL_PATHS: Final = frozenset(
     {

@@ -1,4 +1,4 @@
-"""How vLLM's Python API server is started."""
+"""How vLLM's Python API server is started, and what it is handed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,25 @@ from pathlib import Path
 
 import msgspec
 
-from frontend_svc.api_server.boot import PythonBoot
 from frontend_svc.api_server.sockets import EngineSockets, split_address
 from frontend_svc.api_server.spec import READY_TIMEOUT_S, ApiServerSpec, Launch, offline_env
+
+
+class PythonBoot(msgspec.Struct, frozen=True, kw_only=True):
+    """Inherited file descriptors and the addresses behind them; JSON on the command line."""
+
+    http_fd: int
+    # As a URL, for the log.
+    listen_address: str
+    input_fd: int
+    input_address: str
+    output_fd: int
+    output_address: str
+    # File of the AdmissionFlag.
+    admission_path: str
+    # File of tenants and keys; empty: no key is asked for but vLLM's own.
+    api_keys_path: str
+    max_body_bytes: int
 
 
 def python_launch(

@@ -25,13 +25,11 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.system_utils import set_ulimit
 
 from frontend_svc.admission import AdmissionReader
-from frontend_svc.api_server.boot import PythonBoot
 from frontend_svc.api_server.door import BodyLimit, TenantDoor, Tenants
 from frontend_svc.api_server.engine_client import FleetClient
 from frontend_svc.api_server.engine_control import RefuseEngineControl
-from frontend_svc.api_server.graceful_stop import GracefulStop
-from frontend_svc.api_server.require_api_key import RequireApiKey, api_keys
-from frontend_svc.api_server.retry_after import RetryAfter
+from frontend_svc.api_server.middleware import GracefulStop, RequireApiKey, RetryAfter, api_keys
+from frontend_svc.api_server.python import PythonBoot
 from tailrace.tenancy.file import KeyFile
 
 

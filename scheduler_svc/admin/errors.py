@@ -10,7 +10,7 @@ import grpc
 
 from tailrace.policy.parameters import ParameterError
 from tailrace.security.handlers import Context, Handler, surrounded
-from tailrace.service.answered import ANSWERED
+from tailrace.service.channels import ANSWERED
 from tailrace.store.errors import StoreUnavailable
 from tailrace.v1 import admin_pb2
 

@@ -9,8 +9,7 @@ import grpc
 
 from scheduler_svc.admin.errors import Refused
 from tailrace.security.roles import Role
-from tailrace.service.channels import Channels
-from tailrace.service.preferred import preferred
+from tailrace.service.channels import Channels, preferred
 from tailrace.store.membership import Membership
 from tailrace.v1 import admin_pb2, profile_pb2
 from tailrace.v1.monitor_pb2_grpc import MonitorStub

@@ -9,7 +9,7 @@ from typing import IO, Any
 import click
 import grpc
 
-from tailrace.service.answered import server_answered
+from tailrace.service.channels import server_answered
 
 
 class CliError(click.ClickException):

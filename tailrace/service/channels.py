@@ -1,18 +1,75 @@
-"""gRPC channels, one an address and role."""
+"""Calls of other services: channels to them, which of a kind to ask first, and what their errors tell.
+
+gRPC channels are one an address and role.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import grpc
 
+from tailrace.records import ServiceRecord
 from tailrace.security.renewed_channel import RenewedChannel
 from tailrace.security.roles import Role
 from tailrace.security.transport import PLAIN, Transport
+
+
+def format_error(error: BaseException) -> str:
+    """A gRPC status with its details; else the error's text, or its kind when it has none."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__
+
+
+ANSWERED: Final = ("tailrace-answered", "1")
+"""Trailing metadata of a status that the server chose.
+
+UNAVAILABLE alone does not tell: gRPC gives it when nothing listens, and the admin API gives it when a service
+that it needs does not answer. An operator must look in different places.
+"""
+
+
+def server_answered(error: grpc.Call) -> bool:
+    """Return whether the status of `error` came from the server."""
+    metadata: object = error.trailing_metadata()
+    return isinstance(metadata, tuple | grpc.aio.Metadata) and any(
+        (key, value) == ANSWERED for key, value in metadata
+    )
+
+
+class Services(Protocol):
+    """The part of tailrace.store.membership.Membership that is used here."""
+
+    @property
+    def services(self) -> Mapping[tuple[str, str], ServiceRecord]: ...
+    @property
+    def leaders(self) -> Mapping[str, ServiceRecord]: ...
+
+
+def preferred(members: Services, kind: str) -> list[ServiceRecord]:
+    """The leader, if one is known, then the others by id; each address once."""
+    found: dict[str, ServiceRecord] = {}
+    if (leader := members.leaders.get(kind)) is not None:
+        found[leader.address] = leader
+    for (each, _), record in sorted(members.services.items(), key=_key):
+        if each == kind:
+            found.setdefault(record.address, record)
+    return list(found.values())
+
+
+def first_address(members: Services, kind: str) -> str | None:
+    """Where to ask first; None: no such service is known."""
+    return next((record.address for record in preferred(members, kind)), None)
+
+
+def _key(item: tuple[tuple[str, str], ServiceRecord]) -> tuple[str, str]:
+    return item[0]
+
 
 MESSAGE_BYTES_MAX: Final = 256 * 1024 * 1024
 """Largest message either way: a step's outputs or a long prompt, with room to spare."""

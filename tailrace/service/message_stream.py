@@ -25,10 +25,10 @@ from tailrace.security.refusals import refusal
 from tailrace.security.roles import NoIdentity, Role
 from tailrace.security.session import TlsSession
 from tailrace.security.transport import PLAIN, Transport
-from tailrace.service.failure import failure
-from tailrace.service.said import said
+from tailrace.service.channels import format_error
 from tailrace.service.server import ListenError
 from tailrace.service.socket_writer import SocketWriter
+from tailrace.service.tasks import task_error
 
 log = logging.getLogger(__name__)
 
@@ -268,7 +268,7 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._finish("closed" if error is None else said(error))
+        self._finish("closed" if error is None else format_error(error))
 
     def _broken(self, reason: str) -> StreamBroken:
         return StreamRefused(reason) if self._refused else StreamBroken(reason)
@@ -355,7 +355,7 @@ async def serve_streams(
 
     def done(task: asyncio.Task[None]) -> None:
         serving.discard(task)
-        if (error := failure(task)) is not None:
+        if (error := task_error(task)) is not None:
             log.error("a stream's server failed", exc_info=error)
 
     class Accepted(MessageStream[Received]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Awaitable, Callable, Collection
 from typing import Final
 
@@ -13,9 +14,35 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
-from tailrace.service.failure import failure
+from tailrace.service.tasks import task_error
 
 log = logging.getLogger(__name__)
+
+
+class Backoff:
+    """Doubles from `first_s` to `most_s`, each delay drawn from its upper half.
+
+    The draw keeps apart those that lost the same peer at the same moment.
+    """
+
+    def __init__(self, first_s: float, most_s: float, draw: Callable[[], float] = random.random) -> None:
+        """`draw` gives numbers in [0, 1)."""
+        self._first_s = first_s
+        self._most_s = most_s
+        self._draw = draw
+        self._failures = 0
+
+    def next_s(self) -> float:
+        """Seconds to wait before the next attempt; at most `most_s`."""
+        whole_s = min(self._most_s, self._first_s * 2.0**self._failures)
+        if whole_s < self._most_s:
+            self._failures += 1
+        return whole_s * (1.0 + self._draw()) / 2.0
+
+    def reset(self) -> None:
+        """An attempt succeeded: begin with the shortest delay again."""
+        self._failures = 0
+
 
 _CHECK_S: Final = 1.0
 # Before a service that failed is asked whether it is back; longer with each failure in a row.
@@ -109,5 +136,5 @@ async def serves(channel: grpc.aio.Channel) -> bool:
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:
-    if (error := failure(task)) is not None:
+    if (error := task_error(task)) is not None:
         log.error("probing failed", exc_info=error)

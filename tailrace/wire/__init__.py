@@ -17,9 +17,9 @@ from tailrace.wire.outputs import (
     error_outputs,
     filter_outputs,
     read_outputs,
+    shrink_outputs,
     split_outputs,
 )
-from tailrace.wire.oversize import shrink_outputs
 from tailrace.wire.ready import (
     ENGINE_CORE_DEAD,
     ReadyResponse,
@@ -33,11 +33,14 @@ from tailrace.wire.requests import (
     RequestHead,
     RequestType,
     SamplingParams,
+    UtilityCall,
     read_abort,
     read_full_request,
     read_request,
+    read_utility,
+    utility_failure,
+    utility_result,
 )
-from tailrace.wire.utility import UtilityCall, read_utility, utility_failure, utility_result
 
 __all__ = [
     "ENGINE_CORE_DEAD",

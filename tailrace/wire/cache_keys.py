@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from tailrace.cache.names import NO_KEYS, Image, Keys
-from tailrace.wire.frames import Frames
+from tailrace.wire.requests import Frames
 
 
 class _Place(msgspec.Struct, gc=False):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tailrace.wire.frames import Frames
+from tailrace.wire.requests import Frames
 
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
 """Sole frame of the message that tells the API server to give up."""

@@ -1,13 +1,17 @@
-"""API server to engine core: requests and aborts."""
+"""API server to engine core: requests, aborts, and calls of the engine core's methods."""
 
 from __future__ import annotations
 
 import enum
+import time
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
-from tailrace.wire.frames import Frames
+Frames = Sequence[bytes]
+"""Frame 0 is msgpack. An array of 256 bytes or more is in it as (dtype, shape, i), its bytes in frame i."""
+
 
 _NIL: Final = b"\xc0"
 # Slower than anybody reads.
@@ -196,3 +200,37 @@ def _array_length(head: bytes) -> int:
     if first == 0xDD:
         return int.from_bytes(head[1:5], "big")
     raise msgspec.ValidationError(f"prompt_token_ids begins with byte {first:#x}: not an array")
+
+
+class UtilityCall(msgspec.Struct, array_like=True, gc=False):
+    """One call; call_id is any unsigned 64-bit number of the caller's."""
+
+    client_index: int
+    call_id: int
+    method: str
+    # A msgpack array.
+    args: msgspec.Raw
+
+
+_calls = msgspec.msgpack.Decoder(UtilityCall)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def read_utility(frames: Frames) -> UtilityCall:
+    """Decode a UTILITY's data frames. Raises msgspec.DecodeError."""
+    return _calls.decode(frames[0])
+
+
+def utility_result(call_id: int, result: object) -> list[bytes]:
+    """The answer of a call that succeeded; `result` must be made of what msgpack knows."""
+    # vLLM's UtilityResult is (type information or nil, value).
+    return _answer([call_id, None, [None, result]])
+
+
+def utility_failure(call_id: int, message: str) -> list[bytes]:
+    """The answer of a call that failed; the caller raises an exception with this message."""
+    return _answer([call_id, message, None])
+
+
+def _answer(output: list[object]) -> list[bytes]:
+    return [_encoder.encode([0, [], None, time.monotonic(), output, None, None, None, None])]

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from tailrace.cli.main import main
-from tailrace.service.answered import ANSWERED
+from tailrace.service.channels import ANSWERED
 from tests.cli.conftest import Run
 from tests.cli.scripted_admin import Script, serving
 

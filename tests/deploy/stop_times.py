@@ -10,7 +10,7 @@ from migration_svc.migration import CopyRules
 from worker_agent.draining import HANDOVER_S
 from worker_agent.settings import WorkerSettings
 
-# After the drain, for closing (tailrace.service.run).
+# After the drain, for closing (tailrace.service.runtime).
 _CLOSE_S: Final = 15.0
 _DRAIN_S: Final = {
     "frontend": DRAIN_TIMEOUT_S,

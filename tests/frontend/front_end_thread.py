@@ -15,7 +15,7 @@ from frontend_svc.front_end import run_front_end
 from frontend_svc.settings import Front, Limits, Patience, Settings
 from tailrace.service.channels import Channels
 from tailrace.service.message_stream import MIN_MESSAGE_BYTES
-from tailrace.service.shutdown import Shutdown
+from tailrace.service.runtime import Shutdown
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 from tests.frontend.echo_worker import EchoWorker
 from tests.frontend.fleet import StaticMembers, record

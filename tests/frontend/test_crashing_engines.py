@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from frontend_svc.refusal import Refusal
+from frontend_svc.admission import Refusal
 from frontend_svc.settings import Limits
 from tailrace.wire import FinishReason
 from tests.frontend.conftest import Rig, eventually, open_rig

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from frontend_svc.api_server.asgi import Message, Receive, Send
 from frontend_svc.api_server.door import BodyLimit, TenantDoor, Tenants, read_body, tenant_of_call
+from frontend_svc.api_server.middleware import Message, Receive, Send
 from tailrace.tenancy.book import KeyBook, Tenant
 from tailrace.tenancy.file import KeyFile, changing
 

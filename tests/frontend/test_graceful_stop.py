@@ -13,7 +13,7 @@ import httpx
 import pytest
 from fastapi.responses import StreamingResponse
 
-from frontend_svc.api_server.graceful_stop import GracefulStop
+from frontend_svc.api_server.middleware import GracefulStop
 
 pytestmark = pytest.mark.vllm
 

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from frontend_svc.admission import AdmissionState
-from frontend_svc.refusal import NO_INSTANCE, TOO_MANY_REQUESTS, Refusal
+from frontend_svc.admission import NO_INSTANCE, TOO_MANY_REQUESTS, AdmissionState, Refusal
 from frontend_svc.settings import Limits
 from tailrace.v1 import worker_pb2
 from tailrace.wire import FinishReason

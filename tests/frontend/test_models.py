@@ -7,9 +7,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from frontend_svc.fleet import Fleet
-from frontend_svc.placement import Placed, Placement, Refused
-from frontend_svc.served_model import ServedModel
+from frontend_svc.placement import Fleet, Placed, Placement, Refused, ServedModel
 from frontend_svc.streams import StreamTable
 from tailrace.model_identity import ModelIdentity
 from tailrace.records import InstanceRecord

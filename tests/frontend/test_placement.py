@@ -10,9 +10,7 @@ import grpc
 import pytest
 from msgspec.structs import replace
 
-from frontend_svc.fleet import Fleet
-from frontend_svc.place_calls import PlaceCalls
-from frontend_svc.placement import Placed, Placement, Refused
+from frontend_svc.placement import Fleet, PlaceCalls, Placed, Placement, Refused
 from frontend_svc.streams import TEXT, Needs, Stream, StreamTable
 from tailrace.cluster import Pool
 from tailrace.records import ServiceRecord

@@ -9,7 +9,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from frontend_svc.push_socket import HandshakeFailed, PushSocket
+from frontend_svc.engine_core import HandshakeFailed, PushSocket
 
 
 async def test_messages_of_all_sizes_arrive_in_order_past_a_full_buffer(tmp_path: Path) -> None:

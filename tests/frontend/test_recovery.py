@@ -18,11 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frontend_svc.dispatch import Dispatch
-from frontend_svc.link import Loss, LossCause
-from frontend_svc.probation import GOT_ON_TOKENS, WIDEN_S
-from frontend_svc.recovery import MAX_LOSSES, VERDICT_S, Recovery
+from frontend_svc.links import Loss, LossCause, Workers
+from frontend_svc.recovery import GOT_ON_TOKENS, MAX_LOSSES, VERDICT_S, WIDEN_S, Recovery
 from frontend_svc.streams import Stream, StreamTable
-from frontend_svc.workers import Workers
 from tailrace.v1 import worker_pb2
 
 STEP_S = 0.02

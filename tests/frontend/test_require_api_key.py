@@ -7,8 +7,7 @@ from argparse import Namespace
 import httpx
 import pytest
 
-from frontend_svc.api_server.asgi import Message, Receive, Send
-from frontend_svc.api_server.require_api_key import RequireApiKey, api_keys
+from frontend_svc.api_server.middleware import Message, Receive, RequireApiKey, Send, api_keys
 
 
 async def _app(scope: Message, receive: Receive, send: Send) -> None:

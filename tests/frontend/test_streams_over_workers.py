@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from frontend_svc.admission import AdmissionState
-from frontend_svc.refusal import NO_INSTANCE, Refusal
+from frontend_svc.admission import NO_INSTANCE, AdmissionState, Refusal
 from tailrace.v1 import worker_pb2
 from tailrace.wire import EngineCoreOutput, FinishReason, encode_outputs, read_outputs
 from tests.frontend.conftest import Rig, eventually

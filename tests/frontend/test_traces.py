@@ -7,11 +7,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
 
-from frontend_svc.metrics import FrontendMetrics
-from frontend_svc.observer import StreamObserver
+from frontend_svc.observer import FrontendMetrics, RequestTraces, StreamObserver
 from frontend_svc.placement import Placed
 from frontend_svc.streams import FINISHED, PREFILL_DONE, REASONING_ENDED, StreamTable
-from frontend_svc.traces import RequestTraces
 from tests.frontend.test_streams import one
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

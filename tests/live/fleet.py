@@ -30,7 +30,7 @@ from tailrace.records import PolicyRecord
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.options import CommonOptions
-from tailrace.service.shutdown import Shutdown
+from tailrace.service.runtime import Shutdown
 from tailrace.store.membership import Membership
 from tailrace.store.store import Store
 from tailrace.v1 import admin_pb2, migration_pb2, types_pb2

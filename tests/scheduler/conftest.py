@@ -21,8 +21,8 @@ from tailrace.records import PolicyRecord
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.options import CommonOptions
+from tailrace.service.runtime import Shutdown
 from tailrace.service.server import Servicer, serve_grpc
-from tailrace.service.shutdown import Shutdown
 from tailrace.store.membership import Membership
 from tailrace.store.registration import Registration, register
 from tailrace.store.store import Store

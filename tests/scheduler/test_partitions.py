@@ -11,8 +11,7 @@ import grpc
 
 from tailrace.profiles import load_profile
 from tailrace.security.roles import Role
-from tailrace.service.channels import Channels
-from tailrace.service.preferred import preferred
+from tailrace.service.channels import Channels, preferred
 from tailrace.v1 import admin_pb2, monitor_pb2, scheduler_pb2, types_pb2
 from tailrace.v1.monitor_pb2_grpc import MonitorStub
 from tests.scheduler.conftest import WAIT_S, Control

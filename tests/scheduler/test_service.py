@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from tailrace.records import PolicyRecord
 from tailrace.security.roles import Role
-from tailrace.service.answered import ANSWERED
+from tailrace.service.channels import ANSWERED
 from tailrace.service.etcd import local_etcd
 from tailrace.slo import Slo
 from tailrace.v1 import admin_pb2, migration_pb2, scheduler_pb2, types_pb2

@@ -17,8 +17,7 @@ from tailrace.security.audit import Auditing
 from tailrace.security.authority import Authority
 from tailrace.security.roles import Role
 from tailrace.security.transport import Transport
-from tailrace.service.answered import ANSWERED
-from tailrace.service.channels import Channels
+from tailrace.service.channels import ANSWERED, Channels
 from tailrace.service.server import GrpcServer, Servicer, serve_grpc
 from tailrace.store.errors import StoreUnavailable
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, types_pb2

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tailrace.records import ServiceRecord
-from tailrace.service.preferred import first_address, preferred
+from tailrace.service.channels import first_address, preferred
 
 
 def record(name: str, kind: str = "monitor") -> ServiceRecord:

@@ -13,7 +13,7 @@ import pytest
 # A service that says where it is; MODE decides how its drain goes.
 SERVICE = """
 import asyncio, sys
-from tailrace.service.run import run_service
+from tailrace.service.runtime import run_service
 
 MODE = sys.argv[1]
 

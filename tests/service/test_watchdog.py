@@ -11,7 +11,7 @@ from tailrace.service.watchdog import TIMEOUT, watchdog_timeout_s
 
 _SERVICE = """
 import asyncio, sys, time
-from tailrace.service.run import run_service
+from tailrace.service.runtime import run_service
 
 def stuck():
     time.sleep(120)

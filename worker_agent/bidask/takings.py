@@ -22,7 +22,7 @@ from tailrace.bid_ask import (
     ToSender,
     Withdraw,
 )
-from tailrace.service.failure import failure
+from tailrace.service.tasks import task_error
 from tailrace.v1 import bidask_pb2
 from worker_agent.bidask.messages import Wire, encode, no_bid
 from worker_agent.bidask.offers import Post
@@ -119,7 +119,7 @@ class Takings:
         self._fetching.pop(request_id, None)
         # What was won and is no longer fetched is forgotten now, not with the next message.
         self._tidy()
-        if (error := failure(task)) is not None:
+        if (error := task_error(task)) is not None:
             log.error("fetching %s failed", request_id, exc_info=error)
 
     async def _run(self, won: Won) -> None:

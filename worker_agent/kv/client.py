@@ -10,7 +10,8 @@ from typing import Final
 
 import numpy as np
 
-from tailrace.service.said import said
+from tailrace.service.channels import format_error
+from tailrace.service.tasks import run_to_completion
 from worker_agent.engine.base import KvShape, Staging
 from worker_agent.kv.address import KvAddress
 from worker_agent.kv.errors import KvIdentityError, KvTransferError
@@ -20,7 +21,6 @@ from worker_agent.kv.ticket import Ticket
 from worker_agent.kv.transport import Channel, own_address
 from worker_agent.kv.wire import WINDOW, Request, RequestKind, decode_header, header_bytes
 from worker_agent.metrics import WorkerMetrics
-from worker_agent.unbroken import unbroken
 
 log = logging.getLogger(__name__)
 
@@ -81,10 +81,10 @@ class KvClient:
             async with asyncio.timeout(_CONNECT_S):
                 await transfer.greet()
         except TimeoutError as error:
-            await unbroken(channel.close())
+            await run_to_completion(channel.close())
             raise KvTransferError(f"the source did not answer within {_CONNECT_S:g} s") from error
         except BaseException:
-            await unbroken(channel.close())
+            await run_to_completion(channel.close())
             raise
         return transfer
 
@@ -138,7 +138,7 @@ class KvTransfer:
         try:
             await self._pull(first_block, hashes, deliver)
         except BaseException:
-            await unbroken(self._channel.close())
+            await run_to_completion(self._channel.close())
             raise
         size = len(hashes) * self._shape.block_bytes
         self._metrics.kv_received_blocks += len(hashes)
@@ -173,7 +173,7 @@ class KvTransfer:
                 raise KvIdentityError(f"blocks {chunk.first}+{chunk.num_blocks} are not those asked for")
             if chunk.data_message is not None:
                 await self._wait(chunk.data_message)
-            await unbroken(_run(deliver, chunk, header.checksums))
+            await run_to_completion(_run(deliver, chunk, header.checksums))
             if not chunk.shared:
                 self._pool.give_back(chunk.staging, chunk.num_blocks)
 
@@ -194,7 +194,7 @@ class KvTransfer:
         try:
             parts = np.split(self._mappings.map(segment), WINDOW)
         except OSError as error:
-            log.info("a source's memory cannot be shared: %s", said(error))
+            log.info("a source's memory cannot be shared: %s", format_error(error))
             return []
         slots = [self._pool.over(part) for part in parts]
         return [slot for slot in slots if slot is not None]

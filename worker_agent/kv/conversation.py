@@ -12,7 +12,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from tailrace.service.said import said
+from tailrace.service.channels import format_error
+from tailrace.service.tasks import run_to_completion
 from worker_agent.engine.base import EngineRefusal, KvShape, Staging
 from worker_agent.faults import Faults
 from worker_agent.kv.errors import KvTransferError
@@ -33,7 +34,6 @@ from worker_agent.kv.wire import (
     encode_refusal,
 )
 from worker_agent.metrics import WorkerMetrics
-from worker_agent.unbroken import unbroken
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class Conversation:
             log.debug("a KV session ended: %s", error)
         finally:
             self._session.closed = True
-            await unbroken(self._end(leaving))
+            await run_to_completion(self._end(leaving))
 
     async def _run(self, claim_s: float) -> None:
         async with asyncio.timeout(claim_s):
@@ -198,7 +198,7 @@ class Conversation:
             size = WINDOW * self._pool.chunk_blocks * self._shape.block_bytes
             self._slots = Slots.of(self._segments, size, self._memory)
         except OSError as error:
-            log.warning("no memory to share with a target: %s", said(error))
+            log.warning("no memory to share with a target: %s", format_error(error))
         return NO_SEGMENT if self._slots is None else self._slots.segment.name.encode()
 
     def _staging(self, request: Request) -> Staging:
@@ -220,7 +220,7 @@ class Conversation:
         staging = self._staging(request)
         try:
             with session.reading():
-                checksums = await unbroken(
+                checksums = await run_to_completion(
                     self._memory.read_blocks(session.request_id, first, num_blocks, staging)
                 )
         except EngineRefusal as error:

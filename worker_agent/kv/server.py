@@ -7,7 +7,7 @@ import logging
 from functools import partial
 from typing import Final
 
-from tailrace.service.failure import failure
+from tailrace.service.tasks import task_error
 from worker_agent.engine.base import KvShape
 from worker_agent.faults import Faults
 from worker_agent.kv.address import KvAddress
@@ -101,6 +101,6 @@ class KvServer:
         # Its ticket is worth nothing any more.
         session.closed = True
         del self._sessions[session]
-        if (error := failure(task)) is not None:
+        if (error := task_error(task)) is not None:
             # The target hears that it has ended; why, only we know.
             log.error("a KV session failed", exc_info=error)

@@ -38,7 +38,7 @@ import numpy as np
 import ucxx
 from ucxx.types import Tag
 
-from tailrace.service.said import said
+from tailrace.service.channels import format_error
 from worker_agent.kv.address import KvAddress
 from worker_agent.kv.binding import BindingError
 from worker_agent.kv.errors import KvTransferError
@@ -70,7 +70,7 @@ def start_ucx(options: Mapping[str, str]) -> None:
         try:
             ucxx.init(options=dict(options), progress_mode="thread", enable_python_future=True)
         except ucxx.exceptions.UCXError as error:
-            raise BindingError(f"UCX does not start with {dict(options)}: {said(error)}") from error
+            raise BindingError(f"UCX does not start with {dict(options)}: {format_error(error)}") from error
         # Started anew before there is anything to wait for.
         worker = ucxx.core._get_ctx().worker
         worker.stop_progress_thread()
@@ -98,7 +98,7 @@ def stop_ucx() -> None:
         try:
             ucxx.reset()
         except ucxx.exceptions.UCXError as error:
-            log.info("UCX: %s", said(error).partition("\n")[0])
+            log.info("UCX: %s", format_error(error).partition("\n")[0])
 
 
 class Channel:
@@ -122,7 +122,7 @@ class Channel:
             address = ucxx.get_ucx_address_from_buffer(peer.worker)
             return cls(await ucxx.create_endpoint_from_worker_address(address))
         except (OSError, RuntimeError, ucxx.exceptions.UCXError) as error:
-            raise KvTransferError(f"no way to the other end's UCX: {said(error)}") from error
+            raise KvTransferError(f"no way to the other end's UCX: {format_error(error)}") from error
 
     @property
     def alive(self) -> bool:
@@ -145,7 +145,7 @@ class Channel:
             raise KvTransferError("the connection was closed")
         error = message.exception()
         if error is not None:
-            raise KvTransferError(f"the connection broke: {said(error)}") from error
+            raise KvTransferError(f"the connection broke: {format_error(error)}") from error
         if self._closed:
             raise KvTransferError("the connection was closed")
 
@@ -161,7 +161,7 @@ class Channel:
         try:
             self._endpoint.abort(period=_CLOSE_NS)
         except ucxx.exceptions.UCXError as error:
-            log.warning("closing a KV connection: %s", said(error))
+            log.warning("closing a KV connection: %s", format_error(error))
         if self._under_way:
             _, left = await asyncio.wait(self._under_way, timeout=_DRAIN_S)
             for message in left:

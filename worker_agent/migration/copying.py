@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from tailrace.service.tasks import run_to_completion
 from tailrace.v1 import types_pb2, worker_pb2
 from worker_agent.engine.base import Engine, ExportedPause
 from worker_agent.faults import Faults
@@ -19,7 +20,6 @@ from worker_agent.migration.link_budget import LinkBudget
 from worker_agent.migration.messages import block_hashes, pause_of
 from worker_agent.migration.plan import ImportPlan
 from worker_agent.migration.source_link import SourceLink, SourceLost
-from worker_agent.unbroken import unbroken
 
 log = logging.getLogger(__name__)
 
@@ -108,12 +108,12 @@ class Copying:
         pace = event.paused.answer_pace if event.paused.HasField("answer_pace") else None
         await self._faults.hold("import:paused")
         await self._round(types_pb2.MIGRATION_STATE_STOP_AND_COPY, pause.block_hashes)
-        await unbroken(self._engine.import_prepare(self._request_id, pause))
+        await run_to_completion(self._engine.import_prepare(self._request_id, pause))
         return Paused(pause, asked_s + pause.waited_s, pace, arrived_s)
 
     async def _round(self, state: types_pb2.MigrationState.ValueType, hashes: list[bytes]) -> None:
         began_s = time.monotonic()
-        await unbroken(self._engine.import_reserve(self._request_id, self._have + len(hashes)))
+        await run_to_completion(self._engine.import_reserve(self._request_id, self._have + len(hashes)))
         # Nothing is held up while the request stands still.
         pre_copy = state == types_pb2.MIGRATION_STATE_PRE_COPY
         if self._link is not None and pre_copy:

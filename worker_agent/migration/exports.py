@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from tailrace.service.failure import failure
+from tailrace.service.tasks import task_error
 from worker_agent.engine.base import RequestKey
 from worker_agent.migration.inbox import Ended, Owned, Released
 from worker_agent.migration.lease import Lease
@@ -75,5 +75,5 @@ class Exports:
 
     def _done(self, export: Export, task: asyncio.Task[None]) -> None:
         del self._running[export]
-        if (error := failure(task)) is not None:
+        if (error := task_error(task)) is not None:
             log.error("export failed", exc_info=error)

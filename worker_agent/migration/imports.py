@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from tailrace.service.failure import failure
+from tailrace.service.tasks import task_error
 from tailrace.v1 import worker_pb2
 from worker_agent.engine.base import RequestKey, Submission
 from worker_agent.migration.parts import TargetParts
@@ -127,5 +127,5 @@ class Imports:
 
     def _done(self, incoming: Import, task: asyncio.Task[None]) -> None:
         del self._running[incoming]
-        if (error := failure(task)) is not None:
+        if (error := task_error(task)) is not None:
             log.error("import failed", exc_info=error)

@@ -19,6 +19,7 @@ import logging
 import time
 from typing import Final
 
+from tailrace.service.tasks import run_to_completion
 from tailrace.v1 import worker_pb2
 from worker_agent.engine.base import EngineRefusal, Exported, ExportedPause, RequestKey
 from worker_agent.kv.address import addresses_of
@@ -29,7 +30,6 @@ from worker_agent.migration.lease import Lease
 from worker_agent.migration.messages import block_identities, kv_layout, phase_of
 from worker_agent.migration.parts import SourceParts
 from worker_agent.migration.way import identity_message
-from worker_agent.unbroken import unbroken
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Export:
         opening = command.open
         self._request_id = opening.request_id
         try:
-            exported = await unbroken(self._parts.engine.export_open(self._request_id))
+            exported = await run_to_completion(self._parts.engine.export_open(self._request_id))
         except EngineRefusal as error:
             self._fail(str(error))
             return
@@ -112,7 +112,7 @@ class Export:
             self._reason = str(error)
         finally:
             self.decided = True
-            await unbroken(self._settle(session, outcome))
+            await run_to_completion(self._settle(session, outcome))
 
     async def _announce(self, session: BlockSession | None, exported: Exported) -> None:
         if session is not None:
@@ -182,7 +182,7 @@ class Export:
     async def _more(self, session: BlockSession | None, have_blocks: int) -> Outcome | None:
         await self._parts.faults.hold("export:pre_copy")
         try:
-            hashes = await unbroken(self._parts.engine.export_more(self._request_id, have_blocks))
+            hashes = await run_to_completion(self._parts.engine.export_more(self._request_id, have_blocks))
         except EngineRefusal as error:
             self._reason = str(error)
             return Outcome.GONE
@@ -195,7 +195,7 @@ class Export:
     async def _pause(self, session: BlockSession | None, command: worker_pb2.ExportPause) -> Outcome | None:
         engine, have_blocks = self._parts.engine, command.have_blocks
         try:
-            pause = await unbroken(
+            pause = await run_to_completion(
                 engine.export_stop(self._request_id)
                 if command.replay
                 else engine.export_pause(self._request_id, have_blocks)

@@ -8,9 +8,9 @@ from typing import Protocol
 
 import grpc
 
-from tailrace.service.said import said
+from tailrace.service.channels import format_error
+from tailrace.service.tasks import run_to_completion
 from tailrace.v1 import worker_pb2, worker_pb2_grpc
-from worker_agent.unbroken import unbroken
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +48,10 @@ class GrpcSourceLink:
     async def ask(self, command: worker_pb2.ExportCommand) -> worker_pb2.ExportEvent:
         """SourceLink.ask."""
         try:
-            await unbroken(self._call.write(command))
+            await run_to_completion(self._call.write(command))
             event = await asyncio.shield(self._read())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            raise SourceLost(said(error)) from error
+            raise SourceLost(format_error(error)) from error
         if not isinstance(event, worker_pb2.ExportEvent):
             raise SourceLost("the source closed the export")
         if event.HasField("failed"):
@@ -68,7 +68,7 @@ class GrpcSourceLink:
             while isinstance(await self._read(), worker_pb2.ExportEvent):
                 pass
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            log.debug("ending an export: %s", said(error))
+            log.debug("ending an export: %s", format_error(error))
         finally:
             self.drop()
 

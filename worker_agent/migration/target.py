@@ -18,6 +18,7 @@ from tailrace import wire
 from tailrace.handover import LIVE, Handover, Way
 from tailrace.handover_message import WAYS
 from tailrace.reasons import BACKGROUND
+from tailrace.service.tasks import run_to_completion
 from tailrace.v1 import types_pb2, worker_pb2
 from worker_agent.engine.base import (
     EngineRefusal,
@@ -39,7 +40,6 @@ from worker_agent.migration.parts import TargetParts
 from worker_agent.migration.plan import plan_of
 from worker_agent.migration.source_link import SourceFailed, SourceLink, SourceLost
 from worker_agent.migration.way import CannotMove, way_of
-from worker_agent.unbroken import unbroken
 
 log = logging.getLogger(__name__)
 
@@ -180,19 +180,19 @@ class Import:
             return await self._copy_and_commit()
         finally:
             if self._transfer is not None:
-                await unbroken(self._transfer.close())
+                await run_to_completion(self._transfer.close())
 
     async def _copy_and_commit(self) -> tuple[bool, str]:
         try:
             paused = await self._copy()
         except Abort as abort:
-            await unbroken(self._give_up(str(abort)))
+            await run_to_completion(self._give_up(str(abort)))
             return False, str(abort)
         except BaseException:
             # The worker is stopping, or something is broken in it.
-            await unbroken(self._give_up("the target failed"))
+            await run_to_completion(self._give_up("the target failed"))
             raise
-        return await unbroken(self._settle(paused))
+        return await run_to_completion(self._settle(paused))
 
     async def _settle(self, paused: Paused) -> tuple[bool, str]:
         """Ask the front end and do as it says, whatever fails in between."""
@@ -304,7 +304,7 @@ class Import:
         """Room on the engine, waited for if the plan says so. Raises EngineRefusal, Abort."""
         engine, epoch, wait_s = self._parts.engine, self._request.epoch, self._plan.room_wait_s
         if not wait_s:
-            await unbroken(self._open_import(exported, key))
+            await run_to_completion(self._open_import(exported, key))
             return
         self._in_engine = True
         try:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import grpc
 
-from tailrace.service.said import said
+from tailrace.service.channels import format_error
 from tailrace.v1 import cache_pb2, cache_pb2_grpc
 
 
@@ -37,7 +37,7 @@ class GrpcLoanLink:
         try:
             lent = await self._call.read()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            raise LoanLost(said(error)) from error
+            raise LoanLost(format_error(error)) from error
         if not isinstance(lent, cache_pb2.Lent):
             raise LoanLost("the holder closed the loan")
         return lent

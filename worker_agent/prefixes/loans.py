@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
+from tailrace.service.tasks import run_to_completion
 from tailrace.v1 import cache_pb2
 from worker_agent.engine.base import Engine, EngineRefusal, KvShape
 from worker_agent.faults import Faults
@@ -14,7 +15,6 @@ from worker_agent.kv.address import addresses_of
 from worker_agent.kv.errors import KvTransferError
 from worker_agent.migration.blocks import BlockSession, BlockSource
 from worker_agent.migration.messages import kv_layout
-from worker_agent.unbroken import unbroken
 
 # At a time; each keeps blocks from being evicted.
 _LOANS_MAX: Final = 16
@@ -47,7 +47,7 @@ class Loans:
         session: BlockSession | None = None
         self._open += 1
         try:
-            count = await unbroken(self._engine.loan_open(loan_id, list(request.names)))
+            count = await run_to_completion(self._engine.loan_open(loan_id, list(request.names)))
             targets = addresses_of(request.kv_addresses, self._blocks.addresses)
             if count and targets:
                 session = await self._blocks.open(loan_id, targets)
@@ -63,7 +63,7 @@ class Loans:
             raise LoanRefused(str(error)) from error
         finally:
             self._open -= 1
-            await unbroken(self._end(loan_id, session))
+            await run_to_completion(self._end(loan_id, session))
 
     async def _end(self, loan_id: str, session: BlockSession | None) -> None:
         try:

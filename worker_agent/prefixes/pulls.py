@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tailrace.perf.transfer_rate import TransferRate
-from tailrace.service.failure import failure
+from tailrace.service.tasks import run_to_completion, task_error
 from tailrace.v1 import cache_pb2
 from worker_agent.engine.base import (
     Engine,
@@ -36,7 +36,6 @@ from worker_agent.migration.blocks import BlockPuller
 from worker_agent.migration.messages import layout_difference
 from worker_agent.migration.spans import TransferSpans
 from worker_agent.prefixes.loan_link import LoanLink, LoanLost
-from worker_agent.unbroken import unbroken
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +161,7 @@ class Pulls:
         while True:
             fetch_id = f"fetch {next(self._numbers)}"
             try:
-                names = await unbroken(engine.fetch_open(fetch_id, submission, most_tokens))
+                names = await run_to_completion(engine.fetch_open(fetch_id, submission, most_tokens))
                 if not names:
                     return _Outcome("shared" if waited else "held")
                 coming = self._coming.get(names[0])
@@ -171,7 +170,7 @@ class Pulls:
                 if coming is None and pull is not None:
                     return await self._first(fetch_id, names, pull)
             finally:
-                await unbroken(engine.fetch_drop(fetch_id))
+                await run_to_completion(engine.fetch_drop(fetch_id))
             # What it brings is looked for; what it does not, is pulled.
             waited = True
             assert coming is not None
@@ -202,7 +201,7 @@ class Pulls:
             began_s = time.monotonic()
             size = await self._transfer(fetch_id, names[:count], lent)
             parts.incoming.add(size, time.monotonic() - began_s)
-            await unbroken(parts.engine.fetch_keep(fetch_id, count))
+            await run_to_completion(parts.engine.fetch_keep(fetch_id, count))
             return _Outcome("pulled", count, size)
         finally:
             loan.close()
@@ -222,13 +221,13 @@ class Pulls:
             await self._parts.faults.hold("pull:connected")
             return await transfer.pull(0, names)
         finally:
-            await unbroken(transfer.close())
+            await run_to_completion(transfer.close())
 
     def _done(self, submission: Submission, task: asyncio.Task[None]) -> None:
         known = self._running.get(submission.key) is task
         if known:
             del self._running[submission.key]
-        if (error := failure(task)) is not None:
+        if (error := task_error(task)) is not None:
             # A mistake of ours; the request has no part in it.
             log.error("a pull failed", exc_info=error)
             if known:

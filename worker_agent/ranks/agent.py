@@ -20,6 +20,7 @@ import msgspec
 import torch
 from prometheus_client import CollectorRegistry
 
+from tailrace.service.tasks import run_to_completion
 from worker_agent.engine.base import Staging
 from worker_agent.engine.vllm.kv_blocks import KvBlocks
 from worker_agent.faults import Faults
@@ -61,7 +62,6 @@ from worker_agent.ranks.messages import (
     rank_shape,
     read_frame,
 )
-from worker_agent.unbroken import unbroken
 
 log = logging.getLogger(__name__)
 
@@ -241,7 +241,7 @@ class RankAgent:
         with transport.beginning(command.export) as given_up:
             session = await transport.server.open(_name(command.export), command.target)
             if given_up():
-                await unbroken(transport.server.end(session))
+                await run_to_completion(transport.server.end(session))
                 raise KvTransferError("the export has ended")
             transport.sessions[command.export] = session
         return Opened(session.ticket.secret)
@@ -270,7 +270,7 @@ class RankAgent:
         with transport.beginning(command.transfer) as given_up:
             kv = await transport.client.connect(command.source, Ticket(command.ticket))
             if given_up():
-                await unbroken(kv.close())
+                await run_to_completion(kv.close())
                 raise KvTransferError("the transfer was ended")
             self._memory.expect(command.request_id)
             transport.transfers[command.transfer] = _Transfer(command.request_id, kv)
@@ -307,7 +307,7 @@ class RankAgent:
         if transfer.pulling is not None:
             transfer.pulling.cancel()
             await asyncio.wait({transfer.pulling})
-        await unbroken(transfer.kv.close())
+        await run_to_completion(transfer.kv.close())
         self._memory.leave(transfer.request_id)
 
     async def _end(self) -> None:

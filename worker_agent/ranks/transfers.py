@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
+from tailrace.service.tasks import run_to_completion
 from worker_agent.engine.errors import EngineRefusal
 from worker_agent.kv.address import KvAddress
 from worker_agent.kv.errors import KvTransferError
@@ -29,7 +30,6 @@ from worker_agent.ranks.messages import (
     Pulled,
 )
 from worker_agent.ranks.ranked_memory import RankedMemory
-from worker_agent.unbroken import unbroken
 
 _T = TypeVar("_T")
 
@@ -87,7 +87,7 @@ class RankedTransfer:
         try:
             await _all(asked)
         except BaseException:
-            await unbroken(self.close())
+            await run_to_completion(self.close())
             raise
 
     async def pull(self, first_block: int, hashes: Sequence[bytes]) -> int:
@@ -100,7 +100,7 @@ class RankedTransfer:
                 came = await _all(link.ask(command, Pulled, None) for link in self._memory.links)
             except BaseException:
                 # Nobody writes any more when this returns.
-                await unbroken(self.close())
+                await run_to_completion(self.close())
                 raise
         size = sum(each.bytes for each in came)
         self._metrics.kv_received_blocks += len(hashes)
@@ -157,7 +157,7 @@ class RankedTransport:
         try:
             opened = await _all(asked)
         except BaseException:
-            await unbroken(self._end(number, False))
+            await run_to_completion(self._end(number, False))
             raise
         tickets = [Ticket(each.ticket) for each in opened]
         return RankedSession(

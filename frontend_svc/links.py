@@ -1,4 +1,4 @@
-"""One stream to a worker: everything between this front end and it."""
+"""The links to workers: what is sent over them, each one's life, and which there are."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import enum
 import logging
 import time
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from frontend_svc.outbox import submit_bytes
 from tailrace.records import InstanceRecord
 from tailrace.security.roles import Role
 from tailrace.security.transport import PLAIN, Transport
-from tailrace.service.backoff import Backoff
-from tailrace.service.first_ended import first_ended
+from tailrace.service.channels import format_error
 from tailrace.service.message_stream import (
     DEFAULT_MAX_MESSAGE_BYTES,
     MessageStream,
@@ -23,10 +22,46 @@ from tailrace.service.message_stream import (
     StreamRefused,
     connect_stream,
 )
-from tailrace.service.said import said
+from tailrace.service.reachability import Backoff
+from tailrace.service.tasks import first_ended
 from tailrace.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
+
+
+# What a Submit takes beside its frames and its tokens, at most: ids and numbers.
+_SUBMIT_OVERHEAD_BYTES: Final = 2048
+# A token id as a varint.
+_TOKEN_BYTES: Final = 5
+
+
+class Outbox(Protocol):
+    """Messages to attached workers."""
+
+    def send(self, instance_id: str, message: worker_pb2.AttachUp) -> bool:
+        """Queue a message; False when the instance is not attached, and the message is dropped."""
+
+    def attached(self) -> list[str]:
+        """Instances that answer now."""
+
+    def max_message_bytes(self, instance_id: str) -> int:
+        """Largest message that the instance takes; 0 when it is not attached."""
+
+
+def abort(handles: list[int]) -> worker_pb2.AttachUp:
+    """Free these requests."""
+    return worker_pb2.AttachUp(abort=worker_pb2.Abort(handles=handles))
+
+
+def submit_bytes(submit: worker_pb2.Submit) -> int:
+    """An upper bound of the message's size, without encoding it."""
+    return request_bytes(submit.frames, len(submit.output_token_ids))
+
+
+def request_bytes(frames: Sequence[bytes], output_tokens: int) -> int:
+    """An upper bound of the size of the Submit of such a request."""
+    return sum(map(len, frames)) + _TOKEN_BYTES * output_tokens + _SUBMIT_OVERHEAD_BYTES
+
 
 AttachStream = MessageStream[worker_pb2.AttachDown]
 
@@ -230,7 +265,7 @@ class Link:
         except StreamRefused as error:
             raise _Refused(str(error)) from error
         except StreamBroken as error:
-            raise _Ended(said(error)) from error
+            raise _Ended(format_error(error)) from error
         finally:
             self._stream = None
             stream.close()
@@ -250,10 +285,10 @@ class Link:
             if self._worker_hello is not None:
                 self._worker_hello = None
                 self._sink.on_process_gone(self.instance_id)
-            raise _Ended(said(error)) from error
+            raise _Ended(format_error(error)) from error
         except (OSError, ValueError) as error:
             # ValueError: what etcd has is no HOST:PORT. One bad record must not end a front end.
-            raise _Ended(said(error)) from error
+            raise _Ended(format_error(error)) from error
 
     def _next_hello(self) -> worker_pb2.AttachUp:
         self._attempts += 1
@@ -338,3 +373,114 @@ class Link:
         self._queue.append(message)
         self._queued.set()
         return True
+
+
+@dataclass(slots=True)
+class _Kept:
+    link: Link
+    task: asyncio.Task[None]
+
+
+class Workers:
+    """One Link a member instance. Is the Outbox of everything else."""
+
+    def __init__(
+        self,
+        instances: Callable[[], Mapping[str, InstanceRecord]],
+        hello: worker_pb2.FrontendHello,
+        sink: LinkSink,
+        transport: Transport = PLAIN,
+    ) -> None:
+        """`instances` gives the fleet's members whenever asked."""
+        self._instances = instances
+        self._hello = hello
+        self._sink = sink
+        self._transport = transport
+        self._kept: dict[str, _Kept] = {}
+        self._group: asyncio.TaskGroup | None = None
+
+    async def run(self) -> None:
+        """Keep the links until cancelled; then break all streams, and the workers free what they carried.
+
+        Whatever a link or its sink raises unexpectedly comes out of here.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                group.create_task(self._tick(), name="heartbeats")
+                self.refresh()
+        finally:
+            self._group = None
+            self._kept.clear()
+
+    def refresh(self) -> None:
+        """Membership has changed: attach to who is new, attach anew to who was restarted."""
+        if self._group is None:
+            return
+        members = self._instances()
+        for instance_id, kept in list(self._kept.items()):
+            record = members.get(instance_id)
+            if record is None:
+                # It may still carry streams of ours; when its stream breaks, that is the end of it.
+                kept.link.wanted = False
+                if not kept.link.attached:
+                    self._drop(instance_id)
+            elif record.incarnation != kept.link.record.incarnation:
+                self._drop(instance_id)
+                self._sink.on_process_gone(instance_id)
+            else:
+                kept.link.wanted = True
+                if kept.task.done():
+                    self._drop(instance_id)
+        for instance_id, record in members.items():
+            if instance_id not in self._kept:
+                self._keep(record)
+
+    def send(self, instance_id: str, message: worker_pb2.AttachUp) -> bool:
+        """See Outbox."""
+        kept = self._kept.get(instance_id)
+        return kept is not None and kept.link.send(message)
+
+    def send_on_wakeup(self, instance_id: str, message: worker_pb2.AttachUp) -> None:
+        """Leave a message for an instance that was just lost; it reads it if it was only stopped."""
+        kept = self._kept.get(instance_id)
+        if kept is not None:
+            kept.link.queue_for_wakeup(message)
+
+    def cut(self, instance_id: str, reason: str) -> None:
+        """Break the stream to an instance that does not keep to the protocol; it is opened again."""
+        kept = self._kept.get(instance_id)
+        if kept is not None:
+            kept.link.cut(reason)
+
+    def attached(self) -> list[str]:
+        """See Outbox."""
+        return [instance_id for instance_id, kept in self._kept.items() if kept.link.attached]
+
+    def max_message_bytes(self, instance_id: str) -> int:
+        """See Outbox."""
+        kept = self._kept.get(instance_id)
+        return kept.link.max_message_bytes if kept is not None and kept.link.attached else 0
+
+    def _keep(self, record: InstanceRecord) -> None:
+        assert self._group is not None
+        link = Link(record, self._hello, self._sink, self._transport)
+        task = self._group.create_task(link.run(), name=f"link to {record.instance_id}")
+        self._kept[record.instance_id] = _Kept(link, task)
+
+    def _drop(self, instance_id: str) -> None:
+        kept = self._kept.pop(instance_id)
+        kept.task.cancel()
+        if kept.link.attached:
+            log.warning("lost %s: it was restarted", instance_id)
+            self._sink.on_lost(instance_id, Loss(LossCause.BROKEN, "restarted"))
+
+    async def _tick(self) -> None:
+        due_s = time.monotonic() + HEARTBEAT_S
+        while True:
+            await asyncio.sleep(due_s - time.monotonic())
+            now_s = time.monotonic()
+            late_s = now_s - due_s
+            for kept in list(self._kept.values()):
+                kept.link.tick(now_s, late_s)
+            due_s = now_s + HEARTBEAT_S

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from frontend_svc import link as link_module
-from frontend_svc.link import Link, Loss, LossCause
+from frontend_svc import links as link_module
+from frontend_svc.links import Link, Loss, LossCause
 from tailrace.service.message_stream import MessageStream, StreamBroken, serve_streams
 from tailrace.v1 import worker_pb2
 from tests.frontend.fleet import record

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tailrace.service.first_ended import first_ended
+from tailrace.service.tasks import first_ended
 
 
 class Broken(Exception):

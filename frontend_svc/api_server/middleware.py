@@ -1,0 +1,124 @@
+"""ASGI middleware for vLLM's Python app."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+from argparse import Namespace
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from http import HTTPStatus
+from typing import Any, ClassVar, Final, Protocol
+
+# Messages and scopes are open dictionaries by ASGI's specification.
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+async def send_error(
+    send: Send, status: HTTPStatus, kind: str, message: str, headers: Mapping[str, str] | None = None
+) -> None:
+    """Send a whole response: OpenAI's error object of type `kind` with this status."""
+    error = {"message": message, "type": kind, "param": None, "code": status.value}
+    body = json.dumps({"error": error}).encode()
+    fields = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
+    encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in fields.items()]
+    await send({"type": "http.response.start", "status": status.value, "headers": encoded})
+    await send({"type": "http.response.body", "body": body})
+
+
+RETRY_AFTER_S: Final = 2
+_STATUSES: Final = (429, 503)
+
+
+class RetryAfter:
+    """Add `Retry-After` to a 429 or 503 that has none."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Pass everything on; only the start of an HTTP response is looked at."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_start(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] in _STATUSES:
+                headers = list(message.get("headers", []))
+                if not any(name.lower() == b"retry-after" for name, _ in headers):
+                    message["headers"] = [*headers, (b"retry-after", str(RETRY_AFTER_S).encode())]
+            await send(message)
+
+        await self._app(scope, receive, send_start)
+
+
+class Server(Protocol):
+    """The part of uvicorn.Server that is used here."""
+
+    should_exit: bool
+    force_exit: bool
+
+
+class GracefulStop:
+    """Takes over SIGTERM and SIGINT once the app starts up, which is after vLLM has set its handlers."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Pass everything on; of the app's lifespan, note where its server is."""
+        if scope["type"] == "lifespan":
+            _take_signals(scope["app"].state.server)
+        await self._app(scope, receive, send)
+
+
+def _take_signals(server: Server) -> None:
+    def stop() -> None:
+        # The second time: at once.
+        server.force_exit = server.should_exit
+        server.should_exit = True
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+
+
+OPEN_PATHS: Final = frozenset({"/health", "/ping", "/version", "/load", "/metrics"})
+
+
+def api_keys(args: Namespace) -> list[str]:
+    """Return the keys as vLLM takes them: from --api-key, else from VLLM_API_KEY."""
+    given: list[str] = args.api_key or [os.environ.get("VLLM_API_KEY", "")]
+    return [key for key in given if key]
+
+
+class RequireApiKey:
+    """Answer 401 in OpenAI's error shape without a key of `keys`; no key set: pass everything on."""
+
+    keys: ClassVar[list[str]] = []
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Handle one ASGI connection."""
+        if self.keys and scope["type"] == "http" and scope["method"] != "OPTIONS":
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            if path not in OPEN_PATHS and not self._has_key(scope):
+                message = "This API wants its key: send the header 'Authorization: Bearer KEY'."
+                challenge = {"www-authenticate": "Bearer"}
+                await send_error(send, HTTPStatus.UNAUTHORIZED, "AuthenticationError", message, challenge)
+                return
+        await self._app(scope, receive, send)
+
+    def _has_key(self, scope: Message) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        scheme, _, token = given.partition(b" ")
+        # All keys are compared, in constant time each: how long it takes tells nothing.
+        matches = [secrets.compare_digest(token, key.encode()) for key in self.keys]
+        return scheme.lower() == b"bearer" and any(matches)

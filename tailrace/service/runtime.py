@@ -1,0 +1,206 @@
+"""A service as a process: its main coroutine, its shutdown, and what every service has around its own."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+import uvloop
+from prometheus_client import CollectorRegistry
+
+from tailrace.records import ServiceRecord
+from tailrace.service.channels import Channels
+from tailrace.service.options import CommonOptions, fresh_incarnation
+from tailrace.service.tasks import task_error
+from tailrace.service.watchdog import watchdog_timeout_s, watched_loop
+from tailrace.store.errors import StoreUnavailable
+from tailrace.store.membership import Membership
+from tailrace.store.registration import register
+from tailrace.store.store import Store
+from tailrace.telemetry.membership import MembershipMetrics
+from tailrace.telemetry.metrics import new_registry, serve_metrics
+from tailrace.telemetry.tracing import Tracing, configure
+
+log = logging.getLogger(__name__)
+
+
+Drain = Callable[[], Coroutine[None, None, None]]
+
+
+class Shutdown:
+    """Holds the drain of a service that serves: finish or hand over what is under way, take nothing new.
+
+    While a service starts, or once it is closing, there is nothing to drain, and a signal ends it at once.
+    """
+
+    def __init__(self) -> None:
+        self._drain: Drain | None = None
+        self._timeout_s = 0.0
+
+    @contextmanager
+    def draining(self, drain: Drain, timeout_s: float) -> Iterator[None]:
+        """Within the block the service is drained before it is cancelled; `timeout_s` bounds the draining."""
+        self._drain, self._timeout_s = drain, timeout_s
+        try:
+            yield
+        finally:
+            self._drain = None
+
+    async def run_drain(self) -> None:
+        """Drain what there is to drain. A drain that fails or takes too long is logged, and over."""
+        if self._drain is None:
+            return
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._drain()
+        except TimeoutError:
+            log.warning("not drained within %g s", self._timeout_s)
+        except Exception:
+            log.exception("draining failed")
+
+
+# What a clean shutdown may take before the process ends anyhow.
+_GRACE_S: Final = 15.0
+_LEVEL: Final = "TAILRACE_LOG_LEVEL"
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+def run_service(main: Callable[[Shutdown], Coroutine[None, None, None]]) -> None:
+    """Run `main` under uvloop until it returns or is told to stop; never returns.
+
+    The first SIGTERM or SIGINT runs the drain that `main` has set in its Shutdown, if any, and then cancels
+    `main`, which cleans up; a second one cuts the drain short. Exit codes: 0 it returned or was told to stop;
+    1 it failed, with one line on stderr for what an operator can mend, a traceback for what is our mistake.
+    """
+    level = os.environ.get(_LEVEL, "INFO").upper()
+    if level not in logging.getLevelNamesMapping():
+        sys.exit(f"{_LEVEL}: {level!r} is none of {', '.join(logging.getLevelNamesMapping())}")
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=level,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    try:
+        timeout_s = watchdog_timeout_s()
+    except ValueError as error:
+        sys.exit(str(error))
+    # Where a library crashes, its stack is the only word there is.
+    faulthandler.enable()
+    # It tells of every lost connection again and again; what matters of it is ours to say.
+    logging.getLogger("grpc").setLevel(logging.ERROR)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_until_signalled(main, timeout_s))
+    except (StoreUnavailable, OSError) as error:
+        log.error("%s", error)
+        sys.exit(1)
+    except Exception:
+        log.exception("failed")
+        sys.exit(1)
+    sys.exit(0)
+
+
+async def _until_signalled(
+    main: Callable[[Shutdown], Coroutine[None, None, None]], watchdog_s: float
+) -> None:
+    with watched_loop(watchdog_s):
+        await _run_to_end(main)
+
+
+async def _run_to_end(main: Callable[[Shutdown], Coroutine[None, None, None]]) -> None:
+    loop = asyncio.get_running_loop()
+    shutdown = Shutdown()
+    task = asyncio.create_task(main(shutdown), name="main")
+    stopping: asyncio.Task[None] | None = None
+
+    def drained(done: asyncio.Task[None]) -> None:
+        if (error := task_error(done)) is not None:
+            log.error("draining failed", exc_info=error)
+        task.cancel()
+        loop.call_later(_GRACE_S, _give_up)
+
+    def stop(signum: int) -> None:
+        nonlocal stopping
+        name = signal.Signals(signum).name
+        if stopping is None:
+            log.info("%s: stopping", name)
+            stopping = asyncio.create_task(shutdown.run_drain(), name="drain")
+            stopping.add_done_callback(drained)
+        elif not stopping.done():
+            log.info("%s again: stopping without draining", name)
+            stopping.cancel()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, stop, number)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if stopping is None:
+            raise
+    finally:
+        if stopping is not None:
+            stopping.cancel()
+            await asyncio.gather(stopping, return_exceptions=True)
+
+
+def _give_up() -> None:
+    log.error("did not stop within %.0f s; ending", _GRACE_S)
+    os._exit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Open for as long as its block lasts."""
+
+    kind: str
+    common: CommonOptions
+    store: Store
+    members: Membership
+    channels: Channels
+    tracing: Tracing
+    registry: CollectorRegistry
+    metrics_address: str
+
+    @asynccontextmanager
+    async def announced(self, address: str) -> AsyncIterator[ServiceRecord]:
+        """Be in etcd as a service that listens on HOST:PORT; withdrawn when the block ends."""
+        record = ServiceRecord(
+            kind=self.kind,
+            service_id=self.common.member_id,
+            incarnation=fresh_incarnation(),
+            address=self.common.advertised(address),
+            metrics_address=self.common.advertised(self.metrics_address),
+        )
+        registration = await register(
+            self.store, f"services/{self.kind}/{record.service_id}", msgspec.json.encode(record)
+        )
+        try:
+            yield record
+        finally:
+            await registration.withdraw()
+
+
+@asynccontextmanager
+async def open_frame(kind: str, common: CommonOptions) -> AsyncIterator[Frame]:
+    """Connect to etcd and serve metrics. Raises StoreUnavailable; OSError when the metrics port is taken."""
+    async with AsyncExitStack() as stack:
+        store = await Store.connect(common.etcd, common.cluster, common.transport)
+        stack.push_async_callback(store.close)
+        members = await Membership.start(store)
+        stack.push_async_callback(members.close)
+        channels = Channels(common.transport)
+        stack.push_async_callback(channels.close)
+        tracing = await stack.enter_async_context(configure(kind, common.member_id))
+        registry = new_registry(kind, common.member_id)
+        registry.register(MembershipMetrics(members))
+        metrics = await stack.enter_async_context(serve_metrics(common.metrics, registry, common.transport))
+        yield Frame(kind, common, store, members, channels, tracing, registry, metrics.address)
