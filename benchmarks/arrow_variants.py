@@ -28,8 +28,8 @@ from simulator.goodput import attainment
 from simulator.parallel import Task, run_tasks
 from simulator.records import SimResult
 from simulator.request import SimRequest
-from simulator.run import simulate
 from simulator.setups import setup_for
+from simulator.simulation import simulate
 from tailrace.policy.deployment import Deployment
 from tailrace.policy.parameters import Value
 from tailrace.profiles import load_profile

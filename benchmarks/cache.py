@@ -33,8 +33,8 @@ from benchmarks.report import machine, save
 from simulator.cluster import ClusterSpec
 from simulator.estimate import estimate
 from simulator.request import SimRequest
-from simulator.run import simulate
 from simulator.setups import setup_for
+from simulator.simulation import simulate
 from simulator.workloads.generators import SESSIONS
 from tailrace.policy.deployment import Deployment
 from tailrace.policy.parameters import Value

@@ -27,7 +27,7 @@ from benchmarks.grounds import GROUNDS, Ground
 from benchmarks.policy_outcome import Outcome
 from benchmarks.policy_tables import group_table, rivals_table, summary_table
 from benchmarks.report import machine, save
-from simulator.run import simulate
+from simulator.simulation import simulate
 
 SHARES = (0.6, 0.85, 1.1)
 TARGET = 0.9

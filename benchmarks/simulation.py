@@ -25,11 +25,11 @@ from rich.table import Table
 from benchmarks.report import machine, save
 from simulator.cluster import ClusterSpec, LinkSpec
 from simulator.request import SimRequest
-from simulator.run import simulate
 from simulator.setups import setup_for, setup_names
+from simulator.simulation import simulate
 from simulator.workloads import azure
 from simulator.workloads.arrivals import poisson_requests
-from simulator.workloads.clip import Clip
+from simulator.workloads.base import Clip
 from simulator.workloads.generators import GENERATORS
 from tailrace.policy.deployment import Deployment
 from tailrace.profiles import load_profile

@@ -17,7 +17,7 @@ Those that had not made a token on the engine that died go first, a prompt is wh
 those of which it was more than one.
 
 Other front ends have suspects, too, and know nothing of these: a worker takes those of one front end at a
-time (worker_agent/suspects.py), and turns the others away.
+time (worker_agent/dispatch.py), and turns the others away.
 
 That takes as long as their prompts take one after the other. Where it takes longer (queues are long, or
 there are very many), the number that an instance gets at a time doubles every WIDEN_S seconds: nobody

@@ -11,11 +11,10 @@ from typing import Final
 import click
 
 from migration_svc.admission import LIMIT_PER_DIRECTION, Admission
-from migration_svc.history import History
 from migration_svc.journal import Journal
 from migration_svc.metrics import MigrationMetrics
 from migration_svc.migration import CopyRules
-from migration_svc.runs import Runs
+from migration_svc.runs import History, Runs
 from migration_svc.servicer import MigrationServicer
 from migration_svc.traces import MigrationTraces
 from tailrace.service.options import CommonOptions, common_options

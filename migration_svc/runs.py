@@ -6,12 +6,11 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from typing import Final
 
 from migration_svc.admission import Admission
-from migration_svc.errors import BadMigration, Stopping, UnknownInstance
-from migration_svc.history import History
 from migration_svc.journal import Closed, Journal
 from migration_svc.metrics import MigrationMetrics
 from migration_svc.migration import ABORTED, ENDED, CopyRules, MigrationRun, Order, cancel_left_open
@@ -22,6 +21,43 @@ from tailrace.service.tasks import task_error
 from tailrace.v1 import migration_pb2, types_pb2
 
 log = logging.getLogger(__name__)
+
+
+class UnknownInstance(Exception):
+    """No such instance in the fleet; the message names field and instance."""
+
+
+class BadMigration(Exception):
+    """The request for a migration makes no sense; the message names the field."""
+
+
+class Stopping(Exception):
+    """This service finishes what is under way and begins nothing more."""
+
+    def __init__(self) -> None:
+        super().__init__("this migration service is stopping")
+
+
+KEPT: Final = 1000
+
+
+class History:
+    """Records by migration id, oldest first; at most KEPT of them."""
+
+    def __init__(self) -> None:
+        self._records: OrderedDict[str, migration_pb2.MigrationRecord] = OrderedDict()
+
+    def add(self, record: migration_pb2.MigrationRecord) -> None:
+        """Keep a record; the caller goes on changing it."""
+        self._records[record.migration_id] = record
+        while len(self._records) > KEPT:
+            self._records.popitem(last=False)
+
+    def list(self, request_id: str, limit: int) -> list[migration_pb2.MigrationRecord]:
+        """The newest `limit` (0: all) of a request ("": of all), newest first."""
+        found = [r for r in reversed(self._records.values()) if request_id in ("", r.request_id)]
+        return found[:limit] if limit else found
+
 
 # Updates that a slow watcher may be behind by; it misses those in between, never the last.
 _WATCH_LIMIT: Final = 64

@@ -6,9 +6,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 import grpc
 
-from migration_svc.errors import BadMigration, Stopping, UnknownInstance
-from migration_svc.history import History
-from migration_svc.runs import Runs
+from migration_svc.runs import BadMigration, History, Runs, Stopping, UnknownInstance
 from tailrace.records import InstanceRecord
 from tailrace.v1 import migration_pb2, migration_pb2_grpc
 

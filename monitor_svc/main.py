@@ -10,11 +10,10 @@ from typing import Final
 import click
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import add_TraceServiceServicer_to_server
 
-from monitor_svc.feed import Feed
+from monitor_svc.feed import Feed, watch_silence
 from monitor_svc.gauges import MonitorGauges
 from monitor_svc.reports import Reports
 from monitor_svc.servicer import MonitorServicer
-from monitor_svc.silence import watch_silence
 from monitor_svc.traces import OTLP_SERVICE, OtlpServicer, TraceStore
 from tailrace.service.options import CommonOptions, common_options
 from tailrace.service.runtime import Shutdown, open_frame, run_service

@@ -16,7 +16,7 @@ from scheduler_svc.settings import Settings
 from tailrace.actions import Action, HandBack, Migrate, Offer, SetPool, SetStages, WhenFull
 from tailrace.cluster import RequestView, Stage
 from tailrace.control.reported_cluster import PoolOrder, ReportedCluster
-from tailrace.store.errors import StoreUnavailable
+from tailrace.store.client import StoreUnavailable
 from tailrace.v1 import migration_pb2, types_pb2, worker_pb2
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Final, Protocol
 
 from tailrace.cluster import Pool
 from tailrace.records import InstanceRecord
-from tailrace.store.errors import StoreUnavailable
+from tailrace.store.client import StoreUnavailable
 
 log = logging.getLogger(__name__)
 

@@ -10,11 +10,10 @@ from pathlib import PurePath
 import numpy as np
 
 from simulator.cluster import ClusterSpec
-from simulator.goodput import attainment, offered_rate_per_s
+from simulator.goodput import attainment, offered_rate_per_s, tail_by_bin
 from simulator.records import MigrationOutcome, MigrationRecord, Series, SimResult
-from simulator.run import simulate
 from simulator.setups import Setup, setup_for
-from simulator.tails import tail_by_bin
+from simulator.simulation import simulate
 from simulator.workloads.base import Workload
 from simulator.workloads.resolve import WorkloadOptions, resolve_workload
 from tailrace.perf.length_penalty import load_length_penalty

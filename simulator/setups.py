@@ -21,7 +21,7 @@ from simulator.predictors import NoisyPredictor, OraclePredictor
 from tailrace.actions import WhenFull
 from tailrace.cluster import Pool
 from tailrace.intra.base import ENGINE_ORDER, IntraPolicy
-from tailrace.intra.fcfs import Fcfs
+from tailrace.intra.orders import Fcfs
 from tailrace.intra.registry import intra_parameters, make_intra
 from tailrace.perf.future_load import FutureLoad
 from tailrace.policy import registry

@@ -26,6 +26,7 @@ from tailrace.actions import Action, HandBack, Migrate, Offer, Place, Refuse, Se
 from tailrace.cache.index import CacheIndex
 from tailrace.cache.placed import PlacedPrefixes, cached_tokens
 from tailrace.cluster import Arrival, CachedTokens, Stage, length_bounds
+from tailrace.collector import collector_paused
 from tailrace.control.runner import Moment, PlainCalls, Point, PolicyRunner
 from tailrace.intra.base import IntraPolicy
 from tailrace.policy.base import Policy
@@ -364,3 +365,24 @@ class Simulation:
 
 def _in_order(requests: Sequence[SimRequest]) -> list[SimRequest]:
     return sorted(requests, key=lambda request: request.arrival_s)
+
+
+def simulate(
+    spec: ClusterSpec,
+    requests: Sequence[SimRequest],
+    policy: Policy,
+    intra: IntraPolicy,
+    *,
+    seed: int = 0,
+    sample_interval_s: float | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> SimResult:
+    """Run all `requests` through the cluster and return what happened to them.
+
+    Equal arguments give equal results; `seed` sets when the first report is due. `progress` is called now
+    and then with the share of requests done. Raises SimulationError if the policy names what does not exist,
+    or leaves requests waiting for ever.
+    """
+    simulation = Simulation(spec, requests, policy, intra, seed=seed, sample_interval_s=sample_interval_s)
+    with collector_paused():
+        return simulation.run(progress)

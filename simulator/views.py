@@ -26,9 +26,9 @@ from tailrace.actions import WhenFull
 from tailrace.cluster import ClusterView, InstanceView, Phase, PhaseLoad, RequestState, RequestView, Stage
 from tailrace.control.cluster_model import ClusterModel, Corrections, Counted, Pending
 from tailrace.intra.base import IntraPolicy
+from tailrace.lengths import limited, tokens_left
 from tailrace.policy.candidates import kv_needed_tokens
 from tailrace.policy.phase_load import CountsPhases, ListsPrompts, Prompt
-from tailrace.predictor.limits import limited, tokens_left
 from tailrace.qoe import slack_tokens
 
 _STATES: Mapping[JobState, RequestState] = {

@@ -9,7 +9,7 @@ import msgspec
 
 
 class Way(enum.Enum):
-    """The values of the proto enum, in words; tailrace.handover_message has both."""
+    """The values of the proto enum, in words; tailrace.messages has both."""
 
     # Its KV travels.
     LIVE = "live"
@@ -42,3 +42,16 @@ def between(source: Handover, target: Handover) -> Handover:
             if handover.way is way:
                 return Handover(way, f"{end}: {handover.reason}")
     return LIVE
+
+
+# Improve what an instance's batch or memory will look like; nobody waits for any of them.
+BACKGROUND: Final = frozenset({"rescheduling", "rebalance", "overloaded", "load", "length boundary"})
+# A user waits for the next token, or an operator for an instance to be empty.
+URGENT: Final = frozenset({"prefill done", "reasoning ended", "drain", "operator"})
+
+OTHER: Final = "other"
+
+
+def label(reason: str) -> str:
+    """The reason as a metric's label: of a bounded set."""
+    return reason if reason in BACKGROUND or reason in URGENT else OTHER

@@ -15,6 +15,20 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+
+def tokens_left(prompt_tokens: int, output_tokens: int, max_tokens: int, max_model_len: int = 0) -> float:
+    """The most output tokens that may still come, at least 0; infinite if no limit is known."""
+    left = math.inf if max_tokens <= 0 else float(max_tokens - output_tokens)
+    if max_model_len > 0:
+        left = min(left, float(max_model_len - prompt_tokens - output_tokens))
+    return max(0.0, left)
+
+
+def limited(predicted: float | None, left: float) -> float | None:
+    """A prediction that says no more than may still come. None: there is no prediction."""
+    return None if predicted is None else max(0.0, min(predicted, left))
+
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 

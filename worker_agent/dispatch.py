@@ -17,9 +17,30 @@ from worker_agent.migration.exports import Exports
 from worker_agent.migration.imports import Imports
 from worker_agent.phase_news import PhaseNews
 from worker_agent.prefixes.pulls import Pulls
-from worker_agent.suspects import Suspects
 
 log = logging.getLogger(__name__)
+
+
+class Suspects:
+    """Of one worker."""
+
+    def __init__(self, carried: CarriedRequests) -> None:
+        self._carried = carried
+        self._here: set[RequestKey] = set()
+
+    def may_come(self, client: int) -> bool:
+        """Whether no other front end has one here."""
+        self._here = {key for key in self._here if self._carried.get(key) is not None}
+        return all(key.client == client for key in self._here)
+
+    def add(self, key: RequestKey) -> None:
+        """It is here now."""
+        self._here.add(key)
+
+    def clear(self, key: RequestKey) -> None:
+        """It does no harm."""
+        self._here.discard(key)
+
 
 # Utility calls of one front end that may wait for the engine.
 _UTILITY_CALLS_MAX: Final = 64

@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from tailrace.records import InstanceRecord
-from tailrace.store.errors import StoreUnavailable
+from tailrace.store.client import StoreUnavailable
 from tailrace.store.registration import Registration
 from tailrace.v1 import worker_pb2
 from worker_agent.carried import CarriedRequests

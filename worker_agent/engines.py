@@ -9,7 +9,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tailrace.collector import collector_paused
-from worker_agent.engine.base import Engine
+from worker_agent.engine.base import Engine, EngineInfo
+from worker_agent.faults import Faults
+from worker_agent.kv.client import KvClient
+from worker_agent.kv.segments import SharedMemory
+from worker_agent.kv.server import KvServer
+from worker_agent.kv.single import SingleTransport
+from worker_agent.kv.staging import StagingPool
+from worker_agent.kv.transport import ucx_started_with
+from worker_agent.metrics import WorkerMetrics
+from worker_agent.ranks.transfers import RankedTransport
 
 Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 
@@ -136,3 +145,27 @@ def _simulated(options: EngineOptions, tell_late: Callable[[float], None] | None
         return SimulatedEngine(msgspec.convert(settings, SimulatedSettings), clock=clock)
     except (msgspec.ValidationError, RuntimeError) as error:
         raise EngineOptionError(f"simulated engine: {error}") from error
+
+
+async def kv_transport(
+    instance_id: str,
+    engine: Engine,
+    info: EngineInfo,
+    memory: SharedMemory,
+    faults: Faults,
+    metrics: WorkerMetrics,
+) -> SingleTransport | RankedTransport:
+    """The transport of a started engine. UCX must be started. Raises KvTransferError."""
+    shape = info.kv_shape
+    if info.ranked is not None:
+        return await RankedTransport.begin(
+            info.ranked,
+            metrics,
+            instance_id,
+            shape.model_fingerprint,
+            shape.block_tokens,
+            ucx_started_with(),
+        )
+    pool = StagingPool(engine, shape.block_bytes)
+    server = KvServer(engine, shape, pool, memory.segments, faults, metrics)
+    return SingleTransport(engine, server, KvClient(shape, pool, memory.mappings, metrics))

@@ -14,6 +14,7 @@ from tailrace.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
 
+
 # A front end that takes no byte of what waits for it for so long does not read.
 STALL_S: Final = 10.0
 # A front end of the same id but another incarnation is refused while the older one was heard within this
@@ -204,3 +205,23 @@ class FrontEnds:
     def by_id(self, frontend_id: str) -> FrontEnd | None:
         """The one of this name, while it is attached."""
         return self._by_id.get(frontend_id)
+
+
+HEARTBEAT_S: Final = 0.5
+_HEARTBEAT: Final = worker_pb2.AttachDown(heartbeat=worker_pb2.Heartbeat())
+
+
+async def beat(front_ends: FrontEnds, silence_s: float) -> None:
+    """Beat until cancelled; cut front ends from which nothing came for `silence_s` seconds."""
+    due_s = time.monotonic()
+    while True:
+        due_s += HEARTBEAT_S
+        await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+        now_s = time.monotonic()
+        # For as long as this process did not run (stopped, or the machine slept), nobody could be heard.
+        late_s = now_s - due_s
+        due_s = now_s
+        for front_end in front_ends:
+            front_end.check(now_s, late_s, silence_s)
+            if front_end.reads:
+                front_end.send(_HEARTBEAT)

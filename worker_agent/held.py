@@ -13,7 +13,8 @@ from collections.abc import Callable
 from tailrace.service.tasks import task_error
 from tailrace.v1 import worker_pb2
 from worker_agent.carried import CarriedRequests
-from worker_agent.engine.base import Engine, EngineRefusal, Held, RequestKey
+from worker_agent.engine.base import Engine, Held, RequestKey
+from worker_agent.engine.errors import EngineRefusal
 from worker_agent.frontends import FrontEnd
 
 log = logging.getLogger(__name__)

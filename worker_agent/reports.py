@@ -15,7 +15,7 @@ from tailrace.security.roles import Role
 from tailrace.service.channels import Channels, format_error
 from tailrace.service.reachability import Reachability
 from tailrace.v1 import monitor_pb2, monitor_pb2_grpc
-from worker_agent.cache_messages import update_of
+from worker_agent.cache_servicer import update_of
 from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import EngineStats
 from worker_agent.load import MigrationLoad, load_of, request_report

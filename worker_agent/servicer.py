@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from tailrace.store.errors import StoreUnavailable
+from tailrace.store.client import StoreUnavailable
 from tailrace.v1 import profile_pb2, worker_pb2, worker_pb2_grpc
 from worker_agent.hand_backs import HandBacks
 from worker_agent.migration.exports import Exports

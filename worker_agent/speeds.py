@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from tailrace.perf.running_tokens import max_running_tokens
+from tailrace.perf.steps import max_running_tokens
 from tailrace.perf.ttft import TtftPredictor
 from tailrace.profiles import Profile
 from tailrace.records import ProfileRecord

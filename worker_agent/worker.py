@@ -26,21 +26,19 @@ from tailrace.v1.bidask_pb2_grpc import add_BidAskServicer_to_server
 from tailrace.v1.cache_pb2_grpc import add_CacheServicer_to_server
 from tailrace.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from worker_agent.attach import AttachStreams, refused
-from worker_agent.bidask.assembly import coordinator_of
-from worker_agent.bidask.servicer import BidAskServicer
+from worker_agent.bidask.assembly import BidAskServicer, coordinator_of
 from worker_agent.cache_servicer import CacheServicer
 from worker_agent.carried import CarriedRequests
 from worker_agent.dispatch import Admission, Dispatch
 from worker_agent.draining import Draining
 from worker_agent.engine.base import Engine, EngineInfo, EngineStats
+from worker_agent.engines import kv_transport
 from worker_agent.faults import Faults
-from worker_agent.frontends import FrontEnds
+from worker_agent.frontends import FrontEnds, beat
 from worker_agent.hand_backs import HandBacks
-from worker_agent.heartbeats import beat
 from worker_agent.id_claim import replaced_message, wait_until_free
 from worker_agent.intra_switch import order_by
 from worker_agent.kv.segments import SharedMemory
-from worker_agent.kv_transport import kv_transport
 from worker_agent.load import MigrationLoad
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.migration.exports import Exports
@@ -53,8 +51,7 @@ from worker_agent.phase_news import PhaseNews
 from worker_agent.prefixes.loan_link import GrpcLoanLink
 from worker_agent.prefixes.loans import Loans
 from worker_agent.prefixes.pulls import PullParts, Pulls
-from worker_agent.profiling.own_stats import own_stats
-from worker_agent.profiling.probes import Probes
+from worker_agent.profiling.probes import Probes, own_stats
 from worker_agent.profiling.profiler import Profiler
 from worker_agent.progress import StepBounds, watch_progress
 from worker_agent.registration import instance_record, register_instance

@@ -25,11 +25,10 @@ from benchmarks.chaos.xdp import NoPrograms, Programs
 from benchmarks.etcd_faults.cluster import COUNT, FaultyCluster, addresses
 from benchmarks.etcd_faults.namespaces import run
 from tailrace.local.certificates import ETCD_ROOT, OPERATOR, transport_of
-from tailrace.local.instances import active_instances
 from tailrace.local.plan import PartSpec, certificate_folder, span_certificates
 from tailrace.local.plan import Tier as StartTier
 from tailrace.local.process import PartFailed, PartProcess
-from tailrace.local.ready import is_ready
+from tailrace.local.ready import active_instances, is_ready
 from tailrace.security.authority import Authority
 from tailrace.security.etcd_rights import etcd_rights
 from tailrace.security.roles import Identity, Role

@@ -12,7 +12,7 @@ from tailrace.cluster import Pool
 from tailrace.perf.future_load import FutureLoad
 from tailrace.profiles import Profile, load_profile
 from tailrace.slo import DEFAULT_TPOT_S, READING_S
-from worker_agent.engine.simulated.speed import at_speed
+from worker_agent.engine.simulated.settings import at_speed
 from worker_agent.speeds import Speeds
 
 BLOCK_TOKENS: Final = 16

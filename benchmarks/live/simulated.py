@@ -9,10 +9,10 @@ from benchmarks.live.outcome import Outcome
 from benchmarks.live.shape import Delays, cluster_of
 from benchmarks.live.slices import Slice
 from simulator.records import MigrationOutcome
-from simulator.run import simulate
 from simulator.setups import setup_for
+from simulator.simulation import simulate
+from tailrace.handover import label
 from tailrace.policy.registry import load
-from tailrace.reasons import label
 
 
 def has_pools(policy: str) -> bool:

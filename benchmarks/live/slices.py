@@ -15,7 +15,7 @@ from simulator.request import SimRequest
 from simulator.workloads.base import Workload, WorkloadError
 from simulator.workloads.resolve import WorkloadOptions, resolve_workload
 from tailrace.profiles import Profile, load_profile
-from worker_agent.engine.simulated.speed import at_speed
+from worker_agent.engine.simulated.settings import at_speed
 
 
 @dataclass(frozen=True, slots=True)

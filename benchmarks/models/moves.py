@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 
 from benchmarks.models.sink import Sink, Stream
-from worker_agent.engine.base import EngineInfo, EngineRefusal, Staging
+from worker_agent.engine.base import EngineInfo, Staging
+from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.vllm.engine import VllmEngine
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from simulator.cluster import ClusterSpec
-from simulator.run import simulate
+from simulator.simulation import simulate
 from simulator.workloads.resolve import WorkloadOptions, resolve_workload
-from tailrace.intra.fcfs import Fcfs
+from tailrace.intra.orders import Fcfs
 from tailrace.policy import registry
 from tailrace.profiles import load_profile
 

@@ -11,7 +11,7 @@ import grpc
 from tailrace.policy.parameters import ParameterError
 from tailrace.security.handlers import Context, Handler, surrounded
 from tailrace.service.channels import ANSWERED
-from tailrace.store.errors import StoreUnavailable
+from tailrace.store.client import StoreUnavailable
 from tailrace.v1 import admin_pb2
 
 SERVICE: Final = admin_pb2.DESCRIPTOR.services_by_name["Admin"]

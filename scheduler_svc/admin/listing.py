@@ -8,13 +8,7 @@ from collections.abc import Mapping
 from tailrace.cache.tiers import Tier
 from tailrace.cluster import Phase, RequestView, Stage
 from tailrace.control.reported_cluster import ReportedCluster
-from tailrace.control.reported_instance import (
-    INSTANCE_STATE_NUMBERS,
-    PHASE_NUMBERS,
-    REQUEST_STATE_NUMBERS,
-    pool_number,
-)
-from tailrace.handover_message import WAYS
+from tailrace.messages import INSTANCE_STATE_NUMBERS, PHASE_NUMBERS, REQUEST_STATE_NUMBERS, WAYS, pool_number
 from tailrace.policy import registry
 from tailrace.policy.parameters import Parameter, Value, format_value
 from tailrace.store.membership import Membership

@@ -31,13 +31,11 @@ from scheduler_svc.migrations import Migrations, Mover
 from scheduler_svc.recorder import Recorder
 from scheduler_svc.settings import Settings
 from tailrace.control.reported_cluster import ReportedCluster
-from tailrace.control.reported_instance import POOLS, pool_number
 from tailrace.control.runner import ActivePolicy
-from tailrace.profile_message import profile_message
+from tailrace.messages import POOLS, given_objectives, pool_number, profile_message, slo_message
 from tailrace.records import PolicyRecord
 from tailrace.service.channels import Channels
 from tailrace.slo import Slo
-from tailrace.slo_message import given_objectives, slo_message
 from tailrace.store.membership import Membership
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, profile_pb2, types_pb2, worker_pb2
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from simulator.claims import ares, arrow, cascade, pascal
-from simulator.claims.base import Claim, Experiment, Figures, Finding
-from simulator.claims.effort import WHOLE, Effort
+from simulator.claims.base import WHOLE, Claim, Effort, Experiment, Figures, Finding
 from simulator.parallel import Progress, Task, run_tasks
 
 

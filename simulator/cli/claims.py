@@ -11,12 +11,9 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-from simulator.claims.base import Claim, Figures, Verdict
+from simulator.claims.base import QUICK, WHOLE, Claim, Figures, Verdict
 from simulator.claims.catalogue import Checked, UnknownClaimError, check, claims_of, experiments, select
-from simulator.claims.effort import QUICK, WHOLE
-from simulator.cli.options import simulation_errors
-from simulator.cli.progress import task_bar
-from simulator.cli.report_file import report_option, write_report
+from simulator.cli.options import report_option, simulation_errors, task_bar, write_report
 from simulator.report.claims import claims_report
 from tailrace.cli.errors import CliError, UsageProblem
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json

@@ -10,20 +10,22 @@ from pathlib import Path
 
 import click
 
-from simulator.cli.figures import plain
 from simulator.cli.group_table import group_table
 from simulator.cli.options import (
     check_policy,
     fleet_of,
     fleet_options,
+    parameters_of,
+    plain,
+    report_option,
+    set_option,
     simulation_errors,
     slo_of,
     slo_options,
+    task_bar,
     workload_options,
+    write_report,
 )
-from simulator.cli.progress import task_bar
-from simulator.cli.report_file import report_option, write_report
-from simulator.cli.settings import parameters_of, set_option
 from simulator.comparison import BETTER, Cell, Comparison, Group, Plan, compare, stretches_s
 from simulator.report.side_by_side import comparison_report
 from simulator.report.words import parameter_words

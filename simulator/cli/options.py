@@ -1,22 +1,29 @@
-"""Options that the simulator's commands share, and their errors."""
+"""What the simulator's commands share: options, progress, figures as JSON, and where a report goes."""
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import click
+from rich.console import Console
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
 
-from simulator.parallel import TaskError
+from simulator.parallel import Progress, TaskError
 from simulator.scenario import Fleet
 from simulator.setups import PREDICTIONS, UnknownSetupError, setup_for
 from simulator.simulation import SimulationError
 from simulator.workloads.base import WorkloadError
 from tailrace.cli.errors import CliError, UsageProblem
+from tailrace.cli.output import note
+from tailrace.cli.plain import JsonValue
 from tailrace.perf.length_penalty import LengthPenaltyError, load_length_penalty
+from tailrace.policy.parameters import ParameterError, Value, read_assignments
 from tailrace.profiles import ProfileError, load_profile
 from tailrace.slo import Slo
 
@@ -173,3 +180,97 @@ def simulation_errors() -> Iterator[None]:
         raise UsageProblem(f"workload: {error}") from error
     except (SimulationError, TaskError) as error:
         raise CliError(str(error)) from error
+
+
+set_option = click.option(
+    "--set",
+    "assignments",
+    multiple=True,
+    metavar="[POLICY:]KEY=VALUE",
+    help="A parameter of the policy (tailrace get policies -o json lists them); may be repeated. "
+    "Without POLICY: of all that have it.",
+)
+
+
+def parameters_of(
+    assignments: Iterable[str], policies: Sequence[str]
+) -> dict[str, tuple[tuple[str, Value], ...]]:
+    """What each policy is given, checked. Raises UsageProblem."""
+    try:
+        given = _by_policy(read_assignments(assignments), policies)
+        setups = {policy: setup_for(policy).with_parameters(given[policy]) for policy in policies}
+    except (ParameterError, UnknownSetupError) as error:
+        raise UsageProblem(f"--set: {error}") from error
+    return {policy: tuple(setup.given.items()) for policy, setup in setups.items()}
+
+
+def _by_policy(assigned: dict[str, str], policies: Sequence[str]) -> dict[str, dict[str, Value]]:
+    """Raises ParameterError, UnknownSetupError."""
+    given: dict[str, dict[str, Value]] = {policy: {} for policy in policies}
+    known = {policy: {p.name for p in setup_for(policy).parameters()} for policy in policies}
+    # What is said of one policy goes before what is said of all.
+    for key, value in sorted(assigned.items(), key=lambda entry: ":" in entry[0]):
+        policy, colon, name = key.rpartition(":")
+        if colon and policy not in given:
+            raise ParameterError(f"{key}: {policy!r} is not one of {', '.join(policies)}")
+        takers = [policy] if colon else [p for p in policies if name in known[p]] or list(policies)
+        for taker in takers:
+            given[taker][name] = value
+    return given
+
+
+@contextmanager
+def share_bar(label: str) -> Iterator[Callable[[float], None]]:
+    """A bar that is told the share done, from 0 to 1."""
+    with _bars() as bars:
+        bar = bars.add_task(label, total=1.0)
+        yield lambda share: bars.update(bar, completed=share)
+
+
+@contextmanager
+def task_bar(label: str) -> Iterator[Callable[[Progress], None]]:
+    """A bar of tasks, which also names the one that ended last."""
+    with _bars() as bars:
+        bar = bars.add_task(label, total=1.0)
+
+        def told(progress: Progress) -> None:
+            words = f"{label} {progress.done}/{progress.total} {progress.name}"
+            bars.update(bar, completed=progress.share, description=words)
+
+        yield told
+
+
+def _bars() -> Bars:
+    console = Console(stderr=True)
+    columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    return Bars(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def report_option(function: F) -> F:
+    """Add --report; its folder must exist before anything is simulated."""
+
+    def checked(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> Path | None:
+        if value is not None and not value.parent.is_dir():
+            raise click.BadParameter(f"there is no folder {value.parent}")
+        return value
+
+    return click.option(
+        "--report",
+        type=click.Path(dir_okay=False, path_type=Path),
+        callback=checked,
+        help="Write a page with plots, in one HTML file.",
+    )(function)
+
+
+def write_report(path: Path, html: str) -> None:
+    """Write the page and say where. Raises CliError."""
+    try:
+        path.write_text(html, encoding="utf-8")
+    except OSError as error:
+        raise CliError(f"--report: {path}: {error.strerror}") from error
+    note(f"report: {path}")
+
+
+def plain(figures: Mapping[str, int | float]) -> dict[str, JsonValue]:
+    """For JSON, which has no NaN: null."""
+    return {name: value if math.isfinite(value) else None for name, value in figures.items()}

@@ -10,19 +10,21 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-from simulator.cli.figures import plain
 from simulator.cli.options import (
     check_policy,
     fleet_of,
     fleet_options,
+    parameters_of,
+    plain,
+    report_option,
+    set_option,
+    share_bar,
     simulation_errors,
     slo_of,
     slo_options,
     workload_options,
+    write_report,
 )
-from simulator.cli.progress import share_bar
-from simulator.cli.report_file import report_option, write_report
-from simulator.cli.settings import parameters_of, set_option
 from simulator.report.run import run_report
 from simulator.report.words import parameter_words
 from simulator.scenario import Outcome, Scenario, run_scenario

@@ -7,9 +7,9 @@ from typing import Final
 
 import numpy as np
 
-from simulator.report.lines import Axis, Line, Point, line_chart
+from simulator.goodput import BIN_TOKENS, percentile_for, tail_by_bin
+from simulator.report.charts import Axis, Line, Point, line_chart
 from simulator.report.page import figure, line_legend
-from simulator.tails import BIN_TOKENS, percentile_for, tail_by_bin
 
 # (reasoning tokens, prompt tokens, TTFT in seconds)
 TtftPoint = tuple[int, int, float]

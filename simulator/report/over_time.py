@@ -9,10 +9,8 @@ from typing import Final
 import numpy as np
 
 from simulator.records import MigrationOutcome, MigrationRecord, PoolChange
-from simulator.report.bands import stage_chart
-from simulator.report.bars import stacked_bars
+from simulator.report.charts import Row, Span, stacked_bars, stage_chart, strip_chart
 from simulator.report.page import Cell, colour_legend, figure, ramp_legend, table
-from simulator.report.strips import Row, Span, strip_chart
 from simulator.report.svg import PALETTE
 from simulator.scenario import Detail
 from tailrace.cluster import Pool

@@ -9,8 +9,8 @@ from simulator.comparison import Cell as Entry
 from simulator.comparison import Comparison, Group
 from simulator.estimate import Best
 from simulator.figure_text import SHOWN, half_text, mean_text
+from simulator.report.charts import Axis, Line, Point, line_chart
 from simulator.report.lengths import TtftPoint, by_prompt, by_reasoning, distribution
-from simulator.report.lines import Axis, Line, Point, line_chart
 from simulator.report.over_time import kv_use, migrations, pool_membership, stages
 from simulator.report.page import (
     Cell,

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from simulator.cluster import ClusterSpec, InstanceSpec
 from simulator.request import SimRequest
-from simulator.run import simulate
+from simulator.simulation import simulate
 from simulator.validation.errors import Compared, Errors, compare, errors
 from simulator.validation.recorded import RecordedRun
-from tailrace.intra.fcfs import Fcfs
+from tailrace.intra.orders import Fcfs
 from tailrace.perf.length_penalty import FittedLengthPenalty
 from tailrace.policy.round_robin import RoundRobin
 from tailrace.profiles import Profile

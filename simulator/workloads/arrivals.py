@@ -11,8 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from simulator.request import SimRequest
-from simulator.workloads.base import Workload, WorkloadError
-from simulator.workloads.clip import Clip
+from simulator.workloads.base import Clip, Workload, WorkloadError
 from simulator.workloads.lengths import DrawLengths, Times
 
 

@@ -10,10 +10,8 @@ from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from simulator.workloads.base import Workload
-from simulator.workloads.clip import EVERYTHING, Clip
-from simulator.workloads.csv_rows import cells
-from simulator.workloads.rows import Format, Row, whole, workload_of, wrong
+from simulator.workloads.base import EVERYTHING, Clip, Workload
+from simulator.workloads.rows import Format, Row, cells, whole, workload_of, wrong
 
 FORMAT = Format("Azure LLM inference trace", "TIMESTAMP")
 _COLUMNS = (FORMAT.time_field, "ContextTokens", "GeneratedTokens")

@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from simulator.workloads.base import Workload
-from simulator.workloads.clip import EVERYTHING, Clip
-from simulator.workloads.csv_rows import cells
-from simulator.workloads.rows import Format, Row, seconds, whole, workload_of
+from simulator.workloads.base import EVERYTHING, Clip, Workload
+from simulator.workloads.rows import Format, Row, cells, seconds, whole, workload_of
 
 FORMAT = Format("BurstGPT trace", "Timestamp")
 _COLUMNS = (FORMAT.time_field, "Request tokens", "Response tokens")

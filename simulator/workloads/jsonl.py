@@ -17,10 +17,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from simulator.workloads.base import Workload, WorkloadError
-from simulator.workloads.clip import EVERYTHING, Clip
-from simulator.workloads.json_rows import field, objects
-from simulator.workloads.rows import Format, Row, seconds, whole, workload_of, wrong
+from simulator.workloads.base import EVERYTHING, Clip, Workload, WorkloadError
+from simulator.workloads.rows import Format, Row, field, objects, seconds, whole, workload_of, wrong
 
 FORMAT = Format("requests of", "arrival_s")
 _FIELDS = frozenset({"arrival_s", "prompt_tokens", "reasoning_tokens", "answer_tokens", "request_id"})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,3 +53,14 @@ def lognormal(median: float, p99: float, count: int, rng: np.random.Generator) -
 def lognormal_of_mean(mean: float, sigma: float, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
     """`count` draws from the lognormal distribution with that mean; `sigma`: deviation of the logarithm."""
     return rng.lognormal(math.log(mean) - sigma**2 / 2, sigma, count)
+
+
+def blend(parts: Sequence[tuple[float, DrawLengths]], count: int, rng: np.random.Generator) -> Lengths:
+    """Lengths of `count` requests, each of a kind with its probability (they add up to 1)."""
+    which = rng.choice(len(parts), size=count, p=[share for share, _ in parts])
+    prompt, reasoning, answer = (np.zeros(count, np.int64) for _ in range(3))
+    for index, (_, draw) in enumerate(parts):
+        mine = which == index
+        drawn = draw(int(mine.sum()), rng)
+        prompt[mine], reasoning[mine], answer[mine] = drawn.prompt, drawn.reasoning, drawn.answer
+    return Lengths(prompt, reasoning, answer)

@@ -14,8 +14,7 @@ import numpy as np
 from simulator.request import SimRequest
 from simulator.workloads import code, r1, sharegpt_turns
 from simulator.workloads.arrivals import poisson_requests
-from simulator.workloads.blend import blend
-from simulator.workloads.lengths import Lengths
+from simulator.workloads.lengths import Lengths, blend
 
 NAME = "mix"
 

@@ -11,10 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from simulator.workloads.base import Workload
-from simulator.workloads.clip import EVERYTHING, Clip
-from simulator.workloads.json_rows import field, objects
-from simulator.workloads.rows import Format, Row, seconds, whole, workload_of, wrong
+from simulator.workloads.base import EVERYTHING, Clip, Workload
+from simulator.workloads.rows import Format, Row, field, objects, seconds, whole, workload_of, wrong
 
 _UNIT_TOKENS: Final = 512
 FORMAT = Format("Mooncake trace", "timestamp")

@@ -14,8 +14,7 @@ import numpy as np
 
 from simulator.request import SimRequest
 from simulator.workloads.arrivals import gamma_requests
-from simulator.workloads.blend import blend
-from simulator.workloads.lengths import Lengths, lognormal_of_mean, tokens
+from simulator.workloads.lengths import Lengths, blend, lognormal_of_mean, tokens
 
 NAME = "plain_mix"
 ARRIVAL_CV = 2.0

@@ -11,8 +11,7 @@ import numpy as np
 
 from simulator.workloads import azure, burstgpt, jsonl, mooncake
 from simulator.workloads.arrivals import at_rate, merged, scaled
-from simulator.workloads.base import Workload, WorkloadError
-from simulator.workloads.clip import Clip
+from simulator.workloads.base import Clip, Workload, WorkloadError
 from simulator.workloads.fit import fit
 from simulator.workloads.generators import GENERATORS, SESSIONS, Generator, SessionGenerator
 

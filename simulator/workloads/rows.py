@@ -10,17 +10,18 @@ Behaviour common to all formats:
 
 from __future__ import annotations
 
+import csv
+import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from simulator.request import SimRequest
-from simulator.workloads.base import Workload, WorkloadError
-from simulator.workloads.clip import Clip
+from simulator.workloads.base import Clip, Workload, WorkloadError
 
 # No request is longer, and sums over a trace stay exact.
 MOST_TOKENS = 10**9
@@ -133,3 +134,53 @@ def workload_of(path: Path, rows: Iterable[Row], form: Format, clip: Clip) -> Wo
     left_out = f", {failed} failed ones left out" if failed else ""
     source = f"{form.name} {path.name}: {len(kept)} requests{clip.words()}{left_out}"
     return Workload(path.stem, kept, source)
+
+
+def cells(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
+    """(line, the cells of `columns` in that order) for each row that is not blank.
+
+    Other columns may be there and are ignored. Raises WorkloadError for a missing column, a row with fewer or
+    more cells than the first line, and what is no CSV.
+    """
+    with reading(path) as lines:
+        reader = csv.reader(lines)
+        try:
+            header = [name.strip().removeprefix("\ufeff") for name in next(reader, [])]
+            if not header:
+                raise WorkloadError(f"{path}: the file is empty")
+            missing = [name for name in columns if name not in header]
+            if missing:
+                raise WorkloadError(f"{path}, line 1: no column {', '.join(missing)}; there are {header}")
+            places = [header.index(name) for name in columns]
+            for row in reader:
+                if not row:
+                    continue
+                if len(row) != len(header):
+                    raise WorkloadError(
+                        f"{path}, line {reader.line_num}: {len(row)} cells for {len(header)} columns"
+                    )
+                yield reader.line_num, [row[place].strip() for place in places]
+        except csv.Error as error:
+            raise WorkloadError(f"{path}, line {reader.line_num}: {error}") from error
+
+
+def objects(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
+    """(line, object) for each line that is not blank. Raises WorkloadError for what is no object."""
+    with reading(path) as lines:
+        for line, text in enumerate(lines, start=1):
+            if not text.strip():
+                continue
+            try:
+                value: object = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise WorkloadError(f"{path}, line {line}: not JSON: {error}") from error
+            if not isinstance(value, dict):
+                raise WorkloadError(f"{path}, line {line}: not a JSON object")
+            yield line, value
+
+
+def field(entry: Mapping[str, object], name: str, path: Path, line: int) -> object:
+    """The value of a field that must be there. Raises WorkloadError."""
+    if name not in entry:
+        raise wrong(path, line, name, "missing")
+    return entry[name]

@@ -15,9 +15,8 @@ from tailrace.security.etcd_rights import Rights, etcd_rights
 from tailrace.security.options import open_transport, tls_option
 from tailrace.security.roles import Role, etcd_user
 from tailrace.security.transport import Transport
-from tailrace.store.client import EtcdClient, Rejected
+from tailrace.store.client import EtcdClient, Rejected, StoreUnavailable
 from tailrace.store.endpoints import parse_endpoints
-from tailrace.store.errors import StoreUnavailable
 from tailrace.store.etcd_roles import apply_rights, role_name
 
 

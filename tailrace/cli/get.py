@@ -26,8 +26,8 @@ from tailrace.cli.tables import (
     STAGES,
     View,
 )
+from tailrace.messages import slo_of
 from tailrace.slo import assignments
-from tailrace.slo_message import slo_of
 from tailrace.v1.admin_pb2 import (
     GetShadowRequest,
     GetSloRequest,

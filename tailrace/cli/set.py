@@ -13,10 +13,10 @@ from tailrace.cli.admin import CALL_TIMEOUT_S, admin_option, connect
 from tailrace.cli.errors import UsageProblem
 from tailrace.cli.output import Output, output_option, print_json
 from tailrace.cli.plain import JsonValue, enum_word, enum_words
+from tailrace.messages import slo_of
 from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.records import StageRecord
 from tailrace.slo import Slo, assignments, changed_slo
-from tailrace.slo_message import slo_of
 from tailrace.v1.admin_pb2 import (
     SetPolicyRequest,
     SetPoolRequest,

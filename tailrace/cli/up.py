@@ -17,15 +17,13 @@ import click
 from tailrace.cli.errors import CliError, UsageProblem
 from tailrace.cli.greeting import greeting, tailrace_command
 from tailrace.cli.output import note
-from tailrace.local.float32 import loses_precision
-from tailrace.local.gpus import visible_gpus
 from tailrace.local.issue import issue_certificates
 from tailrace.local.options import MONITOR_TRACES, ClusterOptions, Engine, Front
 from tailrace.local.plan import Plan, certificate_folder, make_plan
 from tailrace.local.ports import LOOPBACK, PortUnavailable, free_ports, require_free
 from tailrace.local.process import PartFailed
 from tailrace.local.progress import make_progress
-from tailrace.local.requirements import Missing, require_installed
+from tailrace.local.requirements import Missing, loses_precision, require_installed, visible_gpus
 from tailrace.local.start import Starter
 from tailrace.local.state import RunFolder, RunFolderBusy, RunFolderUnusable, RunState
 from tailrace.local.stop import stop_parts

@@ -11,11 +11,9 @@ from types import MappingProxyType
 from typing import Final
 
 from tailrace.intra.base import ENGINE_ORDER, IntraPolicy
-from tailrace.intra.decode_first import DecodeFirst
 from tailrace.intra.earliest_due import EarliestDue
-from tailrace.intra.fcfs import Fcfs
+from tailrace.intra.orders import DecodeFirst, Fcfs, QuantumRoundRobin
 from tailrace.intra.pascal import PascalQueue
-from tailrace.intra.round_robin import QuantumRoundRobin
 from tailrace.plugins import PluginError, load_plugin, plugins
 from tailrace.policy.deployment import Deployment
 from tailrace.policy.parameters import NO_PARAMETERS, Parameter, ParameterError, Value, parse_parameters

@@ -1,14 +1,19 @@
-"""What must be installed before a local cluster can start: found out before anything is."""
+"""What a local cluster needs of this machine, found out before anything starts: packages, GPUs, precision."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Final
 
 from tailrace.local.options import ClusterOptions, Engine, Front
+from tailrace.tiny import MODEL_PATH
 
 
 class Missing(RuntimeError):
@@ -33,3 +38,37 @@ def _rust_front_end() -> str | None:
         return named if Path(named).exists() else None
     beside = Path(sys.executable).parent / "vllm-rs"
     return str(beside) if beside.exists() else shutil.which("vllm-rs")
+
+
+_TIMEOUT_S: Final = 10.0
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """Ids of the GPUs that may be used: those in CUDA_VISIBLE_DEVICES, else all that nvidia-smi lists."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return tuple(part.strip() for part in named.split(",") if part.strip())
+    if shutil.which("nvidia-smi") is None:
+        return ()
+    query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return tuple(done.stdout.split()) if done.returncode == 0 else ()
+
+
+def loses_precision(model: str, worker_arguments: Sequence[str]) -> bool:
+    """Return whether the model folder holds float32 weights and no dtype is given to the workers.
+
+    vLLM's `dtype=auto` serves float32 weights in 16 bits, which changes answers. The shipped model is served
+    as it was trained. A model named on a hub is not looked at: its configuration is not here yet.
+    """
+    folder = Path(model).expanduser()
+    if folder.resolve() == MODEL_PATH or any("dtype" in argument for argument in worker_arguments):
+        return False
+    try:
+        config: object = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and "float32" in (config.get("torch_dtype"), config.get("dtype"))

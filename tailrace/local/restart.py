@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Final
 
 from tailrace.local.certificates import OPERATOR, transport_of
-from tailrace.local.instances import active_instances
 from tailrace.local.plan import PartSpec, Tier
 from tailrace.local.process import PartFailed, PartProcess
 from tailrace.local.progress import Progress, Step
-from tailrace.local.ready import wait_ready
+from tailrace.local.ready import active_instances, wait_ready
 from tailrace.local.state import Part, RunFolder, RunState
 from tailrace.local.stop import stop_part
 

@@ -10,18 +10,16 @@ from typing import Final
 import grpc
 
 from tailrace.local.certificates import ETCD_ROOT, OPERATOR, transport_of
-from tailrace.local.instances import active_instances
 from tailrace.local.plan import PartSpec, Plan, Tier
 from tailrace.local.process import PartFailed, PartProcess
 from tailrace.local.progress import Progress, Step
-from tailrace.local.ready import wait_ready
+from tailrace.local.ready import active_instances, wait_ready
 from tailrace.local.state import RunFolder, RunState
 from tailrace.local.stop import stop_parts
 from tailrace.security.etcd_rights import etcd_rights
 from tailrace.security.roles import Role
-from tailrace.store.client import EtcdClient, Rejected
+from tailrace.store.client import EtcdClient, Rejected, StoreUnavailable
 from tailrace.store.endpoints import parse_endpoints
-from tailrace.store.errors import StoreUnavailable
 from tailrace.store.etcd_roles import apply_rights
 from tailrace.v1.admin_pb2 import SetPolicyRequest
 from tailrace.v1.admin_pb2_grpc import AdminStub

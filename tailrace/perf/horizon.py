@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.cluster import RequestView
-from tailrace.predictor.limits import tokens_left
+from tailrace.lengths import tokens_left
 
 Floats = NDArray[np.float64]
 

@@ -15,13 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tailrace.predictor.coverage import Coverage, coverage
+from tailrace.predictor.distribution import Coverage, KaplanMeier, coverage
 from tailrace.predictor.file import POINT, Predictor
 from tailrace.predictor.hazards import quantile
-from tailrace.predictor.kaplan_meier import KaplanMeier
 from tailrace.predictor.network import widths_for
-from tailrace.predictor.samples import Samples
-from tailrace.predictor.split import Split
+from tailrace.predictor.samples import Samples, Split
 from tailrace.predictor.train import Epoch, TrainingOptions, train_on
 
 INTERVAL_STEPS: Final = 20

@@ -16,8 +16,7 @@ import torch
 from tailrace.predictor.file import FORMAT, POINT, Description, Predictor
 from tailrace.predictor.hazards import negative_log_likelihood, quantile
 from tailrace.predictor.network import HazardMlp, widths_for
-from tailrace.predictor.samples import Samples
-from tailrace.predictor.split import split_by_request
+from tailrace.predictor.samples import Samples, split_by_request
 
 
 @dataclass(frozen=True, slots=True)

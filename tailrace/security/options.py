@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ipaddress
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -12,6 +13,23 @@ from tailrace.security.credentials import UnusableCredentials
 from tailrace.security.folder import CredentialFolder
 from tailrace.security.roles import Role
 from tailrace.security.transport import PLAIN, TlsTransport, Transport
+
+
+def is_loopback(address: str) -> bool:
+    """Whether HOST:PORT is this machine's alone. A name counts only if it is `localhost`."""
+    host = address.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def exposed(addresses: Iterable[str]) -> list[str]:
+    """Those of the addresses that others can reach."""
+    return [address for address in addresses if not is_loopback(address)]
+
 
 TLS_FOLDER: Final = "TAILRACE_TLS_DIR"
 

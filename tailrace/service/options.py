@@ -11,8 +11,7 @@ from pathlib import Path
 
 import click
 
-from tailrace.security.exposure import exposed
-from tailrace.security.options import insecure_option, open_transport, tls_option
+from tailrace.security.options import exposed, insecure_option, open_transport, tls_option
 from tailrace.security.roles import Role
 from tailrace.security.transport import PLAIN, Transport
 from tailrace.store.endpoints import parse_endpoints

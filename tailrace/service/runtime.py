@@ -22,7 +22,7 @@ from tailrace.service.channels import Channels
 from tailrace.service.options import CommonOptions, fresh_incarnation
 from tailrace.service.tasks import task_error
 from tailrace.service.watchdog import watchdog_timeout_s, watched_loop
-from tailrace.store.errors import StoreUnavailable
+from tailrace.store.client import StoreUnavailable
 from tailrace.store.membership import Membership
 from tailrace.store.registration import register
 from tailrace.store.store import Store

@@ -15,11 +15,22 @@ import grpc
 from tailrace.security.renewed_channel import RenewedChannel
 from tailrace.security.transport import PLAIN, Transport
 from tailrace.store.endpoints import Endpoint
-from tailrace.store.errors import StoreUnavailable
 from tailrace.store.etcd_api import LEASE_KEEP_ALIVE, RANGE, REQUIRE_LEADER, Method, Reply, Request
 from tailrace.v1 import etcd_pb2
 
 log = logging.getLogger(__name__)
+
+
+class StoreUnavailable(Exception):
+    """etcd did not answer in time. What was last read from it still holds, for all that is known.
+
+    A write that ends so may have been done.
+    """
+
+
+class LeaseExpired(StoreUnavailable):
+    """The lease that a value was to hang on is gone."""
+
 
 # A whole call, all its attempts together.
 _DEADLINE_S: Final = 3.0

@@ -93,3 +93,33 @@ def watch_prefix_request(prefix: bytes) -> etcd_pb2.WatchRequest:
 def progress_request() -> etcd_pb2.WatchRequest:
     """Ask how far the member is; the answer comes on the watch's own stream."""
     return etcd_pb2.WatchRequest(progress_request=etcd_pb2.WatchProgressRequest())
+
+
+AUTH_ENABLE: Final = method(
+    "/etcdserverpb.Auth/AuthEnable", etcd_pb2.AuthEnableRequest, etcd_pb2.AuthEnableResponse
+)
+USER_ADD: Final = method(
+    "/etcdserverpb.Auth/UserAdd", etcd_pb2.AuthUserAddRequest, etcd_pb2.AuthUserAddResponse
+)
+USER_GET: Final = method(
+    "/etcdserverpb.Auth/UserGet", etcd_pb2.AuthUserGetRequest, etcd_pb2.AuthUserGetResponse
+)
+USER_GRANT_ROLE: Final = method(
+    "/etcdserverpb.Auth/UserGrantRole", etcd_pb2.AuthUserGrantRoleRequest, etcd_pb2.AuthUserGrantRoleResponse
+)
+ROLE_ADD: Final = method(
+    "/etcdserverpb.Auth/RoleAdd", etcd_pb2.AuthRoleAddRequest, etcd_pb2.AuthRoleAddResponse
+)
+ROLE_GET: Final = method(
+    "/etcdserverpb.Auth/RoleGet", etcd_pb2.AuthRoleGetRequest, etcd_pb2.AuthRoleGetResponse
+)
+ROLE_GRANT: Final = method(
+    "/etcdserverpb.Auth/RoleGrantPermission",
+    etcd_pb2.AuthRoleGrantPermissionRequest,
+    etcd_pb2.AuthRoleGrantPermissionResponse,
+)
+ROLE_REVOKE: Final = method(
+    "/etcdserverpb.Auth/RoleRevokePermission",
+    etcd_pb2.AuthRoleRevokePermissionRequest,
+    etcd_pb2.AuthRoleRevokePermissionResponse,
+)

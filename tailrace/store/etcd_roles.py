@@ -9,8 +9,7 @@ import grpc
 from tailrace.security.etcd_rights import Rights
 from tailrace.security.roles import Role, etcd_user
 from tailrace.store.client import EtcdClient, Rejected
-from tailrace.store.etcd_api import Method, Reply, Request, prefix_end
-from tailrace.store.etcd_auth_api import (
+from tailrace.store.etcd_api import (
     AUTH_ENABLE,
     ROLE_ADD,
     ROLE_GET,
@@ -19,6 +18,10 @@ from tailrace.store.etcd_auth_api import (
     USER_ADD,
     USER_GET,
     USER_GRANT_ROLE,
+    Method,
+    Reply,
+    Request,
+    prefix_end,
 )
 from tailrace.v1 import etcd_pb2
 

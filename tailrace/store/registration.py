@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Final
 
-from tailrace.store.errors import LeaseExpired, StoreUnavailable
+from tailrace.store.client import LeaseExpired, StoreUnavailable
 from tailrace.store.store import Store
 
 log = logging.getLogger(__name__)

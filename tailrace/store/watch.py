@@ -10,8 +10,7 @@ from typing import Final
 
 import grpc
 
-from tailrace.store.client import CALL_FAILURES, EtcdClient, Member, StreamEnded, short
-from tailrace.store.errors import StoreUnavailable
+from tailrace.store.client import CALL_FAILURES, EtcdClient, Member, StoreUnavailable, StreamEnded, short
 from tailrace.store.etcd_api import RANGE, WATCH, prefix_end, progress_request, watch_prefix_request
 from tailrace.v1 import etcd_pb2
 

@@ -21,13 +21,13 @@ from simulator.job import Job, JobState
 from simulator.migration import Migration
 from simulator.reports import Report, blocks_of
 from simulator.request import SimRequest
-from simulator.run import simulate
+from simulator.simulation import simulate
 from simulator.views import Views
 from tailrace.actions import WhenFull
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, RequestState
 from tailrace.control.reported_cluster import ReportedCluster
-from tailrace.control.reported_instance import PHASE_NUMBERS, REQUEST_STATE_NUMBERS
 from tailrace.intra.base import IntraPolicy
+from tailrace.messages import PHASE_NUMBERS, REQUEST_STATE_NUMBERS
 from tailrace.policy.phase_load import phase_load, prompts
 from tailrace.records import InstanceRecord
 from tailrace.v1 import monitor_pb2, types_pb2

@@ -16,8 +16,7 @@ from worker_agent.carried import CarriedRequests
 from worker_agent.dispatch import Admission, Dispatch
 from worker_agent.engine.base import RequestKey, Submission
 from worker_agent.engine.simulated import Faults, SimulatedEngine, SimulatedSettings
-from worker_agent.frontends import FrontEnd, FrontEnds
-from worker_agent.heartbeats import beat
+from worker_agent.frontends import FrontEnd, FrontEnds, beat
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 from worker_agent.phase_news import PhaseNews
 from worker_agent.sink import FrontEndSink

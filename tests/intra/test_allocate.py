@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from tailrace.intra.allocate import LOOKAHEAD, Claim, Grants, Room, allocate
 from tailrace.intra.base import IntraPolicy
-from tailrace.intra.fcfs import Fcfs
-from tailrace.intra.round_robin import QuantumRoundRobin
+from tailrace.intra.orders import Fcfs, QuantumRoundRobin
 
 POLICIES: list[IntraPolicy] = [
     Fcfs(),

@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 
 from tailrace.cluster import Phase
 from tailrace.intra.base import ImportView, IntraPolicy, JobView
-from tailrace.intra.decode_first import DecodeFirst
 from tailrace.intra.earliest_due import EarliestDue
-from tailrace.intra.fcfs import Fcfs
+from tailrace.intra.orders import DecodeFirst, Fcfs, QuantumRoundRobin
 from tailrace.intra.pascal import PascalQueue
-from tailrace.intra.round_robin import QuantumRoundRobin
 
 POLICIES: dict[str, IntraPolicy] = {
     "fcfs": Fcfs(),

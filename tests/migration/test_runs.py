@@ -11,12 +11,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from migration_svc.admission import Admission
-from migration_svc.errors import BadMigration, Stopping, UnknownInstance
-from migration_svc.history import History
 from migration_svc.journal import Journal
 from migration_svc.metrics import MigrationMetrics
 from migration_svc.migration import CopyRules
-from migration_svc.runs import Runs
+from migration_svc.runs import BadMigration, History, Runs, Stopping, UnknownInstance
 from migration_svc.traces import MigrationTraces
 from tailrace.records import InstanceRecord
 from tailrace.service.channels import Channels

@@ -28,8 +28,7 @@ from tailrace.perf.horizon import HORIZON, NOW, Floats, Horizon, expected_remain
 from tailrace.policy.ares import rescheduling
 from tailrace.policy.ares.loads import Loads, collect
 from tailrace.policy.ares.policy import CURRENT_LOAD, OFF, VARIANCE, Ares
-from tailrace.policy.ares.rescheduling import Move, Rescheduling
-from tailrace.policy.ares.variance import change, time_weighted_variance
+from tailrace.policy.ares.rescheduling import Move, Rescheduling, change, time_weighted_variance
 from tailrace.policy.candidates import kv_needed_tokens
 from tests.policy.clusters import clusters
 

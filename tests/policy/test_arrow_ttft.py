@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.perf.running_tokens import UNLIMITED_TOKENS, max_running_tokens
+from tailrace.perf.steps import UNLIMITED_TOKENS, max_running_tokens
 from tailrace.perf.ttft import TtftPredictor
 from tailrace.profiles import DecodeModel, load_profile
 from tests.policy.fleets import quick

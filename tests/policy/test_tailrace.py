@@ -26,7 +26,7 @@ from tailrace.policy.candidates import room_for
 from tailrace.policy.phase_load import prompts
 from tailrace.policy.registry import load
 from tailrace.policy.tailrace.costs import Costs, Longest
-from tailrace.policy.tailrace.expect import remaining_tokens
+from tailrace.policy.tailrace.moves import remaining_tokens
 from tailrace.policy.tailrace.offers import FEW, Offers
 from tailrace.policy.tailrace.policy import Tailrace
 from tailrace.policy.tailrace.queue import Queue

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.predictor.samples import SamplesError, read_samples, write_samples
-from tailrace.predictor.split import split_by_request
+from tailrace.predictor.samples import SamplesError, read_samples, split_by_request, write_samples
 from tests.predictor.synthetic import ORIGIN, samples
 
 safetensors = pytest.importorskip("safetensors.numpy", reason="safetensors comes with the engine")

@@ -14,11 +14,11 @@ pytest.importorskip("torch", reason="torch comes with the engine")
 import torch
 from safetensors.torch import load_file, save_file
 
-from tailrace.predictor.coverage import coverage
+from tailrace.predictor.distribution import coverage
 from tailrace.predictor.evaluate import evaluate
 from tailrace.predictor.file import Predictor, PredictorFileError, load_predictor, save_predictor
 from tailrace.predictor.network import widths_for
-from tailrace.predictor.split import split_by_request
+from tailrace.predictor.samples import split_by_request
 from tailrace.predictor.train import Epoch, Trained, TrainingOptions, least_error, train, train_on
 from tailrace.tiny import PREDICTOR_PATH
 from tests.predictor.synthetic import HIDDEN, Truth, cut_off, samples

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from tailrace.cli.main import main
 from tailrace.security.authority import Authority
-from tailrace.security.exposure import is_loopback
+from tailrace.security.options import is_loopback
 from tailrace.security.roles import Identity, Role
 
 

@@ -19,7 +19,7 @@ from tailrace.security.roles import Role
 from tailrace.security.transport import Transport
 from tailrace.service.channels import ANSWERED, Channels
 from tailrace.service.server import GrpcServer, Servicer, serve_grpc
-from tailrace.store.errors import StoreUnavailable
+from tailrace.store.client import StoreUnavailable
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, types_pb2
 from tests.security.conftest import transport
 from tests.security.test_audit import Kept

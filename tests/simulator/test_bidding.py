@@ -18,11 +18,11 @@ from simulator.events import NEVER
 from simulator.instance import Instance
 from simulator.records import MigrationOutcome, SimResult
 from simulator.request import SimRequest
-from simulator.run import simulate
+from simulator.simulation import simulate
 from tailrace.actions import Action, Offer, Place, Placement, WhenFull
 from tailrace.bid_ask import TRANSFERS
 from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestView, Stage
-from tailrace.intra.fcfs import Fcfs
+from tailrace.intra.orders import Fcfs
 from tailrace.policy.base import Policy
 from tailrace.policy.least_loaded import LeastLoaded
 from tests.simulator.moving import Stirring

@@ -14,9 +14,8 @@ from simulator.claims.ares import scale, serving
 from simulator.claims.ares.cluster import ARMS
 from simulator.claims.ares.measure import serve_at_load, serve_at_rate
 from simulator.claims.ares.results import Results, load_level, run_name
-from simulator.claims.base import Figures, Finding, Verdict
-from simulator.claims.effort import QUICK, WHOLE
-from simulator.claims.figures import number
+from simulator.claims.base import QUICK, WHOLE, Figures, Finding, Verdict
+from simulator.claims.verdicts import number
 from simulator.predictors import NoisyPredictor, OraclePredictor
 from simulator.request import SimRequest
 from simulator.workloads import sharegpt_ares

@@ -16,7 +16,7 @@ from simulator.claims.arrow.cluster import CODE, begun_at, half_capacity_per_s
 from simulator.claims.arrow.rates import HIGHEST, LOWEST, bisect, crossing
 from simulator.claims.arrow.scalability import GPUS, attained
 from simulator.claims.arrow.scalability import judge as judge_scalability
-from simulator.claims.base import Experiment, Figures, Finding, Verdict
+from simulator.claims.base import QUICK, WHOLE, Effort, Experiment, Figures, Finding, Verdict
 from simulator.claims.cascade.balance import four_stages, tokens_by_instance
 from simulator.claims.cascade.balance import judge as judge_balance
 from simulator.claims.cascade.cluster import FIGURE_2, INSTANCES, llama_on_h20, saturation_per_s
@@ -28,12 +28,11 @@ from simulator.claims.cascade.planning import judge as judge_planning
 from simulator.claims.cascade.prediction import judge as judge_prediction
 from simulator.claims.cascade.prediction import observed
 from simulator.claims.cascade.serving import generated, serve
-from simulator.claims.effort import QUICK, WHOLE, Effort
 from simulator.cluster import ClusterSpec
 from simulator.request import SimRequest
-from simulator.run import simulate
+from simulator.simulation import simulate
 from simulator.workloads.base import Workload
-from tailrace.intra.fcfs import Fcfs
+from tailrace.intra.orders import Fcfs
 from tailrace.policy.cascade.layout import tiles
 from tailrace.policy.least_loaded import LeastLoaded
 from tailrace.profiles import load_profile

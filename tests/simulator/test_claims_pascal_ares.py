@@ -10,24 +10,22 @@ import numpy as np
 import pytest
 
 from simulator.claims import ares, pascal
-from simulator.claims.base import Experiment, Figures, Finding, Verdict
-from simulator.claims.effort import QUICK, WHOLE
-from simulator.claims.figures import number
+from simulator.claims.base import QUICK, WHOLE, Experiment, Figures, Finding, Verdict
 from simulator.claims.pascal import serving as pascal_serving
 from simulator.claims.pascal import single
 from simulator.claims.pascal.measure import serve as serve_pascal
 from simulator.claims.pascal.tails import Comparison, mean_tails
 from simulator.claims.saturation import poisson_at_load, saturation_rate
-from simulator.claims.verdicts import of_bound, of_effect, of_ordering, weakest
+from simulator.claims.verdicts import number, of_bound, of_effect, of_ordering, weakest
 from simulator.cluster import ClusterSpec
+from simulator.goodput import percentile_for, tail_by_bin
 from simulator.request import SimRequest
-from simulator.run import simulate
-from simulator.tails import percentile_for, tail_by_bin
+from simulator.simulation import simulate
 from simulator.views import ReportedRequests
-from simulator.workloads import reasoning_phase
+from simulator.workloads.pascal import reasoning_phase
 from tailrace.actions import Action
 from tailrace.cluster import ClusterView, RequestView
-from tailrace.intra.fcfs import Fcfs
+from tailrace.intra.orders import Fcfs
 from tailrace.intra.pascal import PascalQueue
 from tailrace.policy.min_kv import MinKv
 from tailrace.policy.pascal import Pascal
@@ -90,9 +88,7 @@ def test_saturation_is_where_the_kv_is_full_on_average() -> None:
 
 def test_loads_send_the_same_requests() -> None:
     profile = load_profile("r1-distill-qwen-32b-h100")
-    half, full = (
-        poisson_at_load("x", reasoning_phase.lengths, 50, load, 3, profile, 1) for load in (0.5, 1.0)
-    )
+    half, full = (poisson_at_load("x", reasoning_phase, 50, load, 3, profile, 1) for load in (0.5, 1.0))
     assert [r.reasoning_tokens for r in half] == [r.reasoning_tokens for r in full]
     assert half[-1].arrival_s == pytest.approx(2 * full[-1].arrival_s)
 
@@ -252,7 +248,7 @@ def test_phases_are_counted_alike_with_and_without_views() -> None:
     spec = ClusterSpec.uniform(3, profile, kv_capacity_tokens=12_000)
     requests = [
         SimRequest(r.request_id, r.arrival_s, 128, r.reasoning_tokens, 3 * r.reasoning_tokens)
-        for r in poisson_at_load("x", reasoning_phase.lengths, 60, 1.5, 1, profile, 1)
+        for r in poisson_at_load("x", reasoning_phase, 60, 1.5, 1, profile, 1)
     ]
     policy = _Checked()
     simulate(spec, requests, policy, PascalQueue(demotion_tokens=900))

@@ -14,10 +14,10 @@ from simulator.events import EventQueue
 from simulator.intervals import RecentIntervals
 from simulator.network import Network
 from simulator.request import SimRequest
-from simulator.run import simulate
+from simulator.simulation import simulate
 from simulator.steplog import StepLog, TokenTimes, elapsed, last_s, steps_within
 from simulator.steprun import StepRun
-from tailrace.intra.fcfs import Fcfs
+from tailrace.intra.orders import Fcfs
 from tailrace.policy.round_robin import RoundRobin
 from tests.simulator.worlds import PROFILE
 

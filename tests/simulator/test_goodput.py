@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from simulator.goodput import attainment, goodput_per_s, offered_rate_per_s
+from simulator.goodput import attainment, goodput_per_s, offered_rate_per_s, percentile_for, tail_ttft_by_bin
 from simulator.records import RequestRecord
-from simulator.tails import percentile_for, tail_ttft_by_bin
 from tailrace.slo import Slo
 
 

@@ -15,10 +15,10 @@ from simulator.events import NEVER
 from simulator.instance import Instance
 from simulator.records import SimResult
 from simulator.request import SimRequest
-from simulator.run import simulate
+from simulator.simulation import simulate
 from tailrace.actions import Action, HandBack, Place, Placement, Refuse
 from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestState, Stage
-from tailrace.intra.fcfs import Fcfs
+from tailrace.intra.orders import Fcfs
 from tailrace.lengths import LengthStatistics
 from tailrace.policy.cascade.policy import Cascade
 from tailrace.policy.least_loaded import LeastLoaded

@@ -19,7 +19,7 @@ from simulator.simulation import Simulation
 from simulator.workloads.generators import SESSIONS
 from tailrace.actions import Place, Placement
 from tailrace.cluster import Arrival, ClusterView
-from tailrace.intra.fcfs import Fcfs
+from tailrace.intra.orders import Fcfs
 from tailrace.policy.base import Policy
 from tailrace.policy.deployment import Deployment
 from tailrace.policy.least_loaded import LeastLoaded

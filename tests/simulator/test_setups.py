@@ -7,14 +7,12 @@ import pytest
 from simulator.cluster import ClusterSpec
 from simulator.predictors import NoisyPredictor, OraclePredictor
 from simulator.request import SimRequest
-from simulator.run import simulate
 from simulator.setups import UnknownSetupError, predictor_for, setup_for, setup_names
+from simulator.simulation import simulate
 from tailrace.actions import WhenFull
 from tailrace.cluster import Pool
-from tailrace.intra.decode_first import DecodeFirst
-from tailrace.intra.fcfs import Fcfs
+from tailrace.intra.orders import DecodeFirst, Fcfs, QuantumRoundRobin
 from tailrace.intra.pascal import PascalQueue
-from tailrace.intra.round_robin import QuantumRoundRobin
 from tailrace.policy import registry
 from tailrace.policy.arrow.policy import Arrow
 from tailrace.policy.deployment import Deployment

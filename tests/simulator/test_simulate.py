@@ -10,11 +10,10 @@ import pytest
 
 from simulator.cluster import ClusterSpec, ReportSpec
 from simulator.request import SimRequest
-from simulator.run import simulate
-from simulator.simulation import SimulationError
+from simulator.simulation import SimulationError, simulate
 from tailrace.actions import Action, Migrate, Place, Placement, Refuse, SetPool, SetStages
 from tailrace.cluster import Arrival, ClusterView, Phase, Pool, RequestState, RequestView, Stage
-from tailrace.intra.fcfs import Fcfs
+from tailrace.intra.orders import Fcfs
 from tailrace.intra.pascal import PascalQueue
 from tailrace.policy.base import Policy
 from tailrace.policy.least_loaded import LeastLoaded

@@ -8,7 +8,7 @@ import pytest
 
 from simulator.cluster import ClusterSpec
 from simulator.request import SimRequest
-from tailrace.intra.round_robin import QuantumRoundRobin
+from tailrace.intra.orders import QuantumRoundRobin
 from tailrace.policy.round_robin import RoundRobin
 from tailrace.profiles import SwapModel
 from tests.simulator.worlds import PROFILE, Watched

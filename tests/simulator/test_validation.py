@@ -12,10 +12,10 @@ from click.testing import CliRunner, Result
 from simulator.cli.validate import validate_command
 from simulator.cluster import ClusterSpec, InstanceSpec
 from simulator.request import SimRequest
-from simulator.run import simulate
+from simulator.simulation import simulate
 from simulator.validation.errors import metric_error
 from simulator.validation.recorded import RecordedRunError, read_run
-from tailrace.intra.fcfs import Fcfs
+from tailrace.intra.orders import Fcfs
 from tailrace.policy.round_robin import RoundRobin
 from tailrace.profiles import load_profile
 

@@ -14,10 +14,10 @@ from simulator.cluster import ClusterSpec, LinkSpec, MigrationSpec, ReportSpec
 from simulator.instance import Instance
 from simulator.reports import Report
 from simulator.request import SimRequest
-from simulator.run import simulate
+from simulator.simulation import simulate
 from tailrace.actions import Action, Migrate, Place, Placement, WhenFull
 from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestView, Stage
-from tailrace.intra.fcfs import Fcfs
+from tailrace.intra.orders import Fcfs
 from tailrace.perf.future_load import FutureLoad
 from tailrace.policy.base import Policy
 from tailrace.policy.phase_load import phase_load

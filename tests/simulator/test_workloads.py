@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from simulator.request import SimRequest
 from simulator.workloads import jsonl
 from simulator.workloads.arrivals import at_rate, clipped, mean_rate_per_s, merged, scaled
-from simulator.workloads.base import Workload, WorkloadError
-from simulator.workloads.clip import Clip
+from simulator.workloads.base import Clip, Workload, WorkloadError
 from simulator.workloads.fit import fit
 from simulator.workloads.resolve import DEFAULT_COUNT, WorkloadOptions, resolve_workload
 from simulator.workloads.statistics import load_per_minute

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from simulator.workloads import azure, burstgpt, jsonl, mooncake
-from simulator.workloads.base import Workload, WorkloadError
-from simulator.workloads.clip import Clip
+from simulator.workloads.base import Clip, Workload, WorkloadError
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:03.9799600,4808,10

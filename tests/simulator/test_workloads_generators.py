@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from types import ModuleType
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,9 +9,7 @@ from hypothesis import strategies as st
 
 from simulator.workloads import (
     alpaca_ares,
-    alpaca_eval,
-    arena_hard,
-    math_gpqa_lcb,
+    pascal,
     plain_mix,
     r1,
     sharegpt_ares,
@@ -39,7 +34,7 @@ def percentiles(values: Tokens, *shares: float) -> list[float]:
 
 @pytest.mark.parametrize("name", GENERATORS)
 def test_every_generator_gives_requests_in_order_and_is_a_function_of_its_seed(name: str) -> None:
-    requests = import_module(f"simulator.workloads.{name}").generate(500, 2.0, 3)
+    requests = GENERATORS[name].requests(500, 2.0, seed=3)
     assert requests == GENERATORS[name].requests(500, 2.0, seed=3)
     assert requests != GENERATORS[name].requests(500, 2.0, seed=4)
     assert [r.arrival_s for r in requests] == sorted(r.arrival_s for r in requests)
@@ -118,14 +113,14 @@ def test_r1_has_the_distribution_that_servegen_gives() -> None:
     assert lengths.answer.mean() == pytest.approx(394, rel=0.1)
 
 
-@pytest.mark.parametrize("module", [alpaca_eval, arena_hard])
-def test_pascal_says_more_than_70_percent_reason_for_less_than_1000_tokens(module: ModuleType) -> None:
-    reasoning = drawn(GENERATORS[module.NAME].lengths).reasoning
+@pytest.mark.parametrize("draw", [pascal.alpaca_eval, pascal.arena_hard])
+def test_pascal_says_more_than_70_percent_reason_for_less_than_1000_tokens(draw: DrawLengths) -> None:
+    reasoning = drawn(draw).reasoning
     assert 0.70 < (reasoning < 1_000).mean() < 0.80
 
 
 def test_pascal_says_reasoning_is_up_to_8_48_times_the_answer() -> None:
-    lengths = drawn(math_gpqa_lcb.live_code_bench)
+    lengths = drawn(pascal.live_code_bench)
     assert lengths.reasoning.mean() / lengths.answer.mean() == pytest.approx(8.48, rel=0.02)
 
 

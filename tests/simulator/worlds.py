@@ -17,11 +17,9 @@ from simulator.request import SimRequest
 from simulator.simulation import Simulation
 from simulator.steplog import TokenTimes
 from tailrace.intra.base import IntraPolicy
-from tailrace.intra.decode_first import DecodeFirst
 from tailrace.intra.earliest_due import EarliestDue
-from tailrace.intra.fcfs import Fcfs
+from tailrace.intra.orders import DecodeFirst, Fcfs, QuantumRoundRobin
 from tailrace.intra.pascal import PascalQueue
-from tailrace.intra.round_robin import QuantumRoundRobin
 from tailrace.policy.base import Policy
 from tailrace.profiles import DecodeModel, PrefillModel, Profile
 

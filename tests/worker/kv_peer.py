@@ -24,11 +24,11 @@ import xxhash
 from prometheus_client import CollectorRegistry
 
 from tailrace.v1 import worker_pb2
-from worker_agent.engine.base import Engine, EngineRefusal, KvShape, Staging
+from worker_agent.engine.base import Engine, KvShape, Staging
+from worker_agent.engine.errors import EngineRefusal
 from worker_agent.faults import Faults, FaultSpec
-from worker_agent.kv.address import address_of
+from worker_agent.kv.address import KvTransferError, address_of
 from worker_agent.kv.client import KvClient
-from worker_agent.kv.errors import KvTransferError
 from worker_agent.kv.segments import Mappings, Segments
 from worker_agent.kv.server import KvServer
 from worker_agent.kv.sessions import Session

@@ -26,9 +26,8 @@ from worker_agent.engine.base import RequestKey, Submission
 from worker_agent.engine.simulated import SimulatedEngine, SimulatedSettings
 from worker_agent.faults import Faults
 from worker_agent.frontends import FrontEnds
-from worker_agent.kv.address import KvAddress
+from worker_agent.kv.address import KvAddress, KvTransferError
 from worker_agent.kv.client import Deliver
-from worker_agent.kv.errors import KvTransferError
 from worker_agent.kv.sessions import Session
 from worker_agent.kv.ticket import Ticket
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics

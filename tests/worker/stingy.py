@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tailrace.intra.fcfs import Fcfs
+from tailrace.intra.orders import Fcfs
 
 
 class Stingy(Fcfs):

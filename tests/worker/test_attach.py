@@ -20,8 +20,7 @@ from worker_agent.carried import CarriedRequests
 from worker_agent.dispatch import Admission, Dispatch
 from worker_agent.engine.base import OutputFlag, RequestKey, StepColumns, Submission
 from worker_agent.engine.simulated import SimulatedEngine
-from worker_agent.frontends import STALL_S, AttachRefused, FrontEnd, FrontEnds
-from worker_agent.heartbeats import HEARTBEAT_S, beat
+from worker_agent.frontends import HEARTBEAT_S, STALL_S, AttachRefused, FrontEnd, FrontEnds, beat
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 from worker_agent.phase_news import PhaseNews
 from worker_agent.sink import FrontEndSink

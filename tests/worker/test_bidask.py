@@ -18,9 +18,8 @@ from tailrace.service.server import Servicer, serve_grpc
 from tailrace.v1 import bidask_pb2
 from tailrace.v1.bidask_pb2_grpc import BidAskStub, add_BidAskServicer_to_server
 from worker_agent.bidask import offers
-from worker_agent.bidask.assembly import tell_over
+from worker_agent.bidask.assembly import BidAskServicer, tell_over
 from worker_agent.bidask.coordinator import Coordinator
-from worker_agent.bidask.servicer import BidAskServicer
 from worker_agent.bidask.takings import Won
 
 WAIT_S = 20.0

@@ -10,7 +10,8 @@ import pytest
 from tailrace.v1 import worker_pb2
 from tests.worker.simulated import SMALL, request_frames
 from tests.worker.test_attach import Attached, Worker, attached
-from worker_agent.engine.base import EngineRefusal, Held, RequestKey, Submission
+from worker_agent.engine.base import Held, RequestKey, Submission
+from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.simulated import SimulatedEngine
 from worker_agent.held import HeldQueries
 

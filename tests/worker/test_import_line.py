@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker_agent.engine.base import EngineRefusal, NoRoom, RequestKey
+from worker_agent.engine.base import RequestKey
+from worker_agent.engine.errors import EngineRefusal, NoRoom
 from worker_agent.engine.import_line import ImportLine
 
 CAPACITY = 10

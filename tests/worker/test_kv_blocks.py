@@ -7,7 +7,7 @@ import pytest
 import torch
 import xxhash
 
-from worker_agent.engine.base import KvCorrupt
+from worker_agent.engine.errors import KvCorrupt
 from worker_agent.engine.vllm.kv_blocks import KvBlocks, odd_weight_sums
 
 BLOCKS, LAYERS = 11, 3

@@ -19,12 +19,12 @@ from prometheus_client import CollectorRegistry
 
 from tailrace.v1 import worker_pb2
 from tests.worker.kv_peer import BlockEngine, PeerSettings, block, block_hash, checksums, shape
-from worker_agent.engine.base import KvCorrupt, KvShape, Staging
+from worker_agent.engine.base import KvShape, Staging
+from worker_agent.engine.errors import KvCorrupt
 from worker_agent.faults import FaultSpec
-from worker_agent.kv.address import KvAddress, address_of
+from worker_agent.kv.address import KvAddress, KvIdentityError, KvTransferError, address_of
 from worker_agent.kv.binding import interfaces, ucx_options
 from worker_agent.kv.client import KvClient, KvTransfer
-from worker_agent.kv.errors import KvIdentityError, KvTransferError
 from worker_agent.kv.segments import Mappings
 from worker_agent.kv.staging import StagingPool
 from worker_agent.kv.strays import discard_strays

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tailrace.reasons import BACKGROUND, URGENT, label
+from tailrace.handover import BACKGROUND, URGENT, label
 from worker_agent.migration.link_budget import LinkBudget
 
 

@@ -17,9 +17,8 @@ from worker_agent.engine.simulated import Faults, SimulatedEngine, SimulatedSett
 from worker_agent.engine.simulated.engine import SimulatedEngine as Engine
 from worker_agent.profiling.fitting import TooFewSamples, _qoe, kind_of, profile_of
 from worker_agent.profiling.measure import Samples, measure
-from worker_agent.profiling.own_stats import own_stats
 from worker_agent.profiling.plan import batches, prompt_lengths
-from worker_agent.profiling.probes import Lived, ProbeFailed, Probes
+from worker_agent.profiling.probes import Lived, ProbeFailed, Probes, own_stats
 
 SETTINGS = SimulatedSettings(kv_blocks=4096, max_model_len=2048, max_num_seqs=64, block_tokens=16)
 

@@ -13,9 +13,8 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from worker_agent.engine.base import EngineRefusal, KvCorrupt
-from worker_agent.kv.address import KvAddress
-from worker_agent.kv.errors import KvTransferError
+from worker_agent.engine.errors import EngineRefusal, KvCorrupt
+from worker_agent.kv.address import KvAddress, KvTransferError
 from worker_agent.kv.ticket import Ticket
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 from worker_agent.ranks.links import Pulse, RankLinks, RankLost

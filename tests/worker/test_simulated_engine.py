@@ -25,15 +25,13 @@ from tests.worker.simulated import (
 )
 from worker_agent.engine.base import (
     EnginePhase,
-    EngineRefusal,
     ExportedPause,
-    KvCorrupt,
-    NoRoom,
     OutputFlag,
     RequestKey,
     StepColumns,
     Submission,
 )
+from worker_agent.engine.errors import EngineRefusal, KvCorrupt, NoRoom
 from worker_agent.engine.simulated import SimulatedEngine, SimulatedSettings
 
 PROMPT = list(b"How long is a piece of string?")

@@ -9,7 +9,8 @@ from tailrace.intra.registry import intra_names
 from tests.worker.by_length import ByLength
 from tests.worker.simulated import SMALL, Fleet, Stream, at_boundary, now, undisturbed
 from tests.worker.stingy import Stingy
-from worker_agent.engine.base import EngineRefusal, Exported, ExportedPause
+from worker_agent.engine.base import Exported, ExportedPause
+from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.simulated import SimulatedEngine, SimulatedSettings
 
 PROMPT = [*b"Which of the two was the longer one?"]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.perf.running_tokens import UNLIMITED_TOKENS
+from tailrace.perf.steps import UNLIMITED_TOKENS
 from tailrace.profiles import DecodeModel, PrefillModel, load_profile
 from tailrace.records import ProfileRecord
 from tailrace.slo import Slo

@@ -19,10 +19,9 @@ from simulator.request import SimRequest
 from tailrace.cluster import Phase
 from tailrace.intra.allocate import Claim, Grants, Room, allocate
 from tailrace.intra.base import IntraPolicy, JobView, Rank
-from tailrace.intra.fcfs import Fcfs
+from tailrace.intra.orders import Fcfs, QuantumRoundRobin
 from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.registry import INTRA_POLICIES, UnknownIntraError, make_intra
-from tailrace.intra.round_robin import QuantumRoundRobin
 from tailrace.policy.deployment import Fact
 from tailrace.policy.parameters import Value
 from tailrace.policy.registry import names as policy_names

@@ -44,7 +44,7 @@ from tests.worker.test_vllm_engine import (  # noqa: F401
 )
 from tests.worker.vllm_bundle import Bundle, take_out
 from tests.worker.vllm_front import Front, Stream
-from worker_agent.engine.base import EngineRefusal
+from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.vllm.core import EngineParts
 from worker_agent.engine.vllm.engine import VllmEngine
 from worker_agent.engine.vllm.settings import VllmSettings

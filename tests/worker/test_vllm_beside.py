@@ -19,7 +19,7 @@ from tests.worker.cpu_offload import COPIES
 from tests.worker.test_vllm_engine import idle
 from tests.worker.vllm_bundle import Bundle, take_out
 from tests.worker.vllm_front import Front, Stream
-from worker_agent.engine.base import NoRoom
+from worker_agent.engine.errors import NoRoom
 from worker_agent.engine.vllm.engine import VllmEngine
 from worker_agent.engine.vllm.settings import Json, VllmSettings
 

@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="the vLLM engine is not installed")
 
 from tests.worker.test_vllm_beside import BESIDE, OFFLOADING, PROMPT, greedy
 from tests.worker.vllm_front import Front
-from worker_agent.engine.base import EngineRefusal
+from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.vllm.connectors import transfer_config
 from worker_agent.engine.vllm.engine import VllmEngine
 from worker_agent.engine.vllm.handover import handover_of

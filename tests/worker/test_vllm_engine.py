@@ -36,15 +36,13 @@ from tests.worker.vllm_front import Front, Stream
 from worker_agent.engine.base import (
     EngineInfo,
     EnginePhase,
-    EngineRefusal,
     ExportedPause,
     Held,
-    KvCorrupt,
-    NoRoom,
     OutputFlag,
     RequestKey,
     Submission,
 )
+from worker_agent.engine.errors import EngineRefusal, KvCorrupt, NoRoom
 from worker_agent.engine.vllm import handover
 from worker_agent.engine.vllm.core import EngineParts
 from worker_agent.engine.vllm.engine import VllmEngine

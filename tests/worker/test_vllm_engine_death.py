@@ -10,7 +10,8 @@ from tailrace.tiny import MODEL_PATH
 
 pytest.importorskip("vllm", reason="the vLLM engine is not installed")
 
-from worker_agent.engine.base import EngineRefusal, Frames, StepColumns
+from worker_agent.engine.base import Frames, StepColumns
+from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.vllm.engine import VllmEngine
 from worker_agent.engine.vllm.settings import VllmSettings
 

@@ -19,7 +19,8 @@ from vllm.sampling_params import SamplingParams
 from benchmarks.features.models import make_adapter
 from tests.worker.vllm_bundle import take_out
 from tests.worker.vllm_front import Front, Stream
-from worker_agent.engine.base import EngineRefusal, OutputFlag
+from worker_agent.engine.base import OutputFlag
+from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.vllm.engine import VllmEngine
 from worker_agent.engine.vllm.settings import Json, VllmSettings
 

@@ -18,12 +18,10 @@ from vllm.v1.request import Request
 
 from tailrace.cluster import Phase
 from tailrace.intra.base import IntraPolicy, JobView, Rank
-from tailrace.intra.decode_first import DecodeFirst
 from tailrace.intra.earliest_due import RANK_TOKENS, EarliestDue
-from tailrace.intra.fcfs import Fcfs
+from tailrace.intra.orders import DecodeFirst, Fcfs, QuantumRoundRobin
 from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.registry import UnknownIntraError
-from tailrace.intra.round_robin import QuantumRoundRobin
 from tests.worker.by_length import ByLength
 from tests.worker.stingy import Stingy
 from tests.worker.test_vllm_engine import ANSWERING, NO_THINK_END, QUESTION, REASONING, idle, params

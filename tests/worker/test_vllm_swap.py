@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 import pytest_asyncio
 
-from tailrace.intra.fcfs import Fcfs
+from tailrace.intra.orders import Fcfs
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 
 pytest.importorskip("vllm", reason="the vLLM engine is not installed")
@@ -29,7 +29,7 @@ from tests.worker.test_vllm_engine import (
 )
 from tests.worker.vllm_bundle import Bundle
 from tests.worker.vllm_front import Front, Stream
-from worker_agent.engine.base import EngineRefusal
+from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.vllm.engine import VllmEngine
 from worker_agent.engine.vllm.orders import use_policy
 from worker_agent.engine.vllm.settings import VllmSettings

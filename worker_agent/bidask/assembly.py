@@ -6,18 +6,50 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
+import grpc
+
 from tailrace.bid_ask import Space
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
-from tailrace.v1 import bidask_pb2_grpc
+from tailrace.v1 import bidask_pb2, bidask_pb2_grpc
 from worker_agent.bidask.coordinator import Coordinator
 from worker_agent.bidask.fetching import Fetching
-from worker_agent.bidask.messages import Wire
+from worker_agent.bidask.messages import UnknownMessage, Wire
 from worker_agent.bidask.peers import Tell
 from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import Engine, EngineStats
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.migration.imports import Imports
+
+
+class BidAskServicer(bidask_pb2_grpc.BidAskServicer):
+    """One worker's."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    async def Offer(
+        self,
+        request: bidask_pb2.OfferRequest,
+        context: grpc.aio.ServicerContext[bidask_pb2.OfferRequest, bidask_pb2.OfferReply],
+    ) -> bidask_pb2.OfferReply:
+        """When it is over."""
+        if not request.request_id:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "request_id: must not be empty")
+        return await self._coordinator.offer(request)
+
+    async def Tell(
+        self,
+        request: bidask_pb2.BidAskMessage,
+        context: grpc.aio.ServicerContext[bidask_pb2.BidAskMessage, bidask_pb2.BidAskReply],
+    ) -> bidask_pb2.BidAskReply:
+        """Taken at once; the answer is a message of its own."""
+        try:
+            self._coordinator.take(request)
+        except UnknownMessage as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"no such message: {error}")
+        return bidask_pb2.BidAskReply()
+
 
 _TELL_S: Final = 2.0
 

@@ -24,10 +24,7 @@ from tailrace.policy.parameters import NO_PARAMETERS, Value
 from tailrace.profiles import Profile
 from tailrace.records import RankRecord
 from tailrace.slo import Slo
-from worker_agent.engine.errors import EngineRefusal as EngineRefusal
-from worker_agent.engine.errors import KvCorrupt as KvCorrupt
-from worker_agent.engine.errors import NoRoom as NoRoom
-from worker_agent.kv.shape import KvShape as KvShape
+from worker_agent.kv.address import KvShape as KvShape
 from worker_agent.ranks.ranked_memory import RankedMemory
 
 Frames = Sequence[bytes]

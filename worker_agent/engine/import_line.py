@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from worker_agent.engine.base import EngineRefusal, NoRoom, RequestKey
+from worker_agent.engine.base import RequestKey
+from worker_agent.engine.errors import EngineRefusal, NoRoom
 
 
 @dataclass(frozen=True, slots=True)

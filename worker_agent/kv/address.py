@@ -1,4 +1,4 @@
-"""Where a worker's UCX can be reached: what the two ends of a transfer tell each other over gRPC."""
+"""Where a worker's UCX can be reached, the shape of what it sends, and how a transfer fails."""
 
 from __future__ import annotations
 
@@ -8,7 +8,33 @@ from hashlib import blake2b
 from typing import Final
 
 from tailrace.v1 import worker_pb2
-from worker_agent.kv.errors import KvTransferError
+
+
+class KvTransferError(Exception):
+    """The transfer broke, took too long or was refused; the message says which."""
+
+
+class KvIdentityError(KvTransferError):
+    """Other blocks came than those that were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """Shape of a block's KV; two engines exchange KV only if theirs are equal."""
+
+    model_fingerprint: str
+    block_tokens: int
+    # Of all ranks together.
+    num_layers: int
+    layer_block_bytes: int
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers and ranks."""
+        return self.num_layers * self.layer_block_bytes
+
 
 # A worker address grows with the devices: some tens of bytes each.
 _BYTES_MAX: Final = 64 << 10

@@ -13,8 +13,7 @@ import numpy as np
 from tailrace.service.channels import format_error
 from tailrace.service.tasks import run_to_completion
 from worker_agent.engine.base import KvShape, Staging
-from worker_agent.kv.address import KvAddress
-from worker_agent.kv.errors import KvIdentityError, KvTransferError
+from worker_agent.kv.address import KvAddress, KvIdentityError, KvTransferError
 from worker_agent.kv.segments import NAME_BYTES, Mappings, SegmentName
 from worker_agent.kv.staging import StagingPool
 from worker_agent.kv.ticket import Ticket

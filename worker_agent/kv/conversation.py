@@ -14,13 +14,13 @@ import numpy.typing as npt
 
 from tailrace.service.channels import format_error
 from tailrace.service.tasks import run_to_completion
-from worker_agent.engine.base import EngineRefusal, KvShape, Staging
+from worker_agent.engine.base import KvShape, Staging
+from worker_agent.engine.errors import EngineRefusal
 from worker_agent.faults import Faults
-from worker_agent.kv.errors import KvTransferError
-from worker_agent.kv.memory import KvMemory
+from worker_agent.kv.address import KvTransferError
 from worker_agent.kv.segments import NO_SEGMENT, Segment, Segments
 from worker_agent.kv.sessions import Session
-from worker_agent.kv.staging import StagingPool
+from worker_agent.kv.staging import KvMemory, StagingPool
 from worker_agent.kv.transport import Channel
 from worker_agent.kv.wire import (
     ENDED,

@@ -10,13 +10,11 @@ from typing import Final
 from tailrace.service.tasks import task_error
 from worker_agent.engine.base import KvShape
 from worker_agent.faults import Faults
-from worker_agent.kv.address import KvAddress
+from worker_agent.kv.address import KvAddress, KvTransferError
 from worker_agent.kv.conversation import Conversation
-from worker_agent.kv.errors import KvTransferError
-from worker_agent.kv.memory import KvMemory
 from worker_agent.kv.segments import Segments
 from worker_agent.kv.sessions import Session
-from worker_agent.kv.staging import StagingPool
+from worker_agent.kv.staging import KvMemory, StagingPool
 from worker_agent.kv.transport import Channel, own_address
 from worker_agent.metrics import WorkerMetrics
 

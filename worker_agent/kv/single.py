@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from worker_agent.engine.base import Engine
-from worker_agent.kv.address import KvAddress
+from worker_agent.kv.address import KvAddress, KvTransferError
 from worker_agent.kv.client import Deliver, KvClient, KvTransfer
-from worker_agent.kv.errors import KvTransferError
 from worker_agent.kv.server import KvServer
 from worker_agent.kv.sessions import Session
 from worker_agent.kv.ticket import Ticket

@@ -39,9 +39,8 @@ import ucxx
 from ucxx.types import Tag
 
 from tailrace.service.channels import format_error
-from worker_agent.kv.address import KvAddress
+from worker_agent.kv.address import KvAddress, KvTransferError
 from worker_agent.kv.binding import BindingError
-from worker_agent.kv.errors import KvTransferError
 from worker_agent.kv.segments import this_host
 
 log = logging.getLogger(__name__)

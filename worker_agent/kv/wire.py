@@ -20,7 +20,7 @@ from hashlib import blake2b
 from typing import Final
 
 from worker_agent.engine.base import KvShape
-from worker_agent.kv.errors import KvIdentityError, KvTransferError
+from worker_agent.kv.address import KvIdentityError, KvTransferError
 
 _MAGIC: Final = b"TRKV"
 _VERSION: Final = 2

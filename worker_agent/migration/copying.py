@@ -18,8 +18,8 @@ from worker_agent.faults import Faults
 from worker_agent.migration.blocks import BlockTransfer
 from worker_agent.migration.link_budget import LinkBudget
 from worker_agent.migration.messages import block_hashes, pause_of
-from worker_agent.migration.plan import ImportPlan
 from worker_agent.migration.source_link import SourceLink, SourceLost
+from worker_agent.migration.way import ImportPlan
 
 log = logging.getLogger(__name__)
 

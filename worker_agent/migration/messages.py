@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from tailrace.v1 import types_pb2, worker_pb2
 from worker_agent.engine.base import EnginePhase, Exported, ExportedPause, KvShape, RequestKey
-from worker_agent.kv.errors import KvTransferError
+from worker_agent.kv.address import KvTransferError
 from worker_agent.kv.ticket import Ticket
 from worker_agent.phase_news import PHASES
 

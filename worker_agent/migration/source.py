@@ -21,9 +21,9 @@ from typing import Final
 
 from tailrace.service.tasks import run_to_completion
 from tailrace.v1 import worker_pb2
-from worker_agent.engine.base import EngineRefusal, Exported, ExportedPause, RequestKey
-from worker_agent.kv.address import addresses_of
-from worker_agent.kv.errors import KvTransferError
+from worker_agent.engine.base import Exported, ExportedPause, RequestKey
+from worker_agent.engine.errors import EngineRefusal
+from worker_agent.kv.address import KvTransferError, addresses_of
 from worker_agent.migration.blocks import BlockSession
 from worker_agent.migration.inbox import Broken, Ended, Item, Owned, Released
 from worker_agent.migration.lease import Lease

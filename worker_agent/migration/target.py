@@ -15,31 +15,22 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 from tailrace import wire
-from tailrace.handover import LIVE, Handover, Way
-from tailrace.handover_message import WAYS
-from tailrace.reasons import BACKGROUND
+from tailrace.handover import BACKGROUND, LIVE, Handover, Way
+from tailrace.messages import WAYS
 from tailrace.service.tasks import run_to_completion
 from tailrace.v1 import types_pb2, worker_pb2
-from worker_agent.engine.base import (
-    EngineRefusal,
-    Exported,
-    KvCorrupt,
-    OutputFlag,
-    RequestKey,
-    Submission,
-)
+from worker_agent.engine.base import Exported, OutputFlag, RequestKey, Submission
+from worker_agent.engine.errors import EngineRefusal, KvCorrupt
 from worker_agent.frontends import FrontEnd
-from worker_agent.kv.address import addresses_of
-from worker_agent.kv.errors import KvIdentityError, KvTransferError
+from worker_agent.kv.address import KvIdentityError, KvTransferError, addresses_of
 from worker_agent.migration import replaying
 from worker_agent.migration.adoption import Adoption, Verdict
 from worker_agent.migration.blocks import BlockTransfer
 from worker_agent.migration.copying import Copying, Paused, Round
 from worker_agent.migration.messages import exported_of, phase_of, tickets_of
 from worker_agent.migration.parts import TargetParts
-from worker_agent.migration.plan import plan_of
 from worker_agent.migration.source_link import SourceFailed, SourceLink, SourceLost
-from worker_agent.migration.way import CannotMove, way_of
+from worker_agent.migration.way import CannotMove, plan_of, way_of
 
 log = logging.getLogger(__name__)
 

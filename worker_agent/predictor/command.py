@@ -183,7 +183,7 @@ def evaluate_command(samples_file: Path, predictor_file: Path, output: Output) -
     """
     from tailrace.predictor.evaluate import evaluate
     from tailrace.predictor.file import PredictorFileError, load_predictor
-    from tailrace.predictor.split import split_by_request
+    from tailrace.predictor.samples import split_by_request
 
     try:
         predictor = load_predictor(predictor_file)

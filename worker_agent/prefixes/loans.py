@@ -9,10 +9,10 @@ from typing import Final
 
 from tailrace.service.tasks import run_to_completion
 from tailrace.v1 import cache_pb2
-from worker_agent.engine.base import Engine, EngineRefusal, KvShape
+from worker_agent.engine.base import Engine, KvShape
+from worker_agent.engine.errors import EngineRefusal
 from worker_agent.faults import Faults
-from worker_agent.kv.address import addresses_of
-from worker_agent.kv.errors import KvTransferError
+from worker_agent.kv.address import KvTransferError, addresses_of
 from worker_agent.migration.blocks import BlockSession, BlockSource
 from worker_agent.migration.messages import kv_layout
 

@@ -18,18 +18,10 @@ from typing import Final
 from tailrace.perf.transfer_rate import TransferRate
 from tailrace.service.tasks import run_to_completion, task_error
 from tailrace.v1 import cache_pb2
-from worker_agent.engine.base import (
-    Engine,
-    EngineRefusal,
-    KvCorrupt,
-    KvShape,
-    Pull,
-    RequestKey,
-    Submission,
-)
+from worker_agent.engine.base import Engine, KvShape, Pull, RequestKey, Submission
+from worker_agent.engine.errors import EngineRefusal, KvCorrupt
 from worker_agent.faults import Faults
-from worker_agent.kv.address import addresses_of
-from worker_agent.kv.errors import KvIdentityError, KvTransferError
+from worker_agent.kv.address import KvIdentityError, KvTransferError, addresses_of
 from worker_agent.kv.ticket import Ticket
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.migration.blocks import BlockPuller

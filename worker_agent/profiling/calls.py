@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Final
 
-from tailrace.profile_message import profile_message
+from tailrace.messages import profile_message
 from tailrace.records import ProfileRecord
 from tailrace.v1 import profile_pb2
 from worker_agent.profiling.profiler import BUDGET_S, Profiler

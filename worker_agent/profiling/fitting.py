@@ -11,7 +11,7 @@ import numpy as np
 from tailrace import __version__
 from tailrace.perf.fit import fit_times, r_squared
 from tailrace.perf.qoe_model import QoeModel, mean_relative_error
-from tailrace.perf.running_tokens import max_running_tokens
+from tailrace.perf.steps import max_running_tokens
 from tailrace.perf.ttft import TtftPredictor
 from tailrace.profiles import DecodeModel, PrefillModel, Profile
 from tailrace.records import ProfileRecord, QoeRecord, TtftRecord, profile_kind

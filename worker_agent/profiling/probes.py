@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import msgspec
@@ -19,13 +19,34 @@ from numpy.typing import NDArray
 
 from worker_agent.engine.base import (
     Engine,
+    EnginePhase,
     EngineSink,
+    EngineStats,
     Frames,
     OutputFlag,
     RequestKey,
     StepColumns,
     Submission,
 )
+
+
+def own_stats(stats: EngineStats, probes: Probes) -> EngineStats:
+    """As if nothing were being measured. Prefix caching and preemptions that probes cause stay."""
+    if not probes.generated_tokens and not len(probes):
+        return stats
+    users = [request for request in stats.requests if request.frontend_id != NAME]
+    ours = [request for request in stats.requests if request.frontend_id == NAME]
+    backlog = sum(request.prompt_tokens for request in ours if request.phase is EnginePhase.PREFILL)
+    return replace(
+        stats,
+        requests=users,
+        kv_blocks_used=max(0, stats.kv_blocks_used - sum(request.kv_blocks for request in ours)),
+        prefill_backlog_tokens=max(0, stats.prefill_backlog_tokens - backlog),
+        generated_tokens=max(0, stats.generated_tokens - probes.generated_tokens),
+        token_interval_ms_mean=0.0 if ours and not users else stats.token_interval_ms_mean,
+        token_interval_ms_p99=0.0 if ours and not users else stats.token_interval_ms_p99,
+    )
+
 
 PROBES: Final = -1
 """The slot of probes among front ends' (which count from 0)."""

@@ -24,8 +24,8 @@ from tailrace.service.tasks import run_to_completion
 from worker_agent.engine.base import Staging
 from worker_agent.engine.vllm.kv_blocks import KvBlocks
 from worker_agent.faults import Faults
+from worker_agent.kv.address import KvTransferError
 from worker_agent.kv.client import KvClient, KvTransfer
-from worker_agent.kv.errors import KvTransferError
 from worker_agent.kv.segments import SharedMemory
 from worker_agent.kv.server import KvServer
 from worker_agent.kv.sessions import Session
@@ -34,7 +34,6 @@ from worker_agent.kv.strays import discarding_strays
 from worker_agent.kv.ticket import Ticket
 from worker_agent.kv.transport import start_ucx, stop_ucx
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
-from worker_agent.ranks.meeting import remove_meeting
 from worker_agent.ranks.memory import RankMemory
 from worker_agent.ranks.messages import (
     Address,
@@ -61,6 +60,7 @@ from worker_agent.ranks.messages import (
     failed,
     rank_shape,
     read_frame,
+    remove_meeting,
 )
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from worker_agent.kv.errors import KvTransferError
+from worker_agent.kv.address import KvTransferError
 from worker_agent.ranks.messages import (
     ERRORS,
     Answer,

@@ -1,5 +1,6 @@
 """One rank's part of the KV, as its transport sees it: which of its blocks are exported, and what has come
-that has no place yet."""
+that has no place yet.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from worker_agent.engine.base import EngineRefusal, Staging
+from worker_agent.engine.base import Staging
+from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging, KvBlocks
 
 

@@ -6,16 +6,35 @@ Both ends are of one process tree and one version; nobody else is let in (`links
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import glob
 import struct
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, TypeAlias
 
 import msgspec
 
 from worker_agent.engine.errors import EngineRefusal, KvCorrupt
-from worker_agent.kv.address import KvAddress
-from worker_agent.kv.errors import KvIdentityError, KvTransferError
-from worker_agent.kv.shape import KvShape
+from worker_agent.kv.address import KvAddress, KvIdentityError, KvShape, KvTransferError
+
+# What vLLM calls the file by which an engine's ranks meet, unique to them.
+_MEETING: Final = "vllm_dist_"
+_SHARED: Final = Path("/dev/shm")
+
+
+def remove_meeting(name: str) -> None:
+    """Remove the file of this name by which ranks met, and the memory that vLLM's ranks on a CPU share.
+
+    Once no rank needs them any more; nothing happens if they are gone, or if vLLM had another way to meet.
+    """
+    if not name.startswith(_MEETING):
+        return
+    for path in (Path(tempfile.gettempdir(), name), *_SHARED.glob(f"{glob.escape(name)}-*")):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
 
 _LENGTH: Final = struct.Struct("<I")
 # The names of the blocks of the longest context are a few megabytes.

@@ -10,8 +10,7 @@ from typing import TypeVar
 
 from tailrace.service.tasks import run_to_completion
 from worker_agent.engine.errors import EngineRefusal
-from worker_agent.kv.address import KvAddress
-from worker_agent.kv.errors import KvTransferError
+from worker_agent.kv.address import KvAddress, KvTransferError
 from worker_agent.kv.ticket import Ticket
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.ranks.links import RankLink

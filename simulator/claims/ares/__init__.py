@@ -5,8 +5,7 @@ from __future__ import annotations
 from simulator.claims.ares.predictor import PREDICTOR
 from simulator.claims.ares.scale import scale_rows
 from simulator.claims.ares.serving import serving_rows
-from simulator.claims.base import Experiment
-from simulator.claims.effort import WHOLE, Effort
+from simulator.claims.base import WHOLE, Effort, Experiment
 
 
 def experiments(effort: Effort) -> tuple[Experiment, ...]:

@@ -14,16 +14,15 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.claims.ares.cluster import ARMS, PROFILE, cluster, prefill_instances
-from simulator.claims.ares.timed import TimedAres
+from simulator.claims.ares.cluster import ARMS, PROFILE, TimedAres, cluster, prefill_instances
 from simulator.claims.base import Figures
 from simulator.claims.saturation import poisson_at_load
 from simulator.records import MigrationOutcome, Series, SimResult
 from simulator.request import SimRequest
-from simulator.run import simulate
+from simulator.simulation import simulate
 from simulator.workloads.arrivals import poisson_requests
 from simulator.workloads.generators import GENERATORS
-from tailrace.intra.fcfs import Fcfs
+from tailrace.intra.orders import Fcfs
 from tailrace.profiles import load_profile
 
 # TPOT that a request must keep to count as good; the paper names none. Twice the decode step at half-full KV

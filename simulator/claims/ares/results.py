@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from simulator.claims.base import Figures
-from simulator.claims.figures import number
+from simulator.claims.verdicts import number
 from simulator.estimate import Estimate, estimate
 
 

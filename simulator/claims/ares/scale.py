@@ -12,10 +12,8 @@ from typing import Final
 from simulator.claims.ares.measure import serve_at_rate
 from simulator.claims.ares.rows import A6, A7
 from simulator.claims.ares.serving import SHAREGPT
-from simulator.claims.base import Experiment, Figures, Finding, Run
-from simulator.claims.effort import QUICK, Effort
-from simulator.claims.figures import number
-from simulator.claims.verdicts import of_bound, of_ordering
+from simulator.claims.base import QUICK, Effort, Experiment, Figures, Finding, Run
+from simulator.claims.verdicts import number, of_bound, of_ordering
 from simulator.estimate import Estimate, estimate
 
 _WHY: Final = (

@@ -17,10 +17,8 @@ from typing import Final
 from simulator.claims.ares.measure import serve_at_load, serve_at_rate
 from simulator.claims.ares.results import Results, geometric_mean, load_level, rate_level, run_name
 from simulator.claims.ares.rows import A1, A2, A3, A4, A5, A12
-from simulator.claims.base import Claim, Experiment, Figures, Finding, Run, Verdict
-from simulator.claims.effort import QUICK, Effort
-from simulator.claims.figures import format_estimate, means_of, spreads_of
-from simulator.claims.verdicts import of_effect, of_ordering, weakest
+from simulator.claims.base import QUICK, Claim, Effort, Experiment, Figures, Finding, Run, Verdict
+from simulator.claims.verdicts import format_estimate, means_of, of_effect, of_ordering, spreads_of, weakest
 from simulator.estimate import Estimate
 
 SHAREGPT: Final = "sharegpt_ares"

@@ -12,8 +12,7 @@ from simulator.claims.arrow.ablation import ablation
 from simulator.claims.arrow.elsewhere import elsewhere
 from simulator.claims.arrow.scalability import scalability
 from simulator.claims.arrow.traces import trace_statistics
-from simulator.claims.base import Experiment
-from simulator.claims.effort import WHOLE, Effort
+from simulator.claims.base import WHOLE, Effort, Experiment
 
 
 def experiments(traces: Path | None, effort: Effort = WHOLE) -> tuple[Experiment, ...]:

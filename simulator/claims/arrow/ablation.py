@@ -15,12 +15,10 @@ from simulator.claims.arrow.cluster import (
     SLO_AWARE,
     Trace,
 )
-from simulator.claims.arrow.missing import without_traces
+from simulator.claims.arrow.elsewhere import without_traces
 from simulator.claims.arrow.rates import sustainable
-from simulator.claims.base import Claim, Experiment, Figures, Finding, Run, Verdict
-from simulator.claims.effort import WHOLE, Effort
-from simulator.claims.figures import format_estimate, means_of, number, numbers, spreads_of
-from simulator.claims.verdicts import of_effect
+from simulator.claims.base import WHOLE, Claim, Effort, Experiment, Figures, Finding, Run, Verdict
+from simulator.claims.verdicts import format_estimate, means_of, number, numbers, of_effect, spreads_of
 from simulator.estimate import estimate
 
 _PAPER: Final = "Arrow"

@@ -16,8 +16,8 @@ from typing import Final
 
 from simulator.cluster import ClusterSpec, LinkSpec
 from simulator.records import SimResult
-from simulator.run import simulate
 from simulator.setups import setup_for
+from simulator.simulation import simulate
 from simulator.workloads import azure
 from simulator.workloads.arrivals import at_rate
 from simulator.workloads.base import Workload

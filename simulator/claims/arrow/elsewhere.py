@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
-from simulator.claims.arrow.missing import not_here
-from simulator.claims.base import Claim, Experiment
+from simulator.claims.base import Claim, Experiment, Figures, Finding, Verdict
+
+Judge = Callable[[Mapping[str, Figures]], Sequence[Finding]]
+
+
+def without_traces(claims: Sequence[Claim]) -> Judge:
+    """A judge that needs no runs."""
+    return not_here({claim.claim_id: "needs the public traces: pass --traces DIR" for claim in claims})
+
+
+def not_here(reasons: Mapping[str, str]) -> Judge:
+    """A judge that says of each claim why it cannot be checked here."""
+    return partial(_say, dict(reasons))
+
+
+def _say(reasons: Mapping[str, str], _: Mapping[str, Figures]) -> Sequence[Finding]:
+    return [Finding(claim_id, "-", Verdict.NOT_REPRODUCIBLE, why) for claim_id, why in reasons.items()]
+
 
 _ROWS: Final = (
     ("R1", "Azure Code", "5.62x / 7.78x"),

@@ -23,10 +23,9 @@ from simulator.claims.arrow.cluster import (
     half_capacity_per_s,
     replay,
 )
-from simulator.claims.arrow.missing import without_traces
+from simulator.claims.arrow.elsewhere import without_traces
 from simulator.claims.base import Claim, Experiment, Figures, Finding, Run, Verdict
-from simulator.claims.figures import number
-from simulator.claims.verdicts import of_ordering
+from simulator.claims.verdicts import number, of_ordering
 from simulator.goodput import attainment
 from tailrace.profiles import load_profile
 

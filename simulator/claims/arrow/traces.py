@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Final
 
 from simulator.claims.arrow.cluster import CODE, CONVERSATION
-from simulator.claims.arrow.missing import without_traces
+from simulator.claims.arrow.elsewhere import without_traces
 from simulator.claims.base import Claim, Experiment, Figures, Finding, Run
-from simulator.claims.figures import number
-from simulator.claims.verdicts import of_effect, weakest
+from simulator.claims.verdicts import number, of_effect, weakest
 from simulator.workloads import mooncake
-from simulator.workloads.clip import Clip
+from simulator.workloads.base import Clip
 from simulator.workloads.statistics import load_per_minute
 
 R10 = Claim(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from simulator.claims.base import Experiment
+from simulator.claims.base import WHOLE, Effort, Experiment
 from simulator.claims.cascade.balance import balance
 from simulator.claims.cascade.elsewhere import elsewhere
 from simulator.claims.cascade.heavy import heavy
 from simulator.claims.cascade.kernels import kernels
 from simulator.claims.cascade.planning import planning
 from simulator.claims.cascade.prediction import prediction
-from simulator.claims.effort import WHOLE, Effort
 
 
 def experiments(effort: Effort) -> tuple[Experiment, ...]:

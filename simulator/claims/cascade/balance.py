@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from simulator.claims.base import Claim, Experiment, Figures, Finding, Run
+from simulator.claims.base import QUICK, WHOLE, Claim, Effort, Experiment, Figures, Finding, Run
 from simulator.claims.cascade.cluster import (
     FIGURE_2,
     HISTORY,
@@ -29,13 +29,11 @@ from simulator.claims.cascade.cluster import (
 )
 from simulator.claims.cascade.operating import HEAVY
 from simulator.claims.cascade.serving import MEASURED_UNTIL
-from simulator.claims.effort import QUICK, WHOLE, Effort
-from simulator.claims.figures import format_estimate, means_of, number, spreads_of
-from simulator.claims.verdicts import of_effect, weakest
+from simulator.claims.verdicts import format_estimate, means_of, number, of_effect, spreads_of, weakest
 from simulator.estimate import Estimate, estimate
 from simulator.records import MigrationOutcome, RequestRecord, SimResult
-from simulator.run import simulate
 from simulator.setups import setup_for
+from simulator.simulation import simulate
 from tailrace.cluster import Stage
 from tailrace.perf.length_penalty import load_length_penalty
 from tailrace.perf.qoe_model import QoeModel

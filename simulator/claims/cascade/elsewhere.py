@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from simulator.claims.arrow.missing import not_here
+from simulator.claims.arrow.elsewhere import not_here
 from simulator.claims.base import Claim, Experiment
 
 _L40 = Claim(

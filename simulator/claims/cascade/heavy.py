@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from simulator.claims.base import Claim, Experiment, Figures, Finding, Run, Verdict
+from simulator.claims.base import WHOLE, Claim, Effort, Experiment, Figures, Finding, Run, Verdict
 from simulator.claims.cascade.cluster import FIGURE_2, MEASURED
 from simulator.claims.cascade.operating import (
     BEYOND,
@@ -26,9 +26,7 @@ from simulator.claims.cascade.operating import (
     span_of,
 )
 from simulator.claims.cascade.serving import serve
-from simulator.claims.effort import WHOLE, Effort
-from simulator.claims.figures import format_estimate
-from simulator.claims.verdicts import weakest
+from simulator.claims.verdicts import format_estimate, weakest
 from simulator.estimate import Estimate
 
 _NAME: Final = "cascade-heavy"

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.claims.base import Claim, Experiment, Figures, Finding, Run
-from simulator.claims.figures import numbers
-from simulator.claims.verdicts import of_effect, weakest
+from simulator.claims.verdicts import numbers, of_effect, weakest
 from tailrace.perf.length_penalty import load_length_penalty
 from tailrace.profiles import Profile, load_profile
 

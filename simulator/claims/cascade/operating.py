@@ -21,10 +21,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from simulator.claims.base import Figures
+from simulator.claims.base import QUICK, Effort, Figures
 from simulator.claims.cascade.cluster import FIGURE_2, MEASURED
-from simulator.claims.effort import QUICK, Effort
-from simulator.claims.figures import number
+from simulator.claims.verdicts import number
 from simulator.estimate import Estimate, estimate
 
 OURS: Final = "cascade"

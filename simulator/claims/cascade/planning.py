@@ -10,7 +10,7 @@ import numpy as np
 
 from simulator.claims.base import Claim, Experiment, Figures, Finding, Run, Verdict
 from simulator.claims.cascade.cluster import INSTANCES, LINK_BYTES_PER_S, history, llama_on_h20
-from simulator.claims.figures import number
+from simulator.claims.verdicts import number
 from tailrace.perf.qoe_model import QoeModel
 from tailrace.policy.cascade.planner import Costs, Plan, exact, heuristic
 from tailrace.policy.cascade.workload import Workload, bucket_edges

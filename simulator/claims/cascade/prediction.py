@@ -15,14 +15,13 @@ from numpy.typing import NDArray
 
 from simulator.claims.base import Claim, Experiment, Figures, Finding, Run
 from simulator.claims.cascade.cluster import BATCH, FIGURE_2, llama_on_h20
-from simulator.claims.figures import number
-from simulator.claims.verdicts import of_bound, of_effect, weakest
+from simulator.claims.verdicts import number, of_bound, of_effect, weakest
 from simulator.cluster import ClusterSpec
 from simulator.records import RequestRecord
 from simulator.request import SimRequest
-from simulator.run import simulate
+from simulator.simulation import simulate
 from simulator.workloads import sharegpt
-from tailrace.intra.fcfs import Fcfs
+from tailrace.intra.orders import Fcfs
 from tailrace.perf.length_penalty import load_length_penalty
 from tailrace.perf.qoe_model import FEATURES, QoeModel, mean_relative_error
 from tailrace.policy.least_loaded import LeastLoaded

@@ -12,8 +12,8 @@ from simulator.claims.cascade.cluster import cluster, llama_on_h20, policy_for, 
 from simulator.goodput import attainment
 from simulator.records import MigrationOutcome, RequestRecord
 from simulator.request import SimRequest
-from simulator.run import simulate
 from simulator.setups import setup_for
+from simulator.simulation import simulate
 from tailrace.profiles import Profile
 from tailrace.slo import Slo
 

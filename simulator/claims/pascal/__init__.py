@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from simulator.claims.base import Experiment
-from simulator.claims.effort import WHOLE, Effort
-from simulator.claims.pascal.fidelity import FIDELITY
+from simulator.claims.base import WHOLE, Effort, Experiment
+from simulator.claims.pascal.rows import FIDELITY
 from simulator.claims.pascal.serving import serving_rows
 from simulator.claims.pascal.single import one_gpu_rows
 

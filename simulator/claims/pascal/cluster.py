@@ -14,9 +14,8 @@ from typing import Final
 from simulator.cluster import ClusterSpec, MigrationSpec, ReportSpec
 from tailrace.actions import WhenFull
 from tailrace.intra.base import IntraPolicy
-from tailrace.intra.fcfs import Fcfs
+from tailrace.intra.orders import Fcfs, QuantumRoundRobin
 from tailrace.intra.pascal import PascalQueue
-from tailrace.intra.round_robin import QuantumRoundRobin
 from tailrace.policy.base import Policy
 from tailrace.policy.min_kv import MinKv
 from tailrace.policy.pascal import NO_MIGRATION, NON_ADAPTIVE, Pascal

@@ -6,9 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from simulator.claims.base import Claim, Finding, Verdict
-from simulator.claims.figures import format_estimate, means_of, spreads_of
 from simulator.claims.pascal.results import ALPACA, ARENA, HIGH, LEVELS, LOADS, MIXED, Results
-from simulator.claims.verdicts import of_bound, of_effect, of_ordering, weakest
+from simulator.claims.verdicts import (
+    format_estimate,
+    means_of,
+    of_bound,
+    of_effect,
+    of_ordering,
+    spreads_of,
+    weakest,
+)
 from simulator.estimate import Estimate, estimate
 
 # Violations of two schedulers count as equal when they differ by less: about the resolution of the runs.

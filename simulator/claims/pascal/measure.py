@@ -9,9 +9,9 @@ import numpy as np
 from simulator.claims.base import Figures
 from simulator.claims.pascal.cluster import ARMS, INSTANCES, cluster
 from simulator.claims.saturation import poisson_at_load
+from simulator.goodput import tail_ttft_by_bin
 from simulator.records import MigrationOutcome
-from simulator.run import simulate
-from simulator.tails import tail_ttft_by_bin
+from simulator.simulation import simulate
 from simulator.workloads.generators import GENERATORS
 
 # QoE below which an answer violates its SLO (section V-A).

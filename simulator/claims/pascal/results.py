@@ -8,8 +8,8 @@ from typing import Final
 import numpy as np
 
 from simulator.claims.base import Figures
-from simulator.claims.figures import number, numbers
 from simulator.claims.pascal.tails import Comparison, mean_tails
+from simulator.claims.verdicts import number, numbers
 from simulator.estimate import Estimate, estimate
 
 ALPACA: Final = "alpaca_eval"

@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final
 
-from simulator.claims.base import Experiment, Figures, Finding, Run
-from simulator.claims.effort import WHOLE, Effort
+from simulator.claims.base import WHOLE, Effort, Experiment, Figures, Finding, Run
 from simulator.claims.pascal import rows
 from simulator.claims.pascal.judging import (
     judge_adaptive,

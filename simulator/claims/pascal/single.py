@@ -17,21 +17,18 @@ from typing import Final
 
 import numpy as np
 
-from simulator.claims.base import Experiment, Figures, Finding, Run, Verdict
-from simulator.claims.effort import Effort
-from simulator.claims.figures import format_estimate, means_of, number, spreads_of
+from simulator.claims.base import Effort, Experiment, Figures, Finding, Run, Verdict
 from simulator.claims.pascal.cluster import PROFILE
 from simulator.claims.pascal.rows import P13, P14
 from simulator.claims.saturation import poisson_at_load
-from simulator.claims.verdicts import of_effect, weakest
+from simulator.claims.verdicts import format_estimate, means_of, number, of_effect, spreads_of, weakest
 from simulator.cluster import ClusterSpec
 from simulator.estimate import Estimate, estimate
 from simulator.records import RequestRecord
-from simulator.run import simulate
+from simulator.simulation import simulate
 from simulator.workloads.generators import GENERATORS
 from tailrace.intra.base import IntraPolicy
-from tailrace.intra.fcfs import Fcfs
-from tailrace.intra.round_robin import QuantumRoundRobin
+from tailrace.intra.orders import Fcfs, QuantumRoundRobin
 from tailrace.policy.min_kv import MinKv
 from tailrace.profiles import load_profile
 

@@ -1,4 +1,4 @@
-"""Tails of TTFT by reasoning length (simulator/tails.py) over runs, and of one scheduler against another."""
+"""Tails of TTFT by reasoning length (simulator/goodput.py) over runs, and of one scheduler against others."""
 
 from __future__ import annotations
 

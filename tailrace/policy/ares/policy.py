@@ -15,6 +15,7 @@ from typing import ClassVar, Final
 
 from tailrace.actions import Action, Migrate, Place, Placement
 from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestView
+from tailrace.lengths import tokens_left
 from tailrace.perf.horizon import HORIZON, NOW, Horizon, expected_remaining, floats
 from tailrace.policy.ares.dispatch import (
     decoders,
@@ -30,7 +31,6 @@ from tailrace.policy.candidates import CACHE_AWARE, NO_INSTANCE, candidates, cre
 from tailrace.policy.deployment import Fact
 from tailrace.policy.parameters import Parameter
 from tailrace.policy.pulling import PULLS, pulling
-from tailrace.predictor.limits import tokens_left
 from tailrace.profiles import Profile
 
 # How a request gets its decode instance.

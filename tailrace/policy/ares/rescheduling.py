@@ -36,9 +36,22 @@ from numpy.typing import NDArray
 from tailrace.cluster import Phase, RequestState, RequestView
 from tailrace.perf.horizon import Floats, expected_remaining, floats
 from tailrace.policy.ares.loads import Loads
-from tailrace.policy.ares.variance import time_weighted_variance
 from tailrace.policy.candidates import with_request
 from tailrace.policy.parameters import Parameter
+
+
+def time_weighted_variance(tokens: Floats, weights: Floats) -> float:
+    """Equation 4 as it stands: sum_k weights[k] * Var_i(tokens[i, k]). `tokens`: [instances, steps]."""
+    return float(tokens.var(axis=0) @ weights)
+
+
+def change(load: Floats, source: Floats, target: Floats, weights: Floats, instances: int) -> float:
+    """What equation 4 changes by when `load` (one entry a step) moves from source to target.
+
+    The mean stays, so that only two squares change: (s - x)^2 - s^2 + (t + x)^2 - t^2 = 2x (x + t - s).
+    """
+    return float(2.0 / instances * ((load * (load + target - source)) @ weights))
+
 
 Indices = NDArray[np.intp]
 Mask = NDArray[np.bool_]

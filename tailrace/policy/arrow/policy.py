@@ -8,7 +8,7 @@ from typing import Final
 
 from tailrace.actions import Action, Place, Placement, Refuse, SetPool
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, Pool, RequestView
-from tailrace.perf.running_tokens import max_running_tokens
+from tailrace.perf.steps import max_running_tokens
 from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.arrow.attainment import AttainmentModel
 from tailrace.policy.arrow.kv_wait import KvWait

@@ -18,9 +18,22 @@ from typing import Final
 
 from tailrace.actions import Migrate
 from tailrace.cluster import InstanceView, RequestView
+from tailrace.perf.horizon import HORIZON
 from tailrace.policy.candidates import Ledger, with_request
 from tailrace.policy.tailrace.costs import AtLeast, Costs, Longest
-from tailrace.policy.tailrace.expect import remaining_tokens
+
+
+def remaining_tokens(request: RequestView, at_least: float) -> float:
+    """As predicted; without a prediction as long again as it has gone on, and `at_least`.
+
+    That is the median for output lengths of which nothing but the scale is unknown. No further than ARES's
+    horizon: by then arrivals will have changed the balance anyway.
+    """
+    predicted = request.predicted_remaining_tokens
+    if predicted is None:
+        predicted = max(at_least, float(request.output_tokens))
+    return min(predicted, float(HORIZON.length))
+
 
 _NOBODY: Final = Longest(0, "", 0)
 _NOTHING: Final = AtLeast()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+from worker_agent.engine.errors import EngineRefusal
 
 
 class Timer(Protocol):
@@ -43,3 +46,34 @@ class WatchedClock:
             callback()
 
         return self._clock.call_at(when, call)
+
+
+T = TypeVar("T")
+
+
+class Boundary:
+    """Made before the next step is planned, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Callable[[], None]] = []
+
+    async def call(self, made: Callable[[], T]) -> T:
+        """What `made` returns, or its EngineRefusal."""
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def make() -> None:
+            if result.cancelled():
+                return
+            try:
+                result.set_result(made())
+            except EngineRefusal as refusal:
+                result.set_exception(refusal)
+
+        self._waiting.append(make)
+        return await result
+
+    def reached(self) -> None:
+        """The step is over, or will never be."""
+        waiting, self._waiting = self._waiting, []
+        for make in waiting:
+            make()

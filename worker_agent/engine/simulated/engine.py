@@ -22,7 +22,6 @@ from tailrace.slo import Slo
 from worker_agent.engine.base import (
     EngineInfo,
     EnginePhase,
-    EngineRefusal,
     EngineSink,
     EngineStats,
     Exported,
@@ -36,23 +35,20 @@ from worker_agent.engine.base import (
     Staging,
     Submission,
 )
+from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.host_ledger import HostLedger
 from worker_agent.engine.intervals import RecentIntervals
 from worker_agent.engine.simulated.blocks import BlockPool
-from worker_agent.engine.simulated.boundary import Boundary
-from worker_agent.engine.simulated.clock import Clock, Timer
+from worker_agent.engine.simulated.clock import Boundary, Clock, Timer
 from worker_agent.engine.simulated.emitter import Emitter
 from worker_agent.engine.simulated.exports import Exports
 from worker_agent.engine.simulated.imports import Imports, check_state
 from worker_agent.engine.simulated.kv import Bytes, HostStaging, KvCodec
-from worker_agent.engine.simulated.prediction import predicted_remaining
-from worker_agent.engine.simulated.reader import RequestReader, UnrunnableError
-from worker_agent.engine.simulated.request import Request, State
+from worker_agent.engine.simulated.reader import RequestReader, UnrunnableError, answer_utility
+from worker_agent.engine.simulated.request import Request, State, predicted_remaining
 from worker_agent.engine.simulated.scheduler import HostMemory, Scheduler, Step
-from worker_agent.engine.simulated.settings import Faults, SimulatedSettings
-from worker_agent.engine.simulated.speed import at_speed
+from worker_agent.engine.simulated.settings import Faults, SimulatedSettings, at_speed
 from worker_agent.engine.simulated.table import RequestTable
-from worker_agent.engine.simulated.utilities import answer_utility
 from worker_agent.engine.simulated.vocabulary import read_vocabulary
 from worker_agent.engine.step_times import StepTimes
 from worker_agent.engine.turns import left_s

@@ -7,7 +7,8 @@ from typing import Final
 
 import msgspec
 
-from worker_agent.engine.base import EngineRefusal, Exported, ExportedPause, KvShape, Staging
+from worker_agent.engine.base import Exported, ExportedPause, KvShape, Staging
+from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.simulated.kv import KvCodec, staged_bytes
 from worker_agent.engine.simulated.request import Request, State
 from worker_agent.engine.simulated.scheduler import Scheduler

@@ -10,17 +10,8 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from worker_agent.engine.base import (
-    EnginePhase,
-    EngineRefusal,
-    Exported,
-    ExportedPause,
-    KvCorrupt,
-    KvShape,
-    NoRoom,
-    RequestKey,
-    Staging,
-)
+from worker_agent.engine.base import EnginePhase, Exported, ExportedPause, KvShape, RequestKey, Staging
+from worker_agent.engine.errors import EngineRefusal, KvCorrupt, NoRoom
 from worker_agent.engine.host_ledger import Swapped
 from worker_agent.engine.import_line import ImportLine
 from worker_agent.engine.simulated.exports import BYTES_AT_A_TIME, SamplingState

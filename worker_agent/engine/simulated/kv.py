@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from worker_agent.engine.base import KvCorrupt, KvShape
+from worker_agent.engine.base import KvShape
+from worker_agent.engine.errors import KvCorrupt
 
 # Worked on at a time, so that what is written is still in the cache when its checksum is made.
 _CACHED_BYTES: Final = 256 << 10

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 import msgspec
 
@@ -82,3 +83,28 @@ class RequestReader:
             arrival_s=message.arrival_time,
             trace_headers=message.trace_headers,
         )
+
+
+_ANSWERS: Final[Mapping[str, object]] = {
+    "get_supported_tasks": ("generate",),
+    "is_sleeping": False,
+    "is_scheduler_paused": False,
+    "reset_prefix_cache": True,
+    "reset_mm_cache": None,
+    "reset_encoder_cache": None,
+    "list_loras": (),
+    "profile": None,
+}
+
+
+def answer_utility(call_id: int, frames: Frames) -> list[bytes]:
+    """vLLM's answer to this call, or its failure for a method that is not there."""
+    try:
+        method = wire.read_utility(frames).method
+    except msgspec.DecodeError as error:
+        return wire.utility_failure(call_id, f"malformed utility call: {error}")
+    if method not in _ANSWERS:
+        return wire.utility_failure(
+            call_id, f"Call to {method} method failed: the simulated engine has no method {method!r}"
+        )
+    return wire.utility_result(call_id, _ANSWERS[method])

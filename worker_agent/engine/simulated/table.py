@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from worker_agent.engine.base import EngineRefusal, RequestKey
+from worker_agent.engine.base import RequestKey
+from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.simulated.request import Request
 
 

@@ -15,7 +15,7 @@ from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore
 
-from worker_agent.engine.base import EngineRefusal
+from worker_agent.engine.errors import EngineRefusal
 
 
 class Adapters:

@@ -11,7 +11,8 @@ from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import Request, RequestStatus
 
-from worker_agent.engine.base import EngineRefusal, Held, RequestKey, StepColumns, Submission
+from worker_agent.engine.base import Held, RequestKey, StepColumns, Submission
+from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.turns import left_s
 from worker_agent.engine.vllm.imports import Imports
 from worker_agent.engine.vllm.load import LoadedCore

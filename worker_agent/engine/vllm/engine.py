@@ -18,19 +18,18 @@ from tailrace.records import RankRecord
 from tailrace.slo import Slo
 from worker_agent.engine.base import (
     EngineInfo,
-    EngineRefusal,
     EngineSink,
     EngineStats,
     Exported,
     ExportedPause,
     Frames,
     Held,
-    KvCorrupt,
     RequestKey,
     Staging,
     StepColumns,
     Submission,
 )
+from worker_agent.engine.errors import EngineRefusal, KvCorrupt
 from worker_agent.engine.vllm.cache_watch import naming_of
 from worker_agent.engine.vllm.core import EngineParts, EngineThread
 from worker_agent.engine.vllm.engine_ranks import EngineRanks

@@ -11,7 +11,7 @@ from typing import Final
 
 from worker_agent.engine.vllm.core import EngineParts
 from worker_agent.ranks.links import RankLinks
-from worker_agent.ranks.meeting import remove_meeting
+from worker_agent.ranks.messages import remove_meeting
 
 _log = logging.getLogger(__name__)
 

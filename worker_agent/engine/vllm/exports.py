@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from vllm.v1.request import RequestStatus
 
 from tailrace.handover import Way
-from worker_agent.engine.base import EngineRefusal, Exported, ExportedPause
+from worker_agent.engine.base import Exported, ExportedPause
+from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.vllm.in_use import InUse
 from worker_agent.engine.vllm.layouts import Place
 from worker_agent.engine.vllm.load import LoadedCore

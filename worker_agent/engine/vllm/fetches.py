@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
-from worker_agent.engine.base import EngineRefusal, NoRoom, Submission
+from worker_agent.engine.base import Submission
+from worker_agent.engine.errors import EngineRefusal, NoRoom
 from worker_agent.engine.vllm.in_use import InUse
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging
 from worker_agent.engine.vllm.load import LoadedCore

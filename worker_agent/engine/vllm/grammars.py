@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from vllm.v1.request import Request
 
-from worker_agent.engine.base import EngineRefusal
+from worker_agent.engine.errors import EngineRefusal
 
 _DEADLINE_S = 20.0
 _POLL_S = 0.005

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from worker_agent.engine.base import KvCorrupt
+from worker_agent.engine.errors import KvCorrupt
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging, KvBlocks
 
 # vLLM's own swap space was 4 GiB until version 0.7.

@@ -16,15 +16,8 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
-from worker_agent.engine.base import (
-    EnginePhase,
-    EngineRefusal,
-    Exported,
-    ExportedPause,
-    KvCorrupt,
-    NoRoom,
-    RequestKey,
-)
+from worker_agent.engine.base import EnginePhase, Exported, ExportedPause, RequestKey
+from worker_agent.engine.errors import EngineRefusal, KvCorrupt, NoRoom
 from worker_agent.engine.host_ledger import Swapped
 from worker_agent.engine.import_line import ImportLine
 from worker_agent.engine.vllm.in_use import InUse

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from worker_agent.engine.base import EngineRefusal
+from worker_agent.engine.errors import EngineRefusal
 
 
 class InUse:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from worker_agent.engine.base import KvCorrupt
+from worker_agent.engine.errors import KvCorrupt
 
 
 class DeviceStaging:

@@ -20,7 +20,8 @@ from vllm.v1.serial_utils import MsgpackDecoder
 
 from tailrace.handover import Way, by_replay
 from tailrace.intra.base import IntraPolicy
-from worker_agent.engine.base import EngineRefusal, Frames, NoRoom
+from worker_agent.engine.base import Frames
+from worker_agent.engine.errors import EngineRefusal, NoRoom
 from worker_agent.engine.host_ledger import HostLedger
 from worker_agent.engine.vllm.adapters import Adapters
 from worker_agent.engine.vllm.connector import TailraceConnector

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from worker_agent.engine.base import EngineRefusal
+from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.vllm.in_use import InUse
 from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.pinned import HostSlot, Pinned

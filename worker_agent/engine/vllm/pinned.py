@@ -7,7 +7,7 @@ from itertools import groupby
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from worker_agent.engine.base import EngineRefusal
+from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.vllm.in_use import InUse
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging
 from worker_agent.engine.vllm.load import LoadedCore

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.local.float32 import loses_precision
+from tailrace.local.requirements import loses_precision
 from tailrace.tiny import MODEL_PATH
 
 

@@ -1,0 +1,224 @@
+"""Charts over time: lines, stacked bars, length stages, and one row an instance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from simulator.records import StageChange
+from simulator.report.scale import Scale, linear, logarithmic, tick_text, within
+from simulator.report.svg import PALETTE, Drawing
+from tailrace.cluster import Stage
+
+WIDTH: Final = 860.0
+LEFT: Final = 74.0
+RIGHT: Final = 18.0
+TOP: Final = 12.0
+BOTTOM: Final = 50.0
+INNER_START: Final = LEFT
+INNER_END: Final = WIDTH - RIGHT
+
+
+def draw_frame(drawing: Drawing, x: Scale, y: Scale, x_label: str, y_label: str) -> None:
+    """Grid lines, marks and labels. The y scale runs upwards: its start is the bottom."""
+    for value in y.ticks(5):
+        at = y.place(value)
+        drawing.line(x.start, at, x.end, at, "grid")
+        drawing.text(x.start - 8, at + 4.5, tick_text(value), anchor="end")
+    draw_x_axis(drawing, x, y.start, x_label)
+    drawing.upright(17, (y.start + y.end) / 2, y_label)
+
+
+def draw_x_axis(drawing: Drawing, x: Scale, bottom: float, label: str) -> None:
+    """The horizontal axis at `bottom`."""
+    drawing.line(x.start, bottom, x.end, bottom, "axis")
+    for value in x.ticks(8):
+        at = x.place(value)
+        drawing.line(at, bottom, at, bottom + 5, "axis")
+        drawing.text(at, bottom + 20, tick_text(value), anchor="middle")
+    drawing.text((x.start + x.end) / 2, bottom + 41, label, "label", "middle")
+
+
+_LINES_HEIGHT: Final = 340.0
+# Points beyond which a line is drawn without markers.
+_MARKED: Final = 60
+# Pixels between the whiskers of two lines, which would else hide each other.
+_APART: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """`half`: half the width of its interval; None: none is drawn."""
+
+    x: float
+    y: float
+    half: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A named series. `series`: its place in the palette, the same on every chart of a page."""
+
+    name: str
+    series: int
+    points: Sequence[Point]
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """What is on it, with the unit."""
+
+    label: str
+    logarithmic: bool = False
+    # It ends there; None: where its values do.
+    most: float | None = None
+    # It begins a little before the first value, not at 0.
+    close: bool = False
+
+
+def line_chart(label: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
+    """The picture. Points that are not numbers are left out."""
+    drawing = Drawing(WIDTH, _LINES_HEIGHT, label)
+    points = [point for line in lines for point in _finite(line)]
+    xs = [point.x for point in points] or [0.0]
+    if x.logarithmic:
+        x_scale = logarithmic(xs, INNER_START, INNER_END)
+    else:
+        margin = 0.05 * (max(xs) - min(xs)) if x.close else 0.0
+        start = min(xs) - margin if x.close else 0.0
+        x_scale = within(start, max(xs) + margin, INNER_START, INNER_END)
+    bottom = _LINES_HEIGHT - BOTTOM
+    if y.most is not None:
+        y_scale = within(0.0, y.most, bottom, TOP)
+    elif y.logarithmic:
+        y_scale = logarithmic([point.y for point in points], bottom, TOP)
+    else:
+        y_scale = linear([point.y + (point.half or 0.0) for point in points], bottom, TOP)
+    draw_frame(drawing, x_scale, y_scale, x.label, y.label)
+    for line in lines:
+        drawn = _finite(line)
+        aside = _APART * (line.series - (len(lines) - 1) / 2) if any(p.half for p in drawn) else 0.0
+        placed = [(x_scale.place(point.x) + aside, y_scale.place(point.y)) for point in drawn]
+        if len(placed) > 1:
+            drawing.path(placed, line.series)
+        if len(drawn) > _MARKED:
+            continue
+        for point, (at, height) in zip(drawn, placed, strict=True):
+            if point.half:
+                low, high = y_scale.place(point.y - point.half), y_scale.place(point.y + point.half)
+                drawing.line(at, low, at, high, f"whisker s{line.series % 8}")
+            interval = f" ± {point.half:.3g}" if point.half else ""
+            title = f"{line.name}: {tick_text(point.x)} → {point.y:.4g}{interval}"
+            drawing.marker(at, height, line.series, title)
+    return drawing.render()
+
+
+def _finite(line: Line) -> list[Point]:
+    return [point for point in line.points if math.isfinite(point.x) and math.isfinite(point.y)]
+
+
+_BARS_HEIGHT: Final = 240.0
+
+
+def stacked_bars(label: str, y_label: str, counts: Mapping[str, Sequence[int]], end_s: float) -> str:
+    """A bar for each stretch of time from 0 to `end_s`; each name's counts have one entry a stretch.
+
+    Names take the palette's colours in their order.
+    """
+    drawing = Drawing(WIDTH, _BARS_HEIGHT, label)
+    bins = max((len(column) for column in counts.values()), default=1)
+    totals = [float(sum(column[place] for column in counts.values())) for place in range(bins)]
+    time = within(0.0, end_s, INNER_START, INNER_END)
+    upward = linear(totals, _BARS_HEIGHT - BOTTOM, TOP)
+    draw_frame(drawing, time, upward, "time (s)", y_label)
+    for place in range(bins):
+        start_s, stop_s = end_s * place / bins, end_s * (place + 1) / bins
+        left, right = time.place(start_s), time.place(stop_s)
+        below = 0.0
+        for series, (name, column) in enumerate(counts.items()):
+            if not column[place]:
+                continue
+            low, high = upward.place(below), upward.place(below + column[place])
+            title = f"{name}: {column[place]} from {start_s:.4g} to {stop_s:.4g} s"
+            drawing.rect(left, high, max(right - left - 1, 1), low - high, f"f{series % PALETTE}", title)
+            below += column[place]
+    return drawing.render()
+
+
+_BANDS_HEIGHT: Final = 300.0
+# Lengths are drawn on a logarithmic axis, which has no 0.
+_SHORTEST: Final = 64
+
+
+def stage_chart(changes: Sequence[StageChange], end_s: float) -> str:
+    """A band a stage, with the number of its instances; none where there are no stages."""
+    drawing = Drawing(WIDTH, _BANDS_HEIGHT, "length stages over time")
+    longest = max((stage.hi for change in changes for stage in change.stages), default=_SHORTEST * 2)
+    time = within(0.0, end_s, INNER_START, INNER_END)
+    length = Scale(_SHORTEST, max(longest, _SHORTEST * 2), _BANDS_HEIGHT - BOTTOM, TOP, True)
+    draw_frame(drawing, time, length, "time (s)", "context (tokens)")
+    ends = [*(change.at_s for change in changes[1:]), end_s]
+    for change, until_s in zip(changes, ends, strict=True):
+        for place, stage in enumerate(change.stages):
+            _band(drawing, time, length, change.at_s, until_s, place, stage)
+    return drawing.render()
+
+
+def _band(
+    drawing: Drawing, time: Scale, length: Scale, start_s: float, end_s: float, place: int, stage: Stage
+) -> None:
+    left, right = time.place(start_s), time.place(end_s)
+    low, high = length.place(max(stage.lo, _SHORTEST)), length.place(stage.hi)
+    count = len(stage.instance_ids)
+    range_ = f"{tick_text(stage.lo)} to {tick_text(stage.hi)} tokens"
+    title = f"{range_}: {', '.join(stage.instance_ids)} from {start_s:.4g} s"
+    drawing.rect(left, high, right - left, low - high, f"soft f{place % PALETTE}", title)
+    drawing.line(left, high, right, high, f"path s{place % PALETTE}")
+    if right - left > 60 and low - high > 16:
+        words = f"{count} instance{'' if count == 1 else 's'}"
+        drawing.text((left + right) / 2, (low + high) / 2 + 4.5, words, anchor="middle")
+
+
+_AXIS: Final = 52.0
+# Rows get thinner the more there are, and names are left out where they would not fit.
+_ROW: Final = ((12, 19.0), (32, 11.0), (64, 6.0), (10**9, 3.0))
+_NAME: Final = 12.0
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that is so from `start_s` to `end_s`; `kind`: class of its colour; `title`: in words."""
+
+    start_s: float
+    end_s: float
+    kind: str
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One instance."""
+
+    name: str
+    spans: Sequence[Span]
+
+
+def strip_chart(label: str, rows: Sequence[Row], end_s: float) -> str:
+    """The picture; time from 0 to `end_s`."""
+    height = next(size for most, size in _ROW if len(rows) <= most)
+    bottom = 6.0 + height * len(rows)
+    drawing = Drawing(WIDTH, bottom + _AXIS, label)
+    time = within(0.0, end_s, INNER_START, INNER_END)
+    named = max(1, round(_NAME / height))
+    for place, row in enumerate(rows):
+        top = 6.0 + place * height
+        if place % named == 0:
+            drawing.text(INNER_START - 8, top + height / 2 + 4.5, row.name, anchor="end")
+        for span in row.spans:
+            start, end = time.place(span.start_s), time.place(span.end_s)
+            gap = 1.0 if height > 4 else 0.0
+            drawing.rect(start, top, end - start, height - gap, span.kind, f"{row.name}: {span.title}")
+    draw_x_axis(drawing, time, bottom, "time (s)")
+    return drawing.render()

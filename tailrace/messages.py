@@ -1,0 +1,162 @@
+"""The library's own types as messages of the wire, and back."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tailrace.cluster import InstanceState, Phase, Pool, RequestState, RequestView
+from tailrace.handover import Way
+from tailrace.lengths import limited, tokens_left
+from tailrace.records import ProfileRecord
+from tailrace.slo import Slo
+from tailrace.v1 import admin_pb2, monitor_pb2, profile_pb2, types_pb2
+
+PHASES: Final = {
+    types_pb2.PHASE_PREFILL: Phase.PREFILL,
+    types_pb2.PHASE_REASONING: Phase.REASONING,
+    types_pb2.PHASE_ANSWERING: Phase.ANSWERING,
+}
+PHASE_NUMBERS: Final = {phase: number for number, phase in PHASES.items()}
+
+REQUEST_STATES: Final = {
+    types_pb2.REQUEST_STATE_WAITING: RequestState.WAITING,
+    types_pb2.REQUEST_STATE_RUNNING: RequestState.RUNNING,
+    types_pb2.REQUEST_STATE_PAUSED: RequestState.PAUSED,
+    types_pb2.REQUEST_STATE_PREEMPTED: RequestState.PREEMPTED,
+}
+REQUEST_STATE_NUMBERS: Final = {state: number for number, state in REQUEST_STATES.items()}
+
+POOLS: Final = {
+    types_pb2.POOL_PREFILL: Pool.PREFILL,
+    types_pb2.POOL_DECODE: Pool.DECODE,
+    types_pb2.POOL_PREFILL_TO_DECODE: Pool.PREFILL_TO_DECODE,
+    types_pb2.POOL_DECODE_TO_PREFILL: Pool.DECODE_TO_PREFILL,
+}
+POOL_NUMBERS: Final = {pool: number for number, pool in POOLS.items()}
+
+INSTANCE_STATE_NUMBERS: Final = {
+    InstanceState.ACTIVE: types_pb2.INSTANCE_STATE_ACTIVE,
+    InstanceState.DRAINING: types_pb2.INSTANCE_STATE_DRAINING,
+    InstanceState.SUSPECT: types_pb2.INSTANCE_STATE_SUSPECT,
+}
+
+
+def pool_number(pool: Pool | None) -> types_pb2.Pool.ValueType:
+    """A pool on the wire; UNSPECIFIED for no pool."""
+    return types_pb2.POOL_UNSPECIFIED if pool is None else POOL_NUMBERS[pool]
+
+
+def predicted_remaining(
+    told: monitor_pb2.RequestReport | monitor_pb2.PhaseEvent, max_model_len: int
+) -> float | None:
+    """The prediction that a worker tells of a request, no more than may come; None: it tells none."""
+    if not told.HasField("predicted_remaining_tokens"):
+        return None
+    left = tokens_left(told.prompt_tokens, told.output_tokens, told.max_tokens, max_model_len)
+    return limited(told.predicted_remaining_tokens, left)
+
+
+def request_view(
+    instance_id: str,
+    block_tokens: int,
+    max_model_len: int,
+    report: monitor_pb2.RequestReport,
+    migrating: bool,
+) -> RequestView:
+    """One request as its instance reported it."""
+    state = REQUEST_STATES.get(report.state, RequestState.WAITING)
+    return RequestView(
+        request_id=report.request_id,
+        instance_id=instance_id,
+        phase=PHASES.get(report.phase, Phase.PREFILL),
+        state=state,
+        prompt_tokens=report.prompt_tokens,
+        output_tokens=report.output_tokens,
+        max_tokens=report.max_tokens,
+        epoch=report.epoch,
+        reasoning_tokens=report.reasoning_tokens,
+        kv_tokens=report.kv_blocks * block_tokens,
+        host_kv_tokens=report.host_kv_blocks * block_tokens,
+        arrival_s=report.arrival_s,
+        token_interval_s=report.token_interval_ms / 1e3,
+        frontend_id=report.frontend_id,
+        migrating=migrating or state is RequestState.PAUSED,
+        pacer_slack_tokens=report.pacer_slack_tokens if report.HasField("pacer_slack_tokens") else None,
+        predicted_remaining_tokens=predicted_remaining(report, max_model_len),
+        phase_tokens=report.phase_tokens,
+        demoted=report.demoted,
+        qoe=report.qoe if report.HasField("qoe") else None,
+    )
+
+
+WAYS: Final = {
+    Way.LIVE: types_pb2.WAY_LIVE,
+    Way.REPLAY: types_pb2.WAY_REPLAY,
+    Way.STAYS: types_pb2.WAY_STAYS,
+}
+
+
+def slo_message(slo: Slo) -> admin_pb2.Slo:
+    """The message for `slo`; an objective that is not asked for is absent."""
+    return admin_pb2.Slo(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s, qoe=slo.qoe, pace_s=slo.pace_s)
+
+
+def slo_of(message: admin_pb2.Slo) -> Slo:
+    """The SLO that the message tells."""
+    given = given_objectives(message)
+    return Slo(given.get("ttft"), given.get("tpot"), given.get("qoe"), given.get("pace"))
+
+
+def given_objectives(message: admin_pb2.Slo) -> dict[str, float]:
+    """The objectives that the message has, by the names of `tailrace.slo.OBJECTIVES`."""
+    given: dict[str, float] = {}
+    if message.HasField("ttft_s"):
+        given["ttft"] = message.ttft_s
+    if message.HasField("tpot_s"):
+        given["tpot"] = message.tpot_s
+    if message.HasField("qoe"):
+        given["qoe"] = message.qoe
+    if message.HasField("pace_s"):
+        given["pace"] = message.pace_s
+    return given
+
+
+def profile_message(record: ProfileRecord) -> profile_pb2.MeasuredProfile:
+    """All of it."""
+    profile, curve, qoe = record.profile, record.ttft, record.qoe
+    return profile_pb2.MeasuredProfile(
+        kind=record.kind,
+        engine=record.engine,
+        model=record.model,
+        hardware=record.hardware,
+        version=record.version,
+        instance_id=record.instance_id,
+        measured_s=record.measured_s,
+        took_s=record.took_s,
+        prefill=profile_pb2.PrefillFit(
+            base_ms=profile.prefill.base_ms,
+            ms_per_token=profile.prefill.ms_per_token,
+            ms_per_token_squared=profile.prefill.ms_per_token_squared,
+            error=record.prefill_error,
+            samples=record.prefill_samples,
+        ),
+        decode=profile_pb2.DecodeFit(
+            base_ms=profile.decode.base_ms,
+            ms_per_request=profile.decode.ms_per_request,
+            ms_per_kv_token=profile.decode.ms_per_kv_token,
+            error=record.decode_error,
+            samples=record.decode_samples,
+        ),
+        ttft=profile_pb2.TtftFit(
+            base_s=curve.base_s,
+            s_per_token=curve.per_token_s,
+            s_per_token_squared=curve.per_token_squared_s,
+            r_squared=curve.r_squared,
+            samples=curve.samples,
+        ),
+        kv_bytes_per_token=profile.kv_bytes_per_token,
+        kv_capacity_tokens=profile.kv_capacity_tokens,
+        tpot_s=record.tpot_s,
+        max_running_tokens=record.max_running_tokens,
+        qoe=None if qoe is None else profile_pb2.QoeFit(d=qoe.d, error=qoe.error, samples=qoe.samples),
+    )
