@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 # Seconds between two looks at a fleet that can take nothing, if nothing changes in it.
-_LOOK_AGAIN_S: Final = 0.5
+_RETRY_S: Final = 0.5
 # An instance that turned a request away is given no other for so long.
 BUSY_S: Final = 0.5
 
@@ -123,7 +123,7 @@ class Dispatch:
             if placing_s >= wait_s:
                 self._sink.on_unplaced(stream, reason, placing_s)
                 return
-            await self._wait(min(_LOOK_AGAIN_S, wait_s - placing_s))
+            await self._wait(min(_RETRY_S, wait_s - placing_s))
 
     async def _choose(
         self, stream: Stream, avoid: frozenset[str], barred: Callable[[], frozenset[str]]

@@ -30,7 +30,7 @@ DEFAULT_LIMITS: Final = Limits()
 # Seconds between two looks at all streams.
 _TICK_S: Final = 0.5
 # An API server that died shows first as a broken socket; its exit status, which says more, comes within this.
-_LAST_WORD_S: Final = 1.0
+_EXIT_WAIT_S: Final = 1.0
 # Seconds between two looks at whether all streams have ended.
 _POLL_S: Final = 0.05
 
@@ -101,7 +101,7 @@ class FleetEngine:
                 try:
                     await self._socket.announce(hello.ready_response)
                 except (OSError, HandshakeFailed):
-                    await asyncio.sleep(_LAST_WORD_S)
+                    await asyncio.sleep(_EXIT_WAIT_S)
                     raise
                 await self._socket.receive(self.carrier)
         finally:
@@ -164,5 +164,5 @@ class FleetEngine:
 
     async def _fail_when_stuck(self) -> None:
         await self._stuck.wait()
-        await asyncio.sleep(_LAST_WORD_S)
+        await asyncio.sleep(_EXIT_WAIT_S)
         raise ApiServerStuck("the API server does not read its outputs")

@@ -351,7 +351,7 @@ _ASKS: Final = 3
 class Placed:
     """The answer. `by`: the scheduler's policy, or "fallback".
 
-    `pull`: whose KV of the request's first tokens the instance is to fetch; None: nobody's.
+    `pull`: whose KV of the request's first tokens the instance is to fetch; None: from no instance.
     """
 
     instance_id: str

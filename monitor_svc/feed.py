@@ -94,12 +94,12 @@ class Feed:
             self._resnapshots += max(0, subscription.resnapshots)
 
 
-_LOOKS_A_PATIENCE: Final = 8
+_CHECKS_PER_PATIENCE: Final = 8
 
 
 async def watch_silence(reports: Reports, feed: Feed, members: Membership, patience_s: float) -> None:
     """Look several times a patience, until cancelled."""
-    interval_s = patience_s / _LOOKS_A_PATIENCE
+    interval_s = patience_s / _CHECKS_PER_PATIENCE
     looked_s = time.monotonic()
     while True:
         await asyncio.sleep(interval_s)
@@ -108,7 +108,7 @@ async def watch_silence(reports: Reports, feed: Feed, members: Membership, patie
         looked_s = now_s
         if stood_still_s > patience_s / 2:
             log.warning("stood still for %.1f s", stood_still_s)
-            reports.excuse(stood_still_s)
+            reports.extend_deadlines(stood_still_s)
         if reports.look(now_s):
             log.info("silent now: %s", ", ".join(sorted(reports.silent)) or "nobody")
             feed.publish(None)

@@ -63,7 +63,7 @@ class Reports:
         self.silent = silent
         return changed
 
-    def excuse(self, seconds: float) -> None:
+    def extend_deadlines(self, seconds: float) -> None:
         """This process itself stood still for so long: nobody is to blame for not being heard meanwhile."""
         for known in self.known.values():
             known.heard_s += seconds

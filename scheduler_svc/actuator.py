@@ -11,7 +11,7 @@ import grpc
 
 from scheduler_svc.admin.errors import Refused
 from scheduler_svc.metrics import SchedulerMetrics
-from scheduler_svc.migrations import CannotNegotiate, Mover, Negotiator, Recaller
+from scheduler_svc.migrations import CannotNegotiate, MigrationStarter, Negotiator, Recaller
 from scheduler_svc.settings import Settings
 from tailrace.actions import Action, HandBack, Migrate, Offer, SetPool, SetStages, WhenFull
 from tailrace.cluster import RequestView, Stage
@@ -34,7 +34,7 @@ class Actuator:
     def __init__(
         self,
         state: ReportedCluster,
-        mover: Mover,
+        mover: MigrationStarter,
         negotiator: Negotiator,
         recaller: Recaller,
         settings: Settings,

@@ -21,7 +21,7 @@ from scheduler_svc.cache_sync import CacheSync
 from scheduler_svc.decisions import Decider, Placer, SchedulerServicer, Traceparents
 from scheduler_svc.drainer import Drainer
 from scheduler_svc.metrics import SchedulerMetrics
-from scheduler_svc.migrations import Migrations, Mover, Negotiator, Recaller
+from scheduler_svc.migrations import Migrations, MigrationStarter, Negotiator, Recaller
 from scheduler_svc.monitor_watch import MonitorWatch
 from scheduler_svc.orphans import remove_orphans
 from scheduler_svc.recorder import Recorder
@@ -149,7 +149,7 @@ class Parts:
         settings = self._settings = Settings(frame.store)
         traceparents = Traceparents()
         migrations = Migrations(frame.members, frame.channels)
-        mover = Mover(self.state, migrations, traceparents)
+        mover = MigrationStarter(self.state, migrations, traceparents)
         negotiator = Negotiator(self.state, frame.channels, traceparents)
         recaller = Recaller(self.state, frame.channels)
         self.actuator = Actuator(self.state, mover, negotiator, recaller, settings, self.metrics)

@@ -84,7 +84,7 @@ def _none(failure: grpc.aio.AioRpcError | None) -> Refused:
 _PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
 
 
-class Mover:
+class MigrationStarter:
     """At most one open migration a request."""
 
     def __init__(self, state: ReportedCluster, migrations: Migrations, traceparents: Traceparents) -> None:

@@ -15,7 +15,7 @@ from worker_agent.held import HeldQueries
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.migration.exports import Exports
 from worker_agent.migration.imports import Imports
-from worker_agent.phase_news import PhaseNews
+from worker_agent.phase_events import PhaseEvents
 from worker_agent.prefixes.pulls import Pulls
 
 log = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ class Dispatch:
         imports: Imports,
         pulls: Pulls,
         carried: CarriedRequests,
-        news: PhaseNews,
+        news: PhaseEvents,
         metrics: WorkerMetrics,
     ) -> None:
         self._queries = HeldQueries(engine, carried, exports.open, self._comes, self.give_up)
@@ -237,7 +237,7 @@ class Dispatch:
             suspect=submit.suspect,
             pull=_pull(submit),
         )
-        if not self._imports.succeeded(submission):
+        if not self._imports.supersede_by(submission):
             self._admission.submit(submission)
 
     def _utility(self, front_end: FrontEnd, call: worker_pb2.UtilityCall) -> None:

@@ -27,7 +27,7 @@ from worker_agent.migration.imports import Imports
 log = logging.getLogger(__name__)
 
 # Seconds between two looks at what is left.
-_LOOK_S: Final = 0.1
+_POLL_S: Final = 0.1
 # For etcd to take the news.
 _ANNOUNCE_S: Final = 3.0
 # For front ends to place what is handed back last.
@@ -69,7 +69,7 @@ class Draining:
         while True:
             if self.active:
                 self._hand_backs.without_kv(_now_s())
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
     async def stop(
         self,
@@ -110,7 +110,7 @@ class Draining:
         try:
             async with asyncio.timeout(timeout_s):
                 while len(self._carried) or len(self._exports) or len(self._imports):  # noqa: ASYNC110
-                    await asyncio.sleep(_LOOK_S)
+                    await asyncio.sleep(_POLL_S)
         except TimeoutError:
             return False
         return True

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 VARIABLE: Final = "TAILRACE_FAULTS"
 
-_LOOK_S: Final = 0.05
+_POLL_S: Final = 0.05
 
 
 class FaultSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,7 +74,7 @@ class Faults:
         until_s = time.monotonic() + seconds
         # A file gives no event when it is removed.
         while (left_s := until_s - time.monotonic()) > 0 and self._hold_s(point) is not None:  # noqa: ASYNC110
-            await asyncio.sleep(min(left_s, _LOOK_S))
+            await asyncio.sleep(min(left_s, _POLL_S))
 
     def corrupt(self, staging: Staging, size: int) -> None:
         """Flip one of the first `size` bytes, which are about to be sent, if told to. Host memory only."""

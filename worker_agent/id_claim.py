@@ -13,7 +13,7 @@ from tailrace.store.store import Store
 
 log = logging.getLogger(__name__)
 
-_LOOK_S: Final = 0.25
+_POLL_S: Final = 0.25
 _CONNECT_S: Final = 1.0
 # Beyond the lease's time, for a renewal and for etcd to notice.
 _MARGIN_S: Final = 2.0
@@ -43,7 +43,7 @@ async def wait_until_free(store: Store, instance_id: str, lease_ttl_s: float, ow
                 f"instance id {instance_id!r} is in use: the worker at {holder.address} is alive; "
                 "stop it, or start this one with another --id"
             )
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)
 
 
 def replaced_message(instance_id: str, value: bytes) -> str:

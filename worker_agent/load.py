@@ -11,7 +11,7 @@ from tailrace.perf.future_load import FutureLoad
 from tailrace.v1 import monitor_pb2
 from worker_agent.carried import Carried
 from worker_agent.engine.base import EnginePhase, EngineStats, RequestStats
-from worker_agent.phase_news import PHASES, STATES
+from worker_agent.phase_events import PHASES, STATES
 from worker_agent.speeds import Speeds
 
 _future_load: Final = FutureLoad()

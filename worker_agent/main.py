@@ -33,7 +33,7 @@ from worker_agent.kv.transport import start_ucx, stop_ucx
 from worker_agent.metrics import WorkerCollector, WorkerHistograms, WorkerMetrics
 from worker_agent.migration.link_budget import SHARE
 from worker_agent.settings import WorkerSettings
-from worker_agent.worker import EngineStartError, Running, Surroundings, running_worker
+from worker_agent.worker import EngineStartError, Running, SharedServices, running_worker
 
 log = logging.getLogger(__name__)
 
@@ -315,7 +315,7 @@ async def serve(
             )
             memory = SharedMemory()
             stack.callback(memory.segments.close)
-            around = Surroundings(
+            around = SharedServices(
                 store=store,
                 membership=membership,
                 channels=channels,

@@ -48,7 +48,7 @@ class Progress:
         self._steps = -1
         self._moved_s = now_s
 
-    def excuse(self, seconds: float) -> None:
+    def extend_deadlines(self, seconds: float) -> None:
         """This process itself stood still for so long: no step could end."""
         self._moved_s += seconds
 
@@ -71,7 +71,7 @@ async def watch_progress(
     while True:
         due_s = loop.time() + interval_s
         await asyncio.sleep(interval_s)
-        progress.excuse(max(0.0, loop.time() - due_s))
+        progress.extend_deadlines(max(0.0, loop.time() - due_s))
         stood_s = progress.stuck(stats(), loop.time())
         if stood_s is not None:
             on_stuck(f"the engine hangs: it has requests to run and ended no step for {stood_s:.3g} s")

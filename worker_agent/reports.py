@@ -19,7 +19,7 @@ from worker_agent.cache_servicer import update_of
 from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import EngineStats
 from worker_agent.load import MigrationLoad, load_of, request_report
-from worker_agent.phase_news import PhaseNews
+from worker_agent.phase_events import PhaseEvents
 from worker_agent.speeds import Speeds
 from worker_agent.unacknowledged import Unacknowledged
 
@@ -63,7 +63,7 @@ class Reports:
         stats: Callable[[], EngineStats],
         migrations: Callable[[], MigrationLoad],
         carried: CarriedRequests,
-        news: PhaseNews,
+        news: PhaseEvents,
         speeds: Callable[[], Speeds | None],
         monitors: Callable[[], Sequence[str]],
         channels: Channels,

@@ -16,7 +16,7 @@ from worker_agent.carried import Carried, CarriedRequests
 from worker_agent.engine.base import Frames, OutputFlag, RequestKey, StepColumns
 from worker_agent.frontends import FrontEnd, FrontEnds
 from worker_agent.metrics import WorkerMetrics
-from worker_agent.phase_news import PhaseNews
+from worker_agent.phase_events import PhaseEvents
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class FrontEndSink:
         self,
         front_ends: FrontEnds,
         carried: CarriedRequests,
-        news: PhaseNews,
+        news: PhaseEvents,
         metrics: WorkerMetrics,
         on_dead: Callable[[str], None],
         give_up: Callable[[RequestKey], None],

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-_LOOK_S: Final = 0.25
+_POLL_S: Final = 0.25
 
 
 class Unacknowledged:
@@ -37,11 +37,11 @@ class Unacknowledged:
         """
         looked_s = time.monotonic()
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
             now_s = time.monotonic()
-            stood_still_s = now_s - looked_s - _LOOK_S
+            stood_still_s = now_s - looked_s - _POLL_S
             looked_s = now_s
-            if stood_still_s > _LOOK_S:
+            if stood_still_s > _POLL_S:
                 self._written = deque((seq, at_s + stood_still_s) for seq, at_s in self._written)
             elif self.waiting_s(now_s) > limit_s():
                 return

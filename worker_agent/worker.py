@@ -47,7 +47,7 @@ from worker_agent.migration.link_budget import LinkBudget
 from worker_agent.migration.parts import SourceParts, TargetParts
 from worker_agent.migration.source_link import GrpcSourceLink
 from worker_agent.migration.spans import TransferSpans
-from worker_agent.phase_news import PhaseNews
+from worker_agent.phase_events import PhaseEvents
 from worker_agent.prefixes.loan_link import GrpcLoanLink
 from worker_agent.prefixes.loans import Loans
 from worker_agent.prefixes.pulls import PullParts, Pulls
@@ -69,7 +69,7 @@ class EngineStartError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class SharedServices:
     """What the workers of one process share."""
 
     store: Store
@@ -104,7 +104,7 @@ async def running_worker(
     instance_id: str,
     engine: Engine,
     listen: str,
-    around: Surroundings,
+    around: SharedServices,
     metrics: WorkerMetrics,
     settings: WorkerSettings,
     died: asyncio.Future[str],
@@ -117,7 +117,7 @@ async def running_worker(
     incarnation = fresh_incarnation()
     faults = Faults.from_environment(instance_id)
     front_ends, carried = FrontEnds(), CarriedRequests(lambda: around.membership.slo.reading_s)
-    news = PhaseNews()
+    news = PhaseEvents()
 
     def on_dead(reason: str) -> None:
         # At once: an engine that hangs may hold the end of this process up for a while.

@@ -39,7 +39,7 @@ class Link:
         return ["ip", "netns", "exec", self.namespace, *command]
 
     def cut(self) -> None:
-        """Whatever is sent, either way, is lost without a word."""
+        """Whatever is sent, either way, is dropped silently."""
         ip("link", "set", self._outside, "nomaster")
 
     def deafen(self) -> None:

@@ -145,7 +145,7 @@ class FaultyMember:
         ip("link", "set", self._wire("peers"), "master", "peers")
 
     def cut(self) -> None:
-        """Cut it off from everybody: what is sent to it is lost without a word."""
+        """Cut it off from everybody: what is sent to it is dropped silently."""
         self.isolate()
         ip("link", "set", self._wire("clients"), "nomaster")
 

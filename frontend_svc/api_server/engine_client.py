@@ -16,7 +16,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from frontend_svc.admission import NO_INSTANCE, TOO_MANY_REQUESTS, AdmissionReader, AdmissionState, Refusal
-from frontend_svc.api_server.door import TenantDoor, Tenants, tenant_of_call
+from frontend_svc.api_server.tenants import TenantAdmission, Tenants, tenant_of_call
 from tailrace.tenancy.book import Tenant
 
 
@@ -58,7 +58,7 @@ class FleetClient(AsyncLLM):  # type: ignore[misc]
     ) -> AsyncGenerator[RequestOutput, None]:
         """vLLM's stream, as the tenant whose request it is may have it. A prompt that is too long for the
         tenant is refused here, before a response is started. Raises Refused."""
-        tenant, tenants = tenant_of_call.get(), TenantDoor.tenants
+        tenant, tenants = tenant_of_call.get(), TenantAdmission.tenants
         if tenant is None or tenants is None:
             return self._generate(prompt, sampling_params, request_id, kwargs)
         length = _prompt_tokens(prompt)

@@ -25,11 +25,11 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.system_utils import set_ulimit
 
 from frontend_svc.admission import AdmissionReader
-from frontend_svc.api_server.door import BodyLimit, TenantDoor, Tenants
 from frontend_svc.api_server.engine_client import FleetClient
 from frontend_svc.api_server.engine_control import RefuseEngineControl
 from frontend_svc.api_server.middleware import GracefulStop, RequireApiKey, RetryAfter, api_keys
 from frontend_svc.api_server.python import PythonBoot
+from frontend_svc.api_server.tenants import BodyLimit, TenantAdmission, Tenants
 from tailrace.tenancy.file import KeyFile
 
 
@@ -47,7 +47,7 @@ def parse_args(arguments: list[str]) -> Namespace:
     validate_api_server_args(args)
     RequireApiKey.keys = api_keys(args)
     # The last is asked first.
-    ours = (RetryAfter, GracefulStop, RefuseEngineControl, RequireApiKey, TenantDoor, BodyLimit)
+    ours = (RetryAfter, GracefulStop, RefuseEngineControl, RequireApiKey, TenantAdmission, BodyLimit)
     args.middleware = [*args.middleware, *(f"{each.__module__}.{each.__qualname__}" for each in ours)]
     return args
 
@@ -100,6 +100,6 @@ def run(boot_json: str, arguments: list[str]) -> None:
     args = parse_args(arguments)
     BodyLimit.most_bytes = boot.max_body_bytes
     if boot.api_keys_path:
-        TenantDoor.tenants = Tenants(KeyFile(Path(boot.api_keys_path)))
+        TenantAdmission.tenants = Tenants(KeyFile(Path(boot.api_keys_path)))
     set_ulimit()
     uvloop.run(serve(boot, args))

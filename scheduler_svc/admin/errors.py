@@ -9,7 +9,7 @@ from typing import Final
 import grpc
 
 from tailrace.policy.parameters import ParameterError
-from tailrace.security.handlers import Context, Handler, surrounded
+from tailrace.security.handlers import Context, Handler, wrap_handler
 from tailrace.service.channels import ANSWERED
 from tailrace.store.client import StoreUnavailable
 from tailrace.v1 import admin_pb2
@@ -40,7 +40,7 @@ class AdminErrors(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or not handler_call_details.method.startswith(ADMIN):
             return handler
-        return surrounded(handler, _answered)
+        return wrap_handler(handler, _answered)
 
 
 @asynccontextmanager

@@ -27,7 +27,7 @@ from scheduler_svc.admin.validation import (
     read_stages,
 )
 from scheduler_svc.drainer import progress
-from scheduler_svc.migrations import Migrations, Mover
+from scheduler_svc.migrations import Migrations, MigrationStarter
 from scheduler_svc.recorder import Recorder
 from scheduler_svc.settings import Settings
 from tailrace.control.reported_cluster import ReportedCluster
@@ -53,7 +53,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         active: ActivePolicy,
         follow: Callable[[PolicyRecord | None, Slo], None],
         settings: Settings,
-        mover: Mover,
+        mover: MigrationStarter,
         migrations: Migrations,
         recorder: Recorder,
         shadowing: Shadowing,

@@ -89,7 +89,7 @@ def _copied(record: MigrationRecord) -> str:
 
 def _finish(record: MigrationRecord | None, output: Output) -> None:
     if record is None:
-        raise CliError("the migration ended without a word; see the scheduler's log")
+        raise CliError("the migration ended without a final record; see the scheduler's log")
     if output is Output.JSON:
         print_json(to_plain(record))
     if record.state == MIGRATION_STATE_ABORTED:

@@ -198,7 +198,7 @@ class Replay:
         self.different[replayed.point] += not replayed.same
         self._heard(replayed)
 
-    # ---- Executor: what was booked then is booked now, whatever was decided now
+    # ---- Executor: applies the recorded actions, whatever was decided now
 
     def submit(self, actions: Sequence[Action], policy: str, when_full: WhenFull = WhenFull.REFUSE) -> None:
         """Feed the orders that went out with the recorded decision."""

@@ -173,7 +173,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
             self._rebuild()
 
     def apply(self, report: monitor_pb2.WorkerReport, now_s: float) -> list[PhaseChange]:
-        """Take one report in; what it tells of phases, in order. Reports of strangers say nothing."""
+        """Take one report in; what it tells of phases, in order. Reports of unknown instances are ignored."""
         tracked = self._known.get(report.instance_id)
         if tracked is None or tracked.record.incarnation != report.incarnation:
             return []
@@ -443,10 +443,10 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         if request.request_id in self._where:
             self._entered(request, changes, now_s)
         else:
-            self._came(request, now_s)
+            self._note_arrival(request, now_s)
             self._where[request.request_id] = Where(request.instance_id, request.epoch, request.phase)
 
-    def _came(self, request: RequestView, now_s: float) -> None:
+    def _note_arrival(self, request: RequestView, now_s: float) -> None:
         """It was placed by another scheduler; or it was handed over, which later epochs tell."""
         if not request.epoch:
             self.note_arrived(request.prompt_tokens, now_s)
@@ -454,7 +454,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
     def _entered(self, request: RequestView, changes: list[PhaseChange], now_s: float) -> None:
         where = self._where.get(request.request_id)
         if where is None:
-            self._came(request, now_s)
+            self._note_arrival(request, now_s)
             self._where[request.request_id] = Where(request.instance_id, request.epoch, request.phase)
             # Placed by another scheduler: which phase it was in follows from which it has entered.
             first = request.phase is not Phase.ANSWERING or request.output_tokens <= 1

@@ -20,7 +20,7 @@ from google.protobuf.message import Message
 
 from tailrace.security.access import CHANGES
 from tailrace.security.guard import caller
-from tailrace.security.handlers import Context, Handler, surrounded
+from tailrace.security.handlers import Context, Handler, wrap_handler
 from tailrace.security.roles import NoIdentity, Role
 
 log = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class Auditing(grpc.aio.ServerInterceptor):
             finally:
                 self._write(asked, outcome, details, time.monotonic() - began_s)
 
-        return surrounded(handler, recorded)
+        return wrap_handler(handler, recorded)
 
     def _write(self, asked: _Asked, outcome: str, details: str, seconds: float) -> None:
         entry = AuditEntry(

@@ -28,7 +28,7 @@ def handshake_problem(address: str, role: Role, credentials: Credentials) -> str
             socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S) as connection,
             context.wrap_socket(connection, server_hostname=server_name(role)) as tls,
         ):
-            # Whether it takes our certificate shows in what it says first; gRPC's closes without a word.
+            # Whether it takes our certificate shows in what it says first; gRPC's closes without an alert.
             return "" if _says_something(tls) else _NOT_TAKEN
     except ssl.SSLError as error:
         return refusal(error)

@@ -10,7 +10,7 @@ from typing import Final
 import grpc
 
 from tailrace.security.access import allowed, denial
-from tailrace.security.handlers import Context, Handler, surrounded
+from tailrace.security.handlers import Context, Handler, wrap_handler
 from tailrace.security.roles import Identity, NoIdentity, identity_of
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Guard(grpc.aio.ServerInterceptor):
             await _check(method, context)
             yield
 
-        return surrounded(handler, checked)
+        return wrap_handler(handler, checked)
 
 
 async def _check(method: str, context: Context) -> None:

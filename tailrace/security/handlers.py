@@ -20,7 +20,7 @@ Around: TypeAlias = "Callable[[object, Context], AbstractAsyncContextManager[Non
 _Behavior: TypeAlias = "Callable[[Any, Context], Any]"
 
 
-def surrounded(handler: Handler, around: Around) -> Handler:
+def wrap_handler(handler: Handler, around: Around) -> Handler:
     """The handler with `around` about each of its calls."""
     make: Callable[..., Handler]
     behavior: object
@@ -34,13 +34,13 @@ def surrounded(handler: Handler, around: Around) -> Handler:
         case _:
             make, behavior = grpc.stream_stream_rpc_method_handler, handler.stream_stream
     return make(
-        _surrounded(cast(_Behavior, behavior), around),
+        _wrapped(cast(_Behavior, behavior), around),
         request_deserializer=handler.request_deserializer,
         response_serializer=handler.response_serializer,
     )
 
 
-def _surrounded(behavior: _Behavior, around: Around) -> _Behavior:
+def _wrapped(behavior: _Behavior, around: Around) -> _Behavior:
     if inspect.isasyncgenfunction(behavior):
         # Written through the context, not yielded: gRPC leaves a generator whose caller is gone to the
         # garbage collection, and by then the call no longer exists.

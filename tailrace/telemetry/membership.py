@@ -36,7 +36,7 @@ class Members(Protocol):
 
     @property
     def suspects(self) -> frozenset[str]:
-        """Instances whose lease ran out without a word."""
+        """Instances whose lease expired without a withdrawal."""
 
 
 class MembershipMetrics(Collector):
@@ -68,7 +68,7 @@ class MembershipMetrics(Collector):
         )
         yield GaugeMetricFamily(
             "tailrace_cluster_suspect_instances",
-            "Instances whose lease ran out without a word; held for a while, not dropped.",
+            "Instances whose lease expired without a withdrawal; held for a while, not dropped.",
             value=len(members.suspects),
         )
 

@@ -18,7 +18,7 @@ from worker_agent.engine.base import RequestKey, Submission
 from worker_agent.engine.simulated import Faults, SimulatedEngine, SimulatedSettings
 from worker_agent.frontends import FrontEnd, FrontEnds, beat
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
-from worker_agent.phase_news import PhaseNews
+from worker_agent.phase_events import PhaseEvents
 from worker_agent.sink import FrontEndSink
 
 
@@ -83,7 +83,7 @@ class SimulatedWorker:
     async def _run(self, up: asyncio.Event) -> None:
         engine = SimulatedEngine(self._settings, faults=self._faults)
         carried, metrics = CarriedRequests(), WorkerMetrics(WorkerHistograms(CollectorRegistry()))
-        sink = FrontEndSink(self._front_ends, carried, PhaseNews(), metrics, self.die, lambda key: None)
+        sink = FrontEndSink(self._front_ends, carried, PhaseEvents(), metrics, self.die, lambda key: None)
         info = await engine.start(sink)
         admission = _Counting(engine, self._front_ends, carried, metrics, 1000)
         admission.submitted = self.submitted

@@ -75,7 +75,7 @@ def test_silence() -> None:
 def test_who_stood_still_itself_blames_nobody() -> None:
     reports = Reports(2.0)
     reports.apply(steady("a"), 0.0)
-    reports.excuse(10.0)
+    reports.extend_deadlines(10.0)
     assert not reports.look(10.5)
 
 

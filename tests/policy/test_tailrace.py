@@ -27,7 +27,7 @@ from tailrace.policy.phase_load import prompts
 from tailrace.policy.registry import load
 from tailrace.policy.tailrace.costs import Costs, Longest
 from tailrace.policy.tailrace.moves import remaining_tokens
-from tailrace.policy.tailrace.offers import FEW, Offers
+from tailrace.policy.tailrace.offers import FEW, OfferPlanner
 from tailrace.policy.tailrace.policy import Tailrace
 from tailrace.policy.tailrace.queue import Queue
 from tailrace.policy.tailrace.staged import within_stage
@@ -259,7 +259,7 @@ def test_an_arrival_goes_where_the_plain_formula_says(views: list[ClusterView], 
     """One by one or in columns, kept from one view to the next, of which some instances report anew."""
     for penalty, few in itertools.product((None, PENALTY), (0, FEW)):
         policy = Tailrace(penalty=penalty)
-        policy.offers = Offers(policy.costs, few)
+        policy.offers = OfferPlanner(policy.costs, few)
         for n, prompt in enumerate(lengths):
             view = views[n % len(views)]
             known = views[(n - 1) % len(views)].instances
@@ -278,7 +278,7 @@ def test_prices_are_what_one_more_request_of_mean_length_costs(view: ClusterView
     instances = list(view.instances.values())
     for penalty, few in itertools.product((None, PENALTY), (0, FEW)):
         costs = Costs(StepModel.of_profile(None), penalty)
-        offers = Offers(costs, few)
+        offers = OfferPlanner(costs, few)
         offers.renew(costs, instances)
         assert offers.prices_s() == {
             i.instance_id: costs.joining_s(i, i.context_tokens // max(1, i.load), costs.expected_tokens)
@@ -291,7 +291,7 @@ def test_prices_are_what_one_more_request_of_mean_length_costs(view: ClusterView
 def test_the_cheapest_of_a_stage(view: ClusterView, prompt: int) -> None:
     for few in (0, FEW):
         policy = Tailrace()
-        policy.offers = Offers(policy.costs, few)
+        policy.offers = OfferPlanner(policy.costs, few)
         placement = policy.place(view, Arrival("new", prompt, 100, 0), 0.0)
         if usable := view.placeable():
             within = within_stage(view, usable, prompt)

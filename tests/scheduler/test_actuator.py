@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from scheduler_svc.actuator import Actuator
 from scheduler_svc.decisions import Decider, Traceparents
 from scheduler_svc.metrics import SchedulerMetrics
-from scheduler_svc.migrations import Migrations, Mover, Negotiator, Recaller
+from scheduler_svc.migrations import Migrations, MigrationStarter, Negotiator, Recaller
 from scheduler_svc.settings import Settings
 from tailrace.actions import Action, HandBack, Migrate, SetPool
 from tailrace.cluster import ClusterView, Pool, RequestView, Stage
@@ -101,7 +101,7 @@ async def scheduler(etcd: str, cluster: str) -> AsyncIterator[Scheduler]:
         active.policy = Decides()
         leading.set()
         metrics, traceparents = SchedulerMetrics(CollectorRegistry()), Traceparents()
-        mover = Mover(state, Migrations(membership, channels), traceparents)
+        mover = MigrationStarter(state, Migrations(membership, channels), traceparents)
         negotiator = Negotiator(state, channels, traceparents)
         recaller = Recaller(state, channels)
         actuator = Actuator(state, mover, negotiator, recaller, Settings(store), metrics)

@@ -55,7 +55,7 @@ class Recorder(Policy):
         raise RuntimeError("a policy's own mistake")
 
 
-class Hands:
+class RecordingExecutor:
     """Notes what it is given."""
 
     def __init__(self) -> None:
@@ -73,11 +73,11 @@ class Scheduler:
         self.state.set_members(members("a", "b"), 0.0)
         self.active = ActivePolicy(PolicyRecord(name="least_loaded"))
         self.policy = self.active.policy = Recorder()
-        self.hands = Hands()
+        self.executor = RecordingExecutor()
         self.leading = asyncio.Event()
         self.leading.set()
         self.metrics = SchedulerMetrics(CollectorRegistry())
-        self.control = LiveControl(self.state, self.active, self.hands, GuardedCalls(self.metrics))
+        self.control = LiveControl(self.state, self.active, self.executor, GuardedCalls(self.metrics))
         self.decider = Decider(self.control, self.leading)
         self.placer = Placer(self.control, self.metrics)
 
@@ -98,7 +98,7 @@ def test_phases_in_order(scheduler: Scheduler) -> None:
     scheduler.decider.take(event("a", "r", REASONING), 1.0)
     scheduler.decider.take(event("a", "r", ANSWERING, output_tokens=9), 2.0)
     assert scheduler.policy.asked == [("prefill_done", "r"), ("reasoning_ended", "r")]
-    assert scheduler.hands.actions == [Migrate("r", "a", "b", "test")]
+    assert scheduler.executor.actions == [Migrate("r", "a", "b", "test")]
 
 
 def test_without_reasoning(scheduler: Scheduler) -> None:
@@ -218,10 +218,10 @@ def test_a_placement_that_must_not_be_is_stood_in_for(scheduler: Scheduler, choi
 def test_what_comes_with_a_placement_is_carried_out(scheduler: Scheduler) -> None:
     scheduler.policy.also = (SetPool("a", Pool.DECODE_TO_PREFILL),)
     assert scheduler.place() == ("a", "")
-    assert scheduler.hands.actions == [SetPool("a", Pool.DECODE_TO_PREFILL)]
+    assert scheduler.executor.actions == [SetPool("a", Pool.DECODE_TO_PREFILL)]
     # The stand-in's placement does not need what the policy's did.
     assert scheduler.place(excluded=frozenset("a")) == ("b", "")
-    assert len(scheduler.hands.actions) == 1
+    assert len(scheduler.executor.actions) == 1
 
 
 def test_refusals(scheduler: Scheduler) -> None:
@@ -254,36 +254,36 @@ def _draining(scheduler: Scheduler, count: int) -> Drainer:
     facts.draining = frozenset("a")
     scheduler.state.set_members(facts, 0.0)
     scheduler.state.apply(steady("a", [request(f"r{n}") for n in range(count)]), 1.0)
-    return Drainer(scheduler.state, scheduler.hands, scheduler.leading)
+    return Drainer(scheduler.state, scheduler.executor, scheduler.leading)
 
 
 def test_draining_moves_what_is_decoded_and_goes_on_trying(scheduler: Scheduler) -> None:
     drainer = _draining(scheduler, 4)
     drainer.look(1.0)
-    moves = [a for a in scheduler.hands.actions if isinstance(a, Migrate)]
+    moves = [a for a in scheduler.executor.actions if isinstance(a, Migrate)]
     assert sorted(m.request_id for m in moves) == ["r0", "r1", "r2", "r3"]
     assert sorted(m.target_id for m in moves) == ["b", "b", "c", "c"]
     # After 2, 4, 8, 16 and then always 16 seconds.
     for second, tries in ((2.5, 1), (3.0, 2), (6.5, 2), (7.0, 3), (15.0, 4), (31.0, 5), (47.0, 6), (63.0, 7)):
         drainer.look(second)
-        assert len(scheduler.hands.actions) == 4 * tries
+        assert len(scheduler.executor.actions) == 4 * tries
 
 
 def test_draining_orders_a_few_migrations_at_a_time(scheduler: Scheduler) -> None:
     drainer = _draining(scheduler, 20)
     drainer.look(1.0)
-    assert len(scheduler.hands.actions) == 8
-    for action in scheduler.hands.actions:
+    assert len(scheduler.executor.actions) == 8
+    for action in scheduler.executor.actions:
         assert isinstance(action, Migrate)
         moving = scheduler.state.request(action.request_id)
         assert moving is not None
         scheduler.state.migration_opened(moving, action.target_id)
     drainer.look(1.5)
-    assert len(scheduler.hands.actions) == 8
+    assert len(scheduler.executor.actions) == 8
     scheduler.state.migration_closed("r0")
     drainer.look(1.6)
     # Its own turn comes again later; another one's has come.
-    assert [a.request_id for a in scheduler.hands.actions if isinstance(a, Migrate)][8:] == ["r8"]
+    assert [a.request_id for a in scheduler.executor.actions if isinstance(a, Migrate)][8:] == ["r8"]
 
 
 def test_draining_moves_nothing_to_where_its_kv_does_not_fit(scheduler: Scheduler) -> None:
@@ -294,7 +294,7 @@ def test_draining_moves_nothing_to_where_its_kv_does_not_fit(scheduler: Schedule
     facts.instances = {**facts.instances, "b": other}
     scheduler.state.set_members(facts, 2.0)
     drainer.look(2.0)
-    assert {a.target_id for a in scheduler.hands.actions if isinstance(a, Migrate)} == {"c"}
+    assert {a.target_id for a in scheduler.executor.actions if isinstance(a, Migrate)} == {"c"}
 
 
 def test_a_prompt_that_waits_is_not_migrated(scheduler: Scheduler) -> None:
@@ -303,7 +303,7 @@ def test_a_prompt_that_waits_is_not_migrated(scheduler: Scheduler) -> None:
     waiting.state = types_pb2.REQUEST_STATE_WAITING
     scheduler.state.apply(steady("a", [request("p", phase=PREFILL), waiting]), 1.0)
     drainer.look(1.0)
-    assert scheduler.hands.actions == []
+    assert scheduler.executor.actions == []
 
 
 def test_another_policy_is_asked_about_what_has_outgrown_its_stage(scheduler: Scheduler) -> None:

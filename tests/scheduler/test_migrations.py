@@ -12,7 +12,7 @@ import pytest_asyncio
 from scheduler_svc.admin.errors import Refused
 from scheduler_svc.decisions import Traceparents
 from scheduler_svc.drainer import Drainer
-from scheduler_svc.migrations import Migrations, Mover
+from scheduler_svc.migrations import Migrations, MigrationStarter
 from tailrace.actions import Migrate
 from tailrace.cluster import RequestView
 from tailrace.control.reported_cluster import ReportedCluster
@@ -49,20 +49,20 @@ FLEET = [
 
 
 @pytest_asyncio.fixture
-async def mover() -> AsyncIterator[tuple[Mover, RequestView]]:
+async def mover() -> AsyncIterator[tuple[MigrationStarter, RequestView]]:
     """One, and a request on `a`."""
     state, channels = ReportedCluster(), Channels()
     state.set_members(Members(instances={each.instance_id: each for each in FLEET}), 0.0)
     state.apply(steady("a", [request("r")]), 1.0)
     found = state.request("r")
     assert found is not None
-    yield Mover(state, Migrations(Members(), channels), Traceparents()), found  # type: ignore[arg-type]
+    yield MigrationStarter(state, Migrations(Members(), channels), Traceparents()), found  # type: ignore[arg-type]
     await channels.close()
 
 
 @pytest.mark.parametrize("target", ["alike", "older", "drafts"])
 async def test_a_request_may_go_to_whoever_can_go_on_with_it(
-    mover: tuple[Mover, RequestView], target: str
+    mover: tuple[MigrationStarter, RequestView], target: str
 ) -> None:
     mover[0].check(mover[1], target)
 
@@ -71,7 +71,7 @@ async def test_a_request_may_go_to_whoever_can_go_on_with_it(
     ("target", "reason"), [("lower", "dtype, quantization, kv_cache_dtype"), ("embeds", "a pooling model")]
 )
 async def test_what_is_in_the_way_is_named_before_anything_is_asked(
-    mover: tuple[Mover, RequestView], target: str, reason: str
+    mover: tuple[MigrationStarter, RequestView], target: str, reason: str
 ) -> None:
     with pytest.raises(Refused, match=reason):
         mover[0].check(mover[1], target)
@@ -87,8 +87,8 @@ def drained(*others: InstanceRecord) -> str:
     scheduler.state.apply(steady("a", [request("r")]), 1.0)
     leading = asyncio.Event()
     leading.set()
-    Drainer(scheduler.state, scheduler.hands, leading).look(1.0)
-    return next((each.target_id for each in scheduler.hands.actions if isinstance(each, Migrate)), "")
+    Drainer(scheduler.state, scheduler.executor, leading).look(1.0)
+    return next((each.target_id for each in scheduler.executor.actions if isinstance(each, Migrate)), "")
 
 
 def test_a_drain_replays_where_nobody_takes_the_kv() -> None:

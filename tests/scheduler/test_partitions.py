@@ -19,7 +19,7 @@ from tests.service.silent_proxy import silent_proxy
 from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import EngineStats
 from worker_agent.load import MigrationLoad
-from worker_agent.phase_news import PhaseNews
+from worker_agent.phase_events import PhaseEvents
 from worker_agent.reports import Reports
 from worker_agent.speeds import Speeds
 
@@ -63,7 +63,7 @@ def reports(control: Control, name: str, channels: Channels) -> Reports:
         lambda: IDLE,
         lambda: MigrationLoad(0, 0, 0.0),
         CarriedRequests(lambda: 0.1),
-        PhaseNews(),
+        PhaseEvents(),
         lambda: Speeds.of(load_profile("llama-3.1-8b-h100"), 0.1),
         lambda: [record.address for record in preferred(control.members, "monitor")],
         channels,

@@ -58,7 +58,7 @@ def test_a_view_once_given_never_changes() -> None:
     assert list(before.instances) == ["a"]
 
 
-def test_strangers_and_earlier_incarnations_say_nothing() -> None:
+def test_reports_of_unknown_and_earlier_incarnations_are_ignored() -> None:
     state = cluster("a")
     state.apply(steady("x", [request("r")]), 1.0)
     state.apply(steady("a", [request("r")], incarnation="0"), 1.0)

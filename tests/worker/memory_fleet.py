@@ -37,7 +37,7 @@ from worker_agent.migration.lease import Lease
 from worker_agent.migration.parts import SourceParts, TargetParts
 from worker_agent.migration.source_link import SourceFailed, SourceLost
 from worker_agent.migration.spans import TransferSpans
-from worker_agent.phase_news import PhaseNews
+from worker_agent.phase_events import PhaseEvents
 from worker_agent.prefixes.loan_link import LoanLink, LoanLost
 from worker_agent.prefixes.pulls import PullParts, Pulls
 from worker_agent.settings import WorkerSettings
@@ -218,7 +218,7 @@ class Node:
         self.engine = SimulatedEngine(settings, clock=asyncio.get_running_loop())
         self.leases: list[MemorySourceLink] = []
         self.incoming = TransferRate()
-        self._news = PhaseNews()
+        self._news = PhaseEvents()
         self._fleet = fleet
 
     async def start(self) -> None:

@@ -22,7 +22,7 @@ from worker_agent.engine.base import OutputFlag, RequestKey, StepColumns, Submis
 from worker_agent.engine.simulated import SimulatedEngine
 from worker_agent.frontends import HEARTBEAT_S, STALL_S, AttachRefused, FrontEnd, FrontEnds, beat
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
-from worker_agent.phase_news import PhaseNews
+from worker_agent.phase_events import PhaseEvents
 from worker_agent.sink import FrontEndSink
 
 HELLO = worker_pb2.WorkerHello(instance_id="w", incarnation="1", ready_response=b"ready")
@@ -94,7 +94,7 @@ class Worker:
         self.sink = FrontEndSink(
             self.front_ends,
             self.carried,
-            PhaseNews(),
+            PhaseEvents(),
             self.metrics,
             lambda reason: None,
             self.given_up.append,

@@ -17,10 +17,10 @@ from tailrace.service.channels import Channels
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.v1 import bidask_pb2
 from tailrace.v1.bidask_pb2_grpc import BidAskStub, add_BidAskServicer_to_server
-from worker_agent.bidask import offers
+from worker_agent.bidask import offer_sender
 from worker_agent.bidask.assembly import BidAskServicer, tell_over
+from worker_agent.bidask.bid_receiver import Won
 from worker_agent.bidask.coordinator import Coordinator
-from worker_agent.bidask.takings import Won
 
 WAIT_S = 20.0
 
@@ -133,7 +133,7 @@ class Market:
 @pytest.fixture
 async def market(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Market]:
     """Empty. On a busy machine bids take longer than a fleet waits for them."""
-    monkeypatch.setattr(offers, "BID_S", 10.0)
+    monkeypatch.setattr(offer_sender, "BID_S", 10.0)
     async with AsyncExitStack() as stack:
         market = Market(stack)
         yield market
@@ -217,7 +217,7 @@ async def test_a_request_that_is_not_here_is_not_offered(market: Market) -> None
 async def test_a_receiver_that_never_says_done_is_given_up(
     market: Market, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offers, "OFFER_S", 0.3)
+    monkeypatch.setattr(offer_sender, "OFFER_S", 0.3)
     await market.add(Worker("s", requests={"r", "q"}))
     await market.add(Worker("a"))
     await market.add(Worker("b"))

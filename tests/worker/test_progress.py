@@ -133,7 +133,7 @@ def test_nothing_to_run_is_no_hang(stats: EngineStats) -> None:
 def test_a_process_that_stood_still_blames_nobody() -> None:
     progress = Progress(BOUNDS, 0.0)
     assert not progress.stuck(busy(1), 1.0)
-    progress.excuse(60.0)
+    progress.extend_deadlines(60.0)
     assert not progress.stuck(busy(1), 65.0)
     assert progress.stuck(busy(1), 72.0)
 

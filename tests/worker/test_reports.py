@@ -16,7 +16,7 @@ from tailrace.v1 import admin_pb2, monitor_pb2, monitor_pb2_grpc, types_pb2
 from worker_agent.carried import Carried, CarriedRequests
 from worker_agent.engine.base import EnginePhase, EngineStats, RequestKey, RequestStats
 from worker_agent.load import MigrationLoad
-from worker_agent.phase_news import PhaseNews
+from worker_agent.phase_events import PhaseEvents
 from worker_agent.reports import Reports
 from worker_agent.speeds import Speeds
 
@@ -128,7 +128,9 @@ STATS = EngineStats(
 
 
 @asynccontextmanager
-async def reporting(address: str | Sequence[str], news: PhaseNews, interval_s: float) -> AsyncIterator[None]:
+async def reporting(
+    address: str | Sequence[str], news: PhaseEvents, interval_s: float
+) -> AsyncIterator[None]:
     channels = Channels()
     reports = Reports(
         "w",
@@ -155,7 +157,7 @@ async def reporting(address: str | Sequence[str], news: PhaseNews, interval_s: f
 
 async def test_steady_reports_say_all_there_is() -> None:
     monitor = ScriptedMonitor()
-    async with serving(monitor) as port, reporting(f"127.0.0.1:{port}", PhaseNews(), 0.05):
+    async with serving(monitor) as port, reporting(f"127.0.0.1:{port}", PhaseEvents(), 0.05):
         first, second = await monitor.steady(), await monitor.steady()
     assert second.seq > first.seq
     load = second.load
@@ -169,7 +171,7 @@ async def test_steady_reports_say_all_there_is() -> None:
 
 async def test_steady_reports_say_what_policies_want() -> None:
     monitor = ScriptedMonitor()
-    async with serving(monitor) as port, reporting(f"127.0.0.1:{port}", PhaseNews(), 3600):
+    async with serving(monitor) as port, reporting(f"127.0.0.1:{port}", PhaseEvents(), 3600):
         report = await monitor.steady()
     reasoning, answering, prefilling = report.requests
     assert reasoning.traceparent == TRACEPARENT and reasoning.phase_tokens == 20
@@ -184,7 +186,7 @@ async def test_steady_reports_say_what_policies_want() -> None:
 
 
 async def test_phase_changes_are_told_at_once() -> None:
-    monitor, news = ScriptedMonitor(), PhaseNews()
+    monitor, news = ScriptedMonitor(), PhaseEvents()
     async with serving(monitor) as port, reporting(f"127.0.0.1:{port}", news, 3600):
         assert (await monitor.next()).HasField("load")
         news.changed("r1")
@@ -200,7 +202,7 @@ async def test_phase_changes_are_told_at_once() -> None:
 
 
 async def test_a_monitor_that_comes_back_is_found_again() -> None:
-    news = PhaseNews()
+    news = PhaseEvents()
     first, second = ScriptedMonitor(), ScriptedMonitor()
     async with contextlib.AsyncExitStack() as stack:
         async with serving(first) as port:
@@ -216,7 +218,7 @@ async def test_another_monitor_is_told_while_the_first_does_not_answer() -> None
     leading, standby = ScriptedMonitor(), ScriptedMonitor()
     async with serving(leading) as first, serving(standby) as second:
         addresses = [f"127.0.0.1:{first}", f"127.0.0.1:{second}"]
-        async with reporting(addresses, PhaseNews(), 0.05):
+        async with reporting(addresses, PhaseEvents(), 0.05):
             before = await leading.steady()
             assert standby.reports.empty(), "one monitor is told at a time"
             leading.hears.clear()
@@ -230,5 +232,5 @@ async def test_another_monitor_is_told_while_the_first_does_not_answer() -> None
 
 async def test_a_monitor_that_is_gone_is_replaced_at_once() -> None:
     standby = ScriptedMonitor()
-    async with serving(standby) as port, reporting(["127.0.0.1:1", f"127.0.0.1:{port}"], PhaseNews(), 3600):
+    async with serving(standby) as port, reporting(["127.0.0.1:1", f"127.0.0.1:{port}"], PhaseEvents(), 3600):
         await standby.steady()

@@ -8,10 +8,10 @@ from typing import Final
 
 from tailrace.bid_ask import Bid, Done, Space, Start, Starving
 from tailrace.v1 import bidask_pb2
+from worker_agent.bidask.bid_receiver import BidReceiver, Fetch
 from worker_agent.bidask.messages import UnknownMessage, Wire, decode
-from worker_agent.bidask.offers import Offers
+from worker_agent.bidask.offer_sender import OfferSender
 from worker_agent.bidask.peers import Peers, Tell
-from worker_agent.bidask.takings import Fetch, Takings
 
 # Workers whose addresses are remembered, for answers to what they say.
 _ADDRESSES_MAX: Final = 4_096
@@ -37,8 +37,8 @@ class Coordinator:
         self._name = name
         self._addresses: OrderedDict[str, str] = OrderedDict()
         self._peers = Peers(tell, self._lost)
-        self._offers = Offers(name, here, self._post, outcomes)
-        self._takings = Takings(name, space, reserved, fetch, self._post)
+        self._offers = OfferSender(name, here, self._post, outcomes)
+        self._receiver = BidReceiver(name, space, reserved, fetch, self._post)
 
     @property
     def on_offer(self) -> int:
@@ -48,12 +48,12 @@ class Coordinator:
     @property
     def to_fetch(self) -> int:
         """Requests that were won and are not here yet."""
-        return len(self._takings)
+        return len(self._receiver)
 
     async def close(self) -> None:
         """Offer and fetch no more."""
         self._offers.close()
-        await self._takings.close()
+        await self._receiver.close()
         await self._peers.close()
 
     async def offer(self, request: bidask_pb2.OfferRequest) -> bidask_pb2.OfferReply:
@@ -63,7 +63,7 @@ class Coordinator:
     def take(self, wire: Wire) -> None:
         """Another worker's message. Raises UnknownMessage."""
         if not wire.sender_id or not wire.sender_address:
-            raise UnknownMessage("nobody's")
+            raise UnknownMessage("it names no sender")
         self._addresses[wire.sender_id] = wire.sender_address
         self._addresses.move_to_end(wire.sender_id)
         if len(self._addresses) > _ADDRESSES_MAX:
@@ -75,7 +75,7 @@ class Coordinator:
         if isinstance(message, Bid | Start | Starving | Done):
             self._offers.take(message)
         else:
-            self._takings.take(message, wire)
+            self._receiver.take(message, wire)
 
     def _post(self, instance_id: str, address: str, wire: Wire) -> None:
         address = address or self._addresses.get(instance_id, "")
@@ -85,4 +85,4 @@ class Coordinator:
 
     def _lost(self, instance_id: str) -> None:
         self._offers.lost(instance_id)
-        self._takings.lost(instance_id)
+        self._receiver.lost(instance_id)

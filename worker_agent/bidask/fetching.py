@@ -11,7 +11,7 @@ import grpc
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.v1 import migration_pb2, migration_pb2_grpc, types_pb2, worker_pb2
-from worker_agent.bidask.takings import Won
+from worker_agent.bidask.bid_receiver import Won
 
 log = logging.getLogger(__name__)
 

@@ -101,10 +101,10 @@ class Imports:
         if incoming is not None:
             incoming.answer(reply)
 
-    def succeeded(self, submission: Submission) -> bool:
+    def supersede_by(self, submission: Submission) -> bool:
         """A submission that must wait for the end of an import of the same request; False: it need not."""
         incoming = self._named(submission.request_id)
-        return incoming is not None and incoming.succeed(submission)
+        return incoming is not None and incoming.supersede_by(submission)
 
     def aborted(self, key: RequestKey) -> None:
         """The front end has aborted a request."""

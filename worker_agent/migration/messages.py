@@ -8,7 +8,7 @@ from tailrace.v1 import types_pb2, worker_pb2
 from worker_agent.engine.base import EnginePhase, Exported, ExportedPause, KvShape, RequestKey
 from worker_agent.kv.address import KvTransferError
 from worker_agent.kv.ticket import Ticket
-from worker_agent.phase_news import PHASES
+from worker_agent.phase_events import PHASES
 
 _ENGINE_PHASES = {value: phase for phase, value in PHASES.items()}
 

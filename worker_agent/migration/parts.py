@@ -14,7 +14,7 @@ from worker_agent.metrics import WorkerMetrics
 from worker_agent.migration.blocks import BlockPuller, BlockSource
 from worker_agent.migration.link_budget import LinkBudget
 from worker_agent.migration.spans import TransferSpans
-from worker_agent.phase_news import PhaseNews
+from worker_agent.phase_events import PhaseEvents
 from worker_agent.settings import WorkerSettings
 
 
@@ -28,7 +28,7 @@ class TargetParts:
     puller: BlockPuller
     front_ends: FrontEnds
     carried: CarriedRequests
-    news: PhaseNews
+    news: PhaseEvents
     metrics: WorkerMetrics
     faults: Faults
     spans: TransferSpans
@@ -51,7 +51,7 @@ class SourceParts:
     blocks: BlockSource
     front_ends: FrontEnds
     carried: CarriedRequests
-    news: PhaseNews
+    news: PhaseEvents
     metrics: WorkerMetrics
     faults: Faults
     settings: WorkerSettings

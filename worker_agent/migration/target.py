@@ -113,7 +113,7 @@ class Import:
         if self._adoption is not None:
             self._adoption.answer(reply)
 
-    def succeed(self, submission: Submission) -> bool:
+    def supersede_by(self, submission: Submission) -> bool:
         """The front end submits this very request here: the import ends, then the submission is taken. False
         when the import is over already: nothing stands in the submission's way."""
         if self.over.is_set():

@@ -48,7 +48,7 @@ class Move:
     gain_s: float
 
 
-class Mover:
+class MovePlanner:
     """Finds and books moves for the length of one decision."""
 
     def __init__(self, costs: Costs, ledger: Ledger, margin: float) -> None:

@@ -48,7 +48,7 @@ _COEFFICIENTS: Final = attrgetter(
 )
 
 
-class Offers:
+class OfferPlanner:
     """One policy's."""
 
     def __init__(self, costs: Costs, few: int = FEW) -> None:

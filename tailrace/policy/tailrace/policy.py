@@ -15,8 +15,8 @@ from tailrace.policy.candidates import NO_INSTANCE, Ledger, candidates
 from tailrace.policy.deployment import Fact
 from tailrace.policy.parameters import Parameter
 from tailrace.policy.tailrace.costs import Costs
-from tailrace.policy.tailrace.moves import Mover
-from tailrace.policy.tailrace.offers import Offers
+from tailrace.policy.tailrace.moves import MovePlanner
+from tailrace.policy.tailrace.offers import OfferPlanner
 from tailrace.policy.tailrace.pooled import decoders, late_handovers, pooled, prefillers
 from tailrace.policy.tailrace.pulls import Pulls
 from tailrace.policy.tailrace.rebalance import movable, rebalance
@@ -84,7 +84,7 @@ class Tailrace(Policy):
         profile = profile if profile is not None else load_profile(NOMINAL)
         steps = StepModel.of_profile(profile)
         self.costs = Costs(steps, penalty, tpot_slo_s=tpot_slo_s)
-        self.offers = Offers(self.costs)
+        self.offers = OfferPlanner(self.costs)
         self.margin = margin
         self.pulls = Pulls(self.offers, self.costs, pull_margin) if pulls else None
         self.ttft_slo_s = ttft_slo_s
@@ -175,5 +175,5 @@ class Tailrace(Policy):
             actions += rebalance(mover, self.costs, price, group)
         return actions
 
-    def _mover(self, view: ClusterView) -> Mover:
-        return Mover(self.costs, Ledger(view.instances, _TRANSFERS, _TRANSFERS), self.margin)
+    def _mover(self, view: ClusterView) -> MovePlanner:
+        return MovePlanner(self.costs, Ledger(view.instances, _TRANSFERS, _TRANSFERS), self.margin)

@@ -12,7 +12,7 @@ from typing import Final
 
 from tailrace.actions import Migrate
 from tailrace.cluster import ClusterView, InstanceView, Phase, Pool, RequestView
-from tailrace.policy.tailrace.moves import Mover
+from tailrace.policy.tailrace.moves import MovePlanner
 
 PREFILL_SIDE: Final = (Pool.PREFILL, Pool.DECODE_TO_PREFILL)
 DECODE_SIDE: Final = (Pool.DECODE, Pool.PREFILL_TO_DECODE)
@@ -35,7 +35,7 @@ def decoders(instances: Sequence[InstanceView]) -> list[InstanceView]:
     return [i for i in instances if i.pool not in PREFILL_SIDE]
 
 
-def late_handovers(mover: Mover, view: ClusterView) -> list[Migrate]:
+def late_handovers(mover: MovePlanner, view: ClusterView) -> list[Migrate]:
     """Requests that decode on a prefill instance since nobody had room when they were ready, oldest first."""
     waiting: list[RequestView] = [
         request

@@ -14,13 +14,13 @@ from math import sqrt
 from tailrace.cluster import Arrival, CachedTokens, InstanceView
 from tailrace.policy.pulling import most_cached, pull_s
 from tailrace.policy.tailrace.costs import Costs
-from tailrace.policy.tailrace.offers import Offers
+from tailrace.policy.tailrace.offers import OfferPlanner
 
 
 class Pulls:
     """Pulls that pay, by one policy's costs."""
 
-    def __init__(self, offers: Offers, costs: Costs, margin: float = 1.0) -> None:
+    def __init__(self, offers: OfferPlanner, costs: Costs, margin: float = 1.0) -> None:
         """`margin`: how many times its transfer a pull must save."""
         self._offers = offers
         self._costs = costs
@@ -37,7 +37,7 @@ class Pulls:
         """Where the arrival goes, and from whom its prefix is fetched (empty: nobody).
 
         `instances`: all that may hold it; `chosen`: where it goes without a pull; `among`: to choose from, as
-        `Offers.cheapest` takes them, which must know of these instances.
+        `OfferPlanner.cheapest` takes them, which must know of these instances.
         """
         holder = most_cached(arrival, instances)
         if holder is None:

@@ -13,7 +13,7 @@ from typing import Final
 from tailrace.actions import Migrate
 from tailrace.cluster import InstanceView, Phase, RequestState, RequestView
 from tailrace.policy.tailrace.costs import Costs
-from tailrace.policy.tailrace.moves import Move, Mover
+from tailrace.policy.tailrace.moves import Move, MovePlanner
 
 # Sources looked at in one tick: what is left is looked at in the next one, a second later.
 SOURCES: Final = 8
@@ -23,7 +23,7 @@ BIDDERS: Final = 3
 
 
 def rebalance(
-    mover: Mover, costs: Costs, price: Mapping[str, float], instances: Sequence[InstanceView]
+    mover: MovePlanner, costs: Costs, price: Mapping[str, float], instances: Sequence[InstanceView]
 ) -> list[Migrate]:
     """At most one request from a source and to a target, the one that saves most; dearest source first.
 

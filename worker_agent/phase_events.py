@@ -27,7 +27,7 @@ STATES: Final = {
 }
 
 
-class PhaseNews:
+class PhaseEvents:
     """Collects between two sendings. Which phase was entered is read from the engine when they are sent, so
     that the data path only notes who changed."""
 

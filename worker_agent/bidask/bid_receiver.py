@@ -25,7 +25,7 @@ from tailrace.bid_ask import (
 from tailrace.service.tasks import task_error
 from tailrace.v1 import bidask_pb2
 from worker_agent.bidask.messages import Wire, encode, no_bid
-from worker_agent.bidask.offers import Post
+from worker_agent.bidask.offer_sender import Post
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Won:
 Fetch = Callable[[Won], Awaitable[bool]]
 
 
-class Takings:
+class BidReceiver:
     """Runs `Receiver` by the clock and the wire."""
 
     def __init__(

@@ -53,7 +53,7 @@ class Tenants:
         self.meter = Meter()
 
     def owner(self, scope: Message) -> Tenant | None:
-        """Whose key the request carries; None: nobody's."""
+        """The tenant of the request's key; None: no tenant's."""
         given = dict(scope["headers"]).get(b"authorization", b"")
         scheme, _, token = given.partition(b" ")
         if scheme.lower() != b"bearer":
@@ -93,7 +93,7 @@ class BodyLimit:
         await send_error(send, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "BadRequestError", message)
 
 
-class TenantDoor:
+class TenantAdmission:
     """Let in who has a key, to what its tenant may have, at its rate; 401, 403, 404 or 429 else."""
 
     tenants: ClassVar[Tenants | None] = None

@@ -34,7 +34,7 @@ class _Offer:
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Offers:
+class OfferSender:
     """Runs `Sender` by the clock and the wire."""
 
     def __init__(self, name: str, here: Callable[[str], bool], post: Post, outcomes: Counter[str]) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from frontend_svc.api_server.door import BodyLimit, TenantDoor, Tenants, read_body, tenant_of_call
 from frontend_svc.api_server.middleware import Message, Receive, Send
+from frontend_svc.api_server.tenants import BodyLimit, TenantAdmission, Tenants, read_body, tenant_of_call
 from tailrace.tenancy.book import KeyBook, Tenant
 from tailrace.tenancy.file import KeyFile, changing
 
@@ -47,7 +47,7 @@ class Door:
         self, tenant: str = "", path: str = CHAT, body: object = None, method: str = "POST"
     ) -> httpx.Response:
         headers = {"authorization": f"Bearer {self.keys.get(tenant, tenant)}"} if tenant else {}
-        transport = httpx.ASGITransport(BodyLimit(TenantDoor(self.app)))
+        transport = httpx.ASGITransport(BodyLimit(TenantAdmission(self.app)))
         async with httpx.AsyncClient(transport=transport, base_url="http://fleet") as client:
             content = (
                 body
@@ -73,7 +73,7 @@ def door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
     made: list[Door] = []
     tenants = Tenants(KeyFile(path), lambda: made[0].now_s)
     made.append(Door(tenants, keys))
-    monkeypatch.setattr(TenantDoor, "tenants", tenants)
+    monkeypatch.setattr(TenantAdmission, "tenants", tenants)
     yield made[0]
 
 
@@ -157,5 +157,5 @@ async def test_a_large_body_is_refused_unread(door: Door, monkeypatch: pytest.Mo
 
 
 async def test_without_a_file_nobody_is_asked(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TenantDoor, "tenants", None)
+    monkeypatch.setattr(TenantAdmission, "tenants", None)
     assert (await door.ask(path="/invocations")).json()["tenant"] is None
