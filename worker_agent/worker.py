@@ -104,7 +104,7 @@ async def running_worker(
     instance_id: str,
     engine: Engine,
     listen: str,
-    around: SharedServices,
+    shared: SharedServices,
     metrics: WorkerMetrics,
     settings: WorkerSettings,
     died: asyncio.Future[str],
@@ -114,200 +114,315 @@ async def running_worker(
     `died` gets the reason when the engine fails for good, or another worker has taken the id; the caller
     then ends the process. Raises IdInUse, EngineStartError, ListenError, StoreUnavailable.
     """
-    incarnation = fresh_incarnation()
-    faults = Faults.from_environment(instance_id)
-    front_ends, carried = FrontEnds(), CarriedRequests(lambda: around.membership.slo.reading_s)
-    news = PhaseEvents()
-
-    def on_dead(reason: str) -> None:
-        # At once: an engine that hangs may hold the end of this process up for a while.
-        log.error("%s: %s", instance_id, reason)
-        front_ends.say_goodbye(worker_pb2.Goodbye(engine_failed=True, reason=reason))
-        if not died.done():
-            died.set_result(f"{instance_id}: {reason}")
-
-    def on_replaced(value: bytes) -> None:
-        reason = replaced_message(instance_id, value)
-        log.error("%s", reason)
-        front_ends.say_goodbye(worker_pb2.Goodbye(reason=reason))
-        if not died.done():
-            died.set_result(reason)
-
-    await wait_until_free(around.store, instance_id, settings.lease_ttl_s)
+    await wait_until_free(shared.store, instance_id, settings.lease_ttl_s)
     async with AsyncExitStack() as stack:
-        users = FrontEndSink(front_ends, carried, news, metrics, on_dead, lambda key: dispatch.give_up(key))
-        sink = Probes(users, asyncio.get_running_loop().time)
+        worker = _Assembly(instance_id, engine, shared, metrics, settings, died, stack)
+        await worker.start_engine()
+        await worker.connect_kv()
+        worker.open_migrations()
+        worker.open_requests()
+        worker.open_bidding()
+        await worker.open_profiler()
+        await worker.serve(listen)
+        await worker.run_background()
+        yield await worker.join()
+
+
+class _Assembly:
+    """A worker that is put together in steps, in the order of the methods; each needs those before it.
+
+    What a step opens, the stack closes, the last first.
+    """
+
+    def __init__(
+        self,
+        instance_id: str,
+        engine: Engine,
+        shared: SharedServices,
+        metrics: WorkerMetrics,
+        settings: WorkerSettings,
+        died: asyncio.Future[str],
+        stack: AsyncExitStack,
+    ) -> None:
+        self._instance_id = instance_id
+        self._engine = engine
+        self._shared = shared
+        self._metrics = metrics
+        self._settings = settings
+        self._died = died
+        self._stack = stack
+        self._incarnation = fresh_incarnation()
+        self._faults = Faults.from_environment(instance_id)
+        self._front_ends = FrontEnds()
+        self._carried = CarriedRequests(lambda: shared.membership.slo.reading_s)
+        self._events = PhaseEvents()
+        self._incoming = TransferRate()
+
+    async def start_engine(self) -> None:
+        """Start the engine, its outputs to the front ends. Raises EngineStartError."""
+        users = FrontEndSink(
+            self._front_ends,
+            self._carried,
+            self._events,
+            self._metrics,
+            self._on_dead,
+            lambda key: self._dispatch.give_up(key),
+        )
+        self._sink = Probes(users, asyncio.get_running_loop().time)
         try:
-            info = await engine.start(sink)
+            self._info = await self._engine.start(self._sink)
         except RuntimeError as error:
-            raise EngineStartError(f"{instance_id}: {error}") from error
-        stack.push_async_callback(engine.stop)
-        order_by(settings.intra, engine.set_intra, around.membership)
-        shape = info.kv_shape
-        transport = await kv_transport(instance_id, engine, info, around.memory, faults, metrics)
-        stack.push_async_callback(transport.close)
-        incoming, spans = TransferRate(), TransferSpans(around.tracing, instance_id)
-        pulls = Pulls(
+            raise EngineStartError(f"{self._instance_id}: {error}") from error
+        self._stack.push_async_callback(self._engine.stop)
+        order_by(self._settings.intra, self._engine.set_intra, self._shared.membership)
+
+    async def connect_kv(self) -> None:
+        """Open the transport of KV, and what pulls prefixes over it."""
+        self._transport = await kv_transport(
+            self._instance_id, self._engine, self._info, self._shared.memory, self._faults, self._metrics
+        )
+        self._stack.push_async_callback(self._transport.close)
+        self._spans = TransferSpans(self._shared.tracing, self._instance_id)
+        self._pulls = Pulls(
             PullParts(
-                engine=engine,
-                shape=shape,
-                puller=transport,
+                engine=self._engine,
+                shape=self._info.kv_shape,
+                puller=self._transport,
                 connect=lambda address, request, seconds: GrpcLoanLink(
-                    around.channels.get(address, Role.WORKER), request, seconds
+                    self._shared.channels.get(address, Role.WORKER), request, seconds
                 ),
-                metrics=metrics,
-                faults=faults,
-                spans=spans,
-                incoming=incoming,
-                timeout_s=settings.pull_timeout_s,
+                metrics=self._metrics,
+                faults=self._faults,
+                spans=self._spans,
+                incoming=self._incoming,
+                timeout_s=self._settings.pull_timeout_s,
             )
         )
-        stack.push_async_callback(pulls.close)
-        admission = Admission(pulls, front_ends, carried, metrics, settings.max_requests)
-        exports = Exports(
+        self._stack.push_async_callback(self._pulls.close)
+
+    def open_migrations(self) -> None:
+        """Open both ends of migrations."""
+        self._admission = Admission(
+            self._pulls, self._front_ends, self._carried, self._metrics, self._settings.max_requests
+        )
+        self._exports = Exports(
             SourceParts(
-                engine=engine,
-                info=info,
-                blocks=transport,
-                front_ends=front_ends,
-                carried=carried,
-                news=news,
-                metrics=metrics,
-                faults=faults,
-                settings=settings,
+                engine=self._engine,
+                info=self._info,
+                blocks=self._transport,
+                front_ends=self._front_ends,
+                carried=self._carried,
+                news=self._events,
+                metrics=self._metrics,
+                faults=self._faults,
+                settings=self._settings,
             )
         )
-        stack.push_async_callback(exports.close)
-        imports = Imports(
+        self._stack.push_async_callback(self._exports.close)
+        self._imports = Imports(
             TargetParts(
-                instance_id=instance_id,
-                engine=engine,
-                info=info,
-                puller=transport,
-                front_ends=front_ends,
-                carried=carried,
-                news=news,
-                metrics=metrics,
-                faults=faults,
-                spans=spans,
-                settings=settings,
-                resubmit=admission.submit,
-                link=LinkBudget(settings.migration_bandwidth_share),
-                incoming=incoming,
+                instance_id=self._instance_id,
+                engine=self._engine,
+                info=self._info,
+                puller=self._transport,
+                front_ends=self._front_ends,
+                carried=self._carried,
+                news=self._events,
+                metrics=self._metrics,
+                faults=self._faults,
+                spans=self._spans,
+                settings=self._settings,
+                resubmit=self._admission.submit,
+                link=LinkBudget(self._settings.migration_bandwidth_share),
+                incoming=self._incoming,
             ),
-            lambda address, seconds: GrpcSourceLink(around.channels.get(address, Role.WORKER), seconds),
+            lambda address, seconds: GrpcSourceLink(self._shared.channels.get(address, Role.WORKER), seconds),
         )
-        stack.push_async_callback(imports.close)
-        dispatch = Dispatch(engine, admission, exports, imports, pulls, carried, news, metrics)
-        stack.push_async_callback(dispatch.close)
-        front_ends.on_gone(dispatch.client_gone)
-        hello = worker_pb2.WorkerHello(
-            instance_id=instance_id,
-            incarnation=incarnation,
-            ready_response=info.ready_response,
-            max_message_bytes=settings.max_message_bytes,
-            model="" if info.identity is None else info.identity.key,
+        self._stack.push_async_callback(self._imports.close)
+
+    def open_requests(self) -> None:
+        """Bring what front ends send to the engine, and prepare to drain."""
+        self._dispatch = Dispatch(
+            self._engine,
+            self._admission,
+            self._exports,
+            self._imports,
+            self._pulls,
+            self._carried,
+            self._events,
+            self._metrics,
+        )
+        self._stack.push_async_callback(self._dispatch.close)
+        self._front_ends.on_gone(self._dispatch.client_gone)
+        identity = self._info.identity
+        self._hello = worker_pb2.WorkerHello(
+            instance_id=self._instance_id,
+            incarnation=self._incarnation,
+            ready_response=self._info.ready_response,
+            max_message_bytes=self._settings.max_message_bytes,
+            model="" if identity is None else identity.key,
+        )
+        self._hand_backs = HandBacks(self._stats, self._carried, self._front_ends, self._exports.open)
+        self._draining = Draining(
+            self._instance_id,
+            lambda: self._instance_id in self._shared.membership.draining,
+            self._hand_backs,
+            self._carried,
+            self._exports,
+            self._imports,
+            self._front_ends,
+            self._hello,
         )
 
-        def stats() -> EngineStats:
-            return own_stats(engine.stats(), sink)
+    def open_bidding(self) -> None:
+        """Open the coordinator of bids."""
+        self._coordinator = coordinator_of(
+            self._instance_id,
+            self._engine,
+            self._info.kv_shape.block_tokens,
+            self._carried,
+            self._imports,
+            self._shared.channels,
+            lambda: first_address(self._shared.membership, "migration"),
+            self._metrics,
+            lambda: self._draining.active,
+        )
+        self._stack.push_async_callback(self._coordinator.close)
 
-        hand_backs = HandBacks(stats, carried, front_ends, exports.open)
-        draining = Draining(
-            instance_id,
-            lambda: instance_id in around.membership.draining,
-            hand_backs,
-            carried,
-            exports,
-            imports,
-            front_ends,
-            hello,
+    async def open_profiler(self) -> None:
+        """Measure the engine now, if that is asked for, and whenever it is asked for later."""
+        tpot_s = partial(slo_tpot_s, self._shared.membership)
+        self._profiler = Profiler(
+            self._instance_id,
+            self._engine,
+            self._info,
+            self._sink,
+            self._carried,
+            self._shared.store,
+            tpot_s,
         )
-        coordinator = coordinator_of(
-            instance_id,
-            engine,
-            shape.block_tokens,
-            carried,
-            imports,
-            around.channels,
-            lambda: first_address(around.membership, "migration"),
-            metrics,
-            lambda: draining.active,
-        )
-        stack.push_async_callback(coordinator.close)
-        tpot_s = partial(slo_tpot_s, around.membership)
-        profiler = Profiler(instance_id, engine, info, sink, carried, around.store, tpot_s)
-        if settings.profile_at_start:
-            await profiler.at_start()
-        worker, bidding = WorkerServicer(exports, imports, hand_backs, profiler), BidAskServicer(coordinator)
-        cache = CacheServicer(incarnation, info.cache, Loans(engine, shape, transport, faults))
+        if self._settings.profile_at_start:
+            await self._profiler.at_start()
+
+    async def serve(self, listen: str) -> None:
+        """Serve gRPC, and the streams of front ends. Raises ListenError."""
+        transport = self._shared.channels.transport
+        loans = Loans(self._engine, self._info.kv_shape, self._transport, self._faults)
         servicers = [
-            Servicer(add_WorkerServicer_to_server, worker, "tailrace.v1.Worker"),
-            Servicer(add_BidAskServicer_to_server, bidding, "tailrace.v1.BidAsk"),
-            Servicer(add_CacheServicer_to_server, cache, "tailrace.v1.Cache"),
+            Servicer(
+                add_WorkerServicer_to_server,
+                WorkerServicer(self._exports, self._imports, self._hand_backs, self._profiler),
+                "tailrace.v1.Worker",
+            ),
+            Servicer(add_BidAskServicer_to_server, BidAskServicer(self._coordinator), "tailrace.v1.BidAsk"),
+            Servicer(
+                add_CacheServicer_to_server,
+                CacheServicer(self._incarnation, self._info.cache, loans),
+                "tailrace.v1.Cache",
+            ),
         ]
-        server = await stack.enter_async_context(serve_grpc(listen, servicers, around.channels.transport))
-        streams = AttachStreams(front_ends, dispatch, hello)
-        stream_address = await stack.enter_async_context(
+        self._server = await self._stack.enter_async_context(serve_grpc(listen, servicers, transport))
+        streams = AttachStreams(self._front_ends, self._dispatch, self._hello)
+        stream_address = await self._stack.enter_async_context(
             serve_streams(
-                f"{listen.rpartition(':')[0]}:{settings.stream_port}",
+                f"{listen.rpartition(':')[0]}:{self._settings.stream_port}",
                 worker_pb2.AttachUp,
                 streams.serve_stream,
-                settings.max_message_bytes,
-                StreamAdmission(around.channels.transport, frozenset({Role.FRONTEND}), refused),
+                self._settings.max_message_bytes,
+                StreamAdmission(transport, frozenset({Role.FRONTEND}), refused),
             )
         )
-        stack.push_async_callback(front_ends.leave, worker_pb2.Goodbye(reason="the worker is stopping"))
-        address = f"{around.host}:{server.address.rpartition(':')[2]}"
-        coordinator.address = address
-        speeds = KnownSpeeds(info.profile, settings, profiler.kind, around.membership)
-        reports = Reports(
-            instance_id,
-            incarnation,
-            shape.block_tokens,
-            stats,
-            lambda: MigrationLoad(imports.with_room, len(exports), incoming.bytes_per_s),
-            carried,
-            news,
-            speeds.now,
-            lambda: [record.address for record in preferred(around.membership, "monitor")],
-            around.channels,
-            settings.report_s,
-            info.cache,
-        )
+        stopping = worker_pb2.Goodbye(reason="the worker is stopping")
+        self._stack.push_async_callback(self._front_ends.leave, stopping)
+        self._address = self._advertised(self._server.address)
+        self._stream_address = self._advertised(stream_address)
+        self._coordinator.address = self._address
+
+    async def run_background(self) -> None:
+        """Start what runs as long as the worker does."""
+        settings = self._settings
+        bounds = StepBounds(settings.step_floor_s, settings.step_limit_s)
         for name, work in (
-            ("heartbeats", beat(front_ends, settings.frontend_silence_s)),
-            ("reports", reports.run()),
-            (
-                "progress",
-                watch_progress(
-                    engine.stats, StepBounds(settings.step_floor_s, settings.step_limit_s), on_dead
-                ),
-            ),
-            ("draining", draining.run()),
+            ("heartbeats", beat(self._front_ends, settings.frontend_silence_s)),
+            ("reports", self._reports().run()),
+            ("progress", watch_progress(self._engine.stats, bounds, self._on_dead)),
+            ("draining", self._draining.run()),
         ):
-            await stack.enter_async_context(_background(name, work, on_dead))
+            await self._stack.enter_async_context(_background(name, work, self._on_dead))
+
+    async def join(self) -> Running:
+        """Be a member of the fleet. Raises IdInUse, StoreUnavailable."""
         record = instance_record(
-            instance_id,
-            incarnation,
-            address,
-            f"{around.host}:{stream_address.rpartition(':')[2]}",
-            around.metrics_address,
-            info,
+            self._instance_id,
+            self._incarnation,
+            self._address,
+            self._stream_address,
+            self._shared.metrics_address,
+            self._info,
             # What it was given goes before what was measured.
-            "" if settings.profile is not None else profiler.kind,
+            "" if self._settings.profile is not None else self._profiler.kind,
         )
+        store, lease_ttl_s = self._shared.store, self._settings.lease_ttl_s
         # Loading a model takes minutes: somebody may have come meanwhile.
-        await wait_until_free(around.store, instance_id, settings.lease_ttl_s, address)
-        registration = await register_instance(around.store, record, settings.lease_ttl_s)
-        registration.on_replaced(on_replaced)
-        stack.push_async_callback(registration.withdraw)
-        log.info("%s serves %s at %s", instance_id, info.model, address)
+        await wait_until_free(store, self._instance_id, lease_ttl_s, self._address)
+        registration = await register_instance(store, record, lease_ttl_s)
+        registration.on_replaced(self._on_replaced)
+        self._stack.push_async_callback(registration.withdraw)
+        log.info("%s serves %s at %s", self._instance_id, self._info.model, self._address)
 
         async def drain() -> None:
-            await draining.stop(settings.drain_timeout_s, server.set_serving, registration, record)
+            await self._draining.stop(
+                self._settings.drain_timeout_s, self._server.set_serving, registration, record
+            )
 
-        yield Running(instance_id, record, info, stats, front_ends, exports, imports, drain)
+        return Running(
+            self._instance_id,
+            record,
+            self._info,
+            self._stats,
+            self._front_ends,
+            self._exports,
+            self._imports,
+            drain,
+        )
+
+    def _reports(self) -> Reports:
+        speeds = KnownSpeeds(self._info.profile, self._settings, self._profiler.kind, self._shared.membership)
+        return Reports(
+            self._instance_id,
+            self._incarnation,
+            self._info.kv_shape.block_tokens,
+            self._stats,
+            lambda: MigrationLoad(self._imports.with_room, len(self._exports), self._incoming.bytes_per_s),
+            self._carried,
+            self._events,
+            speeds.now,
+            lambda: [record.address for record in preferred(self._shared.membership, "monitor")],
+            self._shared.channels,
+            self._settings.report_s,
+            self._info.cache,
+        )
+
+    def _stats(self) -> EngineStats:
+        return own_stats(self._engine.stats(), self._sink)
+
+    def _advertised(self, listening: str) -> str:
+        """A HOST:PORT that the process listens on, as others reach it."""
+        return f"{self._shared.host}:{listening.rpartition(':')[2]}"
+
+    def _on_dead(self, reason: str) -> None:
+        # At once: an engine that hangs may hold the end of this process up for a while.
+        log.error("%s: %s", self._instance_id, reason)
+        self._front_ends.say_goodbye(worker_pb2.Goodbye(engine_failed=True, reason=reason))
+        if not self._died.done():
+            self._died.set_result(f"{self._instance_id}: {reason}")
+
+    def _on_replaced(self, value: bytes) -> None:
+        reason = replaced_message(self._instance_id, value)
+        log.error("%s", reason)
+        self._front_ends.say_goodbye(worker_pb2.Goodbye(reason=reason))
+        if not self._died.done():
+            self._died.set_result(reason)
 
 
 @asynccontextmanager
