@@ -235,7 +235,7 @@ class Campaign:
 
 
 class _Silent(PlainProgress):
-    def tell(self, name: str, step: Step) -> None:
+    def show(self, name: str, step: Step) -> None:
         """The table tells it."""
 
 

@@ -147,7 +147,7 @@ class MonitorWatch:
                     # A report that we cannot take: the next watch begins with a snapshot.
                     log.error("reading the monitor at %s failed", address, exc_info=error)
                 self._merged.disconnected(address)
-                self._tell()
+                self._update_silent()
             await asyncio.sleep(_RETRY_S)
 
     async def _read(self, address: str) -> None:
@@ -161,13 +161,13 @@ class MonitorWatch:
                 now_s = time.monotonic()
                 for report in self._merged.fresh(address, delta):
                     self._take(report, now_s)
-                self._tell()
+                self._update_silent()
         except grpc.aio.AioRpcError as error:
             log.debug("monitor at %s: %s", address, error.code().name)
         finally:
             call.cancel()
 
-    def _tell(self) -> None:
+    def _update_silent(self) -> None:
         self._metrics.monitor_connected.set(float(self._merged.connected))
         # Without a monitor nobody knows who is silent: what was known holds.
         if self._merged.connected:

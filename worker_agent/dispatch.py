@@ -156,7 +156,7 @@ class Dispatch:
         imports: Imports,
         pulls: Pulls,
         carried: CarriedRequests,
-        news: PhaseEvents,
+        events: PhaseEvents,
         metrics: WorkerMetrics,
     ) -> None:
         self._queries = HeldQueries(engine, carried, exports.open, self._comes, self.give_up)
@@ -166,7 +166,7 @@ class Dispatch:
         self._imports = imports
         self._pulls = pulls
         self._carried = carried
-        self._news = news
+        self._events = events
         self._metrics = metrics
 
     def handle(self, front_end: FrontEnd, message: worker_pb2.AttachUp) -> None:
@@ -213,7 +213,7 @@ class Dispatch:
         carried = self._carried.remove(key)
         if carried is not None:
             self._metrics.finished["failed"] += 1
-            self._news.gone(carried)
+            self._events.gone(carried)
 
     def client_gone(self, client: int) -> None:
         """A front end's stream has ended, and with it all that it has here."""
@@ -221,7 +221,7 @@ class Dispatch:
         self._engine.abort_client(client)
         for carried in self._carried.remove_client(client):
             self._metrics.finished["aborted"] += 1
-            self._news.gone(carried)
+            self._events.gone(carried)
 
     def _submit(self, front_end: FrontEnd, submit: worker_pb2.Submit) -> None:
         submission = Submission(
@@ -259,7 +259,7 @@ class Dispatch:
             carried = self._carried.remove(key)
             if carried is not None:
                 self._metrics.finished["aborted"] += 1
-                self._news.gone(carried)
+                self._events.gone(carried)
 
     def _release(self, key: RequestKey, epoch: int) -> None:
         """The export frees what it has paused; anything else of that epoch must stop by itself."""

@@ -21,8 +21,8 @@ from worker_agent.engine.base import EngineStats
 
 # A step may take so many times what the longest of its kind took.
 _TIMES: Final = 10.0
-_LOOKS_A_FLOOR: Final = 10
-_LOOK_MOST_S: Final = 1.0
+_CHECKS_PER_FLOOR: Final = 10
+_CHECK_MOST_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,10 @@ async def watch_progress(
 ) -> None:
     """Look until the engine is stuck, and say so once; or until cancelled."""
     loop = asyncio.get_running_loop()
-    progress, interval_s = Progress(bounds, loop.time()), min(_LOOK_MOST_S, bounds.floor_s / _LOOKS_A_FLOOR)
+    progress, interval_s = (
+        Progress(bounds, loop.time()),
+        min(_CHECK_MOST_S, bounds.floor_s / _CHECKS_PER_FLOOR),
+    )
     while True:
         due_s = loop.time() + interval_s
         await asyncio.sleep(interval_s)

@@ -63,7 +63,7 @@ class Reports:
         stats: Callable[[], EngineStats],
         migrations: Callable[[], MigrationLoad],
         carried: CarriedRequests,
-        news: PhaseEvents,
+        events: PhaseEvents,
         speeds: Callable[[], Speeds | None],
         monitors: Callable[[], Sequence[str]],
         channels: Channels,
@@ -77,7 +77,7 @@ class Reports:
         self._stats = stats
         self._migrations = migrations
         self._carried = carried
-        self._news = news
+        self._events = events
         self._speeds = speeds
         self._monitors = monitors
         self._channels = channels
@@ -169,7 +169,7 @@ class Reports:
         """Until there is something to tell or the next steady report is due."""
         try:
             async with asyncio.timeout(max(0.0, due_s - time.monotonic())):
-                await self._news.wakeup.wait()
+                await self._events.wakeup.wait()
                 await asyncio.sleep(_GATHER_S)
         except TimeoutError:
             return
@@ -184,9 +184,9 @@ class Reports:
         )
         if self._cache is not None:
             report.cache.CopyFrom(update_of(self._cache))
-        stats = self._stats() if steady or self._news.needs_stats else None
+        stats = self._stats() if steady or self._events.needs_stats else None
         report.phase_events.extend(
-            self._news.take(stats.requests if stats is not None else [], self._carried)
+            self._events.take(stats.requests if stats is not None else [], self._carried)
         )
         if steady and stats is not None:
             report.load.CopyFrom(load_of(stats, self._block_tokens, self._migrations(), self._speeds()))

@@ -38,7 +38,7 @@ class FrontEndSink:
         self,
         front_ends: FrontEnds,
         carried: CarriedRequests,
-        news: PhaseEvents,
+        events: PhaseEvents,
         metrics: WorkerMetrics,
         on_dead: Callable[[str], None],
         give_up: Callable[[RequestKey], None],
@@ -46,7 +46,7 @@ class FrontEndSink:
         """`give_up` frees a request whose outputs cannot be sent; called on the event loop."""
         self._front_ends = front_ends
         self._carried = carried
-        self._news = news
+        self._events = events
         self._metrics = metrics
         self._on_dead = on_dead
         self._give_up = give_up
@@ -143,11 +143,11 @@ class FrontEndSink:
             if flags & _ENDED:
                 self._ended(key, carried, flags, columns.first_indices[entry] + columns.counts[entry])
             else:
-                self._news.changed(carried.request_id)
+                self._events.changed(carried.request_id)
 
     def _ended(self, key: RequestKey, carried: Carried, flags: int, output_tokens: int) -> None:
         self._carried.remove(key)
-        self._news.gone(carried, output_tokens)
+        self._events.gone(carried, output_tokens)
         if flags & OutputFlag.FAILED:
             self._metrics.finished["failed"] += 1
             return

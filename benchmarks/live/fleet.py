@@ -46,7 +46,7 @@ class Silent:
     def __exit__(self, *_: object) -> None:
         """Nothing to put away."""
 
-    def tell(self, name: str, step: Step) -> None:
+    def show(self, name: str, step: Step) -> None:
         """Not shown."""
 
 

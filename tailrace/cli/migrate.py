@@ -54,7 +54,7 @@ def migrate(request_id: str, target: str, mode: str, output: Output, admin: str 
         )
         progress = _Progress()
         for record in connection.stub.Migrate(request, timeout=_TIMEOUT_S):
-            progress.tell(record)
+            progress.show(record)
     _finish(progress.last, output)
 
 
@@ -65,7 +65,7 @@ class _Progress:
         self.last: MigrationRecord | None = None
         self._rounds = 0
 
-    def tell(self, record: MigrationRecord) -> None:
+    def show(self, record: MigrationRecord) -> None:
         """Note one record of the stream."""
         if self.last is None or record.state != self.last.state:
             note(

@@ -35,7 +35,7 @@ class _Differences:
     def __init__(self, most: int) -> None:
         self._left = most
 
-    def tell(self, point: str, request_id: str, then: str, now: str) -> None:
+    def show(self, point: str, request_id: str, then: str, now: str) -> None:
         if self._left > 0:
             self._left -= 1
             about = f" {request_id}" if request_id else ""
@@ -102,7 +102,7 @@ def _again(events: Iterator[Event], told: _Differences) -> tuple[Replay, Counter
     def heard(replayed: Replayed) -> None:
         if not replayed.same:
             then, now = _text(replayed.recorded), _text(replayed.replayed)
-            told.tell(replayed.point, replayed.request_id, then, now)
+            told.show(replayed.point, replayed.request_id, then, now)
 
     run = Replay(events, heard)
     run.run()
@@ -117,7 +117,7 @@ def _other(events: Iterator[Event], record: PolicyRecord, told: _Differences) ->
         if compared.verdict is not Verdict.SAME:
             point = compared.point.value
             different[point] += 1
-            told.tell(point, compared.request_id, _words(compared.decided), _words(compared.shadow))
+            told.show(point, compared.request_id, _words(compared.decided), _words(compared.shadow))
 
     run = Replay(events, lambda replayed: None)
     run.watch(Shadow(record, run.control.active.slo, heard))

@@ -80,7 +80,7 @@ def shadow(name: str, parameters: tuple[str, ...], output: Output, admin: str | 
     with connect(admin) as connection, connection.errors("tailrace get policies lists them"):
         request = SetShadowRequest(name=asked, parameters=given)
         reply = connection.stub.SetShadow(request, timeout=CALL_TIMEOUT_S)
-    _tell(output, {"shadow": asked or None, "previous": reply.previous or None})
+    _print_change(output, {"shadow": asked or None, "previous": reply.previous or None})
 
 
 @set_.command(epilog="Example: tailrace set slo ttft=2 tpot=0.15 qoe=0.95")
@@ -124,7 +124,9 @@ def pool(instance: str, pool: str, output: Output, admin: str | None) -> None:
         request = SetPoolRequest(instance_id=instance, pool=number)
         reply = connection.stub.SetPool(request, timeout=CALL_TIMEOUT_S)
     previous = enum_word(Pool.DESCRIPTOR, reply.previous)
-    _tell(output, {"instance": instance, "pool": None if pool == _NO_POOL else pool, "previous": previous})
+    _print_change(
+        output, {"instance": instance, "pool": None if pool == _NO_POOL else pool, "previous": previous}
+    )
 
 
 @set_.command(
@@ -142,7 +144,7 @@ def stages(file: Path, output: Output, admin: str | None) -> None:
     request = SetStagesRequest(stages=stages)
     with connect(admin) as connection, connection.errors("tailrace get stages shows what holds now"):
         connection.stub.SetStages(request, timeout=CALL_TIMEOUT_S)
-    _tell(output, {"stages": len(stages)})
+    _print_change(output, {"stages": len(stages)})
 
 
 def _read_stages(file: Path) -> list[StageRecord]:
@@ -172,7 +174,7 @@ def _called(policy: str, parameters: Mapping[str, str]) -> str:
     return " ".join([policy, *(f"{name}={value}" for name, value in sorted(parameters.items()))])
 
 
-def _tell(output: Output, figures: dict[str, JsonValue]) -> None:
+def _print_change(output: Output, figures: dict[str, JsonValue]) -> None:
     if output is Output.JSON:
         print_json(figures)
         return

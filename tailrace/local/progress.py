@@ -37,7 +37,7 @@ class Progress(Protocol):
         trace: TracebackType | None,
     ) -> None: ...
 
-    def tell(self, name: str, step: Step) -> None:
+    def show(self, name: str, step: Step) -> None:
         """The part of that name has come so far."""
 
 
@@ -64,7 +64,7 @@ class PlainProgress:
     ) -> None:
         """Nothing to put away."""
 
-    def tell(self, name: str, step: Step) -> None:
+    def show(self, name: str, step: Step) -> None:
         """Print it, unless the part only waits for its turn."""
         if step is Step.QUEUED:
             return
@@ -98,7 +98,7 @@ class LiveProgress:
     ) -> None:
         self._live.stop()
 
-    def tell(self, name: str, step: Step) -> None:
+    def show(self, name: str, step: Step) -> None:
         """Note it; the display follows."""
         now = time.monotonic()
         if step is Step.STARTING:

@@ -49,12 +49,12 @@ async def wait_ready(process: PartProcess, progress: Progress, transport: Transp
                 process.check()
                 await asyncio.sleep(_POLL_S)
     except TimeoutError:
-        progress.tell(spec.name, Step.FAILED)
+        progress.show(spec.name, Step.FAILED)
         raise process.late() from None
     except PartFailed:
-        progress.tell(spec.name, Step.FAILED)
+        progress.show(spec.name, Step.FAILED)
         raise
-    progress.tell(spec.name, Step.READY)
+    progress.show(spec.name, Step.READY)
 
 
 async def is_ready(spec: PartSpec, transport: Transport = PLAIN) -> bool:

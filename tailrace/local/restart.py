@@ -64,7 +64,7 @@ class Restarter:
 
     async def _stop(self, part: Part, drain_s: float) -> float:
         began_s = time.monotonic()
-        self._progress.tell(part.name, Step.STOPPING)
+        self._progress.show(part.name, Step.STOPPING)
         await asyncio.to_thread(stop_part, part, drain_s, self._reap)
         return time.monotonic() - began_s
 
@@ -73,7 +73,7 @@ class Restarter:
             process.reap()
 
     def _start(self, spec: PartSpec) -> PartProcess:
-        self._progress.tell(spec.name, Step.STARTING)
+        self._progress.show(spec.name, Step.STARTING)
         log = self._folder.logs / f"{spec.name}.log"
         _keep(log)
         environment = {**os.environ, **self._state.environment, **spec.environment}

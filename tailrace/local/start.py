@@ -113,7 +113,7 @@ class Starter:
 
     async def _start_all(self, specs: Sequence[PartSpec]) -> None:
         for spec in specs:
-            self._progress.tell(spec.name, Step.QUEUED)
+            self._progress.show(spec.name, Step.QUEUED)
         try:
             async with asyncio.TaskGroup() as group:
                 for spec in specs:
@@ -123,7 +123,7 @@ class Starter:
 
     async def _start(self, spec: PartSpec) -> None:
         async with self._heavy if spec.heavy else self._light:
-            self._progress.tell(spec.name, Step.STARTING)
+            self._progress.show(spec.name, Step.STARTING)
             await wait_ready(self._launch(spec), self._progress, self._transport)
 
     def _launch(self, spec: PartSpec) -> PartProcess:

@@ -10,23 +10,23 @@ from tailrace.security.roles import MEMBERS, OPERATORS, Role
 
 _EVERYBODY: Final = frozenset(Role)
 # A scheduler that stands by passes on to the leader what operators ask of it.
-_LOOK: Final = OPERATORS | {Role.SCHEDULER}
+_READS: Final = OPERATORS | {Role.SCHEDULER}
 _CHANGE: Final = frozenset({Role.ADMIN, Role.SCHEDULER})
 _SCHEDULER: Final = frozenset({Role.SCHEDULER})
 _WORKER: Final = frozenset({Role.WORKER})
 
 _BY_SERVICE: Final[Mapping[str, Mapping[str, frozenset[Role]]]] = {
     "tailrace.v1.Admin": {
-        "ListInstances": _LOOK,
-        "ListRequests": _LOOK,
-        "ListMigrations": _LOOK,
-        "ListPolicies": _LOOK,
-        "ListStages": _LOOK,
-        "ListServices": _LOOK,
-        "ListProfiles": _LOOK,
-        "GetSlo": _LOOK,
-        "GetTrace": _LOOK,
-        "GetShadow": _LOOK,
+        "ListInstances": _READS,
+        "ListRequests": _READS,
+        "ListMigrations": _READS,
+        "ListPolicies": _READS,
+        "ListStages": _READS,
+        "ListServices": _READS,
+        "ListProfiles": _READS,
+        "GetSlo": _READS,
+        "GetTrace": _READS,
+        "GetShadow": _READS,
         # It changes nothing, and tells more than a viewer may know.
         "Record": _CHANGE,
         "SetShadow": _CHANGE,

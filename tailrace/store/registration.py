@@ -74,7 +74,7 @@ class Registration:
             before, self._value = self._value, value
             held = await self._store.get_leased(self.key)
             if held is not None and held.value != before and held.lease != self._lease:
-                self._tell(held.value)
+                self._notify_replaced(held.value)
             else:
                 await self._store.swap_leased(self.key, held, value, self._lease)
 
@@ -113,7 +113,7 @@ class Registration:
             alive = await self._store.renew_lease(self._lease)
             held = await self._store.get_leased(self.key)
             if held is not None and held.lease != self._lease and held.value != self._value:
-                self._tell(held.value)
+                self._notify_replaced(held.value)
                 return
             if alive and held is not None and (held.value, held.lease) == (self._value, self._lease):
                 return
@@ -125,7 +125,7 @@ class Registration:
             except LeaseExpired:
                 log.warning("lease of %s was lost again", self.key)
 
-    def _tell(self, other: bytes) -> None:
+    def _notify_replaced(self, other: bytes) -> None:
         if other == self._other:
             return
         self._other = other

@@ -82,7 +82,7 @@ class _TellsWhenBothStart(PlainProgress):
         self.both = asyncio.Event()
         self._names: set[str] = set()
 
-    def tell(self, name: str, step: Step) -> None:
+    def show(self, name: str, step: Step) -> None:
         if step is Step.STARTING:
             self._names.add(name)
         if len(self._names) == 2:

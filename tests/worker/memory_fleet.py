@@ -218,12 +218,12 @@ class Node:
         self.engine = SimulatedEngine(settings, clock=asyncio.get_running_loop())
         self.leases: list[MemorySourceLink] = []
         self.incoming = TransferRate()
-        self._news = PhaseEvents()
+        self._events = PhaseEvents()
         self._fleet = fleet
 
     async def start(self) -> None:
         sink = FrontEndSink(
-            self.front_ends, self.carried, self._news, self.metrics, lambda reason: None, lambda key: None
+            self.front_ends, self.carried, self._events, self.metrics, lambda reason: None, lambda key: None
         )
         info = await self.engine.start(sink)
         faults = self.faults = Faults()
@@ -250,7 +250,7 @@ class Node:
                 self.blocks,
                 self.front_ends,
                 self.carried,
-                self._news,
+                self._events,
                 self.metrics,
                 faults,
                 SETTINGS,
@@ -264,7 +264,7 @@ class Node:
                 puller,
                 self.front_ends,
                 self.carried,
-                self._news,
+                self._events,
                 self.metrics,
                 faults,
                 spans,
@@ -275,7 +275,14 @@ class Node:
             lambda address, seconds: MemorySourceLink(self._fleet.links, self._fleet.alive(int(address))),
         )
         dispatch = Dispatch(
-            self.engine, admission, self.exports, self.imports, pulls, self.carried, self._news, self.metrics
+            self.engine,
+            admission,
+            self.exports,
+            self.imports,
+            pulls,
+            self.carried,
+            self._events,
+            self.metrics,
         )
         self.front_ends.on_gone(dispatch.client_gone)
         hello = worker_pb2.WorkerHello(instance_id=str(self.number))

@@ -18,7 +18,7 @@ from tailrace.service.server import Servicer, serve_grpc
 from tailrace.v1 import bidask_pb2
 from tailrace.v1.bidask_pb2_grpc import BidAskStub, add_BidAskServicer_to_server
 from worker_agent.bidask import offer_sender
-from worker_agent.bidask.assembly import BidAskServicer, tell_over
+from worker_agent.bidask.assembly import BidAskServicer, send_over
 from worker_agent.bidask.bid_receiver import Won
 from worker_agent.bidask.coordinator import Coordinator
 
@@ -90,7 +90,7 @@ class Market:
             lambda: Space(worker.free, round(worker.load)),
             lambda request_id: request_id in worker.reserved or request_id in worker.requests,
             fetch,
-            tell_over(self.channels),
+            send_over(self.channels),
             self.outcomes,
         )
         servicer = Servicer(add_BidAskServicer_to_server, BidAskServicer(coordinator), "tailrace.v1.BidAsk")

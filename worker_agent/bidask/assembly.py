@@ -15,7 +15,7 @@ from tailrace.v1 import bidask_pb2, bidask_pb2_grpc
 from worker_agent.bidask.coordinator import Coordinator
 from worker_agent.bidask.fetching import Fetching
 from worker_agent.bidask.messages import UnknownMessage, Wire
-from worker_agent.bidask.peers import Tell
+from worker_agent.bidask.peers import Send
 from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import Engine, EngineStats
 from worker_agent.metrics import WorkerMetrics
@@ -51,7 +51,7 @@ class BidAskServicer(bidask_pb2_grpc.BidAskServicer):
         return bidask_pb2.BidAskReply()
 
 
-_TELL_S: Final = 2.0
+_SEND_S: Final = 2.0
 
 
 def coordinator_of(
@@ -82,7 +82,7 @@ def coordinator_of(
         space,
         lambda request_id: imports.reserved(request_id) or here(request_id),
         Fetching(instance_id, channels, migration_service),
-        tell_over(channels),
+        send_over(channels),
         metrics.offers,
     )
 
@@ -94,10 +94,10 @@ def space_of(stats: EngineStats, block_tokens: int) -> Space:
     return Space(free * block_tokens, held + stats.prefill_backlog_tokens)
 
 
-def tell_over(channels: Channels) -> Tell:
+def send_over(channels: Channels) -> Send:
     """Messages by gRPC, each with a deadline."""
 
-    async def tell(address: str, message: Wire) -> None:
-        await bidask_pb2_grpc.BidAskStub(channels.get(address, Role.WORKER)).Tell(message, timeout=_TELL_S)
+    async def send(address: str, message: Wire) -> None:
+        await bidask_pb2_grpc.BidAskStub(channels.get(address, Role.WORKER)).Tell(message, timeout=_SEND_S)
 
-    return tell
+    return send

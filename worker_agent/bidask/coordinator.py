@@ -11,7 +11,7 @@ from tailrace.v1 import bidask_pb2
 from worker_agent.bidask.bid_receiver import BidReceiver, Fetch
 from worker_agent.bidask.messages import UnknownMessage, Wire, decode
 from worker_agent.bidask.offer_sender import OfferSender
-from worker_agent.bidask.peers import Peers, Tell
+from worker_agent.bidask.peers import Peers, Send
 
 # Workers whose addresses are remembered, for answers to what they say.
 _ADDRESSES_MAX: Final = 4_096
@@ -27,7 +27,7 @@ class Coordinator:
         space: Callable[[], Space],
         reserved: Callable[[str], bool],
         fetch: Fetch,
-        tell: Tell,
+        send: Send,
         outcomes: Counter[str],
     ) -> None:
         """`here(request_id)`: whether a request is on this worker; `space`, `reserved`: of its engine,
@@ -36,7 +36,7 @@ class Coordinator:
         self.address = ""
         self._name = name
         self._addresses: OrderedDict[str, str] = OrderedDict()
-        self._peers = Peers(tell, self._lost)
+        self._peers = Peers(send, self._lost)
         self._offers = OfferSender(name, here, self._post, outcomes)
         self._receiver = BidReceiver(name, space, reserved, fetch, self._post)
 

@@ -17,15 +17,15 @@ log = logging.getLogger(__name__)
 _WAITING_MAX: Final = 1_024
 
 # To an address; raises grpc.aio.AioRpcError.
-Tell = Callable[[str, Wire], Awaitable[object]]
+Send = Callable[[str, Wire], Awaitable[object]]
 
 
 class Peers:
     """One queue and at most one task a peer. What waits for one that does not answer is dropped."""
 
-    def __init__(self, tell: Tell, lost: Callable[[str], None]) -> None:
+    def __init__(self, send: Send, lost: Callable[[str], None]) -> None:
         """`lost(instance_id)`: it does not answer, and does not know what it was to be told."""
-        self._tell = tell
+        self._send_message = send
         self._lost = lost
         self._waiting: dict[str, deque[tuple[str, Wire]]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -55,7 +55,7 @@ class Peers:
         try:
             while waiting:
                 address, message = waiting.popleft()
-                await self._tell(address, message)
+                await self._send_message(address, message)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
             log.info("%s does not answer: %s", instance_id, error)
             failed = True

@@ -28,7 +28,7 @@ class TargetParts:
     puller: BlockPuller
     front_ends: FrontEnds
     carried: CarriedRequests
-    news: PhaseEvents
+    events: PhaseEvents
     metrics: WorkerMetrics
     faults: Faults
     spans: TransferSpans
@@ -51,7 +51,7 @@ class SourceParts:
     blocks: BlockSource
     front_ends: FrontEnds
     carried: CarriedRequests
-    news: PhaseEvents
+    events: PhaseEvents
     metrics: WorkerMetrics
     faults: Faults
     settings: WorkerSettings

@@ -300,7 +300,7 @@ class Export:
             carried = None if self.key is None else self._parts.carried.remove(self.key)
             if carried is not None:
                 self._parts.metrics.finished["moved"] += 1
-                self._parts.news.gone(carried)
+                self._parts.events.gone(carried)
             log.info("%s has moved", self._request_id)
             return
         if self._lease.inbox.released and self.key is not None:

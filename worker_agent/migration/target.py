@@ -362,7 +362,7 @@ class Import:
         pause_s = time.monotonic() - paused.since_s
         interval_ms = paused.pause.token_interval_ms
         self._parts.metrics.pause_seconds.observe(pause_s)
-        self._parts.news.changed(self.request_id)
+        self._parts.events.changed(self.request_id)
         self._parts.spans.paused(self._request.traceparent, paused.since_s, pause_s)
         self._tell(
             worker_pb2.ImportEvent(
