@@ -51,7 +51,12 @@ TARGETS: Final = (
     ),
     Target(
         "tailrace/policy/arrow/policy.py",
-        (_POLICY + "test_arrow_pools.py", _POLICY + "test_arrow_variants.py", *_DECLARED),
+        (
+            _POLICY + "test_arrow_boundaries.py",
+            _POLICY + "test_arrow_pools.py",
+            _POLICY + "test_arrow_variants.py",
+            *_DECLARED,
+        ),
     ),
     Target("tailrace/policy/tailrace/arrival.py", (_POLICY + "test_tailrace.py", *_DECLARED)),
     Target("tailrace/policy/tailrace/offers.py", (_POLICY + "test_tailrace.py", *_DECLARED)),

@@ -33,6 +33,7 @@ class Machine(RuleBasedStateMachine):
         self.corrections: Corrections[int, Pending] = Corrections()
         self.now, self.reported = Cluster(), Cluster()
         self.pending: dict[int, int] = {}
+        self.cached: dict[int, int] = {}
         # Open migrations to here: the room that they take.
         self.coming: dict[int, int] = {}
         self.next = 0
@@ -44,8 +45,8 @@ class Machine(RuleBasedStateMachine):
     @rule(tokens=st.integers(1, 500), cached=st.integers(0, 100))
     def place(self, tokens: int, cached: int) -> None:
         key = self.new()
-        self.pending[key] = tokens
-        self.corrections.add_pending(key, Pending(tokens, min(cached, tokens), float(key)))
+        self.pending[key], self.cached[key] = tokens, min(cached, tokens)
+        self.corrections.add_pending(key, Pending(tokens, self.cached[key], float(key)))
 
     @precondition(lambda self: self.pending)
     @rule(data=st.data(), made=st.integers(0, 20), seated=st.booleans())
@@ -115,6 +116,7 @@ class Machine(RuleBasedStateMachine):
             sum(request.kv_tokens for request in self.now.held.values()) + sum(self.now.reserved.values()),
         )
         assert self.corrections.pending_tokens == pending
+        assert self.corrections.pending_cached_tokens == sum(self.cached[key] for key in self.pending)
         assert self.corrections.coming_context == self.coming
 
 
@@ -128,3 +130,33 @@ def test_no_count_is_less_than_nothing() -> None:
     corrections.remove_request(Counted(10, 16, seated=True))
     corrections.remove_request(Counted(10, 16, seated=False))
     assert corrections.counts(0, 0, 0, 0) == (0, 0, 0, 0)
+
+
+def test_each_count_is_bounded_by_itself() -> None:
+    corrections: Corrections[str, Pending] = Corrections()
+    corrections.remove_request(Counted(10, 16, seated=True))
+    assert corrections.counts(1, 1, 10, 16) == (0, 1, 0, 0)
+    assert corrections.counts(2, 1, 11, 17) == (1, 1, 1, 1)
+    corrections.add_pending("p", Pending(5, 2, 0.0))
+    corrections.open_arrival("m", 32, 20)
+    # What is placed waits, with its context; what comes takes KV.
+    assert corrections.counts(1, 1, 10, 16) == (0, 2, 5, 32)
+
+
+def test_a_report_leaves_placements_and_migrations_to_those_who_know() -> None:
+    corrections: Corrections[str, Pending] = Corrections()
+    corrections.add_pending("p", Pending(5, 2, 0.0))
+    corrections.open_arrival("in", 32, 20)
+    corrections.open_departure("out")
+    corrections.add_request("r", Counted(7, 16, seated=False))
+    corrections.forget_changes()
+    assert (corrections.pending_tokens, corrections.pending_cached_tokens) == (5, 2)
+    assert (corrections.coming, corrections.coming_context, corrections.leaving) == (
+        {"in": 32},
+        {"in": 20},
+        {"out"},
+    )
+    assert corrections.counts(0, 0, 0, 0) == (0, 1, 5, 32)
+    for key in ("in", "out", "unknown"):
+        corrections.close_migration(key)
+    assert (corrections.coming, corrections.coming_context, corrections.leaving) == ({}, {}, set())

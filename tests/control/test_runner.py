@@ -1,0 +1,250 @@
+"""How a policy is asked: at which points, with which view, and what becomes of its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from tailrace.actions import Action, Migrate, Place, Placement, Refuse, WhenFull
+from tailrace.cluster import Arrival, ClusterView, InstanceState, RequestView
+from tailrace.control.runner import (
+    GuardedCalls,
+    Moment,
+    PlaceQuestion,
+    PlainCalls,
+    Point,
+    PolicyRunner,
+    Question,
+    may_place,
+)
+from tailrace.lengths import LengthStatistics
+from tailrace.policy.base import Policy
+from tests.policy.fleets import cluster, instance, request
+
+ARRIVAL = Arrival("r", 10, 10, 0)
+MOVE = Migrate("r", "a", "b", "test")
+REQUEST = request("r", "a")
+
+
+class Placing(Policy):
+    """Places, and leaves the other decision points empty."""
+
+    when_full = WhenFull.HOST
+
+    def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
+        return Place("a")
+
+
+class Everywhere(Placing):
+    """Answers at each point with a migration that names it."""
+
+    def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
+        return (replace(MOVE, reason="prefill done"),)
+
+    def on_reasoning_ended(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
+        return (replace(MOVE, reason="reasoning ended"),)
+
+    def on_length_boundary(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
+        return (replace(MOVE, reason="length boundary"),)
+
+    def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
+        return (replace(MOVE, reason=f"tick at {now:g} after {view.last_tick_s}"),)
+
+
+class Broken(Policy):
+    """Raises wherever it is asked."""
+
+    def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
+        raise RuntimeError("a mistake")
+
+    def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
+        raise RuntimeError("a mistake")
+
+
+class Model:
+    """Tells which views were asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, float]] = []
+        self.view = cluster(instance("a"), instance("b"))
+
+    def view_at(self, now_s: float) -> ClusterView:
+        self.asked.append(("all", now_s))
+        return self.view
+
+    def view_for_arrival(self, model: str, now_s: float) -> ClusterView:
+        self.asked.append((f"model {model}", now_s))
+        return self.view
+
+    def view_for_request(self, instance_id: str, now_s: float) -> ClusterView:
+        self.asked.append((f"request on {instance_id}", now_s))
+        return self.view
+
+    def lengths(self, now_s: float) -> LengthStatistics | None:
+        return None
+
+
+class InForce:
+    """A policy under a name."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy, self.name = policy, type(policy).__name__
+
+
+class Log:
+    """Notes what is submitted and watched, in one list."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[object, ...]] = []
+
+    def submit(self, actions: Sequence[Action], policy: str, when_full: WhenFull = WhenFull.REFUSE) -> None:
+        self.lines.append(
+            ("submit", [a.reason for a in actions if isinstance(a, Migrate)], policy, when_full)
+        )
+
+    def placed(self, policy: str, question: PlaceQuestion, placement: Placement) -> None:
+        self.lines.append(("placed", policy, question.now_s, placement))
+
+    def decided(self, policy: str, question: Question, actions: Sequence[Action] | None) -> None:
+        self.lines.append(("decided", policy, question.point, None if actions is None else len(actions)))
+
+
+class CallLog:
+    """Counts calls by point."""
+
+    def __init__(self) -> None:
+        self.calls: list[Point] = []
+        self.failures: list[tuple[str, Point]] = []
+
+    def took(self, point: Point, seconds: float) -> None:
+        assert 0.0 <= seconds < 60.0
+        self.calls.append(point)
+
+    def failed(self, policy: str, point: Point) -> None:
+        self.failures.append((policy, point))
+
+
+def runner_of(policy: Policy) -> tuple[PolicyRunner, Model, InForce, Log]:
+    model, deciding, log = Model(), InForce(policy), Log()
+    return PolicyRunner(model, deciding, log, PlainCalls()), model, deciding, log
+
+
+def test_a_point_that_the_policy_leaves_empty_needs_no_view() -> None:
+    runner, model, _, log = runner_of(Placing())
+    for point in (Point.PREFILL_DONE, Point.REASONING_ENDED, Point.LENGTH_BOUNDARY):
+        assert not runner.asks(point)
+        runner.request_changed(point, REQUEST, Moment(1.0, 2.0))
+    assert not runner.asks(Point.TICK)
+    assert (model.asked, log.lines) == ([], [])
+    # Somebody watches: each question is put.
+    runner.watchers.append(log)
+    assert runner.asks(Point.TICK)
+    runner.request_changed(Point.PREFILL_DONE, REQUEST, Moment(1.0, 2.0))
+    assert model.asked == [("request on a", 1.0)]
+    # Nothing was decided, and nothing is submitted.
+    assert log.lines == [("decided", "Placing", Point.PREFILL_DONE, 0)]
+
+
+def test_each_point_has_its_method_and_its_answer_is_submitted_after_it_was_watched() -> None:
+    runner, _, _, log = runner_of(Everywhere())
+    runner.watchers.append(log)
+    for point, reason in (
+        (Point.PREFILL_DONE, "prefill done"),
+        (Point.REASONING_ENDED, "reasoning ended"),
+        (Point.LENGTH_BOUNDARY, "length boundary"),
+    ):
+        assert runner.asks(point)
+        log.lines.clear()
+        runner.request_changed(point, REQUEST, Moment(1.0, 2.0))
+        assert log.lines == [
+            ("decided", "Everywhere", point, 1),
+            ("submit", [reason], "Everywhere", WhenFull.HOST),
+        ]
+
+
+def test_a_placement_is_asked_of_the_view_for_its_model_and_left_to_the_caller() -> None:
+    runner, model, _, log = runner_of(Placing())
+    runner.watchers.append(log)
+    assert runner.place(ARRIVAL, "m", Moment(1.0, 2.0)) == Place("a")
+    assert model.asked == [("model m", 1.0)]
+    assert log.lines == [("placed", "Placing", 2.0, Place("a"))]
+
+
+def test_a_tick_is_told_of_the_last_one_of_the_same_policy() -> None:
+    runner, model, deciding, log = runner_of(Everywhere())
+
+    def reason() -> object:
+        return log.lines[-1][1]
+
+    runner.tick(Moment(1.0, 10.0))
+    assert reason() == ["tick at 10 after None"]
+    assert runner.last_tick_s == 10.0
+    runner.tick(Moment(2.0, 11.0))
+    assert reason() == ["tick at 11 after 10.0"]
+    assert model.asked == [("all", 1.0), ("all", 2.0)]
+    deciding.policy = Everywhere()
+    assert runner.last_tick_s is None
+    runner.tick(Moment(3.0, 12.0))
+    assert reason() == ["tick at 12 after None"]
+    runner.last_tick_s = 5.0
+    runner.tick(Moment(4.0, 13.0))
+    assert reason() == ["tick at 13 after 5.0"]
+    runner.last_tick_s = None
+    runner.tick(Moment(5.0, 14.0))
+    assert reason() == ["tick at 14 after None"]
+
+
+def test_a_policy_that_fails_is_stood_in_for_and_counted() -> None:
+    metrics, view = CallLog(), cluster(instance("a", (REQUEST,)), instance("b"))
+    calls = GuardedCalls(metrics)
+    assert calls.place(InForce(Broken()), PlaceQuestion(view, ARRIVAL, 0.0)) == Place("b")
+    assert calls.decide(InForce(Broken()), Question(Point.PREFILL_DONE, view, REQUEST, 0.0)) is None
+    assert metrics.failures == [("Broken", Point.PLACE), ("Broken", Point.PREFILL_DONE)]
+    assert metrics.calls == [Point.PLACE, Point.PREFILL_DONE]
+    log = Log()
+    runner = PolicyRunner(Model(), InForce(Broken()), log, calls)
+    runner.watchers.append(log)
+    runner.request_changed(Point.PREFILL_DONE, REQUEST, Moment(0.0, 0.0))
+    assert log.lines == [("decided", "Broken", Point.PREFILL_DONE, None)]
+
+
+def test_what_a_policy_decides_passes() -> None:
+    metrics, view = CallLog(), cluster(instance("a", (REQUEST,)), instance("b"))
+    calls = GuardedCalls(metrics)
+    assert calls.place(InForce(Everywhere()), PlaceQuestion(view, ARRIVAL, 0.0)) == Place("a")
+    question = Question(Point.PREFILL_DONE, view, REQUEST, 0.0)
+    assert calls.decide(InForce(Everywhere()), question) == (replace(MOVE, reason="prefill done"),)
+    assert metrics.failures == []
+    assert metrics.calls == [Point.PLACE, Point.PREFILL_DONE]
+
+
+class Refusing(Policy):
+    """Takes nobody."""
+
+    def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
+        return Refuse("full")
+
+
+def test_a_refusal_is_the_policys_and_a_place_that_must_not_be_is_not() -> None:
+    metrics = CallLog()
+    calls = GuardedCalls(metrics)
+    view = cluster(instance("a", state=InstanceState.DRAINING), instance("b"))
+    assert calls.place(InForce(Refusing()), PlaceQuestion(view, ARRIVAL, 0.0)) == Refuse("full")
+    assert metrics.failures == []
+    assert calls.place(InForce(Placing()), PlaceQuestion(view, ARRIVAL, 0.0)) == Place("b")
+    assert metrics.failures == [("Placing", Point.PLACE)]
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed"), [("a", True), ("b", False), ("c", False), ("d", False), ("unknown", False)]
+)
+def test_who_may_get_an_arrival(name: str, allowed: bool) -> None:
+    view = cluster(
+        instance("a"),
+        instance("b", state=InstanceState.DRAINING),
+        instance("c", state=InstanceState.SUSPECT),
+        instance("d"),
+    )
+    assert may_place(view, replace(ARRIVAL, excluded=frozenset({"d"})), name) is allowed
