@@ -13,6 +13,7 @@ import asyncio
 import json
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -21,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.models.cell import MOVES, Result
-from benchmarks.models.cells import NAMES, Cell, cells_of, folder_of, run_cell
+from benchmarks.models.cells import NAMES, Cell, cells_of
+from benchmarks.models.lanes import Lane
 from benchmarks.report import RESULTS, save
 
 
@@ -46,8 +48,7 @@ def main() -> None:
         _save(given.streams, results)
 
     with tempfile.TemporaryDirectory(prefix="tailrace-models-") as folder:
-        # The quick ones first.
-        left = sorted((cell for cell in cells if str(cell) not in results), key=lambda cell: cell.v2)
+        left = [cell for cell in cells if str(cell) not in results]
         asyncio.run(_all(left, Path(folder), given.streams, given.at_a_time, took))
     Console().print(_table(cells, results))
     wrong = [str(cell) for cell in cells if not _right(results[str(cell)])]
@@ -61,14 +62,19 @@ def main() -> None:
 async def _all(
     cells: list[Cell], folder: Path, streams: int, at_a_time: int, took: Callable[[Cell, Result], None]
 ) -> None:
-    slots = asyncio.Semaphore(at_a_time)
-    models = {cell.name: folder_of(cell.name, folder) for cell in cells}
+    """The quick ones first."""
+    for v2 in (False, True):
+        left = deque(sorted((cell for cell in cells if cell.v2 == v2), key=lambda cell: cell.devices))
 
-    async def one(cell: Cell) -> None:
-        async with slots:
-            took(cell, await run_cell(cell, models[cell.name], streams))
+        async def lane(v2: bool = v2, left: deque[Cell] = left) -> None:
+            async with Lane(v2, folder, streams) as measuring:
+                while left:
+                    cell = left.popleft()
+                    took(cell, await measuring.measure(cell))
 
-    await asyncio.gather(*(one(cell) for cell in cells))
+        async with asyncio.TaskGroup() as lanes:
+            for _ in range(min(at_a_time, len(left))):
+                lanes.create_task(lane())
 
 
 def _save(streams: int, results: Mapping[str, Result]) -> Path:

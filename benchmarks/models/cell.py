@@ -1,6 +1,4 @@
-"""One architecture in one of vLLM's ways to run, in a process of its own: prints `RESULT {json}`.
-
-    python -m benchmarks.models.cell MODEL_FOLDER [--v2] [--async-scheduling] [--random-weights] ...
+"""One architecture in one of vLLM's ways to run.
 
 The streams, half greedy, half seeded, run once undisturbed and once more while each is moved at two random
 points; a prompt is of random tokens. What a stream samples can depend on who shares its batches (rounding),
@@ -11,18 +9,14 @@ several ranks there are two, and a request goes to the other and back, from rank
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import os
+import multiprocessing
 import random
-import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from benchmarks.models.architectures import VOCABULARY
-from benchmarks.models.triton_on_cpu import use_model_runner_v2
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +25,6 @@ if TYPE_CHECKING:
     from benchmarks.models.sink import Sink, Stream
     from worker_agent.engine.vllm.engine import VllmEngine
 
-PREFIX: Final = "RESULT "
 MOVES: Final = 2
 _SEED: Final = 11
 
@@ -80,44 +73,23 @@ class Result:
     seconds: float = 0.0
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("--v2", action="store_true")
-    parser.add_argument("--async-scheduling", action="store_true")
-    parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel size")
-    parser.add_argument("--stages", type=int, default=1, help="pipeline-parallel size")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--random-weights", action="store_true", help="the model has no tokenizer")
-    parser.add_argument("--no-prefix-caching", action="store_true")
-    parser.add_argument("--streams", type=int, default=20)
-    parser.add_argument("--tokens", type=int, default=70)
-    given = parser.parse_args()
-    way = Way(
-        model=given.model,
-        v2=given.v2,
-        async_scheduling=given.async_scheduling,
-        tensor=given.tensor,
-        stages=given.stages,
-        dtype=given.dtype,
-        random_weights=given.random_weights,
-        prefix_caching=not given.no_prefix_caching,
-        streams=given.streams,
-        tokens=given.tokens,
-    )
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    # Compiled helpers ask a Triton backend for more than its name.
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    if way.v2:
-        use_model_runner_v2()
+def measure(way: Way) -> Result:
+    """In a process that has imported all of `warm.py`, and will end then."""
     begun = time.monotonic()
+    if way.tensor * way.stages > 1:
+        _fork_the_ranks()
     result = asyncio.run(_measured(way))
     result.seconds = round(time.monotonic() - begun, 1)
-    print(PREFIX + json.dumps(asdict(result)), flush=True)
-    # The interpreter would take seconds more to take vLLM's modules apart.
-    sys.stdout.flush()
-    os._exit(0)
+    return result
+
+
+def _fork_the_ranks() -> None:
+    """From one process that has imported what they need: spawned, as vLLM has it on CPUs, each imports it."""
+    from vllm.v1.executor import multiproc_executor
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.models.warm"])
+    multiproc_executor.get_mp_context = lambda: context
 
 
 async def _measured(way: Way) -> Result:
@@ -247,11 +219,3 @@ def _submit(engine: VllmEngine, sink: Sink, asked: Request) -> Stream:
         seed=asked.seed,
     )
     return sink.submit(engine, asked.prompt, params)
-
-
-if __name__ == "__mp_main__" and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
-    # In a rank's process, before it imports vLLM.
-    use_model_runner_v2()
-
-if __name__ == "__main__":
-    main()

@@ -1,17 +1,13 @@
-"""Runs cells of the table, each in a process of its own."""
+"""The cells of the table."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from benchmarks.models.architectures import ARCHITECTURES, write_model
-from benchmarks.models.cell import PREFIX, Result
+from benchmarks.models.cell import Way
 from tailrace.tiny import MODEL_PATH
 
 TINY: Final = "tiny"
@@ -20,8 +16,8 @@ TINY: Final = "tiny"
 NAMES: Final = (TINY, *ARCHITECTURES)
 # Of which layers can be shared by two devices.
 _SHARED_LAYERS: Final = (TINY, "llama", "qwen3moe", "deepseekv2", "gemma3", "gptoss", "granitehybrid")
-_DEADLINE_S: Final = 900.0
-_LAST_LINES: Final = 3
+# Of an answer: with its prompt one to four blocks of a KV cache on a CPU.
+_TOKENS: Final = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,38 +58,18 @@ def folder_of(name: str, folder: Path) -> Path:
     return MODEL_PATH if name == TINY else write_model(name, folder)
 
 
-async def run_cell(cell: Cell, model: Path, streams: int) -> Result:
-    """Measure one. What went wrong is in the result."""
-    arguments = [str(model), "--streams", str(streams)]
-    if cell.name != TINY:
-        found = ARCHITECTURES[cell.name]
-        arguments += ["--dtype", found.dtype, "--random-weights"]
-        arguments += [] if found.prefix_caching else ["--no-prefix-caching"]
-    arguments += ["--v2"] if cell.v2 else []
-    arguments += ["--async-scheduling"] if cell.async_scheduling else []
-    arguments += ["--tensor", str(cell.tensor), "--stages", str(cell.stages)]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "benchmarks.models.cell",
-        *arguments,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+def way_of(cell: Cell, folder: Path, streams: int) -> Way:
+    """What a process is to do for it, with models in `folder`."""
+    found = ARCHITECTURES.get(cell.name)
+    return Way(
+        model=str(folder_of(cell.name, folder)),
+        v2=cell.v2,
+        async_scheduling=cell.async_scheduling,
+        tensor=cell.tensor,
+        stages=cell.stages,
+        dtype=found.dtype if found else "float32",
+        random_weights=found is not None,
+        prefix_caching=found is None or found.prefix_caching,
+        streams=streams,
+        tokens=_TOKENS,
     )
-    try:
-        async with asyncio.timeout(_DEADLINE_S):
-            output, errors = await process.communicate()
-    except TimeoutError:
-        return Result(error=f"it took longer than {_DEADLINE_S:.0f} s")
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    for line in output.decode().splitlines():
-        if line.startswith(PREFIX):
-            return Result(**json.loads(line.removeprefix(PREFIX)))
-    # What Triton's bindings say at every exit.
-    told = [line for line in errors.decode().splitlines() if not line.startswith(("nanobind:", " - "))]
-    last = " / ".join(told[-_LAST_LINES:])
-    return Result(error=f"it ended with {process.returncode}: {last}")

@@ -142,7 +142,6 @@ async def _from_rank_to_rank(
 
     async def pull(hashes: Sequence[bytes]) -> None:
         nonlocal have
-        await session.announce(have, hashes)
         await target.engine.import_reserve(name, have + len(hashes))
         await transfer.pull(have, hashes)
         have += len(hashes)
@@ -152,9 +151,13 @@ async def _from_rank_to_rank(
         have = target.engine.import_held(name)
         transfer = await takes.connect(name, sends.addresses, session.tickets)
         try:
+            await session.announce(0, exported.block_hashes)
             await pull(exported.block_hashes[have:])
-            await pull(await source.engine.export_more(name, have))
+            more = await source.engine.export_more(name, have)
+            await session.announce(have, more)
+            await pull(more)
             pause = await source.engine.export_pause(name, have)
+            await session.announce(have, pause.block_hashes)
             await pull(pause.block_hashes)
             await target.engine.import_prepare(name, pause)
             session.taken = True

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.models.cell import MOVES
-from benchmarks.models.cells import Cell, folder_of, run_cell
+from benchmarks.models.cells import Cell
+from benchmarks.models.lanes import run_cell
 from tailrace.tiny import MODEL_PATH
 
 pytest.importorskip("vllm", reason="the vLLM engine is not installed")
@@ -32,7 +33,7 @@ STREAMS = 8
 async def test_streams_that_move_from_rank_to_rank_are_the_undisturbed_ones(
     cell: Cell, tmp_path: Path
 ) -> None:
-    result = await run_cell(cell, folder_of(cell.name, tmp_path), STREAMS)
+    result = await run_cell(cell, tmp_path, STREAMS)
     assert result.error == ""
     assert (result.equal, result.live) == (STREAMS, MOVES * STREAMS)
 

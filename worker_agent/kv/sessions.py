@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from worker_agent.kv.errors import KvTransferError
 from worker_agent.kv.ticket import Ticket
 
 
@@ -25,7 +26,12 @@ class Session:
         self.taken = False
 
     def announce(self, first_block: int, hashes: Sequence[bytes]) -> None:
-        """These blocks may be read from now on."""
+        """These blocks may be read from now on. They follow those announced before, or come in their place.
+
+        Raises KvTransferError when there would be blocks between that nobody named.
+        """
+        if first_block > len(self._hashes):
+            raise KvTransferError(f"block {first_block} announced after {len(self._hashes)} blocks")
         self._hashes[first_block:] = hashes
 
     def hashes(self, first_block: int, num_blocks: int) -> list[bytes]:
