@@ -122,9 +122,8 @@ def embedding(scale: Scale, folder: Path) -> Iterator[Row]:
     """Placed, never moved: the same vector wherever it is computed."""
     engine = ["runner=pooling"]
     with serving("embedding", engine=engine, front=["--runner=pooling"]) as served:
-        row = Row(
-            "embedding", "-", note="; ".join(sorted({": ".join(way) for way in served.ways().values()}))
-        )
+        note = "; ".join(sorted({": ".join(way) for way in served.ways().values()}))
+        row = Row("embedding", "-", note=note, stays=True)
         texts = [prompts(number) for number in range(scale.streams)]
         # The first pass one after the other; the second all at once, over both workers.
         alone = [served.client.embeddings.create(model=MODEL, input=text).data[0].embedding for text in texts]

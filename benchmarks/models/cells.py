@@ -14,10 +14,9 @@ TINY: Final = "tiny"
 """The trained model that Tailrace carries."""
 
 NAMES: Final = (TINY, *ARCHITECTURES)
-# Of which layers can be shared by two devices.
-_SHARED_LAYERS: Final = (TINY, "llama", "qwen3moe", "deepseekv2", "gemma3", "gptoss", "granitehybrid")
-# Of an answer: with its prompt one to four blocks of a KV cache on a CPU.
+# Of an answer: with its prompt one to five blocks of a KV cache on a CPU. Fewer where steps are slow.
 _TOKENS: Final = 40
+_TOKENS_V2: Final = 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +42,13 @@ class Cell:
 
 
 def cells_of(name: str) -> list[Cell]:
-    """An architecture's ways to run: each runner and scheduling on one device; V1 on two, where it can."""
-    cells = [Cell(name, v2, async_) for v2 in (False, True) for async_ in (False, True)]
-    if name in _SHARED_LAYERS:
-        cells.append(Cell(name, v2=False, async_scheduling=False, tensor=2))
+    """An architecture's ways to run: each runner and scheduling on one device; two devices with V1, and with
+    V2 as vLLM has it on GPUs. The tiny model has all of them, and stages too."""
+    ways = [(v2, async_) for v2 in (False, True) for async_ in (False, True)]
+    cells = [Cell(name, v2, async_) for v2, async_ in ways]
+    cells += [Cell(name, v2, async_, tensor=2) for v2, async_ in ways if name == TINY or async_ or not v2]
     if name == TINY:
-        cells.append(Cell(name, v2=False, async_scheduling=True, tensor=2))
-        cells.append(Cell(name, v2=False, async_scheduling=False, stages=2))
+        cells += [Cell(name, v2, async_, stages=2) for v2, async_ in ways]
     return cells
 
 
@@ -71,5 +70,5 @@ def way_of(cell: Cell, folder: Path, streams: int) -> Way:
         random_weights=found is not None,
         prefix_caching=found is None or found.prefix_caching,
         streams=streams,
-        tokens=_TOKENS,
+        tokens=_TOKENS_V2 if cell.v2 else _TOKENS,
     )
