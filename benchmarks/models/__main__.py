@@ -64,7 +64,7 @@ async def _all(
 ) -> None:
     """The quick ones first."""
     for v2 in (False, True):
-        left = deque(sorted((cell for cell in cells if cell.v2 == v2), key=lambda cell: cell.devices))
+        left = deque(sorted((cell for cell in cells if cell.v2 == v2), key=_turn))
 
         async def lane(v2: bool = v2, left: deque[Cell] = left) -> None:
             async with Lane(v2, folder, streams) as measuring:
@@ -75,6 +75,12 @@ async def _all(
         async with asyncio.TaskGroup() as lanes:
             for _ in range(min(at_a_time, len(left))):
                 lanes.create_task(lane())
+
+
+def _turn(cell: Cell) -> tuple[str, bool]:
+    # Cells side by side are of different models: at a new one vLLM looks in a process of its own, and keeps
+    # what it saw.
+    return cell.devices, cell.async_scheduling
 
 
 def _save(streams: int, results: Mapping[str, Result]) -> Path:

@@ -144,7 +144,8 @@ async def _compared(places: Sequence[Place], sink: Sink, way: Way, reason: str) 
     result = Result(streams=way.streams, reason=reason)
     moved = [_submit(engine, sink, asked) for asked in _requests(way)]
     chance = random.Random(_SEED)
-    points = [sorted(chance.sample(range(2, way.tokens - 12), MOVES)) for _ in moved]
+    # In the first half: engines with several ranks go on while a move is on its way from rank to rank.
+    points = [sorted(chance.sample(range(2, way.tokens // 2), MOVES)) for _ in moved]
     counts = await asyncio.gather(
         *(_moved(places, sink, stream, at, result) for stream, at in zip(moved, points, strict=True))
     )

@@ -50,7 +50,7 @@ class Lane:
     async def measure(self, cell: Cell) -> Result:
         """What went wrong is in the result."""
         assert self._process and self._process.stdin and self._process.stdout
-        way = await asyncio.to_thread(way_of, cell, self._folder, self._streams)
+        way = way_of(cell, self._folder, self._streams)
         self._process.stdin.write(json.dumps(asdict(way)).encode() + b"\n")
         await self._process.stdin.drain()
         line = await self._process.stdout.readline()
