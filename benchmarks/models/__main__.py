@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import sys
 import tempfile
 from collections import deque
@@ -40,6 +41,9 @@ def main() -> None:
     cells = [cell for name in given.names for cell in cells_of(name)]
     # By cell; of other names than were asked for, too.
     results = _measured(given.streams) if given.resume else {}
+
+    # So that a run that is ended leaves no processes, as with Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def took(cell: Cell, result: Result) -> None:
         results[str(cell)] = result
