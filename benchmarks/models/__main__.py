@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import signal
 import sys
@@ -67,8 +68,11 @@ async def _all(
     cells: list[Cell], folder: Path, streams: int, at_a_time: int, took: Callable[[Cell, Result], None]
 ) -> None:
     """The quick ones first."""
-    for v2 in (False, True):
-        left = deque(sorted((cell for cell in cells if cell.v2 == v2), key=_turn))
+    for several, v2 in itertools.product((False, True), (False, True)):
+        part = [cell for cell in cells if (bool(cell.devices), cell.v2) == (several, v2)]
+        # Cells side by side are of different models: at a new one vLLM looks in a process of its own, and
+        # keeps what it saw.
+        left = deque(sorted(part, key=lambda cell: (cell.devices, cell.async_scheduling)))
 
         async def lane(v2: bool = v2, left: deque[Cell] = left) -> None:
             async with Lane(v2, folder, streams) as measuring:
@@ -79,12 +83,6 @@ async def _all(
         async with asyncio.TaskGroup() as lanes:
             for _ in range(min(at_a_time, len(left))):
                 lanes.create_task(lane())
-
-
-def _turn(cell: Cell) -> tuple[str, bool]:
-    # Cells side by side are of different models: at a new one vLLM looks in a process of its own, and keeps
-    # what it saw.
-    return cell.devices, cell.async_scheduling
 
 
 def _save(streams: int, results: Mapping[str, Result]) -> Path:
