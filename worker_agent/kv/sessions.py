@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from worker_agent.kv.errors import KvTransferError
+from worker_agent.kv.address import KvTransferError
 from worker_agent.kv.ticket import Ticket
 
 
