@@ -10,7 +10,7 @@ import pytest
 from tailrace.actions import Action, Migrate, Place, SetPool
 from tailrace.cluster import Arrival, CachedTokens, InstanceView, Phase, Pool, RequestView
 from tailrace.policy.arrow.kv_wait import KvWait
-from tailrace.policy.arrow.policy import FILTER, Arrow
+from tailrace.policy.arrow.policy import ATTAINMENT, FILTER, Arrow
 from tailrace.policy.arrow.pools import Pools
 from tailrace.slo import DEFAULT_TPOT_S, DEFAULT_TTFT_S
 from tests.policy.fleets import cluster, instance, request
@@ -104,6 +104,36 @@ def test_decode_load_is_low_up_to_the_tpot_slo(interval_s: float, flips: bool) -
     ]
     placement = ARROW.place(cluster(with_delay("a", P, 60.0), *decoders), SHORT, 0.0)
     assert placement == (Place("c", (SetPool("c", D2P),)) if flips else Place("a"))
+
+
+def test_instances_that_may_run_nothing_are_never_spared() -> None:
+    view = cluster(with_delay("a", P, 60.0), carrying("c", D, 0, 0), carrying("d", D, 0, 0))
+    assert ARROW.place(view, SHORT, 0.0) == Place("a")
+
+
+@pytest.mark.parametrize(("tokens", "flips"), [(100, True), (120_000, False)])
+def test_by_attainment_a_flip_for_an_arrival_must_bring_it_within_its_slo(tokens: int, flips: bool) -> None:
+    view = cluster(
+        with_delay("a", P, 60.0), instance("c", (request("x", "c"),), pool=D), instance("d", pool=D)
+    )
+    placement = Arrow(flips=ATTAINMENT).place(view, replace(SHORT, prompt_tokens=tokens), 0.0)
+    assert placement == (Place("d", (SetPool("d", P),)) if flips else Place("a"))
+
+
+@pytest.mark.parametrize(("interval_s", "flips"), [(10.0, True), (0.1501, False)])
+def test_by_attainment_a_flip_for_an_answer_must_bring_enough_of_them(interval_s: float, flips: bool) -> None:
+    """Of the hundred on an instance that is a little too slow, another one would bring less than one."""
+    policy = Arrow(flips=ATTAINMENT)
+    running = tuple(request(f"x{n}", "c") for n in range(100))
+    slow = replace(
+        instance("c", running, pool=D, capacity=4_000_000),
+        token_interval_s=interval_s,
+        max_running_tokens=1_000_000,
+    )
+    source = instance("a", (request("r", "a"),), pool=P)
+    actions = decode(policy, source, slow, instance("e", pool=P))
+    move = SetPool("e", D)
+    assert actions == [*([move] if flips else []), Migrate("r", "a", "e" if flips else "c", "prefill done")]
 
 
 def test_the_wait_for_kv_counts_where_it_is_longer_than_the_queue() -> None:
