@@ -29,7 +29,10 @@ TARGETS: Final = (
         "tailrace/control/cluster_model.py",
         ("tests/control", "tests/scheduler/test_models.py"),
     ),
-    Target("tailrace/control/runner.py", ("tests/control", "tests/scheduler/test_decisions.py")),
+    Target(
+        "tailrace/control/runner.py",
+        ("tests/control", "tests/scheduler/test_active_policy.py", "tests/scheduler/test_decisions.py"),
+    ),
     Target("tailrace/bid_ask.py", (_POLICY + "test_bid_ask.py",)),
     Target("tailrace/policy/cascade/planner.py", (_POLICY + "test_cascade_planner.py",)),
     Target(

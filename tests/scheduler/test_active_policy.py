@@ -100,3 +100,16 @@ def test_refused_parameters_leave_the_policy_and_are_logged_once(caplog: pytest.
     # SLOs are followed meanwhile.
     active.follow(bad, Slo(0.7, 0.1))
     assert isinstance(active.policy, Arrow) and active.policy.ttft_slo_s == 0.7
+    active.follow(bad, Slo(0.7, 0.1))
+    active.follow(bad, Slo(0.8, 0.1))
+    assert caplog.text.count("cannot switch to policy pascal, keeping arrow") == 1
+
+
+def test_a_refused_policy_is_tried_again_once_another_was_in_force(caplog: pytest.LogCaptureFixture) -> None:
+    active = ActivePolicy(PolicyRecord(name="arrow"))
+    bad = PolicyRecord(name="pascal", parameters={"quantum_tokens": 0})
+    active.follow(bad, Slo())
+    active.follow(PolicyRecord(name="ares"), Slo())
+    active.follow(bad, Slo())
+    assert active.name == "ares"
+    assert caplog.text.count("cannot switch to policy pascal, keeping") == 2
