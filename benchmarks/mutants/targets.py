@@ -27,7 +27,7 @@ TARGETS: Final = (
     Target("tailrace/intra/earliest_due.py", _ORDERS),
     Target(
         "tailrace/control/cluster_model.py",
-        ("tests/control", "tests/scheduler/test_models.py"),
+        ("tests/control", "tests/scheduler/test_lengths.py", "tests/scheduler/test_models.py"),
     ),
     Target(
         "tailrace/control/runner.py",

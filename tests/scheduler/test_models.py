@@ -110,3 +110,15 @@ async def test_only_those_of_its_model_are_asked_to_take_a_request_over(state: R
     with pytest.raises(Refused, match="nobody to offer"):
         await negotiator.offer(moving, Offer("r", "a", ("b", "d"), "load"), "cascade")
     await channels.close()
+
+
+def test_groups_are_remembered_but_not_of_however_many_keys() -> None:
+    groups = ModelGroups({name: running(name, FIRST) for name in "ab"})
+    first = groups.running("t:first")
+    assert first == {"a", "b"}
+    assert groups.running("t:first") is first
+    # Front ends that ask for ever new models must not fill the memory.
+    for number in range(1_000):
+        assert groups.running(f"no such model {number}") == frozenset()
+    assert groups.running("t:first") is first
+    assert len(groups._asked) == 256
