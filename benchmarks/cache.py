@@ -52,6 +52,7 @@ CONTESTANTS: Final[Mapping[str, tuple[str, Mapping[str, Value]]]] = {
     "least_loaded": ("least_loaded", {}),
     "session": ("session", {}),
     "prefix_affinity": ("prefix_affinity", {}),
+    "prefix_affinity, pulls": ("prefix_affinity", {"pulls": True}),
     **{name: (name, {}) for name in ("pascal", "ares", "arrow", "cascade")},
     **{f"{name}, cache_aware": (name, _AWARE) for name in ("pascal", "ares", "arrow", "cascade")},
     "tailrace": ("tailrace", {}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
@@ -12,7 +13,7 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
 from tailrace.tiny.task import task
-from tailrace.v1 import admin_pb2
+from tailrace.v1 import admin_pb2, types_pb2
 from tests.e2e.chats import Chats, client
 from tests.e2e.conftest import VLLM_KV_BLOCKS, VLLM_WORKERS
 from tests.e2e.fleet import MODEL, Fleet
@@ -126,10 +127,23 @@ def pulls(fleet: Fleet, outcome: str) -> float:
     return counts
 
 
-def drain(fleet: Fleet, name: str, undrain: bool = False) -> None:
-    """Nothing new goes there from now on, or again."""
-    for _ in fleet.admin().Drain(admin_pb2.DrainRequest(instance_id=name, undrain=undrain), timeout=30):
+def draining(fleet: Fleet) -> set[str]:
+    """Those that get nothing new."""
+    state = types_pb2.INSTANCE_STATE_DRAINING
+    return {name for name, instance in fleet.instances().items() if instance.state == state}
+
+
+def drain(fleet: Fleet, name: str) -> None:
+    """Nothing new goes there from now on; what was there has ended."""
+    for _ in fleet.admin().Drain(admin_pb2.DrainRequest(instance_id=name), timeout=30):
         pass
+
+
+def undrain(fleet: Fleet) -> None:
+    """All take new work again."""
+    for name in draining(fleet):
+        for _ in fleet.admin().Drain(admin_pb2.DrainRequest(instance_id=name, undrain=True), timeout=30):
+            pass
 
 
 @dataclass
@@ -158,7 +172,7 @@ class Emptied:
         return self
 
     def __exit__(self, *_: object) -> None:
-        drain(self.fleet, self.holder, undrain=True)
+        undrain(self.fleet)
 
     @property
     def whole(self) -> int:
@@ -221,25 +235,38 @@ def test_many_share_one_pull(fleet: Fleet) -> None:
         assert [found for _, _, found in results] == [held.whole] * 6
 
 
+@contextmanager
+def unheard(fleet: Fleet) -> Iterator[None]:
+    """The scheduler hears nothing of any worker meanwhile."""
+    fleet.processes["monitor"].freeze()
+    try:
+        yield
+    finally:
+        fleet.processes["monitor"].thaw()
+
+
+def only(fleet: Fleet, *names: str) -> None:
+    """New work goes to these alone. Waits for nothing to end: of that, only reports would tell."""
+    undrain(fleet)
+    for name in set(VLLM_WORKERS).difference(names):
+        call = fleet.admin().Drain(admin_pb2.DrainRequest(instance_id=name), timeout=30)
+        next(call)
+        call.cancel()
+    wait_until(lambda: set(VLLM_WORKERS) - draining(fleet) == set(names), "the others to drain", 10)
+
+
 def test_an_index_that_is_stale_costs_time_and_no_answer(fleet: Fleet) -> None:
     """The scheduler hears nothing for ten seconds, in which the holder forgets the prompt."""
     place_by(fleet, "tailrace", pull_margin="0")
-    with Emptied(fleet, "stale") as held:
-        others = [name for name in VLLM_WORKERS if name != held.holder]
-        fleet.processes["monitor"].freeze()
-        frozen_s, computed = time.monotonic(), 0
-        drain(fleet, held.holder, undrain=True)
-        for name in others:
-            drain(fleet, name)
-        while computed < int(VLLM_KV_BLOCKS) or time.monotonic() < frozen_s + STALE_S:
+    with Emptied(fleet, "stale") as held, unheard(fleet):
+        only(fleet, held.holder)
+        began_s, computed = time.monotonic(), 0
+        while computed < int(VLLM_KV_BLOCKS) or time.monotonic() < began_s + STALE_S:
             _, tokens, known = ask(fleet, f"another {computed}", words=400)
             computed += (tokens - known) // BLOCK
-        drain(fleet, held.holder)
-        for name in others:
-            drain(fleet, name, undrain=True)
+        only(fleet, *(name for name in VLLM_WORKERS if name != held.holder))
         gone, expected = pulls(fleet, "gone"), fleet.metric("scheduler-0", EXPECTED)
         answer, _, found = ask(fleet, held.name)
-        fleet.processes["monitor"].thaw()
         assert answer == held.answer and found < 2 * BLOCK
         # It was placed by what is no longer so.
         assert pulls(fleet, "gone") == gone + 1

@@ -1,0 +1,215 @@
+"""`make bench-cache-vllm`: the simulator's prefix cache against real vLLM's, on the same requests.
+
+Small sessions with shared instructions and documents, on one engine with the tiny model and little KV, so
+that much is evicted. Asked one after the other, what is found of each request depends on nothing but the
+order of eviction; asked all at once, four at a time, on the batches, too. Blocks of the size of the
+workload's units, and smaller ones, of which vLLM finds parts of a unit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.report import machine, save
+from simulator.cluster import ClusterSpec
+from simulator.request import SimRequest
+from simulator.simulation import simulate
+from simulator.workloads.sessions import UNIT_TOKENS, Shape, session_requests
+from tailrace.intra.orders import Fcfs
+from tailrace.policy.least_loaded import LeastLoaded
+from tailrace.profiles import load_profile
+from tailrace.tiny import MODEL_PATH
+
+SHAPE: Final = Shape(
+    turns=4.0,
+    gap_s=20.0,
+    gap_sigma=0.8326,
+    apps=4,
+    instruction_tokens=300.0,
+    first_tokens=150.0,
+    later_tokens=100.0,
+    answer_tokens=24.0,
+    documents=12,
+    document_share=0.5,
+    document_tokens=600.0,
+)
+KV_TOKENS: Final = 12_800
+_MOST_TOKENS: Final = 2_900
+_SEATS: Final = 4
+_STEP_TOKENS: Final = 2_048
+# So far apart that each has ended when the next one comes.
+_APART_S: Final = 1_000.0
+_PROFILE: Final = "llama-3.1-8b-h100"
+_CHILD_S: Final = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Of one way of asking. Shares of all prompt tokens; `equal`: requests of which both found the same."""
+
+    block_tokens: int
+    way: str
+    requests: int
+    equal: int
+    unbounded: float
+    vllm: float
+    simulated: float
+
+
+def workload(count: int, seed: int) -> list[SimRequest]:
+    """Sessions, without those turns that are too long for the model."""
+    requests = session_requests("sessions", SHAPE, count, 4.0, seed)
+    return [each for each in requests if each.prompt_tokens + each.answer_tokens <= _MOST_TOKENS]
+
+
+def additions(requests: Sequence[SimRequest]) -> list[tuple[str, list[int], int]]:
+    """What each adds to its session: equal units are equal tokens. Byte-level: a token is below 256."""
+    job: list[tuple[str, list[int], int]] = []
+    said: dict[str, int] = {}
+    for each in requests:
+        before = said.get(each.session_id, 0)
+        tokens: list[int] = []
+        if not before:
+            for name in each.unit_names[: each.prompt_tokens // UNIT_TOKENS]:
+                tokens += _drawn(f"unit {name}", UNIT_TOKENS)
+        tokens += _drawn(f"request {each.request_id}", each.prompt_tokens - before - len(tokens))
+        said[each.session_id] = each.prompt_tokens + each.answer_tokens
+        job.append((each.session_id, tokens, each.answer_tokens))
+    return job
+
+
+def _drawn(name: str, count: int) -> list[int]:
+    draw = random.Random(name)
+    return [draw.randrange(256) for _ in range(count)]
+
+
+def real(requests: Sequence[SimRequest], block_tokens: int) -> dict[str, list[int]]:
+    """Tokens that vLLM finds of each, `alone` and `together`; and the prompts' lengths."""
+    engine = {
+        "model": str(MODEL_PATH),
+        "dtype": "float32",
+        "max_num_seqs": _SEATS,
+        "max_num_batched_tokens": _STEP_TOKENS,
+        "max_model_len": _MOST_TOKENS,
+        "block_size": block_tokens,
+        # Far more than is taken: by default it wants most of the machine.
+        "kv_cache_memory_bytes": 1 << 27,
+        # vLLM keeps one block for itself.
+        "num_gpu_blocks_override": KV_TOKENS // block_tokens + 1,
+    }
+    job = json.dumps({"engine": engine, "requests": additions(requests)})
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.vllm_hits"],
+        input=job,
+        capture_output=True,
+        text=True,
+        timeout=_CHILD_S,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if done.returncode or not lines:
+        raise RuntimeError(f"vLLM ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    found: dict[str, list[int]] = json.loads(lines[-1].removeprefix("RESULT "))
+    return found
+
+
+def simulated(requests: Sequence[SimRequest], apart_s: float, block_tokens: int) -> list[int]:
+    """Tokens that a simulated instance finds of each."""
+    spec = ClusterSpec.uniform(
+        1,
+        load_profile(_PROFILE),
+        prefix_caching=True,
+        kv_capacity_tokens=KV_TOKENS,
+        block_tokens=block_tokens,
+        max_num_seqs=_SEATS,
+        chunk_budget_tokens=_STEP_TOKENS,
+        host_kv_bytes=0,
+    )
+    moved = [replace(each, arrival_s=apart_s * place) for place, each in enumerate(requests)]
+    records = simulate(spec, moved, LeastLoaded(), Fcfs()).requests
+    by_id = {record.request_id: record.cached_tokens for record in records}
+    return [by_id[each.request_id] for each in requests]
+
+
+def unbounded(requests: Sequence[SimRequest]) -> int:
+    """Tokens that a cache which forgets nothing finds."""
+    known: set[int] = set()
+    found = 0
+    for each in requests:
+        for name in each.unit_names[: each.named_prompt_units]:
+            if name not in known:
+                break
+            found += UNIT_TOKENS
+        known.update(each.unit_names)
+    return found
+
+
+def compare(count: int, seed: int, block_tokens: int) -> list[Agreement]:
+    """Both ways of asking."""
+    requests = workload(count, seed)
+    found = real(requests, block_tokens)
+    total = sum(each.prompt_tokens for each in requests)
+    if found["prompts"] != [each.prompt_tokens for each in requests]:
+        raise RuntimeError("vLLM was asked other prompts")
+    result: list[Agreement] = []
+    for way, apart_s in (("alone", _APART_S), ("together", 0.0)):
+        ours = simulated(requests, apart_s, block_tokens)
+        result.append(
+            Agreement(
+                block_tokens=block_tokens,
+                way=way,
+                requests=len(requests),
+                equal=sum(a == b for a, b in zip(ours, found[way], strict=True)),
+                unbounded=unbounded(requests) / total,
+                vllm=sum(found[way]) / total,
+                simulated=sum(ours) / total,
+            )
+        )
+    return result
+
+
+def table(agreements: Sequence[Agreement]) -> Table:
+    """One row each."""
+    result = Table(title=f"Prompt tokens found, {KV_TOKENS} tokens of KV, units of {UNIT_TOKENS}")
+    result.add_column("block", justify="right")
+    result.add_column("asked")
+    for heading in ("requests", "equal", "unbounded %", "vLLM %", "simulated %"):
+        result.add_column(heading, justify="right")
+    for each in agreements:
+        shares = [f"{100 * share:.2f}" for share in (each.unbounded, each.vllm, each.simulated)]
+        result.add_row(str(each.block_tokens), each.way, str(each.requests), str(each.equal), *shares)
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> Path:
+    """Run the benchmark; returns where the figures are."""
+    parser = argparse.ArgumentParser(prog="make bench-cache-vllm", description=__doc__)
+    parser.add_argument("--requests", type=int, default=120)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
+    given = parser.parse_args(arguments)
+    agreements = [each for block in (64, 32) for each in compare(given.requests, given.seed, block)]
+    figures: dict[str, object] = {"runs": [asdict(each) for each in agreements]}
+    path = save("cache_vllm", figures)
+    if given.output == "json":
+        json.dump({"benchmark": "cache_vllm", "machine": machine(), **figures}, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        Console(width=None if sys.stdout.isatty() else 120).print(table(agreements))
+    Console(stderr=True).print(f"saved to {path}")
+    return path
+
+
+if __name__ == "__main__":
+    main()

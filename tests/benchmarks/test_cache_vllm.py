@@ -1,0 +1,32 @@
+"""The simulated prefix cache finds what real vLLM's finds."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.cache_vllm import additions, compare, workload
+from simulator.workloads.sessions import UNIT_TOKENS
+
+
+def test_equal_units_are_equal_tokens_and_all_others_differ() -> None:
+    requests = workload(200, 5)
+    said: dict[str, list[int]] = {}
+    of_name: dict[int, tuple[int, ...]] = {}
+    for each, (session, added, answer) in zip(requests, additions(requests), strict=True):
+        prompt = said.get(session, []) + added
+        assert len(prompt) == each.prompt_tokens and added
+        for place, name in enumerate(each.unit_names[: each.prompt_tokens // UNIT_TOKENS]):
+            unit = tuple(prompt[place * UNIT_TOKENS : (place + 1) * UNIT_TOKENS])
+            assert of_name.setdefault(name, unit) == unit
+        # Whatever the model says is the session's own.
+        said[session] = prompt + [-1] * answer
+    assert len(set(of_name.values())) > 0.9 * len(of_name)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(400)
+def test_hits_are_those_of_vllm_block_for_block_and_in_batches_within_two_points() -> None:
+    alone, together = compare(120, 3, UNIT_TOKENS)
+    assert 0.1 < alone.vllm < alone.unbounded - 0.1
+    assert alone.equal == alone.requests
+    assert together.simulated == pytest.approx(together.vllm, abs=0.02)
