@@ -18,6 +18,11 @@ _POLICY: Final = "tests/policy/"
 # What all parameters are, by the class and by the documentation.
 _DECLARED: Final = (_POLICY + "test_parameters.py", _POLICY + "test_paper_pages.py")
 _ORDERS: Final = ("tests/intra", "tests/worker/test_step_order.py", *_DECLARED)
+_TAILRACE: Final = (
+    _POLICY + "test_tailrace_arrival.py",
+    _POLICY + "test_tailrace.py",
+    _POLICY + "test_placing_by_prefix.py",
+)
 
 TARGETS: Final = (
     Target("frontend_svc/streams.py", ("tests/frontend/test_streams.py",)),
@@ -61,6 +66,6 @@ TARGETS: Final = (
             *_DECLARED,
         ),
     ),
-    Target("tailrace/policy/tailrace/arrival.py", (_POLICY + "test_tailrace.py", *_DECLARED)),
-    Target("tailrace/policy/tailrace/offers.py", (_POLICY + "test_tailrace.py", *_DECLARED)),
+    Target("tailrace/policy/tailrace/arrival.py", _TAILRACE),
+    Target("tailrace/policy/tailrace/offers.py", _TAILRACE),
 )

@@ -10,8 +10,10 @@ from tailrace.policy.phase_load import phase_load
 from tailrace.policy.tailrace.costs import Costs, Longest
 
 
-def arrival_s(costs: Costs, instance: InstanceView, prompt: int, now: float, patience_s: float) -> float:
-    """Seconds, summed over all concerned."""
+def arrival_s(
+    costs: Costs, instance: InstanceView, prompt: int, now: float, patience_s: float, cached: int = 0
+) -> float:
+    """Seconds, summed over all concerned. `cached`: tokens of the prompt that need not be computed there."""
     steps = costs.steps_of(instance)
     backlog = instance.prefill_backlog_tokens
     requests = instance.running + instance.waiting
@@ -39,8 +41,8 @@ def arrival_s(costs: Costs, instance: InstanceView, prompt: int, now: float, pat
         before_s += steps.compute_s(length)
     before_s = before_s * left / sum(first) if left else 0.0
     before_s += steps.backlog_s(unknown, max(1, instance.waiting - len(prompts)))
-    own_s = steps.compute_s(prompt)
-    wait_s = own_s + (prompt / steps.chunk_tokens + 1.0) * step_s
+    own_s = steps.compute_s(prompt) - steps.compute_s(cached)
+    wait_s = own_s + ((prompt - cached) / steps.chunk_tokens + 1.0) * step_s
     wait_s += before_s + (left + unknown) / steps.chunk_tokens * step_s
 
     # Whom its prefill delays.

@@ -1,0 +1,119 @@
+"""What an arrival costs, in seconds, is what the plain formula says; not only where it costs least."""
+
+from __future__ import annotations
+
+import itertools
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.cluster import ClusterView, InstanceView
+from tailrace.intra.due import due_s
+from tailrace.perf.length_penalty import load_length_penalty
+from tailrace.perf.steps import StepModel, StepTimes
+from tailrace.policy.phase_load import phase_load, prompts
+from tailrace.policy.tailrace.arrival import (
+    OF_MANY,
+    OF_ONE,
+    Before,
+    Offer,
+    Reported,
+    offer,
+    prefill_after_s,
+    prefill_s,
+    shortage_s,
+    without_kv_s,
+)
+from tailrace.policy.tailrace.costs import Costs, Longest
+from tailrace.policy.tailrace.policy import Tailrace
+from tailrace.policy.tailrace.queue import Queue
+from tests.policy.fleets import quick
+from tests.policy.tailrace_arrival import arrival_s
+from tests.policy.test_tailrace import reporting
+
+PENALTY = load_length_penalty("cascadeinfer-figure-2-step")
+NOW = 4.0
+
+
+def reported(instance: InstanceView) -> Reported[float]:
+    """As a view tells it."""
+    backlog = instance.prefill_backlog_tokens
+    waiting = prompts(instance) if backlog else ()
+    counted = instance.phase_load or phase_load(instance.requests)
+    return Reported(
+        running=instance.running,
+        waiting=instance.waiting,
+        used=instance.kv_used_tokens,
+        backlog=backlog,
+        host=instance.host_kv_tokens,
+        capacity=instance.kv_capacity_tokens,
+        context=instance.context_tokens,
+        reasoning=counted.reasoning,
+        future=max(instance.future_load, default=-inf),
+        prompts=len(waiting),
+        prompt_tokens=sum(length for _, length in waiting),
+    )
+
+
+def before(
+    instance: InstanceView, offered: Offer[float], steps: StepModel, prompt: int
+) -> tuple[float, float, float]:
+    """What is served before a prompt of that length: tokens, seconds; and how many prompts after it."""
+    waiting = prompts(instance) if instance.prefill_backlog_tokens else ()
+    if not waiting:
+        return offered.unknown, offered.unknown_s, 0.0
+    queue = Queue.of(waiting, instance.prefill_backlog_tokens, steps)
+    known, known_s, after = queue.before(due_s(NOW, prompt, queue.found_s))
+    return offered.unknown + known, offered.unknown_s + known_s, after
+
+
+@pytest.mark.parametrize("penalty", [None, PENALTY])
+@quick
+@given(view=reporting(), prompt=st.integers(1, 50_000), share=st.sampled_from((0.0, 0.3, 0.9)))
+def test_seconds_of_an_arrival(penalty: object, view: ClusterView, prompt: int, share: float) -> None:
+    costs: Costs = Tailrace(penalty=PENALTY if penalty is not None else None).costs
+    cached, patience_s = int(share * prompt), 3.0
+    for instance in view.instances.values():
+        steps = costs.steps_of(instance)
+        offered = offer(costs, reported(instance), steps, OF_ONE)
+        served = Before(*before(instance, offered, steps, prompt))
+        total_s = without_kv_s(offered, prompt, float(cached), served, patience_s, OF_ONE)
+        total_s += shortage_s(costs, offered, prompt + costs.expected_tokens, OF_ONE)
+        if costs.penalty is not None:
+            dearer_s = costs.dearer_s(instance, prompt, Longest.of(instance).tokens)
+            total_s += offered.hurry * costs.expected_tokens * dearer_s
+        assert total_s == pytest.approx(arrival_s(costs, instance, prompt, NOW, patience_s, cached))
+
+
+@quick
+@given(view=reporting(), prompt=st.integers(1, 50_000))
+def test_columns_are_the_numbers_side_by_side(view: ClusterView, prompt: int) -> None:
+    members = list(view.instances.values())
+    for penalty, cached in itertools.product((None, PENALTY), (0.0, prompt * 0.3)):
+        costs = Tailrace(penalty=penalty).costs
+        steps = StepModel.of_profile(None)
+        alone = [offer(costs, reported(i), steps, OF_ONE) for i in members]
+        columns = Reported(*np.array([reported(i) for i in members], dtype=np.float64).T)
+        fields = [getattr(steps, name) for name in StepTimes.__dataclass_fields__]
+        times = StepTimes(*(np.full(len(members), value) for value in fields))
+        together = offer(costs, columns, times, OF_MANY)
+        assert np.array(together) == pytest.approx(np.array(alone, dtype=np.float64).T)
+        served = Before(together.unknown, together.unknown_s, np.zeros(len(members)))
+        seconds = without_kv_s(together, prompt, cached, served, 3.0, OF_MANY)
+        assert list(seconds) == pytest.approx(
+            [without_kv_s(o, prompt, cached, Before(o.unknown, o.unknown_s, 0.0), 3.0, OF_ONE) for o in alone]
+        )
+
+
+@given(prompt=st.integers(1, 50_000), cached=st.integers(0, 50_000))
+@quick
+def test_what_is_held_costs_no_prefill(prompt: int, cached: int) -> None:
+    costs, steps = Tailrace().costs, StepModel.of_profile(None)
+    idle = offer(costs, reported(InstanceView("a")), steps, OF_ONE)
+    assert prefill_s(idle, prompt) == pytest.approx(steps.compute_s(prompt))
+    held = min(prompt, cached)
+    left_s = steps.compute_s(prompt) - steps.compute_s(held)
+    assert prefill_after_s(idle, prompt, held) == pytest.approx(left_s)
