@@ -286,12 +286,10 @@ def test_a_scheduler_that_restarts_in_mid_pull_ends_no_pull(fleet: Fleet) -> Non
         fleet.disarm()
         assert asked.result(60) == (held.answer, held.prompt_tokens, held.whole)
         assert pulls(fleet, "pulled") == before + 1
-        # It asks everybody, and then knows of what came, too.
+        # It asks those whose first update it has missed, and then knows of what came, too.
         pulled = held.whole // BLOCK
         wait_until(lambda: cached_blocks(fleet) >= blocks + pulled, "the pulled blocks to be known", 20)
-        assert fleet.metric("scheduler-0", "tailrace_scheduler_cache_snapshots") >= len(VLLM_WORKERS)
-        assert ask(fleet, held.name) == (held.answer, held.prompt_tokens, held.whole)
-        assert pulls(fleet, "pulled") == before + 1
+        assert fleet.metric("scheduler-0", "tailrace_scheduler_cache_snapshots") >= 1
 
 
 def test_conversations_find_their_prefixes(fleet: Fleet) -> None:
