@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -46,6 +47,8 @@ def main() -> int:
     options = parser.parse_args()
     if unknown := set(options.features) - SCENARIOS.keys():
         parser.error(f"no feature {', '.join(sorted(unknown))}; there are {', '.join(SCENARIOS)}")
+    # So that a run that is ended takes its fleet along, as with Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     asked = options.features or list(SCENARIOS)
     # By scenario; of others than were asked for, too.
     found = _measured(options.streams) if options.resume else {}
@@ -53,17 +56,16 @@ def main() -> int:
         for name in asked:
             if name in found:
                 continue
-            begun, rows = time.monotonic(), []
+            begun, found[name] = time.monotonic(), []
             for row in SCENARIOS[name](Scale(streams=options.streams), Path(folder)):
-                rows.append(row)
+                found[name].append(row)
                 print(f"{row.feature}, {row.sampling}: {row.equal} of {row.streams} equal", flush=True)
-            found[name] = rows
-            print(
-                f"[{sum(each in found for each in asked)}/{len(asked)}] {name}: "
-                f"{time.monotonic() - begun:.0f} s",
-                flush=True,
-            )
+                _save(options.streams, found, begun=name)
             _save(options.streams, found)
+            seconds = time.monotonic() - begun
+            print(
+                f"[{sum(each in found for each in asked)}/{len(asked)}] {name}: {seconds:.0f} s", flush=True
+            )
     rows = [row for name in asked for row in found[name]]
     Console().print(table(rows))
     for row in rows:
@@ -73,9 +75,10 @@ def main() -> int:
     return 0 if all(row.right for row in rows) else 1
 
 
-def _save(streams: int, found: Mapping[str, list[Row]]) -> None:
+def _save(streams: int, found: Mapping[str, list[Row]], begun: str = "") -> None:
+    """`begun`: the scenario that has not all of its rows yet."""
     scenarios = {name: as_json(found[name]) for name in SCENARIOS if name in found}
-    save("features", {"streams": streams, "scenarios": scenarios})
+    save("features", {"streams": streams, "begun": begun, "scenarios": scenarios})
 
 
 def _measured(streams: int) -> dict[str, list[Row]]:
@@ -83,7 +86,8 @@ def _measured(streams: int) -> dict[str, list[Row]]:
     before = json.loads(_PATH.read_text()) if _PATH.exists() else {}
     if before.get("streams") != streams:
         return {}
-    found = {name: from_json(rows) for name, rows in before["scenarios"].items()}
+    whole = {name: rows for name, rows in before["scenarios"].items() if name != before["begun"]}
+    found = {name: from_json(rows) for name, rows in whole.items()}
     return {name: rows for name, rows in found.items() if all(row.right for row in rows)}
 
 

@@ -38,7 +38,7 @@ class Scale:
     """`streams` a row, so many at a time, each of `tokens` tokens at most, moved `moves` times."""
 
     streams: int = 20
-    at_a_time: int = 4
+    at_a_time: int = 10
     tokens: int = 300
     moves: int = 2
 
