@@ -77,10 +77,10 @@ mutants: install ## Change lines of the pure modules at random: do their tests n
 	@$(PYTHON) -c 'import cosmic_ray' 2>/dev/null || $(PYTHON) -m pip install -q --disable-pip-version-check -e '.[mutants]'
 	$(PYTHON) -m benchmarks.mutants $(ARGS)
 
-test-features: install ## Speculation, adapters, embedding: moved streams against undisturbed (ARGS=adapters)
+test-features: install ## Speculation, adapters, embedding, images: moved streams against undisturbed (ARGS="--resume adapters")
 	$(PYTHON) -m benchmarks.features $(ARGS)
 
-test-models: install ## Every architecture in every way that vLLM runs it, each stream moved twice
+test-models: install ## Every architecture in every way that vLLM runs it, each stream moved twice (ARGS=--resume)
 	$(PYTHON) -m benchmarks.models $(ARGS)
 
 test-vllm: ## The vLLM workers' tests on another version, in an environment of its own (VERSION=0.31.0)
