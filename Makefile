@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .PHONY: help install up down test mutants test-features test-models test-vllm test-ranks lint format protos sbom bundle check-gpu docs soak bench-stream bench-transfer bench-swap \
 	bench-scale \
-	bench-decisions bench-policies bench-cache bench-cache-vllm bench-cache-live bench-pull bench-real bench-live bench-replays bench-validation bench-simulation bench-etcd strangers chaos claims
+	bench-decisions bench-policies bench-cache bench-cache-vllm bench-cache-live bench-pull bench-real bench-live bench-replays bench-validation bench-simulation bench-etcd strangers chaos fuzz claims
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -149,6 +149,10 @@ bench-etcd: install ## Leaders, views and streams while one etcd member of three
 strangers: ## Every port of a cluster with certificates, tried from another network namespace; and a capture of its links
 	@scripts/install.sh --rust
 	$(PYTHON) -m benchmarks.strangers $(ARGS)
+
+fuzz: ## Every gRPC method and message stream with random and damaged input (ARGS="--inputs 200 --seed 2")
+	@scripts/install.sh --rust
+	$(PYTHON) -m benchmarks.fuzz $(ARGS)
 
 chaos: ## A cluster under faults drawn by a seed (root; ARGS="--faults 300 --seed 1 --workers 8 --streams 30 -o json")
 	@scripts/install.sh --rust

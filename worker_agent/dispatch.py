@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from typing import Final, Protocol
 
@@ -237,6 +238,10 @@ class Dispatch:
             suspect=submit.suspect,
             pull=_pull(submit),
         )
+        if not 0.0 <= submit.answering_s < math.inf:
+            log.warning("refused %s: answering_s is %s", submit.request_id, submit.answering_s)
+            front_end.send(_failed(submission))
+            return
         if not self._imports.supersede_by(submission):
             self._admission.submit(submission)
 

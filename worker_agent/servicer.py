@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator
 
 import grpc
 
+from tailrace.security.handlers import Context
 from tailrace.store.client import StoreUnavailable
 from tailrace.v1 import profile_pb2, worker_pb2, worker_pb2_grpc
 from worker_agent.hand_backs import HandBacks
@@ -51,6 +53,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         context: grpc.aio.ServicerContext[worker_pb2.ImportRequest, worker_pb2.ImportEvent],
     ) -> None:
         """A migration's target; cancelled before the commit, it aborts."""
+        await _require_seconds(context, timeout_s=request.timeout_s, room_wait_s=request.room_wait_s)
         try:
             incoming = self._imports.start(request)
         except ImportRefused as error:
@@ -85,6 +88,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         context: grpc.aio.ServicerContext[profile_pb2.ProfileRequest, profile_pb2.ProfileEvent],
     ) -> None:
         """Measure the engine; a caller who goes away ends it."""
+        # 0: the default.
+        await _require_seconds(context, budget_s=request.budget_s)
         try:
             async with contextlib.aclosing(profile_events(self._profiler, request)) as events:
                 async for event in events:
@@ -98,6 +103,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
 
 async def _read(commands: AsyncIterator[worker_pb2.ExportCommand], lease: Lease) -> None:
-    async for command in commands:
-        lease.inbox.command(command)
-    lease.break_off("the target closed the export")
+    try:
+        async for command in commands:
+            lease.inbox.command(command)
+    finally:
+        lease.break_off("the target closed the export")
+
+
+async def _require_seconds(context: Context, **fields: float) -> None:
+    """Abort the call at a field that is no number of seconds: no timer takes NaN."""
+    for name, seconds in fields.items():
+        if not 0.0 <= seconds < math.inf:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"{name}: must be a number of seconds, not {seconds}"
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator
 from typing import Final
 
@@ -48,6 +49,8 @@ async def profile_events(
     record = members.instances.get(request.instance_id)
     if record is None:
         raise Refused(grpc.StatusCode.NOT_FOUND, f"instance_id: {request.instance_id!r} is gone")
+    if not 0.0 <= request.budget_s < math.inf:
+        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "budget_s: must be seconds; 0: the default")
     call = WorkerStub(channels.get(record.address, Role.WORKER)).Profile(
         profile_pb2.ProfileRequest(force=request.force, budget_s=request.budget_s),
         timeout=(request.budget_s or _BUDGET_S) + _MARGIN_S,

@@ -17,30 +17,45 @@ Around: TypeAlias = "Callable[[object, Context], AbstractAsyncContextManager[Non
 
 # gRPC's handlers are untyped: they take a request or an iterator of them, and give a reply, an iterator of
 # replies, or nothing.
-_Behavior: TypeAlias = "Callable[[Any, Context], Any]"
+Behavior: TypeAlias = "Callable[[Any, Context], Any]"
+Deserializer: TypeAlias = "Callable[[bytes], Any]"
 
 
 def wrap_handler(handler: Handler, around: Around) -> Handler:
     """The handler with `around` about each of its calls."""
-    make: Callable[..., Handler]
-    behavior: object
+    return rebuilt(handler, _wrapped(behavior_of(handler), around), handler.request_deserializer)
+
+
+def behavior_of(handler: Handler) -> Behavior:
+    """The function that serves its calls, whichever of the four kinds it is of."""
     match (handler.request_streaming, handler.response_streaming):
         case (False, False):
-            make, behavior = grpc.unary_unary_rpc_method_handler, handler.unary_unary
+            behavior: object = handler.unary_unary
         case (False, True):
-            make, behavior = grpc.unary_stream_rpc_method_handler, handler.unary_stream
+            behavior = handler.unary_stream
         case (True, False):
-            make, behavior = grpc.stream_unary_rpc_method_handler, handler.stream_unary
+            behavior = handler.stream_unary
         case _:
-            make, behavior = grpc.stream_stream_rpc_method_handler, handler.stream_stream
-    return make(
-        _wrapped(cast(_Behavior, behavior), around),
-        request_deserializer=handler.request_deserializer,
-        response_serializer=handler.response_serializer,
-    )
+            behavior = handler.stream_stream
+    return cast(Behavior, behavior)
 
 
-def _wrapped(behavior: _Behavior, around: Around) -> _Behavior:
+def rebuilt(handler: Handler, behavior: Behavior, deserializer: Deserializer | None) -> Handler:
+    """A handler of the same kind with another behavior, and another way to read its requests."""
+    make: Callable[..., Handler]
+    match (handler.request_streaming, handler.response_streaming):
+        case (False, False):
+            make = grpc.unary_unary_rpc_method_handler
+        case (False, True):
+            make = grpc.unary_stream_rpc_method_handler
+        case (True, False):
+            make = grpc.stream_unary_rpc_method_handler
+        case _:
+            make = grpc.stream_stream_rpc_method_handler
+    return make(behavior, request_deserializer=deserializer, response_serializer=handler.response_serializer)
+
+
+def _wrapped(behavior: Behavior, around: Around) -> Behavior:
     if inspect.isasyncgenfunction(behavior):
         # Written through the context, not yielded: gRPC leaves a generator whose caller is gone to the
         # garbage collection, and by then the call no longer exists.

@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from tailrace.security.transport import PLAIN, Transport
 from tailrace.service.channels import MESSAGE_BYTES_MAX
+from tailrace.service.decoding import Decoding
 
 _OPTIONS: Final = (
     # Without this a second process on the same port would silently share it.
@@ -77,7 +78,7 @@ async def serve_grpc(
     At the end the health check says NOT_SERVING, calls get half a second, and are then cancelled. Raises
     ListenError when the address is taken or is none.
     """
-    layers = [*interceptors, *transport.interceptors(), *inner]
+    layers = [*interceptors, *transport.interceptors(), Decoding(), *inner]
     server = grpc.aio.server(options=_OPTIONS, interceptors=layers)
     for servicer in servicers:
         servicer.add(servicer.servicer, server)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from tailrace.wire.requests import Frames
+from tailrace.wire.requests import Frames, head_frame
 
 NIL = msgspec.Raw(b"\xc0")
 """msgpack's nil."""
@@ -80,7 +80,7 @@ _names = msgspec.msgpack.Decoder(list[str] | None)
 
 def read_outputs(frames: Frames) -> EngineCoreOutputs:
     """Decode a message. Raises msgspec.DecodeError when it is none."""
-    return _outputs.decode(frames[0])
+    return _outputs.decode(head_frame(frames))
 
 
 def encode_outputs(outputs: Sequence[EngineCoreOutput], finished: Sequence[str] = ()) -> list[bytes]:
@@ -97,7 +97,7 @@ def filter_outputs(frames: Frames, keep: Sequence[bool]) -> list[bytes]:
     The auxiliary buffers are all kept, so that the indices of those still referred to stay right. Raises
     ValueError when `keep` has not one entry an output, msgspec.DecodeError when this is no such message.
     """
-    fields = _raw_list.decode(frames[0])
+    fields = _raw_list.decode(head_frame(frames))
     outputs = _raw_list.decode(fields[1])
     if len(outputs) != len(keep):
         raise ValueError(f"{len(keep)} verdicts for {len(outputs)} outputs")
@@ -119,7 +119,7 @@ def split_outputs(frames: Frames, apart: Sequence[int]) -> tuple[list[bytes], li
     Every output stays byte for byte, and every message keeps all auxiliary buffers. Raises IndexError when
     there is no such position, msgspec.DecodeError when this is no such message.
     """
-    fields = _raw_list.decode(frames[0])
+    fields = _raw_list.decode(head_frame(frames))
     outputs = _raw_list.decode(fields[1])
     finished = _names.decode(fields[_FINISHED_REQUESTS]) if len(fields) > _FINISHED_REQUESTS else None
     ended = set(finished or ())
@@ -165,7 +165,7 @@ def shrink_outputs(frames: Frames, limit_bytes: int) -> tuple[list[bytes], list[
     excess = sum(map(len, frames)) - limit_bytes
     if excess <= 0:
         return list(frames), []
-    outputs = _raw_list.decode(_raw_list.decode(frames[0])[1])
+    outputs = _raw_list.decode(_raw_list.decode(head_frame(frames))[1])
     buffers = [_buffers(msgspec.msgpack.decode(output), len(frames)) for output in outputs]
     sizes = [
         len(memoryview(output)) + sum(len(frames[index]) for index in used)

@@ -13,6 +13,13 @@ Frames = Sequence[bytes]
 """Frame 0 is msgpack. An array of 256 bytes or more is in it as (dtype, shape, i), its bytes in frame i."""
 
 
+def head_frame(frames: Frames) -> bytes:
+    """Frame 0. Raises msgspec.DecodeError when there is none."""
+    if not frames:
+        raise msgspec.DecodeError("the message has no frames")
+    return frames[0]
+
+
 _NIL: Final = b"\xc0"
 # Slower than anybody reads.
 _PACE_MAX_MS: Final = 60_000.0
@@ -144,7 +151,7 @@ def read_request(frames: Frames) -> RequestHead:
 
     Raises msgspec.DecodeError (msgspec.ValidationError among them) when it is no request.
     """
-    head = _heads.decode(frames[0])
+    head = _heads.decode(head_frame(frames))
     sampling = head.sampling_params
     return RequestHead(
         request_id=head.request_id,
@@ -165,12 +172,12 @@ def read_request(frames: Frames) -> RequestHead:
 
 def read_full_request(frames: Frames) -> EngineCoreRequest:
     """Decode an ADD's data frames. Raises msgspec.DecodeError when it is no request."""
-    return _requests.decode(frames[0])
+    return _requests.decode(head_frame(frames))
 
 
 def read_abort(frames: Frames) -> list[str]:
     """The request ids of an ABORT's data frames. Raises msgspec.DecodeError."""
-    return _aborts.decode(frames[0])
+    return _aborts.decode(head_frame(frames))
 
 
 def _pace(extra_args: msgspec.Raw) -> float | None:
@@ -218,7 +225,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 def read_utility(frames: Frames) -> UtilityCall:
     """Decode a UTILITY's data frames. Raises msgspec.DecodeError."""
-    return _calls.decode(frames[0])
+    return _calls.decode(head_frame(frames))
 
 
 def utility_result(call_id: int, result: object) -> list[bytes]:

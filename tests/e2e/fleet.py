@@ -36,6 +36,11 @@ class Fleet:
         self._held: dict[str, int] = {}
         self._launches: dict[str, Callable[[], Process]] = {}
 
+    @property
+    def etcd(self) -> str:
+        """HOST:PORT of its etcd."""
+        return f"127.0.0.1:{self._etcd_port}"
+
     # ---- starting
 
     def start_etcd(self) -> Process:
@@ -114,7 +119,7 @@ class Fleet:
             "serve",
             kind,
             "--etcd",
-            f"127.0.0.1:{self._etcd_port}",
+            self.etcd,
             "--listen",
             f"127.0.0.1:{port}",
             "--metrics",

@@ -1,0 +1,185 @@
+"""`make fuzz`: what does a cluster do with input that no client of ours sends?
+
+Starts a local cluster with simulated engines, in the clear, and calls every gRPC method of every process, and
+the workers' message streams, with messages of random fields, damaged messages and noise. A server that says
+INTERNAL or UNKNOWN, that ends, that logs a traceback or keeps memory has a fault. Exits 1 if one was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from random import Random
+from typing import Final
+
+import grpc
+import msgspec
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.fuzz.calls import METHODS, Finding, fuzz_method, serves
+from benchmarks.fuzz.cluster import clear_plan
+from benchmarks.fuzz.streams import fuzz_stream
+from benchmarks.loadgen import completion_request, run_streams
+from benchmarks.report import machine, save
+from tailrace.local.plan import Plan
+from tailrace.local.progress import make_progress
+from tailrace.local.start import Starter
+from tailrace.local.state import Part, RunFolder, RunState
+from tailrace.records import InstanceRecord
+from tailrace.store.store import Store
+
+_WORKERS: Final = 3
+_STREAMS: Final = 10
+_MIB: Final = 1 << 20
+# A process that took more than this and did not give it back has kept what strangers sent.
+_KEPT_MIB: Final = 64.0
+
+
+def fuzz_calls(
+    console: Console, parts: Sequence[Part], inputs: int, seed: int, names: Sequence[str]
+) -> tuple[Mapping[str, Counter[str]], list[Finding]]:
+    """Call every method that a part serves; by method, the statuses, and what was found."""
+    statuses: dict[str, Counter[str]] = {}
+    findings: list[Finding] = []
+    for part in parts:
+        assert part.spec is not None
+        with grpc.insecure_channel(part.spec.address) as channel:
+            for method in METHODS:
+                if not serves(channel, method):
+                    continue
+                # The same inputs whichever methods came before.
+                random = Random(f"{seed} {part.name} {method.path}")
+                tally = fuzz_method(channel, method, inputs, random, names)
+                statuses.setdefault(method.path, Counter()).update(tally.statuses)
+                findings += tally.findings
+                ends = ", ".join(f"{count} {status}" for status, count in sorted(tally.statuses.items()))
+                console.print(f"{part.name:14} {method.path:40} {ends}")
+    return statuses, findings
+
+
+async def stream_addresses(etcd: str, workers: Sequence[str]) -> list[str]:
+    """Where the workers' message streams are."""
+    store = await Store.connect([etcd], "default")
+    try:
+        values = [await store.get(f"instances/{name}") for name in workers]
+    finally:
+        await store.close()
+    found = [msgspec.json.decode(value, type=InstanceRecord) for value in values if value is not None]
+    assert len(found) == len(workers), "a worker has no record in etcd"
+    return [record.stream_address for record in found]
+
+
+def tracebacks(parts: Sequence[Part]) -> dict[str, int]:
+    """By part, how many tracebacks are in its log."""
+    found = {part.name: Path(part.log).read_text(errors="replace").count("Traceback (most") for part in parts}
+    return {name: count for name, count in found.items() if count}
+
+
+def resident_mib(parts: Sequence[Part]) -> dict[str, float]:
+    """By part, what its processes have of memory."""
+    return {part.name: _tree_mib(part.identity.pid) for part in parts if psutil.pid_exists(part.identity.pid)}
+
+
+def _tree_mib(pid: int) -> float:
+    process = psutil.Process(pid)
+    return sum(p.memory_info().rss for p in [process, *process.children(recursive=True)]) / _MIB
+
+
+async def answered(plan: Plan) -> int:
+    """How many of some usual requests are answered."""
+    requests = [completion_request(plan.http, "tiny", "hello", 20) for _ in range(_STREAMS)]
+    return sum(not result.error for result in await run_streams(plan.http, requests))
+
+
+async def fuzz(console: Console, inputs: int, seed: int, plan: Plan, state: RunState) -> int:
+    """All of it, against a running cluster; the exit status."""
+    served = [part for part in state.parts if part.name != "etcd"]
+    workers = [part for part in served if part.name.startswith("worker")]
+    names = [*(part.name for part in served), "tailrace", "pascal", "tiny"]
+    await answered(plan)
+    before = resident_mib(served)
+    statuses, findings = await asyncio.to_thread(fuzz_calls, console, served, inputs, seed, names)
+    sent = 0
+    for number, address in enumerate(await stream_addresses(state.etcd, [part.name for part in workers])):
+        sent += await asyncio.to_thread(fuzz_stream, address, 10 * inputs, Random(seed + number), names)
+    console.print(f"message streams: {10 * inputs * len(workers)} connections, {sent} messages")
+    after = resident_mib(served)
+    kept = {name: round(after[name] - before[name], 1) for name in after}
+    ended = sorted({part.name for part in served} - set(after))
+    logged = tracebacks(served)
+    right = await answered(plan)
+    _show(console, statuses, findings)
+    console.print(f"memory kept, MiB: {kept}")
+    console.print(
+        f"ended: {ended or 'none'}; tracebacks: {logged or 'none'}; answered then: {right} of {_STREAMS}"
+    )
+    figures: dict[str, object] = {
+        "seed": seed,
+        "inputs_per_method": inputs,
+        "statuses": {method: dict(counts) for method, counts in statuses.items()},
+        "findings": [asdict(finding) for finding in findings],
+        "stream_messages": sent,
+        "kept_mib": kept,
+        "ended": ended,
+        "tracebacks": logged,
+        "answered": right,
+    }
+    console.print(f"figures: {save('fuzz', figures)}")
+    too_much = any(mib > _KEPT_MIB for mib in kept.values())
+    return int(bool(findings or ended or logged or too_much or right < _STREAMS))
+
+
+def _show(console: Console, statuses: Mapping[str, Counter[str]], findings: Sequence[Finding]) -> None:
+    table = Table(title=f"{sum(map(Counter.total, statuses.values()))} calls of {len(statuses)} methods")
+    for column in ("status", "calls"):
+        table.add_column(column)
+    total: Counter[str] = Counter()
+    for counts in statuses.values():
+        total.update(counts)
+    for status, count in total.most_common():
+        table.add_row(status, str(count))
+    console.print(table)
+    for finding in {(f.method, f.details[:200]): f for f in findings}.values():
+        console.print(f"[red]{finding.status}[/red] {finding.method}: {finding.details}")
+        console.print(f"    {finding.requests[0][:200]}")
+    console.print(f"statuses that blame the server: {len(findings)}")
+
+
+async def run(console: Console, inputs: int, seed: int, keep: Path | None) -> int:
+    """With a cluster of its own."""
+    with tempfile.TemporaryDirectory(prefix="tailrace-fuzz-") as root:
+        folder = RunFolder(keep or Path(root))
+        with folder.locked():
+            folder.data.mkdir(exist_ok=True)
+            plan = clear_plan(folder, _WORKERS)
+            with make_progress([part.name for part in plan.parts]) as progress:
+                starter = Starter(plan, folder, progress, 2)
+                state = await starter.run(None, "tiny")
+            try:
+                return await fuzz(console, inputs, seed, plan, state)
+            finally:
+                starter.stop()
+
+
+def main() -> int:
+    """Parse the command line and go."""
+    parser = argparse.ArgumentParser(prog="make fuzz", description=__doc__)
+    parser.add_argument("--inputs", type=int, default=50, help="for each method of each process (default 50)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--keep", type=Path, help="folder for the cluster's logs")
+    options = parser.parse_args()
+    console = Console()
+    console.print(f"on {machine()}, seed {options.seed}")
+    return asyncio.run(run(console, options.inputs, options.seed, options.keep))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

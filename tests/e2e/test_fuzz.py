@@ -1,0 +1,118 @@
+"""A sample of `make fuzz`: what no client of ours sends, to a whole cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+
+import grpc
+import msgspec
+import pytest
+
+from benchmarks.fuzz.calls import METHODS, Finding, fuzz_method, serves
+from benchmarks.fuzz.streams import fuzz_stream
+from tailrace.records import InstanceRecord
+from tailrace.security.access import CHANGES
+from tailrace.service.message_stream import connect_stream
+from tailrace.store.store import Store
+from tailrace.v1 import worker_pb2
+from tailrace.v1.admin_pb2 import AdminProfileRequest
+from tailrace.v1.profile_pb2 import ProfileRequest
+from tailrace.v1.worker_pb2 import ImportRequest
+from tailrace.v1.worker_pb2_grpc import WorkerStub
+from tests.e2e.fleet import Fleet
+
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(120)]
+
+INPUTS = 3
+CONNECTIONS = 30
+
+
+def _tracebacks(fleet: Fleet) -> dict[str, int]:
+    return {name: process.text().count("Traceback (most") for name, process in fleet.processes.items()}
+
+
+@pytest.mark.parametrize("part", ["monitor", "migration", "scheduler-0", "w0"])
+def test_no_request_is_the_servers_mistake(simulated_fleet: Fleet, part: str) -> None:
+    before = _tracebacks(simulated_fleet)
+    findings: list[Finding] = []
+    called = 0
+    with grpc.insecure_channel(simulated_fleet.addresses[part]) as channel:
+        # What changes the cluster might do so by chance, and other tests want it as it is.
+        for method in METHODS:
+            if method.path not in CHANGES and serves(channel, method):
+                tally = fuzz_method(channel, method, INPUTS, Random(f"{part} {method.path}"), (), call_s=0.5)
+                findings += tally.findings
+                called += tally.statuses.total()
+    assert called >= INPUTS
+    assert findings == []
+    assert _tracebacks(simulated_fleet) == before
+    assert all(process.alive for process in simulated_fleet.processes.values())
+
+
+def test_no_message_ends_more_than_its_stream(simulated_fleet: Fleet) -> None:
+    before = _tracebacks(simulated_fleet)
+    address = asyncio.run(_stream_address(simulated_fleet, "w1"))
+    assert fuzz_stream(address, CONNECTIONS, Random(5), list(simulated_fleet.addresses)) > CONNECTIONS
+    assert _tracebacks(simulated_fleet) == before
+    assert all(process.alive for process in simulated_fleet.processes.values())
+
+
+@pytest.mark.parametrize("field", ["timeout_s", "room_wait_s"])
+def test_an_import_takes_a_number_of_seconds(simulated_fleet: Fleet, field: str) -> None:
+    request = ImportRequest(migration_id="m", request_id="r", source_address="127.0.0.1:1", timeout_s=1.0)
+    setattr(request, field, float("nan"))
+    with grpc.insecure_channel(simulated_fleet.addresses["w0"]) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            next(iter(WorkerStub(channel).Import(request, timeout=20)))
+        assert isinstance(caught.value, grpc.Call)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert field in (caught.value.details() or "")
+
+
+async def test_a_submission_that_is_wrong_fails_alone(simulated_fleet: Fleet) -> None:
+    """Others of its stream are answered after it."""
+    address = await _stream_address(simulated_fleet, "w2")
+    stream = await connect_stream(address, worker_pb2.AttachDown)
+    try:
+        hello = worker_pb2.FrontendHello(frontend_id="fuzz", incarnation="1", attempt=1)
+        stream.send(worker_pb2.AttachUp(hello=hello))
+        for handle, answering_s in ((1, float("nan")), (2, 0.0)):
+            submit = worker_pb2.Submit(
+                request_id=f"wrong-{handle}", handle=handle, epoch=1, answer_tokens=3, answering_s=answering_s
+            )
+            stream.send(worker_pb2.AttachUp(submit=submit))
+        failed: list[int] = []
+        async with asyncio.timeout(20):
+            while len(failed) < 2:
+                message = await stream.read()
+                assert message is not None, "the worker closed the stream"
+                failed += message.outputs.handles
+        assert failed == [1, 2]
+    finally:
+        stream.close()
+
+
+async def _stream_address(fleet: Fleet, worker: str) -> str:
+    store = await Store.connect([fleet.etcd], "default")
+    try:
+        value = await store.get(f"instances/{worker}")
+    finally:
+        await store.close()
+    assert value is not None
+    return msgspec.json.decode(value, type=InstanceRecord).stream_address
+
+
+@pytest.mark.parametrize("budget_s", [float("nan"), float("inf"), -1.0])
+def test_a_budget_is_a_number_of_seconds(simulated_fleet: Fleet, budget_s: float) -> None:
+    with grpc.insecure_channel(simulated_fleet.addresses["w0"]) as channel:
+        own = WorkerStub(channel).Profile(ProfileRequest(budget_s=budget_s), timeout=20)
+        through = simulated_fleet.admin().Profile(
+            AdminProfileRequest(instance_id="w0", budget_s=budget_s), timeout=20
+        )
+        for call in (own, through):
+            with pytest.raises(grpc.RpcError) as caught:
+                next(iter(call))
+            assert isinstance(caught.value, grpc.Call)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "budget_s" in (caught.value.details() or "")
