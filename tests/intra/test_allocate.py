@@ -245,3 +245,15 @@ def test_without_a_seat_nobody_is_asked_about_but_the_first() -> None:
 
     grants: Grants[str] = allocate(Fcfs(pass_over=2.0), list, waiting(), room(100, 100, 0))
     assert (grants.admit, grants.passed, asked) == ([], [], ["a"])
+
+
+def test_past_one_request_go_as_many_blocks_as_may_and_no_more() -> None:
+    """Half of ten: five are given past the first, and then none, whatever is free."""
+    policy = Fcfs(pass_over=0.5, watermark=0.0)
+    waiting = [Claim((0, 0), "large", 9, 0), Claim((0, 1), "five", 5, 0), Claim((0, 2), "one", 1, 0)]
+    grants: Grants[str] = allocate(policy, list, waiting, room(10, 6, 4))
+    assert (grants.admit, grants.passed) == (["five"], [("large", 5)])
+    # Four leave one.
+    waiting[1] = Claim((0, 1), "four", 4, 0)
+    grants = allocate(policy, list, waiting, room(10, 6, 4))
+    assert (grants.admit, grants.passed) == (["four", "one"], [("large", 5)])
