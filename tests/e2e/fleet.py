@@ -95,7 +95,7 @@ class Fleet:
                 raise RuntimeError(f"front end ended:\n{process.text()[-3000:]}")
             return _get(f"{self.http}/v1/models") is not None
 
-        wait_until(serves, "the API server", 120)
+        wait_until(serves, "the API server", 240)
         return process
 
     def start_control(self, schedulers: int = 1) -> None:
