@@ -29,11 +29,21 @@ _PATH: Final = RESULTS / "features.json"
 def table(rows: list[Row]) -> Table:
     """What was found."""
     shown = Table(box=None, header_style="bold")
-    for heading in ("FEATURE", "SAMPLING", "STREAMS", "EQUAL", "LIVE", "REPLAYED", "MOVED TWICE", "NOTE"):
+    for heading in (
+        "FEATURE",
+        "SAMPLING",
+        "STREAMS",
+        "EQUAL",
+        "ALONE",
+        "LIVE",
+        "REPLAYED",
+        "MOVED TWICE",
+        "NOTE",
+    ):
         shown.add_column(heading, justify="left" if heading in ("FEATURE", "SAMPLING", "NOTE") else "right")
     for row in rows:
         note = "; ".join(filter(None, [row.note, *sorted(row.way_reasons)]))
-        figures = (row.streams, row.equal, row.live, row.replayed, row.moved_twice)
+        figures = (row.streams, row.equal, row.alone, row.live, row.replayed, row.moved_twice)
         shown.add_row(row.feature, row.sampling, *map(str, figures), note)
     return shown
 

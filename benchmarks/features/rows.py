@@ -20,6 +20,8 @@ class Row:
     streams: int = 0
     equal: int = 0
     different: int = 0
+    # Of those that are equal: with the fleet to themselves.
+    alone: int = 0
     live: int = 0
     replayed: int = 0
     # Streams that were moved twice or more.
@@ -44,6 +46,11 @@ class Row:
         self.moved_twice += len(moves.committed) > 1
         self.way_reasons.update(record.way_reason for record in replayed)
         self.failed += moves.failed
+
+    def add_alone(self, undisturbed: Chat, moved: Chat, moves: Moves) -> None:
+        """One more stream, which came out otherwise among others or was not moved enough."""
+        self.alone += moved.same_text_and_usage(undisturbed)
+        self.add(undisturbed, moved, moves)
 
     def count(self, same: bool) -> None:
         """One more answer that is not moved."""
