@@ -14,6 +14,7 @@ from tailrace.tiny import MODEL_PATH
 
 pytest.importorskip("vllm", reason="the vLLM engine is not installed")
 
+from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 
 from benchmarks.features.models import make_adapter
@@ -22,6 +23,7 @@ from tests.worker.vllm_front import Front, Stream
 from worker_agent.engine.base import OutputFlag
 from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.vllm.engine import VllmEngine
+from worker_agent.engine.vllm.internals import installed_version
 from worker_agent.engine.vllm.settings import Json, VllmSettings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
@@ -36,10 +38,13 @@ NGRAM: dict[str, Json] = {
 }
 MODELS = ("", "one", "two")
 
+# That version's rejection sampler asks Triton for its kernel's parameters, where there is no Triton.
+SPECULATES = not (current_platform.is_cpu() and installed_version().startswith("0.30."))
+
 
 @dataclass
 class Lab:
-    """An engine that speculates and takes adapters, and a front end."""
+    """An engine that speculates, if its vLLM can, and takes adapters; and a front end."""
 
     engine: VllmEngine
     front: Front
@@ -71,7 +76,11 @@ async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
             max_model_len=1024,
             kv_blocks=97,
             cpu_threads=1,
-            engine_args={"enable_lora": True, "max_loras": 4, "speculative_config": NGRAM},
+            engine_args={
+                "enable_lora": True,
+                "max_loras": 4,
+                **({"speculative_config": NGRAM} if SPECULATES else {}),
+            },
         )
     )
     front = Front()
@@ -84,6 +93,7 @@ async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
     assert (stats.kv_blocks_used, stats.requests, front.dead) == (0, [], "")
 
 
+@pytest.mark.skipif(not SPECULATES, reason="vLLM 0.30 does not speculate on a CPU")
 async def test_steps_make_several_tokens(lab: Lab) -> None:
     stream = lab.stream("")
     await lab.ends(stream)
@@ -91,7 +101,7 @@ async def test_steps_make_several_tokens(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-async def test_speculating_it_moves_live_or_by_replay_and_says_the_same(lab: Lab, model: str) -> None:
+async def test_it_moves_live_or_by_replay_and_says_the_same(lab: Lab, model: str) -> None:
     assert lab.way is Way.LIVE
     reference, moved, replayed = (lab.stream(model) for _ in range(3))
     await lab.ends(reference)
