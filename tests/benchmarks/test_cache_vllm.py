@@ -23,6 +23,8 @@ def test_equal_units_are_equal_tokens_and_all_others_differ() -> None:
     assert len(set(of_name.values())) > 0.9 * len(of_name)
 
 
+# A minute and a half on two cores; `make bench-cache-vllm` is the whole of it.
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(400)
 def test_hits_are_those_of_vllm_block_for_block_and_in_batches_within_two_points() -> None:

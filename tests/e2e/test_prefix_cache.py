@@ -258,19 +258,25 @@ def only(fleet: Fleet, *names: str) -> None:
 def test_an_index_that_is_stale_costs_time_and_no_answer(fleet: Fleet) -> None:
     """The scheduler hears nothing for ten seconds, in which the holder forgets the prompt."""
     place_by(fleet, "tailrace", pull_margin="0")
-    with Emptied(fleet, "stale") as held, unheard(fleet):
-        only(fleet, held.holder)
-        began_s, computed = time.monotonic(), 0
-        while computed < int(VLLM_KV_BLOCKS) or time.monotonic() < began_s + STALE_S:
-            _, tokens, known = ask(fleet, f"another {computed}", words=400)
-            computed += (tokens - known) // BLOCK
-        only(fleet, *(name for name in VLLM_WORKERS if name != held.holder))
-        gone, expected = pulls(fleet, "gone"), fleet.metric("scheduler-0", EXPECTED)
-        answer, _, found = ask(fleet, held.name)
-        assert answer == held.answer and found < 2 * BLOCK
-        # It was placed by what is no longer so.
-        assert pulls(fleet, "gone") == gone + 1
-        assert fleet.metric("scheduler-0", EXPECTED) == expected + held.whole
+    held = Emptied(fleet, "stale")
+    try:
+        with held, unheard(fleet):
+            only(fleet, held.holder)
+            began_s, computed = time.monotonic(), 0
+            while computed < int(VLLM_KV_BLOCKS) or time.monotonic() < began_s + STALE_S:
+                _, tokens, known = ask(fleet, f"another {computed}", words=400)
+                computed += (tokens - known) // BLOCK
+            only(fleet, *(name for name in VLLM_WORKERS if name != held.holder))
+            gone, expected = pulls(fleet, "gone"), fleet.metric("scheduler-0", EXPECTED)
+            answer, _, found = ask(fleet, held.name)
+            assert answer == held.answer and found < 2 * BLOCK
+            # It was placed by what is no longer so.
+            assert pulls(fleet, "gone") == gone + 1
+            assert fleet.metric("scheduler-0", EXPECTED) == expected + held.whole
+    finally:
+        # Its cache is full: what comes next pushes as much out, and no count of blocks grows.
+        fleet.processes[held.holder].kill()
+        fleet.mend()
 
 
 def test_a_scheduler_that_restarts_in_mid_pull_ends_no_pull(fleet: Fleet) -> None:
