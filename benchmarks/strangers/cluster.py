@@ -10,15 +10,14 @@ from typing import Final
 
 import psutil
 
+from benchmarks.simulated_cluster import simulated_options
 from tailrace.local.certificates import ETCD_ROOT, OPERATOR
-from tailrace.local.options import ClusterOptions, Engine, Front
 from tailrace.local.plan import PartSpec, Plan, certificate_folder, make_plan
 from tailrace.local.ports import LOOPBACK, free_ports
 from tailrace.local.state import RunFolder, RunState
 from tailrace.security.authority import Authority
 from tailrace.security.roles import Identity, Role
 from tailrace.service.etcd import EtcdTls, etcd_command
-from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 
 KEY: Final = "sk-of-the-users"
 """What the front end wants of users, by vLLM's own means."""
@@ -26,25 +25,7 @@ KEY: Final = "sk-of-the-users"
 
 def exposed_plan(folder: RunFolder, host: str, workers: int) -> Plan:
     """As `tailrace up --tls` with simulated engines, but on `host` in place of loopback."""
-    options = ClusterOptions(
-        workers=workers,
-        engine=Engine.SIMULATED,
-        front=Front.RUST,
-        host=LOOPBACK,
-        port=free_ports(1)[0],
-        schedulers=2,
-        frontends=1,
-        model=str(MODEL_PATH),
-        served_name="tiny",
-        reasoning_parser=REASONING_PARSER,
-        policy=None,
-        policy_parameters={},
-        cores=2,
-        gpus=(),
-        worker_arguments=(),
-        traces="monitor",
-        tls=True,
-    )
+    options = replace(simulated_options(workers), tls=True)
     command = [sys.executable, "-m", "tailrace"]
     plan = make_plan(options, free_ports, partial(_etcd, folder), command, str(folder.data))
     plan = replace(
