@@ -170,6 +170,14 @@ class EngineDied(RuntimeError):
     help="Once told to stop, its requests have so long to be moved; what is left is computed anew elsewhere.",
 )
 @click.option(
+    "--pull-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=_DEFAULTS.pull_timeout_s,
+    show_default=True,
+    metavar="SECONDS",
+    help="A prefix on its way from another worker's cache has so long; then the prompt is computed.",
+)
+@click.option(
     "--migration-bandwidth-share",
     type=click.FloatRange(min=0, min_open=True, max=1),
     default=SHARE,
@@ -212,6 +220,7 @@ def command(
     step_limit: float,
     step_floor: float,
     drain_timeout: float,
+    pull_timeout: float,
     migration_bandwidth_share: float,
     profile: str | None,
     profile_at_start: bool,
@@ -253,6 +262,7 @@ def command(
         step_limit_s=step_limit,
         step_floor_s=step_floor,
         drain_timeout_s=drain_timeout,
+        pull_timeout_s=pull_timeout,
         intra=intra,
         profile=_profile(profile),
         profile_at_start=profile_at_start,

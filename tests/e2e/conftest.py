@@ -34,6 +34,8 @@ def vllm_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         fleet.start_control()
         for name in VLLM_WORKERS:
             options = [*VLLM_OPTIONS[name], "--engine-arg", "max_logprobs=-1", "--kv-blocks", VLLM_KV_BLOCKS]
+            # Tests hold a pull while others of the cluster's processes start, on however slow a machine.
+            options += ["--pull-timeout", "120"]
             fleet.start_worker(name, options, wait=False)
         limit = ["--max-message-bytes", str(VLLM_MAX_MESSAGE_BYTES)]
         fleet.start_frontend(options=[*limit, "--", "--max-logprobs", "-1", "--enable-prompt-tokens-details"])

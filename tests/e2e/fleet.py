@@ -237,22 +237,24 @@ class Fleet:
 
     def wait_listed(self, part: str) -> list[admin_pb2.RequestInfo]:
         """What the scheduler lists for a request that has ended, once it has heard of the end: nothing."""
-        wait_until(lambda: not [r for r in self.requests() if part in r.request_id], f"{part} to be gone", 10)
+        wait_until(lambda: not [r for r in self.requests() if part in r.request_id], f"{part} to be gone")
         return [r for r in self.requests() if part in r.request_id]
 
     def wait_held(self, step: str, timeout_s: float = 30) -> None:
         """Until a worker says that it holds at a fault point."""
-        line = f"fault: holding at {step}"
         before = self._held.get(step, 0)
 
         def held() -> bool:
-            count = sum(p.text().count(line) for n, p in self.processes.items() if n.startswith("w"))
-            if count > before:
+            if (count := self._held_lines(step)) > before:
                 self._held[step] = count
                 return True
             return False
 
-        wait_until(held, line, timeout_s)
+        wait_until(held, f"a worker to hold at {step}", timeout_s)
+
+    def _held_lines(self, step: str) -> int:
+        line = f"fault: holding at {step}\n"
+        return sum(p.text().count(line) for n, p in self.processes.items() if n.startswith("w"))
 
     def migrations(self, part: str) -> list[migration_pb2.MigrationRecord]:
         """Migrations of a request, oldest first."""
@@ -260,7 +262,7 @@ class Fleet:
         found = [m for m in reply.migrations if part in m.request_id]
         return sorted(found, key=lambda m: m.opened_s)
 
-    def wait_idle(self, timeout_s: float = 20) -> None:
+    def wait_idle(self, timeout_s: float = 60) -> None:
         """Until no worker holds a request or a KV block of one, by their own metrics."""
 
         def idle() -> bool:
@@ -298,6 +300,9 @@ class Fleet:
 
     def arm(self, fault: Mapping[str, object]) -> None:
         """Arm a fault point in every worker (worker_agent/faults.py)."""
+        if isinstance(step := fault.get("hold"), str):
+            # What was held earlier, nobody waits for any more.
+            self._held[step] = self._held_lines(step)
         partial = self.faults.with_suffix(".partial")
         partial.write_text(json.dumps(fault))
         partial.replace(self.faults)

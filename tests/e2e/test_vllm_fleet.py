@@ -386,7 +386,7 @@ def test_static_pools_prefill_here_and_decode_there(vllm_fleet: Fleet, vllm_chat
     try:
         for name, pool in pools.items():
             admin.SetPool(admin_pb2.SetPoolRequest(instance_id=name, pool=pool), timeout=5)
-        wait_until(lambda: {n: i.pool for n, i in vllm_fleet.instances().items()} == pools, "the pools", 10)
+        wait_until(lambda: {n: i.pool for n, i in vllm_fleet.instances().items()} == pools, "the pools")
         progress = Progress()
         stream = vllm_chats.start(LONG.prompt, progress)
         chat = progress.wait(lambda c: len(c.reasoning) > 400, "some thought")

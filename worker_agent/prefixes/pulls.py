@@ -72,6 +72,8 @@ class Pulls:
         self._running: dict[RequestKey, asyncio.Task[None]] = {}
         # The end of the pull that brings a block, by the name of the first one that it brings.
         self._coming: dict[bytes, asyncio.Event] = {}
+        # Pulls that have not been told yet what they are to bring.
+        self._opening: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
@@ -82,11 +84,13 @@ class Pulls:
         """Engine.submit, once the engine has what another worker holds."""
         # An older epoch of it may still wait.
         self.drop([submission.key])
-        if submission.pull is None and not self._coming:
+        if submission.pull is None and not (self._coming or self._opening):
             self._parts.engine.submit(submission)
             return
         task = asyncio.create_task(self._run(submission), name=f"pull for {submission.request_id}")
         self._running[submission.key] = task
+        if submission.pull is not None:
+            self._opening.add(task)
         task.add_done_callback(lambda done: self._done(submission, done))
 
     def concerns(self, key: RequestKey) -> bool:
@@ -153,7 +157,9 @@ class Pulls:
         while True:
             fetch_id = f"fetch {next(self._numbers)}"
             try:
+                # The engine answers in the order in which it is asked: whoever came after a pull finds it.
                 names = await run_to_completion(engine.fetch_open(fetch_id, submission, most_tokens))
+                self._opening -= {asyncio.current_task()}
                 if not names:
                     return _Outcome("shared" if waited else "held")
                 coming = self._coming.get(names[0])
@@ -216,6 +222,7 @@ class Pulls:
             await run_to_completion(transfer.close())
 
     def _done(self, submission: Submission, task: asyncio.Task[None]) -> None:
+        self._opening.discard(task)
         known = self._running.get(submission.key) is task
         if known:
             del self._running[submission.key]

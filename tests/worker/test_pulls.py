@@ -1,0 +1,144 @@
+"""Requests that share a prefix which another worker holds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from tailrace.perf.transfer_rate import TransferRate
+from tailrace.telemetry.tracing import Tracing
+from tailrace.v1 import cache_pb2
+from tests.worker.simulated import SMALL
+from worker_agent.engine.base import Pull, RequestKey, Submission
+from worker_agent.engine.simulated import SimulatedEngine
+from worker_agent.faults import Faults
+from worker_agent.kv.address import KvAddress, KvShape
+from worker_agent.kv.ticket import Ticket
+from worker_agent.metrics import WorkerHistograms, WorkerMetrics
+from worker_agent.migration.messages import kv_layout
+from worker_agent.migration.spans import TransferSpans
+from worker_agent.prefixes.pulls import PullParts, Pulls
+
+SHAPE = KvShape("model", block_tokens=4, num_layers=1, layer_block_bytes=8)
+HOLDER = Pull("holder", "127.0.0.1:9", 8)
+PREFIX = [b"block 0", b"block 1"]
+
+
+class PrefixEngine(SimulatedEngine):
+    """Its prefix cache lacks one prefix, which all requests begin with, until it is kept."""
+
+    def __init__(self) -> None:
+        super().__init__(SMALL)
+        self.kept: list[bytes] = []
+        self.found: dict[str, int] = {}
+
+    def submit(self, submission: Submission) -> None:
+        self.found[submission.request_id] = len(self.kept)
+
+    async def fetch_open(self, fetch_id: str, submission: Submission, most_tokens: int) -> list[bytes]:
+        await asyncio.sleep(0)
+        return PREFIX[len(self.kept) : most_tokens // SHAPE.block_tokens]
+
+    async def fetch_keep(self, fetch_id: str, blocks: int) -> None:
+        self.kept += PREFIX[:blocks]
+
+
+class HeldTransfer:
+    """BlockPuller and BlockTransfer; nothing comes before the gate opens."""
+
+    addresses = (KvAddress(b"here", "1.0"),)
+
+    def __init__(self) -> None:
+        self.gate, self.begun = asyncio.Event(), 0
+
+    async def connect(
+        self, request_id: str, sources: Sequence[KvAddress], tickets: Sequence[Ticket]
+    ) -> HeldTransfer:
+        self.begun += 1
+        return self
+
+    async def pull(self, first_block: int, hashes: Sequence[bytes]) -> int:
+        await self.gate.wait()
+        return SHAPE.block_bytes * len(hashes)
+
+    async def close(self) -> None:
+        pass
+
+
+class Loan:
+    """LoanLink to a holder that lends whatever it is asked for."""
+
+    def __init__(self, address: str, request: cache_pb2.LendRequest, timeout_s: float) -> None:
+        self._request = request
+
+    async def open(self) -> cache_pb2.Lent:
+        return cache_pb2.Lent(
+            layout=kv_layout(SHAPE),
+            blocks=len(self._request.names),
+            kv_addresses=self._request.kv_addresses,
+            kv_tickets=[bytes(32)],
+        )
+
+    def close(self) -> None:
+        pass
+
+
+class Worker:
+    """What pulls work with."""
+
+    def __init__(self) -> None:
+        self.engine, self.transfer = PrefixEngine(), HeldTransfer()
+        self.metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
+        self.pulls = Pulls(
+            PullParts(
+                engine=self.engine,
+                shape=SHAPE,
+                puller=self.transfer,
+                connect=Loan,
+                metrics=self.metrics,
+                faults=Faults(),
+                spans=TransferSpans(Tracing(None), "here"),
+                incoming=TransferRate(),
+                timeout_s=60.0,
+            )
+        )
+
+    def submit(self, name: str, pull: Pull | None = None) -> RequestKey:
+        key = RequestKey(0, len(self.engine.found) + len(self.pulls))
+        self.pulls.submit(Submission(key, name, 1, [], pull=pull))
+        return key
+
+    async def drained(self) -> dict[str, int]:
+        """By request, the blocks that it found."""
+        for _ in range(1_000):
+            await asyncio.sleep(0)
+        assert not len(self.pulls)
+        return self.engine.found
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_those_who_come_after_a_pull_wait_for_it(turns: int) -> None:
+    """Also in the moment in which it is not yet known what the pull will bring."""
+    worker = Worker()
+    worker.submit("first", HOLDER)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    for name in ("second", "third"):
+        worker.submit(name)
+    assert not worker.engine.found
+    worker.transfer.gate.set()
+    assert await worker.drained() == {"first": 2, "second": 2, "third": 2}
+    assert worker.transfer.begun == 1
+    assert worker.metrics.pulls == {"pulled": 1, "shared": 2}
+
+
+async def test_a_pull_that_was_dropped_before_it_began_holds_nobody_up() -> None:
+    worker = Worker()
+    worker.pulls.drop([worker.submit("first", HOLDER)])
+    worker.submit("second")
+    assert await worker.drained() == {"second": 0}
+    worker.submit("third")
+    assert worker.engine.found == {"second": 0, "third": 0} and not len(worker.pulls)
