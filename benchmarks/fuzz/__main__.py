@@ -19,22 +19,19 @@ from random import Random
 from typing import Final
 
 import grpc
-import msgspec
 import psutil
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.fuzz.calls import METHODS, Finding, fuzz_method, serves
 from benchmarks.fuzz.cluster import clear_plan
-from benchmarks.fuzz.streams import fuzz_stream
+from benchmarks.fuzz.streams import fuzz_stream, stream_addresses
 from benchmarks.loadgen import completion_request, run_streams
 from benchmarks.report import machine, save
 from tailrace.local.plan import Plan
 from tailrace.local.progress import make_progress
 from tailrace.local.start import Starter
 from tailrace.local.state import Part, RunFolder, RunState
-from tailrace.records import InstanceRecord
-from tailrace.store.store import Store
 
 _WORKERS: Final = 3
 _STREAMS: Final = 10
@@ -63,18 +60,6 @@ def fuzz_calls(
                 ends = ", ".join(f"{count} {status}" for status, count in sorted(tally.statuses.items()))
                 console.print(f"{part.name:14} {method.path:40} {ends}")
     return statuses, findings
-
-
-async def stream_addresses(etcd: str, workers: Sequence[str]) -> list[str]:
-    """Where the workers' message streams are."""
-    store = await Store.connect([etcd], "default")
-    try:
-        values = [await store.get(f"instances/{name}") for name in workers]
-    finally:
-        await store.close()
-    found = [msgspec.json.decode(value, type=InstanceRecord) for value in values if value is not None]
-    assert len(found) == len(workers), "a worker has no record in etcd"
-    return [record.stream_address for record in found]
 
 
 def tracebacks(parts: Sequence[Part]) -> dict[str, int]:

@@ -8,7 +8,11 @@ from collections.abc import Sequence
 from random import Random
 from typing import Final
 
+import msgspec
+
 from benchmarks.fuzz.messages import damaged, noise, random_message
+from tailrace.records import InstanceRecord
+from tailrace.store.store import Store
 from tailrace.v1 import worker_pb2
 
 _CONNECT_S: Final = 5.0
@@ -16,6 +20,18 @@ _CONNECT_S: Final = 5.0
 _LISTEN_S: Final = 0.05
 _LENGTH_BYTES: Final = 4
 _MOST_MESSAGES: Final = 8
+
+
+async def stream_addresses(etcd: str, workers: Sequence[str]) -> list[str]:
+    """Where the workers' message streams are."""
+    store = await Store.connect([etcd], "default")
+    try:
+        values = [await store.get(f"instances/{name}") for name in workers]
+    finally:
+        await store.close()
+    found = [msgspec.json.decode(value, type=InstanceRecord) for value in values if value is not None]
+    assert len(found) == len(workers), "a worker has no record in etcd"
+    return [record.stream_address for record in found]
 
 
 def fuzz_stream(address: str, connections: int, random: Random, names: Sequence[str]) -> int:

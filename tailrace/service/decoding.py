@@ -5,9 +5,8 @@ Left to itself gRPC says UNKNOWN, as if the server were broken, and logs a trace
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import grpc
@@ -43,11 +42,10 @@ class Decoding(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_deserializer is None:
             return handler
-        deserializer = _lenient(handler.request_deserializer)
-        behavior = behavior_of(handler)
+        behavior = behavior_of(wrap_handler(handler, _decoded))
         if handler.request_streaming:
-            return rebuilt(handler, _with_readable_stream(behavior), deserializer)
-        return rebuilt(handler, behavior_of(wrap_handler(handler, _readable)), deserializer)
+            behavior = _until_undecodable(behavior)
+        return rebuilt(handler, behavior, _lenient(handler.request_deserializer))
 
 
 def _lenient(deserializer: Deserializer) -> Deserializer:
@@ -58,13 +56,6 @@ def _lenient(deserializer: Deserializer) -> Deserializer:
             return _Undecodable(str(error))
 
     return read
-
-
-@asynccontextmanager
-async def _readable(request: object, context: Context) -> AsyncIterator[None]:
-    if isinstance(request, _Undecodable):
-        await _refuse(context, request)
-    yield
 
 
 class _Requests:
@@ -87,28 +78,21 @@ class _Requests:
         return request
 
 
-def _with_readable_stream(behavior: Behavior) -> Behavior:
-    """For the handler the requests have ended; once it has, too, the caller is told why."""
-    if inspect.isasyncgenfunction(behavior):
+def _until_undecodable(behavior: Behavior) -> Behavior:
+    async def serve(requests: AsyncIterator[object], context: Context) -> object:
+        return await behavior(_Requests(aiter(requests)), context)
 
-        async def replies(requests: AsyncIterator[object], context: Context) -> AsyncIterator[object]:
-            readable = _Requests(aiter(requests))
-            async with aclosing(behavior(readable, context)) as stream:
-                async for reply in stream:
-                    yield reply
-            if readable.undecodable is not None:
-                await _refuse(context, readable.undecodable)
+    return serve
 
-        return replies
 
-    async def reply(requests: AsyncIterator[object], context: Context) -> object:
-        readable = _Requests(aiter(requests))
-        result = await behavior(readable, context)
-        if readable.undecodable is not None:
-            await _refuse(context, readable.undecodable)
-        return result
-
-    return reply
+@asynccontextmanager
+async def _decoded(request: object, context: Context) -> AsyncIterator[None]:
+    if isinstance(request, _Undecodable):
+        await _refuse(context, request)
+    yield
+    # For the handler the requests have ended; once it has, too, the caller is told why.
+    if isinstance(request, _Requests) and request.undecodable is not None:
+        await _refuse(context, request.undecodable)
 
 
 async def _refuse(context: Context, request: _Undecodable) -> None:

@@ -6,15 +6,12 @@ import asyncio
 from random import Random
 
 import grpc
-import msgspec
 import pytest
 
 from benchmarks.fuzz.calls import METHODS, Finding, fuzz_method, serves
-from benchmarks.fuzz.streams import fuzz_stream
-from tailrace.records import InstanceRecord
+from benchmarks.fuzz.streams import fuzz_stream, stream_addresses
 from tailrace.security.access import CHANGES
 from tailrace.service.message_stream import connect_stream
-from tailrace.store.store import Store
 from tailrace.v1 import worker_pb2
 from tailrace.v1.admin_pb2 import AdminProfileRequest
 from tailrace.v1.profile_pb2 import ProfileRequest
@@ -94,13 +91,8 @@ async def test_a_submission_that_is_wrong_fails_alone(simulated_fleet: Fleet) ->
 
 
 async def _stream_address(fleet: Fleet, worker: str) -> str:
-    store = await Store.connect([fleet.etcd], "default")
-    try:
-        value = await store.get(f"instances/{worker}")
-    finally:
-        await store.close()
-    assert value is not None
-    return msgspec.json.decode(value, type=InstanceRecord).stream_address
+    (address,) = await stream_addresses(fleet.etcd, [worker])
+    return address
 
 
 @pytest.mark.parametrize("budget_s", [float("nan"), float("inf"), -1.0])
