@@ -28,7 +28,12 @@ _PREFIX: Final = "tailrace:"
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An HTTP status and a message for the user."""
+    """Why a request ends without an answer: an HTTP status and a message for the user.
+
+    vLLM passes an output's stop_reason through untouched, and on an error output nobody else sets one: both
+    travel there. The Python API server answers with them in OpenAI's shape; vLLM's Rust API server knows
+    errors without reasons alone, and answers 500.
+    """
 
     status: int
     message: str

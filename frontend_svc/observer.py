@@ -120,7 +120,15 @@ class _Trace:
 
 
 class RequestTraces:
-    """The open spans of all live streams. Told by StreamObserver, never per token."""
+    """The open spans of all live streams. Told by StreamObserver, never per token.
+
+        request                 the whole life, under the client's traceparent if it sent one
+          placement             until an instance was found
+          prefill, reasoning, answering
+          recovery              from the loss of an instance until another one had the request
+
+    Migrations are spans of the services that make them, under the traceparent that goes with the request.
+    """
 
     def __init__(self, tracer: Tracer, frontend_id: str) -> None:
         self._tracer = tracer

@@ -31,7 +31,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """`names` is empty where no instance names its blocks; each name stands for `block_tokens` tokens."""
+    """What a scheduler is told of a request's prefix: names of its blocks, never its tokens.
+
+    `names` is empty where no instance names its blocks; each name stands for `block_tokens` tokens.
+    """
 
     names: Sequence[int] = ()
     block_tokens: int = 0
@@ -62,7 +65,7 @@ def prefix_of(stream: Stream, naming: Naming | None) -> Prefix:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """`name` is what the front end was started with: a folder, or a name."""
+    """The model of a front end. `name` is what the front end was started with: a folder, or a name."""
 
     name: str
     identity: ModelIdentity
@@ -260,7 +263,10 @@ _Answer = asyncio.Future[scheduler_pb2.PlaceReply | None]
 
 
 class PlaceCalls:
-    """A call costs both ends a millisecond, whatever it asks: in a burst, most of what placing takes."""
+    """Asks schedulers where requests go: one call at a time, and what comes meanwhile together in the next.
+
+    A call costs both ends a millisecond, whatever it asks: in a burst, most of what placing takes.
+    """
 
     def __init__(
         self, members: Members, channels: Channels, reachability: Reachability | None = None

@@ -64,7 +64,22 @@ def got_on(stream: Stream) -> bool:
 
 
 class Probation:
-    """Pure but for the streams that it starts; times are seconds of one monotonic clock."""
+    """Streams whose engine died come back one at a time to each instance, until each has shown that it is
+    harmless. Pure but for the streams that it starts; times are seconds of one monotonic clock.
+
+    A request that crashes engines does so again wherever it is sent. Whatever shares its second engine with
+    it is under the same suspicion, unless nothing does: so of the streams that an engine had when it died, an
+    instance gets one at a time. It is cleared by GOT_ON_TOKENS more tokens, and the next one follows. Those
+    that had not made a token on the engine that died go first, a prompt is what crashes engines mostly; and
+    those of which it was more than one.
+
+    Other front ends have suspects, too, and know nothing of these: a worker takes those of one front end at a
+    time (worker_agent/dispatch.py), and turns the others away.
+
+    That takes as long as their prompts take one after the other. Where it takes longer (queues are long, or
+    there are very many), the number that an instance gets at a time doubles every WIDEN_S seconds: nobody
+    waits for ever for the sake of a crash that may have had other reasons.
+    """
 
     def __init__(
         self,

@@ -20,11 +20,12 @@ from tailrace.telemetry import attributes
 from tailrace.telemetry.tracing import Tracing, record_span
 from tailrace.v1 import monitor_pb2, scheduler_pb2, scheduler_pb2_grpc
 
-_MAX: Final = 20_000
+_TRACEPARENTS_MAX: Final = 20_000
 
 
 class Traceparents:
-    """By request id, the last so many."""
+    """The trace contexts of the last so many requests that were placed here, by request id: for what happens
+    to them later."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, str] = OrderedDict()
@@ -34,7 +35,7 @@ class Traceparents:
         if not traceparent:
             return
         self._known[request_id] = traceparent
-        if len(self._known) > _MAX:
+        if len(self._known) > _TRACEPARENTS_MAX:
             self._known.popitem(last=False)
 
     def get(self, request_id: str) -> str:
@@ -44,7 +45,8 @@ class Traceparents:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`instance_id` is empty exactly when `refusal` is not. `seconds` is what deciding took."""
+    """Which instance gets a request. `instance_id` is empty exactly when `refusal` is not. `seconds` is what
+    deciding took."""
 
     instance_id: str
     policy: str
@@ -59,7 +61,7 @@ class Decision:
 
 
 class Placer:
-    """Times and counts placements."""
+    """Decides on arrivals: which instance gets a request. Times and counts placements."""
 
     def __init__(self, control: LiveControl, metrics: SchedulerMetrics) -> None:
         self._control = control
@@ -181,7 +183,7 @@ _POLL_S: Final = 1.0
 
 
 class Decider:
-    """The clock, and whether this scheduler leads."""
+    """Brings reports and ticks to the policy's decision points. Only the leader decides."""
 
     def __init__(self, control: LiveControl, leading: asyncio.Event) -> None:
         self._control = control

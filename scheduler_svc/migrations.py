@@ -170,7 +170,10 @@ class CannotNegotiate(Exception):
 
 
 class Negotiator:
-    """At most one open migration a request, whoever settles it."""
+    """Has a request's worker find who takes it over (bid-ask), where the policy leaves that to the workers.
+
+    At most one open migration a request, whoever settles it.
+    """
 
     def __init__(self, state: ReportedCluster, channels: Channels, traceparents: Traceparents) -> None:
         self._state = state
@@ -228,7 +231,10 @@ _CALL_S: Final = 2.0
 
 
 class Recaller:
-    """The worker asks the front ends, and those the scheduler: each prompt waits where it is until then."""
+    """Has instances hand back prompts that wait there, to be placed where the policy now wants them.
+
+    The worker asks the front ends, and those the scheduler: each prompt waits where it is until then.
+    """
 
     def __init__(self, state: ReportedCluster, channels: Channels) -> None:
         self._state = state

@@ -41,7 +41,8 @@ _RULE: Final = ((5, None), (10, 100.0), (20, 90.0), (100, 95.0))
 
 
 def percentile_for(count: int) -> float | None:
-    """The percentile that stands for the tail of `count` requests; None: too few."""
+    """The percentile that stands for the tail of `count` requests, by the rule of PASCAL's figure 10; None:
+    too few."""
     for below, percentile in _RULE:
         if count < below:
             return percentile

@@ -53,5 +53,8 @@ OTHER: Final = "other"
 
 
 def label(reason: str) -> str:
-    """The reason as a metric's label: of a bounded set."""
+    """The reason as a metric's label: of a bounded set.
+
+    A policy of somebody else's may use words of its own; records keep them, metrics count them as "other".
+    """
     return reason if reason in BACKGROUND or reason in URGENT else OTHER

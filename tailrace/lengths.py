@@ -17,7 +17,11 @@ from numpy.typing import NDArray
 
 
 def tokens_left(prompt_tokens: int, output_tokens: int, max_tokens: int, max_model_len: int = 0) -> float:
-    """The most output tokens that may still come, at least 0; infinite if no limit is known."""
+    """The most output tokens that may still come, at least 0; infinite if no limit is known.
+
+    A request ends at its `max_tokens`, or when its context reaches `max_model_len`; 0: not known. A predictor
+    is trained on how long answers would be (predictor/samples.py); what may still come is the smaller.
+    """
     left = math.inf if max_tokens <= 0 else float(max_tokens - output_tokens)
     if max_model_len > 0:
         left = min(left, float(max_model_len - prompt_tokens - output_tokens))

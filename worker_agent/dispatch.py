@@ -23,7 +23,11 @@ log = logging.getLogger(__name__)
 
 
 class Suspects:
-    """Of one worker."""
+    """Requests of one worker that may have crashed an engine: from one front end at a time.
+
+    A front end gives an instance one of its own at a time (frontend_svc/recovery.py). It knows nothing of the
+    other front ends' suspects; the worker does, and turns away what would come on top of one.
+    """
 
     def __init__(self, carried: CarriedRequests) -> None:
         self._carried = carried

@@ -65,7 +65,11 @@ class Server(Protocol):
 
 
 class GracefulStop:
-    """Takes over SIGTERM and SIGINT once the app starts up, which is after vLLM has set its handlers."""
+    """Takes over SIGTERM and SIGINT once the app starts up, which is after vLLM has set its handlers.
+
+    vLLM's own handler first shuts its engine client down, which cuts every response. uvicorn's way is the one
+    that is wanted: accept nothing more, finish the responses, then end.
+    """
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -98,7 +102,11 @@ def api_keys(args: Namespace) -> list[str]:
 
 
 class RequireApiKey:
-    """Answer 401 in OpenAI's error shape without a key of `keys`; no key set: pass everything on."""
+    """Answer 401 in OpenAI's error shape without a key of `keys`; no key set: pass everything on.
+
+    vLLM guards /v1, /v2, /inference and /cohere alone: /invocations generates, and /tokenize, /pooling or
+    /rerank compute, for anyone who reaches the port.
+    """
 
     keys: ClassVar[list[str]] = []
 

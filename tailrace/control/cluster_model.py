@@ -108,8 +108,13 @@ P = TypeVar("P", bound=Pending)
 
 
 class Corrections(Generic[K, P]):
-    """Changes to the counts of the last report; zero when a report has just come. Tokens unless named
-    otherwise."""
+    """What was decided and heard of one instance since its last report, and is not in that report: changes to
+    its counts, zero when a report has just come. Tokens unless named otherwise.
+
+    Live scheduler and simulator correct an instance's last report with this same code, so that a burst of
+    decisions between two reports does not pile up on one instance. They differ in how they name a request (by
+    id; by the job itself) and in when they know that a report has a placement in it.
+    """
 
     __slots__ = (
         "coming",

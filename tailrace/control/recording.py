@@ -1,7 +1,7 @@
 """A recording of a live scheduler: what its model was fed, in order, and what was decided on it. JSON lines.
 
-It begins with all that the model knew (tailrace/control/checkpoint.py), so that recording can begin at any
-time. There is no text of prompts or answers in it: requests are ids, lengths, phases, and 64-bit names of
+It begins with all that the model knew (`Started`, `InstanceKnown`), so that recording can begin at any time.
+There is no text of prompts or answers in it: requests are ids, lengths, phases, and 64-bit names of
 their KV blocks.
 """
 

@@ -288,7 +288,10 @@ class CallMetrics(Protocol):
 
 
 class GuardedCalls:
-    """Every request gets a place, whatever the policy does."""
+    """How a live scheduler calls a policy: every request gets a place, whatever the policy does.
+
+    One that fails, or places where it must not, is stood in for.
+    """
 
     def __init__(self, metrics: CallMetrics) -> None:
         self._metrics = metrics

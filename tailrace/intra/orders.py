@@ -59,7 +59,8 @@ class QuantumRoundRobin(IntraPolicy):
 
 
 class DecodeFirst(IntraPolicy):
-    """Decode requests first, chunked prefill in what is left of the step, KV migrations in FCFS order.
+    """Arrow's local scheduler (section 5.4): decode requests first, chunked prefill in what is left of the
+    step, KV migrations in FCFS order.
 
     Decode-first holds for memory too: a request that is decoding or wants to go on decoding ranks before
     every prompt, so that a prompt is what gives way when KV is short. Nobody is preempted for an admission.

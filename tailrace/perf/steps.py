@@ -77,7 +77,8 @@ UNLIMITED_TOKENS: Final = 2**53
 
 
 def max_running_tokens(profile: Profile, tpot_slo_s: float, context_tokens: int) -> int:
-    """Most tokens in a batch that one decode step does within the TPOT SLO (section 5.3, third bullet).
+    """Most tokens in a batch that one decode step does within the TPOT SLO (Arrow, 5.3, "Instance Load
+    Evaluation", third bullet).
 
     As profiling would find it with requests of `context_tokens` each. KV capacity limits it too, and is the
     instance's; UNLIMITED_TOKENS when no load makes a step too long.

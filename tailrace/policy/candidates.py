@@ -35,7 +35,10 @@ CACHE_AWARE: Final = Parameter(
 
 
 def credit(arrival: Arrival, cache_aware: bool) -> Callable[[InstanceView], int]:
-    """Tokens that each instance already has of the arrival; none where they are not to count."""
+    """Tokens that each instance already has of the arrival; none where they are not to count.
+
+    By the letter of their papers, policies know nothing of prefix caches (`cache_aware` false).
+    """
     if not cache_aware or not arrival.cached:
         return _none
     return lambda instance: arrival.cached_tokens(instance.instance_id)

@@ -15,7 +15,10 @@ Values = NDArray[np.float64]
 
 
 class KaplanMeier:
-    """Of values, and whether each is exact (`ended`) or a lower bound."""
+    """The Kaplan-Meier estimate: how values are distributed of which some are only known to be larger.
+
+    Each is exact (`ended`) or a lower bound.
+    """
 
     def __init__(self, values: Values, ended: NDArray[np.bool_]) -> None:
         """Raises ValueError for no exact value."""

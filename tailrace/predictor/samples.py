@@ -149,7 +149,11 @@ class Split:
 
 
 def split_by_request(samples: Samples, seed: int) -> Split:
-    """Split by a shuffle that only the seed decides. Raises ValueError for fewer than 10 requests."""
+    """Split by a shuffle that only the seed decides (ARES, section 4.4: 70%, 15%, 15%).
+
+    States of one request resemble each other: one whose samples were on both sides would be recognised rather
+    than predicted. Raises ValueError for fewer than 10 requests.
+    """
     requests = np.unique(samples.request)
     if len(requests) < 10:
         raise ValueError(f"{len(requests)} requests cannot be split: collect 10 or more")

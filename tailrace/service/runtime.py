@@ -159,7 +159,10 @@ def _give_up() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Open for as long as its block lasts."""
+    """What every control service has around its own work: store, membership, channels, traces, metrics.
+
+    Open for as long as its block lasts.
+    """
 
     kind: str
     common: CommonOptions

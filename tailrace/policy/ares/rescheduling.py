@@ -41,7 +41,7 @@ from tailrace.policy.parameters import Parameter
 
 
 def time_weighted_variance(tokens: Floats, weights: Floats) -> float:
-    """Equation 4 as it stands: sum_k weights[k] * Var_i(tokens[i, k]). `tokens`: [instances, steps]."""
+    """Equation 4 of ARES: sum_k weights[k] * Var_i(tokens[i, k]). `tokens`: [instances, steps]."""
     return float(tokens.var(axis=0) @ weights)
 
 
