@@ -136,6 +136,10 @@ class Fleet:
         self.processes[name] = launch()
         return self.processes[name]
 
+    def start_again(self, name: str) -> Process:
+        """Start a process that has ended, as it was; it may not serve yet."""
+        return self._start(name, self._launches[name])
+
     def mend(self, timeout_s: float = 180) -> None:
         """Start again, as it was, whatever has ended; thaw whatever was frozen."""
         ended = [name for name, process in self.processes.items() if not process.alive]
@@ -143,7 +147,7 @@ class Fleet:
             if process.alive:
                 process.thaw()
         for name in ended:
-            self._start(name, self._launches[name])
+            self.start_again(name)
         for name in ended:
             if name != "etcd":
                 self.wait_healthy(name, timeout_s)

@@ -166,6 +166,18 @@ def test_a_worker_killed_in_mid_stream_leaves_no_rank(fleet: Fleet, chats: Chats
     assert_nothing_left(fleet, "w0", ranks, before)
 
 
+def test_a_worker_killed_while_its_engine_starts_leaves_no_rank(fleet: Fleet) -> None:
+    """One rank may wait for the other then, or load its part of the model."""
+    fleet.processes["w1"].kill()
+    worker, meeting = fleet.start_again("w1"), "world_size=2 rank="
+    before = worker.text().count(meeting)
+    wait_until(lambda: worker.text().count(meeting) > before, "a rank to look for the other", START_S)
+    ranks = [child.pid for child in psutil.Process(worker.pid).children(recursive=True)]
+    os.kill(worker.pid, signal.SIGKILL)
+    assert len(ranks) >= 2
+    wait_until(lambda: not any(map(runs, ranks)), "the ranks to end", 60)
+
+
 @pytest.mark.parametrize("victim", ["source", "target"])
 @pytest.mark.parametrize("step", STEPS)
 def test_a_rank_killed_at_a_step_of_a_migration(fleet: Fleet, chats: Chats, step: str, victim: str) -> None:

@@ -10,6 +10,8 @@ import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
+from worker_agent.ranks.orphan import WORKER_PID
+
 # Of vLLM's settings, those that a worker cannot run with, and what to do instead.
 _ALONE: Final = {
     "data_parallel_size": "start one worker for each data-parallel rank, each with its own devices",
@@ -33,6 +35,7 @@ def prepare_ranks(arguments: Mapping[str, object]) -> int:
         return 1
     # This process has threads, and what they hold when it is forked is held for ever in the child.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    os.environ[WORKER_PID] = str(os.getpid())
     if current_platform.is_cpu():
         # vLLM would give each rank a NUMA node of its own.
         os.environ.setdefault(_BINDING, "nobind")

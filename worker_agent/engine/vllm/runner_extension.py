@@ -23,10 +23,14 @@ from worker_agent.engine.vllm.request_states import (
     RequestStates,
     Rewind,
 )
+from worker_agent.ranks.orphan import OrphanWatch
 
 if TYPE_CHECKING:
     from worker_agent.ranks.memory import RankMemory
     from worker_agent.ranks.messages import Address
+
+# vLLM imports this module in each rank before ranks meet, and calls nothing of it before all are ready.
+_ORPHAN_WATCH = OrphanWatch()
 
 
 class RunnerExtension:
@@ -68,6 +72,7 @@ class RunnerExtension:
         self.tailrace_memory = start_agent(
             self.rank, self._tailrace_blocks(), self._tailrace_meeting(), address
         )
+        _ORPHAN_WATCH.stop()
 
     def tailrace_settle(self, request_id: str, block_ids: Sequence[int]) -> None:
         """RankMemory.settle."""
