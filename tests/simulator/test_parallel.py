@@ -57,13 +57,19 @@ def test_names_are_distinct() -> None:
         run_tasks([Task("a", _square, (1,)), Task("a", _square, (2,))])
 
 
+def children() -> set[int | None]:
+    """Other tests' processes among them."""
+    return {child.pid for child in multiprocessing.active_children()}
+
+
 def test_a_failure_names_its_task_and_ends_the_workers() -> None:
+    before = children()
     tasks = [Task("good", _square, (1,), 2.0), Task("bad", _refuse, (7,), 1.0)]
     with pytest.raises(TaskError, match=r"^bad: ValueError: 7 is not for me$") as raised:
         run_tasks(tasks, processes=1)
     assert raised.value.name == "bad"
     assert "_refuse" in raised.value.details
-    assert multiprocessing.active_children() == []
+    assert children() == before
 
 
 def test_a_process_that_dies_names_its_task() -> None:
@@ -77,16 +83,19 @@ def test_what_cannot_be_sent_names_its_task() -> None:
 
 
 def test_an_interrupt_ends_the_workers() -> None:
+    before = children()
+
     def interrupt(_: Progress) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         run_tasks(_squares([1.0] * 8), processes=1, progress=interrupt)
-    assert multiprocessing.active_children() == []
+    assert children() == before
 
 
 @pytest.mark.usefixtures("ctrl_c")
 def test_an_interrupt_while_workers_start_waits_until_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = children()
     started = multiprocessing.get_context("spawn").Process.start
     calls: list[int] = []
 
@@ -99,4 +108,4 @@ def test_an_interrupt_while_workers_start_waits_until_they_have(monkeypatch: pyt
     with pytest.raises(KeyboardInterrupt):
         run_tasks(_squares([1.0] * 4), processes=2)
     assert calls == [1, 1]
-    assert multiprocessing.active_children() == []
+    assert children() == before
