@@ -2,9 +2,9 @@
 
 Two simulated workers, whose KV bytes are really made, sent, checked and kept. The rate of a large migration
 stands beside `ucx_perftest` (of the same UCX), taken just before it, again and again; the pause of a live
-migration stands beside that of stop-and-copy of the same request. All of it twice: as two workers of one host
-do it, beside the transport that ucx_perftest chooses by itself; and over TCP, as between hosts, beside
-ucx_perftest over TCP.
+migration stands beside that of stop-and-copy of the same request. All of it three times: as two workers of
+one host do it, beside the transport that ucx_perftest chooses by itself; over TCP, as between hosts, beside
+ucx_perftest over TCP; and so with --encrypt-kv.
 """
 
 from __future__ import annotations
@@ -35,8 +35,12 @@ from tailrace.local.ports import free_ports
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, types_pb2, worker_pb2
 
 KV_BYTES_PER_TOKEN = 16384
-# By name, the transports that UCX may use; all when empty.
-WAYS = {"on one host": "", "over TCP": "tcp"}
+# By name, the transports that UCX may use, all when empty, and what workers are told besides.
+WAYS: dict[str, tuple[str, list[str]]] = {
+    "on one host": ("", []),
+    "over TCP": ("tcp", []),
+    "over TCP, encrypted": ("tcp", ["--encrypt-kv"]),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +165,12 @@ def main() -> int:
     arguments += ["--", *worker]
     front = "rust" if (Path(sys.executable).parent / "vllm-rs").exists() else "python"
     figures: dict[str, object] = {"kv_bytes_per_token": KV_BYTES_PER_TOKEN}
-    for way, transports in WAYS.items():
+    for way, (transports, told) in WAYS.items():
         console.print(f"[bold]{way}[/bold]")
         if transports:
             os.environ["UCX_TLS"] = transports
         moves: list[Move] = []
-        with TailraceCluster("tailrace", arguments, front) as cluster:
+        with TailraceCluster("tailrace", [*arguments, *told], front) as cluster:
             fleet = Fleet(admin_pb2_grpc.AdminStub(grpc.insecure_channel(cluster.admin)))
             for repeat in range(options.repeats):
                 for tokens in options.tokens:

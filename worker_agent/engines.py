@@ -15,7 +15,7 @@ from worker_agent.kv.client import KvClient
 from worker_agent.kv.segments import SharedMemory
 from worker_agent.kv.server import KvServer
 from worker_agent.kv.single import SingleTransport
-from worker_agent.kv.staging import StagingPool
+from worker_agent.kv.staging import StagingPool, require_sealable
 from worker_agent.kv.transport import ucx_started_with
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.ranks.transfers import RankedTransport
@@ -154,8 +154,12 @@ async def kv_transport(
     memory: SharedMemory,
     faults: Faults,
     metrics: WorkerMetrics,
+    sealed: bool,
 ) -> SingleTransport | RankedTransport:
-    """The transport of a started engine. UCX must be started. Raises KvTransferError."""
+    """The transport of a started engine. UCX must be started. `sealed`: KV leaves the host encrypted.
+
+    Raises KvTransferError.
+    """
     shape = info.kv_shape
     if info.ranked is not None:
         return await RankedTransport.begin(
@@ -165,7 +169,10 @@ async def kv_transport(
             shape.model_fingerprint,
             shape.block_tokens,
             ucx_started_with(),
+            sealed,
         )
+    if sealed:
+        require_sealable(engine, shape.block_bytes)
     pool = StagingPool(engine, shape.block_bytes)
-    server = KvServer(engine, shape, pool, memory.segments, faults, metrics)
-    return SingleTransport(engine, server, KvClient(shape, pool, memory.mappings, metrics))
+    server = KvServer(engine, shape, pool, memory.segments, faults, metrics, sealed)
+    return SingleTransport(engine, server, KvClient(shape, pool, memory.mappings, metrics, sealed))

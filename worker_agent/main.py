@@ -126,6 +126,11 @@ class EngineDied(RuntimeError):
     help="TCP ports for KV transfer, one for each network device; any free ones by default.",
 )
 @click.option(
+    "--encrypt-kv",
+    is_flag=True,
+    help="Encrypt KV that leaves this host, and take it from others only so; for KV in host memory.",
+)
+@click.option(
     "--max-message-bytes",
     type=click.IntRange(MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES),
     default=_DEFAULTS.max_message_bytes,
@@ -214,6 +219,7 @@ def command(
     stream_port: int,
     kv_address: str | None,
     kv_ports: str | None,
+    encrypt_kv: bool,
     max_message_bytes: int,
     max_requests: int,
     report_interval: float,
@@ -256,6 +262,7 @@ def command(
         stream_port=stream_port,
         kv_address=kv_address,
         kv_ports=_ports(kv_ports),
+        encrypt_kv=encrypt_kv,
         max_message_bytes=max_message_bytes,
         max_requests=max_requests,
         report_s=report_interval,

@@ -21,6 +21,8 @@ class WorkerSettings:
     kv_address: str | None = None
     # TCP ports for KV transfer; None: any free ones.
     kv_ports: PortRange | None = None
+    # Whether KV leaves this host encrypted, and is fetched from others only so.
+    encrypt_kv: bool = False
     # Largest message that front ends may send: a submission with its prompt.
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
     # Requests that may be here at a time, waiting or running; more are placed elsewhere, or refused.

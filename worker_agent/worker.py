@@ -38,6 +38,7 @@ from worker_agent.frontends import FrontEnds, beat
 from worker_agent.hand_backs import HandBacks
 from worker_agent.id_claim import replaced_message, wait_until_free
 from worker_agent.intra_switch import order_by
+from worker_agent.kv.address import KvTransferError
 from worker_agent.kv.segments import SharedMemory
 from worker_agent.load import MigrationLoad
 from worker_agent.metrics import WorkerMetrics
@@ -177,10 +178,19 @@ class _Assembly:
         order_by(self._settings.intra, self._engine.set_intra, self._shared.membership)
 
     async def connect_kv(self) -> None:
-        """Open the transport of KV, and what pulls prefixes over it."""
-        self._transport = await kv_transport(
-            self._instance_id, self._engine, self._info, self._shared.memory, self._faults, self._metrics
-        )
+        """Open the transport of KV, and what pulls prefixes over it. Raises EngineStartError."""
+        try:
+            self._transport = await kv_transport(
+                self._instance_id,
+                self._engine,
+                self._info,
+                self._shared.memory,
+                self._faults,
+                self._metrics,
+                self._settings.encrypt_kv,
+            )
+        except KvTransferError as error:
+            raise EngineStartError(f"{self._instance_id}: {error}") from error
         self._stack.push_async_callback(self._transport.close)
         self._spans = TransferSpans(self._shared.tracing, self._instance_id)
         self._pulls = Pulls(

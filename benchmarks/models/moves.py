@@ -65,8 +65,9 @@ async def _place(engine: VllmEngine, info: EngineInfo) -> Place:
     if info.ranked is None:
         return Place(engine)
     shape, metrics = info.kv_shape, WorkerMetrics(WorkerHistograms(CollectorRegistry()))
+    ucx = {"NET_DEVICES": "lo"}
     transport = await RankedTransport.begin(
-        info.ranked, metrics, "models", shape.model_fingerprint, shape.block_tokens, {"NET_DEVICES": "lo"}
+        info.ranked, metrics, "models", shape.model_fingerprint, shape.block_tokens, ucx, sealed=False
     )
     return Place(engine, transport)
 

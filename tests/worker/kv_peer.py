@@ -45,6 +45,7 @@ class PeerSettings(msgspec.Struct):
     faults: list[FaultSpec] = []
     claim_s: float = 30.0
     ucx: dict[str, str] = {}
+    sealed: bool = False
 
 
 def shape(block_bytes: int) -> KvShape:
@@ -119,9 +120,10 @@ class Serving:
             Segments(),
             Faults(settings.faults),
             metrics,
+            settings.sealed,
             settings.claim_s,
         )
-        self._client = KvClient(shape(settings.block_bytes), pool, Mappings(), metrics)
+        self._client = KvClient(shape(settings.block_bytes), pool, Mappings(), metrics, settings.sealed)
         self._sessions: list[Session] = []
         self._pulls: list[asyncio.Task[int]] = []
         self._strays = 0

@@ -119,9 +119,9 @@ class Receiver:
             self.blocks[first + number] = data[number * SIZE : (number + 1) * SIZE].tobytes()
 
 
-def client_of(kv: KvShape, kind: type[KvClient] = KvClient) -> KvClient:
+def client_of(kv: KvShape, kind: type[KvClient] = KvClient, sealed: bool = False) -> KvClient:
     metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
-    return kind(kv, StagingPool(BlockEngine(1, SIZE), SIZE), Mappings(), metrics)
+    return kind(kv, StagingPool(BlockEngine(1, SIZE), SIZE), Mappings(), metrics, sealed)
 
 
 class Remote(KvClient):
@@ -144,10 +144,11 @@ async def client(ucx: None) -> KvClient:
     return client_of(shape(SIZE))
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[KvClient, Remote])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["here", "elsewhere", "sealed"])
 async def either(request: pytest.FixtureRequest, ucx: None) -> KvClient:
-    """On the source's host, and on another."""
-    return client_of(shape(SIZE), request.param)
+    """On the source's host, on another, and on another to which KV is encrypted."""
+    kind = KvClient if request.param == "here" else Remote
+    return client_of(shape(SIZE), kind, request.param == "sealed")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -335,6 +336,21 @@ async def test_a_damaged_block_is_noticed(either: KvClient) -> None:
         async with source.transfer(either) as transfer:
             await transfer.pull(0, names(0, 4), receiver.deliver)
         assert len(receiver.blocks) == 4
+
+
+async def test_a_source_that_encrypts_sends_nothing_else(client: KvClient) -> None:
+    """A target that knows of it asks so, whatever it was told; one that does not gets nothing."""
+    async with source_process(PeerSettings(BLOCKS, SIZE, sealed=True)) as source:
+        receiver = Receiver()
+        async with source.transfer(client_of(shape(SIZE), Remote)) as transfer:
+            await transfer.pull(0, names(0, 4), receiver.deliver)
+            # As if it had not been told.
+            transfer._sealed = False
+            with pytest.raises(KvTransferError):
+                await transfer.pull(4, names(4, 4), receiver.deliver)
+        async with source.transfer(client) as shared:
+            await shared.pull(8, names(8, 4), receiver.deliver)
+        assert sorted(receiver.blocks) == [0, 1, 2, 3, 8, 9, 10, 11]
 
 
 async def test_a_source_that_dies_under_a_transfer_is_an_error_not_a_wait(either: KvClient) -> None:

@@ -146,15 +146,20 @@ async def transport() -> AsyncIterator[tuple[list[Rank], Memory, RankedTransport
     metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
     async with two_ranks() as (ranks, links):
         memory = Memory(links)
-        yield ranks, memory, await RankedTransport.begin(memory, metrics, "w", "model", 16, {}), metrics
+        yield (
+            ranks,
+            memory,
+            await RankedTransport.begin(memory, metrics, "w", "model", 16, {}, False),
+            metrics,
+        )
 
 
 async def test_each_rank_has_its_own_name_and_address() -> None:
     async with transport() as (ranks, _, ranked, _):
         assert [address.worker for address in ranked.addresses] == [b"ours 0", b"ours 1"]
         assert [rank.was_asked(Begin) for rank in ranks] == [
-            [Begin("w", "model rank 0", 16, {})],
-            [Begin("w", "model rank 1", 16, {})],
+            [Begin("w", "model rank 0", 16, {}, False)],
+            [Begin("w", "model rank 1", 16, {}, False)],
         ]
 
 
@@ -228,7 +233,7 @@ async def test_a_rank_that_dies_is_told_once_and_fails_what_waits_for_it() -> No
     async with two_ranks(lambda *told: lost.append(told)) as (ranks, links):
         memory = Memory(links)
         metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
-        ranked = await RankedTransport.begin(memory, metrics, "w", "model", 16, {})
+        ranked = await RankedTransport.begin(memory, metrics, "w", "model", 16, {}, False)
         transfer = await ranked.connect("r", SOURCES, TICKETS)
         for rank in ranks:
             rank.slow = True

@@ -14,6 +14,7 @@ from tailrace.service.channels import format_error
 from tailrace.service.tasks import run_to_completion
 from worker_agent.engine.base import KvShape, Staging
 from worker_agent.kv.address import KvAddress, KvIdentityError, KvTransferError
+from worker_agent.kv.sealing import TAG_BYTES, Seal, host_bytes
 from worker_agent.kv.segments import NAME_BYTES, Mappings, SegmentName
 from worker_agent.kv.staging import StagingPool
 from worker_agent.kv.ticket import Ticket
@@ -39,25 +40,35 @@ class _Incoming:
         ticket: Ticket,
         chunk: int,
         staging: Staging,
-        shared: bool,
+        kind: RequestKind,
         first: int,
         num_blocks: int,
     ) -> None:
-        """`shared`: `staging` is the source's memory, and only the header is received."""
+        """Of kind SHARED, `staging` is the source's memory, and only the header is received."""
+        self.chunk = chunk
         self.staging = staging
-        self.shared = shared
+        self.kind = kind
         self.first = first
         self.num_blocks = num_blocks
-        self.header = np.zeros(header_bytes(num_blocks), np.uint8)
+        longer = TAG_BYTES if kind is RequestKind.SEALED else 0
+        self.header = np.zeros(header_bytes(num_blocks) + longer, np.uint8)
         self.header_message = channel.receive(self.header, ticket.header(chunk))
-        self.data_message = None if shared else channel.receive(staging.buffer, ticket.data(chunk))
+        # What comes sealed is not in its place yet.
+        self.sealed = np.empty(host_bytes(staging).size + longer, np.uint8) if longer else None
+        self.data_message: asyncio.Task[object] | None = None
+        if kind is not RequestKind.SHARED:
+            buffer = staging.buffer if self.sealed is None else self.sealed
+            self.data_message = channel.receive(buffer, ticket.data(chunk))
 
 
 class KvClient:
     """Opens transfers from sources."""
 
-    def __init__(self, shape: KvShape, pool: StagingPool, mappings: Mappings, metrics: WorkerMetrics) -> None:
-        """UCX must be started."""
+    def __init__(
+        self, shape: KvShape, pool: StagingPool, mappings: Mappings, metrics: WorkerMetrics, sealed: bool
+    ) -> None:
+        """UCX must be started. `sealed`: ask for encrypted blocks even of a source that does not insist."""
+        self._sealed = sealed
         self._shape = shape
         self._pool = pool
         self._metrics = metrics
@@ -75,7 +86,9 @@ class KvClient:
         Raises KvTransferError.
         """
         channel = await Channel.connect(source)
-        transfer = KvTransfer(channel, ticket, self._shape, self._pool, self._mappings, self._metrics)
+        transfer = KvTransfer(
+            channel, ticket, self._shape, self._pool, self._mappings, self._metrics, self._sealed
+        )
         try:
             async with asyncio.timeout(_CONNECT_S):
                 await transfer.greet()
@@ -100,9 +113,12 @@ class KvTransfer:
         pool: StagingPool,
         mappings: Mappings,
         metrics: WorkerMetrics,
+        sealed: bool,
     ) -> None:
         self._channel = channel
         self._ticket = ticket
+        self._seal = Seal(ticket)
+        self._sealed = sealed
         self._shape = shape
         self._pool = pool
         self._mappings = mappings
@@ -121,7 +137,7 @@ class KvTransfer:
         self._ask(Request(RequestKind.HELLO))
         await self._wait(message)
         data = answer.tobytes()
-        decode_header(data[:-NAME_BYTES], self._shape, 0, 0)
+        self._sealed |= decode_header(data[:-NAME_BYTES], self._shape, 0, 0).sealed_only
         segment = SegmentName.decode(data[-NAME_BYTES:])
         if segment is not None:
             self._slots = self._shared(segment)
@@ -161,19 +177,25 @@ class KvTransfer:
                 num_blocks = min(self._pool.chunk_blocks, end - following)
                 # Received before it is asked for: the bytes go straight to their place.
                 coming.append(self._expect(following, num_blocks))
-                kind = RequestKind.SHARED if self._slots else RequestKind.BLOCKS
-                self._ask(Request(kind, following, num_blocks))
+                self._ask(Request(self._kind, following, num_blocks))
                 following += num_blocks
             chunk = coming.popleft()
             await self._wait(chunk.header_message)
-            header = decode_header(chunk.header.tobytes(), self._shape, chunk.first, chunk.num_blocks)
+            head = chunk.header.tobytes()
+            if chunk.sealed is not None:
+                head = self._seal.open_header(chunk.chunk, head)
+            header = decode_header(head, self._shape, chunk.first, chunk.num_blocks)
             start = chunk.first - first_block
             if list(header.hashes) != list(hashes[start : start + chunk.num_blocks]):
                 raise KvIdentityError(f"blocks {chunk.first}+{chunk.num_blocks} are not those asked for")
             if chunk.data_message is not None:
                 await self._wait(chunk.data_message)
+            if chunk.sealed is not None:
+                out = host_bytes(chunk.staging)
+                opened = asyncio.to_thread(self._seal.open_data, chunk.chunk, chunk.sealed, out)
+                await run_to_completion(opened)
             await run_to_completion(_run(deliver, chunk, header.checksums))
-            if not chunk.shared:
+            if chunk.kind is not RequestKind.SHARED:
                 self._pool.give_back(chunk.staging, chunk.num_blocks)
 
     def _expect(self, first: int, num_blocks: int) -> _Incoming:
@@ -183,8 +205,15 @@ class KvTransfer:
         else:
             staging = self._pool.take(num_blocks)
         return _Incoming(
-            self._channel, self._ticket, self._next_chunk(), staging, bool(self._slots), first, num_blocks
+            self._channel, self._ticket, self._next_chunk(), staging, self._kind, first, num_blocks
         )
+
+    @property
+    def _kind(self) -> RequestKind:
+        """How blocks are asked for: memory that is shared is on no wire."""
+        if self._slots:
+            return RequestKind.SHARED
+        return RequestKind.SEALED if self._sealed else RequestKind.BLOCKS
 
     def _shared(self, segment: SegmentName) -> list[Staging]:
         """The slots of the source's memory; none where it cannot be read, and is sent over the wire."""

@@ -18,13 +18,16 @@ from worker_agent.engine.base import KvShape, Staging
 from worker_agent.engine.errors import EngineRefusal
 from worker_agent.faults import Faults
 from worker_agent.kv.address import KvTransferError
+from worker_agent.kv.sealing import Seal, host_bytes
 from worker_agent.kv.segments import NO_SEGMENT, Segment, Segments
 from worker_agent.kv.sessions import Session
 from worker_agent.kv.staging import KvMemory, StagingPool
 from worker_agent.kv.transport import Channel
 from worker_agent.kv.wire import (
     ENDED,
+    OK,
     REQUEST_BYTES,
+    SEALED_ONLY,
     UNREADABLE,
     WINDOW,
     Request,
@@ -111,8 +114,9 @@ class Conversation:
         segments: Segments | None,
         faults: Faults,
         metrics: WorkerMetrics,
+        sealed: bool,
     ) -> None:
-        """`segments`: for a target that can share memory."""
+        """`segments`: for a target that can share memory. `sealed`: nothing is sent unencrypted."""
         self._channel = channel
         self._session = session
         self._ticket = session.ticket
@@ -121,6 +125,8 @@ class Conversation:
         self._pool = pool
         self._faults = faults
         self._metrics = metrics
+        self._sealed = sealed
+        self._seal = Seal(session.ticket)
         self._slots: Slots | None = None
         self._segments = segments
         self._requests = 0
@@ -184,7 +190,8 @@ class Conversation:
             case RequestKind.GOODBYE:
                 raise _Leaving
             case RequestKind.HELLO:
-                await self._say(encode_header(self._shape, 0, [], []) + self._share())
+                status = SEALED_ONLY if self._sealed else OK
+                await self._say(encode_header(self._shape, 0, [], [], status) + self._share())
             case _ if not self._refused:
                 # Here at most as many as the target may have asked for.
                 await self._land(WINDOW - 1)
@@ -203,7 +210,7 @@ class Conversation:
 
     def _staging(self, request: Request) -> Staging:
         """Where the blocks go."""
-        if request.kind is RequestKind.BLOCKS:
+        if request.kind is not RequestKind.SHARED:
             return self._pool.take(request.num_blocks)
         if self._slots is None or request.num_blocks > self._pool.chunk_blocks:
             raise KvTransferError("more blocks than fit into the shared memory")
@@ -214,8 +221,10 @@ class Conversation:
         session, first, num_blocks = self._session, request.first_block, request.num_blocks
         if num_blocks * self._shape.block_bytes > max(_CHUNK_BYTES_MAX, self._shape.block_bytes):
             raise KvTransferError(f"chunks of {num_blocks} blocks are too large")
+        if self._sealed and request.kind is RequestKind.BLOCKS:
+            raise KvTransferError("the target wants blocks unencrypted")
         if not session.may_read(first, num_blocks):
-            await self._refuse(ENDED, first, num_blocks)
+            await self._refuse(ENDED, request)
             return
         staging = self._staging(request)
         try:
@@ -225,15 +234,21 @@ class Conversation:
                 )
         except EngineRefusal as error:
             log.info("blocks %d+%d of %s: %s", first, num_blocks, session.request_id, error)
-            await self._refuse(UNREADABLE, first, num_blocks)
+            await self._refuse(UNREADABLE, request)
             return
         self._faults.corrupt(staging, num_blocks * self._shape.block_bytes)
         header = encode_header(self._shape, first, session.hashes(first, num_blocks), checksums)
-        data_tag = self._ticket.data(self._answers)
+        chunk = self._answers
+        data = None if request.kind is RequestKind.SHARED else staging.buffer
+        if request.kind is RequestKind.SEALED:
+            header = self._seal.seal_header(chunk, header)
+            data = await run_to_completion(
+                asyncio.to_thread(self._seal.seal_data, chunk, host_bytes(staging))
+            )
         messages = [self._channel.send(np.frombuffer(header, np.uint8), self._header_tag())]
-        if request.kind is RequestKind.BLOCKS:
-            messages.append(self._channel.send(staging.buffer, data_tag))
-        of_pool = staging if request.kind is RequestKind.BLOCKS else None
+        if data is not None:
+            messages.append(self._channel.send(data, self._ticket.data(chunk)))
+        of_pool = None if request.kind is RequestKind.SHARED else staging
         self._flying.append(_Chunk(of_pool, num_blocks, messages))
 
     async def _land(self, left: int) -> None:
@@ -248,10 +263,13 @@ class Conversation:
             self._metrics.kv_sent_blocks += chunk.num_blocks
             self._metrics.kv_sent_bytes += chunk.num_blocks * self._shape.block_bytes
 
-    async def _refuse(self, status: int, first: int, num_blocks: int) -> None:
+    async def _refuse(self, status: int, request: Request) -> None:
         """The target ends the transfer; what it has asked for meanwhile is not answered."""
         self._refused = True
-        await self._say(encode_refusal(self._shape, status, first, num_blocks))
+        header = encode_refusal(self._shape, status, request.first_block, request.num_blocks)
+        if request.kind is RequestKind.SEALED:
+            header = self._seal.seal_header(self._answers, header)
+        await self._say(header)
 
     async def _say(self, header: bytes) -> None:
         async with asyncio.timeout(_SEND_S):

@@ -38,14 +38,17 @@ class KvServer:
         segments: Segments,
         faults: Faults,
         metrics: WorkerMetrics,
+        sealed: bool,
         claim_s: float = CLAIM_S,
     ) -> None:
-        """UCX must be started. `claim_s`: seconds in which a session's target must say hello."""
+        """UCX must be started. `sealed`: blocks leave this host encrypted only. `claim_s`: seconds in which a
+        session's target must say hello."""
         self._memory = memory
         self._shape = shape
         self._pool = pool
         self._faults = faults
         self._metrics = metrics
+        self._sealed = sealed
         self._claim_s = claim_s
         self._address = own_address()
         self._segments = segments
@@ -68,7 +71,15 @@ class KvServer:
         channel = await Channel.connect(target)
         segments = self._segments if target.shares_memory(self._address) else None
         conversation = Conversation(
-            channel, session, self._memory, self._shape, self._pool, segments, self._faults, self._metrics
+            channel,
+            session,
+            self._memory,
+            self._shape,
+            self._pool,
+            segments,
+            self._faults,
+            self._metrics,
+            self._sealed,
         )
         task = asyncio.create_task(conversation.run(self._claim_s), name=f"KV of {request_id}")
         self._sessions[session] = task

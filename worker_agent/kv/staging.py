@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from worker_agent.engine.base import Staging
+from worker_agent.kv.address import KvTransferError
 from worker_agent.kv.transport import CHUNK_BYTES
 
 
@@ -27,6 +28,15 @@ class KvMemory(Protocol):
 
 
 _KEPT_MAX: Final = 8
+
+
+def require_sealable(memory: KvMemory, block_bytes: int) -> None:
+    """Raise KvTransferError unless KV passes through host memory, where it can be encrypted."""
+    if memory.staging_over(np.zeros(block_bytes, np.uint8)) is None:
+        raise KvTransferError(
+            "--encrypt-kv: KV is sent from device memory, where it cannot be encrypted: encrypt the link "
+            "(WireGuard, IPsec) and leave the option out"
+        )
 
 
 class StagingPool:

@@ -3,7 +3,8 @@
 request   target -> source   hello; or blocks, one chunk of them; or goodbye
 header    source -> target   to all but a goodbye: model, layers, and hash and checksum of every block
 data      source -> target   behind a header of blocks: the blocks, each layer by layer; none for those that
-                             are asked for in shared memory (`segments.py`), whose slots are used in turn
+                             are asked for in shared memory (`segments.py`), whose slots are used in turn;
+                             header and data are encrypted for those that are asked for sealed (`sealing.py`)
 goodbye   source -> target   the export has ended; one byte
 
 Requests are answered in their order. At most WINDOW of them are unanswered; each end posts its receives
@@ -41,6 +42,8 @@ OK: Final = 0
 ENDED: Final = 1
 # The blocks could not be read.
 UNREADABLE: Final = 2
+# Answers a hello in place of OK: blocks are sent in shared memory, or sealed.
+SEALED_ONLY: Final = 3
 
 _REFUSALS: Final = {ENDED: "the export has ended", UNREADABLE: "the source cannot read the blocks"}
 
@@ -56,6 +59,8 @@ class RequestKind(enum.IntEnum):
     GOODBYE = 2
     # Blocks, into the next of the segment's WINDOW slots.
     SHARED = 3
+    # Blocks, encrypted on their way.
+    SEALED = 4
 
 
 _KINDS: Final = frozenset(int(kind) for kind in RequestKind)
@@ -63,7 +68,7 @@ _KINDS: Final = frozenset(int(kind) for kind in RequestKind)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Of kind BLOCKS or SHARED: blocks [first_block, first_block + num_blocks)."""
+    """Of kind BLOCKS, SHARED or SEALED: blocks [first_block, first_block + num_blocks)."""
 
     kind: RequestKind
     first_block: int = 0
@@ -81,6 +86,8 @@ class ChunkHeader:
     first_block: int
     hashes: Sequence[bytes]
     checksums: Sequence[int]
+    # Of the answer to a hello.
+    sealed_only: bool
 
 
 def decode_request(data: bytes) -> Request:
@@ -88,7 +95,7 @@ def decode_request(data: bytes) -> Request:
     magic, version, kind, first, count = _REQUEST.unpack(data)
     if magic != _MAGIC or version != _VERSION or kind not in _KINDS:
         raise KvTransferError("a peer that speaks another protocol")
-    if kind in (RequestKind.BLOCKS, RequestKind.SHARED) and not count:
+    if kind in (RequestKind.BLOCKS, RequestKind.SHARED, RequestKind.SEALED) and not count:
         raise KvTransferError("a request for no blocks")
     return Request(RequestKind(kind), first, count)
 
@@ -99,12 +106,15 @@ def header_bytes(num_blocks: int) -> int:
 
 
 def encode_header(
-    shape: KvShape, first_block: int, hashes: Sequence[bytes], checksums: Sequence[int]
+    shape: KvShape, first_block: int, hashes: Sequence[bytes], checksums: Sequence[int], status: int = OK
 ) -> bytes:
-    """The header of a chunk whose data follows. Raises KvTransferError for a hash that is too long."""
+    """The header of a chunk whose data follows. Raises KvTransferError for a hash that is too long.
+
+    `status`: OK or SEALED_ONLY.
+    """
     if any(len(each) > _HASH_MAX for each in hashes):
         raise KvTransferError(f"a block hash of more than {_HASH_MAX} bytes")
-    head = _head(shape, OK, first_block, len(hashes))
+    head = _head(shape, status, first_block, len(hashes))
     return head + b"".join(
         _BLOCK.pack(checksum, len(name), name) for name, checksum in zip(hashes, checksums, strict=True)
     )
@@ -123,7 +133,7 @@ def decode_header(data: bytes, shape: KvShape, first_block: int, num_blocks: int
     magic, version, status, first, count, first_layer, layers, layer_bytes, digest = _HEADER.unpack_from(data)
     if magic != _MAGIC or version != _VERSION:
         raise KvTransferError("a peer that speaks another protocol")
-    if status != OK:
+    if status not in (OK, SEALED_ONLY):
         raise KvTransferError(_REFUSALS.get(status, f"refused with status {status}"))
     if (first, count) != (first_block, num_blocks):
         raise KvIdentityError(f"blocks {first}+{count} came, {first_block}+{num_blocks} were asked for")
@@ -136,7 +146,7 @@ def decode_header(data: bytes, shape: KvShape, first_block: int, num_blocks: int
     for checksum, length, name in _BLOCK.iter_unpack(data[_HEADER.size :]):
         checksums.append(checksum)
         hashes.append(name[:length])
-    return ChunkHeader(first, hashes, checksums)
+    return ChunkHeader(first, hashes, checksums, status == SEALED_ONLY)
 
 
 def _head(shape: KvShape, status: int, first_block: int, num_blocks: int) -> bytes:

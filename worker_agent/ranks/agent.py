@@ -29,7 +29,7 @@ from worker_agent.kv.client import KvClient, KvTransfer
 from worker_agent.kv.segments import SharedMemory
 from worker_agent.kv.server import KvServer
 from worker_agent.kv.sessions import Session
-from worker_agent.kv.staging import StagingPool
+from worker_agent.kv.staging import StagingPool, require_sealable
 from worker_agent.kv.strays import discarding_strays
 from worker_agent.kv.ticket import Ticket
 from worker_agent.kv.transport import start_ucx, stop_ucx
@@ -178,7 +178,12 @@ class RankAgent:
         if isinstance(asked.command, Stop):
             return asked.number
         assert isinstance(asked.command, Begin)
-        writer.write(encode(Answered(asked.number, self._begin(asked.command))))
+        try:
+            begun: Answer = self._begin(asked.command)
+        except KvTransferError as error:
+            # The worker says why, and stops.
+            begun = failed(error)
+        writer.write(encode(Answered(asked.number, begun)))
         async with discarding_strays(lambda count: None):
             while True:
                 asked = decoder.decode(await read_frame(reader))
@@ -203,11 +208,13 @@ class RankAgent:
         kv = self._kv
         shape = rank_shape(begin.fingerprint, begin.block_tokens, kv.num_layers, kv.layer_block_bytes)
         metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
+        if begin.sealed:
+            require_sealable(self._memory, shape.block_bytes)
         pool, memory = StagingPool(self._memory, shape.block_bytes), SharedMemory()
         faults = Faults.from_environment(begin.instance_id)
         self._transport = _Transport(
-            KvServer(self._memory, shape, pool, memory.segments, faults, metrics),
-            KvClient(shape, pool, memory.mappings, metrics),
+            KvServer(self._memory, shape, pool, memory.segments, faults, metrics, begin.sealed),
+            KvClient(shape, pool, memory.mappings, metrics, begin.sealed),
             metrics,
             memory,
         )

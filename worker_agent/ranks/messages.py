@@ -63,6 +63,8 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     fingerprint: str
     block_tokens: int
     ucx: dict[str, str]
+    # Whether KV leaves the host encrypted.
+    sealed: bool
 
 
 class Begun(msgspec.Struct, frozen=True, tag=True):

@@ -133,14 +133,15 @@ class RankedTransport:
         fingerprint: str,
         block_tokens: int,
         ucx: Mapping[str, str],
+        sealed: bool,
     ) -> RankedTransport:
-        """Start UCX in every rank with these options; from then on watch that all are there. Raises
-        KvTransferError."""
+        """Start UCX in every rank with these options; from then on watch that all are there. `sealed`: KV
+        leaves the host encrypted. Raises KvTransferError."""
 
         async def begin(link: RankLink) -> KvAddress:
             # A rank takes KV from the same rank alone.
             name = f"{fingerprint} rank {link.rank}"
-            return (await link.ask(Begin(instance_id, name, block_tokens, dict(ucx)), Begun)).address
+            return (await link.ask(Begin(instance_id, name, block_tokens, dict(ucx), sealed), Begun)).address
 
         addresses = await _all(begin(link) for link in memory.links)
         memory.links.watch()
