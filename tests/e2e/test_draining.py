@@ -98,8 +98,17 @@ def test_without_a_scheduler_what_is_left_is_computed_anew(
     assert recoveries(simulated_fleet, "lost") == lost
 
 
-@pytest.mark.parametrize("step", ["import:pre_copy", "import:paused", "import:adopt"])
-@pytest.mark.parametrize("told", ["source", "target"])
+@pytest.mark.parametrize(
+    ("step", "told"),
+    [
+        ("import:pre_copy", "source"),
+        pytest.param("import:pre_copy", "target", marks=pytest.mark.slow),
+        pytest.param("import:paused", "source", marks=pytest.mark.slow),
+        ("import:paused", "target"),
+        ("import:adopt", "source"),
+        pytest.param("import:adopt", "target", marks=pytest.mark.slow),
+    ],
+)
 def test_a_worker_that_is_told_to_stop_in_the_middle_of_a_migration(
     simulated_fleet: Fleet, simulated_chats: Chats, undisturbed: list[Chat], step: str, told: str
 ) -> None:

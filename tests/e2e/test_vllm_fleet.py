@@ -107,10 +107,15 @@ SCHEMA = {
 @pytest.mark.parametrize(
     "options",
     [
-        {"temperature": 1.0, "seed": 7, "max_tokens": 450},
+        pytest.param({"temperature": 1.0, "seed": 7, "max_tokens": 450}, marks=pytest.mark.slow),
         {"temperature": 0.9, "seed": 3, "top_p": 0.8, "logprobs": True, "top_logprobs": 3, "max_tokens": 300},
-        {"frequency_penalty": 0.6, "presence_penalty": 0.3, "max_tokens": 450},
-        {"extra_body": {"repetition_penalty": 1.2, "min_tokens": 400}, "max_tokens": 450},
+        pytest.param(
+            {"frequency_penalty": 0.6, "presence_penalty": 0.3, "max_tokens": 450}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"extra_body": {"repetition_penalty": 1.2, "min_tokens": 400}, "max_tokens": 450},
+            marks=pytest.mark.slow,
+        ),
         {"temperature": 1.0, "seed": 11, "stop": ["15 w"]},
         {
             "temperature": 1.0,
@@ -257,10 +262,11 @@ def _try_to_migrate(fleet: Fleet, request_id: str, target: str) -> None:
 @pytest.mark.parametrize(
     ("step", "victim"),
     [
-        ("import:open", "target"),
+        # All steps and victims, with simulated engines: test_kill_matrix.py.
+        pytest.param("import:open", "target", marks=pytest.mark.slow),
         ("import:pre_copy", "source"),
         ("import:paused", "migration"),
-        ("import:adopt", "scheduler-0"),
+        pytest.param("import:adopt", "scheduler-0", marks=pytest.mark.slow),
     ],
 )
 def test_killed_in_mid_migration_the_stream_ends_right(

@@ -19,7 +19,7 @@ from simulator.workloads.sessions import PACE_S, UNIT_TOKENS
 @pytest.fixture(scope="module", params=SESSIONS)
 def drawn(request: pytest.FixtureRequest) -> tuple[str, list[SimRequest]]:
     """Enough for means."""
-    return request.param, SESSIONS[request.param].requests(8_000, 4.0, 2)
+    return request.param, SESSIONS[request.param].requests(3_000, 4.0, 2)
 
 
 def by_session(requests: list[SimRequest]) -> list[list[SimRequest]]:
@@ -75,7 +75,7 @@ def test_sessions_share_instructions_and_documents(drawn: tuple[str, list[SimReq
     ("name", "published"), [("agent_sessions", (8_596, 182)), ("document_sessions", (15_325, 149))]
 )
 def test_lengths_have_the_published_means(name: str, published: tuple[float, float]) -> None:
-    requests = [each for seed in range(4) for each in SESSIONS[name].requests(3_000, 8.0, seed)]
+    requests = [each for seed in range(4) for each in SESSIONS[name].requests(1_500, 8.0, seed)]
     prompt, answer = (
         np.mean([r.prompt_tokens for r in requests]),
         np.mean([r.answer_tokens for r in requests]),

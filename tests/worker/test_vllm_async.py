@@ -24,7 +24,7 @@ from tests.worker.test_vllm_engine import (  # noqa: F401
     NO_THINK_END,
     REASONING,
     SEEDED,
-    case,
+    case_of,
     idle,
     nothing_left,
     params,
@@ -52,6 +52,11 @@ from worker_agent.engine.vllm.settings import VllmSettings
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
 SEED = SEEDED | {"seed": 31}
+
+
+@pytest.fixture(params=CASES, ids=lambda name: name.replace(" ", "-"))
+def case(request: pytest.FixtureRequest) -> tuple[list[int], SamplingParams]:
+    return case_of(request.param)
 
 
 @dataclass(frozen=True)

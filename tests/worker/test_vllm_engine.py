@@ -212,9 +212,20 @@ CASES = {
 }
 
 
-@pytest.fixture(params=CASES, ids=lambda name: name.replace(" ", "-"))
+# The others run with async scheduling, vLLM's default (test_vllm_async.py), and here in `make soak`.
+SAMPLE = {"greedy, reasoning", "seeded, answering", "thinking budget", "json schema after reasoning"}
+
+
+@pytest.fixture(
+    params=[pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.slow) for name in CASES],
+    ids=lambda name: name.replace(" ", "-"),
+)
 def case(request: pytest.FixtureRequest) -> tuple[list[int], SamplingParams]:
-    prompt, sampling = CASES[request.param]
+    return case_of(request.param)
+
+
+def case_of(name: str) -> tuple[list[int], SamplingParams]:
+    prompt, sampling = CASES[name]
     sampling = sampling.clone()
     # As vLLM's API server does for every request.
     sampling.update_from_generation_config({}, EOS)

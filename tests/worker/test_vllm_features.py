@@ -100,7 +100,7 @@ async def test_steps_make_several_tokens(lab: Lab) -> None:
     assert len(stream.tokens) == 50 > len(stream.flags)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [pytest.param("", marks=pytest.mark.slow), "one", "two"])
 async def test_it_moves_live_or_by_replay_and_says_the_same(lab: Lab, model: str) -> None:
     assert lab.way is Way.LIVE
     reference, moved, replayed = (lab.stream(model) for _ in range(3))
