@@ -29,6 +29,7 @@ from frontend_svc.api_server.engine_client import FleetClient
 from frontend_svc.api_server.engine_control import RefuseEngineControl
 from frontend_svc.api_server.middleware import GracefulStop, RequireApiKey, RetryAfter, api_keys
 from frontend_svc.api_server.python import PythonBoot
+from frontend_svc.api_server.stream_start import StreamStart
 from frontend_svc.api_server.tenants import BodyLimit, TenantAdmission, Tenants
 from tailrace.tenancy.file import KeyFile
 
@@ -47,7 +48,15 @@ def parse_args(arguments: list[str]) -> Namespace:
     validate_api_server_args(args)
     RequireApiKey.keys = api_keys(args)
     # The last is asked first.
-    ours = (RetryAfter, GracefulStop, RefuseEngineControl, RequireApiKey, TenantAdmission, BodyLimit)
+    ours = (
+        StreamStart,
+        RetryAfter,
+        GracefulStop,
+        RefuseEngineControl,
+        RequireApiKey,
+        TenantAdmission,
+        BodyLimit,
+    )
     args.middleware = [*args.middleware, *(f"{each.__module__}.{each.__qualname__}" for each in ours)]
     return args
 

@@ -1,0 +1,133 @@
+"""ASGI middleware for vLLM's Python app: a stream that fails before its first event gets a status for it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+import msgspec
+
+from frontend_svc.api_server.middleware import App, Message, Receive, Send
+
+# Longest that a response's headers wait for its first event: placing takes less, and whoever waits for
+# headers with a deadline of its own hardly notices.
+HOLD_S: Final = 0.25
+
+_ERROR: Final = b'data: {"error"'
+
+
+class _Error(msgspec.Struct):
+    code: int = 0
+
+
+class _ErrorEvent(msgspec.Struct):
+    error: _Error
+
+
+class StreamStart:
+    """Hold the start of an event stream back until its first event, `HOLD_S` at most.
+
+    vLLM starts a stream before its engine has seen the request: a refusal would be an event in a response
+    that began with 200. If the first event is an error, the response becomes that error, with its status.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Handle one ASGI connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        response = _Response(send)
+        try:
+            await self._app(scope, receive, response.send)
+        finally:
+            await response.close()
+
+
+class _Response:
+    """One response; its start may be held."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._start: Message | None = None
+        self._releasing: asyncio.Task[None] | None = None
+        self._first_came = asyncio.Event()
+        # The response is an error, and has been sent.
+        self._replaced = False
+
+    async def send(self, message: Message) -> None:
+        """Pass on what the app sends."""
+        if message["type"] == "http.response.start" and _is_stream(message):
+            self._start = message
+            self._releasing = asyncio.create_task(self._release_in_time(), name="start a stream")
+            return
+        if self._releasing is not None:
+            await self._first(message)
+        elif not self._replaced:
+            await self._send(message)
+
+    async def close(self) -> None:
+        """Hold nothing back any more. A start without anything after it is the server's to complain of."""
+        await self._stop_waiting()
+
+    async def _first(self, message: Message) -> None:
+        await self._stop_waiting()
+        start, self._start = self._start, None
+        if start is None:
+            # Started in the meantime.
+            await self._send(message)
+            return
+        body = message.get("body", b"")
+        status = _error_status(body)
+        if status is None:
+            await self._send(start)
+            await self._send(message)
+            return
+        self._replaced = True
+        error = _first_event(body)
+        headers = [pair for pair in start["headers"] if pair[0].lower() not in _REPLACED]
+        headers += [(b"content-type", b"application/json"), (b"content-length", str(len(error)).encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": error})
+
+    async def _stop_waiting(self) -> None:
+        self._first_came.set()
+        releasing, self._releasing = self._releasing, None
+        if releasing is not None:
+            # Raises what sending the start did: the client has gone, which is the app's to know.
+            await releasing
+
+    async def _release_in_time(self) -> None:
+        # Never cancelled: a start that is being sent is sent whole.
+        try:
+            async with asyncio.timeout(HOLD_S):
+                await self._first_came.wait()
+        except TimeoutError:
+            start, self._start = self._start, None
+            if start is not None:
+                await self._send(start)
+
+
+_REPLACED: Final = frozenset({b"content-type", b"content-length"})
+
+
+def _is_stream(start: Message) -> bool:
+    headers: dict[bytes, bytes] = dict(start.get("headers", []))
+    return bool(start["status"] == 200) and headers.get(b"content-type", b"").startswith(b"text/event-stream")
+
+
+def _first_event(body: bytes) -> bytes:
+    return body.removeprefix(b"data: ").partition(b"\n")[0]
+
+
+def _error_status(body: bytes) -> int | None:
+    """Of an event that is an error in OpenAI's shape."""
+    if not body.startswith(_ERROR):
+        return None
+    try:
+        event = msgspec.json.decode(_first_event(body), type=_ErrorEvent)
+    except msgspec.MsgspecError:
+        return None
+    return event.error.code if 400 <= event.error.code < 600 else None
