@@ -57,6 +57,11 @@ NO_INSTANCE: Final = Refusal(503, "No instance can take this request now.")
 TOO_MANY_REQUESTS: Final = Refusal(429, "This server carries as many requests as it may; try again later.")
 """The front end's own bound."""
 
+OVERLOADED: Final = Refusal(
+    429, "This server has too much to do to begin with this request in time; try again later."
+)
+"""The request's first token would come too late (`tailrace set slo admit=`)."""
+
 
 class AdmissionState(enum.IntEnum):
     """What becomes of a new request."""

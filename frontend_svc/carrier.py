@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from frontend_svc.admission import NO_INSTANCE, TOO_MANY_REQUESTS, Refusal
+from frontend_svc.admission import NO_INSTANCE, OVERLOADED, TOO_MANY_REQUESTS, Refusal
 from frontend_svc.adopt import Adoptions
 from frontend_svc.dispatch import Dispatch, Relocations
 from frontend_svc.links import Loss, Workers, abort, request_bytes
@@ -336,6 +336,13 @@ class Carrier:
             log.warning("%s found no instance in %.1f s: %s", stream.request_id, seconds, reason)
             self._end_with_error(stream, NO_INSTANCE)
             self._observer.gave_up(stream, reason)
+
+    def on_refused(self, stream: Stream, reason: str, seconds: float) -> None:
+        """Its first token would come too late."""
+        if self._table.is_live(stream):
+            log.info("%s refused: %s", stream.request_id, reason)
+            self._end_with_error(stream, OVERLOADED)
+            self._observer.refused(OVERLOADED.status)
 
     def _give_up(self, stream: Stream, reason: str) -> None:
         log.warning("%s given up: %s", stream.request_id, reason)

@@ -35,6 +35,9 @@ class DispatchSink(Protocol):
     def on_unplaced(self, stream: Stream, reason: str, seconds: float) -> None:
         """It found no instance in time and is over."""
 
+    def on_refused(self, stream: Stream, reason: str, seconds: float) -> None:
+        """The scheduler will not have it, and it is over."""
+
 
 def _nobody() -> frozenset[str]:
     return frozenset()
@@ -117,6 +120,9 @@ class Dispatch:
                     self._sink.on_placed(stream, chosen, placing_s)
                     return
                 reason = f"{chosen.instance_id} cannot take it now"
+            elif chosen.final:
+                self._sink.on_refused(stream, chosen.reason, placing_s)
+                return
             else:
                 reason = chosen.reason
             wait_s = self._patience.begun_s if stream.accepted else self._patience.new_s
@@ -130,7 +136,7 @@ class Dispatch:
     ) -> Placed | Refused:
         never = barred() | self._unfit(stream)
         chosen = await self._placement.choose(stream, avoid | never)
-        if isinstance(chosen, Refused) and avoid - never:
+        if isinstance(chosen, Refused) and not chosen.final and avoid - never:
             return await self._placement.choose(stream, barred() | self._unfit(stream))
         return chosen
 

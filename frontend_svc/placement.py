@@ -367,9 +367,10 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Nothing can take the request now."""
+    """Nothing can take the request now; `final`: and it is not to wait until something can."""
 
     reason: str
+    final: bool = False
 
 
 class Placement:
@@ -406,7 +407,7 @@ class Placement:
             if reply is None:
                 return self._fallback(stream, avoid | unable)
             if not reply.instance_id:
-                return Refused(reply.refusal or "the scheduler named no instance")
+                return Refused(reply.refusal or "the scheduler named no instance", reply.final)
             if self._may_take(reply.instance_id, stream):
                 return Placed(reply.instance_id, reply.policy, _pull(reply))
             excluded.add(reply.instance_id)
@@ -428,6 +429,7 @@ class Placement:
             block_names=prefix.names,
             block_tokens=prefix.block_tokens,
             session_id=prefix.session_id,
+            admitted=stream.epoch > 0,
         )
         return await self._calls.ask(request)
 

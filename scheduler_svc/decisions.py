@@ -52,6 +52,8 @@ class Decision:
     policy: str
     refusal: str
     seconds: float
+    # The refusal stands: to ask again is of no use.
+    final: bool = False
     # Of the request, that the instance is known to hold, what is to come included.
     cached_tokens: int = 0
     # The instance that has the KV to be fetched, its worker's address, and how many tokens it has.
@@ -74,13 +76,14 @@ class Placer:
         arrival, placement = self._control.arrived(incoming, Moment(time.monotonic(), time.time()))
         seconds = time.perf_counter() - began_s
         if isinstance(placement, Refuse):
-            self._metrics.refusals.inc()
-            return Decision("", policy, placement.reason or "refused", seconds)
+            counter = self._metrics.refused_late if placement.final else self._metrics.refusals
+            counter.inc()
+            return Decision("", policy, placement.reason or "refused", seconds, placement.final)
         self._metrics.placements.labels(policy, placement.instance_id).inc()
         cached = arrival.found_tokens(placement.instance_id, placement.pull_from)
         self._metrics.placed_tokens.inc(arrival.context_tokens)
         self._metrics.placed_cached_tokens.inc(cached)
-        decision = Decision(placement.instance_id, policy, "", seconds, cached)
+        decision = Decision(placement.instance_id, policy, "", seconds, cached_tokens=cached)
         holder = self._control.model.tracked(placement.pull_from) if placement.pull_from else None
         if holder is None:
             return decision
@@ -142,6 +145,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                 tuple(request.block_names),
                 request.block_tokens,
                 request.session_id,
+                request.admitted,
             )
         )
         self._traceparents.note(request.request_id, request.traceparent)
@@ -156,6 +160,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             pull_from_instance_id=decision.pull_from,
             pull_address=decision.pull_address,
             pull_tokens=decision.pull_tokens,
+            final=decision.final,
         )
 
     def _trace(self, request: scheduler_pb2.PlaceRequest, decision: Decision) -> None:

@@ -52,6 +52,11 @@ class SchedulerMetrics:
         self.refusals = Counter(
             "tailrace_scheduler_refusals", "Requests that no instance could take.", registry=registry
         )
+        self.refused_late = Counter(
+            "tailrace_scheduler_refused_late",
+            "Requests refused on arrival because their first token would have come too late.",
+            registry=registry,
+        )
         self.decision_seconds = Histogram(
             "tailrace_scheduler_decision_seconds",
             "Time of one decision.",

@@ -16,7 +16,9 @@ from simulator.setups import Setup, setup_for
 from simulator.simulation import simulate
 from simulator.workloads.base import Workload
 from simulator.workloads.resolve import WorkloadOptions, resolve_workload
+from tailrace.control.admission import TtftAdmission
 from tailrace.perf.length_penalty import load_length_penalty
+from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.deployment import Deployment
 from tailrace.policy.parameters import Value
 from tailrace.profiles import load_profile
@@ -173,6 +175,7 @@ def run_scenario(scenario: Scenario, progress: Callable[[float], None] | None = 
         seed=scenario.options.seed,
         sample_interval_s=_sample_interval_s(workload),
         progress=progress,
+        admission=TtftAdmission.of(slo, TtftPredictor.of_profile(profile)),
     )
     capacity = spec.instances[0].kv_blocks * spec.instances[0].block_tokens
     return Outcome(

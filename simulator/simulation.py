@@ -27,6 +27,7 @@ from tailrace.cache.index import CacheIndex
 from tailrace.cache.placed import PlacedPrefixes, cached_tokens
 from tailrace.cluster import Arrival, CachedTokens, Stage, length_bounds
 from tailrace.collector import collector_paused
+from tailrace.control.admission import TtftAdmission
 from tailrace.control.runner import Moment, PlainCalls, Point, PolicyRunner
 from tailrace.intra.base import IntraPolicy
 from tailrace.policy.base import Policy
@@ -42,9 +43,10 @@ class SimulationError(Exception):
 class _Fixed:
     """One policy decides from beginning to end."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, admission: TtftAdmission | None) -> None:
         self.policy = policy
         self.name = type(policy).__name__
+        self.admission = admission
 
 
 class Simulation:
@@ -60,6 +62,7 @@ class Simulation:
         seed: int,
         sample_interval_s: float | None,
         most_steps: int = NEVER,
+        admission: TtftAdmission | None = None,
     ) -> None:
         """`most_steps`: longest run of steps that is jumped over at once; 1: none."""
         self._spec = spec
@@ -75,7 +78,7 @@ class Simulation:
         network = Network(spec.link, events)
         self.migrations = Migrations(spec.migration, self._by_id, intra, events, network, self)
         self.pulls = PrefixPulls(network, events, spec.migration)
-        self._runner = PolicyRunner(self._views, _Fixed(policy), self, PlainCalls())
+        self._runner = PolicyRunner(self._views, _Fixed(policy, admission), self, PlainCalls())
         self._sampler = Sampler(self.instances, spec.stages)
         self._sample_interval_s = sample_interval_s
         self.jobs = [Job(request, order) for order, request in enumerate(_in_order(requests))]
@@ -323,7 +326,7 @@ class Simulation:
         self._events.at(now + 3 * self._spec.migration.message_s, place)
 
     def _place_elsewhere(self, job: Job, source: Instance, now: float) -> None:
-        arrival = replace(self._arrival(job, now), excluded=frozenset({source.instance_id}))
+        arrival = replace(self._arrival(job, now), excluded=frozenset({source.instance_id}), admitted=True)
         self._placements += 1
         placement = self._runner.place(arrival, "", Moment(now, now))
         if isinstance(placement, Refuse):
@@ -376,13 +379,17 @@ def simulate(
     seed: int = 0,
     sample_interval_s: float | None = None,
     progress: Callable[[float], None] | None = None,
+    admission: TtftAdmission | None = None,
 ) -> SimResult:
     """Run all `requests` through the cluster and return what happened to them.
 
     Equal arguments give equal results; `seed` sets when the first report is due. `progress` is called now
-    and then with the share of requests done. Raises SimulationError if the policy names what does not exist,
+    and then with the share of requests done. `admission`: which requests are refused as too late; None: none.
+    Raises SimulationError if the policy names what does not exist,
     or leaves requests waiting for ever.
     """
-    simulation = Simulation(spec, requests, policy, intra, seed=seed, sample_interval_s=sample_interval_s)
+    simulation = Simulation(
+        spec, requests, policy, intra, seed=seed, sample_interval_s=sample_interval_s, admission=admission
+    )
     with collector_paused():
         return simulation.run(progress)

@@ -38,9 +38,13 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """No instance can take the request; `reason` reaches the user."""
+    """No instance can take the request; `reason` reaches the user.
+
+    `final`: it is not to wait for another answer (tailrace.control.admission).
+    """
 
     reason: str
+    final: bool = False
 
 
 @dataclass(frozen=True, slots=True)

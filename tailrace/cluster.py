@@ -228,6 +228,8 @@ class Arrival:
     block_names: Sequence[int] = ()
     # The conversation that it belongs to; empty: not known.
     session_id: str = ""
+    # It has been on an instance before.
+    admitted: bool = False
 
     @property
     def context_tokens(self) -> int:
@@ -266,6 +268,8 @@ class Incoming:
     block_names: tuple[int, ...] = ()
     block_tokens: int = 0
     session_id: str = ""
+    # It has been on an instance before.
+    admitted: bool = False
 
 
 def length_bounds(stages: Sequence[Stage]) -> dict[str, int]:

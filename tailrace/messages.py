@@ -98,13 +98,15 @@ WAYS: Final = {
 
 def slo_message(slo: Slo) -> admin_pb2.Slo:
     """The message for `slo`; an objective that is not asked for is absent."""
-    return admin_pb2.Slo(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s, qoe=slo.qoe, pace_s=slo.pace_s)
+    return admin_pb2.Slo(
+        ttft_s=slo.ttft_s, tpot_s=slo.tpot_s, qoe=slo.qoe, pace_s=slo.pace_s, admit=slo.admit
+    )
 
 
 def slo_of(message: admin_pb2.Slo) -> Slo:
     """The SLO that the message tells."""
     given = given_objectives(message)
-    return Slo(given.get("ttft"), given.get("tpot"), given.get("qoe"), given.get("pace"))
+    return Slo(given.get("ttft"), given.get("tpot"), given.get("qoe"), given.get("pace"), given.get("admit"))
 
 
 def given_objectives(message: admin_pb2.Slo) -> dict[str, float]:
@@ -118,6 +120,8 @@ def given_objectives(message: admin_pb2.Slo) -> dict[str, float]:
         given["qoe"] = message.qoe
     if message.HasField("pace_s"):
         given["pace"] = message.pace_s
+    if message.HasField("admit"):
+        given["admit"] = message.admit
     return given
 
 

@@ -104,6 +104,7 @@ class SloRecord(msgspec.Struct, frozen=True, kw_only=True):
     tpot_s: float | None
     qoe: float | None
     pace_s: float | None
+    admit: float | None = None
 
 
 class TtftRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,14 +172,14 @@ def decode_policy(value: bytes) -> PolicyRecord | None:
 
 def encode_slo(slo: Slo) -> bytes:
     """As JSON."""
-    record = SloRecord(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s, qoe=slo.qoe, pace_s=slo.pace_s)
+    record = SloRecord(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s, qoe=slo.qoe, pace_s=slo.pace_s, admit=slo.admit)
     return msgspec.json.encode(record)
 
 
 def decode_slo(value: bytes) -> Slo:
     """Raises msgspec.MsgspecError."""
     record = msgspec.json.decode(value, type=SloRecord)
-    return Slo(record.ttft_s, record.tpot_s, record.qoe, record.pace_s)
+    return Slo(record.ttft_s, record.tpot_s, record.qoe, record.pace_s, record.admit)
 
 
 def profile_kind(engine: str, model: str, model_fingerprint: str, hardware: str, step_tokens: int) -> str:

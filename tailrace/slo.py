@@ -44,6 +44,8 @@ class Slo:
     # Seconds a token at which users read, which QoE and pacer slack go by; None: READING_S, or `tpot_s` where
     # that asks for more.
     pace_s: float | None = None
+    # A request is refused on arrival if its predicted TTFT is so many times `ttft_s`; None: nobody is.
+    admit: float | None = None
 
     @property
     def reading_s(self) -> float:
@@ -72,6 +74,8 @@ class Slo:
             parts.append(f"TPOT within {self.tpot_s:g} s")
         if self.qoe is not None:
             parts.append(f"QoE of at least {self.qoe:g}")
+        if self.admit is not None and self.ttft_s is not None:
+            parts.append(f"refused if TTFT is predicted beyond {self.admit * self.ttft_s:g} s")
         return ", ".join(parts) or "finished"
 
     def _reasoning_s(self, answer: Answer) -> float:
@@ -116,6 +120,14 @@ OBJECTIVES: Final = (
         source="PASCAL, section V-A (0.1)",
         minimum=0.0,
     ),
+    Parameter(
+        "admit",
+        float,
+        0.0,
+        "refuse a request whose predicted TTFT is more than so many times ttft; 0: refuse nobody",
+        source="ours",
+        minimum=0.0,
+    ),
 )
 
 
@@ -125,12 +137,12 @@ def changed_slo(slo: Slo, given: Mapping[str, Value]) -> Slo:
     Raises ParameterError for unknown names and values that are not allowed.
     """
     values = parse_parameters("slo", OBJECTIVES, given)
-    return replace(slo, **{_FIELDS[name]: float(values[name]) or None for name in given})
+    return replace(slo, **{FIELDS[name]: float(values[name]) or None for name in given})
 
 
 def objectives(slo: Slo) -> dict[str, float | None]:
     """By the names of OBJECTIVES; None: not asked for."""
-    return {"ttft": slo.ttft_s, "tpot": slo.tpot_s, "qoe": slo.qoe, "pace": slo.pace_s}
+    return {name: getattr(slo, field) for name, field in FIELDS.items()}
 
 
 def assignments(slo: Slo) -> str:
@@ -139,4 +151,5 @@ def assignments(slo: Slo) -> str:
     return " ".join(asked) or "nothing asked for"
 
 
-_FIELDS: Final = {"ttft": "ttft_s", "tpot": "tpot_s", "qoe": "qoe", "pace": "pace_s"}
+# By the names of OBJECTIVES: fields of Slo, and of its message.
+FIELDS: Final = {"ttft": "ttft_s", "tpot": "tpot_s", "qoe": "qoe", "pace": "pace_s", "admit": "admit"}

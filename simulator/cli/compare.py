@@ -80,6 +80,7 @@ def compare_command(
     slo_tpot: float,
     slo_qoe: float,
     slo_pace: float,
+    slo_admit: float,
     processes: int | None,
     report: Path | None,
     output: Output,
@@ -105,7 +106,7 @@ def compare_command(
             speed=speed, count=count, start_s=start, duration_s=duration, max_model_len=max_model_len
         ),
         fleet_of(profile, instances, length_penalty, prefill_instances, prefix_caching),
-        slo_of(slo_ttft, slo_tpot, slo_qoe, slo_pace),
+        slo_of(slo_ttft, slo_tpot, slo_qoe, slo_pace, slo_admit),
         predict,
         parameters=parameters_of(assignments, policies),
     )

@@ -97,7 +97,7 @@ def workload_options(function: F) -> F:
 
 
 def slo_options(function: F) -> F:
-    """--slo-ttft, --slo-tpot, --slo-qoe, --slo-pace. 0 asks for nothing."""
+    """--slo-ttft, --slo-tpot, --slo-qoe, --slo-pace, --slo-admit. 0 asks for nothing."""
     least = click.FloatRange(min=0.0)
     for option in reversed(
         (
@@ -128,15 +128,22 @@ def slo_options(function: F) -> F:
                 default=0.0,
                 help="Seconds a token at which users read, for QoE. [default: 0.1, or --slo-tpot if less]",
             ),
+            click.option(
+                "--slo-admit",
+                type=least,
+                default=0.0,
+                help="Refuse a request whose predicted TTFT is more than so many times --slo-ttft. "
+                "[default: refuse nobody]",
+            ),
         )
     ):
         function = option(function)
     return function
 
 
-def slo_of(ttft_s: float, tpot_s: float, qoe: float, pace_s: float) -> Slo:
+def slo_of(ttft_s: float, tpot_s: float, qoe: float, pace_s: float, admit: float) -> Slo:
     """From the options, where 0 stands for nothing asked for."""
-    return Slo(ttft_s or None, tpot_s or None, qoe or None, pace_s or None)
+    return Slo(ttft_s or None, tpot_s or None, qoe or None, pace_s or None, admit or None)
 
 
 def fleet_of(

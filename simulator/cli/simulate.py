@@ -70,6 +70,7 @@ def simulate_command(
     slo_tpot: float,
     slo_qoe: float,
     slo_pace: float,
+    slo_admit: float,
     report: Path | None,
     output: Output,
 ) -> None:
@@ -93,7 +94,7 @@ def simulate_command(
             max_model_len=max_model_len,
         ),
         fleet_of(profile, instances, length_penalty, prefill_instances, prefix_caching),
-        slo_of(slo_ttft, slo_tpot, slo_qoe, slo_pace),
+        slo_of(slo_ttft, slo_tpot, slo_qoe, slo_pace, slo_admit),
         predict,
         parameters_of(assignments, [policy])[policy],
     )

@@ -16,7 +16,7 @@ from tailrace.cli.plain import JsonValue, enum_word, enum_words
 from tailrace.messages import slo_of
 from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.records import StageRecord
-from tailrace.slo import Slo, assignments, changed_slo
+from tailrace.slo import FIELDS, Slo, assignments, changed_slo
 from tailrace.v1.admin_pb2 import (
     SetPolicyRequest,
     SetPoolRequest,
@@ -95,6 +95,7 @@ def slo(objectives: tuple[str, ...], output: Output, admin: str | None) -> None:
     tpot  seconds between answering tokens, on average
     qoe   least QoE of an answer, from 0 to 1
     pace  seconds a token at which users read, for QoE; by default 0.1, or tpot if that is less
+    admit refuse a request whose predicted TTFT is more than so many times ttft; by default nobody is refused
 
     0 asks for nothing. What is not given stays as it is.
     """
@@ -103,7 +104,7 @@ def slo(objectives: tuple[str, ...], output: Output, admin: str | None) -> None:
         changed_slo(Slo(), given)
     except ParameterError as error:
         raise UsageProblem(str(error)) from error
-    message = SloMessage(**{f"{name}_s" if name != "qoe" else name: float(v) for name, v in given.items()})
+    message = SloMessage(**{FIELDS[name]: float(value) for name, value in given.items()})
     with connect(admin) as connection, connection.errors("tailrace get slo shows what holds now"):
         reply = connection.stub.SetSlo(SetSloRequest(slo=message), timeout=CALL_TIMEOUT_S)
     if output is Output.JSON:

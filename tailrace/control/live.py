@@ -89,6 +89,7 @@ class LiveControl:
             ),
             incoming.block_names,
             incoming.session_id,
+            incoming.admitted,
         )
         self._placements += 1
         policy = self.active.name

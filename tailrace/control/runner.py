@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, Protocol
 
-from tailrace.actions import Action, Place, Placement, WhenFull
+from tailrace.actions import Action, Place, Placement, Refuse, WhenFull
 from tailrace.cluster import Arrival, ClusterView, InstanceState, RequestView
+from tailrace.control.admission import TtftAdmission
 from tailrace.intra.base import QUANTUM
 from tailrace.lengths import LengthStatistics
 from tailrace.policy.base import Policy
@@ -46,6 +47,11 @@ class ActivePolicy:
     def name(self) -> str:
         """Of the policy."""
         return self.record.name
+
+    @property
+    def admission(self) -> TtftAdmission | None:
+        """Which requests are refused, by what was measured of their instances; None: none is."""
+        return TtftAdmission.of(self.slo)
 
     @property
     def quantum_tokens(self) -> int:
@@ -173,12 +179,14 @@ class Model(Protocol):
 
 
 class Deciding(Protocol):
-    """Which policy decides now."""
+    """Which policy decides now, and which of its placements are refused as too late."""
 
     @property
     def name(self) -> str: ...
     @property
     def policy(self) -> Policy: ...
+    @property
+    def admission(self) -> TtftAdmission | None: ...
 
 
 class Executor(Protocol):
@@ -238,13 +246,20 @@ class PolicyRunner:
 
     def place(self, arrival: Arrival, model: str, at: Moment) -> Placement:
         """Where an arrival for this model (its key; empty: any) goes. The caller books it, then submits what
-        goes with it."""
+        goes with it; what goes with a placement that is refused as too late is submitted here."""
         view = self._model.view_for_arrival(model, at.model_s)
         question = PlaceQuestion(view, arrival, at.policy_s)
         placement = self._calls.place(self._deciding, question)
         for watcher in self.watchers:
             watcher.placed(self._deciding.name, question, placement)
-        return placement
+        admission = self._deciding.admission
+        if admission is None or isinstance(placement, Refuse):
+            return placement
+        judged = admission.judge(view, arrival, placement)
+        if isinstance(judged, Refuse) and placement.also:
+            # Such as the pool move that the next request needs.
+            self._executor.submit(placement.also, self._deciding.name)
+        return judged
 
     def request_changed(self, point: Point, request: RequestView, at: Moment) -> None:
         """The request has come to this decision point."""

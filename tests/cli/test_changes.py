@@ -45,13 +45,13 @@ def test_set_slo(run: Run, script: Script) -> None:
     assert result.stdout == "slo: ttft=3 qoe=0.95 pace=0, previous: ttft=2 tpot=0.15\n"
     assert script.seen == [admin_pb2.SetSloRequest(slo=admin_pb2.Slo(ttft_s=3.0, qoe=0.95, pace_s=0.0))]
     document = json.loads(run("set", "slo", "tpot=0.1", "-o", "json").stdout)
-    assert document["previous"] == {"ttft_s": 2.0, "tpot_s": 0.15, "qoe": None, "pace_s": None}
+    assert document["previous"] == {"ttft_s": 2.0, "tpot_s": 0.15, "qoe": None, "pace_s": None, "admit": None}
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["speed=1"], "slo has no parameter 'speed'; its parameters: pace, qoe, tpot, ttft"),
+        (["speed=1"], "slo has no parameter 'speed'; its parameters: admit, pace, qoe, tpot, ttft"),
         (["qoe=95"], "slo, parameter 'qoe': '95' is not allowed; it is a number from 0 to 1"),
         (["ttft=soon"], "'ttft': 'soon' is not allowed"),
     ],
@@ -64,7 +64,7 @@ def test_set_slo_refuses_what_is_none(run: Run, script: Script, words: list[str]
 
 def test_get_slo(run: Run) -> None:
     assert run("get", "slo").stdout == "ttft=2 tpot=0.15\n"
-    slo = {"ttft_s": 2.0, "tpot_s": 0.15, "qoe": None, "pace_s": None}
+    slo = {"ttft_s": 2.0, "tpot_s": 0.15, "qoe": None, "pace_s": None, "admit": None}
     assert json.loads(run("get", "slo", "-o", "json").stdout) == {"slo": slo}
 
 

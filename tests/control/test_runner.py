@@ -9,6 +9,7 @@ import pytest
 
 from tailrace.actions import Action, Migrate, Place, Placement, Refuse, WhenFull
 from tailrace.cluster import Arrival, ClusterView, InstanceState, RequestView
+from tailrace.control.admission import TtftAdmission
 from tailrace.control.runner import (
     GuardedCalls,
     Moment,
@@ -20,6 +21,7 @@ from tailrace.control.runner import (
     may_place,
 )
 from tailrace.lengths import LengthStatistics
+from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.base import Policy
 from tests.policy.fleets import cluster, instance, request
 
@@ -89,8 +91,8 @@ class Model:
 class InForce:
     """A policy under a name."""
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy, self.name = policy, type(policy).__name__
+    def __init__(self, policy: Policy, admission: TtftAdmission | None = None) -> None:
+        self.policy, self.name, self.admission = policy, type(policy).__name__, admission
 
 
 class Log:
@@ -170,6 +172,26 @@ def test_a_placement_is_asked_of_the_view_for_its_model_and_left_to_the_caller()
     assert runner.place(ARRIVAL, "m", Moment(1.0, 2.0)) == Place("a")
     assert model.asked == [("model m", 1.0)]
     assert log.lines == [("placed", "Placing", 2.0, Place("a"))]
+
+
+def test_what_goes_with_a_placement_that_is_too_late_is_carried_out_all_the_same() -> None:
+    class Moving(Placing):
+        def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
+            return Place("a", (MOVE,))
+
+    log = Log()
+    late = TtftAdmission(0.5, TtftPredictor(1.0, 0.0, 0.0))
+    runner = PolicyRunner(Model(), InForce(Moving(), late), log, PlainCalls())
+    runner.watchers.append(log)
+    refused = runner.place(ARRIVAL, "m", Moment(1.0, 2.0))
+    assert isinstance(refused, Refuse) and refused.final
+    # Who watches compares policies: it sees what the policy decided.
+    assert log.lines == [
+        ("placed", "Moving", 2.0, Place("a", (MOVE,))),
+        ("submit", ["test"], "Moving", WhenFull.REFUSE),
+    ]
+    admitted = replace(ARRIVAL, admitted=True)
+    assert runner.place(admitted, "m", Moment(1.0, 2.0)) == Place("a", (MOVE,))
 
 
 def test_a_tick_is_told_of_the_last_one_of_the_same_policy() -> None:

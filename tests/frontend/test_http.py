@@ -7,6 +7,7 @@ import os
 import shutil
 import sysconfig
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import httpx
@@ -16,9 +17,11 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from frontend_svc.settings import Front
 from tailrace.service.message_stream import MIN_MESSAGE_BYTES
+from tailrace.v1 import scheduler_pb2
 from tests.e2e.processes import wait_until
 from tests.frontend.echo_worker import ANSWER, THOUGHT
 from tests.frontend.front_end_thread import MAX_STREAMS, FrontEndThread
+from tests.frontend.test_placement import Scheduler, scheduler
 
 pytestmark = pytest.mark.vllm
 
@@ -199,6 +202,43 @@ def test_trace_context_reaches_the_worker(front_end: FrontEndThread) -> None:
     submit = front_end.worker.submits[-1]
     # vllm-rs does not pass the header on; such a request's trace begins at frontend_svc.
     assert submit.traceparent == (TRACEPARENT if front_end.front is Front.PYTHON else "")
+
+
+def test_who_would_wait_too_long_is_refused_with_429_stream_or_not(front_end: FrontEndThread) -> None:
+    late = scheduler_pb2.PlaceReply(refusal="its first token would come in 9.0 s", final=True)
+
+    async def refusing() -> AsyncExitStack:
+        stack = AsyncExitStack()
+        await stack.enter_async_context(scheduler(front_end.members, "s", Scheduler(lambda _: late)))
+        return stack
+
+    async def no_more(stack: AsyncExitStack) -> None:
+        await stack.aclose()
+        front_end.members.services.clear()
+        front_end.members.leaders.clear()
+
+    seen = len(front_end.worker.requests)
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 1}
+    chat = {"model": "tiny", "messages": HELLO, "max_tokens": 1}
+    stack = front_end.call(refusing())
+    try:
+        replies = [
+            post(front_end, "/v1/completions", body),
+            post(front_end, "/v1/completions", {**body, "stream": True}),
+            post(front_end, "/v1/chat/completions", chat),
+            post(front_end, "/v1/chat/completions", {**chat, "stream": True}),
+        ]
+    finally:
+        front_end.call(no_more(stack))
+    assert len(front_end.worker.requests) == seen
+    if front_end.front is Front.PYTHON:
+        assert [reply.status_code for reply in replies] == [429] * 4
+        assert {reply.json()["error"]["code"] for reply in replies} == {429}
+        assert {reply.headers["retry-after"] for reply in replies} == {"2"}
+    else:
+        # It knows errors without reasons alone.
+        assert [replies[0].status_code, replies[2].status_code] == [500, 500]
+    assert post(front_end, "/v1/completions", body).status_code == 200
 
 
 def test_refused_when_no_instance_can_take_it(front_end: FrontEndThread) -> None:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from frontend_svc.admission import OVERLOADED, Refusal
 from scheduler_svc.settings import Conflict, Settings
 from tailrace.cluster import Pool
 from tailrace.records import PROFILES, ProfileRecord
@@ -128,3 +129,27 @@ async def test_a_flip_is_a_compare_and_swap(fleet: Fleet) -> None:
     with pytest.raises(Conflict, match="pool of w-0"):
         await second.swap_pool("w-0", Pool.DECODE, Pool.PREFILL)
     assert await fleet.store.get("pools/w-0") == b"decode_to_prefill"
+
+
+async def test_who_would_wait_too_long_is_refused_and_nobody_who_runs(fleet: Fleet) -> None:
+    runs = await fleet.send(60, 0, 300)
+    await fleet.running(runs)
+    # Ten seconds a prompt, and one is allowed.
+    kind = await kind_of(fleet)
+    if kind not in fleet.members.profiles:
+        (owner,) = set((await fleet.owners()).values())
+        idle = next(name for name in fleet.names if name != owner)
+        await profiled(fleet, idle, 30.0)
+    await measured_to_be(fleet, 10.0)
+    await fleet.admin.SetSlo(admin_pb2.SetSloRequest(slo=admin_pb2.Slo(admit=0.5)), timeout=WAIT_S)
+    try:
+        await fleet.members_show(lambda m: m.slo.admit == 0.5)
+        late = await fleet.send(60, 0, 5)
+        end = await fleet.front.end_of(late)
+        assert Refusal.decode(end.stop_reason) == OVERLOADED
+        assert fleet.front.tokens[late] == []
+        await fleet.finish(runs)
+    finally:
+        await fleet.admin.SetSlo(admin_pb2.SetSloRequest(slo=admin_pb2.Slo(admit=0.0)), timeout=WAIT_S)
+    await fleet.members_show(lambda m: m.slo.admit is None)
+    await fleet.finish(await fleet.send(60, 0, 5))

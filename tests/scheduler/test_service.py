@@ -325,6 +325,8 @@ async def test_slos_are_the_deployments(control: Control) -> None:
     await control.members_show(lambda m: m.slo == Slo(3.0, 0.15, 0.95))
     await admin.SetSlo(admin_pb2.SetSloRequest(slo=admin_pb2.Slo(tpot_s=0.0)), timeout=5)
     await control.members_show(lambda m: m.slo == Slo(3.0, None, 0.95))
+    await admin.SetSlo(admin_pb2.SetSloRequest(slo=admin_pb2.Slo(admit=0.5)), timeout=5)
+    await control.members_show(lambda m: m.slo == Slo(3.0, None, 0.95, admit=0.5))
 
 
 async def test_settings_errors(control: Control) -> None:

@@ -31,7 +31,7 @@ def test_json_has_the_figures_of_the_run(small: tuple[str, ...], tmp_path: Path)
         )
     )
     assert said["figures"] == outcome.figures.as_dict()
-    assert said["slo"] == {"ttft_s": 1.0, "tpot_s": 0.05, "qoe": None, "pace_s": None}
+    assert said["slo"] == {"ttft_s": 1.0, "tpot_s": 0.05, "qoe": None, "pace_s": None, "admit": None}
     assert said["figures"]["requests"] == said["figures"]["finished"] == 30
     assert said["tail_ttft_s_by_reasoning_tokens"] == {str(at): tail for at, tail in outcome.tails.items()}
 

@@ -13,12 +13,15 @@ from simulator.request import SimRequest
 from simulator.simulation import SimulationError, simulate
 from tailrace.actions import Action, Migrate, Place, Placement, Refuse, SetPool, SetStages
 from tailrace.cluster import Arrival, ClusterView, Phase, Pool, RequestState, RequestView, Stage
+from tailrace.control.admission import TtftAdmission
 from tailrace.intra.orders import Fcfs
 from tailrace.intra.pascal import PascalQueue
+from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.base import Policy
 from tailrace.policy.least_loaded import LeastLoaded
 from tailrace.policy.round_robin import RoundRobin
 from tailrace.policy.static_pools import StaticPools
+from tailrace.slo import Slo
 from tests.simulator.moving import Stirring
 from tests.simulator.worlds import PROFILE
 
@@ -44,6 +47,23 @@ def test_equal_arguments_give_equal_results(policy: Policy) -> None:
         )
 
     assert run() == run()
+
+
+def test_overload_is_refused_on_arrival_and_the_rest_keeps_its_slo() -> None:
+    # Three instances have KV for about a third of it.
+    requests = [replace(each, reasoning_tokens=0) for each in _requests(600, every_s=0.01)]
+    slo = Slo(ttft_s=1.0, tpot_s=None, admit=0.25)
+
+    def run(admission: TtftAdmission | None) -> tuple[int, int, float]:
+        done = simulate(SPEC, requests, LeastLoaded(), Fcfs(), admission=admission).requests
+        waits = [r.ttft_s for r in done if r.ttft_s is not None and not r.refused]
+        return sum(bool(r.refused) for r in done), sum(slo.met_by(r) for r in done), max(waits)
+
+    everybody = run(None)
+    refused, kept, longest_s = run(TtftAdmission.of(slo, TtftPredictor.of_profile(PROFILE)))
+    assert everybody[0] == 0 and refused > 100
+    assert kept > 2 * everybody[1]
+    assert longest_s < 0.25 * everybody[2]
 
 
 def test_static_pools_prefill_here_and_decode_there() -> None:

@@ -1,0 +1,102 @@
+"""Refuse a request whose first token would come too late, when it arrives rather than after its wait."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from tailrace.actions import Place, Placement, Refuse
+from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase
+from tailrace.perf.ttft import TtftPredictor
+from tailrace.slo import Slo
+
+# Requests of an instance that are looked at for how fast it frees KV.
+_SAMPLE: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TtftAdmission:
+    """Judges placements by the TTFT that they promise. The policy has chosen: it alone knows where to.
+
+    `within_s`: longest predicted TTFT of a request that is taken. `nominal`: of instances of which nothing
+    was measured; None: those take everything.
+    """
+
+    within_s: float
+    nominal: TtftPredictor | None = None
+
+    @staticmethod
+    def of(slo: Slo, nominal: TtftPredictor | None = None) -> TtftAdmission | None:
+        """What these objectives ask for; None: to refuse nobody."""
+        if slo.admit is None or slo.ttft_s is None:
+            return None
+        return TtftAdmission(slo.admit * slo.ttft_s, nominal)
+
+    def judge(self, view: ClusterView, arrival: Arrival, placement: Placement) -> Placement:
+        """The placement, or its refusal. A request that has been taken before is never refused."""
+        if isinstance(placement, Refuse) or arrival.admitted:
+            return placement
+        instance = view.instances.get(placement.instance_id)
+        if instance is None:
+            return placement
+        predicted_s = self.first_token_s(instance, arrival, placement)
+        if predicted_s is None or predicted_s <= self.within_s:
+            return placement
+        first = f"in {predicted_s:.1f} s" if math.isfinite(predicted_s) else "at no time that can be told"
+        return Refuse(
+            f"its first token would come {first}, and has to within {self.within_s:g} s", final=True
+        )
+
+    def first_token_s(self, instance: InstanceView, arrival: Arrival, placement: Place) -> float | None:
+        """Seconds to the request's first token if it is placed so; None: not known.
+
+        Arrow's prediction (section 5.3), the prompts before it and its own, what is cached left out; or,
+        where KV is short, the time until there is some for it, if that is longer.
+        """
+        ttft = self.nominal if instance.measured is None else instance.measured.ttft
+        if ttft is None:
+            return None
+        delay_s = instance.prefill_delay_s
+        if delay_s is None:
+            delay_s = ttft.backlog_s(instance.prefill_backlog_tokens, instance.waiting)
+        found = arrival.found_tokens(placement.instance_id, placement.pull_from)
+        own_s = ttft.prefill_s(arrival.context_tokens) - ttft.computed_s(found)
+        return max(delay_s, kv_wait_s(instance, arrival.context_tokens)) + own_s
+
+
+def kv_wait_s(instance: InstanceView, tokens: int) -> float:
+    """Seconds until an instance has KV for a prompt of so many tokens, behind the prompts that wait there.
+
+    Infinite: nothing that is there will ever free so much. KV that can be swapped out to host memory counts
+    as free. What runs frees KV as it ends, and takes a token of it at each step until then; a request whose
+    remaining length is not predicted makes as many tokens more as it has made by now, as on average it does
+    for any distribution of lengths in a steady state (the age and the residual life of a renewal process have
+    one distribution).
+    """
+    swappable = instance.host_kv_capacity_tokens - instance.host_kv_tokens
+    short = tokens + instance.prefill_backlog_tokens - instance.kv_free_tokens - max(0, swappable)
+    if short <= 0:
+        return 0.0
+    remaining = 0.0
+    held = seen = 0
+    for request in instance.requests:
+        if request.phase is Phase.PREFILL:
+            continue
+        predicted = request.predicted_remaining_tokens
+        held += request.kv_tokens
+        remaining += request.output_tokens if predicted is None else predicted
+        seen += 1
+        if seen == _SAMPLE:
+            break
+    if held == 0 or instance.token_interval_s <= 0.0:
+        # Nothing decodes: what is held is the KV of prompts under way, or the prompt fits nowhere.
+        return 0.0 if tokens <= instance.kv_capacity_tokens else math.inf
+    # Seconds until all of it has ended, on average, and how much of it that is a second, growth left out.
+    ended_s = max(1.0, remaining / seen) * instance.token_interval_s
+    freed_per_s = instance.kv_used_tokens / ended_s
+    grown_per_s = freed_per_s * (remaining / held)
+    net_per_s = freed_per_s - grown_per_s
+    # Where growth takes as much as is freed, room comes when what runs now has ended.
+    longest_s = max(ended_s, short / freed_per_s)
+    return min(short / net_per_s, longest_s) if net_per_s > 0.0 else longest_s

@@ -1,0 +1,125 @@
+"""Which placements are refused because the first token would come too late."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.actions import Place, Refuse
+from tailrace.cluster import Arrival, CachedTokens, InstanceView, Phase
+from tailrace.control.admission import TtftAdmission, kv_wait_s
+from tailrace.perf.ttft import TtftPredictor
+from tailrace.slo import Slo
+from tests.policy.fleets import cluster, instance, quick, request
+
+# A millisecond a token.
+TTFT = TtftPredictor(0.0, 1e-3, 0.0)
+ADMISSION = TtftAdmission(2.0, TTFT)
+ARRIVAL = Arrival("new", 1_000, 100, 0)
+
+
+def waiting(*prompts: int) -> InstanceView:
+    """An instance on which so many prompts wait."""
+    return instance("a", tuple(request(f"p{i}", "a", n, phase=Phase.PREFILL) for i, n in enumerate(prompts)))
+
+
+def test_objectives_that_ask_for_no_refusals_make_no_judge() -> None:
+    assert TtftAdmission.of(Slo()) is None
+    assert TtftAdmission.of(Slo(ttft_s=None, admit=1.0)) is None
+    assert TtftAdmission.of(Slo(ttft_s=3.0, admit=0.5), TTFT) == TtftAdmission(1.5, TTFT)
+
+
+def test_who_comes_too_late_is_refused_for_good_and_told_by_how_much() -> None:
+    early, late = cluster(waiting(900)), cluster(waiting(900, 200))
+    assert ADMISSION.judge(early, ARRIVAL, Place("a")) == Place("a")
+    assert ADMISSION.judge(late, ARRIVAL, Place("a")) == Refuse(
+        "its first token would come in 2.1 s, and has to within 2 s", final=True
+    )
+
+
+@pytest.mark.parametrize(
+    "arrival",
+    [replace(ARRIVAL, admitted=True), replace(ARRIVAL, cached={"a": CachedTokens(500, 500)})],
+    ids=["was on an instance before", "half of it is cached there"],
+)
+def test_who_is_taken_all_the_same(arrival: Arrival) -> None:
+    view = cluster(waiting(900, 200))
+    assert ADMISSION.judge(view, arrival, Place("a")) == Place("a")
+
+
+def test_a_prefix_that_is_to_be_fetched_counts_as_found() -> None:
+    view = cluster(waiting(900, 200), instance("b"))
+    arrival = replace(ARRIVAL, cached={"b": CachedTokens(500, 500, 500)})
+    assert ADMISSION.judge(view, arrival, Place("a", pull_from="b")) == Place("a", pull_from="b")
+    assert isinstance(ADMISSION.judge(view, arrival, Place("a")), Refuse)
+
+
+def test_what_the_worker_reports_goes_before_what_follows_from_its_backlog() -> None:
+    view = cluster(replace(waiting(900, 200), prefill_delay_s=0.3))
+    assert ADMISSION.judge(view, ARRIVAL, Place("a")) == Place("a")
+    assert isinstance(ADMISSION.judge(view, ARRIVAL, Place("unknown")), Place)
+
+
+def test_an_instance_of_which_nothing_was_measured_takes_everything() -> None:
+    view = cluster(waiting(900_000))
+    assert TtftAdmission(2.0).judge(view, ARRIVAL, Place("a")) == Place("a")
+
+
+def test_a_policys_own_refusal_is_its_own() -> None:
+    assert ADMISSION.judge(cluster(waiting()), ARRIVAL, Refuse("full")) == Refuse("full")
+
+
+def test_kv_that_must_be_freed_first() -> None:
+    # 10 requests of 1,000 tokens, 900 of them prompt: a fluid would free all in 100 steps of 20 ms, and what
+    # grows meanwhile takes a tenth of that.
+    running = tuple(request(f"r{i}", "a", 892, 100) for i in range(10))
+    full = instance("a", running, capacity=sum(r.kv_tokens for r in running))
+    assert kv_wait_s(replace(full, kv_capacity_tokens=20_000), 1_000) == 0.0
+    freed_per_s = full.kv_used_tokens / 2.0
+    assert kv_wait_s(full, 1_000) == pytest.approx(1_000 / (freed_per_s * (1 - 1_000 / full.kv_used_tokens)))
+    # Room in host memory is room: something can be swapped out.
+    assert kv_wait_s(replace(full, host_kv_capacity_tokens=5_000), 1_000) == 0.0
+    # Predicted to end at once.
+    ending = replace(full, requests=tuple(replace(r, predicted_remaining_tokens=1.0) for r in running))
+    assert kv_wait_s(ending, 1_000) < 0.01
+    # As much grows as is freed: room comes when what runs has ended.
+    growing = replace(full, requests=tuple(replace(r, predicted_remaining_tokens=2e3) for r in running))
+    assert kv_wait_s(growing, 1_000) == pytest.approx(2_000 * 0.02)
+
+
+def test_a_prompt_that_fits_nowhere_waits_for_ever() -> None:
+    empty = instance("a", capacity=500)
+    assert kv_wait_s(empty, 1_000) == math.inf
+    judged = TtftAdmission(2.0, TTFT).judge(cluster(empty), replace(ARRIVAL, prompt_tokens=1_000), Place("a"))
+    assert isinstance(judged, Refuse) and "at no time that can be told" in judged.reason
+    # Prompts under way hold it, and nothing decodes: what computing takes is in the delay.
+    assert kv_wait_s(replace(empty, kv_used_tokens=500), 400) == 0.0
+
+
+@quick
+@given(
+    st.lists(st.integers(1, 30_000), max_size=5),
+    st.lists(st.tuples(st.integers(1, 30_000), st.integers(1, 5_000)), max_size=80),
+    st.integers(1, 20_000),
+    st.integers(0, 20_000),
+    st.integers(1, 400_000),
+)
+def test_more_work_never_makes_a_first_token_come_sooner(
+    prompts: list[int], running: list[tuple[int, int]], tokens: int, more: int, capacity: int
+) -> None:
+    held = [request(f"p{i}", "a", n, phase=Phase.PREFILL) for i, n in enumerate(prompts)]
+    held += [request(f"r{i}", "a", prompt, output) for i, (prompt, output) in enumerate(running)]
+    present = instance("a", tuple(held), capacity=capacity)
+    behind = replace(present, prefill_backlog_tokens=present.prefill_backlog_tokens + more)
+
+    def first_token_s(view: InstanceView, prompt: int) -> float:
+        found = ADMISSION.first_token_s(view, replace(ARRIVAL, prompt_tokens=prompt), Place("a"))
+        assert found is not None and found >= 0.0
+        return found
+
+    assert first_token_s(behind, tokens) >= first_token_s(present, tokens)
+    assert first_token_s(present, tokens + more) >= first_token_s(present, tokens)
