@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .PHONY: help install up down test mutants test-features test-models test-vllm test-ranks lint format protos sbom bundle check-gpu docs soak bench-stream bench-transfer bench-swap \
 	bench-scale \
-	bench-decisions bench-policies bench-cache bench-cache-vllm bench-cache-live bench-pull bench-real bench-live bench-replays bench-validation bench-simulation bench-etcd strangers chaos fuzz claims
+	bench-decisions bench-policies bench-cache bench-cache-vllm bench-cache-live bench-pull bench-real bench-live bench-replays bench-overload bench-validation bench-simulation bench-etcd strangers chaos fuzz claims
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -136,6 +136,9 @@ bench-cache-live: ## Conversations on two real vLLM workers, placed with and wit
 bench-real: ## PASCAL, Arrow, ARES, CascadeInfer and switching on real vLLM workers, answers checked (ARGS=--quick)
 	@scripts/install.sh --rust
 	$(PYTHON) -m benchmarks.real $(ARGS)
+
+bench-overload: install ## What one tenant's overload, and everybody's, does to those who are served (ARGS=--admit 0.5)
+	$(PYTHON) -m benchmarks.overload $(ARGS)
 
 bench-live: install ## Slices of traces on live simulated engines and in the simulator (TAILRACE_DATA as above, ARGS=--quick)
 	$(PYTHON) -m benchmarks.live $(ARGS)

@@ -11,8 +11,9 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from urllib.parse import urlsplit
 
 
@@ -95,7 +96,14 @@ def _usage_tokens(body: bytes) -> int:
     return int(digits[:end] or b"0")
 
 
-def completion_request(url: str, model: str, prompt: str, max_tokens: int, seed: int = 0) -> bytes:
+def completion_request(
+    url: str,
+    model: str,
+    prompt: str,
+    max_tokens: int,
+    seed: int = 0,
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> bytes:
     """The bytes of a streamed /v1/completions request that always runs to max_tokens."""
     parts = urlsplit(url)
     body = json.dumps(
@@ -112,7 +120,8 @@ def completion_request(url: str, model: str, prompt: str, max_tokens: int, seed:
     ).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        + "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        + f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
     return head.encode() + body
 
