@@ -18,7 +18,6 @@ from simulator.workloads.base import Workload
 from simulator.workloads.resolve import WorkloadOptions, resolve_workload
 from tailrace.control.admission import TtftAdmission
 from tailrace.perf.length_penalty import load_length_penalty
-from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.deployment import Deployment
 from tailrace.policy.parameters import Value
 from tailrace.profiles import load_profile
@@ -175,7 +174,7 @@ def run_scenario(scenario: Scenario, progress: Callable[[float], None] | None = 
         seed=scenario.options.seed,
         sample_interval_s=_sample_interval_s(workload),
         progress=progress,
-        admission=TtftAdmission.of(slo, TtftPredictor.of_profile(profile)),
+        admission=TtftAdmission.of(slo),
     )
     capacity = spec.instances[0].kv_blocks * spec.instances[0].block_tokens
     return Outcome(

@@ -27,6 +27,7 @@ from tailrace.cluster import ClusterView, InstanceView, Phase, PhaseLoad, Reques
 from tailrace.control.cluster_model import ClusterModel, Corrections, Counted, Pending
 from tailrace.intra.base import IntraPolicy
 from tailrace.lengths import limited, tokens_left
+from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.candidates import kv_needed_tokens
 from tailrace.policy.phase_load import CountsPhases, ListsPrompts, Prompt
 from tailrace.qoe import slack_tokens
@@ -104,11 +105,12 @@ class ReportedRequests(CountsPhases, ListsPrompts, Sequence[RequestView]):
 class _Known(Corrections[Job, Pending]):
     """What the scheduler knows of one instance. Placements are pending in the order of their numbers."""
 
-    __slots__ = ("ended", "instance", "pending_s", "report", "told")
+    __slots__ = ("ended", "instance", "pending_s", "report", "told", "ttft")
 
-    def __init__(self, instance: Instance) -> None:
+    def __init__(self, instance: Instance, ttft: TtftPredictor) -> None:
         super().__init__()
         self.instance = instance
+        self.ttft = ttft
         self.report = Report(instance, 0.0, 0)
         # Seconds that the prompts of pending placements take.
         self.pending_s = 0.0
@@ -203,7 +205,12 @@ class Views(ClusterModel[_Known]):
         # Host memory counts as room for migrated requests only where they are let in there.
         self._host_imports = spec.migration.when_full is WhenFull.HOST
         ordered = sorted(instances, key=lambda instance: instance.instance_id)
-        self._known = {instance.instance_id: _Known(instance) for instance in ordered}
+        # Instances of one kind share their profile.
+        profiles = {id(instance.spec.profile): instance.spec.profile for instance in ordered}
+        curves = {key: TtftPredictor.of_profile(profile) for key, profile in profiles.items()}
+        self._known = {
+            instance.instance_id: _Known(instance, curves[id(instance.spec.profile)]) for instance in ordered
+        }
         self._placed = 0
         # Open migrations that are counted in at their targets.
         self._arrivals: dict[Job, Migration] = {}
@@ -373,6 +380,7 @@ class Views(ClusterModel[_Known]):
             host_kv_tokens=report.host,
             host_kv_capacity_tokens=instance.host_capacity_blocks * block_tokens if self._host_imports else 0,
             prefill_delay_s=report.prefill_delay_s(pending_tokens, known.pending_s),
+            ttft=known.ttft,
             max_running_tokens=spec.max_running_tokens,
             future_load=report.future or (),
             migrations_in=instance.migrations_in,

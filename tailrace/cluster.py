@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from tailrace.lengths import LengthStatistics
     from tailrace.perf.measured import Measured
+    from tailrace.perf.ttft import TtftPredictor
 
 
 class Phase(enum.Enum):
@@ -132,6 +133,8 @@ class InstanceView:
     host_kv_capacity_tokens: int = 0
     # Seconds until a prefill that arrives now would start (Arrow, section 5.3). None: derive from backlog.
     prefill_delay_s: float | None = None
+    # Seconds that a prompt takes there alone, as the instance tells. None: it does not know.
+    ttft: TtftPredictor | None = None
     # Most tokens in the running batch that keep the TPOT SLO (Arrow, Alg. 2). None: KV capacity.
     max_running_tokens: int | None = None
     # Token load now and at the coming steps of the prediction horizon, simulated by the worker (ARES,

@@ -8,7 +8,6 @@ from typing import Final
 
 from tailrace.actions import Place, Placement, Refuse
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase
-from tailrace.perf.ttft import TtftPredictor
 from tailrace.slo import Slo
 
 # Requests of an instance that are looked at for how fast it frees KV.
@@ -19,19 +18,18 @@ _SAMPLE: Final = 64
 class TtftAdmission:
     """Judges placements by the TTFT that they promise. The policy has chosen: it alone knows where to.
 
-    `within_s`: longest predicted TTFT of a request that is taken. `nominal`: of instances of which nothing
-    was measured; None: those take everything.
+    `within_s`: longest predicted TTFT of a request that is taken. An instance of which nobody knows how long
+    prompts take there takes everything.
     """
 
     within_s: float
-    nominal: TtftPredictor | None = None
 
     @staticmethod
-    def of(slo: Slo, nominal: TtftPredictor | None = None) -> TtftAdmission | None:
+    def of(slo: Slo) -> TtftAdmission | None:
         """What these objectives ask for; None: to refuse nobody."""
         if slo.admit is None or slo.ttft_s is None:
             return None
-        return TtftAdmission(slo.admit * slo.ttft_s, nominal)
+        return TtftAdmission(slo.admit * slo.ttft_s)
 
     def judge(self, view: ClusterView, arrival: Arrival, placement: Placement) -> Placement:
         """The placement, or its refusal. A request that has been taken before is never refused."""
@@ -54,9 +52,11 @@ class TtftAdmission:
         Arrow's prediction (section 5.3), the prompts before it and its own, what is cached left out; or,
         where KV is short, the time until there is some for it, if that is longer.
         """
-        ttft = self.nominal if instance.measured is None else instance.measured.ttft
+        ttft = instance.ttft
         if ttft is None:
-            return None
+            if instance.measured is None:
+                return None
+            ttft = instance.measured.ttft
         delay_s = instance.prefill_delay_s
         if delay_s is None:
             delay_s = ttft.backlog_s(instance.prefill_backlog_tokens, instance.waiting)

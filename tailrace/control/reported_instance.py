@@ -244,6 +244,7 @@ class ReportedInstance(Corrections[str, PendingRequest]):
         blocks = load.kv_blocks_total or self.record.kv_blocks_total
         kv_bytes = max(1, self.record.kv_bytes_per_token)
         requests = tuple(self._held())
+        curve = _curve(load)
         running, waiting, context_tokens, kv_used_tokens = self.counts(
             load.running + load.paused,
             load.waiting,
@@ -268,7 +269,8 @@ class ReportedInstance(Corrections[str, PendingRequest]):
             token_interval_s=load.token_interval_ms_mean / 1e3,
             host_kv_tokens=load.host_kv_bytes_used // kv_bytes,
             host_kv_capacity_tokens=load.host_kv_bytes_total // kv_bytes,
-            prefill_delay_s=self._prefill_delay_s(load),
+            prefill_delay_s=None if curve is None else self._prefill_delay_s(load, curve),
+            ttft=curve,
             max_running_tokens=load.max_running_tokens if load.HasField("max_running_tokens") else None,
             future_load=tuple(load.future_load),
             phase_load=self._phases.load(requests),
@@ -287,17 +289,21 @@ class ReportedInstance(Corrections[str, PendingRequest]):
             requests=requests,
         )
 
-    def _prefill_delay_s(self, load: monitor_pb2.InstanceLoad) -> float | None:
-        """As reported, and for what was placed since. None: the worker has no profile."""
-        if not load.HasField("prefill_delay_s"):
-            return None
-        curve = TtftPredictor(load.prefill_base_s, load.prefill_s_per_token, load.prefill_s_per_token_squared)
+    def _prefill_delay_s(self, load: monitor_pb2.InstanceLoad, curve: TtftPredictor) -> float:
+        """As reported, and for what was placed since."""
         waiting = self.pending.values()
         placed_s = curve.queue_s(pending.tokens for pending in waiting)
         cached_s = sum(
             curve.computed_s(pending.cached_tokens) for pending in waiting if pending.cached_tokens
         )
         return load.prefill_delay_s + placed_s - cached_s
+
+
+def _curve(load: monitor_pb2.InstanceLoad) -> TtftPredictor | None:
+    """What the worker's profile says of prompts; None: it has none."""
+    if not load.HasField("prefill_delay_s"):
+        return None
+    return TtftPredictor(load.prefill_base_s, load.prefill_s_per_token, load.prefill_s_per_token_squared)
 
 
 def _counted(request: RequestView) -> Counted:

@@ -12,25 +12,30 @@ from hypothesis import strategies as st
 from tailrace.actions import Place, Refuse
 from tailrace.cluster import Arrival, CachedTokens, InstanceView, Phase
 from tailrace.control.admission import TtftAdmission, kv_wait_s
+from tailrace.perf.measured import Measured
+from tailrace.perf.qoe_model import QoeModel
+from tailrace.perf.steps import StepModel
 from tailrace.perf.ttft import TtftPredictor
+from tailrace.profiles import load_profile
 from tailrace.slo import Slo
 from tests.policy.fleets import cluster, instance, quick, request
 
 # A millisecond a token.
 TTFT = TtftPredictor(0.0, 1e-3, 0.0)
-ADMISSION = TtftAdmission(2.0, TTFT)
+ADMISSION = TtftAdmission(2.0)
 ARRIVAL = Arrival("new", 1_000, 100, 0)
 
 
 def waiting(*prompts: int) -> InstanceView:
     """An instance on which so many prompts wait."""
-    return instance("a", tuple(request(f"p{i}", "a", n, phase=Phase.PREFILL) for i, n in enumerate(prompts)))
+    held = tuple(request(f"p{i}", "a", n, phase=Phase.PREFILL) for i, n in enumerate(prompts))
+    return replace(instance("a", held), ttft=TTFT)
 
 
 def test_objectives_that_ask_for_no_refusals_make_no_judge() -> None:
     assert TtftAdmission.of(Slo()) is None
     assert TtftAdmission.of(Slo(ttft_s=None, admit=1.0)) is None
-    assert TtftAdmission.of(Slo(ttft_s=3.0, admit=0.5), TTFT) == TtftAdmission(1.5, TTFT)
+    assert TtftAdmission.of(Slo(ttft_s=3.0, admit=0.5)) == TtftAdmission(1.5)
 
 
 def test_who_comes_too_late_is_refused_for_good_and_told_by_how_much() -> None:
@@ -64,9 +69,14 @@ def test_what_the_worker_reports_goes_before_what_follows_from_its_backlog() -> 
     assert isinstance(ADMISSION.judge(view, ARRIVAL, Place("unknown")), Place)
 
 
-def test_an_instance_of_which_nothing_was_measured_takes_everything() -> None:
-    view = cluster(waiting(900_000))
-    assert TtftAdmission(2.0).judge(view, ARRIVAL, Place("a")) == Place("a")
+def test_an_instance_of_which_nobody_knows_how_fast_it_is_takes_everything() -> None:
+    unknown = replace(waiting(900_000), ttft=None)
+    assert ADMISSION.judge(cluster(unknown), ARRIVAL, Place("a")) == Place("a")
+    nominal = load_profile("llama-3.1-8b-h100")
+    measured = Measured(nominal, TTFT, StepModel.of_profile(nominal), QoeModel.of_profile(nominal))
+    assert isinstance(
+        ADMISSION.judge(cluster(replace(unknown, measured=measured)), ARRIVAL, Place("a")), Refuse
+    )
 
 
 def test_a_policys_own_refusal_is_its_own() -> None:
@@ -92,9 +102,9 @@ def test_kv_that_must_be_freed_first() -> None:
 
 
 def test_a_prompt_that_fits_nowhere_waits_for_ever() -> None:
-    empty = instance("a", capacity=500)
+    empty = replace(instance("a", capacity=500), ttft=TTFT)
     assert kv_wait_s(empty, 1_000) == math.inf
-    judged = TtftAdmission(2.0, TTFT).judge(cluster(empty), replace(ARRIVAL, prompt_tokens=1_000), Place("a"))
+    judged = ADMISSION.judge(cluster(empty), replace(ARRIVAL, prompt_tokens=1_000), Place("a"))
     assert isinstance(judged, Refuse) and "at no time that can be told" in judged.reason
     # Prompts under way hold it, and nothing decodes: what computing takes is in the delay.
     assert kv_wait_s(replace(empty, kv_used_tokens=500), 400) == 0.0
@@ -113,7 +123,7 @@ def test_more_work_never_makes_a_first_token_come_sooner(
 ) -> None:
     held = [request(f"p{i}", "a", n, phase=Phase.PREFILL) for i, n in enumerate(prompts)]
     held += [request(f"r{i}", "a", prompt, output) for i, (prompt, output) in enumerate(running)]
-    present = instance("a", tuple(held), capacity=capacity)
+    present = replace(instance("a", tuple(held), capacity=capacity), ttft=TTFT)
     behind = replace(present, prefill_backlog_tokens=present.prefill_backlog_tokens + more)
 
     def first_token_s(view: InstanceView, prompt: int) -> float:

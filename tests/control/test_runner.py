@@ -180,8 +180,10 @@ def test_what_goes_with_a_placement_that_is_too_late_is_carried_out_all_the_same
             return Place("a", (MOVE,))
 
     log = Log()
-    late = TtftAdmission(0.5, TtftPredictor(1.0, 0.0, 0.0))
-    runner = PolicyRunner(Model(), InForce(Moving(), late), log, PlainCalls())
+    late = TtftAdmission(0.5)
+    model = Model()
+    model.view = cluster(replace(instance("a"), ttft=TtftPredictor(1.0, 0.0, 0.0)))
+    runner = PolicyRunner(model, InForce(Moving(), late), log, PlainCalls())
     runner.watchers.append(log)
     refused = runner.place(ARRIVAL, "m", Moment(1.0, 2.0))
     assert isinstance(refused, Refuse) and refused.final

@@ -16,7 +16,6 @@ from tailrace.cluster import Arrival, ClusterView, Phase, Pool, RequestState, Re
 from tailrace.control.admission import TtftAdmission
 from tailrace.intra.orders import Fcfs
 from tailrace.intra.pascal import PascalQueue
-from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.base import Policy
 from tailrace.policy.least_loaded import LeastLoaded
 from tailrace.policy.round_robin import RoundRobin
@@ -60,7 +59,7 @@ def test_overload_is_refused_on_arrival_and_the_rest_keeps_its_slo() -> None:
         return sum(bool(r.refused) for r in done), sum(slo.met_by(r) for r in done), max(waits)
 
     everybody = run(None)
-    refused, kept, longest_s = run(TtftAdmission.of(slo, TtftPredictor.of_profile(PROFILE)))
+    refused, kept, longest_s = run(TtftAdmission.of(slo))
     assert everybody[0] == 0 and refused > 100
     assert kept > 2 * everybody[1]
     assert longest_s < 0.25 * everybody[2]
