@@ -54,6 +54,11 @@ class Refusal:
 NO_INSTANCE: Final = Refusal(503, "No instance can take this request now.")
 """Nothing in the fleet can take the request; later it may."""
 
+CANNOT_GO_ON: Final = Refusal(
+    503, "The answer cannot go on: no instance of the model that began it can take it."
+)
+"""The answer has begun, and another model must not end it."""
+
 TOO_MANY_REQUESTS: Final = Refusal(429, "This server carries as many requests as it may; try again later.")
 """The front end's own bound."""
 

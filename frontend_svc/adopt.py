@@ -75,9 +75,15 @@ class Adoptions:
     """Answers Adopt and OwnershipQuery; holds the adoptions that wait for tokens, at most one a request."""
 
     def __init__(
-        self, table: StreamTable, outbox: Outbox, on_commit: Callable[[Stream, str, str], None]
+        self,
+        table: StreamTable,
+        outbox: Outbox,
+        on_commit: Callable[[Stream, str, str], None],
+        runs: Callable[[str, str], bool],
     ) -> None:
-        """`on_commit(stream, source, target)` is told after each commit."""
+        """`on_commit(stream, source, target)` is told after each commit; `runs(instance, model)`: whether
+        that instance may run the model of this key."""
+        self._runs = runs
         self._table = table
         self._outbox = outbox
         self._on_commit = on_commit
@@ -129,6 +135,10 @@ class Adoptions:
                 self._pending[adopt.handle] = _Pending(target, adopt, timer)
             case Commit(source):
                 assert stream is not None
+                if stream.model and not self._runs(target, stream.model):
+                    # Everybody before should have refused; an answer of two models ends here at the latest.
+                    self._reply(target, adopt, "the target runs another model than made the tokens so far")
+                    return
                 self._commit(stream, source, target, adopt)
 
     def _commit(self, stream: Stream, source: str, target: str, adopt: worker_pb2.Adopt) -> None:

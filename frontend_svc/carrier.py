@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from frontend_svc.admission import NO_INSTANCE, OVERLOADED, TOO_MANY_REQUESTS, Refusal
+from frontend_svc.admission import CANNOT_GO_ON, NO_INSTANCE, OVERLOADED, TOO_MANY_REQUESTS, Refusal
 from frontend_svc.adopt import Adoptions
 from frontend_svc.dispatch import Dispatch, Relocations
 from frontend_svc.links import Loss, Workers, abort, request_bytes
@@ -85,7 +85,7 @@ class Carrier:
         self._dispatch = Dispatch(table, placement, workers, self, patience)
         self._recovery = Recovery(table, self._dispatch, workers, self._give_up, observer.engine_died)
         self._relocations = Relocations(table, placement, workers, self._dispatch, self)
-        self._adoptions = Adoptions(table, workers, observer.adopted)
+        self._adoptions = Adoptions(table, workers, observer.adopted, placement.may_run)
         self._liveness = Liveness(table, workers)
         self._utilities = Utilities(workers, output.send)
 
@@ -334,7 +334,7 @@ class Carrier:
         """Nothing could take it in time."""
         if self._table.is_live(stream):
             log.warning("%s found no instance in %.1f s: %s", stream.request_id, seconds, reason)
-            self._end_with_error(stream, NO_INSTANCE)
+            self._end_with_error(stream, CANNOT_GO_ON if stream.accepted else NO_INSTANCE)
             self._observer.gave_up(stream, reason)
 
     def on_refused(self, stream: Stream, reason: str, seconds: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -56,10 +57,13 @@ class FleetEngine:
         pace_s: float = 0.0,
         limits: Limits = DEFAULT_LIMITS,
         served: ServedModel | None = None,
+        on_models: Callable[[frozenset[str]], None] = lambda models: None,
     ) -> None:
-        """`pace_s`: see Carrier; `served`: see Fleet. `ipc_folder` holds the API server's ROUTER (`in`) and
-        PULL (`out`)."""
+        """`pace_s`: see Carrier; `served`: see Fleet; `on_models` is told the keys of the models to whose
+        instances the front end is connected whenever that may have changed. `ipc_folder` holds the API
+        server's ROUTER (`in`) and PULL (`out`)."""
         self.fleet = Fleet(members, served)
+        self._on_models = on_models
         self._gate = AdmissionGate(admission, patience.new_s)
         self._stuck = asyncio.Event()
         self._first_hello: asyncio.Future[worker_pb2.WorkerHello] = asyncio.get_running_loop().create_future()
@@ -132,6 +136,7 @@ class FleetEngine:
 
     def on_lost(self, instance_id: str, loss: Loss) -> None:
         """See LinkSink."""
+        self.fleet.lost(instance_id)
         self._update_admission()
         self.carrier.on_lost(instance_id, loss)
 
@@ -155,7 +160,9 @@ class FleetEngine:
         self.carrier.fleet_changed()
 
     def _update_admission(self) -> None:
-        self._gate.update(len(usable(self.fleet, self.workers.attached())))
+        attached = self.workers.attached()
+        self._gate.update(len(self.fleet.takes_new(usable(self.fleet, attached))))
+        self._on_models(self.fleet.models_of(attached))
 
     async def _tick(self) -> None:
         while True:

@@ -50,9 +50,11 @@ async def run_front_end(
     served: ServedModel | None,
     set_serving: Callable[[bool], Awaitable[None]],
     shutdown: Shutdown,
+    on_models: Callable[[frozenset[str]], None] = lambda models: None,
 ) -> None:
     """Serve until cancelled. `set_serving(True)` is awaited once users can connect, `set_serving(False)` when
     the drain begins: nothing new is accepted, and streams have `settings.drain_timeout_s` to end.
+    `on_models`: see FleetEngine.
 
     Raises ApiServerExited, ApiServerStuck, OSError; none of them leaves a process behind.
     """
@@ -79,6 +81,7 @@ async def run_front_end(
             settings.pace_s,
             settings.limits,
             served,
+            on_models,
         )
         drain = _Drain(settings, http, api_server, engine, set_serving)
         try:

@@ -15,6 +15,7 @@ from typing import Final
 import click
 import msgspec
 
+from frontend_svc.announcer import Announcer
 from frontend_svc.api_server.rust import flags_to_json
 from frontend_svc.api_server.sockets import bind_http, split_address
 from frontend_svc.api_server.spec import DEFAULT_MAX_BODY_BYTES
@@ -219,12 +220,18 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
             address=common.advertised(server.address),
             metrics_address=common.advertised(metrics.address),
             http_address=common.advertised(_host_port(http.getsockname())),
+            model_name=served.public_name,
+            model=served.name,
+            model_key=served.key,
         )
         # Before anybody listens on the HTTP port: a second front end there must know this one for ours.
         registration = await register(
             store, f"services/{KIND}/{common.member_id}", msgspec.json.encode(record)
         )
         stack.push_async_callback(registration.withdraw)
+        announcer = Announcer(registration, record)
+        announcer.start()
+        stack.push_async_callback(announcer.close)
         traces = RequestTraces(tracing.tracer(KIND), common.member_id) if tracing.enabled else None
 
         async def set_serving(serving: bool) -> None:
@@ -234,7 +241,16 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
 
         try:
             await run_front_end(
-                settings, members, channels, http, registry, traces, served, set_serving, shutdown
+                settings,
+                members,
+                channels,
+                http,
+                registry,
+                traces,
+                served,
+                set_serving,
+                shutdown,
+                announcer.set_models,
             )
         except ExceptionGroup as failures:
             known, unknown = failures.split((ApiServerExited, ApiServerStuck))
@@ -264,7 +280,8 @@ def _asks_for_key(vllm_arguments: tuple[str, ...]) -> bool:
 
 def _served_model(settings: Settings) -> ServedModel:
     """Raises OSError: the model's folder cannot be read."""
-    return ServedModel(settings.model, identify_model(settings.model, _flag(settings, "--revision")))
+    identity = identify_model(settings.model, _flag(settings, "--revision"))
+    return ServedModel(settings.model, identity, settings.served_model_name or settings.model)
 
 
 def _flag(settings: Settings, name: str) -> str:

@@ -17,8 +17,9 @@ from frontend_svc.links import Outbox
 from frontend_svc.streams import Needs, Stream, StreamTable
 from tailrace.cache.names import Naming, block_names
 from tailrace.cluster import Pool
-from tailrace.model_identity import ModelIdentity, is_model
+from tailrace.model_identity import ModelIdentity, covers, fingerprint, is_model
 from tailrace.records import InstanceRecord, ServiceRecord
+from tailrace.rollout import RolloutRecord
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels, preferred
 from tailrace.service.reachability import Reachability
@@ -65,10 +66,12 @@ def prefix_of(stream: Stream, naming: Naming | None) -> Prefix:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model of a front end. `name` is what the front end was started with: a folder, or a name."""
+    """The model of a front end. `name` is what the front end was started with: a folder, or a name;
+    `public_name` is what users call it."""
 
     name: str
     identity: ModelIdentity
+    public_name: str = ""
 
     @property
     def key(self) -> str:
@@ -101,13 +104,16 @@ class Members(Protocol):
     def draining(self) -> frozenset[str]: ...
     @property
     def suspects(self) -> frozenset[str]: ...
+    @property
+    def rollouts(self) -> Mapping[str, RolloutRecord]: ...
     def add_listener(self, callback: Callable[[], None]) -> None: ...
 
 
 class Fleet:
     """Membership as last heard, and what instances say over their links, which etcd may not know yet.
 
-    Instances that run another model than the front end serves are not in it.
+    Instances that run another model than the front end serves are not in it. Where a rollout says which model
+    takes the new requests of the name that users call it, those of its two models are.
     """
 
     def __init__(self, members: Members, served: ServedModel | None = None) -> None:
@@ -116,11 +122,14 @@ class Fleet:
         self._served = served
         self._instances: dict[str, InstanceRecord] = {}
         self._model = ""
+        self._rollout: RolloutRecord | None = None
         # See `unable`.
         self._pooling = self._generating = self._without_adapters = frozenset[str]()
         self._naming: Naming | None = None
         # Instances of other models, by the incarnation that was logged.
         self._others: dict[str, str] = {}
+        # Keys of the models of those that are attached, which may have left the fleet meanwhile.
+        self._told: dict[str, str] = {}
         # Instances that said that they drain, by the incarnation that did.
         self._stopping: dict[str, str] = {}
         self.refresh()
@@ -141,15 +150,27 @@ class Fleet:
         """How the instances name their KV blocks; None: none of them tells."""
         return self._naming
 
+    def takes_new(self, instance_ids: Iterable[str]) -> list[str]:
+        """Those of these instances whose model takes new requests."""
+        return [instance_id for instance_id in instance_ids if self.is_model(instance_id, self._model)]
+
+    def models_of(self, instance_ids: Iterable[str]) -> frozenset[str]:
+        """Keys of the models that these instances run, as far as they tell."""
+        return frozenset(filter(None, map(self.model_of, instance_ids)))
+
     def model_of(self, instance_id: str) -> str:
         """Key of the model that an instance runs; empty: it is not known."""
+        told = self._told.get(instance_id)
+        if told:
+            return told
         record = self._instances.get(instance_id)
         return record.model_identity.key if record is not None and record.model_identity is not None else ""
 
     def is_model(self, instance_id: str, model: str) -> bool:
-        """Whether an instance that is attached may run the model of this key."""
-        record = self._instances.get(instance_id)
-        return is_model(None if record is None else record.model_identity, model)
+        """Whether an instance that is attached may run the model of this key. One that does not tell may run
+        any, but while two models of one name are about."""
+        key = self.model_of(instance_id)
+        return covers(model, key) if key else self._rollout is None
 
     def unable(self, needs: Needs) -> frozenset[str]:
         """Instances that run the model and yet not such a request."""
@@ -182,15 +203,25 @@ class Fleet:
         """See Members."""
         return self._members.suspects
 
+    @property
+    def rollouts(self) -> Mapping[str, RolloutRecord]:
+        """See Members."""
+        return self._members.rollouts
+
     def add_listener(self, callback: Callable[[], None]) -> None:
         """See Members. What instances say themselves comes by their links alone."""
         self._members.add_listener(callback)
 
     def attached(self, instance_id: str, hello: worker_pb2.WorkerHello) -> None:
-        """An instance greets: whether it drains is known anew."""
+        """An instance greets: which model it runs and whether it drains is known anew."""
+        self._told[instance_id] = hello.model
         self._stopping.pop(instance_id, None)
         if hello.draining:
             self.stopping(instance_id)
+
+    def lost(self, instance_id: str) -> None:
+        """An instance answers no more."""
+        self._told.pop(instance_id, None)
 
     def stopping(self, instance_id: str) -> None:
         """An instance says that it drains."""
@@ -201,35 +232,53 @@ class Fleet:
     def refresh(self) -> None:
         """Membership has changed: take over who runs the model. What instances said that are gone, or were
         started again, counts no more."""
+        self._rollout = self._governing()
         instances = self._instances = self._choose()
         self._pooling = frozenset(name for name, record in instances.items() if record.pooling)
         self._generating = frozenset(instances) - self._pooling
         self._without_adapters = frozenset(n for n, record in instances.items() if not record.takes_adapters)
         self._naming = common_naming(instances.values())
-        keys = {
-            record.model_identity.key for record in instances.values() if record.model_identity is not None
-        }
         if self._served is not None:
-            self._model = keys.pop() if len(keys) == 1 else self._served.key
+            takes = self._served.key if self._rollout is None else self._rollout.takes
+            keys = {key for key in self.models_of(instances) if covers(takes, key)}
+            self._model = keys.pop() if len(keys) == 1 else takes
         self._stopping = {
             name: incarnation
             for name, incarnation in self._stopping.items()
             if name in instances and instances[name].incarnation == incarnation
         }
 
+    def _governing(self) -> RolloutRecord | None:
+        """The rollout that says where new requests go; None: they go to the front end's own model."""
+        served = self._served
+        rollout = None if served is None else self._members.rollouts.get(served.public_name)
+        if served is None or rollout is None or not rollout.governs(served.key):
+            return None
+        before = self._rollout
+        if before is None or before.takes != rollout.takes:
+            log.info("new requests go to model %s (%s)", fingerprint(rollout.takes), rollout.state.value)
+        return rollout
+
+    def _runs(self, served: ServedModel, record: InstanceRecord) -> bool:
+        if self._rollout is None:
+            return served.is_run_by(record)
+        identity = record.model_identity
+        return identity is not None and self._rollout.concerns(identity.key)
+
     def _choose(self) -> dict[str, InstanceRecord]:
         """Members that run the model. Others are logged, once each."""
         known = self._members.instances
-        if self._served is None:
+        served = self._served
+        if served is None:
             return dict(known)
-        chosen = {name: record for name, record in known.items() if self._served.is_run_by(record)}
+        chosen = {name: record for name, record in known.items() if self._runs(served, record)}
         for name in known.keys() - chosen.keys():
             if self._others.get(name) != known[name].incarnation:
                 log.warning(
                     "%s runs another model (%s) than this front end serves (%s): it is not used here",
                     name,
                     known[name].model,
-                    self._served.name,
+                    served.name,
                 )
         self._others = {name: known[name].incarnation for name in known.keys() - chosen.keys()}
         return chosen
@@ -395,6 +444,10 @@ class Placement:
     def model_of(self, instance_id: str) -> str:
         """Key of the model that an instance runs; empty: it is not known."""
         return self._fleet.model_of(instance_id)
+
+    def may_run(self, instance_id: str, model: str) -> bool:
+        """Whether an instance may run the model of this key."""
+        return self._fleet.is_model(instance_id, model)
 
     async def choose(self, stream: Stream, avoid: frozenset[str]) -> Placed | Refused:
         """An instance for the stream, attached at this moment. Takes at most a few seconds."""

@@ -46,11 +46,27 @@ class ModelIdentity(msgspec.Struct, frozen=True):
         return ":".join((self.text, self.weights, self.precision)).rstrip(":")
 
 
+def covers(key: str, other: str) -> bool:
+    """Whether `other` is the same key, or one of those that a shorter `key` stands for. The empty key stands
+    for all."""
+    return not key or f"{other}:".startswith(f"{key}:")
+
+
 def is_model(identity: ModelIdentity | None, key: str) -> bool:
     """Whether an instance of this identity runs the model of this key, or one of the models that a shorter
     key stands for. An empty key stands for all; an instance of a version that tells no identity may be any
     model."""
-    return not key or identity is None or f"{identity.key}:".startswith(f"{key}:")
+    return identity is None or covers(key, identity.key)
+
+
+def text_of(key: str) -> str:
+    """The part of a key that stands for configuration and tokenizer."""
+    return key.partition(":")[0]
+
+
+def fingerprint(key: str) -> str:
+    """A key in twelve hexadecimal digits, for people; empty for the empty key."""
+    return hashlib.blake2b(key.encode(), digest_size=6).hexdigest() if key else ""
 
 
 def difference(source: ModelIdentity | None, target: ModelIdentity | None) -> str:

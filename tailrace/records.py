@@ -78,8 +78,13 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     # gRPC address, host:port.
     address: str
     metrics_address: str = ""
-    # Where users reach it (front ends only).
+    # Of front ends only: where users reach it; what they call the model; the model as the front end was told
+    # (--model), and its key; and the keys of the models to whose instances it is connected.
     http_address: str = ""
+    model_name: str = ""
+    model: str = ""
+    model_key: str = ""
+    connected_models: list[str] = []
 
 
 class StageRecord(msgspec.Struct, frozen=True, kw_only=True):

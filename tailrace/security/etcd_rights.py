@@ -17,7 +17,7 @@ _WRITES: Final[Mapping[Role, tuple[str, ...]]] = MappingProxyType(
         Role.FRONTEND: _SERVICE[:2],
         Role.MONITOR: _SERVICE,
         Role.MIGRATION: _SERVICE,
-        Role.SCHEDULER: (*_SERVICE, "pools/", "stages", "policy", "slo", "drains/"),
+        Role.SCHEDULER: (*_SERVICE, "pools/", "stages", "policy", "slo", "drains/", "rollouts/"),
         Role.WORKER: ("instances/", "withdrawn/instances/", "profiles/", "profiling/"),
     }
 )

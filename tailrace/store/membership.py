@@ -22,6 +22,7 @@ from tailrace.records import (
     decode_policy,
     decode_slo,
 )
+from tailrace.rollout import RolloutRecord
 from tailrace.slo import Slo
 from tailrace.store.store import TOMBSTONES, Store
 
@@ -29,11 +30,11 @@ log = logging.getLogger(__name__)
 
 _HOLD_S: Final = 60.0
 
-_Record = TypeVar("_Record", InstanceRecord, ServiceRecord, ProfileRecord)
+_Record = TypeVar("_Record", InstanceRecord, ServiceRecord, ProfileRecord, RolloutRecord)
 
 
 class Membership:
-    """Instances, services, leaders, pools, drains, stages, profiles, policy and SLOs, by one watch.
+    """Instances, services, leaders, pools, drains, stages, profiles, rollouts, policy and SLOs, by one watch.
 
     An instance whose key vanished without its owner's withdrawal is held on suspicion for `hold_s` seconds,
     then dropped. While etcd is away everything stays as it was.
@@ -45,7 +46,9 @@ class Membership:
         self._task: asyncio.Task[None] | None = None
         self._listeners: list[Callable[[], None]] = []
         # Decoded records by key, beside the bytes they were decoded from.
-        self._decoded: dict[str, tuple[bytes, InstanceRecord | ServiceRecord | ProfileRecord]] = {}
+        self._decoded: dict[
+            str, tuple[bytes, InstanceRecord | ServiceRecord | ProfileRecord | RolloutRecord]
+        ] = {}
         self._suspects: dict[str, asyncio.TimerHandle] = {}
         self._instances: dict[str, InstanceRecord] = {}
         self._services: dict[tuple[str, str], ServiceRecord] = {}
@@ -57,6 +60,7 @@ class Membership:
         self._policy: PolicyRecord | None = None
         self._slo = Slo()
         self._profiles: dict[str, ProfileRecord] = {}
+        self._rollouts: dict[str, RolloutRecord] = {}
 
     @classmethod
     async def start(cls, store: Store, hold_s: float = _HOLD_S) -> Membership:
@@ -131,6 +135,11 @@ class Membership:
         return MappingProxyType(self._profiles)
 
     @property
+    def rollouts(self) -> Mapping[str, RolloutRecord]:
+        """By the name that users call the model: which model takes its new requests."""
+        return MappingProxyType(self._rollouts)
+
+    @property
     def suspects(self) -> frozenset[str]:
         """Ids of instances whose key vanished without a withdrawal."""
         return frozenset(self._suspects)
@@ -161,6 +170,7 @@ class Membership:
         services: dict[tuple[str, str], ServiceRecord] = {}
         leaders: dict[str, ServiceRecord] = {}
         profiles: dict[str, ProfileRecord] = {}
+        rollouts: dict[str, RolloutRecord] = {}
         for key, value in mapping.items():
             area, _, name = key.partition("/")
             if area == "instances" and (instance := self._decode(key, value, InstanceRecord)):
@@ -171,16 +181,22 @@ class Membership:
                 leaders[name] = leader
             elif key.startswith(PROFILES) and (profile := self._decode(key, value, ProfileRecord)):
                 profiles[name] = profile
+            elif area == "rollouts":
+                # Of one that cannot be read what it said before holds: requests must not change their model.
+                rollout = self._decode(key, value, RolloutRecord) or self._rollouts.get(name)
+                if rollout is not None:
+                    rollouts[name] = rollout
         self._hold_vanished(instances, mapping)
         self._instances = dict(sorted(instances.items()))
         self._services = services
         self._leaders = leaders
         self._profiles = profiles
+        self._rollouts = rollouts
         self._pools = _pools(mapping)
-        # By an operator; and those that were told to stop.
+        # By an operator; those that were told to stop; and those whose model goes.
         self._drained = frozenset(key.partition("/")[2] for key in mapping if key.startswith("drains/"))
         stopping = {name for name, record in self._instances.items() if record.draining}
-        self._draining = self._drained | stopping
+        self._draining = self._drained | stopping | _leaving(self._instances, rollouts)
         self._stages = _stages(mapping.get("stages"))
         with _left_as_it_was("policy"):
             self._policy = decode_policy(mapping.get("policy", b""))
@@ -223,6 +239,20 @@ class Membership:
         del self._suspects[name]
         self._instances = {other: record for other, record in self._instances.items() if other != name}
         self._notify()
+
+
+def _leaving(
+    instances: Mapping[str, InstanceRecord], rollouts: Mapping[str, RolloutRecord]
+) -> frozenset[str]:
+    """Instances that a rollout drains, as long as they run the model that goes."""
+    return frozenset(
+        name
+        for rollout in rollouts.values()
+        for name in rollout.draining
+        if name in instances
+        and (identity := instances[name].model_identity) is not None
+        and rollout.is_old(identity.key)
+    )
 
 
 def _withdrawn(tombstone: bytes | None, record: InstanceRecord) -> bool:

@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from frontend_svc.admission import AdmissionFlag, AdmissionReader
 from frontend_svc.engine import FleetEngine
+from frontend_svc.placement import ServedModel
 from frontend_svc.settings import Limits, Patience
+from tailrace.model_identity import ModelIdentity
 from tailrace.service.channels import Channels
 from tests.frontend.fake_api_server import FakeApiServer
 from tests.frontend.fleet import StaticMembers, record
@@ -43,12 +46,21 @@ class Rig:
 
     async def worker(self, instance_id: str, max_message_bytes: int = 0) -> ScriptedWorker:
         """A new member, attached."""
+        worker = await self.member(instance_id, None, max_message_bytes)
+        await eventually(lambda: instance_id in self.engine.workers.attached())
+        return worker
+
+    async def member(
+        self, instance_id: str, identity: ModelIdentity | None, max_message_bytes: int = 0
+    ) -> ScriptedWorker:
+        """A new member that runs this model; whether the front end attaches is its own affair."""
         worker = ScriptedWorker(instance_id)
         worker.max_message_bytes = max_message_bytes
+        worker.model = "" if identity is None else identity.key
         self.crashes[instance_id] = await self.stack.enter_async_context(serving(worker))
-        self.members.instances[instance_id] = record(instance_id, worker.address)
+        known = record(instance_id, worker.address)
+        self.members.instances[instance_id] = replace(known, model_identity=identity)
         self.members.changed()
-        await eventually(lambda: instance_id in self.engine.workers.attached())
         return worker
 
     async def crash(self, worker: ScriptedWorker) -> None:
@@ -67,7 +79,13 @@ def limits() -> Limits:
 
 
 @asynccontextmanager
-async def open_rig(folder: Path, limits: Limits, name: str = "f0") -> AsyncIterator[Rig]:
+async def open_rig(
+    folder: Path,
+    limits: Limits,
+    name: str = "f0",
+    served: ServedModel | None = None,
+    on_models: Callable[[frozenset[str]], None] = lambda models: None,
+) -> AsyncIterator[Rig]:
     """A front end with no workers yet."""
     flag = AdmissionFlag(folder / "admission")
     members, channels, registry = StaticMembers(), Channels(), CollectorRegistry()
@@ -80,8 +98,10 @@ async def open_rig(folder: Path, limits: Limits, name: str = "f0") -> AsyncItera
             folder,
             registry,
             None,
-            Patience(PLACE_WAIT_S),
+            Patience(PLACE_WAIT_S) if served is None else Patience(PLACE_WAIT_S, PLACE_WAIT_S),
             limits=limits,
+            served=served,
+            on_models=on_models,
         )
         running = asyncio.create_task(engine.run())
         try:

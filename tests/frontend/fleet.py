@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from tailrace.cluster import Pool
 from tailrace.records import InstanceRecord, ServiceRecord
+from tailrace.rollout import RolloutRecord
 
 
 def record(instance_id: str, address: str) -> InstanceRecord:
@@ -38,6 +39,7 @@ class StaticMembers:
         self.pools: dict[str, Pool] = {}
         self.draining: frozenset[str] = frozenset()
         self.suspects: frozenset[str] = frozenset()
+        self.rollouts: dict[str, RolloutRecord] = {}
         self._listeners: list[Callable[[], None]] = []
 
     def add_listener(self, callback: Callable[[], None]) -> None:

@@ -97,6 +97,8 @@ class ScriptedWorker:
         self.takes = True
         # What it announces to take; 0: nothing is said.
         self.max_message_bytes = 0
+        # Key of the model that it runs.
+        self.model = ""
         self._down: asyncio.Queue[worker_pb2.AttachDown] | None = None
         self._streams: list[MessageStream[worker_pb2.AttachUp]] = []
         self._crashed = False
@@ -113,6 +115,7 @@ class ScriptedWorker:
             incarnation="1",
             ready_response=READY,
             max_message_bytes=self.max_message_bytes,
+            model=self.model,
         )
         await stream.write(worker_pb2.AttachDown(hello=hello))
         reader = asyncio.create_task(self._read(stream, down))

@@ -38,6 +38,7 @@ OWN = {
         "policy",
         "slo",
         "drains/w",
+        "rollouts/m",
     ],
     Role.WORKER: ["instances/w", "profiles/p", "profiling/p"],
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from tailrace.cluster import Pool, Stage
+from tailrace.model_identity import ModelIdentity
 from tailrace.records import (
     InstanceRecord,
     PolicyRecord,
@@ -16,6 +17,7 @@ from tailrace.records import (
     encode_policy,
     encode_slo,
 )
+from tailrace.rollout import RolloutRecord, RolloutState
 from tailrace.service.etcd import local_etcd
 from tailrace.slo import Slo
 from tailrace.store.membership import Membership
@@ -182,3 +184,38 @@ async def test_a_listener_that_fails_keeps_nobody_from_hearing(store: Store) -> 
         await store.put(f"instances/{name}", encoded(name))
         await member_state(members, lambda name=name: name in members.instances)  # type: ignore[misc]
     await members.close()
+
+
+async def test_a_rollout_drains_instances_as_long_as_they_run_what_goes(store: Store) -> None:
+    old, new = ModelIdentity("t", "old"), ModelIdentity("t", "new")
+    rollout = RolloutRecord(
+        model="/models/m",
+        before=old.key,
+        new=new.key,
+        state=RolloutState.DRAINING,
+        draining=["a", "gone"],
+        begun_s=1.0,
+        prepare_by_s=2.0,
+    )
+    for name in ("a", "b"):
+        await store.put(f"instances/{name}", running(name, old))
+    # Names that users call models may have slashes.
+    await store.put("rollouts//models/m", msgspec.json.encode(rollout))
+    members = await Membership.start(store)
+    assert members.rollouts == {"/models/m": rollout}
+    assert members.draining == {"a"}
+    assert not members.drained
+    # What a broken record replaced goes on to hold.
+    await store.put("rollouts//models/m", b"{broken")
+    # Started anew with the new model: it drains no more.
+    await store.put("instances/a", running("a", new, "2"))
+    await member_state(members, lambda: not members.draining)
+    assert members.rollouts == {"/models/m": rollout}
+    await store.delete("rollouts//models/m")
+    await member_state(members, lambda: not members.rollouts)
+    await members.close()
+
+
+def running(name: str, identity: ModelIdentity, incarnation: str = "1") -> bytes:
+    """As in etcd."""
+    return msgspec.json.encode(msgspec.structs.replace(instance(name, incarnation), model_identity=identity))

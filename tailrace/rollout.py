@@ -1,0 +1,422 @@
+"""A rolling change of the model behind a served name: its record in etcd, and what comes next. Pure.
+
+One name that users call can be carried by instances of two models at once, as long as both have the same
+configuration and tokenizer. The record says which of them takes new requests. A request keeps to the one
+that made its first token.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+from msgspec.structs import replace
+
+from tailrace.model_identity import covers, fingerprint, text_of
+
+PREPARE_S: Final = 60.0
+"""How long instances and front ends may take, by default, until new requests can go to the new model."""
+STEP_S: Final = 30.0
+"""After so long the next old instance drains, too, although the one before is not empty: one long answer
+must not hold all of them up."""
+_FINGERPRINT_LEAST: Final = 4
+
+
+class RolloutState(enum.StrEnum):
+    """How far it is."""
+
+    # Front ends connect to instances of the new model; new requests go where they went before.
+    PREPARING = "preparing"
+    # New requests go to the new model; the old instances are emptied one after the other.
+    DRAINING = "draining"
+    DONE = "done"
+    # It was given up while it was prepared: new requests go where they went before.
+    FAILED = "failed"
+
+
+class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """`rollouts/<served name>`: which model takes new requests of that name, since when and instead of
+    which. Keys as in tailrace.model_identity; times are seconds since the epoch, 0: not yet."""
+
+    model: str
+    before: str
+    new: str
+    state: RolloutState
+    # Instances of the old model that drain. A worker that comes back under the same name with the new one
+    # does not.
+    draining: list[str] = []
+    # It takes another rollout back.
+    undoes: bool = False
+    begun_s: float
+    # If it is not prepared by then, it has failed.
+    prepare_by_s: float
+    switched_s: float = 0.0
+    # When the last instance began to drain.
+    step_s: float = 0.0
+    ended_s: float = 0.0
+    # Why it failed.
+    reason: str = ""
+
+    @property
+    def takes(self) -> str:
+        """Key of the model that takes new requests."""
+        return self.new if self.state in (RolloutState.DRAINING, RolloutState.DONE) else self.before
+
+    @property
+    def under_way(self) -> bool:
+        """Whether it goes on by itself."""
+        return self.state in (RolloutState.PREPARING, RolloutState.DRAINING)
+
+    def concerns(self, key: str) -> bool:
+        """Whether this is one of its two models."""
+        return covers(self.before, key) or covers(self.new, key)
+
+    def is_old(self, key: str) -> bool:
+        """Whether this is the model that goes."""
+        return covers(self.before, key) and not covers(self.new, key)
+
+    def governs(self, key: str) -> bool:
+        """Whether it says where a front end of this model sends new requests: it can speak to both models."""
+        return text_of(key) == text_of(self.new)
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceFacts:
+    """An instance as it is now."""
+
+    instance_id: str
+    # Empty: it does not tell.
+    key: str
+    # As its worker was told (--model).
+    model: str
+    # Why it cannot take new requests, whatever a rollout says; empty: it can.
+    unavailable: str = ""
+    requests: int = 0
+    moving: int = 0
+    # It has drained for long enough to know that nothing is on its way there, and has nothing.
+    empty: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FrontEndFacts:
+    """A front end as its record tells."""
+
+    frontend_id: str
+    # What users call the model; empty: it does not tell.
+    name: str
+    # Of the model that it was started with, and the model as it was told (--model).
+    key: str
+    model: str
+    # Keys of the models to whose instances it is connected.
+    connected: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class FleetFacts:
+    """Everything a rollout goes by."""
+
+    instances: Mapping[str, InstanceFacts]
+    frontends: Mapping[str, FrontEndFacts]
+
+    def serving(self, model: str) -> list[FrontEndFacts]:
+        """Front ends whose users call a model so."""
+        return [front for front in self.frontends.values() if front.name == model]
+
+    def running(self, key: str) -> list[InstanceFacts]:
+        """Instances of the model, in id order; those that do not tell are none."""
+        return [self.instances[name] for name in sorted(self.instances) if self._runs(name, key)]
+
+    def warm(self, key: str) -> list[InstanceFacts]:
+        """Those of them that can take requests."""
+        return [instance for instance in self.running(key) if not instance.unavailable]
+
+    def _runs(self, name: str, key: str) -> bool:
+        found = self.instances[name].key
+        return bool(found) and covers(key, found)
+
+
+class Problem(enum.Enum):
+    """What kind of refusal it is."""
+
+    UNKNOWN = "unknown"
+    AMBIGUOUS = "ambiguous"
+    # Nothing is wrong with what was asked, but it cannot be now.
+    NOT_NOW = "not now"
+
+
+class RolloutRefused(Exception):
+    """Why a rollout does not begin, in one line."""
+
+    def __init__(self, problem: Problem, reason: str) -> None:
+        super().__init__(reason)
+        self.problem = problem
+
+
+# ---- what an operator asks
+
+
+def begin(
+    model: str, to: str, fleet: FleetFacts, present: RolloutRecord | None, now_s: float, prepare_s: float
+) -> RolloutRecord:
+    """The record of a rollout of `model` to the model that `to` names: a fingerprint or its first digits, a
+    key, or what workers were given as --model. The present one if it is just that, and under way.
+
+    Raises RolloutRefused.
+    """
+    fronts = _fronts(model, fleet, present)
+    new = _target(to, fleet)
+    if present is not None and present.under_way:
+        if present.new == new:
+            return present
+        raise _not_now(
+            f"a rollout of {model} to {fingerprint(present.new)} is under way ({present.state.value}); "
+            f"wait for its end, or take it back: tailrace rollout undo {model}"
+        )
+    before = present.takes if present is not None else _served(model, new, fronts, fleet)
+    if before == new:
+        raise _not_now(f"new requests of {model} go to {fingerprint(new)} already")
+    _check_texts(new, before, fronts)
+    silent = sorted(i.instance_id for i in fleet.instances.values() if not i.key)
+    if silent:
+        raise _not_now(f"{_words(silent)} does not tell which model it runs (an older version?); restart it")
+    _check_warm(new, fleet)
+    return RolloutRecord(
+        model=model,
+        before=before,
+        new=new,
+        state=RolloutState.PREPARING,
+        begun_s=now_s,
+        prepare_by_s=now_s + prepare_s,
+    )
+
+
+def undo(
+    model: str, fleet: FleetFacts, present: RolloutRecord | None, now_s: float, prepare_s: float
+) -> RolloutRecord:
+    """The record that takes the present rollout back: new requests go where they went before, and what the
+    new model has begun it finishes. Raises RolloutRefused."""
+    if present is None:
+        raise RolloutRefused(Problem.UNKNOWN, f"there is no rollout of {model}")
+    if present.state is RolloutState.FAILED:
+        raise _not_now(
+            f"the rollout of {model} to {fingerprint(present.new)} has changed nothing: {present.reason}"
+        )
+    if present.state is RolloutState.PREPARING:
+        return _failed(present, "an operator took it back", now_s)
+    _check_warm(present.before, fleet)
+    return RolloutRecord(
+        model=model,
+        before=present.new,
+        new=present.before,
+        state=RolloutState.PREPARING,
+        undoes=not present.undoes,
+        begun_s=now_s,
+        prepare_by_s=now_s + prepare_s,
+    )
+
+
+def check_forgettable(model: str, fleet: FleetFacts, present: RolloutRecord | None) -> None:
+    """Whether front ends would go on as they do without the record. Raises RolloutRefused."""
+    if present is None:
+        raise RolloutRefused(Problem.UNKNOWN, f"there is no rollout of {model}")
+    if present.under_way:
+        raise _not_now(f"the rollout of {model} is under way ({present.state.value})")
+    others = [
+        front.frontend_id
+        for front in fleet.serving(model)
+        if present.governs(front.key) and not covers(front.key, present.takes)
+    ]
+    if others:
+        raise _not_now(
+            f"{_words(others)}: started with another model than the one that takes new requests "
+            f"({fingerprint(present.takes)}); restart with that one (--model) first"
+        )
+
+
+def _fronts(model: str, fleet: FleetFacts, present: RolloutRecord | None) -> list[FrontEndFacts]:
+    untold = sorted(front.frontend_id for front in fleet.frontends.values() if not front.name)
+    if untold:
+        raise _not_now(f"{_words(untold)} does not tell what it serves (an older version?); restart it")
+    fronts = fleet.serving(model)
+    if not fronts and present is None:
+        names = sorted({front.name for front in fleet.frontends.values()})
+        raise RolloutRefused(
+            Problem.UNKNOWN, f"no front end serves {model!r}; they serve: {_words(names) or 'none'}"
+        )
+    return fronts
+
+
+def _target(to: str, fleet: FleetFacts) -> str:
+    keys = {instance.key for instance in fleet.instances.values() if instance.key}
+    named = {i.key for i in fleet.instances.values() if i.key and to in (i.key, i.model)}
+    if not named and len(to) >= _FINGERPRINT_LEAST:
+        named = {key for key in keys if fingerprint(key).startswith(to.lower())}
+    if len(named) == 1:
+        return named.pop()
+    if named:
+        raise RolloutRefused(Problem.AMBIGUOUS, f"{to!r} is several models: {_listed(named, fleet)}")
+    raise RolloutRefused(
+        Problem.UNKNOWN, f"no instance runs {to!r}; there are: {_listed(keys, fleet) or 'none'}"
+    )
+
+
+def _served(model: str, new: str, fronts: Iterable[FrontEndFacts], fleet: FleetFacts) -> str:
+    """Key of what takes new requests while no record says so: as exact as the instances allow."""
+    found: set[str] = set()
+    for front in fronts:
+        # Of a front end that has no weights to look at, by the name of its model.
+        weights = ":" in front.key
+        keys = {i.key for i in fleet.running(front.key) if weights or i.model == front.model}
+        found |= keys or ({front.key} if weights else set())
+    by_weights: dict[str, set[str]] = {}
+    for key in found:
+        by_weights.setdefault(":".join(key.split(":")[:2]), set()).add(key)
+    if len(by_weights) > 1:
+        # Somebody has begun by hand, with front ends of the new model.
+        by_weights = {short: keys for short, keys in by_weights.items() if not covers(short, new)}
+    if len(by_weights) == 1:
+        short, keys = by_weights.popitem()
+        return keys.pop() if len(keys) == 1 else short
+    if not by_weights:
+        raise _not_now(
+            f"there is no instance of what serves {model} now, and its front ends have no weights to tell it "
+            "by; restart them with the new model"
+        )
+    raise _not_now(
+        f"front ends serve several models as {model}: {_listed(found, fleet)}; stop those of all but one"
+    )
+
+
+def _check_texts(new: str, before: str, fronts: Iterable[FrontEndFacts]) -> None:
+    """A front end's tokenizer must be that of both models."""
+    others = sorted(f.frontend_id for f in fronts if text_of(f.key) != text_of(new))
+    if text_of(new) == text_of(before) and not others:
+        return
+    raise _not_now(
+        f"{fingerprint(new)} has another configuration or tokenizer than that of "
+        f"{_words(others) or 'what serves now'}; start front ends with it beside these, then stop these "
+        "(operations.md, Models)"
+    )
+
+
+def _check_warm(key: str, fleet: FleetFacts) -> None:
+    if not fleet.warm(key):
+        raise _not_now(_cold(key, fleet))
+
+
+def _cold(key: str, fleet: FleetFacts) -> str:
+    reasons = [f"{i.instance_id} {i.unavailable}" for i in fleet.running(key)]
+    return f"no instance of {fingerprint(key)} is warm: {', '.join(reasons) or 'there is none'}"
+
+
+def _not_now(reason: str) -> RolloutRefused:
+    return RolloutRefused(Problem.NOT_NOW, reason)
+
+
+def _listed(keys: Iterable[str], fleet: FleetFacts) -> str:
+    def instances(key: str) -> str:
+        return _words([i.instance_id for i in fleet.running(key)])
+
+    return "; ".join(f"{fingerprint(key)} ({instances(key) or 'no instance'})" for key in sorted(keys))
+
+
+def _words(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+
+
+# ---- what comes next
+
+
+def advance(record: RolloutRecord, fleet: FleetFacts, now_s: float) -> RolloutRecord:
+    """The record after the next step; the same one while there is none."""
+    match record.state:
+        case RolloutState.PREPARING:
+            return _prepare(record, fleet, now_s)
+        case RolloutState.DRAINING:
+            return _drain(record, fleet, now_s)
+        case _:
+            return record
+
+
+def missing(record: RolloutRecord, fleet: FleetFacts) -> str:
+    """What keeps new requests from going to the new model; empty: nothing."""
+    if not fleet.warm(record.new):
+        return _cold(record.new, fleet)
+    waiting = sorted(
+        front.frontend_id
+        for front in fleet.serving(record.model)
+        if record.governs(front.key) and not any(covers(record.new, key) for key in front.connected)
+    )
+    if waiting:
+        return f"{_words(waiting)}: connected to no instance of {fingerprint(record.new)}"
+    return ""
+
+
+def old_instances(record: RolloutRecord, fleet: FleetFacts) -> dict[str, InstanceFacts]:
+    """Instances of the model that goes, by id."""
+    return {
+        name: instance
+        for name, instance in sorted(fleet.instances.items())
+        if instance.key and record.is_old(instance.key)
+    }
+
+
+def describe(record: RolloutRecord, fleet: FleetFacts) -> str:
+    """How far it is, in one line."""
+    new, before = fingerprint(record.new), fingerprint(record.before)
+    match record.state:
+        case RolloutState.PREPARING:
+            lack = missing(record, fleet)
+            return f"preparing: {lack}" if lack else f"prepared: new requests are about to go to {new}"
+        case RolloutState.DRAINING:
+            return f"new requests go to {new}; {_draining_words(record, fleet)}"
+        case RolloutState.DONE:
+            again = " again" if record.undoes else ""
+            return f"done: new requests go to {new}{again}, and no request of {before} is left"
+        case RolloutState.FAILED:
+            return f"given up: {record.reason}; new requests go to {before} as before"
+
+
+def _prepare(record: RolloutRecord, fleet: FleetFacts, now_s: float) -> RolloutRecord:
+    lack = missing(record, fleet)
+    if not lack:
+        return replace(record, state=RolloutState.DRAINING, switched_s=now_s)
+    return record if now_s < record.prepare_by_s else _failed(record, lack, now_s)
+
+
+def _failed(record: RolloutRecord, reason: str, now_s: float) -> RolloutRecord:
+    return replace(record, state=RolloutState.FAILED, reason=reason, ended_s=now_s)
+
+
+def _drain(record: RolloutRecord, fleet: FleetFacts, now_s: float) -> RolloutRecord:
+    old = old_instances(record, fleet)
+    draining = [name for name in record.draining if name in old]
+    left = {name: instance for name, instance in old.items() if name not in draining}
+    waits = any(not old[name].empty for name in draining)
+    if not left:
+        if waits:
+            return replace(record, draining=draining)
+        return replace(record, draining=draining, state=RolloutState.DONE, ended_s=now_s)
+    # Without the new model there is nobody for what old instances hand back, and it may have to be undone.
+    if not fleet.warm(record.new) or (waits and now_s - record.step_s < STEP_S):
+        return replace(record, draining=draining)
+    following = min(left.values(), key=lambda instance: (instance.requests, instance.instance_id))
+    return replace(record, draining=[*draining, following.instance_id], step_s=now_s)
+
+
+def _draining_words(record: RolloutRecord, fleet: FleetFacts) -> str:
+    if not fleet.warm(record.new):
+        return f"they are refused: {_cold(record.new, fleet)}; tailrace rollout undo {record.model}"
+    old = old_instances(record, fleet)
+    requests = sum(instance.requests for instance in old.values())
+    moving = sum(instance.moving for instance in old.values())
+    now = [name for name in record.draining if name in old and not old[name].empty]
+    later = [name for name in old if name not in record.draining]
+    words = f"{requests} requests left on {fingerprint(record.before)}, {moving} moving"
+    if now:
+        words += f"; draining {_words(now)}"
+    return f"{words}; {len(later)} to drain" if later else words

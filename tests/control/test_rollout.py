@@ -1,0 +1,358 @@
+"""What begins a rollout, what comes next, and what must never happen on the way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tailrace.model_identity import covers, fingerprint
+from tailrace.rollout import (
+    STEP_S,
+    FleetFacts,
+    FrontEndFacts,
+    InstanceFacts,
+    Problem,
+    RolloutRecord,
+    RolloutRefused,
+    RolloutState,
+    advance,
+    begin,
+    check_forgettable,
+    describe,
+    missing,
+    undo,
+)
+
+OLD, NEW, THIRD = "text:old:bf16", "text:new:bf16", "text:third:bf16"
+FRONT = FrontEndFacts("f0", "chat", "text:old", "/old", frozenset({OLD, NEW}))
+
+
+def instance(name: str, key: str = OLD, **facts: object) -> InstanceFacts:
+    """One that can take requests unless it says otherwise."""
+    known = InstanceFacts(name, key, f"/{key.split(':')[1]}" if key else "/untold")
+    return replace(known, **facts)  # type: ignore[arg-type]
+
+
+def fleet(*instances: InstanceFacts, fronts: tuple[FrontEndFacts, ...] = (FRONT,)) -> FleetFacts:
+    return FleetFacts({i.instance_id: i for i in instances}, {f.frontend_id: f for f in fronts})
+
+
+TWO = fleet(instance("a"), instance("b"), instance("c", NEW))
+
+
+def started(facts: FleetFacts = TWO, to: str = "/new", present: RolloutRecord | None = None) -> RolloutRecord:
+    return begin("chat", to, facts, present, 100.0, 60.0)
+
+
+def refusal(facts: FleetFacts, to: str = "/new", present: RolloutRecord | None = None) -> RolloutRefused:
+    with pytest.raises(RolloutRefused) as caught:
+        begin("chat", to, facts, present, 100.0, 60.0)
+    return caught.value
+
+
+# ---- what is asked for
+
+
+@pytest.mark.parametrize(
+    "to", ["/new", NEW, fingerprint(NEW), fingerprint(NEW)[:4], fingerprint(NEW).upper()]
+)
+def test_a_model_is_named_by_its_fingerprint_its_key_or_its_path(to: str) -> None:
+    record = started(to=to)
+    assert (record.before, record.new, record.takes) == (OLD, NEW, OLD)
+    assert (record.state, record.begun_s, record.prepare_by_s) == (RolloutState.PREPARING, 100.0, 160.0)
+
+
+def test_what_is_served_is_as_exact_as_the_instances_allow() -> None:
+    two_formats = fleet(instance("a"), instance("b", "text:old:fp8"), instance("c", NEW))
+    assert started(two_formats).before == "text:old"
+    # From one format to the other: those of the other are the old ones.
+    record = started(two_formats, to=fingerprint("text:old:fp8"))
+    assert (record.is_old("text:old:bf16"), record.is_old("text:old:fp8")) == (True, False)
+    # All of the old ones are gone already.
+    assert started(fleet(instance("c", NEW))).before == "text:old"
+
+
+def test_a_front_end_without_weights_goes_by_the_name_of_its_model() -> None:
+    front = replace(FRONT, key="text", model="/old")
+    assert started(fleet(*TWO.instances.values(), fronts=(front,))).before == OLD
+    refused = refusal(fleet(instance("c", NEW), fronts=(front,)))
+    assert "no weights to tell it by" in str(refused)
+
+
+def test_front_ends_of_the_new_model_beside_those_of_the_old_one() -> None:
+    second = replace(FRONT, frontend_id="f1", key="text:new", model="/new")
+    record = started(fleet(*TWO.instances.values(), fronts=(FRONT, second)))
+    assert record.before == OLD
+    third = replace(FRONT, frontend_id="f2", key="text:third", model="/third")
+    refused = refusal(
+        fleet(*TWO.instances.values(), instance("d", THIRD), fronts=(FRONT, second, third)),
+    )
+    assert "front ends serve several models as chat" in str(refused)
+
+
+@pytest.mark.parametrize(
+    ("facts", "to", "problem", "says"),
+    [
+        (fleet(*TWO.instances.values(), fronts=()), "/new", Problem.UNKNOWN, "they serve: none"),
+        (TWO, "/nowhere", Problem.UNKNOWN, f"no instance runs '/nowhere'; there are: {fingerprint(NEW)} (c)"),
+        (TWO, fingerprint(NEW)[:3], Problem.UNKNOWN, "no instance runs"),
+        (TWO, "/old", Problem.NOT_NOW, f"new requests of chat go to {fingerprint(OLD)} already"),
+        (
+            fleet(instance("a"), instance("c", NEW, unavailable="is suspect")),
+            "/new",
+            Problem.NOT_NOW,
+            f"no instance of {fingerprint(NEW)} is warm: c is suspect",
+        ),
+        (
+            fleet(instance("a"), instance("c", "other:new:bf16")),
+            "/new",
+            Problem.NOT_NOW,
+            "has another configuration or tokenizer than that of f0",
+        ),
+        (
+            fleet(instance("a"), instance("c", NEW), instance("x", "")),
+            "/new",
+            Problem.NOT_NOW,
+            "x does not tell which model it runs",
+        ),
+        (
+            fleet(*TWO.instances.values(), fronts=(FRONT, FrontEndFacts("f1", "", "", ""))),
+            "/new",
+            Problem.NOT_NOW,
+            "f1 does not tell what it serves",
+        ),
+        (
+            fleet(instance("a"), instance("c", NEW), instance("d", "text:new:fp8")),
+            "/new",
+            Problem.AMBIGUOUS,
+            "'/new' is several models",
+        ),
+    ],
+)
+def test_a_rollout_is_refused_with_the_reason(
+    facts: FleetFacts, to: str, problem: Problem, says: str
+) -> None:
+    refused = refusal(facts, to)
+    assert refused.problem is problem
+    assert says in str(refused)
+
+
+def test_one_at_a_time_and_the_same_again_goes_on() -> None:
+    record = started()
+    assert started(present=record) is record
+    more = fleet(*TWO.instances.values(), instance("d", THIRD))
+    assert "is under way (preparing)" in str(refusal(more, "/third", record))
+    done = replace_record(record, RolloutState.DONE)
+    following = started(more, "/third", done)
+    assert (following.before, following.new) == (NEW, THIRD)
+
+
+def replace_record(record: RolloutRecord, state: RolloutState) -> RolloutRecord:
+    return msgspec.structs.replace(record, state=state)
+
+
+def test_it_is_taken_back() -> None:
+    record = started()
+    given_up = undo("chat", TWO, record, 110.0, 60.0)
+    assert (given_up.state, given_up.reason, given_up.takes) == (
+        RolloutState.FAILED,
+        "an operator took it back",
+        OLD,
+    )
+    with pytest.raises(RolloutRefused, match="has changed nothing"):
+        undo("chat", TWO, given_up, 111.0, 60.0)
+    with pytest.raises(RolloutRefused, match="there is no rollout of chat"):
+        undo("chat", TWO, None, 111.0, 60.0)
+    back = undo("chat", TWO, replace_record(record, RolloutState.DRAINING), 110.0, 60.0)
+    assert (back.takes, back.new, back.draining, back.undoes) == (NEW, OLD, [], True)
+    with pytest.raises(RolloutRefused, match=f"no instance of {fingerprint(OLD)} is warm: there is none"):
+        undo("chat", fleet(instance("c", NEW)), replace_record(record, RolloutState.DONE), 110.0, 60.0)
+
+
+def test_it_is_forgotten_once_front_ends_know_by_themselves() -> None:
+    record = started()
+    with pytest.raises(RolloutRefused, match="is under way"):
+        check_forgettable("chat", TWO, record)
+    done = replace_record(record, RolloutState.DONE)
+    with pytest.raises(RolloutRefused, match=r"f0: started with another model .* restart"):
+        check_forgettable("chat", TWO, done)
+    restarted = replace(FRONT, key="text:new", model="/new")
+    check_forgettable("chat", fleet(*TWO.instances.values(), fronts=(restarted,)), done)
+    with pytest.raises(RolloutRefused, match="there is no rollout"):
+        check_forgettable("chat", TWO, None)
+
+
+# ---- what comes next
+
+
+def test_new_requests_wait_for_every_front_end() -> None:
+    record = started()
+    far = replace(FRONT, frontend_id="f1", connected=frozenset({OLD}))
+    facts = fleet(*TWO.instances.values(), fronts=(FRONT, far))
+    assert advance(record, facts, 110.0) is record
+    assert describe(record, facts) == f"preparing: f1: connected to no instance of {fingerprint(NEW)}"
+    failed = advance(record, facts, 160.0)
+    assert (failed.state, failed.takes, failed.ended_s) == (RolloutState.FAILED, OLD, 160.0)
+    assert "f1: connected to no instance" in describe(failed, facts)
+    # One of another name, or with another tokenizer, has no say.
+    others = (replace(far, name="other"), replace(far, frontend_id="f2", key="other:old"))
+    switched = advance(record, fleet(*TWO.instances.values(), fronts=(FRONT, *others)), 110.0)
+    assert (switched.state, switched.takes, switched.switched_s) == (RolloutState.DRAINING, NEW, 110.0)
+
+
+def draining(facts: FleetFacts, now_s: float = 200.0, *names: str, step_s: float = 190.0) -> RolloutRecord:
+    record = replace_record(started(), RolloutState.DRAINING)
+    return advance(msgspec.structs.replace(record, draining=[*names], step_s=step_s), facts, now_s)
+
+
+def test_old_instances_are_emptied_one_after_the_other() -> None:
+    loaded = [instance("a", requests=5), instance("b", requests=2), instance("c", NEW)]
+    first = draining(fleet(*loaded))
+    assert (first.draining, first.step_s) == (["b"], 200.0)
+    assert draining(fleet(*loaded), 200.0, "b").draining == ["b"]
+    # One long answer does not hold up the others for ever.
+    assert draining(fleet(*loaded), 190.0 + STEP_S, "b").draining == ["b", "a"]
+    emptied = fleet(instance("a", requests=5), instance("b", empty=True), instance("c", NEW))
+    assert draining(emptied, 200.0, "b").draining == ["b", "a"]
+    # Without an instance of the new model nobody drains any further: it may have to be taken back.
+    cold = fleet(
+        instance("a", requests=5), instance("b", empty=True), instance("c", NEW, unavailable="stops")
+    )
+    waiting = draining(cold, 200.0, "b")
+    assert waiting.draining == ["b"]
+    assert "they are refused" in describe(waiting, cold) and "c stops" in describe(waiting, cold)
+    # Gone, or started again with the new model: the others follow.
+    restarted = fleet(instance("a", requests=5), instance("b", NEW), instance("c", NEW))
+    assert draining(restarted, 200.0, "b").draining == ["a"]
+    done = draining(fleet(instance("a", empty=True), instance("c", NEW)), 200.0, "a", "b")
+    assert (done.state, done.ended_s, done.draining) == (RolloutState.DONE, 200.0, ["a"])
+    assert describe(done, TWO).startswith(f"done: new requests go to {fingerprint(NEW)}")
+
+
+@given(
+    st.lists(st.sampled_from(["text", "text:a", "text:a:x", "text:ab", "other:a"]), min_size=2, max_size=2)
+)
+def test_a_short_key_stands_for_longer_ones_alone(keys: list[str]) -> None:
+    short, key = keys
+    parts, longer = short.split(":"), key.split(":")
+    assert covers(short, key) is (longer[: len(parts)] == parts)
+
+
+class Operation(RuleBasedStateMachine):
+    """Workers come, go and crash, requests come and end, front ends lose their connections, operators change
+    their minds. Each request remembers the model that it was given to."""
+
+    @initialize()
+    def open(self) -> None:
+        self.now_s = 100.0
+        self.instances = {"a": OLD, "b": OLD, "c": NEW}
+        self.bad: set[str] = set()
+        self.requests = {"a": 3, "b": 1, "c": 0}
+        self.connected = True
+        self.record: RolloutRecord | None = None
+
+    def facts(self) -> FleetFacts:
+        drained = set() if self.record is None else {*self.record.draining}
+        found = [
+            instance(
+                name,
+                key,
+                unavailable="is suspect" if name in self.bad else "",
+                requests=self.requests[name],
+                empty=name in drained and not self.requests[name],
+            )
+            for name, key in self.instances.items()
+        ]
+        front = replace(FRONT, connected=frozenset({OLD, NEW} if self.connected else {OLD}))
+        return fleet(*found, fronts=(front,))
+
+    @rule(name=st.sampled_from("abcd"), key=st.sampled_from([OLD, NEW]))
+    def starts(self, name: str, key: str) -> None:
+        self.instances[name], self.requests[name] = key, 0
+
+    @rule(name=st.sampled_from("abcd"))
+    def dies(self, name: str) -> None:
+        self.instances.pop(name, None)
+        self.requests.pop(name, None)
+
+    @rule(name=st.sampled_from("abcd"))
+    def wavers(self, name: str) -> None:
+        self.bad ^= {name}
+
+    @rule()
+    def loses_connections(self) -> None:
+        self.connected = not self.connected
+
+    @rule()
+    def a_request_comes(self) -> None:
+        takes = OLD if self.record is None else self.record.takes
+        drained = set() if self.record is None else {*self.record.draining}
+        able = [n for n, key in self.instances.items() if covers(takes, key) and n not in self.bad]
+        # The model that takes new requests never drains.
+        assert not drained & set(able)
+        if able:
+            self.requests[able[0]] += 1
+
+    @rule(name=st.sampled_from("abcd"))
+    def requests_end(self, name: str) -> None:
+        if name in self.requests:
+            self.requests[name] = 0
+
+    @rule(to=st.sampled_from(["/old", "/new"]))
+    def an_operator_begins(self, to: str) -> None:
+        try:
+            self.record = begin("chat", to, self.facts(), self.record, self.now_s, 60.0)
+        except RolloutRefused as refused:
+            assert str(refused)
+
+    @precondition(lambda self: self.record is not None)
+    @rule()
+    def an_operator_takes_it_back(self) -> None:
+        try:
+            self.record = undo("chat", self.facts(), self.record, self.now_s, 60.0)
+        except RolloutRefused as refused:
+            assert str(refused)
+
+    @precondition(lambda self: self.record is not None)
+    @rule(seconds=st.sampled_from([0.0, 1.0, 40.0]))
+    def time_passes(self, seconds: float) -> None:
+        assert self.record is not None
+        self.now_s += seconds
+        facts, before = self.facts(), self.record
+        self.record = after = advance(before, facts, self.now_s)
+        if after.takes != before.takes:
+            assert missing(before, facts) == ""
+        assert set(after.draining) - set(before.draining) <= {
+            name for name, key in self.instances.items() if before.is_old(key)
+        }
+        if after.state is RolloutState.DONE and before.state is not RolloutState.DONE:
+            assert all(not self.requests[n] for n, key in self.instances.items() if before.is_old(key))
+        assert describe(after, facts)
+
+    @invariant()
+    def nothing_drains_while_it_is_prepared(self) -> None:
+        record = getattr(self, "record", None)
+        if record is not None and record.state is RolloutState.PREPARING:
+            assert not record.draining
+
+    def teardown(self) -> None:
+        """Left to itself in a fleet that is well, it ends."""
+        record = getattr(self, "record", None)
+        if record is None:
+            return
+        self.bad, self.connected = set(), True
+        self.instances |= {"a": OLD, "c": NEW}
+        for name in self.instances:
+            self.requests[name] = 0
+        for _ in range(20):
+            self.now_s += STEP_S
+            self.record = record = advance(record, self.facts(), self.now_s)
+        assert not record.under_way
+
+
+TestOperation = Operation.TestCase

@@ -1,0 +1,197 @@
+"""Two models of one name: the rollout says which takes new requests, and each answer keeps to its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from frontend_svc.admission import CANNOT_GO_ON, AdmissionState, Refusal
+from frontend_svc.placement import Fleet, ServedModel
+from frontend_svc.settings import Limits
+from tailrace.model_identity import ModelIdentity
+from tailrace.rollout import RolloutRecord, RolloutState
+from tailrace.v1 import worker_pb2
+from tailrace.wire import FinishReason
+from tests.frontend.conftest import Rig, eventually, open_rig
+from tests.frontend.fleet import StaticMembers
+from tests.frontend.scripted_worker import FINISHED, outputs
+from tests.frontend.test_adopt import adopt
+from tests.frontend.test_models import running
+
+OLD, NEW = ModelIdentity("text", "old", "bf16"), ModelIdentity("text", "new", "bf16")
+SERVED = ServedModel("/models/old", ModelIdentity("text", "old"), "chat")
+
+
+def rollout(
+    state: RolloutState, before: ModelIdentity = OLD, new: ModelIdentity = NEW, model: str = "chat"
+) -> RolloutRecord:
+    """As far as this."""
+    return RolloutRecord(
+        model=model, before=before.key, new=new.key, state=state, begun_s=1.0, prepare_by_s=61.0
+    )
+
+
+@pytest.fixture
+def told() -> list[frozenset[str]]:
+    """To which models the front end says that it is connected."""
+    return []
+
+
+@pytest.fixture
+async def rig(tmp_path: Path, told: list[frozenset[str]]) -> AsyncIterator[Rig]:
+    async with open_rig(tmp_path, Limits(), served=SERVED, on_models=told.append) as opened:
+        yield opened
+
+
+def follow(rig: Rig, record: RolloutRecord | None) -> None:
+    """The front end hears of it from etcd."""
+    rig.members.rollouts = {} if record is None else {record.model: record}
+    rig.members.changed()
+
+
+async def attached(rig: Rig, *names: str) -> None:
+    await eventually(lambda: sorted(rig.engine.workers.attached()) == sorted(names))
+
+
+async def test_new_requests_change_the_model_and_answers_do_not(rig: Rig, told: list[frozenset[str]]) -> None:
+    a, b = await rig.member("a", OLD), await rig.member("b", OLD)
+    c = await rig.member("c", NEW)
+    await attached(rig, "a", "b")
+    await rig.front.ready()
+    await rig.front.add("begun")
+    begun = await a.submitted()
+    a.say(outputs(begun, [1, 2], 0))
+    await rig.front.tokens_of("begun", 2)
+
+    # While it is prepared, the front end connects to both; new requests go where they went.
+    follow(rig, rollout(RolloutState.PREPARING))
+    await attached(rig, "a", "b", "c")
+    assert told[-1] == {OLD.key, NEW.key}
+    await rig.front.add("still old")
+    still_old = await b.submitted()
+    b.say(outputs(still_old, [9], 0, FINISHED))
+    await rig.front.end_of("still old")
+
+    # From then on they go to the new model, though its instance has more to do than the idle old one.
+    follow(rig, rollout(RolloutState.DRAINING))
+    for name in ("new", "newer"):
+        await rig.front.add(name)
+        assert (await c.submitted()).request_id == name
+
+    # What an old instance has begun another old one goes on with, from the next token.
+    await rig.crash(a)
+    again = await b.submitted()
+    assert (again.request_id, list(again.output_token_ids)) == ("begun", [1, 2])
+    b.say(outputs(again, [3], 2, FINISHED, epoch=1))
+    await rig.front.end_of("begun")
+    assert rig.front.tokens["begun"] == [1, 2, 3]
+
+    # Taken back: the old one takes new requests again.
+    follow(rig, rollout(RolloutState.DRAINING, before=NEW, new=OLD))
+    await rig.front.add("old again")
+    assert (await b.submitted()).request_id == "old again"
+
+
+async def test_an_answer_whose_model_is_gone_ends_with_an_error(rig: Rig) -> None:
+    a, c = await rig.member("a", OLD), await rig.member("c", NEW)
+    follow(rig, rollout(RolloutState.PREPARING))
+    await attached(rig, "a", "c")
+    await rig.front.ready()
+    await rig.front.add("begun")
+    await rig.front.add("waits")
+    begun, waits = await a.submitted(), await a.submitted()
+    assert {begun.request_id, waits.request_id} == {"begun", "waits"}
+    if begun.request_id != "begun":
+        begun, waits = waits, begun
+    a.say(outputs(begun, [1], 0))
+    await rig.front.tokens_of("begun", 1)
+    follow(rig, rollout(RolloutState.DRAINING))
+    await rig.crash(a)
+    # Nothing of it has been made: the new model may answer all of it.
+    taken_over = await c.submitted()
+    assert taken_over.request_id == "waits"
+    c.say(outputs(taken_over, [5], 0, FINISHED, epoch=1))
+    await rig.front.end_of("waits")
+    end = await rig.front.end_of("begun")
+    assert (end.finish_reason, Refusal.decode(end.stop_reason)) == (FinishReason.ERROR, CANNOT_GO_ON)
+    assert rig.front.tokens["begun"] == [1]
+
+
+async def test_the_front_end_grants_no_migration_to_the_other_model(rig: Rig) -> None:
+    a, c = await rig.member("a", OLD), await rig.member("c", NEW)
+    follow(rig, rollout(RolloutState.PREPARING))
+    await attached(rig, "a", "c")
+    await rig.front.ready()
+    await rig.front.add("r")
+    submit = await a.submitted()
+    a.say(outputs(submit, [1], 0))
+    await rig.front.tokens_of("r", 1)
+    c.say(adopt(submit, 1))
+    reply = (await c.expect("adopt_reply")).adopt_reply
+    assert (reply.accepted, reply.reason) == (
+        False,
+        "the target runs another model than made the tokens so far",
+    )
+    a.say(outputs(submit, [2], 1, FINISHED))
+    await rig.front.end_of("r")
+    assert rig.front.tokens["r"] == [1, 2]
+
+
+async def test_without_an_instance_of_the_new_model_users_get_503(rig: Rig) -> None:
+    await rig.member("a", OLD)
+    await attached(rig, "a")
+    await rig.front.ready()
+    assert rig.admission.read() is AdmissionState.OPEN
+    follow(rig, rollout(RolloutState.DRAINING))
+    await eventually(lambda: rig.admission.read() is AdmissionState.NO_INSTANCE)
+    follow(rig, rollout(RolloutState.FAILED))
+    await eventually(lambda: rig.admission.read() is AdmissionState.OPEN)
+
+
+async def test_an_instance_that_has_left_the_fleet_is_still_of_its_model(rig: Rig) -> None:
+    """It is attached as long as it carries streams, and gets nothing of the other model."""
+    await rig.member("a", OLD)
+    c = await rig.member("c", NEW)
+    follow(rig, rollout(RolloutState.DRAINING))
+    await attached(rig, "a", "c")
+    await rig.front.ready()
+    del rig.members.instances["a"]
+    rig.members.changed()
+    assert sorted(rig.engine.workers.attached()) == ["a", "c"]
+    for name in ("r", "s"):
+        await rig.front.add(name)
+        assert (await c.submitted()).request_id == name
+
+
+@pytest.mark.parametrize(
+    ("record", "model", "names"),
+    [
+        # Of another name, and of a model with another tokenizer, which this front end cannot serve.
+        (rollout(RolloutState.DONE, model="other"), OLD.key, ["old"]),
+        (rollout(RolloutState.DONE, new=ModelIdentity("other text", "new")), OLD.key, ["old"]),
+        (rollout(RolloutState.DONE), NEW.key, ["new", "old"]),
+        (rollout(RolloutState.PREPARING), OLD.key, ["new", "old"]),
+        # The next one, while the front end still has the folder of the first.
+        (rollout(RolloutState.DONE, NEW, ModelIdentity("text", "newest")), "text:newest", ["new"]),
+    ],
+)
+def test_what_a_front_end_uses(record: RolloutRecord, model: str, names: list[str]) -> None:
+    members = StaticMembers()
+    members.instances["old"] = running(OLD, instance_id="old")
+    members.instances["new"] = running(NEW, instance_id="new")
+    members.rollouts[record.model] = record
+    fleet = Fleet(members, SERVED)
+    assert (fleet.model, sorted(fleet.instances)) == (model, names)
+
+
+def test_an_instance_that_does_not_tell_is_not_used_while_there_are_two_models() -> None:
+    members = StaticMembers()
+    members.instances["untold"] = running(None, instance_id="untold")
+    fleet = Fleet(members, SERVED)
+    fleet.attached("untold", worker_pb2.WorkerHello(instance_id="untold"))
+    assert list(fleet.instances) == ["untold"] and fleet.is_model("untold", OLD.key)
+    members.rollouts["chat"] = rollout(RolloutState.PREPARING)
+    fleet.refresh()
+    assert not fleet.instances and not fleet.is_model("untold", OLD.key)
