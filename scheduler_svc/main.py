@@ -15,6 +15,7 @@ import click
 from scheduler_svc.actuator import Actuator
 from scheduler_svc.admin.errors import AdminErrors
 from scheduler_svc.admin.forward import LeaderForwarding, LeaderRoute
+from scheduler_svc.admin.rollout_calls import RolloutCalls
 from scheduler_svc.admin.servicer import AdminServicer
 from scheduler_svc.admin.shadowing import Shadowing
 from scheduler_svc.cache_sync import CacheSync
@@ -25,6 +26,7 @@ from scheduler_svc.migrations import Migrations, MigrationStarter, Negotiator, R
 from scheduler_svc.monitor_watch import MonitorWatch
 from scheduler_svc.orphans import remove_orphans
 from scheduler_svc.recorder import Recorder
+from scheduler_svc.rollouts import Rollouts
 from scheduler_svc.settings import Settings
 from tailrace.control.live import LiveControl
 from tailrace.control.reported_cluster import ReportedCluster
@@ -163,6 +165,7 @@ class Parts:
             name, frame.members, frame.channels, self.state, self._decider.take, self.metrics
         )
         self._cache_sync = CacheSync(self.state, frame.channels)
+        self._rollouts = Rollouts(frame.members, self.state, settings.swap_rollout, leading)
         placer = Placer(self.control, self.metrics)
         admin = AdminServicer(
             self.state,
@@ -175,6 +178,7 @@ class Parts:
             migrations,
             Recorder(self.control),
             Shadowing(self.control, self.metrics),
+            RolloutCalls(self._rollouts, frame.members, settings),
         )
         self.servicers = [
             Servicer(
@@ -193,6 +197,7 @@ class Parts:
             tasks.create_task(self._cache_sync.run(), name="prefix caches")
             tasks.create_task(self._decider.run_ticks(), name="ticks")
             tasks.create_task(self._drainer.run(), name="drains")
+            tasks.create_task(self._rollouts.run(), name="rollouts")
             tasks.create_task(
                 remove_orphans(self._members, self._settings.forget, self._leading), name="orphaned records"
             )

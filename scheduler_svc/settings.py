@@ -1,4 +1,4 @@
-"""What the scheduler writes to etcd: pools, stages, policy, SLOs, drains; by compare-and-swap."""
+"""What the scheduler writes to etcd: pools, stages, policy, SLOs, drains, rollouts; by compare-and-swap."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tailrace.records import (
     encode_policy,
     encode_slo,
 )
+from tailrace.rollout import RolloutRecord
 from tailrace.slo import Slo, changed_slo
 from tailrace.store.store import Store
 
@@ -91,6 +92,20 @@ class Settings:
         """Take it back."""
         await self._store.delete(f"drains/{instance_id}")
 
+    async def rollout(self, model: str) -> RolloutRecord | None:
+        """The rollout of a model, as etcd has it now."""
+        return _rollout(await self._store.get(f"rollouts/{model}"))
+
+    async def swap_rollout(
+        self, model: str, expected: RolloutRecord | None, record: RolloutRecord | None
+    ) -> None:
+        """Write the rollout of a model (None: remove it) if it is still as thought. Raises Conflict."""
+        key = f"rollouts/{model}"
+        present = await self._store.get(key)
+        value = None if record is None else msgspec.json.encode(record)
+        if _rollout(present) != expected or not await self._swap(key, present, value):
+            raise Conflict(f"the rollout of {model}")
+
     async def forget(self, instance_id: str) -> bool:
         """Delete the drain and the pool of an instance that is not there; False: it is."""
         records = [f"drains/{instance_id}", f"pools/{instance_id}"]
@@ -115,6 +130,14 @@ def _slo(value: bytes | None) -> Slo:
     except msgspec.MsgspecError:
         # What cannot be read is replaced.
         return Slo()
+
+
+def _rollout(value: bytes | None) -> RolloutRecord | None:
+    try:
+        return msgspec.json.decode(value, type=RolloutRecord) if value else None
+    except msgspec.MsgspecError:
+        # What cannot be read is replaced.
+        return None
 
 
 def _encode(stages: tuple[Stage, ...]) -> bytes:

@@ -38,6 +38,9 @@ OF_LEADER: Final[Mapping[str, float]] = MappingProxyType(
             "Record": RECORD_S + _WRITE_S,
             "Migrate": _STREAM_S,
             "Drain": _STREAM_S,
+            "Rollout": _WRITE_S,
+            "UndoRollout": _WRITE_S,
+            "ForgetRollout": _WRITE_S,
         }.items()
     }
 )

@@ -17,6 +17,7 @@ from scheduler_svc.admin import listing
 from scheduler_svc.admin.errors import Refused
 from scheduler_svc.admin.forward import RECORD_S
 from scheduler_svc.admin.relay import fetch_trace, profile_events
+from scheduler_svc.admin.rollout_calls import RolloutCalls
 from scheduler_svc.admin.shadowing import Shadowing
 from scheduler_svc.admin.validation import (
     check_drained,
@@ -57,6 +58,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         migrations: Migrations,
         recorder: Recorder,
         shadowing: Shadowing,
+        rollouts: RolloutCalls,
     ) -> None:
         self._state = state
         self._members = members
@@ -68,6 +70,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         self._migrations = migrations
         self._recorder = recorder
         self._shadowing = shadowing
+        self._rollouts = rollouts
 
     # ---- reads
 
@@ -166,6 +169,24 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     ) -> admin_pb2.Shadow:
         """The leader's."""
         return self._shadowing.message()
+
+    async def ListModels(
+        self,
+        request: admin_pb2.ListModelsRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.ListModelsRequest, admin_pb2.ListModelsReply],
+    ) -> admin_pb2.ListModelsReply:
+        """By the name that users call them."""
+        return admin_pb2.ListModelsReply(models=self._rollouts.models())
+
+    async def WatchRollout(
+        self,
+        request: admin_pb2.WatchRolloutRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.WatchRolloutRequest, admin_pb2.RolloutEvent],
+    ) -> AsyncIterator[admin_pb2.RolloutEvent]:
+        """Until it is over; a caller who goes away does not end it."""
+        async with aclosing(self._rollouts.events(request)) as events:
+            async for event in events:
+                yield event
 
     # ---- writes
 
@@ -276,3 +297,28 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         await self._settings.drain(request.instance_id)
         async for event in progress(self._state, request.instance_id):
             yield event
+
+    async def Rollout(
+        self,
+        request: admin_pb2.RolloutRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.RolloutRequest, admin_pb2.RolloutInfo],
+    ) -> admin_pb2.RolloutInfo:
+        """Begins; what follows the leading scheduler does by itself."""
+        return await self._rollouts.begin(request)
+
+    async def UndoRollout(
+        self,
+        request: admin_pb2.UndoRolloutRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.UndoRolloutRequest, admin_pb2.RolloutInfo],
+    ) -> admin_pb2.RolloutInfo:
+        """The same the other way round."""
+        return await self._rollouts.undo(request)
+
+    async def ForgetRollout(
+        self,
+        request: admin_pb2.ForgetRolloutRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.ForgetRolloutRequest, admin_pb2.ForgetRolloutReply],
+    ) -> admin_pb2.ForgetRolloutReply:
+        """Only of one that is over, and where front ends go on as they do."""
+        await self._rollouts.forget(request.model)
+        return admin_pb2.ForgetRolloutReply()

@@ -24,6 +24,8 @@ _BY_SERVICE: Final[Mapping[str, Mapping[str, frozenset[Role]]]] = {
         "ListStages": _READS,
         "ListServices": _READS,
         "ListProfiles": _READS,
+        "ListModels": _READS,
+        "WatchRollout": _READS,
         "GetSlo": _READS,
         "GetTrace": _READS,
         "GetShadow": _READS,
@@ -36,6 +38,9 @@ _BY_SERVICE: Final[Mapping[str, Mapping[str, frozenset[Role]]]] = {
         "SetStages": _CHANGE,
         "Migrate": _CHANGE,
         "Drain": _CHANGE,
+        "Rollout": _CHANGE,
+        "UndoRollout": _CHANGE,
+        "ForgetRollout": _CHANGE,
         "Profile": _CHANGE,
     },
     "tailrace.v1.Scheduler": {

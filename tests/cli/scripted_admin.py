@@ -29,6 +29,9 @@ class Script:
     drain_events: list[admin.DrainEvent] = field(default_factory=list)
     profile_events: list[profile_pb2.ProfileEvent] = field(default_factory=list)
     profiles: list[profile_pb2.MeasuredProfile] = field(default_factory=list)
+    models: list[admin.ModelInfo] = field(default_factory=list)
+    rollout: admin.RolloutInfo = field(default_factory=admin.RolloutInfo)
+    rollout_events: list[admin.RolloutEvent] = field(default_factory=list)
     traces: bytes = b""
     recorded: list[bytes] = field(default_factory=list)
     shadow: admin.Shadow = field(default_factory=lambda: admin.Shadow(policy="pascal"))
@@ -125,6 +128,34 @@ class ScriptedAdmin(admin_pb2_grpc.AdminServicer):
     def Drain(self, request: admin.DrainRequest, context: grpc.ServicerContext) -> Iterator[admin.DrainEvent]:
         self._note("Drain", request, context)
         yield from self.script.drain_events
+
+    def Rollout(self, request: admin.RolloutRequest, context: grpc.ServicerContext) -> admin.RolloutInfo:
+        self._note("Rollout", request, context)
+        return self.script.rollout
+
+    def UndoRollout(
+        self, request: admin.UndoRolloutRequest, context: grpc.ServicerContext
+    ) -> admin.RolloutInfo:
+        self._note("UndoRollout", request, context)
+        return self.script.rollout
+
+    def WatchRollout(
+        self, request: admin.WatchRolloutRequest, context: grpc.ServicerContext
+    ) -> Iterator[admin.RolloutEvent]:
+        self._note("WatchRollout", request, context)
+        yield from self.script.rollout_events
+
+    def ForgetRollout(
+        self, request: admin.ForgetRolloutRequest, context: grpc.ServicerContext
+    ) -> admin.ForgetRolloutReply:
+        self._note("ForgetRollout", request, context)
+        return admin.ForgetRolloutReply()
+
+    def ListModels(
+        self, request: admin.ListModelsRequest, context: grpc.ServicerContext
+    ) -> admin.ListModelsReply:
+        self._note("ListModels", request, context)
+        return admin.ListModelsReply(models=self.script.models)
 
     def Profile(
         self, request: admin.AdminProfileRequest, context: grpc.ServicerContext

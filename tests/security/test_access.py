@@ -46,7 +46,7 @@ def test_who_looks_does_not_change() -> None:
     for method, roles in METHODS.items():
         service, name = method.rsplit("/", 1)
         if service == "/tailrace.v1.Admin":
-            assert (Role.VIEWER in roles) == name.startswith(("Get", "List")), method
+            assert (Role.VIEWER in roles) == name.startswith(("Get", "List", "Watch")), method
             assert Role.ADMIN in roles, method
 
 

@@ -111,9 +111,12 @@ async def test_who_was_refused_is_told(authority: Authority) -> None:
     async with admin(transport(authority, Role.SCHEDULER), own, kept) as stub:
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.SetPool(admin_pb2.SetPoolRequest(instance_id="w"), timeout=10)
-    ((who, _, what, outcome, details),) = kept.told()
-    assert (who, what, outcome) == ("viewer/eve", "SetPool", "PERMISSION_DENIED")
-    assert "needs admin" in details
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.Rollout(admin_pb2.RolloutRequest(model="chat", to="9f2c"), timeout=10)
+    for (who, _, what, outcome, details), asked in zip(kept.told(), ("SetPool", "Rollout"), strict=True):
+        assert (who, what, outcome) == ("viewer/eve", asked, "PERMISSION_DENIED")
+        assert "needs admin" in details
+    assert kept.entries[1].request == {"model": "chat", "to": "9f2c"}
 
 
 async def test_a_scheduler_tells_for_whom(authority: Authority) -> None:
@@ -194,6 +197,9 @@ def test_changes_are_what_a_viewer_may_not_do() -> None:
         "SetStages",
         "Migrate",
         "Drain",
+        "Rollout",
+        "UndoRollout",
+        "ForgetRollout",
         "Profile",
         "Record",
         "SetShadow",

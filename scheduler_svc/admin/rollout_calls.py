@@ -1,0 +1,199 @@
+"""What operators ask of rollouts, and what they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import grpc
+
+from scheduler_svc.admin.errors import Refused
+from scheduler_svc.rollouts import Rollouts
+from scheduler_svc.settings import Settings
+from tailrace.model_identity import covers, fingerprint, text_of
+from tailrace.rollout import (
+    PREPARE_S,
+    FleetFacts,
+    Problem,
+    RolloutRecord,
+    RolloutRefused,
+    RolloutState,
+    begin,
+    check_forgettable,
+    describe,
+    undo,
+)
+from tailrace.store.membership import Membership
+from tailrace.v1 import admin_pb2
+
+_CODES: Final = {
+    Problem.UNKNOWN: grpc.StatusCode.NOT_FOUND,
+    Problem.AMBIGUOUS: grpc.StatusCode.INVALID_ARGUMENT,
+    Problem.NOT_NOW: grpc.StatusCode.FAILED_PRECONDITION,
+}
+_STATES: Final = {
+    RolloutState.PREPARING: admin_pb2.ROLLOUT_STATE_PREPARING,
+    RolloutState.DRAINING: admin_pb2.ROLLOUT_STATE_DRAINING,
+    RolloutState.DONE: admin_pb2.ROLLOUT_STATE_DONE,
+    RolloutState.FAILED: admin_pb2.ROLLOUT_STATE_FAILED,
+}
+# Between two looks of a caller who watches.
+_POLL_S: Final = 0.2
+_PREPARE_MOST_S: Final = 3_600.0
+
+
+class RolloutCalls:
+    """Of the leader, but for `models`."""
+
+    def __init__(self, rollouts: Rollouts, members: Membership, settings: Settings) -> None:
+        self._rollouts = rollouts
+        self._members = members
+        self._settings = settings
+
+    async def begin(self, request: admin_pb2.RolloutRequest) -> admin_pb2.RolloutInfo:
+        """Begin, or change nothing of what is under way. Raises Refused, StoreUnavailable."""
+        _check("model", request.model)
+        _check("to", request.to)
+        prepare_s = _prepare_s(request.prepare_s)
+        present = await self._settings.rollout(request.model)
+        facts = self._rollouts.facts()
+        with _refusals():
+            record = begin(request.model, request.to, facts, present, time.time(), prepare_s)
+        return await self._write(present, record, facts)
+
+    async def undo(self, request: admin_pb2.UndoRolloutRequest) -> admin_pb2.RolloutInfo:
+        """Take the last one back. Raises Refused, StoreUnavailable."""
+        _check("model", request.model)
+        prepare_s = _prepare_s(request.prepare_s)
+        present = await self._settings.rollout(request.model)
+        facts = self._rollouts.facts()
+        with _refusals():
+            record = undo(request.model, facts, present, time.time(), prepare_s)
+        return await self._write(present, record, facts)
+
+    async def forget(self, model: str) -> None:
+        """Remove its record. Raises Refused, StoreUnavailable."""
+        _check("model", model)
+        present = await self._settings.rollout(model)
+        with _refusals():
+            check_forgettable(model, self._rollouts.facts(), present)
+        await self._settings.swap_rollout(model, present, None)
+
+    async def events(self, request: admin_pb2.WatchRolloutRequest) -> AsyncGenerator[admin_pb2.RolloutEvent]:
+        """How far it is, at each change, the last one when it is over. Raises Refused."""
+        _check("model", request.model)
+        told: RolloutRecord | None = None
+        said = ""
+        while told is None or told.under_way:
+            record = self._watched(request)
+            if record is not None:
+                message = describe(record, self._rollouts.facts())
+                if (record, message) != (told, said):
+                    told, said = record, message
+                    yield admin_pb2.RolloutEvent(rollout=_info(record, message), done=not record.under_way)
+                if not record.under_way:
+                    return
+            await asyncio.sleep(_POLL_S)
+
+    def _watched(self, request: admin_pb2.WatchRolloutRequest) -> RolloutRecord | None:
+        """None: etcd's watch has not told of it yet. Raises Refused."""
+        record = self._members.rollouts.get(request.model)
+        if record is None and not request.begun_s:
+            raise Refused(grpc.StatusCode.NOT_FOUND, f"there is no rollout of {request.model}")
+        if record is None or record.begun_s < request.begun_s:
+            return None
+        if request.begun_s and record.begun_s > request.begun_s:
+            raise Refused(grpc.StatusCode.ABORTED, f"another rollout of {request.model} has begun meanwhile")
+        return record
+
+    def models(self) -> list[admin_pb2.ModelInfo]:
+        """Every name that a front end serves, or that has a rollout."""
+        facts = self._rollouts.facts()
+        names = {front.name for front in facts.frontends.values() if front.name}
+        rollouts = self._members.rollouts
+        return [_model(name, facts, rollouts.get(name)) for name in sorted(names.union(rollouts))]
+
+    async def _write(
+        self, present: RolloutRecord | None, record: RolloutRecord, facts: FleetFacts
+    ) -> admin_pb2.RolloutInfo:
+        if record != present:
+            await self._settings.swap_rollout(record.model, present, record)
+        return _info(record, describe(record, facts))
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except RolloutRefused as refused:
+        raise Refused(_CODES[refused.problem], str(refused)) from refused
+
+
+def _model(name: str, facts: FleetFacts, rollout: RolloutRecord | None) -> admin_pb2.ModelInfo:
+    fronts = facts.serving(name)
+    takes = {rollout.takes} if rollout is not None else {front.key for front in fronts}
+
+    def taken(key: str) -> bool:
+        return any(covers(each, key) for each in takes)
+
+    keys = {
+        instance.key
+        for instance in facts.instances.values()
+        if instance.key and (taken(instance.key) or (rollout is not None and rollout.concerns(instance.key)))
+    }
+    # What could be rolled out: front ends can speak to it.
+    keys |= {
+        instance.key
+        for instance in facts.instances.values()
+        if instance.key and any(text_of(instance.key) == text_of(front.key) for front in fronts)
+    }
+    exact = sorted(key for key in keys if taken(key))
+    return admin_pb2.ModelInfo(
+        name=name,
+        frontend_ids=sorted(front.frontend_id for front in fronts),
+        takes=fingerprint(exact[0]) if len(exact) == 1 else "",
+        versions=[_version(key, facts, taken(key)) for key in sorted(keys, key=lambda k: (not taken(k), k))],
+        rollout=None if rollout is None else _info(rollout, describe(rollout, facts)),
+    )
+
+
+def _version(key: str, facts: FleetFacts, takes_new: bool) -> admin_pb2.ModelVersion:
+    instances = [instance for instance in facts.running(key) if instance.key == key]
+    return admin_pb2.ModelVersion(
+        fingerprint=fingerprint(key),
+        key=key,
+        paths=sorted({instance.model for instance in instances}),
+        instance_ids=[instance.instance_id for instance in instances],
+        warm=sum(not instance.unavailable for instance in instances),
+        requests=sum(instance.requests for instance in instances),
+        takes_new=takes_new,
+    )
+
+
+def _info(record: RolloutRecord, message: str) -> admin_pb2.RolloutInfo:
+    return admin_pb2.RolloutInfo(
+        state=_STATES[record.state],
+        before=fingerprint(record.before),
+        new=fingerprint(record.new),
+        message=message,
+        draining_instance_ids=record.draining,
+        undoes=record.undoes,
+        begun_s=record.begun_s,
+        switched_s=record.switched_s,
+        ended_s=record.ended_s,
+        reason=record.reason,
+    )
+
+
+def _check(field: str, value: str) -> None:
+    if not value:
+        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: must not be empty")
+
+
+def _prepare_s(given: float) -> float:
+    if not 0 <= given <= _PREPARE_MOST_S:
+        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"prepare_s: from 0 to {_PREPARE_MOST_S:.0f}")
+    return given or PREPARE_S

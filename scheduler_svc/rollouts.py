@@ -1,0 +1,132 @@
+"""Carries rollouts on, for as long as this scheduler leads: what is written in etcd is the whole state."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final, Protocol
+
+from scheduler_svc.settings import Conflict
+from tailrace.cluster import InstanceState
+from tailrace.control.reported_cluster import ReportedCluster
+from tailrace.control.reported_instance import ReportedInstance
+from tailrace.records import InstanceRecord
+from tailrace.rollout import (
+    FleetFacts,
+    FrontEndFacts,
+    InstanceFacts,
+    RolloutRecord,
+    advance,
+    describe,
+)
+from tailrace.store.client import StoreUnavailable
+from tailrace.store.membership import Membership
+
+log = logging.getLogger(__name__)
+
+FRONTEND: Final = "frontend"
+_POLL_S: Final = 0.25
+# A request placed just before an instance began to drain shows in a report by then.
+_SETTLED_S: Final = 1.0
+
+
+class Swap(Protocol):
+    """Writes a record in place of the one that it follows from (Settings.swap_rollout)."""
+
+    def __call__(self, model: str, expected: RolloutRecord | None, record: RolloutRecord) -> Awaitable[None]:
+        """Raises Conflict, StoreUnavailable."""
+
+
+class Rollouts:
+    """Knows the facts that rollouts go by, and takes the next step of each."""
+
+    def __init__(
+        self,
+        members: Membership,
+        state: ReportedCluster,
+        swap: Swap,
+        leading: asyncio.Event,
+        wall_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._members = members
+        self._state = state
+        self._swap = swap
+        self._leading = leading
+        self._wall_s = wall_s
+        # Since when each instance is known to drain, by this scheduler's monotonic clock.
+        self._draining_since: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self._leading.wait()
+            for record in list(self._members.rollouts.values()):
+                await self._step(record)
+            await asyncio.sleep(_POLL_S)
+
+    def facts(self) -> FleetFacts:
+        """The fleet as it is now."""
+        now_s = time.monotonic()
+        draining = self._members.draining
+        self._draining_since = {name: self._draining_since.get(name, now_s) for name in draining}
+        instances = {name: self._instance(name, record) for name, record in self._members.instances.items()}
+        frontends = {
+            service_id: FrontEndFacts(
+                service_id,
+                record.model_name,
+                record.model_key,
+                record.model,
+                frozenset(record.connected_models),
+            )
+            for (kind, service_id), record in self._members.services.items()
+            if kind == FRONTEND
+        }
+        return FleetFacts(instances, frontends)
+
+    async def _step(self, record: RolloutRecord) -> None:
+        following = advance(record, self.facts(), self._wall_s())
+        if following == record:
+            return
+        try:
+            await self._swap(record.model, record, following)
+        except (Conflict, StoreUnavailable) as error:
+            # Somebody was quicker, or etcd is away: the next look decides by what is there then.
+            log.debug("rollout of %s: %s", record.model, error)
+            return
+        if following.state is not record.state:
+            log.info("rollout of %s: %s", record.model, describe(following, self.facts()))
+
+    def _instance(self, name: str, record: InstanceRecord) -> InstanceFacts:
+        tracked = self._state.tracked(name)
+        requests = self._state.requests_on(name)
+        return InstanceFacts(
+            instance_id=name,
+            key="" if record.model_identity is None else record.model_identity.key,
+            model=record.model,
+            unavailable=self._unavailable(name, record, tracked),
+            requests=len(requests),
+            moving=sum(request.migrating for request in requests),
+            empty=not requests and tracked is not None and self._settled(name, tracked),
+        )
+
+    def _settled(self, name: str, tracked: ReportedInstance) -> bool:
+        since_s = self._draining_since.get(name)
+        return (
+            since_s is not None
+            and tracked.heard_s > since_s + _SETTLED_S
+            and name not in self._members.suspects
+        )
+
+    def _unavailable(self, name: str, record: InstanceRecord, tracked: ReportedInstance | None) -> str:
+        view = self._state.view().instances.get(name)
+        if view is not None and view.state is InstanceState.SUSPECT:
+            return "is suspect"
+        if record.draining:
+            return "stops"
+        if name in self._members.drained:
+            return "is drained by an operator"
+        if tracked is None or tracked.load is None:
+            return "has not reported yet"
+        return ""

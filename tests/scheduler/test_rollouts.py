@@ -1,0 +1,282 @@
+"""Rollouts by the admin API, on a real etcd, with front ends and workers that do as a test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING
+
+import grpc
+import msgspec
+import pytest
+
+from tailrace.model_identity import ModelIdentity, fingerprint
+from tailrace.records import ServiceRecord
+from tailrace.rollout import RolloutState
+from tailrace.store.registration import Registration, register
+from tailrace.v1 import admin_pb2, types_pb2
+from tests.migration.scripted_worker import commit
+from tests.scheduler.conftest import WAIT_S, Control
+from tests.scheduler.facts import request, steady
+from tests.scheduler.test_service import refused, states, until
+
+if TYPE_CHECKING:
+    from tailrace.v1.admin_pb2_grpc import AdminAsyncStub
+
+OLD, NEW = ModelIdentity("text", "old", "bf16"), ModelIdentity("text", "new", "bf16")
+PREPARING, DRAINING = admin_pb2.ROLLOUT_STATE_PREPARING, admin_pb2.ROLLOUT_STATE_DRAINING
+DONE, FAILED = admin_pb2.ROLLOUT_STATE_DONE, admin_pb2.ROLLOUT_STATE_FAILED
+ROLLOUT = admin_pb2.RolloutRequest(model="chat", to=fingerprint(NEW.key))
+
+
+class FrontEnd:
+    """A front end's record."""
+
+    def __init__(self, registration: Registration, record: ServiceRecord) -> None:
+        self.registration = registration
+        self.record = record
+
+    async def connects(self, *models: ModelIdentity) -> None:
+        """It tells that it is connected to instances of these models."""
+        told = msgspec.structs.replace(self.record, connected_models=[model.key for model in models])
+        await self.registration.update(msgspec.json.encode(told))
+
+
+async def front_end(control: Control, name: str = "f0") -> FrontEnd:
+    """One that was started with the old model, and is connected to it."""
+    record = ServiceRecord(
+        kind="frontend",
+        service_id=name,
+        incarnation="1",
+        address="127.0.0.1:1",
+        model_name="chat",
+        model="/old",
+        model_key="text:old",
+        connected_models=[OLD.key],
+    )
+    registration = await register(control.store, f"services/frontend/{name}", msgspec.json.encode(record))
+    control.stack.push_async_callback(registration.withdraw)
+    return FrontEnd(registration, record)
+
+
+async def runs(control: Control, name: str, identity: ModelIdentity) -> None:
+    """The worker runs this model."""
+    record = msgspec.structs.replace(
+        control.members.instances[name], model_identity=identity, model_fingerprint=identity.key
+    )
+    await control.workers[name].registration.update(msgspec.json.encode(record))
+    await control.members_show(lambda m: m.instances[name].model_identity == identity)
+
+
+@pytest.fixture
+async def admin(control: Control) -> AdminAsyncStub:
+    """Of a cluster where a and b run the old model, and c the new one."""
+    await control.start_worker("c")
+    for name, identity in (("a", OLD), ("b", OLD), ("c", NEW)):
+        await runs(control, name, identity)
+    admin = await control.admin()
+    await until(lambda: _all_report(control, admin))
+    return admin
+
+
+async def _all_report(control: Control, admin: AdminAsyncStub) -> bool:
+    await control.report(steady("a"), steady("b"), steady("c"))
+    reply = await admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=5)
+    keys = [instance.model_key for instance in reply.instances if instance.kv_blocks_total]
+    return keys == [OLD.key, OLD.key, NEW.key]
+
+
+async def model(admin: AdminAsyncStub) -> admin_pb2.ModelInfo:
+    """What is told of the only model."""
+    (found,) = (await admin.ListModels(admin_pb2.ListModelsRequest(), timeout=5)).models
+    return found
+
+
+class Reports:
+    """Has the workers report again and again, with what a test says that they hold."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self.held: dict[str, list[str]] = {"a": [], "b": [], "c": []}
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            reports = [steady(name, [request(r) for r in held]) for name, held in self.held.items()]
+            await self._control.report(*reports)
+
+
+@pytest.fixture
+async def reports(control: Control) -> AsyncIterator[Reports]:
+    reports = Reports(control)
+    yield reports
+    reports.task.cancel()
+    await asyncio.wait([reports.task])
+
+
+async def reaches(admin: AdminAsyncStub, wanted: Callable[[admin_pb2.RolloutInfo], bool]) -> None:
+    async def so() -> bool:
+        return wanted((await model(admin)).rollout)
+
+    await until(so)
+
+
+async def test_a_rollout_from_its_beginning_to_its_end(
+    control: Control, admin: AdminAsyncStub, reports: Reports
+) -> None:
+    front = await front_end(control)
+    await control.members_show(lambda m: ("frontend", "f0") in m.services)
+    reports.held["a"] = ["r1", "r2"]
+    await until(lambda: _holds(admin, "a", 2))
+    begun = await admin.Rollout(ROLLOUT, timeout=5)
+    assert (begun.state, begun.before, begun.new) == (PREPARING, fingerprint(OLD.key), fingerprint(NEW.key))
+    assert "f0: connected to no instance" in begun.message
+    # The same again changes nothing.
+    assert (await admin.Rollout(ROLLOUT, timeout=5)).begun_s == begun.begun_s
+    assert (await model(admin)).takes == fingerprint(OLD.key)
+    await front.connects(OLD, NEW)
+    # b has nothing, and is emptied first; then a, whose requests have nowhere to go and end there.
+    await reaches(admin, lambda rollout: list(rollout.draining_instance_ids) == ["b", "a"])
+    found = await model(admin)
+    assert (found.takes, list(found.frontend_ids)) == (fingerprint(NEW.key), ["f0"])
+    assert [(list(v.instance_ids), v.takes_new, v.requests) for v in found.versions] == [
+        (["c"], True, 0),
+        (["a", "b"], False, 2),
+    ]
+    assert (await states(admin))["a"] == types_pb2.INSTANCE_STATE_DRAINING
+    watch = admin.WatchRollout(
+        admin_pb2.WatchRolloutRequest(model="chat", begun_s=begun.begun_s), timeout=WAIT_S
+    )
+    reports.held["a"] = []
+    events = [event async for event in watch]
+    assert [event.done for event in events] == [False] * (len(events) - 1) + [True]
+    assert events[-1].rollout.state == DONE
+    assert "no request of" in events[-1].rollout.message
+    # A worker that comes back with the new model takes requests.
+    await runs(control, "a", NEW)
+    await until(lambda: _is_active(admin, "a"))
+
+
+async def _is_active(admin: AdminAsyncStub, name: str) -> bool:
+    return (await states(admin))[name] == types_pb2.INSTANCE_STATE_ACTIVE
+
+
+async def _holds(admin: AdminAsyncStub, name: str, count: int) -> bool:
+    reply = await admin.ListRequests(admin_pb2.ListRequestsRequest(instance_id=name), timeout=5)
+    return len(reply.requests) == count
+
+
+async def test_requests_of_an_old_instance_go_to_another_old_one(
+    control: Control, admin: AdminAsyncStub, reports: Reports
+) -> None:
+    front = await front_end(control)
+    await front.connects(OLD, NEW)
+    await control.members_show(lambda m: ("frontend", "f0") in m.services)
+    reports.held |= {"a": ["r1"], "b": ["r2", "r3"]}
+    await until(lambda: _holds(admin, "b", 2))
+    for name in "abc":
+        control.workers[name].script = commit()
+    await admin.Rollout(ROLLOUT, timeout=5)
+    asked = await asyncio.wait_for(control.workers["b"].imports.get(), WAIT_S)
+    assert (asked.request_id, asked.source_instance_id) == ("r1", "a")
+    assert control.workers["c"].imports.empty()
+
+
+async def test_a_rollout_that_cannot_be_prepared_changes_nothing(
+    control: Control, admin: AdminAsyncStub, reports: Reports
+) -> None:
+    await front_end(control)
+    await control.members_show(lambda m: ("frontend", "f0") in m.services)
+    request = admin_pb2.RolloutRequest(model="chat", to=NEW.key, prepare_s=0.1)
+    await admin.Rollout(request, timeout=5)
+    await reaches(admin, lambda rollout: rollout.state == FAILED)
+    found = await model(admin)
+    assert found.takes == fingerprint(OLD.key)
+    assert found.rollout.reason == f"f0: connected to no instance of {fingerprint(NEW.key)}"
+    assert not found.rollout.draining_instance_ids
+    code, details = await refused(admin.UndoRollout(admin_pb2.UndoRolloutRequest(model="chat"), timeout=5))
+    assert code is grpc.StatusCode.FAILED_PRECONDITION and "has changed nothing" in details
+    # It may be tried again; and once it is over, be forgotten.
+    await admin.Rollout(request, timeout=5)
+    await reaches(admin, lambda rollout: rollout.state == FAILED)
+    await admin.ForgetRollout(admin_pb2.ForgetRolloutRequest(model="chat"), timeout=5)
+    await control.members_show(lambda m: not m.rollouts)
+
+
+async def test_a_rollout_is_taken_back_and_goes_on_with_the_next_leader(
+    control: Control, admin: AdminAsyncStub, reports: Reports
+) -> None:
+    front = await front_end(control)
+    await front.connects(OLD, NEW)
+    await control.members_show(lambda m: ("frontend", "f0") in m.services)
+    reports.held["a"] = ["r1"]
+    await until(lambda: _holds(admin, "a", 1))
+    await control.start_scheduler("s2")
+    await admin.Rollout(ROLLOUT, timeout=5)
+    await reaches(admin, lambda rollout: list(rollout.draining_instance_ids) == ["b", "a"])
+    second = await control.admin("s2")
+    # Asked of the standby, carried out by the leader.
+    back = await second.UndoRollout(admin_pb2.UndoRolloutRequest(model="chat"), timeout=5)
+    assert back.undoes and back.new == fingerprint(OLD.key)
+    watching = second.WatchRollout(admin_pb2.WatchRolloutRequest(model="chat"), timeout=WAIT_S)
+    await control.cancel("s1")
+    events = [event async for event in watching]
+    assert events[-1].rollout.state == DONE
+    assert (await model(second)).takes == fingerprint(OLD.key)
+    record = control.members.rollouts["chat"]
+    assert (record.state, record.takes) == (RolloutState.DONE, OLD.key)
+    assert (await states(second))["a"] == types_pb2.INSTANCE_STATE_ACTIVE
+    assert (await states(second))["c"] == types_pb2.INSTANCE_STATE_DRAINING
+    # Somebody who still waits for the first one hears that it is no more.
+    old = second.WatchRollout(admin_pb2.WatchRolloutRequest(model="chat", begun_s=1.0), timeout=5)
+    code, details = await refused(_drained(old))
+    assert code is grpc.StatusCode.ABORTED and "another rollout of chat has begun" in details
+
+
+async def _drained(
+    call: grpc.aio.UnaryStreamCall[admin_pb2.WatchRolloutRequest, admin_pb2.RolloutEvent],
+) -> None:
+    async for _ in call:
+        pass
+
+
+async def test_what_cannot_be_is_refused_with_the_reason(control: Control, admin: AdminAsyncStub) -> None:
+    await front_end(control)
+    await control.members_show(lambda m: ("frontend", "f0") in m.services)
+    Request = admin_pb2.RolloutRequest
+    invalid, unknown = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
+    refusals: list[tuple[Awaitable[object], grpc.StatusCode, str]] = [
+        (admin.Rollout(Request(to="x"), timeout=5), invalid, "model: must not be empty"),
+        (admin.Rollout(Request(model="chat"), timeout=5), invalid, "to: must not be empty"),
+        (admin.Rollout(Request(model="chat", to="x", prepare_s=-1), timeout=5), invalid, "prepare_s: from 0"),
+        (admin.Rollout(Request(model="cat", to="x"), timeout=5), unknown, "they serve: chat"),
+        (admin.Rollout(Request(model="chat", to="x"), timeout=5), unknown, "no instance runs 'x'"),
+        (
+            admin.UndoRollout(admin_pb2.UndoRolloutRequest(model="chat"), timeout=5),
+            unknown,
+            "there is no rollout of chat",
+        ),
+        (
+            admin.ForgetRollout(admin_pb2.ForgetRolloutRequest(model="chat"), timeout=5),
+            unknown,
+            "there is no rollout of chat",
+        ),
+        (
+            _drained(admin.WatchRollout(admin_pb2.WatchRolloutRequest(model="chat"), timeout=5)),
+            unknown,
+            "there is no rollout of chat",
+        ),
+    ]
+    for call, code, says in refusals:
+        got, details = await refused(call)
+        assert got is code
+        assert says in details
+    await control.store.put("drains/c", b"1")
+    await until(lambda: _is_draining(admin, "c"))
+    code, details = await refused(admin.Rollout(ROLLOUT, timeout=5))
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert details == f"no instance of {fingerprint(NEW.key)} is warm: c is drained by an operator"
+
+
+async def _is_draining(admin: AdminAsyncStub, name: str) -> bool:
+    return (await states(admin))[name] == types_pb2.INSTANCE_STATE_DRAINING
