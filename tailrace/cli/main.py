@@ -12,6 +12,7 @@ _COMMANDS = {
     "top": ("tailrace.cli.top:top", "Live view in the terminal."),
     "migrate": ("tailrace.cli.migrate:migrate", "Move a running request to another instance."),
     "drain": ("tailrace.cli.drain:drain", "Empty an instance, or take it back."),
+    "rollout": ("tailrace.cli.rollout:rollout", "Bring in new weights of a model while it serves."),
     "profile": ("tailrace.cli.profile:profile", "Measure how fast an instance is, for the policies."),
     "set": ("tailrace.cli.set:set_", "Change policy, shadow policy, SLOs, pools and stages."),
     "record": ("tailrace.cli.record:record", "Record what the scheduler knows and decides."),

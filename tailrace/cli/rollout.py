@@ -1,0 +1,226 @@
+"""`tailrace rollout`: have another model take a name's new requests, while the fleet serves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import click
+import grpc
+from rich.table import Table
+
+from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
+from tailrace.cli.errors import CliError
+from tailrace.cli.output import Output, note, output_option, print_figures, print_json
+from tailrace.cli.plain import JsonValue, to_plain, to_plain_list
+from tailrace.cli.tables import NOTHING
+from tailrace.v1.admin_pb2 import (
+    ROLLOUT_STATE_DONE,
+    ForgetRolloutRequest,
+    ListModelsRequest,
+    ModelInfo,
+    RolloutEvent,
+    RolloutInfo,
+    RolloutRequest,
+    UndoRolloutRequest,
+    WatchRolloutRequest,
+)
+
+_HINT: Final = "tailrace rollout status shows models and fingerprints"
+# A leader that dies is replaced within seconds.
+_AGAIN_S: Final = 1.0
+
+_model = click.argument("model")
+_prepare = click.option(
+    "--prepare-timeout",
+    "prepare_s",
+    type=click.FloatRange(min=1, max=3600),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="If not every front end is connected to a warm instance of it by then, nothing is changed.",
+)
+_timeout = click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=1),
+    default=3600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait for its end.",
+)
+
+
+@click.group(epilog="Example: tailrace rollout start chat --to 9f2c41d07be3")
+def rollout() -> None:
+    """Bring in new weights of a model, or another precision, while it serves.
+
+    Start workers with the new model beside the old ones; then `start` has it take the new requests of the
+    name that users call, and empties the old workers one after the other. Every answer is made by one of the
+    two models.
+    """
+
+
+@rollout.command(epilog="Example: tailrace rollout start chat --to /models/chat-2")
+@_model
+@click.option(
+    "--to",
+    required=True,
+    metavar="FINGERPRINT",
+    help="Which: a fingerprint, at least four of its digits, or what its workers were given as --model.",
+)
+@_prepare
+@_timeout
+@output_option()
+@admin_option
+def start(model: str, to: str, prepare_s: float, timeout_s: float, output: Output, admin: str | None) -> None:
+    """Have another fingerprint take the new requests of MODEL; ends when no request of the old one is left.
+
+    Ctrl-C ends the waiting, not the rollout; the same command again goes on waiting. Old workers that are
+    empty can be stopped, or restarted with the new model, at any time.
+    """
+    request = RolloutRequest(model=model, to=to, prepare_s=prepare_s)
+    with connect(admin) as connection:
+        with connection.errors(_HINT):
+            begun = connection.stub.Rollout(request, timeout=CALL_TIMEOUT_S)
+        _wait(connection, model, begun, timeout_s, output)
+
+
+@rollout.command(epilog="Example: tailrace rollout undo chat")
+@_model
+@_prepare
+@_timeout
+@output_option()
+@admin_option
+def undo(model: str, prepare_s: float, timeout_s: float, output: Output, admin: str | None) -> None:
+    """Have the fingerprint of before take the new requests of MODEL again, and empty the other workers.
+
+    What the new one has begun it finishes. While a rollout is still prepared, this gives it up.
+    """
+    request = UndoRolloutRequest(model=model, prepare_s=prepare_s)
+    with connect(admin) as connection:
+        with connection.errors(_HINT):
+            begun = connection.stub.UndoRollout(request, timeout=CALL_TIMEOUT_S)
+        if begun.reason:
+            _tell(model, begun, output)
+        else:
+            _wait(connection, model, begun, timeout_s, output)
+
+
+@rollout.command(epilog="Example: tailrace rollout status")
+@click.argument("model", required=False)
+@output_option()
+@admin_option
+def status(model: str | None, output: Output, admin: str | None) -> None:
+    """Show models as users call them, by fingerprint, which takes new requests, and how far rollouts are."""
+    with connect(admin) as connection, connection.errors():
+        found = connection.stub.ListModels(ListModelsRequest(), timeout=CALL_TIMEOUT_S).models
+    models = [each for each in found if model in (None, each.name)]
+    if model is not None and not models:
+        names = ", ".join(each.name for each in found) or "none"
+        raise CliError(f"no front end serves {model!r}; they serve: {names}")
+    if output is Output.JSON:
+        print_json({"models": [_plain(each) for each in models]})
+        return
+    print_figures(_table(models))
+    for each in models:
+        if each.HasField("rollout"):
+            click.echo(f"{each.name}: {each.rollout.message}")
+
+
+@rollout.command(epilog="Example: tailrace rollout forget chat")
+@_model
+@output_option()
+@admin_option
+def forget(model: str, output: Output, admin: str | None) -> None:
+    """Remove the record of MODEL's last rollout: front ends go by their own --model again.
+
+    Refused while one is under way, and until every front end was restarted with the model that takes new
+    requests.
+    """
+    with connect(admin) as connection, connection.errors(_HINT):
+        connection.stub.ForgetRollout(ForgetRolloutRequest(model=model), timeout=CALL_TIMEOUT_S)
+    if output is Output.JSON:
+        print_json({"model": model, "forgotten": True})
+    else:
+        click.echo(f"{model}: front ends go by their own --model")
+
+
+def _wait(connection: Admin, model: str, begun: RolloutInfo, timeout_s: float, output: Output) -> None:
+    """Tell how far it is until it is over. Raises CliError when it fails, or takes longer."""
+    last = begun
+    for event in _events(connection, model, begun, timeout_s):
+        last = event.rollout
+        note(f"{model}: {last.message}")
+        if event.done and (last.state == ROLLOUT_STATE_DONE or output is Output.JSON):
+            _tell(model, last, output)
+        if event.done and last.state != ROLLOUT_STATE_DONE:
+            raise CliError(f"{model}: {last.message}")
+        if event.done:
+            return
+    raise CliError(
+        f"{model}: not over after {timeout_s:g} s, it goes on ({last.message}); "
+        f"tailrace rollout status {model}"
+    )
+
+
+def _events(connection: Admin, model: str, begun: RolloutInfo, timeout_s: float) -> Iterator[RolloutEvent]:
+    """Until it is over or the time is up; asks again where a scheduler was lost meanwhile."""
+    request = WatchRolloutRequest(model=model, begun_s=begun.begun_s)
+    until_s = time.monotonic() + timeout_s
+    while (left_s := until_s - time.monotonic()) > 0:
+        try:
+            with connection.errors(_HINT):
+                yield from connection.stub.WatchRollout(request, timeout=left_s)
+                return
+        except CliError as error:
+            cause = error.__cause__
+            code = cause.code() if isinstance(cause, grpc.Call) else None
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                return
+            if code is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            note(f"{model}: {error.message}; asking again")
+            time.sleep(min(_AGAIN_S, max(0.0, until_s - time.monotonic())))
+
+
+def _tell(model: str, found: RolloutInfo, output: Output) -> None:
+    if output is Output.JSON:
+        print_json({"model": model, "rollout": to_plain(found)})
+    else:
+        click.echo(f"{model}: {found.message}")
+
+
+def _plain(model: ModelInfo) -> dict[str, JsonValue]:
+    return {
+        **to_plain(model),
+        "versions": to_plain_list(model.versions),
+        "rollout": to_plain(model.rollout) if model.HasField("rollout") else None,
+    }
+
+
+def _table(models: Sequence[ModelInfo]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("MODEL", "FINGERPRINT", "NEW REQUESTS", "INSTANCES"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("WARM", "REQUESTS"):
+        table.add_column(heading, justify="right")
+    table.add_column("PATH", no_wrap=True)
+    for model in models:
+        for version in model.versions:
+            table.add_row(
+                model.name,
+                version.fingerprint,
+                "yes" if version.takes_new else NOTHING,
+                ", ".join(version.instance_ids),
+                str(version.warm),
+                str(version.requests),
+                ", ".join(version.paths),
+            )
+        if not model.versions:
+            table.add_row(model.name, NOTHING, NOTHING, NOTHING, "0", "0", NOTHING)
+    if not models:
+        table.caption = "no front end serves a model"
+        table.caption_justify = "left"
+    return table

@@ -1,0 +1,114 @@
+"""A rollout under load: clients that go on asking, and whose model made each answer."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import openai
+from safetensors.numpy import load_file, save_file
+
+from examples.fleet import Chat, stream_chat
+from tailrace.tiny import MODEL_PATH
+from tests.e2e.chats import client
+from tests.e2e.fleet import MODEL, Fleet
+from tests.e2e.processes import tailrace
+
+
+def asked(fleet: Fleet, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`tailrace rollout ...` as an operator types it."""
+    addresses = ",".join(
+        address
+        for name, address in fleet.addresses.items()
+        if name.startswith("scheduler") and fleet.processes[name].alive
+    )
+    command = tailrace("rollout", *arguments, "--admin", addresses)
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+
+
+def fingerprints(fleet: Fleet) -> dict[str, str]:
+    """The fingerprint of each instance that the only model's front ends can use."""
+    done = asked(fleet, "status", MODEL, "-o", "json")
+    assert done.returncode == 0, done.stderr
+    (model,) = json.loads(done.stdout)["models"]
+    return {name: each["fingerprint"] for each in model["versions"] for name in each["instance_ids"]}
+
+
+def changed_model(folder: Path) -> Path:
+    """The tiny model with other weights: its configuration and tokenizer, and other answers."""
+    shutil.copytree(MODEL_PATH, folder)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    noise = np.random.default_rng(1)
+    for name, weight in weights.items():
+        if weight.ndim == 2:
+            factors = 1 + 0.2 * noise.standard_normal(weight.shape)
+            weights[name] = (weight * factors).astype(weight.dtype)
+    save_file(weights, file)
+    return folder
+
+
+class Load:
+    """So many clients, each of which asks the prompts one after the other until told to stop. Nothing is
+    tried twice."""
+
+    def __init__(self, http: str, prompts: Sequence[str], options: dict[str, object], clients: int) -> None:
+        self._client = client(http)
+        self._prompts = prompts
+        self._options = {"temperature": 0, **options}
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(clients)
+        self.answers: list[tuple[str, Chat]] = []
+        self.errors: list[str] = []
+        self._clients: list[Future[None]] = [self._pool.submit(self._run, n) for n in range(clients)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """No client goes on when the test has failed."""
+        self._stopped.set()
+        self._pool.shutdown()
+
+    def count(self) -> int:
+        """Answers so far."""
+        with self._lock:
+            return len(self.answers)
+
+    def stop(self) -> None:
+        """Wait for what is under way. Raises what a client did not expect."""
+        self._stopped.set()
+        for each in self._clients:
+            each.result(timeout=180)
+
+    def _run(self, number: int) -> None:
+        for prompt in itertools.islice(itertools.cycle(self._prompts), number, None):
+            if self._stopped.is_set():
+                return
+            try:
+                chat = stream_chat(self._client, MODEL, prompt, self._options, lambda chat: None)
+            except openai.OpenAIError as error:
+                with self._lock:
+                    self.errors.append(str(error))
+            else:
+                with self._lock:
+                    self.answers.append((prompt, chat))
+
+
+def made_by(load: Load, alone: dict[str, dict[str, Chat]]) -> Counter[str]:
+    """How many answers are exactly those of each model alone; `mixed`: of neither."""
+    counts: Counter[str] = Counter()
+    for prompt, chat in load.answers:
+        whose = [name for name, answers in alone.items() if chat.same_text_and_usage(answers[prompt])]
+        counts[whose[0] if len(whose) == 1 else "mixed"] += 1
+    return counts
