@@ -7,6 +7,7 @@ fed in gives the same decisions again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from tailrace import __version__
@@ -93,7 +94,7 @@ class LiveControl:
         )
         self._placements += 1
         policy = self.active.name
-        placement = self.runner.place(arrival, incoming.model, at)
+        placement = self._without_foreign_pull(self.runner.place(arrival, incoming.model, at))
         if isinstance(placement, Place):
             self.model.place(
                 arrival, placement.instance_id, incoming.frontend_id, at.model_s, placement.pull_from
@@ -172,6 +173,15 @@ class LiveControl:
         return control
 
     # ---- inside
+
+    def _without_foreign_pull(self, placement: Place | Refuse) -> Place | Refuse:
+        """What another model, or another layout, has computed is refused by the worker that asks for it: it
+        need not ask. Blocks are named by their tokens alone."""
+        if isinstance(placement, Refuse) or not placement.pull_from:
+            return placement
+        if self.model.can_exchange_kv(placement.instance_id, placement.pull_from):
+            return placement
+        return replace(placement, pull_from="")
 
     def _phase_changed(self, change: PhaseChange, at: Moment) -> None:
         point = _LEFT.get(change.left)

@@ -33,10 +33,11 @@ class Recorder(Policy):
         self.asked: list[tuple[str, str]] = []
         self.choice = "a"
         self.also: tuple[Action, ...] = ()
+        self.pull_from = ""
         self.seen: list[ClusterView] = []
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
-        return Place(self.choice, self.also) if self.choice else Refuse("full")
+        return Place(self.choice, self.also, self.pull_from) if self.choice else Refuse("full")
 
     def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
         self.asked.append(("prefill_done", request.request_id))

@@ -9,13 +9,15 @@ from scheduler_svc.admin.errors import Refused
 from scheduler_svc.decisions import Traceparents
 from scheduler_svc.migrations import Negotiator
 from tailrace.actions import Offer
-from tailrace.cluster import Incoming, Stage
+from tailrace.cluster import Arrival, Incoming, Stage
 from tailrace.control.cluster_model import ModelGroups
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.model_identity import ModelIdentity
+from tailrace.policy.pulling import most_cached
 from tailrace.records import InstanceRecord, PolicyRecord
 from tailrace.service.channels import Channels
 from tailrace.slo import Slo
+from tailrace.v1 import cache_pb2
 from tests.scheduler.facts import REASONING, Members, event, instance, request, steady
 from tests.scheduler.test_decisions import Scheduler
 
@@ -91,6 +93,29 @@ def test_a_policy_that_names_another_model_is_stood_in_for() -> None:
     scheduler.state.set_members(two_models(), 0.0)
     assert scheduler.policy.choice == "a"
     assert scheduler.placer.place(incoming("r", "t:second")).instance_id in {"b", "d"}
+
+
+@pytest.mark.parametrize(("holder", "pulled"), [("c", "c"), ("b", "")])
+def test_a_prefix_is_pulled_from_the_same_model_alone(holder: str, pulled: str) -> None:
+    """Blocks are named by their tokens: both models' have the same names."""
+    scheduler = Scheduler()
+    scheduler.state.set_members(two_models(), 0.0)
+    scheduler.policy.pull_from = holder
+    # Whatever model may answer; as between two precisions of one.
+    assert scheduler.placer.place(incoming("r", "")).pull_from == pulled
+
+
+def test_a_prefix_that_another_model_holds_is_not_known(state: ReportedCluster) -> None:
+    for name in "abcd":
+        report = steady(name)
+        report.cache.seq = 1
+        report.cache.changes.add(tier=cache_pb2.CACHE_TIER_DEVICE, stored=[11])
+        state.apply(report, 0.0)
+    cached = state.cache.of_arrival([11], 16, 100, 0.0)
+    assert set(cached) == {"a", "b", "c", "d"}
+    arrival = Arrival("r", 100, 10, 0, cached=cached)
+    view = state.view_of_model("t:second")
+    assert most_cached(arrival, tuple(view.instances.values())) == "b"
 
 
 def test_a_policy_sees_where_a_request_can_move() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -71,12 +72,14 @@ class HeldTransfer:
 class Loan:
     """LoanLink to a holder that lends whatever it is asked for."""
 
+    shape = SHAPE
+
     def __init__(self, address: str, request: cache_pb2.LendRequest, timeout_s: float) -> None:
         self._request = request
 
     async def open(self) -> cache_pb2.Lent:
         return cache_pb2.Lent(
-            layout=kv_layout(SHAPE),
+            layout=kv_layout(self.shape),
             blocks=len(self._request.names),
             kv_addresses=self._request.kv_addresses,
             kv_tickets=[bytes(32)],
@@ -89,7 +92,7 @@ class Loan:
 class Worker:
     """What pulls work with."""
 
-    def __init__(self) -> None:
+    def __init__(self, loan: type[Loan] = Loan) -> None:
         self.engine, self.transfer = PrefixEngine(), HeldTransfer()
         self.metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
         self.pulls = Pulls(
@@ -97,7 +100,7 @@ class Worker:
                 engine=self.engine,
                 shape=SHAPE,
                 puller=self.transfer,
-                connect=Loan,
+                connect=loan,
                 metrics=self.metrics,
                 faults=Faults(),
                 spans=TransferSpans(Tracing(None), "here"),
@@ -142,3 +145,18 @@ async def test_a_pull_that_was_dropped_before_it_began_holds_nobody_up() -> None
     assert await worker.drained() == {"second": 0}
     worker.submit("third")
     assert worker.engine.found == {"second": 0, "third": 0} and not len(worker.pulls)
+
+
+class LoanOfAnotherModel(Loan):
+    """Its blocks have the same names and the same size."""
+
+    shape = replace(SHAPE, model_fingerprint="another model's")
+
+
+async def test_nothing_comes_from_another_model() -> None:
+    worker = Worker(LoanOfAnotherModel)
+    worker.transfer.gate.set()
+    worker.submit("first", HOLDER)
+    assert await worker.drained() == {"first": 0}
+    assert worker.transfer.begun == 0
+    assert "pulled" not in worker.metrics.pulls
