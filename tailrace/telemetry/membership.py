@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from tailrace.cluster import Pool
 from tailrace.records import InstanceRecord, ServiceRecord
+from tailrace.rollout import RolloutRecord, RolloutState
 
 _NO_POOL: Final = "none"
 
@@ -37,6 +38,10 @@ class Members(Protocol):
     @property
     def suspects(self) -> frozenset[str]:
         """Instances whose lease expired without a withdrawal."""
+
+    @property
+    def rollouts(self) -> Mapping[str, RolloutRecord]:
+        """The last rollout of each model, by the name that users call it."""
 
 
 class MembershipMetrics(Collector):
@@ -71,6 +76,13 @@ class MembershipMetrics(Collector):
             "Instances whose lease expired without a withdrawal; held for a while, not dropped.",
             value=len(members.suspects),
         )
+        rollouts = GaugeMetricFamily(
+            "tailrace_cluster_rollouts", "Models by the state of their last rollout.", labels=["state"]
+        )
+        states = Counter(rollout.state for rollout in members.rollouts.values())
+        for state in RolloutState:
+            rollouts.add_metric([state.value], states[state])
+        yield rollouts
 
 
 def _pool(pool: Pool | None) -> str:

@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from tailrace.cluster import Pool
 from tailrace.records import InstanceRecord, ServiceRecord
+from tailrace.rollout import RolloutRecord, RolloutState
 from tailrace.telemetry.membership import MembershipMetrics
 
 
@@ -16,6 +17,7 @@ class _Members:
     pools: dict[str, Pool] = field(default_factory=dict)
     draining: frozenset[str] = frozenset()
     suspects: frozenset[str] = frozenset()
+    rollouts: dict[str, RolloutRecord] = field(default_factory=dict)
 
 
 def _instance(name: str) -> InstanceRecord:
@@ -38,6 +40,9 @@ def _instance(name: str) -> InstanceRecord:
 
 def test_counts_members_by_pool_kind_and_state() -> None:
     service = ServiceRecord(kind="monitor", service_id="m", incarnation="1", address="h:2")
+    draining = RolloutRecord(
+        model="m", before="t:a", new="t:b", state=RolloutState.DRAINING, begun_s=1.0, prepare_by_s=2.0
+    )
     members = _Members(
         instances={name: _instance(name) for name in "abc"},
         services={("monitor", "m"): service},
@@ -45,6 +50,7 @@ def test_counts_members_by_pool_kind_and_state() -> None:
         pools={"a": Pool.PREFILL, "b": Pool.DECODE, "gone": Pool.DECODE},
         draining=frozenset({"b", "gone"}),
         suspects=frozenset({"c"}),
+        rollouts={"m": draining},
     )
     registry = CollectorRegistry()
     registry.register(MembershipMetrics(members))
@@ -58,5 +64,7 @@ def test_counts_members_by_pool_kind_and_state() -> None:
         "tailrace_cluster_instances 3.0",
         "tailrace_cluster_draining_instances 1.0",
         "tailrace_cluster_suspect_instances 1.0",
+        'tailrace_cluster_rollouts{state="draining"} 1.0',
+        'tailrace_cluster_rollouts{state="done"} 0.0',
     ):
         assert line in lines
