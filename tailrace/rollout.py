@@ -162,20 +162,24 @@ def begin(
     model: str, to: str, fleet: FleetFacts, present: RolloutRecord | None, now_s: float, prepare_s: float
 ) -> RolloutRecord:
     """The record of a rollout of `model` to the model that `to` names: a fingerprint or its first digits, a
-    key, or what workers were given as --model. The present one if it is just that, and under way.
+    key, or what workers were given as --model. The present one if it is just that, and has not failed.
 
     Raises RolloutRefused.
     """
     fronts = _fronts(model, fleet, present)
     new = _target(to, fleet)
+    if present is not None and present.new == new and present.state is not RolloutState.FAILED:
+        return present
     if present is not None and present.under_way:
-        if present.new == new:
-            return present
         raise _not_now(
             f"a rollout of {model} to {fingerprint(present.new)} is under way ({present.state.value}); "
             f"wait for its end, or take it back: tailrace rollout undo {model}"
         )
-    before = present.takes if present is not None else _served(model, new, fronts, fleet)
+    if present is not None and (not fronts or any(present.governs(front.key) for front in fronts)):
+        before = present.takes
+    else:
+        # Front ends with another tokenizer have come since, and go by their own model.
+        before = _served(model, new, fronts, fleet)
     if before == new:
         raise _not_now(f"new requests of {model} go to {fingerprint(new)} already")
     _check_texts(new, before, fronts)
@@ -206,6 +210,9 @@ def undo(
         )
     if present.state is RolloutState.PREPARING:
         return _failed(present, "an operator took it back", now_s)
+    fronts = fleet.serving(model)
+    if fronts and not any(present.governs(front.key) for front in fronts):
+        raise _not_now(f"front ends of {model} have another configuration or tokenizer by now")
     _check_warm(present.before, fleet)
     return RolloutRecord(
         model=model,

@@ -148,12 +148,28 @@ def test_one_at_a_time_and_the_same_again_goes_on() -> None:
     more = fleet(*TWO.instances.values(), instance("d", THIRD))
     assert "is under way (preparing)" in str(refusal(more, "/third", record))
     done = replace_record(record, RolloutState.DONE)
+    assert started(present=done) is done
+    failed = replace_record(record, RolloutState.FAILED)
+    assert started(present=failed) == record
     following = started(more, "/third", done)
     assert (following.before, following.new) == (NEW, THIRD)
 
 
 def replace_record(record: RolloutRecord, state: RolloutState) -> RolloutRecord:
     return msgspec.structs.replace(record, state=state)
+
+
+def test_a_record_of_front_ends_that_are_gone_does_not_count() -> None:
+    """They were replaced by some with another tokenizer, which go by their own model."""
+    done = replace_record(started(), RolloutState.DONE)
+    front = replace(FRONT, key="other:first", model="/first")
+    instances = (instance("a", "other:first"), instance("b", "other:second"))
+    record = started(fleet(*instances, fronts=(front,)), "/second", done)
+    assert (record.before, record.new) == ("other:first", "other:second")
+    with pytest.raises(RolloutRefused, match="have another configuration or tokenizer by now"):
+        undo("chat", fleet(*instances, fronts=(front,)), done, 110.0, 60.0)
+    # While none is there, what the record says is all that is known.
+    assert started(fleet(instance("c", NEW), instance("d", THIRD), fronts=()), "/third", done).before == NEW
 
 
 def test_it_is_taken_back() -> None:
