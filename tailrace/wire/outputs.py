@@ -186,6 +186,31 @@ def shrink_outputs(frames: Frames, limit_bytes: int) -> tuple[list[bytes], list[
     )
 
 
+def detach_buffers(frames: Frames) -> list[bytes]:
+    """Empty the auxiliary buffers that no output of this message refers to. Raises msgspec.DecodeError."""
+    if len(frames) == 1:
+        return list(frames)
+    outputs = _raw_list.decode(_raw_list.decode(head_frame(frames))[1])
+    used = set[int]().union(*(_buffers(msgspec.msgpack.decode(each), len(frames)) for each in outputs))
+    return [frame if index == 0 or index in used else b"" for index, frame in enumerate(frames)]
+
+
+def rename_output(frames: Frames, request_id: str) -> list[bytes]:
+    """A message of one output as one of another request; the rest stays byte for byte.
+
+    Raises msgspec.DecodeError when this is no such message, ValueError when it has not one output.
+    """
+    fields = _raw_list.decode(head_frame(frames))
+    (output,) = _raw_list.decode(fields[1])
+    values: list[msgspec.Raw | str] = [*_raw_list.decode(output)]
+    values[0] = request_id
+    rebuilt: list[msgspec.Raw | list[list[msgspec.Raw | str]] | list[str]] = [*fields]
+    rebuilt[1] = [values]
+    if len(fields) > _FINISHED_REQUESTS and _names.decode(fields[_FINISHED_REQUESTS]) is not None:
+        rebuilt[_FINISHED_REQUESTS] = [request_id]
+    return [_encoder.encode(rebuilt), *frames[1:]]
+
+
 def _buffers(value: object, frames: int) -> set[int]:
     """Indices of the auxiliary buffers that a decoded output refers to: arrays are (dtype, shape, index)."""
     if isinstance(value, dict):
