@@ -193,6 +193,16 @@ class StreamTable:
         self._by_request[request_id] = stream
         return stream
 
+    def restore(self, stream: Stream, token_ids: Iterable[int], flags: int, model: str) -> None:
+        """A new stream goes on with what an earlier one of the same request had got. `flags`: all of them;
+        `model`: the key of the model that made the tokens."""
+        stream.token_ids.extend(token_ids)
+        stream.model = model
+        if flags & PREFILL_DONE:
+            stream.phase = self._after_prefill
+        if flags & REASONING_ENDED and stream.phase is Phase.REASONING:
+            stream.phase = Phase.ANSWERING
+
     def close(self, stream: Stream) -> None:
         """Forget the stream; whatever is still sent for it is rejected. Closing twice is allowed."""
         if self.is_live(stream):

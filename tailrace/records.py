@@ -85,6 +85,9 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     model_key: str = ""
     connected_models: list[str] = []
+    # Front ends that keep answers: digest of all that an answer depends on beside its log. Those with the
+    # same one can go on with each other's answers. Empty: it keeps none.
+    answers: str = ""
 
 
 class StageRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -61,6 +61,11 @@ _BY_SERVICE: Final[Mapping[str, Mapping[str, frozenset[Role]]]] = {
         "Profile": _SCHEDULER,
     },
     "tailrace.v1.BidAsk": {"Offer": _SCHEDULER, "Tell": _WORKER},
+    "tailrace.v1.Answers": {
+        "Keep": frozenset({Role.FRONTEND}),
+        "Find": frozenset({Role.FRONTEND}),
+        "Claim": frozenset({Role.FRONTEND}),
+    },
     "tailrace.v1.Cache": {"ListBlocks": _SCHEDULER, "Lend": _WORKER},
     "opentelemetry.proto.collector.trace.v1.TraceService": {"Export": MEMBERS | {Role.TELEMETRY}},
     "grpc.health.v1.Health": {"Check": _EVERYBODY, "Watch": _EVERYBODY},

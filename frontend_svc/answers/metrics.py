@@ -1,0 +1,84 @@
+"""What is measured of kept answers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from frontend_svc.answers.book import AnswerBook
+
+_SECONDS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2)
+
+
+class AnswerMetrics(Collector):
+    """Counters by plain attribute."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.begun: Counter[str] = Counter()
+        self.denied: Counter[str] = Counter()
+        self.handed_over = 0
+        self.superseded = 0
+        copy_seconds = Histogram(
+            "tailrace_frontend_answer_copy_seconds",
+            "Of each call that brings answers to a second front end: tokens wait for it.",
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self.copied = copy_seconds.observe
+        self._book: AnswerBook | None = None
+        self._peers: Callable[[], int] = lambda: 0
+        self._lost: Callable[[], int] = lambda: 0
+        registry.register(self)
+
+    def watch(self, book: AnswerBook, peers: Callable[[], int], lost: Callable[[], int]) -> None:
+        """What is shown beside the counters. `peers`: front ends that can have copies; `lost`: how often one
+        did not answer while it had some."""
+        self._book, self._peers, self._lost = book, peers, lost
+
+    def collect(self) -> Iterable[Metric]:
+        """In Prometheus' form."""
+        answers = list(self._book or ())
+        kept = GaugeMetricFamily("tailrace_frontend_answers", "Answers that are kept.", labels=["kind"])
+        serves = sum(answer.serves for answer in answers)
+        kept.add_metric(["served"], serves)
+        kept.add_metric(["copy"], len(answers) - serves)
+        yield kept
+        yield GaugeMetricFamily(
+            "tailrace_frontend_answer_bytes",
+            "What they take, about.",
+            value=0 if self._book is None else self._book.size,
+        )
+        yield _labelled("answer_runs", "Runs begun, by where the answer was.", "from", self.begun)
+        yield _labelled("answer_denials", "Requests not resumed or kept, by status.", "status", self.denied)
+        yield CounterMetricFamily(
+            "tailrace_frontend_answers_handed_over",
+            "Answers that went on at another front end.",
+            value=self.handed_over,
+        )
+        yield CounterMetricFamily(
+            "tailrace_frontend_answers_superseded",
+            "Runs that ended here because another front end had taken the answer over.",
+            value=self.superseded,
+        )
+        yield GaugeMetricFamily(
+            "tailrace_frontend_answer_peers",
+            "Front ends that can have copies; at 0 answers are kept here alone.",
+            value=self._peers(),
+        )
+        yield CounterMetricFamily(
+            "tailrace_frontend_answer_peers_lost",
+            "How often a front end did not answer while it had copies.",
+            value=self._lost(),
+        )
+
+
+def _labelled(name: str, text: str, label: str, counts: Counter[str]) -> CounterMetricFamily:
+    family = CounterMetricFamily(f"tailrace_frontend_{name}", text, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([value], count)
+    return family

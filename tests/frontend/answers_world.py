@@ -1,0 +1,272 @@
+"""Front ends that keep answers, without API servers and workers, on a network that a test rules."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry
+
+from frontend_svc.admission import Refusal
+from frontend_svc.answers.book import AnswerBook
+from frontend_svc.answers.calls import UNLIMITED, OpenCall, Opened, run_name
+from frontend_svc.answers.desk import AnswerDesk
+from frontend_svc.answers.metrics import AnswerMetrics
+from frontend_svc.answers.peers import Peer, Unanswered, rank
+from frontend_svc.streams import FINISHED, PREFILL_DONE, Stream, StreamTable
+from tailrace.v1 import answers_pb2
+from tailrace.wire import EngineCoreOutput, FinishReason, encode_outputs, read_outputs
+
+NAMES = ("f0", "f1", "f2")
+LENGTH = 6
+KEEP_S = 60.0
+
+
+@dataclass(eq=False)
+class Pending:
+    """A call of one front end that has not reached the other one."""
+
+    deliver: Callable[[], answers_pb2.KeepReply]
+    source: str
+    target: str
+    result: asyncio.Future[answers_pb2.KeepReply]
+
+
+class Network:
+    """Front ends of a test, and the calls that are between them."""
+
+    def __init__(self) -> None:
+        self.fronts: dict[str, FrontEnd] = {}
+        self.pending: list[Pending] = []
+        # Pairs that do not reach each other.
+        self.apart: set[frozenset[str]] = set()
+        self.now_s = 0.0
+        self.answers = itertools.count()
+        # No token is made twice: one that is lost and made again is another one.
+        self.tokens = itertools.count(1)
+
+    def reaches(self, source: str, target: str) -> bool:
+        return target in self.fronts and frozenset((source, target)) not in self.apart
+
+
+class NetworkPeers:
+    """peers.Peers over a Network."""
+
+    def __init__(self, network: Network, name: str) -> None:
+        self._network = network
+        self._name = name
+
+    def all(self) -> list[Peer]:
+        return [
+            Peer(name, front.incarnation, "")
+            for name, front in self._network.fronts.items()
+            if name != self._name and self._network.reaches(self._name, name)
+        ]
+
+    def second(self, answer_id: str, prefer: str = "") -> Peer | None:
+        peers = self.all()
+        preferred = next((peer for peer in peers if peer.frontend_id == prefer), None)
+        return preferred or max(peers, key=lambda peer: rank(answer_id, peer.frontend_id), default=None)
+
+    async def keep(self, peer: Peer, request: answers_pb2.KeepRequest) -> answers_pb2.KeepReply:
+        future: asyncio.Future[answers_pb2.KeepReply] = asyncio.get_running_loop().create_future()
+
+        def deliver() -> answers_pb2.KeepReply:
+            front = self._network.fronts.get(peer.frontend_id)
+            if front is None or front.incarnation != peer.incarnation:
+                raise Unanswered
+            return front.desk.keep(request)
+
+        self._network.pending.append(Pending(deliver, self._name, peer.frontend_id, future))
+        return await future
+
+    async def find(
+        self, request: answers_pb2.FindAnswerRequest
+    ) -> list[tuple[Peer, answers_pb2.FindAnswerReply]]:
+        found = [(peer, self._network.fronts[peer.frontend_id].desk.find(request)) for peer in self.all()]
+        return [(peer, reply) for peer, reply in found if reply.answer_id or reply.expired]
+
+    async def claim(self, peer: Peer, answer_id: str) -> answers_pb2.AnswerPart | None:
+        request = answers_pb2.ClaimAnswerRequest(answer_id=answer_id, frontend_id=self._name)
+        reply = self._network.fronts[peer.frontend_id].desk.hand_over(request)
+        return reply.part if reply.HasField("part") else None
+
+    def tick(self) -> None:
+        """Who is reached is known at once."""
+
+    async def close(self) -> None:
+        """Nothing is under way."""
+
+
+@dataclass(eq=False)
+class Connection:
+    """One response to one client: what the API server's middleware makes of a run."""
+
+    opened: Opened
+    client: Client
+    stream: Stream | None = None
+    tokens: int = 0
+    closed: bool = False
+
+    def told(self, token_ids: Sequence[int], last: bool) -> None:
+        """An output: each token makes one event."""
+        for token_id in token_ids:
+            self.tokens += 1
+            if self.tokens <= self.opened.skip:
+                if self.opened.skip_tokens not in (UNLIMITED,) and self.tokens > self.opened.skip_tokens:
+                    self.closed = self.client.denied = True
+                    return
+                continue
+            self.client.events.append(token_id)
+            self.client.seen = (self.opened.run, self.tokens)
+        self.client.complete = self.client.complete or last
+
+
+@dataclass(eq=False)
+class Client:
+    """Who has asked, and comes back."""
+
+    number: int
+    key: str
+    answer_id: str = ""
+    events: list[int] = field(default_factory=list)
+    # Run and number of the last event.
+    seen: tuple[int, int] = (0, 0)
+    complete: bool = False
+    # It was told that nobody has the rest.
+    denied: bool = False
+    connection: Connection | None = None
+    # How often it has connected.
+    attempts: int = 0
+
+    def start_again(self) -> None:
+        """Throw away what it has: it comes with its key alone."""
+        self.events.clear()
+        self.seen = (0, 0)
+
+
+class FrontEnd:
+    """One front end: its desk, its streams, and its API server's connections."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, network: Network, name: str) -> None:
+        self.name = name
+        self.incarnation = str(next(self._numbers))
+        book = AnswerBook(name, 1 << 20, rank)
+        self.desk = AnswerDesk(
+            name,
+            KEEP_S,
+            book,
+            NetworkPeers(network, name),
+            AnswerMetrics(CollectorRegistry()),
+            lambda: network.now_s,
+            lambda: f"a{next(network.answers)}",
+        )
+        self.table = StreamTable()
+        self.connections: dict[str, Connection] = {}
+        self.desk.bind(self)
+
+    def show(self, handle: int, frames: Sequence[bytes], tokens: int, last: bool) -> None:
+        for output in read_outputs(frames).outputs:
+            connection = self.connections.get(output.request_id)
+            if connection is not None and not connection.closed:
+                assert len(output.new_token_ids) == tokens
+                connection.told(output.new_token_ids, output.finish_reason is not None)
+
+    def cut(self, request_id: str, refusal: Refusal) -> None:
+        stream = self.table.find(request_id)
+        if stream is not None:
+            self.table.close(stream)
+            self.desk.ended(stream.handle)
+        connection = self.connections.pop(request_id, None)
+        if connection is not None:
+            connection.closed = True
+
+    def reply(self, frames: Sequence[bytes]) -> None:
+        raise AssertionError("nobody calls by messages here")
+
+    def begin(self, client: Client, opened: Opened, attempt: int) -> None:
+        """The API server runs the request, though its client may have gone meanwhile."""
+        connection = Connection(opened, client, closed=attempt != client.attempts)
+        if not connection.closed:
+            client.connection = connection
+            client.answer_id = opened.answer_id
+        name = f"{opened.answer_id}-{opened.run:08}"
+        joined = self.desk.join(run_name(opened.answer_id, opened.run), name, opened.answer_id)
+        if isinstance(joined, Refusal):
+            connection.closed = True
+            return
+        self.connections[name] = connection
+        if joined.over:
+            self.desk.tell(joined)
+            return
+        stream = connection.stream = self.table.open(name)
+        self.table.restore(stream, joined.begun.token_ids, joined.begun.flags, joined.begun.model)
+        self.desk.tell(joined)
+        self.desk.carries(stream, joined)
+
+
+async def quiet() -> None:
+    """Until everybody has had their turn."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def open_at(front: FrontEnd, client: Client, network: Network) -> None:
+    """The client connects; its old connection may not have been seen to break."""
+    client.attempts += 1
+    attempt = client.attempts
+    if client.connection is not None:
+        client.connection.closed = True
+    last = f"{client.answer_id}.{client.seen[0]}.{client.seen[1]}" if client.events else ""
+    call = OpenCall(
+        tenant="t",
+        key=client.key,
+        last_event_id=last,
+        path="/p",
+        body=b"%d" % client.number,
+        digest=b"%d" % client.number,
+        request_name="",
+        streams=True,
+    )
+    reply = await front.desk.open(call)
+    if network.fronts.get(front.name) is not front:
+        return
+    if reply.opened is not None:
+        front.begin(client, reply.opened, attempt)
+    elif attempt == client.attempts:
+        assert reply.denied is not None
+        client.denied = bool(last)
+
+
+def generate(front: FrontEnd, stream: Stream, count: int, network: Network) -> None:
+    """An instance makes tokens for a stream."""
+    made = [next(network.tokens) for _ in range(min(count, LENGTH - stream.accepted))]
+    flags = 0 if stream.accepted else PREFILL_DONE
+    stream.token_ids.extend(made)
+    finished = stream.accepted >= LENGTH
+    output = EngineCoreOutput(stream.request_id, made, finish_reason=FinishReason.STOP if finished else None)
+    if finished:
+        flags |= FINISHED
+        front.table.close(stream)
+    if front.desk.keeps(stream.handle):
+        front.desk.put(stream.handle, encode_outputs([output]), made, flags)
+
+
+def end_call(network: Network, pending: Pending, fate: str = "deliver") -> None:
+    """A call arrives; or is `lost`, or its reply is `unheard`."""
+    reply = None
+    if fate != "lost" and network.reaches(pending.source, pending.target):
+        try:
+            reply = pending.deliver()
+        except Unanswered:
+            reply = None
+    if pending.result.done():
+        return
+    if reply is None or fate != "deliver":
+        pending.result.set_exception(Unanswered())
+    else:
+        pending.result.set_result(reply)

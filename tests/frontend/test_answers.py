@@ -1,0 +1,242 @@
+"""Kept answers, case by case: who may go on with what."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from frontend_svc.answers.book import Answer, AnswerBook, Entry, Forgotten, Full, Head, Refused
+from frontend_svc.answers.calls import read_event_id, read_run_name, run_name
+from frontend_svc.answers.messages import part_message, read_part
+from frontend_svc.answers.peers import rank
+from tests.frontend.answers_world import NAMES, Client, FrontEnd, Network, end_call, generate, open_at, quiet
+
+
+class World:
+    """Three front ends, whose calls arrive when the test says so."""
+
+    def __init__(self) -> None:
+        self.network = Network()
+        for name in NAMES:
+            self.network.fronts[name] = FrontEnd(self.network, name)
+
+    def __getitem__(self, name: str) -> FrontEnd:
+        return self.network.fronts[name]
+
+    async def open(self, name: str, client: Client) -> None:
+        opening = asyncio.create_task(open_at(self[name], client, self.network))
+        await self.arrive()
+        await opening
+
+    async def tokens(self, name: str, count: int) -> None:
+        """For the one stream of a front end."""
+        front = self[name]
+        (stream,) = front.table
+        generate(front, stream, count, self.network)
+        await quiet()
+
+    async def arrive(self) -> None:
+        """All calls."""
+        await quiet()
+        while self.network.pending:
+            end_call(self.network, self.network.pending.pop(0))
+            await quiet()
+
+    async def isolate(self, name: str) -> None:
+        self.network.apart |= {frozenset((name, other)) for other in NAMES if other != name}
+        await self.tick()
+
+    async def heal(self) -> None:
+        self.network.apart.clear()
+        await self.tick()
+
+    async def tick(self) -> None:
+        for front in self.network.fronts.values():
+            front.desk.tick()
+        await self.arrive()
+
+    async def crash(self, name: str) -> None:
+        await self.network.fronts.pop(name).desk.close()
+
+    def second(self, answer_id: str, first: str) -> str:
+        """Who has the copy."""
+        return next(
+            name
+            for name, front in self.network.fronts.items()
+            if name != first and front.desk.book.get(answer_id) is not None
+        )
+
+
+async def test_a_token_is_told_once_the_second_front_end_has_it() -> None:
+    world, client = World(), Client(0, "")
+    await world.open("f0", client)
+    await world.tokens("f0", 2)
+    assert client.events == []
+    await world.arrive()
+    assert client.events == [1, 2]
+
+
+async def test_what_only_the_lost_one_had_is_not_made_up() -> None:
+    world, client = World(), Client(0, "")
+    await world.open("f0", client)
+    await world.tokens("f0", 1)
+    await world.arrive()
+    second = world.second(client.answer_id, "f0")
+    await world.isolate("f0")
+    await world.tokens("f0", 1)
+    # It goes on alone, for a client that it reaches.
+    assert client.events == [1, 2]
+    await world.crash("f0")
+    await world.heal()
+    await world.open(second, client)
+    await world.tokens(second, 2)
+    await world.arrive()
+    assert client.denied and client.events == [1, 2]
+
+
+async def test_one_that_was_out_of_sight_does_not_go_on_with_what_others_took() -> None:
+    world, first, later = World(), Client(0, "k"), Client(0, "k")
+    await world.open("f0", first)
+    await world.tokens("f0", 1)
+    await world.arrive()
+    second = world.second(first.answer_id, "f0")
+    # Frozen: what it sends comes late, and it is not reached meanwhile.
+    await world.tokens("f0", 1)
+    late, world.network.pending = world.network.pending, []
+    world.network.apart |= {frozenset(("f0", other)) for other in NAMES if other != "f0"}
+    third = next(name for name in NAMES if name not in ("f0", second))
+    await world.open(third, later)
+    await world.tokens(third, 1)
+    await world.arrive()
+    assert later.events == [1, 3]
+    world.network.apart.clear()
+    for call in late:
+        end_call(world.network, call)
+    await quiet()
+    # Its client has not got what nobody else has, and its run has ended.
+    assert first.events == [1] and first.connection is not None and first.connection.closed
+    assert world["f0"].desk.book.get(first.answer_id) is None
+    await world.tokens(third, 1)
+    await world.arrive()
+    assert later.events == [1, 3, 4]
+
+
+async def test_the_latest_connection_has_the_answer() -> None:
+    world, client = World(), Client(0, "k")
+    await world.open("f0", client)
+    await world.tokens("f0", 1)
+    await world.arrive()
+    old = client.connection
+    assert old is not None
+    for name in ("f0", "f1", "f2", "f0"):
+        await world.open(name, client)
+        await world.tokens(name, 1)
+        await world.arrive()
+        serving = [front.name for front in world.network.fronts.values() if len(front.table)]
+        assert serving == [name]
+    assert client.events == [1, 2, 3, 4, 5] and old.closed
+
+
+async def test_the_same_key_at_two_at_the_same_time_is_one_answer() -> None:
+    world, one, other = World(), Client(0, "k"), Client(0, "k")
+    await asyncio.gather(world.open("f0", one), world.open("f1", other))
+    await world.tick()
+    ids = {
+        answer.head.answer_id
+        for front in world.network.fronts.values()
+        for answer in front.desk.book
+        if answer.serves
+    }
+    assert len(ids) == 1
+
+
+def head(answer_id: str = "a", key: str = "", body: bytes = b"{}") -> Head:
+    return Head(answer_id, "t", key, "/p", body, b"d", "name", 1, True)
+
+
+def grown(book: AnswerBook, answer: Answer, *token_ids: int) -> None:
+    for token_id in token_ids:
+        book.append(answer, Entry("p", (token_id,), 0, (b"x" * 10,)), 0.0)
+
+
+def test_the_oldest_that_nobody_reads_makes_room() -> None:
+    book = AnswerBook("f0", 20_000, rank)
+    old, read = book.open(head("old"), 0.0), book.open(head("read"), 0.0)
+    book.end_run(old, 1, True, 1.0)
+    for number in range(20):
+        new = book.open(head(f"new{number}"), 2.0)
+        book.end_run(new, 1, True, 2.0)
+    assert book.forgotten("old") is Forgotten.NO_ROOM and book.get("read") is read
+    assert book.size <= 20_000
+    with pytest.raises(Full):
+        book.open(head("large", body=b"x" * 3_000), 3.0)
+
+
+def test_one_that_becomes_too_long_is_not_kept() -> None:
+    book = AnswerBook("f0", 20_000, rank)
+    answer = book.open(head(key="k"), 0.0)
+    grown(book, answer, *range(20))
+    assert answer.gone and book.find("t", "k") is None and book.size == 0
+    assert book.forgotten("a") is Forgotten.NO_ROOM
+
+
+def test_it_is_kept_until_nobody_has_touched_it_for_long() -> None:
+    book = AnswerBook("f0", 1 << 20, rank)
+    answer, copy = book.open(head("a", "k"), 0.0), head("b")
+    part = AnswerBook("f1", 1 << 20, rank)
+    assert isinstance(book.take(part.part(part.open(copy, 0.0), 0), 0.0), Answer)
+    assert [each.head.answer_id for each in book.expire(61.0, 60.0)] == ["b"]
+    book.end_run(answer, 1, False, 70.0)
+    assert book.expire(130.0, 60.0) == [] and book.expire(130.1, 60.0) == [answer]
+    assert book.forgotten("a") is Forgotten.EXPIRED
+    # The key is free again.
+    assert book.open(head("c", "k"), 131.0).head.answer_id == "c"
+
+
+def test_parts_are_taken_once_and_in_order() -> None:
+    here, there = AnswerBook("f0", 1 << 20, rank), AnswerBook("f1", 1 << 20, rank)
+    answer = here.open(head(), 0.0)
+    grown(here, answer, 1, 2, 3)
+    assert there.take(here.part(answer, 1), 0.0) is Refused.GAP
+    first = read_part(part_message(here.part(answer, 0)))
+    for _ in range(2):
+        assert isinstance(copy := there.take(first, 0.0), Answer)
+        assert copy.head == answer.head
+        assert (copy.entries, copy.tokens, copy.serves) == (answer.entries, 3, False)
+    kept = there.get("a")
+    assert kept is not None
+    grown(here, answer, 4)
+    assert isinstance(there.take(here.part(answer, 2, with_head=False), 0.0), Answer)
+    assert [entry.token_ids for entry in kept.entries] == [(1,), (2,), (3,), (4,)]
+    assert there.take(here.part(answer, 5, with_head=False), 0.0) is Refused.GAP
+    assert there.size == kept.size
+
+
+def test_a_later_run_from_a_shorter_copy_drops_what_is_beyond() -> None:
+    here, there = AnswerBook("f0", 1 << 20, rank), AnswerBook("f1", 1 << 20, rank)
+    answer = here.open(head(), 0.0)
+    grown(here, answer, 1)
+    assert isinstance(there.take(here.part(answer, 0), 0.0), Answer)
+    grown(here, answer, 2, 3)
+    taken = there.get("a")
+    assert taken is not None
+    there.begin_run(taken, 0.0)
+    grown(there, taken, 7)
+    assert isinstance(here.take(there.part(taken, 0), 0.0), Answer)
+    assert [entry.token_ids for entry in answer.entries] == [(1,), (7,)]
+    assert (answer.run, answer.ended, answer.serves, answer.tokens) == (2, [1], False, 2)
+    # What was there before says nothing any more.
+    assert there.take(here.part(answer, 0), 0.0) is Refused.SUPERSEDED
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "a", "a.", ".1", "a.x", "a.-1", "a.1.", "a.1.x", "a.²", "x" * 200 + ".1.1"]
+)
+def test_ids_that_are_none(name: str) -> None:
+    assert read_event_id(name) is None
+
+
+def test_ids() -> None:
+    assert read_run_name(run_name("a", 3)) == ("a", 3)
+    assert read_event_id(f"{run_name('a', 3)}.17") == ("a", 3, 17)
