@@ -8,12 +8,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import msgspec
 
 from frontend_svc.admission import CANNOT_GO_ON, NO_INSTANCE, OVERLOADED, TOO_MANY_REQUESTS, Refusal
 from frontend_svc.adopt import Adoptions
+from frontend_svc.answers.calls import ANSWER_HEADER, METHODS
+from frontend_svc.answers.desk import AnswerDesk, Joined
 from frontend_svc.dispatch import Dispatch, Relocations
 from frontend_svc.links import Loss, Workers, abort, request_bytes
 from frontend_svc.liveness import Liveness
@@ -71,14 +74,16 @@ class Carrier:
         limits: Limits,
         on_full: Callable[[bool], None],
         pace_s: float = 0.0,
+        answers: AnswerDesk | None = None,
     ) -> None:
         """`on_full` is told whether new requests would be refused with 429. `pace_s`: seconds a token at
-        which answers are shown whose requests do not say; 0: at once."""
+        which answers are shown whose requests do not say; 0: at once. `answers` None: none are kept."""
         self._table = table
         self._workers = workers
         self._output = output
         self._pacer = pacer
         self._pace_s = pace_s
+        self._answers = answers
         self._limits = limits
         self._on_full = on_full
         self._observer = observer
@@ -88,12 +93,17 @@ class Carrier:
         self._adoptions = Adoptions(table, workers, observer.adopted, placement.may_run)
         self._liveness = Liveness(table, workers)
         self._utilities = Utilities(workers, output.send)
+        self.reply = output.send
+        if answers is not None:
+            answers.bind(self)
 
     async def close(self) -> None:
         """Cancel all that is under way."""
         self._adoptions.close()
         self._pacer.close()
         self._utilities.close()
+        if self._answers is not None:
+            await self._answers.close()
         await self._relocations.close()
         await self._dispatch.close()
 
@@ -109,6 +119,16 @@ class Carrier:
             self._output.send(_error(head.request_id, refusal))
             return
         headers = head.trace_headers or {}
+        joined: Joined | None = None
+        if self._answers is not None and (run := headers.get(ANSWER_HEADER)) is not None:
+            joining = self._answers.join(run, head.request_id, head.external_req_id or head.request_id)
+            if isinstance(joining, Refusal):
+                self._output.send(_error(head.request_id, joining))
+                return
+            joined = joining
+            if joined.over:
+                self._answers.tell(joined)
+                return
         try:
             stream = self._table.open(
                 head.request_id, frames, head.prompt_tokens, head.max_tokens or 0, time.monotonic()
@@ -123,12 +143,27 @@ class Carrier:
         else:
             stream.pace_s = self._pace_s
         self._observer.arrived(stream, headers.get("traceparent", ""))
+        if joined is not None:
+            self._go_on(stream, joined)
         self._dispatch.start(stream)
+
+    def _go_on(self, stream: Stream, joined: Joined) -> None:
+        """It has been under way before, perhaps at another front end."""
+        assert self._answers is not None
+        begun = joined.begun
+        self._table.restore(stream, begun.token_ids, begun.flags, begun.model)
+        self._answers.tell(joined)
+        self._answers.carries(stream, joined)
+        if stream.phase is Phase.ANSWERING:
+            stream.first_answer_s, stream.first_answer_index = stream.arrived_s, stream.accepted
+            self._pacer.begin(stream, 0)
 
     def tick(self) -> None:
         """Called every half second."""
         self._liveness.tick(time.monotonic())
         self._recovery.tick()
+        if self._answers is not None:
+            self._answers.tick()
         self._on_full(len(self._table) >= self._limits.max_streams)
 
     def _refusal(self, frames: Sequence[bytes]) -> Refusal | None:
@@ -154,17 +189,42 @@ class Carrier:
             stream = self._table.find(request_id)
             if stream is None:
                 continue
-            self._dispatch.cancel(stream)
-            self._table.close(stream)
-            if stream.owner is not None:
-                self._workers.send(stream.owner, abort([stream.handle]))
-            self._observer.aborted(stream)
+            self._abort(stream)
         if self._adoptions.waiting:
             self._adoptions.progress()
 
+    def _abort(self, stream: Stream) -> None:
+        self._dispatch.cancel(stream)
+        self._table.close(stream)
+        if stream.owner is not None:
+            self._workers.send(stream.owner, abort([stream.handle]))
+        if self._answers is not None:
+            self._answers.ended(stream.handle)
+        self._observer.aborted(stream)
+
     def on_utility(self, call: UtilityCall, frames: Sequence[bytes]) -> None:
         """A call of an engine-core method."""
-        self._utilities.call(call, frames)
+        if self._answers is not None and call.method in METHODS:
+            self._answers.call(call)
+        else:
+            self._utilities.call(call, frames)
+
+    # ---- from kept answers
+
+    def show(self, handle: int, frames: Sequence[bytes], tokens: int, last: bool) -> None:
+        """See Shown."""
+        if self._pacer.paces(handle):
+            self._pacer.put(handle, frames, tokens, last)
+        else:
+            self._output.send(frames)
+
+    def cut(self, request_id: str, refusal: Refusal) -> None:
+        """See Shown."""
+        self._pacer.drop(request_id)
+        stream = self._table.find(request_id)
+        if stream is not None:
+            self._abort(stream)
+        self._output.send(_error(request_id, refusal))
 
     # ---- from instances
 
@@ -222,8 +282,8 @@ class Carrier:
             self._workers.cut(instance_id, f"malformed outputs: {error}")
             return
         self._liveness.stepped(instance_id, step.step, time.monotonic())
-        if self._pacer:
-            self._send_paced(instance_id, step, verdict)
+        if self._pacer or self._answers:
+            self._send_apart(instance_id, step, verdict)
         elif verdict.keep is None:
             self._output.send(list(step.frames))
         elif any(verdict.keep):
@@ -245,12 +305,12 @@ class Carrier:
                 # Without reasoning the first token is the answer's, and was shown just now.
                 self._pacer.begin(stream, 1 if flags & PREFILL_DONE else 0)
 
-    def _send_paced(self, instance_id: str, step: worker_pb2.StepOutputs, verdict: Accepted) -> None:
-        """What is paced goes by the pacer, the rest at once."""
+    def _send_apart(self, instance_id: str, step: worker_pb2.StepOutputs, verdict: Accepted) -> None:
+        """What is kept goes by its answer's log, what is paced by the pacer, the rest at once."""
         keep = verdict.keep
         handles, counts, flags = list(step.handles), list(step.counts), list(step.flags)
         accepted = [entry for entry in range(len(handles)) if keep is None or keep[entry]]
-        apart = [at for at, entry in enumerate(accepted) if self._pacer.paces(handles[entry])]
+        apart = [at for at, entry in enumerate(accepted) if self._goes_apart(handles[entry])]
         try:
             frames = list(step.frames) if keep is None else filter_outputs(list(step.frames), keep)
             rest, messages = split_outputs(frames, apart) if apart else (frames, [])
@@ -259,9 +319,19 @@ class Carrier:
             return
         if len(apart) < len(accepted):
             self._output.send(rest)
+        token_ids, ends = list(step.token_ids), list(accumulate(counts))
         for at, message in zip(apart, messages, strict=True):
             entry = accepted[at]
-            self._pacer.put(handles[entry], message, counts[entry], bool(flags[entry] & FINISHED))
+            handle, flag, end = handles[entry], flags[entry], ends[entry]
+            if self._answers is not None and self._answers.keeps(handle):
+                self._answers.put(handle, message, token_ids[end - counts[entry] : end], flag)
+            else:
+                self._pacer.put(handle, message, counts[entry], bool(flag & FINISHED))
+
+    def _goes_apart(self, handle: int) -> bool:
+        if self._answers is not None and self._answers.keeps(handle):
+            return True
+        return self._pacer.paces(handle)
 
     def _send_kept(
         self, instance_id: str, step: worker_pb2.StepOutputs, verdict: Accepted, keep: list[bool]
@@ -317,6 +387,7 @@ class Carrier:
             self._recovery.turned_away(stream, instance_id)
         else:
             # Its own doing, and no other instance can do better.
+            self._not_again(stream)
             self._end_with_error(stream, Refusal(400, f"The request ends: {rejected.reason}."))
             self._observer.gave_up(stream, rejected.reason)
 
@@ -346,11 +417,19 @@ class Carrier:
 
     def _give_up(self, stream: Stream, reason: str) -> None:
         log.warning("%s given up: %s", stream.request_id, reason)
+        self._not_again(stream)
         self._end_with_error(stream, Refusal(500, f"The request ends: {reason}."))
         self._observer.gave_up(stream, reason)
 
+    def _not_again(self, stream: Stream) -> None:
+        """Nobody may resume it."""
+        if self._answers is not None:
+            self._answers.failed(stream.handle)
+
     def _end_with_error(self, stream: Stream, refusal: Refusal) -> None:
         self._table.close(stream)
+        if self._answers is not None:
+            self._answers.ended(stream.handle)
         frames = _error(stream.request_id, refusal)
         if self._pacer.paces(stream.handle):
             self._pacer.put(stream.handle, frames, 0, True)

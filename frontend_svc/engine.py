@@ -12,6 +12,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry
 
 from frontend_svc.admission import AdmissionFlag, AdmissionGate
+from frontend_svc.answers.desk import AnswerDesk
 from frontend_svc.carrier import Carrier
 from frontend_svc.engine_core import EngineCoreSocket, HandshakeFailed
 from frontend_svc.links import Loss, Workers
@@ -58,10 +59,11 @@ class FleetEngine:
         limits: Limits = DEFAULT_LIMITS,
         served: ServedModel | None = None,
         on_models: Callable[[frozenset[str]], None] = lambda models: None,
+        answers: AnswerDesk | None = None,
     ) -> None:
-        """`pace_s`: see Carrier; `served`: see Fleet; `on_models` is told the keys of the models to whose
-        instances the front end is connected whenever that may have changed. `ipc_folder` holds the API
-        server's ROUTER (`in`) and PULL (`out`)."""
+        """`pace_s` and `answers`: see Carrier; `served`: see Fleet; `on_models` is told the keys of the
+        models to whose instances the front end is connected whenever that may have changed. `ipc_folder`
+        holds the API server's ROUTER (`in`) and PULL (`out`)."""
         self.fleet = Fleet(members, served)
         self._on_models = on_models
         self._gate = AdmissionGate(admission, patience.new_s)
@@ -90,6 +92,7 @@ class FleetEngine:
             limits,
             self._gate.update_full,
             pace_s,
+            answers,
         )
         self.fleet.add_listener(self._on_membership)
 

@@ -14,6 +14,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry
 
 from frontend_svc.admission import AdmissionFlag
+from frontend_svc.answers.desk import AnswerDesk
 from frontend_svc.api_server.listener import stop_accepting
 from frontend_svc.api_server.process import ApiServer
 from frontend_svc.api_server.python import python_launch
@@ -51,10 +52,11 @@ async def run_front_end(
     set_serving: Callable[[bool], Awaitable[None]],
     shutdown: Shutdown,
     on_models: Callable[[frozenset[str]], None] = lambda models: None,
+    answers: AnswerDesk | None = None,
 ) -> None:
     """Serve until cancelled. `set_serving(True)` is awaited once users can connect, `set_serving(False)` when
     the drain begins: nothing new is accepted, and streams have `settings.drain_timeout_s` to end.
-    `on_models`: see FleetEngine.
+    `on_models`: see FleetEngine; `answers`: see Carrier.
 
     Raises ApiServerExited, ApiServerStuck, OSError; none of them leaves a process behind.
     """
@@ -82,6 +84,7 @@ async def run_front_end(
             settings.limits,
             served,
             on_models,
+            answers,
         )
         drain = _Drain(settings, http, api_server, engine, set_serving)
         try:
@@ -151,6 +154,7 @@ def _launch(settings: Settings, http: socket.socket, sockets: EngineSockets, adm
         vllm_arguments=settings.vllm_arguments,
         api_keys=settings.api_keys,
         max_body_bytes=settings.max_body_bytes,
+        keeps_answers=settings.keep_answers_s > 0,
     )
     if settings.front is Front.RUST:
         return rust_launch(spec, http, sockets, settings.vllm_rs)

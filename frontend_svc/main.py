@@ -9,6 +9,8 @@ import shutil
 import sys
 import sysconfig
 from contextlib import AsyncExitStack
+from hashlib import blake2b
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +18,7 @@ import click
 import msgspec
 
 from frontend_svc.announcer import Announcer
+from frontend_svc.answers.service import answers_servicer, keep_answers
 from frontend_svc.api_server.rust import flags_to_json
 from frontend_svc.api_server.sockets import bind_http, split_address
 from frontend_svc.api_server.spec import DEFAULT_MAX_BODY_BYTES
@@ -23,7 +26,14 @@ from frontend_svc.engine import DEFAULT_PATIENCE, ApiServerStuck
 from frontend_svc.front_end import ApiServerExited, run_front_end
 from frontend_svc.observer import RequestTraces
 from frontend_svc.placement import ServedModel
-from frontend_svc.settings import DRAIN_TIMEOUT_S, Front, Limits, Patience, Settings
+from frontend_svc.settings import (
+    DEFAULT_KEEP_ANSWERS_BYTES,
+    DRAIN_TIMEOUT_S,
+    Front,
+    Limits,
+    Patience,
+    Settings,
+)
 from tailrace.model_identity import identify_model
 from tailrace.records import ServiceRecord
 from tailrace.service.channels import Channels
@@ -137,6 +147,23 @@ _LIMITS: Final = Limits()
     show_default=True,
     help="Largest body of a user's request; a larger one is refused with 413. With --front python alone.",
 )
+@click.option(
+    "--keep-answers",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Clients that come back (Last-Event-ID, Idempotency-Key) get the rest of their answers, from any "
+    "front end that keeps answers: each is kept so long once nobody reads it, here and on a second front "
+    "end; 0: none is. With --front python alone.",
+)
+@click.option(
+    "--keep-answers-bytes",
+    type=click.IntRange(min=1 << 20),
+    default=DEFAULT_KEEP_ANSWERS_BYTES,
+    show_default=True,
+    help="Of memory for all kept answers, other front ends' copies included; one may take an eighth of it.",
+)
 @click.argument("vllm_arguments", nargs=-1, type=click.UNPROCESSED)
 def command(
     common: CommonOptions,
@@ -156,6 +183,8 @@ def command(
     max_message_bytes: int,
     api_keys: Path | None,
     max_body_bytes: int,
+    keep_answers: float,
+    keep_answers_bytes: int,
     vllm_arguments: tuple[str, ...],
 ) -> None:
     """Serve the fleet to users through vLLM's own API server.
@@ -170,6 +199,11 @@ def command(
         _check_keys(api_keys, Front(front), vllm_arguments)
     elif not _asks_for_key(vllm_arguments):
         common.check_exposed(http)
+    if keep_answers and front != Front.PYTHON.value:
+        raise click.UsageError(
+            "--keep-answers: vllm-rs takes no middleware, so nobody there can number a stream's events or "
+            "run a request again; take --front python"
+        )
     if front == Front.RUST.value:
         try:
             flags_to_json(vllm_arguments)
@@ -193,6 +227,8 @@ def command(
         limits=Limits(max_message_bytes, max_streams, max_unplaced),
         api_keys=api_keys,
         max_body_bytes=max_body_bytes,
+        keep_answers_s=keep_answers,
+        keep_answers_bytes=keep_answers_bytes,
     )
     run_service(lambda shutdown: serve(common, settings, shutdown))
 
@@ -211,7 +247,12 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
         stack.push_async_callback(channels.close)
         registry = new_registry(KIND, common.member_id)
         metrics = await stack.enter_async_context(serve_metrics(common.metrics, registry, common.transport))
-        server = await stack.enter_async_context(serve_grpc(common.listen, [], common.transport))
+        answers, setting = None, ""
+        if settings.keep_answers_s:
+            setting = _answers_setting(settings, served)
+            answers = keep_answers(settings, setting, members, channels, registry)
+        servicers = [] if answers is None else [answers_servicer(answers)]
+        server = await stack.enter_async_context(serve_grpc(common.listen, servicers, common.transport))
         await server.set_serving(False)
         record = ServiceRecord(
             kind=KIND,
@@ -223,6 +264,7 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
             model_name=served.public_name,
             model=served.name,
             model_key=served.key,
+            answers=setting,
         )
         # Before anybody listens on the HTTP port: a second front end there must know this one for ours.
         registration = await register(
@@ -251,6 +293,7 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
                 set_serving,
                 shutdown,
                 announcer.set_models,
+                answers,
             )
         except ExceptionGroup as failures:
             known, unknown = failures.split((ApiServerExited, ApiServerStuck))
@@ -282,6 +325,19 @@ def _served_model(settings: Settings) -> ServedModel:
     """Raises OSError: the model's folder cannot be read."""
     identity = identify_model(settings.model, _flag(settings, "--revision"))
     return ServedModel(settings.model, identity, settings.served_model_name or settings.model)
+
+
+def _answers_setting(settings: Settings, served: ServedModel) -> str:
+    """Digest of all that an answer depends on beside its log; equal where front ends may go on with each
+    other's."""
+    depends = [
+        version("vllm"),
+        served.key,
+        settings.served_model_name or settings.model,
+        settings.reasoning_parser,
+        *settings.vllm_arguments,
+    ]
+    return blake2b("\0".join(depends).encode(), digest_size=16).hexdigest()
 
 
 def _flag(settings: Settings, name: str) -> str:

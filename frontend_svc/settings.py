@@ -13,6 +13,9 @@ from tailrace.service.message_stream import DEFAULT_MAX_MESSAGE_BYTES
 DRAIN_TIMEOUT_S: Final = 300.0
 """For streams under way once a front end is told to stop: a long answer takes minutes."""
 
+DEFAULT_KEEP_ANSWERS_BYTES: Final = 256 << 20
+"""Some thousands of long answers."""
+
 
 class Front(enum.Enum):
     """Which API server is started."""
@@ -70,3 +73,7 @@ class Settings:
     api_keys: Path | None = None
     # Largest body of a user's request.
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    # Seconds for which an answer is kept once nobody reads it; 0: none is kept.
+    keep_answers_s: float = 0.0
+    # Of all kept answers together.
+    keep_answers_bytes: int = DEFAULT_KEEP_ANSWERS_BYTES

@@ -3,6 +3,7 @@ their own."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from copy import copy
 from functools import partial
@@ -11,11 +12,16 @@ from typing import Any
 
 from vllm.config import ObservabilityConfig
 from vllm.exceptions import GracefulHTTPError
-from vllm.outputs import RequestOutput
+from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import RequestOutputCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from frontend_svc.admission import NO_INSTANCE, TOO_MANY_REQUESTS, AdmissionReader, AdmissionState, Refusal
+from frontend_svc.answers.calls import ANSWER_HEADER
+from frontend_svc.api_server.kept_answers import Call, call_of_task
 from frontend_svc.api_server.tenants import TenantAdmission, Tenants, tenant_of_call
 from tailrace.tenancy.book import Tenant
 
@@ -41,6 +47,8 @@ class FleetClient(AsyncLLM):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # Every request passes here with the queue that its outputs will come by.
+        self.output_processor.add_request = _unmerging(self.output_processor.add_request)
         self.observability_config = copy(self.observability_config)
         self.observability_config.otlp_traces_endpoint = "tailrace"
 
@@ -58,6 +66,9 @@ class FleetClient(AsyncLLM):  # type: ignore[misc]
     ) -> AsyncGenerator[RequestOutput, None]:
         """vLLM's stream, as the tenant whose request it is may have it. A prompt that is too long for the
         tenant is refused here, before a response is started. Raises Refused."""
+        call = call_of_task.get()
+        if call is not None:
+            kwargs["trace_headers"] = {**(kwargs.get("trace_headers") or {}), ANSWER_HEADER: call.name}
         tenant, tenants = tenant_of_call.get(), TenantAdmission.tenants
         if tenant is None or tenants is None:
             return self._generate(prompt, sampling_params, request_id, kwargs)
@@ -70,15 +81,21 @@ class FleetClient(AsyncLLM):  # type: ignore[misc]
         kwargs["priority"] = tenant.priority
         outputs = self._generate(prompt, sampling_params, request_id, kwargs)
         delta = sampling_params.output_kind is RequestOutputKind.DELTA
-        return _charged(outputs, delta, length, partial(_charge, tenants, tenant))
+        if call is not None and call.opened.run > 1:
+            # Charged in the first run.
+            length = 0
+        return _charged(outputs, delta, length, partial(_charge, tenants, tenant, call))
 
     async def _generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, further: dict[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
         """A request that `frontend_svc` refuses ends with the status that it gives."""
         outputs = super().generate(prompt, sampling_params, request_id, **further)
+        call = call_of_task.get()
         try:
             async for output in outputs:
+                if call is not None:
+                    call.tokens += sum(len(each.token_ids) for each in output.outputs)
                 if output.finished:
                     for each in output.outputs:
                         if (refusal := Refusal.decode(each.stop_reason)) is not None:
@@ -86,6 +103,56 @@ class FleetClient(AsyncLLM):  # type: ignore[misc]
                 yield output
         finally:
             await outputs.aclose()
+
+
+class UnmergedOutputs(RequestOutputCollector):  # type: ignore[misc]
+    """Hands a request's outputs over one by one, as they came.
+
+    vLLM merges those that its API server has not taken yet, so how an answer is divided into events depends
+    on how busy the process is. An answer that is run again must be divided as it was.
+    """
+
+    waiting: deque[RequestOutput]
+
+    def put(self, output: RequestOutput | PoolingRequestOutput | Exception) -> None:
+        """See RequestOutputCollector."""
+        if isinstance(output, RequestOutput) and not isinstance(self.output, Exception):
+            self.waiting.append(output)
+            self.ready.set()
+        else:
+            super().put(output)
+
+    async def get(self) -> RequestOutput | PoolingRequestOutput:
+        """See RequestOutputCollector."""
+        while (output := self.get_nowait()) is None:
+            await self.ready.wait()
+        return output
+
+    def get_nowait(self) -> RequestOutput | PoolingRequestOutput | None:
+        """See RequestOutputCollector."""
+        if self.waiting:
+            return self.waiting.popleft()
+        output: RequestOutput | PoolingRequestOutput | None = super().get_nowait()
+        self.ready.clear()
+        return output
+
+
+def _unmerging(add_request: Callable[..., None]) -> Callable[..., None]:
+    """OutputProcessor.add_request; the queue of a request whose answer is kept does not merge."""
+
+    def add(
+        request: EngineCoreRequest,
+        prompt: str | None,
+        parent: ParentRequest | None = None,
+        index: int = 0,
+        queue: RequestOutputCollector | None = None,
+    ) -> None:
+        if queue is not None and call_of_task.get() is not None and not isinstance(queue, UnmergedOutputs):
+            queue.__class__ = UnmergedOutputs
+            queue.waiting = deque()
+        add_request(request, prompt, parent, index, queue)
+
+    return add
 
 
 async def _charged(
@@ -106,7 +173,11 @@ async def _charged(
         await outputs.aclose()
 
 
-def _charge(tenants: Tenants, tenant: Tenant, tokens: int) -> None:
+def _charge(tenants: Tenants, tenant: Tenant, call: Call | None, tokens: int) -> None:
+    if call is not None:
+        told_before = min(tokens, call.told_before)
+        call.told_before -= told_before
+        tokens -= told_before
     tenants.meter.charge(tenant, tokens, tenants.now_s())
 
 

@@ -27,6 +27,7 @@ from vllm.utils.system_utils import set_ulimit
 from frontend_svc.admission import AdmissionReader
 from frontend_svc.api_server.engine_client import FleetClient
 from frontend_svc.api_server.engine_control import RefuseEngineControl
+from frontend_svc.api_server.kept_answers import FrontendCalls, KeepAnswers
 from frontend_svc.api_server.middleware import GracefulStop, RequireApiKey, RetryAfter, api_keys
 from frontend_svc.api_server.python import PythonBoot
 from frontend_svc.api_server.stream_start import StreamStart
@@ -50,6 +51,7 @@ def parse_args(arguments: list[str]) -> Namespace:
     # The last is asked first.
     ours = (
         StreamStart,
+        KeepAnswers,
         RetryAfter,
         GracefulStop,
         RefuseEngineControl,
@@ -92,6 +94,8 @@ async def serve(boot: PythonBoot, args: Namespace) -> None:
             "output_listener": socket.socket(fileno=boot.output_fd),
         },
     )
+    if boot.keeps_answers:
+        KeepAnswers.frontend = FrontendCalls(engine.engine_core.call_utility_async)
     try:
         await engine.reset_mm_cache()
         shutdown = await build_and_serve(engine, boot.listen_address, http, args)
@@ -107,7 +111,7 @@ def run(boot_json: str, arguments: list[str]) -> None:
     """Serve. `arguments`: those of `vllm serve`."""
     boot = msgspec.json.decode(boot_json, type=PythonBoot)
     args = parse_args(arguments)
-    BodyLimit.most_bytes = boot.max_body_bytes
+    BodyLimit.most_bytes = KeepAnswers.most_bytes = boot.max_body_bytes
     if boot.api_keys_path:
         TenantAdmission.tenants = Tenants(KeyFile(Path(boot.api_keys_path)))
     set_ulimit()

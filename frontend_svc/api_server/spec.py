@@ -28,6 +28,8 @@ class ApiServerSpec:
     api_keys: Path | None = None
     # Largest body of a request.
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    # Clients may come back for their answers (frontend_svc/answers).
+    keeps_answers: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,8 @@ class Fleet:
         self.processes: dict[str, Process] = {}
         self.addresses: dict[str, str] = {}
         self.metrics_ports: dict[str, int] = {}
+        # Where users connect: of each front end, and of the one that was started last.
+        self.urls: dict[str, str] = {}
         self.http = ""
         # Read by every worker at each fault point, so that a test can arm a fault in a running fleet.
         self.faults = root / "faults.json"
@@ -79,24 +81,31 @@ class Fleet:
         http_port: int = 0,
         options: Sequence[str] = (),
         model: str = str(MODEL_PATH),
+        wait: bool = True,
     ) -> Process:
         """Start a front end with vLLM's Python or Rust API server and wait until it serves models. `options`:
         its own, and after `--` those of `vllm serve`."""
         port, http_port = free_port(), http_port or free_port()
         self.addresses[name] = f"127.0.0.1:{port}"
-        self.http = f"http://127.0.0.1:{http_port}"
+        self.http = self.urls[name] = f"http://127.0.0.1:{http_port}"
         arguments = ["--http", f"127.0.0.1:{http_port}", "--front", front, "--model", model]
         arguments += ["--served-model-name", MODEL, "--reasoning-parser", REASONING_PARSER, "--id", name]
         arguments += options
         process = self._tailrace(name, "frontend", port, arguments, {})
+        if wait:
+            self.wait_frontend(name)
+        return process
+
+    def wait_frontend(self, name: str) -> None:
+        """Until a front end serves models."""
 
         def serves() -> bool:
+            process = self.processes[name]
             if not process.alive:
                 raise RuntimeError(f"front end ended:\n{process.text()[-3000:]}")
-            return _get(f"{self.http}/v1/models") is not None
+            return _get(f"{self.urls[name]}/v1/models") is not None
 
         wait_until(serves, "the API server", 240)
-        return process
 
     def start_control(self, schedulers: int = 1) -> None:
         """etcd, then monitor, migration service and schedulers all at once."""

@@ -1,0 +1,438 @@
+"""ASGI middleware for vLLM's Python app: clients come back for the rest of their answers.
+
+A streamed answer's events get ids. A request that is resumed is run again from the log that `frontend_svc`
+keeps (frontend_svc/answers): vLLM makes of the same outputs the same events, and those that the client has
+are left out. What vLLM takes from elsewhere (the time, the ids of tool calls) is put back as it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from hashlib import sha256
+from http import HTTPStatus
+from typing import ClassVar, Final
+
+import msgspec
+
+from frontend_svc.answers.calls import (
+    CLOSE,
+    NOTE,
+    OPEN,
+    UNLIMITED,
+    CloseCall,
+    Denied,
+    NoteCall,
+    OpenCall,
+    Opened,
+    OpenReply,
+    run_name,
+)
+from frontend_svc.api_server.middleware import App, Message, Receive, Send, send_error
+from frontend_svc.api_server.spec import DEFAULT_MAX_BODY_BYTES
+from frontend_svc.api_server.tenants import read_body, replaying, tenant_of_call
+
+log = logging.getLogger(__name__)
+
+PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
+"""Whose answers are kept."""
+
+# Seconds for a call of `frontend_svc`: more than it gives itself.
+_CALL_S: Final = 20.0
+_LONGEST_KEY: Final = 255
+_SEPARATOR: Final = b"\n\n"
+_CREATED: Final = re.compile(rb'"created":\s*\d+')
+# vLLM tells of an error in mid-stream in this way; such an event is no part of the answer.
+_ERROR: Final = re.compile(rb'data:\s*\{\s*"error"')
+_TOOL_CALLS: Final = b'"tool_calls":'
+
+
+@dataclass(slots=True)
+class Call:
+    """The run that the current task serves."""
+
+    opened: Opened
+    # Tokens that vLLM has got in this run.
+    tokens: int = 0
+    # Of those, tokens that were made in an earlier one, and are not charged again.
+    told_before: int = 0
+
+    @property
+    def name(self) -> str:
+        """As the front end knows it."""
+        return run_name(self.opened.answer_id, self.opened.run)
+
+
+call_of_task: ContextVar[Call | None] = ContextVar("call_of_task", default=None)
+"""None: what the current task serves is not kept."""
+
+
+class _Body(msgspec.Struct):
+    """What is looked at of a request; the rest is vLLM's."""
+
+    stream: bool | None = None
+    prompt: str | list[msgspec.Raw] | None = None
+    use_beam_search: bool | None = None
+    request_id: str | None = None
+
+
+class _Function(msgspec.Struct):
+    id: str | None = None
+
+
+class _Said(msgspec.Struct):
+    tool_calls: list[_Function] | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Said | None = None
+    message: _Said | None = None
+
+
+class _Response(msgspec.Struct):
+    """The ids of tool calls in a response, or in one event of it."""
+
+    choices: list[_Choice] = []
+
+    def tool_ids(self) -> list[str]:
+        """In their order."""
+        said = [
+            each for choice in self.choices for each in (choice.delta, choice.message) if each is not None
+        ]
+        return [call.id for each in said for call in each.tool_calls or () if call.id]
+
+
+_bodies = msgspec.json.Decoder(_Body)
+_responses = msgspec.json.Decoder(_Response)
+
+
+class Unavailable(Exception):
+    """`frontend_svc` does not answer."""
+
+
+class FrontendCalls:
+    """Calls of `frontend_svc`, which to this process is the engine core."""
+
+    def __init__(self, call: Callable[..., Awaitable[object]]) -> None:
+        """`call(method, *arguments)`: vLLM's call of an engine core's method."""
+        self._call = call
+
+    async def open(self, call: OpenCall) -> OpenReply:
+        """Raises Unavailable."""
+        return msgspec.convert(await self._ask(OPEN, call), OpenReply, builtin_types=(bytes,))
+
+    async def note(self, call: NoteCall) -> None:
+        """Returns once the note is kept. Raises Unavailable."""
+        await self._ask(NOTE, call)
+
+    async def close(self, call: CloseCall) -> None:
+        """Raises Unavailable."""
+        await self._ask(CLOSE, call)
+
+    async def _ask(self, method: str, call: msgspec.Struct) -> object:
+        try:
+            async with asyncio.timeout(_CALL_S):
+                return await self._call(method, msgspec.to_builtins(call, builtin_types=(bytes,)))
+        # vLLM raises a bare Exception with what a utility call's failure says.
+        except Exception as error:
+            raise Unavailable(str(error) or type(error).__name__) from error
+
+
+class KeepAnswers:
+    """Keep what is answered, and resume what was kept; see the module."""
+
+    frontend: ClassVar[FrontendCalls | None] = None
+    most_bytes: ClassVar[int] = DEFAULT_MAX_BODY_BYTES
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Handle one ASGI connection."""
+        frontend = self.frontend
+        if frontend is None or scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path not in PATHS:
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        key = headers.get(b"idempotency-key", b"").decode("latin-1").strip()
+        event_id = headers.get(b"last-event-id", b"").decode("latin-1").strip()
+        body = await read_body(receive, self.most_bytes)
+        if body is None:
+            await _deny(
+                send, Denied(status=400, kind="BadRequestError", message="The body did not come whole.")
+            )
+            return
+        asked = _asked(body)
+        streams = asked is not None and bool(asked.stream)
+        problem = _unkeepable(key, event_id, asked, bool(body))
+        if problem is None and (key or event_id or streams):
+            tenant = tenant_of_call.get()
+            call = OpenCall(
+                tenant="" if tenant is None else tenant.name,
+                key=key,
+                last_event_id=event_id,
+                path=path,
+                body=body,
+                digest=_digest(body),
+                request_name=_request_name(headers, asked),
+                streams=streams,
+            )
+            await self._keep(frontend, call, scope, replaying(body, receive), send)
+        elif problem is not None and (key or event_id):
+            await _deny(send, problem)
+        else:
+            await self._app(scope, replaying(body, receive), send)
+
+    async def _keep(
+        self, frontend: FrontendCalls, call: OpenCall, scope: Message, receive: Receive, send: Send
+    ) -> None:
+        try:
+            reply = await frontend.open(call)
+        except Unavailable as error:
+            log.warning("no answer can be kept now: %s", error)
+            if call.key or call.last_event_id:
+                message = "Answers cannot be kept or resumed now; try again later."
+                await _deny(send, Denied(status=503, kind="ServiceUnavailableError", message=message))
+                return
+            reply = OpenReply()
+        if reply.denied is not None:
+            await _deny(send, reply.denied)
+        elif reply.opened is None:
+            await self._app(scope, receive, send)
+        else:
+            await self._run(frontend, reply.opened, scope, receive, send)
+
+    async def _run(
+        self, frontend: FrontendCalls, opened: Opened, scope: Message, receive: Receive, send: Send
+    ) -> None:
+        call = Call(opened, told_before=opened.tokens)
+        left = _Left(receive)
+        response = _Kept(call, frontend, send, left.leave)
+        others = [(name, value) for name, value in scope["headers"] if name not in _OURS]
+        ours = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(opened.body)).encode()),
+            (b"x-request-id", opened.request_name.encode("latin-1", "replace")),
+        ]
+        token = call_of_task.set(call)
+        try:
+            again = replaying(opened.body, left.receive)
+            await self._app({**scope, "headers": [*others, *ours]}, again, response.send)
+        finally:
+            call_of_task.reset(token)
+            closing = CloseCall(
+                answer_id=opened.answer_id, run=opened.run, complete=response.complete, begun=response.begun
+            )
+            try:
+                await frontend.close(closing)
+            except Unavailable as error:
+                log.warning("an answer was not closed: %s", error)
+
+
+_OURS: Final = frozenset({b"content-type", b"content-length", b"transfer-encoding", b"x-request-id"})
+
+
+class _Left:
+    """What the app receives of its client, who leaves at the latest when told to."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._left = asyncio.Event()
+
+    def leave(self) -> None:
+        """As if the client had gone."""
+        self._left.set()
+
+    async def receive(self) -> Message:
+        """The next message of the client."""
+        told = asyncio.ensure_future(self._left.wait())
+        said = asyncio.ensure_future(self._receive())
+        try:
+            await asyncio.wait((told, said), return_when=asyncio.FIRST_COMPLETED)
+            return said.result() if said.done() else {"type": "http.disconnect"}
+        finally:
+            told.cancel()
+            said.cancel()
+
+
+class _Beyond(Exception):
+    """The client has more than is kept."""
+
+
+class _Kept:
+    """A response on its way out."""
+
+    def __init__(self, call: Call, frontend: FrontendCalls, send: Send, leave: Callable[[], None]) -> None:
+        self._call = call
+        self._frontend = frontend
+        self._send = send
+        self._leave = leave
+        # Held until there is something to send.
+        self._start: Message | None = None
+        self._status = 0
+        self._streams = False
+        self._rest = b""
+        # Events so far.
+        self._events = 0
+        self._failed = False
+        self._denied = False
+        self._tool_ids = 0
+        self.complete = False
+
+    @property
+    def begun(self) -> bool:
+        """Whether it is an answer, not a refusal."""
+        return self._status == HTTPStatus.OK
+
+    async def send(self, message: Message) -> None:
+        """What the app sends."""
+        if self._denied:
+            return
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            kind = dict(message["headers"]).get(b"content-type", b"")
+            self._streams = self.begun and kind.startswith(b"text/event-stream")
+            self._start = message
+            if not self.begun or (self._streams and not self._call.opened.skip):
+                await self._send_start()
+        elif message["type"] != "http.response.body" or not self.begun:
+            await self._send(message)
+        elif self._streams:
+            await self._send_events(message)
+        else:
+            await self._send_whole(message)
+
+    async def _send_start(self) -> None:
+        if self._start is not None:
+            start, self._start = self._start, None
+            await self._send(start)
+
+    async def _send_events(self, message: Message) -> None:
+        more = message.get("more_body", False)
+        *events, self._rest = (self._rest + message.get("body", b"")).split(_SEPARATOR)
+        try:
+            shown = [text for event in events if (text := await self._event(event)) is not None]
+            if not more and self._events < self._call.opened.skip and not self._failed:
+                raise _Beyond
+        except _Beyond:
+            self._denied = True
+            told = "This Last-Event-ID is of what a front end that is gone had, and nobody has kept."
+            await _deny(self._send, Denied(status=409, kind="ConflictError", message=told))
+            self._leave()
+            return
+        if not more and self._rest:
+            shown.append(self._rest)
+        self.complete = not more and not self._failed
+        if shown or not more:
+            await self._send_start()
+            await self._send({**message, "body": b"".join(shown)})
+
+    async def _event(self, event: bytes) -> bytes | None:
+        """As the client sees it; None: it has it already. Raises _Beyond."""
+        opened = self._call.opened
+        if self._failed or _ERROR.match(event):
+            self._failed = True
+            return event + _SEPARATOR
+        if not event.startswith(b"data:"):
+            return event + _SEPARATOR
+        self._events += 1
+        event = await self._as_before(event)
+        if self._events > opened.skip:
+            return b"id: %b.%d\n%b%b" % (self._call.name.encode(), self._events, event, _SEPARATOR)
+        if opened.skip_tokens != UNLIMITED and self._call.tokens > opened.skip_tokens:
+            raise _Beyond
+        return None
+
+    async def _send_whole(self, message: Message) -> None:
+        self._rest += message.get("body", b"")
+        if message.get("more_body", False):
+            return
+        body = await self._as_before(self._rest)
+        assert self._start is not None
+        fields = [field for field in self._start["headers"] if field[0].lower() != b"content-length"]
+        self._start["headers"] = [*fields, (b"content-length", str(len(body)).encode())]
+        self.complete = True
+        await self._send_start()
+        await self._send({**message, "body": body})
+
+    async def _as_before(self, text: bytes) -> bytes:
+        """What vLLM does not take from the request or the log, as it was in the first run."""
+        # It comes before anything that a model or a client has written.
+        text = _CREATED.sub(b'"created":%d' % self._call.opened.created_s, text, count=1)
+        if _TOOL_CALLS not in text:
+            return text
+        try:
+            found = _responses.decode(text.removeprefix(b"data:"))
+        except msgspec.MsgspecError:
+            return text
+        opened = self._call.opened
+        for drawn in found.tool_ids():
+            number, self._tool_ids = self._tool_ids, self._tool_ids + 1
+            if number < len(opened.notes):
+                text = text.replace(msgspec.json.encode(drawn), opened.notes[number], 1)
+                continue
+            note = NoteCall(answer_id=opened.answer_id, run=opened.run, note=msgspec.json.encode(drawn))
+            try:
+                await self._frontend.note(note)
+            except Unavailable as error:
+                log.warning("the id of a tool call is not kept: %s", error)
+        return text
+
+
+async def _deny(send: Send, denied: Denied) -> None:
+    later = {"retry-after": "1"} if denied.status == HTTPStatus.SERVICE_UNAVAILABLE else None
+    await send_error(send, HTTPStatus(denied.status), denied.kind, denied.message, later)
+
+
+def _asked(body: bytes) -> _Body | None:
+    """None: vLLM will say what is wrong with it."""
+    try:
+        return _bodies.decode(body)
+    except msgspec.MsgspecError:
+        return None
+
+
+def _unkeepable(key: str, event_id: str, asked: _Body | None, has_body: bool) -> Denied | None:
+    """Why this request is not kept."""
+
+    def bad(message: str) -> Denied:
+        return Denied(status=400, kind="BadRequestError", message=message)
+
+    if len(key) > _LONGEST_KEY or not key.isprintable():
+        return bad(f"An Idempotency-Key has at most {_LONGEST_KEY} printable characters.")
+    if asked is None:
+        # Whoever resumes need not say again what was asked.
+        return None if event_id and not has_body else bad("The body is not a JSON object as this API has it.")
+    if asked.use_beam_search:
+        return bad("A beam search cannot be kept: send it without Idempotency-Key.")
+    if asked.stream and isinstance(asked.prompt, list) and not _is_one(asked.prompt):
+        return bad("A stream of answers to several prompts cannot be kept: send it without Idempotency-Key.")
+    return None
+
+
+def _is_one(prompt: list[msgspec.Raw]) -> bool:
+    """Token ids, or one prompt in a list."""
+    return len(prompt) == 1 or bytes(prompt[0])[:1].isdigit() if prompt else True
+
+
+def _digest(body: bytes) -> bytes:
+    """Equal for equal JSON values."""
+    try:
+        canonical = msgspec.json.encode(msgspec.json.decode(body), order="sorted")
+    except msgspec.MsgspecError:
+        canonical = body
+    return sha256(canonical).digest()
+
+
+def _request_name(headers: dict[bytes, bytes], asked: _Body | None) -> str:
+    """What the client wants its request to be called."""
+    given = headers.get(b"x-request-id", b"").decode("latin-1")
+    return given or (asked.request_id if asked is not None else None) or ""

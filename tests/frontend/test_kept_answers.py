@@ -1,0 +1,258 @@
+"""What the middleware makes of a request and of its response, without vLLM and without a fleet."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Sequence
+
+import httpx
+import msgspec
+import pytest
+
+from frontend_svc.answers.calls import (
+    CLOSE,
+    NOTE,
+    OPEN,
+    UNLIMITED,
+    CloseCall,
+    Denied,
+    NoteCall,
+    OpenCall,
+    Opened,
+    OpenReply,
+)
+from frontend_svc.api_server.kept_answers import FrontendCalls, KeepAnswers, call_of_task
+from frontend_svc.api_server.middleware import Message, Receive, Send
+from frontend_svc.api_server.tenants import read_body
+
+CHAT = "/v1/chat/completions"
+STREAM = {"model": "m", "stream": True, "messages": []}
+
+
+class Frontend:
+    """What `frontend_svc` is called for; answers as a test says."""
+
+    def __init__(self) -> None:
+        self.reply: Callable[[OpenCall], OpenReply] = lambda call: OpenReply(opened=opened(body=call.body))
+        self.opened: list[OpenCall] = []
+        self.notes: list[bytes] = []
+        self.closed: list[CloseCall] = []
+        self.broken = False
+
+    async def __call__(self, method: str, *arguments: object) -> object:
+        (argument,) = arguments
+        if self.broken:
+            raise Exception("broken")
+        if method == OPEN:
+            call = msgspec.convert(argument, OpenCall, builtin_types=(bytes,))
+            self.opened.append(call)
+            # As it is once it has been sent.
+            return msgspec.msgpack.decode(msgspec.msgpack.encode(self.reply(call)))
+        if method == NOTE:
+            self.notes.append(msgspec.convert(argument, NoteCall, builtin_types=(bytes,)).note)
+        else:
+            assert method == CLOSE
+            self.closed.append(msgspec.convert(argument, CloseCall, builtin_types=(bytes,)))
+        return None
+
+
+def opened(
+    skip: int = 0,
+    skip_tokens: int = UNLIMITED,
+    notes: Sequence[bytes] = (),
+    body: bytes = b"{}",
+    run: int = 1,
+) -> Opened:
+    return Opened(
+        answer_id="a",
+        run=run,
+        skip=skip,
+        skip_tokens=skip_tokens,
+        tokens=0,
+        notes=list(notes),
+        body=body,
+        request_name="name",
+        created_s=1_700_000_000,
+    )
+
+
+class App:
+    """Streams what it is told to, in these pieces; or answers with it as a whole."""
+
+    def __init__(self, pieces: Sequence[bytes] = (), whole: bytes | None = None, status: int = 200) -> None:
+        self.pieces = pieces
+        self.whole = whole
+        self.status = status
+        self.bodies: list[bytes] = []
+        self.headers: dict[bytes, bytes] = {}
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        self.bodies.append(await read_body(receive, 1 << 20) or b"")
+        self.headers = dict(scope["headers"])
+        kind = b"application/json" if self.whole is not None else b"text/event-stream; charset=utf-8"
+        headers = [(b"content-type", kind)]
+        if self.whole is not None:
+            headers.append((b"content-length", str(len(self.whole)).encode()))
+        await send({"type": "http.response.start", "status": self.status, "headers": headers})
+        if self.whole is not None:
+            await send({"type": "http.response.body", "body": self.whole})
+            return
+        for piece in self.pieces:
+            if (call := call_of_task.get()) is not None:
+                call.tokens += piece.count(b'"t"')
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+Ask = Callable[..., Awaitable[httpx.Response]]
+
+
+@pytest.fixture
+def frontend(monkeypatch: pytest.MonkeyPatch) -> Frontend:
+    made = Frontend()
+    monkeypatch.setattr(KeepAnswers, "frontend", FrontendCalls(made))
+    return made
+
+
+async def ask(app: App, body: object = STREAM, path: str = CHAT, **headers: str) -> httpx.Response:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    transport = httpx.ASGITransport(KeepAnswers(app))
+    async with httpx.AsyncClient(transport=transport, base_url="http://f") as client:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await client.post(path, content=content, headers=named)
+
+
+def events(count: int, created: int = 5) -> list[bytes]:
+    made = [b'data: {"id":"x","created":%d,"n":%d,"t":1}\n\n' % (created, number) for number in range(count)]
+    return [*made, b"data: [DONE]\n\n"]
+
+
+def error(answer: httpx.Response) -> tuple[int, str]:
+    said = answer.json()["error"]
+    assert said.keys() == {"message", "type", "param", "code"} and said["code"] == answer.status_code
+    return answer.status_code, said["type"]
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+async def test_events_get_ids_however_they_are_cut(frontend: Frontend, size: int) -> None:
+    text = b"".join(events(2))
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    answer = await ask(App(pieces))
+    assert answer.text == (
+        'id: a.1.1\ndata: {"id":"x","created":1700000000,"n":0,"t":1}\n\n'
+        'id: a.1.2\ndata: {"id":"x","created":1700000000,"n":1,"t":1}\n\n'
+        "id: a.1.3\ndata: [DONE]\n\n"
+    )
+    assert frontend.closed == [CloseCall(answer_id="a", run=1, complete=True, begun=True)]
+
+
+async def test_it_is_run_again_as_it_was(frontend: Frontend) -> None:
+    frontend.reply = lambda call: OpenReply(opened=opened(skip=2, skip_tokens=2, body=b'{"old": 1}', run=3))
+    app = App(events(3))
+    answer = await ask(app, b"", last_event_id="a.1.2", x_request_id="other")
+    assert app.bodies == [b'{"old": 1}']
+    assert (app.headers[b"x-request-id"], app.headers[b"content-length"]) == (b"name", b"10")
+    assert answer.text.startswith("id: a.3.3\n") and answer.text.count("id: ") == 2
+    assert frontend.opened[0].last_event_id == "a.1.2"
+
+
+@pytest.mark.parametrize(("skip", "tokens"), [(3, 1), (9, UNLIMITED), (9, 4)])
+async def test_what_the_client_has_is_not_in_the_log(frontend: Frontend, skip: int, tokens: int) -> None:
+    frontend.reply = lambda call: OpenReply(opened=opened(skip=skip, skip_tokens=tokens))
+    answer = await ask(App(events(4)), last_event_id="a.1.9")
+    assert error(answer) == (409, "ConflictError")
+    assert not frontend.closed[0].complete
+
+
+async def test_an_error_in_the_middle_is_no_part_of_the_answer(frontend: Frontend) -> None:
+    pieces = [*events(1)[:1], b'data: {"error": {"code": 503}}\n\n', b"data: [DONE]\n\n"]
+    answer = await ask(App(pieces))
+    assert answer.text.count("id: ") == 1 and answer.text.endswith("data: [DONE]\n\n")
+    assert not frontend.closed[0].complete
+
+
+async def test_a_whole_answer(frontend: Frontend) -> None:
+    app = App(whole=b'{"id":"x","created":7,"choices":[]}')
+    answer = await ask(app, {"model": "m"}, idempotency_key="k")
+    assert answer.json() == {"id": "x", "created": 1_700_000_000, "choices": []}
+    assert frontend.opened[0].key == "k" and not frontend.opened[0].streams
+    assert frontend.closed == [CloseCall(answer_id="a", run=1, complete=True, begun=True)]
+
+
+def calls(*ids: str) -> list[dict[str, object]]:
+    return [{"index": 0, "id": each, "function": {"arguments": "{}"}} for each in ids]
+
+
+async def test_ids_of_tool_calls_stay_what_they_were(frontend: Frontend) -> None:
+    frontend.reply = lambda call: OpenReply(opened=opened(notes=[b'"first"']))
+    pieces = [
+        b"data: %b\n\n" % json.dumps({"choices": [{"delta": {"tool_calls": calls(name)}}]}).encode()
+        for name in ("drawn", "again")
+    ]
+    answer = await ask(App([*pieces, b"data: [DONE]\n\n"]))
+    assert '"first"' in answer.text and "drawn" not in answer.text and '"again"' in answer.text
+    assert frontend.notes == [b'"again"']
+    whole = App(whole=json.dumps({"choices": [{"message": {"tool_calls": calls("drawn", "two")}}]}).encode())
+    said = (await ask(whole, {"model": "m"}, idempotency_key="k")).json()
+    assert [call["id"] for call in said["choices"][0]["message"]["tool_calls"]] == ["first", "two"]
+
+
+async def test_a_refusal_leaves_nothing(frontend: Frontend) -> None:
+    answer = await ask(App(whole=b'{"error": {}}', status=400), idempotency_key="k")
+    assert answer.status_code == 400
+    assert frontend.closed == [CloseCall(answer_id="a", run=1, complete=False, begun=False)]
+
+
+async def test_what_is_denied_is_not_run(frontend: Frontend) -> None:
+    denied = Denied(status=422, kind="UnprocessableEntityError", message="no")
+    frontend.reply = lambda call: OpenReply(denied=denied)
+    app = App(events(1))
+    assert error(await ask(app, idempotency_key="k")) == (422, "UnprocessableEntityError")
+    assert app.bodies == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"stream": True, "prompt": ["a", "b"]},
+        {"stream": True, "prompt": [[1], [2]]},
+        {"use_beam_search": True},
+        b"no json",
+    ],
+)
+async def test_what_cannot_be_kept_is_refused_only_if_it_was_to_be(frontend: Frontend, body: object) -> None:
+    app = App(events(1))
+    assert error(await ask(app, body, idempotency_key="k")) == (400, "BadRequestError")
+    assert (await ask(app, body)).status_code == 200
+    assert frontend.opened == [] and len(app.bodies) == 1
+
+
+@pytest.mark.parametrize("prompt", ["a", ["a"], [1, 2, 3], [[1, 2]]])
+async def test_one_prompt_is_kept(frontend: Frontend, prompt: object) -> None:
+    await ask(App(events(1)), {"stream": True, "prompt": prompt}, path="/v1/completions")
+    assert len(frontend.opened) == 1
+
+
+async def test_nobody_else_is_concerned(frontend: Frontend) -> None:
+    app = App(events(1))
+    assert "id: " not in (await ask(app, path="/v1/responses", idempotency_key="k")).text
+    await ask(app, {"model": "m"})
+    assert frontend.opened == []
+    # What the front end has no room for.
+    frontend.reply = lambda call: OpenReply()
+    assert "id: " not in (await ask(app)).text
+
+
+async def test_without_the_front_end_only_what_was_asked_for_by_name_fails(frontend: Frontend) -> None:
+    frontend.broken = True
+    app = App(events(1))
+    refused = await ask(app, idempotency_key="k")
+    assert error(refused) == (503, "ServiceUnavailableError") and refused.headers["retry-after"]
+    assert (await ask(app)).status_code == 200
+
+
+async def test_equal_json_is_the_same_request(frontend: Frontend) -> None:
+    for body in (b'{"a": 1, "stream": true}', b'{"stream":true,"a":1}', b'{"stream":true,"a":2}'):
+        await ask(App(events(1)), body)
+    first, same, other = (call.digest for call in frontend.opened)
+    assert first == same != other
