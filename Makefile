@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .PHONY: help install up down test mutants test-features test-models test-vllm test-ranks lint format protos sbom bundle check-gpu docs soak bench-stream bench-transfer bench-swap \
 	bench-scale \
-	bench-decisions bench-policies bench-cache bench-cache-vllm bench-cache-live bench-pull bench-real bench-live bench-replays bench-overload bench-validation bench-simulation bench-etcd strangers chaos fuzz claims
+	bench-decisions bench-policies bench-cache bench-cache-vllm bench-cache-live bench-cache-router bench-pull bench-real bench-live bench-replays bench-overload bench-validation bench-simulation bench-etcd strangers chaos fuzz claims
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -124,6 +124,9 @@ bench-cache: install ## Placing by prefix on Mooncake's conversations, simulated
 
 bench-cache-vllm: install ## The simulator's prefix cache against real vLLM's, request by request
 	$(PYTHON) -m benchmarks.cache_vllm $(ARGS)
+
+bench-cache-router: install ## Conversations on Tailrace and on plain vLLM servers behind vLLM's router (ARGS=--router DIR)
+	$(PYTHON) -m benchmarks.cache_router $(ARGS)
 
 bench-pull: ## A prefix pulled from another real vLLM worker against one that is computed
 	@scripts/install.sh --rust

@@ -11,27 +11,23 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import random
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
 from openai import AsyncOpenAI
-from openai.types.chat import ChatCompletionMessageParam
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.conversations import TURNS, Users, later_ttfts_s
 from benchmarks.loadgen import percentile
 from benchmarks.real.fleet import Engines, Fleet, running_fleet
 from benchmarks.report import machine, save
 
 POLICIES: Final = ("round_robin", "least_loaded", "session", "prefix_affinity", "tailrace")
 ROUNDS: Final = 2
-_TURNS: Final = 5
-_SYSTEM: Final = "You are a patient counter who answers briefly and in order. " * 6
 _SETTLE_S: Final = 10.0
 _CALL_S: Final = 60.0
 
@@ -48,56 +44,6 @@ class Outcome:
     # To the first chunk of the answer, of all turns but the first of each conversation.
     ttft_p50_s: float
     ttft_p90_s: float
-
-
-class Users:
-    """A closed loop of so many users."""
-
-    def __init__(self, url: str, model: str, users: int, conversations: int) -> None:
-        self._url = url
-        self._model = model
-        self._users = users
-        self._conversations = conversations
-
-    async def run(self, name: str) -> list[float]:
-        """All conversations; seconds to the first chunk of each turn but the first of each."""
-        left = list(range(self._conversations))
-        seconds: list[float] = []
-
-        async def user(openai: AsyncOpenAI) -> None:
-            while left:
-                seconds.extend(await self._conversation(openai, f"{name} {left.pop()}"))
-
-        # Its own connections: servers close those that were idle between two runs.
-        async with (
-            AsyncOpenAI(base_url=f"{self._url}/v1", api_key="none", timeout=_CALL_S, max_retries=0) as openai,
-            asyncio.TaskGroup() as users,
-        ):
-            for _ in range(self._users):
-                users.create_task(user(openai))
-        return seconds
-
-    async def _conversation(self, openai: AsyncOpenAI, name: str) -> list[float]:
-        draw = random.Random(name)
-        messages: list[ChatCompletionMessageParam] = [{"role": "system", "content": _SYSTEM}]
-        seconds: list[float] = []
-        for turn in range(_TURNS):
-            said = " ".join(str(draw.randrange(1_000)) for _ in range(25 if turn else 120))
-            messages.append({"role": "user", "content": f"{name}: {said}"})
-            began_s = time.perf_counter()
-            first_s = 0.0
-            answer: list[str] = []
-            stream = await openai.chat.completions.create(
-                model=self._model, messages=messages, max_tokens=4, temperature=0.0, stream=True
-            )
-            async for chunk in stream:
-                first_s = first_s or time.perf_counter() - began_s
-                answer.extend(choice.delta.content or "" for choice in chunk.choices)
-            messages.append({"role": "assistant", "content": "".join(answer)})
-            if turn:
-                seconds.append(first_s)
-            await asyncio.sleep(draw.uniform(0.05, 0.3))
-        return seconds
 
 
 async def counted(fleet: Fleet) -> tuple[int, int]:
@@ -130,13 +76,13 @@ async def measure(users: int, conversations: int, console: Console) -> list[Outc
             for policy in POLICIES:
                 await fleet.set_policy(policy)
                 before = await settled(fleet)
-                seconds = await loop.run(f"{policy} {number}")
+                seconds = later_ttfts_s(await loop.run(f"{policy} {number}"))
                 after = await settled(fleet)
                 outcomes.append(
                     Outcome(
                         policy=policy,
                         round=number,
-                        requests=conversations * _TURNS,
+                        requests=conversations * TURNS,
                         prompt_tokens=after[0] - before[0],
                         cached_tokens=after[1] - before[1],
                         ttft_p50_s=percentile(seconds, 0.5),

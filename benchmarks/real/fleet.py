@@ -28,6 +28,8 @@ BLOCK_TOKENS: Final = 32
 KV_BLOCKS: Final = 96
 MAX_LEN: Final = 2_900
 
+FAST_FRONT: Final = "rust" if (Path(sys.executable).parent / "vllm-rs").exists() else "python"
+
 NO_PARAMETERS: Final[Mapping[str, str]] = MappingProxyType({})
 
 _CALL_S: Final = 10.0
@@ -168,11 +170,12 @@ class Counts:
 
 
 @contextlib.asynccontextmanager
-async def running_fleet(engines: Engines) -> AsyncIterator[Fleet]:
-    """A fleet of its own for the block."""
-    front = "rust" if (Path(sys.executable).parent / "vllm-rs").exists() else "python"
-    arguments = ["--workers", str(engines.workers), "--policy", "least_loaded", "--no-traces", "--"]
-    arguments += engines.arguments()
+async def running_fleet(
+    engines: Engines, front: str = FAST_FRONT, arguments: Sequence[str] = ()
+) -> AsyncIterator[Fleet]:
+    """A fleet of its own for the block. `arguments`: further ones of `tailrace up`."""
+    arguments = ["--workers", str(engines.workers), "--policy", "least_loaded", "--no-traces", *arguments]
+    arguments += ["--", *engines.arguments()]
     cluster = await asyncio.to_thread(TailraceCluster, "tailrace", arguments, front)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(asyncio.to_thread, cluster.__exit__, None, None, None)

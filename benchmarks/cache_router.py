@@ -1,0 +1,229 @@
+"""`make bench-cache-router`: conversations on two real vLLM engines behind Tailrace, and on two behind vLLM's
+own router (https://pypi.org/project/vllm-router), which places by prefix, too.
+
+The engines are set up alike, the API servers are vLLM's in Python, the load is one closed loop of users. Both
+fleets are up at once and are asked in turn; runs of one number ask the same, so that their answers can be
+compared. Found is what the servers say of each prompt (`prompt_tokens_details`).
+
+The router is no part of Tailrace: `pip install --target DIR vllm-router`, then `--router DIR`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from openai import AsyncOpenAI
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.conversations import Turn, Users, later_ttfts_s
+from benchmarks.loadgen import percentile
+from benchmarks.real.fleet import BLOCK_TOKENS, Engines, running_fleet
+from benchmarks.report import machine, save
+from benchmarks.servers import MODEL, ServeProcess
+from tailrace.local.ports import free_ports
+from tailrace.tiny import MODEL_PATH, REASONING_PARSER
+
+# By who places: the policies that are compared. Those of one place in the lists ask the same.
+TAILRACE: Final = ("tailrace", "prefix_affinity", "least_loaded")
+ROUTER: Final = ("cache_aware", "kv_aware", "round_robin")
+_ENGINES: Final = Engines(kv_blocks=400, max_len=2_048, workers=2)
+_ANSWER_TOKENS: Final = 8
+_START_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One policy, one round. `different`: answers that are not those of the policy it is compared with."""
+
+    fleet: str
+    policy: str
+    round: int
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    ttft_p50_s: float
+    ttft_p90_s: float
+    different: int
+
+
+class PlainServer(ServeProcess):
+    """`vllm serve` with the engine of a worker; tells of its KV at `events`."""
+
+    def __init__(self, number: int) -> None:
+        (port,) = free_ports(1)
+        self.events = f"tcp://127.0.0.1:{port}"
+        options = ["--served-model-name", MODEL, "--reasoning-parser", REASONING_PARSER]
+        options += ["--enforce-eager", "--dtype", "float32", "--distributed-executor-backend", "uni"]
+        options += ["--no-async-scheduling", "--enable-prompt-tokens-details"]
+        options += ["--num-gpu-blocks-override", str(_ENGINES.kv_blocks), "--block-size", str(BLOCK_TOKENS)]
+        options += ["--max-model-len", str(_ENGINES.max_len), "--max-num-seqs", "32"]
+        options += ["--uvicorn-log-level", "warning"]
+        told = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.events}
+        options += ["--kv-events-config", json.dumps(told)]
+        environment = {
+            # Without this vLLM turns `uni` back to `mp`, which spins on shared memory on two cores.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        super().__init__(f"plain server {number}", MODEL_PATH, options, environment)
+
+
+@contextmanager
+def router(folder: Path, policy: str, servers: Sequence[PlainServer]) -> Iterator[str]:
+    """vLLM's router over these servers, from the packages in `folder`; its URL."""
+    port, metrics = free_ports(2)
+    command = [sys.executable, "-m", "vllm_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--policy", policy, "--prometheus-port", str(metrics), "--log-level", "warning"]
+    command += ["--worker-urls", *(server.url for server in servers)]
+    if policy == "kv_aware":
+        command += ["--kv-event-block-size", str(BLOCK_TOKENS), "--kv-event-model", str(MODEL_PATH)]
+        for server in servers:
+            command += ["--kv-event-source", f"{server.url}={server.events}"]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"},
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            if not _answers(f"{url}/v1/models", process):
+                log.seek(0)
+                last = log.read().decode(errors="replace")[-3_000:]
+                raise RuntimeError(f"the router did not start ({policy}):\n{last}")
+            yield url
+        finally:
+            process.terminate()
+            process.wait(timeout=30)
+
+
+def _answers(url: str, process: subprocess.Popen[bytes]) -> bool:
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(url, timeout=2):
+                return True
+        except OSError:
+            time.sleep(0.2)
+    return False
+
+
+def outcome(
+    fleet: str, policy: str, number: int, turns: Sequence[Turn], others: Sequence[Turn] = ()
+) -> Outcome:
+    """In figures; `others` asked the same of somebody else."""
+    wanted = {(turn.conversation, turn.number): turn.answer for turn in others}
+    waits = later_ttfts_s(list(turns))
+    return Outcome(
+        fleet,
+        policy,
+        number,
+        len(turns),
+        sum(turn.prompt_tokens for turn in turns),
+        sum(turn.cached_tokens for turn in turns),
+        percentile(waits, 0.5),
+        percentile(waits, 0.9),
+        sum(wanted.get((t.conversation, t.number), t.answer) != t.answer for t in turns),
+    )
+
+
+async def measure(
+    folder: Path, users: int, conversations: int, rounds: int, console: Console
+) -> list[Outcome]:
+    """Both fleets, in turn."""
+    outcomes: list[Outcome] = []
+    with ExitStack() as plain:
+        console.print("starting two plain servers, their routers, and Tailrace", style="dim")
+        servers = [plain.enter_context(PlainServer(number)) for number in range(_ENGINES.workers)]
+        routers = {policy: plain.enter_context(router(folder, policy, servers)) for policy in ROUTER}
+        front = ("python", ["--frontend-arg=--enable-prompt-tokens-details"])
+        async with running_fleet(_ENGINES, *front) as fleet:
+            async with AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="none") as openai:
+                model = (await openai.models.list()).data[0].id
+
+            def loop(url: str, name: str) -> Users:
+                return Users(url, name, users, conversations, _ANSWER_TOKENS)
+
+            for url, name in ((fleet.url, model), *((url, MODEL) for url in routers.values())):
+                await loop(url, name).run("warm up")
+            for number in range(rounds):
+                for ours, theirs in zip(TAILRACE, ROUTER, strict=True):
+                    run = f"{ours} {number}"
+                    await fleet.set_policy(ours)
+                    own = await loop(fleet.url, model).run(run)
+                    other = await loop(routers[theirs], MODEL).run(run)
+                    outcomes.append(outcome("tailrace", ours, number, own))
+                    outcomes.append(outcome("vllm-router", theirs, number, other, own))
+                    for each in outcomes[-2:]:
+                        console.print(each, style="dim")
+    return outcomes
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    """One row a policy, all rounds in each cell."""
+    result = Table(title="Conversations on two real vLLM engines, round by round")
+    result.add_column("placed by", no_wrap=True)
+    for heading in ("found %", "TTFT P50 ms", "TTFT P90 ms", "different answers"):
+        result.add_column(heading, justify="right")
+    groups: Mapping[str, Sequence[str]] = {"tailrace": TAILRACE, "vllm-router": ROUTER}
+    for fleet, policies in groups.items():
+        for policy in policies:
+            rounds = [o for o in outcomes if (o.fleet, o.policy) == (fleet, policy)]
+            result.add_row(
+                f"{fleet}: {policy}",
+                " / ".join(f"{100 * o.cached_tokens / max(1, o.prompt_tokens):.1f}" for o in rounds),
+                " / ".join(f"{1e3 * o.ttft_p50_s:.0f}" for o in rounds),
+                " / ".join(f"{1e3 * o.ttft_p90_s:.0f}" for o in rounds),
+                "" if fleet == "tailrace" else " / ".join(f"{o.different} of {o.requests}" for o in rounds),
+            )
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; the exit status is 1 if answers differ."""
+    parser = argparse.ArgumentParser(
+        prog="make bench-cache-router",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--router", type=Path, required=True, metavar="DIR", help="where vllm-router is")
+    parser.add_argument("--users", type=int, default=6)
+    parser.add_argument("--conversations", type=int, default=24, help="of each policy and round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
+    given = parser.parse_args(arguments)
+    if not (given.router / "vllm_router").is_dir():
+        parser.error(f"--router: no vllm-router in {given.router}; pip install --target DIR vllm-router")
+    console = Console(stderr=True)
+    outcomes = asyncio.run(measure(given.router, given.users, given.conversations, given.rounds, console))
+    figures: dict[str, object] = {"users": given.users, "runs": [asdict(each) for each in outcomes]}
+    path = save("cache-router", figures)
+    if given.output == "json":
+        json.dump({"benchmark": "cache-router", "machine": machine(), **figures}, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        # A file or a pipe has no width of its own.
+        Console(width=None if sys.stdout.isatty() else 120).print(table(outcomes))
+    console.print(f"saved to {path}")
+    return 1 if any(each.different for each in outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
