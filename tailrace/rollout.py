@@ -423,7 +423,8 @@ def _draining_words(record: RolloutRecord, fleet: FleetFacts) -> str:
     moving = sum(instance.moving for instance in old.values())
     now = [name for name in record.draining if name in old and not old[name].empty]
     later = [name for name in old if name not in record.draining]
-    words = f"{requests} requests left on {fingerprint(record.before)}, {moving} moving"
+    plural = "" if requests == 1 else "s"
+    words = f"{requests} request{plural} left on {fingerprint(record.before)}, {moving} moving"
     if now:
         words += f"; draining {_words(now)}"
     return f"{words}; {len(later)} to drain" if later else words

@@ -152,7 +152,8 @@ def _wait(connection: Admin, model: str, begun: RolloutInfo, timeout_s: float, o
     last = begun
     for event in _events(connection, model, begun, timeout_s):
         last = event.rollout
-        note(f"{model}: {last.message}")
+        if not event.done:
+            note(f"{model}: {last.message}")
         if event.done and (last.state == ROLLOUT_STATE_DONE or output is Output.JSON):
             _tell(model, last, output)
         if event.done and last.state != ROLLOUT_STATE_DONE:

@@ -231,6 +231,9 @@ def test_old_instances_are_emptied_one_after_the_other() -> None:
     first = draining(fleet(*loaded))
     assert (first.draining, first.step_s) == (["b"], 200.0)
     assert draining(fleet(*loaded), 200.0, "b").draining == ["b"]
+    said = describe(draining(fleet(*loaded), 200.0, "b"), fleet(*loaded))
+    left = f"7 requests left on {fingerprint(OLD)}, 0 moving; draining b; 1 to drain"
+    assert said == f"new requests go to {fingerprint(NEW)}; {left}"
     # One long answer does not hold up the others for ever.
     assert draining(fleet(*loaded), 190.0 + STEP_S, "b").draining == ["b", "a"]
     emptied = fleet(instance("a", requests=5), instance("b", empty=True), instance("c", NEW))
