@@ -275,8 +275,15 @@ class Operation(RuleBasedStateMachine):
         self.connected = True
         self.record: RolloutRecord | None = None
 
+    def draining(self) -> set[str]:
+        """As membership has it: those that are named, as long as they run what goes."""
+        record = self.record
+        if record is None:
+            return set()
+        return {n for n in record.draining if n in self.instances and record.is_old(self.instances[n])}
+
     def facts(self) -> FleetFacts:
-        drained = set() if self.record is None else {*self.record.draining}
+        drained = self.draining()
         found = [
             instance(
                 name,
@@ -310,10 +317,9 @@ class Operation(RuleBasedStateMachine):
     @rule()
     def a_request_comes(self) -> None:
         takes = OLD if self.record is None else self.record.takes
-        drained = set() if self.record is None else {*self.record.draining}
         able = [n for n, key in self.instances.items() if covers(takes, key) and n not in self.bad]
         # The model that takes new requests never drains.
-        assert not drained & set(able)
+        assert not self.draining() & set(able)
         if able:
             self.requests[able[0]] += 1
 
