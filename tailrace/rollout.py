@@ -113,6 +113,17 @@ class FrontEndFacts:
     # Keys of the models to whose instances it is connected.
     connected: frozenset[str] = frozenset()
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether it had weights to look at; else it goes by the name of its model."""
+        return ":" in self.key
+
+    def answers(self, instance: InstanceFacts) -> bool:
+        """Whether it sends new requests to this instance while no record says where."""
+        if not instance.key or not covers(self.key, instance.key):
+            return False
+        return self.has_weights or instance.model == self.model
+
 
 @dataclass(frozen=True, slots=True)
 class FleetFacts:
@@ -170,10 +181,12 @@ def begin(
     new = _target(to, fleet)
     if present is not None and present.new == new and present.state is not RolloutState.FAILED:
         return present
-    if present is not None and present.under_way:
+    if present is not None and present.under_way and not _reverses(present, new):
+        end = "wait for its end"
+        if not present.undoes:
+            end += f", or take it back: tailrace rollout undo {model}"
         raise _not_now(
-            f"a rollout of {model} to {fingerprint(present.new)} is under way ({present.state.value}); "
-            f"wait for its end, or take it back: tailrace rollout undo {model}"
+            f"a rollout of {model} to {fingerprint(present.new)} is under way ({present.state.value}); {end}"
         )
     if present is not None and (not fronts or any(present.governs(front.key) for front in fronts)):
         before = present.takes
@@ -201,10 +214,13 @@ def undo(
     model: str, fleet: FleetFacts, present: RolloutRecord | None, now_s: float, prepare_s: float
 ) -> RolloutRecord:
     """The record that takes the present rollout back: new requests go where they went before, and what the
-    new model has begun it finishes. Raises RolloutRefused."""
+    new model has begun it finishes. The present one if that is under way or done: the same again, from a
+    second operator or after a lost reply, must not bring the new model back. Raises RolloutRefused."""
     if present is None:
         raise RolloutRefused(Problem.UNKNOWN, f"there is no rollout of {model}")
-    if present.state is RolloutState.FAILED:
+    if present.undoes and present.state is not RolloutState.FAILED:
+        return present
+    if present.state is RolloutState.FAILED and not present.undoes:
         raise _not_now(
             f"the rollout of {model} to {fingerprint(present.new)} has changed nothing: {present.reason}"
         )
@@ -213,13 +229,20 @@ def undo(
     fronts = fleet.serving(model)
     if fronts and not any(present.governs(front.key) for front in fronts):
         raise _not_now(f"front ends of {model} have another configuration or tokenizer by now")
-    _check_warm(present.before, fleet)
+    # One that failed is tried again.
+    before, new = (present.before, present.new) if present.undoes else (present.new, present.before)
+    if covers(new, before):
+        raise _not_now(
+            f"new requests of {model} went to several precisions before, {fingerprint(before)} among them; "
+            f"name one: tailrace rollout start {model} --to FINGERPRINT"
+        )
+    _check_warm(new, fleet)
     return RolloutRecord(
         model=model,
-        before=present.new,
-        new=present.before,
+        before=before,
+        new=new,
         state=RolloutState.PREPARING,
-        undoes=not present.undoes,
+        undoes=True,
         begun_s=now_s,
         prepare_by_s=now_s + prepare_s,
     )
@@ -231,16 +254,30 @@ def check_forgettable(model: str, fleet: FleetFacts, present: RolloutRecord | No
         raise RolloutRefused(Problem.UNKNOWN, f"there is no rollout of {model}")
     if present.under_way:
         raise _not_now(f"the rollout of {model} is under way ({present.state.value})")
+    takes = fleet.running(present.takes)
+    fronts = [front for front in fleet.serving(model) if present.governs(front.key)]
     others = [
         front.frontend_id
-        for front in fleet.serving(model)
-        if present.governs(front.key) and not covers(front.key, present.takes)
+        for front in fronts
+        if not (covers(front.key, present.takes) if front.has_weights else any(map(front.answers, takes)))
     ]
     if others:
         raise _not_now(
             f"{_words(others)}: started with another model than the one that takes new requests "
             f"({fingerprint(present.takes)}); restart with that one (--model) first"
         )
+    strays = sorted(
+        instance.instance_id
+        for instance in fleet.instances.values()
+        if instance not in takes and any(front.answers(instance) for front in fronts)
+    )
+    if strays:
+        raise _not_now(f"{_words(strays)}: without the record new requests would go there, too; stop first")
+
+
+def _reverses(present: RolloutRecord, new: str) -> bool:
+    """Whether a rollout that takes another back has gone so far that it can be reversed itself."""
+    return present.undoes and present.state is RolloutState.DRAINING and present.before == new
 
 
 def _fronts(model: str, fleet: FleetFacts, present: RolloutRecord | None) -> list[FrontEndFacts]:
@@ -274,10 +311,8 @@ def _served(model: str, new: str, fronts: Iterable[FrontEndFacts], fleet: FleetF
     """Key of what takes new requests while no record says so: as exact as the instances allow."""
     found: set[str] = set()
     for front in fronts:
-        # Of a front end that has no weights to look at, by the name of its model.
-        weights = ":" in front.key
-        keys = {i.key for i in fleet.running(front.key) if weights or i.model == front.model}
-        found |= keys or ({front.key} if weights else set())
+        keys = {i.key for i in fleet.instances.values() if front.answers(i)}
+        found |= keys or ({front.key} if front.has_weights else set())
     by_weights: dict[str, set[str]] = {}
     for key in found:
         by_weights.setdefault(":".join(key.split(":")[:2]), set()).add(key)
@@ -286,6 +321,8 @@ def _served(model: str, new: str, fronts: Iterable[FrontEndFacts], fleet: FleetF
         by_weights = {short: keys for short, keys in by_weights.items() if not covers(short, new)}
     if len(by_weights) == 1:
         short, keys = by_weights.popitem()
+        # Of two precisions, the other one: instances of the new one take requests as soon as they are there.
+        keys = keys - {new} or keys
         return keys.pop() if len(keys) == 1 else short
     if not by_weights:
         raise _not_now(
@@ -417,7 +454,12 @@ def _drain(record: RolloutRecord, fleet: FleetFacts, now_s: float) -> RolloutRec
 
 def _draining_words(record: RolloutRecord, fleet: FleetFacts) -> str:
     if not fleet.warm(record.new):
-        return f"they are refused: {_cold(record.new, fleet)}; tailrace rollout undo {record.model}"
+        back = (
+            f"start {record.model} --to {fingerprint(record.before)}"
+            if record.undoes
+            else f"undo {record.model}"
+        )
+        return f"they are refused: {_cold(record.new, fleet)}; tailrace rollout {back}"
     old = old_instances(record, fleet)
     requests = sum(instance.requests for instance in old.values())
     moving = sum(instance.moving for instance in old.values())

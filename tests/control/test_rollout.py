@@ -72,7 +72,16 @@ def test_what_is_served_is_as_exact_as_the_instances_allow() -> None:
     assert started(two_formats).before == "text:old"
     # From one format to the other: those of the other are the old ones.
     record = started(two_formats, to=fingerprint("text:old:fp8"))
+    assert (record.before, record.new) == (OLD, "text:old:fp8")
     assert (record.is_old("text:old:bf16"), record.is_old("text:old:fp8")) == (True, False)
+    back = undo("chat", two_formats, replace_record(record, RolloutState.DRAINING), 110.0, 60.0)
+    assert (back.new, back.is_old("text:old:fp8"), back.is_old("text:old:bf16")) == (OLD, True, False)
+    # Three formats: what was before cannot be had again by one fingerprint.
+    three = fleet(*two_formats.instances.values(), instance("e", "text:old:int8"))
+    record = replace_record(started(three, to="text:old:fp8"), RolloutState.DONE)
+    assert record.before == "text:old"
+    with pytest.raises(RolloutRefused, match="went to several precisions before"):
+        undo("chat", three, record, 110.0, 60.0)
     # All of the old ones are gone already.
     assert started(fleet(instance("c", NEW))).before == "text:old"
 
@@ -190,6 +199,23 @@ def test_it_is_taken_back() -> None:
         undo("chat", fleet(instance("c", NEW)), replace_record(record, RolloutState.DONE), 110.0, 60.0)
 
 
+def test_taking_it_back_twice_does_not_bring_the_new_model_back() -> None:
+    """A second operator, or the same one whose first reply was lost."""
+    back = undo("chat", TWO, replace_record(started(), RolloutState.DRAINING), 110.0, 60.0)
+    for state in (RolloutState.PREPARING, RolloutState.DRAINING, RolloutState.DONE):
+        record = replace_record(back, state)
+        assert undo("chat", TWO, record, 120.0, 60.0) is record
+    # One that failed is tried again.
+    again = undo("chat", TWO, replace_record(back, RolloutState.FAILED), 120.0, 60.0)
+    assert (again.before, again.new, again.undoes) == (NEW, OLD, True)
+    # Forward again by name alone, and not before it is known where requests go.
+    refused = refusal(TWO, "/new", back)
+    assert "is under way (preparing); wait for its end" in str(refused) and "undo" not in str(refused)
+    for state in (RolloutState.DRAINING, RolloutState.DONE):
+        forward = started(present=replace_record(back, state))
+        assert (forward.before, forward.new, forward.undoes) == (OLD, NEW, False)
+
+
 def test_it_is_forgotten_once_front_ends_know_by_themselves() -> None:
     record = started()
     with pytest.raises(RolloutRefused, match="is under way"):
@@ -201,6 +227,18 @@ def test_it_is_forgotten_once_front_ends_know_by_themselves() -> None:
     check_forgettable("chat", fleet(*TWO.instances.values(), fronts=(restarted,)), done)
     with pytest.raises(RolloutRefused, match="there is no rollout"):
         check_forgettable("chat", TWO, None)
+    # One without weights goes by the name of its model.
+    by_name = replace(FRONT, key="text")
+    with pytest.raises(RolloutRefused, match="f0: started with another model"):
+        check_forgettable("chat", fleet(*TWO.instances.values(), fronts=(by_name,)), done)
+    by_name = replace(by_name, model="/new")
+    check_forgettable("chat", fleet(*TWO.instances.values(), fronts=(by_name,)), done)
+    # Front ends cannot tell one precision from another.
+    formats = fleet(instance("a"), instance("b", "text:old:fp8"))
+    done = replace_record(started(formats, "text:old:fp8"), RolloutState.DONE)
+    with pytest.raises(RolloutRefused, match="a: without the record new requests would go there, too"):
+        check_forgettable("chat", formats, done)
+    check_forgettable("chat", fleet(instance("b", "text:old:fp8")), done)
 
 
 # ---- what comes next
