@@ -15,18 +15,16 @@ from tailrace.control.reported_instance import ReportedInstance
 from tailrace.records import InstanceRecord
 from tailrace.rollout import (
     FleetFacts,
-    FrontEndFacts,
     InstanceFacts,
     RolloutRecord,
     advance,
     describe,
 )
 from tailrace.store.client import StoreUnavailable
-from tailrace.store.membership import Membership
+from tailrace.store.membership import Membership, front_ends
 
 log = logging.getLogger(__name__)
 
-FRONTEND: Final = "frontend"
 _POLL_S: Final = 0.25
 # A request placed just before an instance began to drain shows in a report by then.
 _SETTLED_S: Final = 1.0
@@ -63,7 +61,8 @@ class Rollouts:
         while True:
             await self._leading.wait()
             for record in list(self._members.rollouts.values()):
-                await self._step(record)
+                if record.under_way:
+                    await self._step(record)
             await asyncio.sleep(_POLL_S)
 
     def facts(self) -> FleetFacts:
@@ -72,18 +71,7 @@ class Rollouts:
         draining = self._members.draining
         self._draining_since = {name: self._draining_since.get(name, now_s) for name in draining}
         instances = {name: self._instance(name, record) for name, record in self._members.instances.items()}
-        frontends = {
-            service_id: FrontEndFacts(
-                service_id,
-                record.model_name,
-                record.model_key,
-                record.model,
-                frozenset(record.connected_models),
-            )
-            for (kind, service_id), record in self._members.services.items()
-            if kind == FRONTEND
-        }
-        return FleetFacts(instances, frontends)
+        return FleetFacts(instances, front_ends(self._members.services), self._members.rollouts)
 
     async def _step(self, record: RolloutRecord) -> None:
         following = advance(record, self.facts(), self._wall_s())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -118,6 +118,13 @@ class FrontEndFacts:
         """Whether it had weights to look at; else it goes by the name of its model."""
         return ":" in self.key
 
+    def uses(self, instance: InstanceFacts, rollouts: Mapping[str, RolloutRecord]) -> bool:
+        """Whether it sends new requests to instances of this model. `rollouts`: all, by name."""
+        rollout = rollouts.get(self.name)
+        if rollout is None or not rollout.governs(self.key):
+            return self.answers(instance)
+        return bool(instance.key) and covers(rollout.takes, instance.key)
+
     def answers(self, instance: InstanceFacts) -> bool:
         """Whether it sends new requests to this instance while no record says where."""
         if not instance.key or not covers(self.key, instance.key):
@@ -131,6 +138,13 @@ class FleetFacts:
 
     instances: Mapping[str, InstanceFacts]
     frontends: Mapping[str, FrontEndFacts]
+    # By the name that users call the model.
+    rollouts: Mapping[str, RolloutRecord] = field(default_factory=dict)
+
+    def users(self, instance: InstanceFacts) -> list[str]:
+        """Names whose new requests go to this instance's model."""
+        fronts = self.frontends.values()
+        return sorted({front.name for front in fronts if front.name and front.uses(instance, self.rollouts)})
 
     def serving(self, model: str) -> list[FrontEndFacts]:
         """Front ends whose users call a model so."""
@@ -401,12 +415,16 @@ def missing(record: RolloutRecord, fleet: FleetFacts) -> str:
 
 
 def old_instances(record: RolloutRecord, fleet: FleetFacts) -> dict[str, InstanceFacts]:
-    """Instances of the model that goes, by id."""
+    """Instances of the model that goes, by id; not those that another name uses."""
     return {
         name: instance
         for name, instance in sorted(fleet.instances.items())
-        if instance.key and record.is_old(instance.key)
+        if instance.key and record.is_old(instance.key) and not _shared_by(record, instance, fleet)
     }
+
+
+def _shared_by(record: RolloutRecord, instance: InstanceFacts, fleet: FleetFacts) -> list[str]:
+    return [name for name in fleet.users(instance) if name != record.model]
 
 
 def describe(record: RolloutRecord, fleet: FleetFacts) -> str:
@@ -420,9 +438,19 @@ def describe(record: RolloutRecord, fleet: FleetFacts) -> str:
             return f"new requests go to {new}; {_draining_words(record, fleet)}"
         case RolloutState.DONE:
             again = " again" if record.undoes else ""
-            return f"done: new requests go to {new}{again}, and no request of {before} is left"
+            stay = _staying(record, fleet)
+            return f"done: new requests go to {new}{again}, and {stay or f'no request of {before} is left'}"
         case RolloutState.FAILED:
             return f"given up: {record.reason}; new requests go to {before} as before"
+
+
+def _staying(record: RolloutRecord, fleet: FleetFacts) -> str:
+    """Instances of the old model that another name uses, in words; empty: there are none."""
+    olds = [i for i in fleet.instances.values() if i.key and record.is_old(i.key)]
+    shared = {i.instance_id: users for i in olds if (users := _shared_by(record, i, fleet))}
+    names = sorted({name for users in shared.values() for name in users})
+    old = fingerprint(record.before)
+    return f"{_words(names)} keeps {_words(sorted(shared))} of {old}" if shared else ""
 
 
 def _prepare(record: RolloutRecord, fleet: FleetFacts, now_s: float) -> RolloutRecord:

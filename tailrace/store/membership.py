@@ -22,13 +22,14 @@ from tailrace.records import (
     decode_policy,
     decode_slo,
 )
-from tailrace.rollout import RolloutRecord
+from tailrace.rollout import FrontEndFacts, InstanceFacts, RolloutRecord
 from tailrace.slo import Slo
 from tailrace.store.store import TOMBSTONES, Store
 
 log = logging.getLogger(__name__)
 
 _HOLD_S: Final = 60.0
+_FRONTEND: Final = "frontend"
 
 _Record = TypeVar("_Record", InstanceRecord, ServiceRecord, ProfileRecord, RolloutRecord)
 
@@ -196,7 +197,7 @@ class Membership:
         # By an operator; those that were told to stop; and those whose model goes.
         self._drained = frozenset(key.partition("/")[2] for key in mapping if key.startswith("drains/"))
         stopping = {name for name, record in self._instances.items() if record.draining}
-        self._draining = self._drained | stopping | _leaving(self._instances, rollouts)
+        self._draining = self._drained | stopping | _leaving(self._instances, services, rollouts)
         self._stages = _stages(mapping.get("stages"))
         with _left_as_it_was("policy"):
             self._policy = decode_policy(mapping.get("policy", b""))
@@ -241,18 +242,43 @@ class Membership:
         self._notify()
 
 
+def front_ends(services: Mapping[tuple[str, str], ServiceRecord]) -> dict[str, FrontEndFacts]:
+    """What rollouts go by of each, by its id."""
+    return {
+        service_id: FrontEndFacts(
+            service_id,
+            record.model_name,
+            record.model_key,
+            record.model,
+            frozenset(record.connected_models),
+        )
+        for (kind, service_id), record in services.items()
+        if kind == _FRONTEND
+    }
+
+
 def _leaving(
-    instances: Mapping[str, InstanceRecord], rollouts: Mapping[str, RolloutRecord]
+    instances: Mapping[str, InstanceRecord],
+    services: Mapping[tuple[str, str], ServiceRecord],
+    rollouts: Mapping[str, RolloutRecord],
 ) -> frozenset[str]:
-    """Instances that a rollout drains, as long as they run the model that goes."""
-    return frozenset(
-        name
-        for rollout in rollouts.values()
-        for name in rollout.draining
-        if name in instances
-        and (identity := instances[name].model_identity) is not None
-        and rollout.is_old(identity.key)
-    )
+    """Instances that a rollout drains, as long as they run the model that goes, and new requests of no other
+    name go to that."""
+    named = {name for rollout in rollouts.values() for name in rollout.draining if name in instances}
+    if not named:
+        return frozenset()
+    fronts = [front for front in front_ends(services).values() if front.name]
+
+    def leaves(name: str) -> bool:
+        record = instances[name]
+        if record.model_identity is None:
+            return False
+        key = record.model_identity.key
+        if not any(name in rollout.draining and rollout.is_old(key) for rollout in rollouts.values()):
+            return False
+        return not any(front.uses(InstanceFacts(name, key, record.model), rollouts) for front in fronts)
+
+    return frozenset(filter(leaves, named))
 
 
 def _withdrawn(tombstone: bytes | None, record: InstanceRecord) -> bool:

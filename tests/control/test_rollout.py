@@ -291,6 +291,28 @@ def test_old_instances_are_emptied_one_after_the_other() -> None:
     assert describe(done, TWO).startswith(f"done: new requests go to {fingerprint(NEW)}")
 
 
+def test_instances_that_another_name_uses_do_not_drain() -> None:
+    other = replace(FRONT, frontend_id="f1", name="code")
+    by_name = replace(other, key="text")
+    record = replace_record(started(), RolloutState.DRAINING)
+    shared = (instance("a", requests=2), instance("b", "text:old:fp8"), instance("c", NEW))
+    for front in (other, by_name):
+        facts = fleet(*shared, fronts=(FRONT, front))
+        done = advance(record, replace(facts, rollouts={"chat": record}), 200.0)
+        assert (done.state, done.draining) == (RolloutState.DONE, [])
+        said = describe(done, replace(facts, rollouts={"chat": done}))
+        assert said.endswith(f"and code keeps a of {fingerprint(OLD)}")
+    # Once the other name's new requests go to the new model as well, they do.
+    both = {"chat": record, "code": msgspec.structs.replace(record, model="code")}
+    assert advance(record, replace(fleet(*shared, fronts=(FRONT, other)), rollouts=both), 200.0).draining == [
+        "a"
+    ]
+    # Front ends of another model, or that do not tell, use none of them.
+    third = replace(other, key="text:third")
+    untold = FrontEndFacts("f2", "", "", "")
+    assert advance(record, fleet(*shared, fronts=(FRONT, third, untold)), 200.0).draining == ["a"]
+
+
 @given(
     st.lists(st.sampled_from(["text", "text:a", "text:a:x", "text:ab", "other:a"]), min_size=2, max_size=2)
 )

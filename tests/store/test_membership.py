@@ -205,6 +205,19 @@ async def test_a_rollout_drains_instances_as_long_as_they_run_what_goes(store: S
     assert members.rollouts == {"/models/m": rollout}
     assert members.draining == {"a"}
     assert not members.drained
+    # Somebody comes who calls the old model by another name: it must not be left without instances.
+    front = ServiceRecord(
+        kind="frontend",
+        service_id="f",
+        incarnation="1",
+        address="127.0.0.1:2",
+        model_name="other",
+        model_key=old.key,
+    )
+    await store.put("services/frontend/f", msgspec.json.encode(front))
+    await member_state(members, lambda: not members.draining)
+    await store.delete("services/frontend/f")
+    await member_state(members, lambda: members.draining == {"a"})
     # What a broken record replaced goes on to hold.
     await store.put("rollouts//models/m", b"{broken")
     # Started anew with the new model: it drains no more.
