@@ -21,7 +21,7 @@ PREPARE_S: Final = 60.0
 """How long instances and front ends may take, by default, until new requests can go to the new model."""
 STEP_S: Final = 30.0
 """After so long the next old instance drains, too, although the one before is not empty: one long answer
-must not hold all of them up."""
+must not hold all of them up. The last one drains when the others are empty."""
 _FINGERPRINT_LEAST: Final = 4
 
 
@@ -474,7 +474,8 @@ def _drain(record: RolloutRecord, fleet: FleetFacts, now_s: float) -> RolloutRec
             return replace(record, draining=draining)
         return replace(record, draining=draining, state=RolloutState.DONE, ended_s=now_s)
     # Without the new model there is nobody for what old instances hand back, and it may have to be undone.
-    if not fleet.warm(record.new) or (waits and now_s - record.step_s < STEP_S):
+    # The last one is where answers go on whose instance is lost: a draining one takes none.
+    if not fleet.warm(record.new) or (waits and (len(left) == 1 or now_s - record.step_s < STEP_S)):
         return replace(record, draining=draining)
     following = min(left.values(), key=lambda instance: (instance.requests, instance.instance_id))
     return replace(record, draining=[*draining, following.instance_id], step_s=now_s)
