@@ -164,7 +164,8 @@ class FleetEngine:
 
     def _update_admission(self) -> None:
         attached = self.workers.attached()
-        self._gate.update(len(self.fleet.takes_new(usable(self.fleet, attached))))
+        # Of this model first: suspects count where all of its instances are, whatever the other's are.
+        self._gate.update(len(usable(self.fleet, self.fleet.takes_new(attached))))
         self._on_models(self.fleet.models_of(attached))
 
     async def _tick(self) -> None:

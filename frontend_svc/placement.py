@@ -496,11 +496,8 @@ class Placement:
 
     def _fallback(self, stream: Stream, avoid: frozenset[str]) -> Placed | Refused:
         model = self._model(stream)
-        candidates = [
-            i
-            for i in usable(self._fleet, self._outbox.attached())
-            if i not in avoid and self._fleet.is_model(i, model)
-        ]
+        of_model = [i for i in self._outbox.attached() if self._fleet.is_model(i, model)]
+        candidates = [i for i in usable(self._fleet, of_model) if i not in avoid]
         if not candidates:
             return Refused("no instance of its model answers" if stream.accepted else "no instance answers")
         count = self._table.count_owned

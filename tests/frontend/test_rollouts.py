@@ -150,6 +150,20 @@ async def test_without_an_instance_of_the_new_model_users_get_503(rig: Rig) -> N
     await eventually(lambda: rig.admission.read() is AdmissionState.OPEN)
 
 
+async def test_suspects_of_the_new_model_answer_whatever_the_old_ones_are(rig: Rig) -> None:
+    """The leases of the new model's instances have run out, and they answer here."""
+    await rig.member("a", OLD)
+    c = await rig.member("c", NEW)
+    follow(rig, rollout(RolloutState.DRAINING))
+    await attached(rig, "a", "c")
+    await rig.front.ready()
+    rig.members.suspects = frozenset({"c"})
+    rig.members.changed()
+    assert rig.admission.read() is AdmissionState.OPEN
+    await rig.front.add("r")
+    assert (await c.submitted()).request_id == "r"
+
+
 async def test_an_instance_that_has_left_the_fleet_is_still_of_its_model(rig: Rig) -> None:
     """It is attached as long as it carries streams, and gets nothing of the other model."""
     await rig.member("a", OLD)
