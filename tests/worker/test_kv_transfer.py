@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -30,6 +31,7 @@ from worker_agent.kv.staging import StagingPool
 from worker_agent.kv.strays import discard_strays
 from worker_agent.kv.ticket import Ticket
 from worker_agent.kv.transport import Channel, own_address, start_ucx, stop_ucx
+from worker_agent.kv.wire import RequestKind
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 
 # UCX is bound to one event loop.
@@ -338,19 +340,33 @@ async def test_a_damaged_block_is_noticed(either: KvClient) -> None:
         assert len(receiver.blocks) == 4
 
 
-async def test_a_source_that_encrypts_sends_nothing_else(client: KvClient) -> None:
-    """A target that knows of it asks so, whatever it was told; one that does not gets nothing."""
-    async with source_process(PeerSettings(BLOCKS, SIZE, sealed=True)) as source:
+@pytest.mark.parametrize("insists", ["source", "target"])
+async def test_where_one_end_encrypts_nothing_else_is_sent(insists: str, client: KvClient) -> None:
+    async with source_process(PeerSettings(BLOCKS, SIZE, sealed=insists == "source")) as source:
         receiver = Receiver()
-        async with source.transfer(client_of(shape(SIZE), Remote)) as transfer:
+        async with source.transfer(client_of(shape(SIZE), Remote, insists == "target")) as transfer:
             await transfer.pull(0, names(0, 4), receiver.deliver)
-            # As if it had not been told.
+            assert transfer._kind is RequestKind.SEALED
+            # As if the request had been changed on its way.
             transfer._sealed = False
             with pytest.raises(KvTransferError):
                 await transfer.pull(4, names(4, 4), receiver.deliver)
         async with source.transfer(client) as shared:
             await shared.pull(8, names(8, 4), receiver.deliver)
         assert sorted(receiver.blocks) == [0, 1, 2, 3, 8, 9, 10, 11]
+
+
+async def test_memory_is_not_mapped_for_a_source_that_shares_none(client: KvClient, source: Source) -> None:
+    """It names some in its hello, as who changes messages on their way would: blocks come over the wire."""
+    number, address, ticket = await source.open(client)
+    transfer = await client.connect(replace(address, host=b"elsewhere"), ticket)
+    receiver = Receiver()
+    try:
+        await transfer.pull(0, names(0, 4), receiver.deliver)
+        assert transfer._kind is RequestKind.BLOCKS and len(receiver.blocks) == 4
+    finally:
+        await transfer.close()
+        await source.ask("end", number)
 
 
 async def test_a_source_that_dies_under_a_transfer_is_an_error_not_a_wait(either: KvClient) -> None:
@@ -369,7 +385,7 @@ async def test_a_source_that_dies_under_a_transfer_is_an_error_not_a_wait(either
                     await transfer.pull(0, names(0, BLOCKS), die_then)
     with pytest.raises(KvTransferError):
         async with asyncio.timeout(20):
-            await either.connect(own_address(), Ticket.fresh())
+            await either.connect(own_address(sealed=False), Ticket.fresh())
 
 
 async def test_a_target_that_dies_under_a_transfer_leaves_nothing(client: KvClient, source: Source) -> None:
@@ -391,7 +407,7 @@ async def test_a_target_that_dies_under_a_transfer_leaves_nothing(client: KvClie
 
 
 async def test_an_address_that_came_damaged_never_reaches_ucx() -> None:
-    ours = own_address()
+    ours = own_address(sealed=False)
     whole = ours.message()
     assert address_of(whole, ours) == ours
     for damaged in (

@@ -48,12 +48,18 @@ class KvAddress:
     ucx_version: str
     # Names kernel, PID namespace and user; empty: not known.
     host: bytes = b""
+    # Beyond its host it sends and takes encrypted KV alone.
+    sealed: bool = False
 
     def message(self) -> worker_pb2.KvAddress:
         """As it goes over gRPC."""
         digest = _digest(self.worker)
         return worker_pb2.KvAddress(
-            worker=self.worker, ucx_version=self.ucx_version, digest=digest, host=self.host
+            worker=self.worker,
+            ucx_version=self.ucx_version,
+            digest=digest,
+            host=self.host,
+            sealed=self.sealed,
         )
 
     def shares_memory(self, other: KvAddress) -> bool:
@@ -83,7 +89,7 @@ def address_of(message: worker_pb2.KvAddress, ours: KvAddress) -> KvAddress:
         raise KvTransferError(f"UCX {message.ucx_version} there, {ours.ucx_version} here")
     if message.worker[0] != ours.worker[0]:
         raise KvTransferError("the other end's UCX address is of another format")
-    return KvAddress(message.worker, message.ucx_version, message.host)
+    return KvAddress(message.worker, message.ucx_version, message.host, message.sealed)
 
 
 def _digest(worker: bytes) -> bytes:

@@ -68,11 +68,10 @@ class KvClient:
         self, shape: KvShape, pool: StagingPool, mappings: Mappings, metrics: WorkerMetrics, sealed: bool
     ) -> None:
         """UCX must be started. `sealed`: ask for encrypted blocks even of a source that does not insist."""
-        self._sealed = sealed
         self._shape = shape
         self._pool = pool
         self._metrics = metrics
-        self._address = own_address()
+        self._address = own_address(sealed)
         self._mappings = mappings
 
     @property
@@ -86,9 +85,9 @@ class KvClient:
         Raises KvTransferError.
         """
         channel = await Channel.connect(source)
-        transfer = KvTransfer(
-            channel, ticket, self._shape, self._pool, self._mappings, self._metrics, self._sealed
-        )
+        mappings = self._mappings if source.shares_memory(self.address) else None
+        sealed = self.address.sealed or source.sealed
+        transfer = KvTransfer(channel, ticket, self._shape, self._pool, mappings, self._metrics, sealed)
         try:
             async with asyncio.timeout(_CONNECT_S):
                 await transfer.greet()
@@ -111,10 +110,11 @@ class KvTransfer:
         ticket: Ticket,
         shape: KvShape,
         pool: StagingPool,
-        mappings: Mappings,
+        mappings: Mappings | None,
         metrics: WorkerMetrics,
         sealed: bool,
     ) -> None:
+        """`mappings`: of a source that shares memory; None: it does not, whatever it says over the link."""
         self._channel = channel
         self._ticket = ticket
         self._seal = Seal(ticket)
@@ -137,10 +137,10 @@ class KvTransfer:
         self._ask(Request(RequestKind.HELLO))
         await self._wait(message)
         data = answer.tobytes()
-        self._sealed |= decode_header(data[:-NAME_BYTES], self._shape, 0, 0).sealed_only
+        decode_header(data[:-NAME_BYTES], self._shape, 0, 0)
         segment = SegmentName.decode(data[-NAME_BYTES:])
-        if segment is not None:
-            self._slots = self._shared(segment)
+        if segment is not None and self._mappings is not None:
+            self._slots = self._shared(segment, self._mappings)
 
     async def pull(self, first_block: int, hashes: Sequence[bytes], deliver: Deliver) -> int:
         """Fetch the blocks that `hashes` names and deliver them chunk by chunk; the bytes received.
@@ -215,12 +215,12 @@ class KvTransfer:
             return RequestKind.SHARED
         return RequestKind.SEALED if self._sealed else RequestKind.BLOCKS
 
-    def _shared(self, segment: SegmentName) -> list[Staging]:
+    def _shared(self, segment: SegmentName, mappings: Mappings) -> list[Staging]:
         """The slots of the source's memory; none where it cannot be read, and is sent over the wire."""
         if segment.size != WINDOW * self._pool.chunk_blocks * self._shape.block_bytes:
             return []
         try:
-            parts = np.split(self._mappings.map(segment), WINDOW)
+            parts = np.split(mappings.map(segment), WINDOW)
         except OSError as error:
             log.info("a source's memory cannot be shared: %s", format_error(error))
             return []

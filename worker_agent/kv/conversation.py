@@ -25,9 +25,7 @@ from worker_agent.kv.staging import KvMemory, StagingPool
 from worker_agent.kv.transport import Channel
 from worker_agent.kv.wire import (
     ENDED,
-    OK,
     REQUEST_BYTES,
-    SEALED_ONLY,
     UNREADABLE,
     WINDOW,
     Request,
@@ -190,8 +188,7 @@ class Conversation:
             case RequestKind.GOODBYE:
                 raise _Leaving
             case RequestKind.HELLO:
-                status = SEALED_ONLY if self._sealed else OK
-                await self._say(encode_header(self._shape, 0, [], [], status) + self._share())
+                await self._say(encode_header(self._shape, 0, [], []) + self._share())
             case _ if not self._refused:
                 # Here at most as many as the target may have asked for.
                 await self._land(WINDOW - 1)

@@ -48,9 +48,8 @@ class KvServer:
         self._pool = pool
         self._faults = faults
         self._metrics = metrics
-        self._sealed = sealed
         self._claim_s = claim_s
-        self._address = own_address()
+        self._address = own_address(sealed)
         self._segments = segments
         self._sessions: dict[Session, asyncio.Task[None]] = {}
 
@@ -79,7 +78,8 @@ class KvServer:
             segments,
             self._faults,
             self._metrics,
-            self._sealed,
+            # Who says so says it over the authenticated channel; what comes over the link proves nothing.
+            self._address.sealed or target.sealed,
         )
         task = asyncio.create_task(conversation.run(self._claim_s), name=f"KV of {request_id}")
         self._sessions[session] = task

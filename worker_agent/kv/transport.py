@@ -82,10 +82,10 @@ def ucx_started_with() -> Mapping[str, str]:
     return _options
 
 
-def own_address() -> KvAddress:
-    """Where peers reach this process's UCX, which must be started."""
+def own_address(sealed: bool) -> KvAddress:
+    """Where peers reach this process's UCX, which must be started, and whether with encrypted KV alone."""
     version = ".".join(map(str, ucxx.get_ucx_version()))
-    return KvAddress(ucxx.get_worker_address().tobytes(), version, this_host(os.environ))
+    return KvAddress(ucxx.get_worker_address().tobytes(), version, this_host(os.environ), sealed)
 
 
 def stop_ucx() -> None:

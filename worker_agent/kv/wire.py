@@ -42,8 +42,6 @@ OK: Final = 0
 ENDED: Final = 1
 # The blocks could not be read.
 UNREADABLE: Final = 2
-# Answers a hello in place of OK: blocks are sent in shared memory, or sealed.
-SEALED_ONLY: Final = 3
 
 _REFUSALS: Final = {ENDED: "the export has ended", UNREADABLE: "the source cannot read the blocks"}
 
@@ -86,8 +84,6 @@ class ChunkHeader:
     first_block: int
     hashes: Sequence[bytes]
     checksums: Sequence[int]
-    # Of the answer to a hello.
-    sealed_only: bool
 
 
 def decode_request(data: bytes) -> Request:
@@ -106,15 +102,15 @@ def header_bytes(num_blocks: int) -> int:
 
 
 def encode_header(
-    shape: KvShape, first_block: int, hashes: Sequence[bytes], checksums: Sequence[int], status: int = OK
+    shape: KvShape,
+    first_block: int,
+    hashes: Sequence[bytes],
+    checksums: Sequence[int],
 ) -> bytes:
-    """The header of a chunk whose data follows. Raises KvTransferError for a hash that is too long.
-
-    `status`: OK or SEALED_ONLY.
-    """
+    """The header of a chunk whose data follows. Raises KvTransferError for a hash that is too long."""
     if any(len(each) > _HASH_MAX for each in hashes):
         raise KvTransferError(f"a block hash of more than {_HASH_MAX} bytes")
-    head = _head(shape, status, first_block, len(hashes))
+    head = _head(shape, OK, first_block, len(hashes))
     return head + b"".join(
         _BLOCK.pack(checksum, len(name), name) for name, checksum in zip(hashes, checksums, strict=True)
     )
@@ -133,7 +129,7 @@ def decode_header(data: bytes, shape: KvShape, first_block: int, num_blocks: int
     magic, version, status, first, count, first_layer, layers, layer_bytes, digest = _HEADER.unpack_from(data)
     if magic != _MAGIC or version != _VERSION:
         raise KvTransferError("a peer that speaks another protocol")
-    if status not in (OK, SEALED_ONLY):
+    if status != OK:
         raise KvTransferError(_REFUSALS.get(status, f"refused with status {status}"))
     if (first, count) != (first_block, num_blocks):
         raise KvIdentityError(f"blocks {first}+{count} came, {first_block}+{num_blocks} were asked for")
@@ -146,7 +142,7 @@ def decode_header(data: bytes, shape: KvShape, first_block: int, num_blocks: int
     for checksum, length, name in _BLOCK.iter_unpack(data[_HEADER.size :]):
         checksums.append(checksum)
         hashes.append(name[:length])
-    return ChunkHeader(first, hashes, checksums, status == SEALED_ONLY)
+    return ChunkHeader(first, hashes, checksums)
 
 
 def _head(shape: KvShape, status: int, first_block: int, num_blocks: int) -> bytes:
