@@ -39,6 +39,10 @@ class PrefixEngine(SimulatedEngine):
     def submit(self, submission: Submission) -> None:
         self.found[submission.request_id] = len(self.kept)
 
+    async def fetch_lacks(self, submission: Submission) -> list[bytes]:
+        await asyncio.sleep(0)
+        return PREFIX[len(self.kept) :]
+
     async def fetch_open(self, fetch_id: str, submission: Submission, most_tokens: int) -> list[bytes]:
         await asyncio.sleep(0)
         return PREFIX[len(self.kept) : most_tokens // SHAPE.block_tokens]
@@ -160,3 +164,4 @@ async def test_nothing_comes_from_another_model() -> None:
     assert await worker.drained() == {"first": 0}
     assert worker.transfer.begun == 0
     assert "pulled" not in worker.metrics.pulls
+    assert (worker.metrics.kv_identity_failures, worker.metrics.kv_transfer_failures) == (1, 0)

@@ -1022,6 +1022,7 @@ async def test_a_prefix_that_comes_from_elsewhere_is_found(engine: VllmEngine, f
     reference = await front.run(engine, prompt, sampling)
     stream = front.stream(prompt, sampling)
     submission = Submission(stream.key, stream.request_id, 1, stream.frames)
+    assert await engine.fetch_lacks(submission) == []
     assert await engine.fetch_open("held", submission, 1 << 20) == []
     names = await engine._ask(
         lambda parts: [bytes(name) for name in parts.core.decode(stream.frames, 0).block_hashes]
@@ -1029,6 +1030,9 @@ async def test_a_prefix_that_comes_from_elsewhere_is_found(engine: VllmEngine, f
     assert await engine.loan_open("loan", names) == 9
     assert await engine.loan_open("other", [b"unknown", *names]) == 0
     await forget_prefixes(engine)
+    used = engine.stats().kv_blocks_used
+    assert await engine.fetch_lacks(submission) == names[:9]
+    assert engine.stats().kv_blocks_used == used
     assert await engine.fetch_open("fetch", submission, 7 * BLOCK + 3) == names[:7]
     with pytest.raises(EngineRefusal, match="have not come"):
         await engine.fetch_keep("fetch", 5)

@@ -404,6 +404,10 @@ class Engine(Protocol):
     async def loan_end(self, loan_id: str) -> None:
         """Free them; an unknown loan is ignored."""
 
+    async def fetch_lacks(self, submission: Submission) -> list[bytes]:
+        """Names of the prompt's blocks that the prefix cache lacks, from the first on; sets nothing aside.
+        Raises EngineRefusal as fetch_open."""
+
     async def fetch_open(self, fetch_id: str, submission: Submission, most_tokens: int) -> list[bytes]:
         """Set blocks aside for what the prefix cache lacks of the request's first `most_tokens`; keep it.
 

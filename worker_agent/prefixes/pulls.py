@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from tailrace.perf.transfer_rate import TransferRate
 from tailrace.service.tasks import run_to_completion, task_error
@@ -30,9 +29,6 @@ from worker_agent.migration.spans import TransferSpans
 from worker_agent.prefixes.loan_link import LoanLink, LoanLost
 
 log = logging.getLogger(__name__)
-
-# As many as there are.
-_ALL: Final = 1 << 30
 
 Connect = Callable[[str, cache_pb2.LendRequest, float], LoanLink]
 """Opens a loan at an address, for so many seconds at most."""
@@ -126,11 +122,11 @@ class Pulls:
             outcome = _Outcome("late", reason=f"not here within {self._parts.timeout_s:g} s")
         except EngineRefusal as error:
             outcome = _Outcome("refused", reason=str(error))
-        except (LoanLost, KvTransferError) as error:
-            self._parts.metrics.kv_transfer_failures += isinstance(error, KvTransferError)
-            outcome = _Outcome("lost", reason=str(error))
         except KvIdentityError as error:
             self._parts.metrics.kv_identity_failures += 1
+            outcome = _Outcome("lost", reason=str(error))
+        except (LoanLost, KvTransferError) as error:
+            self._parts.metrics.kv_transfer_failures += isinstance(error, KvTransferError)
             outcome = _Outcome("lost", reason=str(error))
         except KvCorrupt as error:
             self._parts.metrics.kv_checksum_failures += 1
@@ -151,27 +147,38 @@ class Pulls:
         self._parts.spans.pulled(submission.traceparent, began_s, ended_s, holder, outcome.word, *came)
 
     async def _pull(self, submission: Submission) -> _Outcome:
+        pull = submission.pull
+        return await (self._wait_for_others(submission) if pull is None else self._own(submission, pull))
+
+    async def _wait_for_others(self, submission: Submission) -> _Outcome:
         """One that has nobody to pull from waits for what comes for others."""
-        engine, pull, waited = self._parts.engine, submission.pull, False
-        most_tokens = _ALL if pull is None else pull.tokens
+        waited = False
+        while True:
+            # The engine answers in the order in which it is asked: whoever came after a pull finds it.
+            names = await run_to_completion(self._parts.engine.fetch_lacks(submission))
+            self._opening -= {asyncio.current_task()}
+            coming = self._coming.get(names[0]) if names else None
+            if coming is None:
+                return _Outcome("shared" if waited else "none")
+            waited = True
+            await coming.wait()
+
+    async def _own(self, submission: Submission, pull: Pull) -> _Outcome:
+        engine, waited = self._parts.engine, False
         while True:
             fetch_id = f"fetch {next(self._numbers)}"
             try:
-                # The engine answers in the order in which it is asked: whoever came after a pull finds it.
-                names = await run_to_completion(engine.fetch_open(fetch_id, submission, most_tokens))
+                names = await run_to_completion(engine.fetch_open(fetch_id, submission, pull.tokens))
                 self._opening -= {asyncio.current_task()}
                 if not names:
                     return _Outcome("shared" if waited else "held")
                 coming = self._coming.get(names[0])
-                if coming is None and pull is None:
-                    return _Outcome("shared" if waited else "none")
-                if coming is None and pull is not None:
+                if coming is None:
                     return await self._first(fetch_id, names, pull)
             finally:
                 await run_to_completion(engine.fetch_drop(fetch_id))
             # What it brings is looked for; what it does not, is pulled.
             waited = True
-            assert coming is not None
             await coming.wait()
 
     async def _first(self, fetch_id: str, names: list[bytes], pull: Pull) -> _Outcome:

@@ -323,6 +323,10 @@ class SimulatedEngine:
     async def loan_end(self, loan_id: str) -> None:
         """Engine.loan_end."""
 
+    async def fetch_lacks(self, submission: Submission) -> list[bytes]:
+        """Engine.fetch_lacks."""
+        raise EngineRefusal("a simulated engine takes no prefixes from elsewhere")
+
     async def fetch_open(self, fetch_id: str, submission: Submission, most_tokens: int) -> list[bytes]:
         """Engine.fetch_open."""
         raise EngineRefusal("a simulated engine takes no prefixes from elsewhere")

@@ -305,6 +305,10 @@ class VllmEngine:
         """Free them."""
         await self._ask(lambda parts: parts.loans.end(loan_id))
 
+    async def fetch_lacks(self, submission: Submission) -> list[bytes]:
+        """What the prefix cache lacks of a prompt."""
+        return await self._ask(lambda parts: parts.fetches.lacks(submission))
+
     async def fetch_open(self, fetch_id: str, submission: Submission, most_tokens: int) -> list[bytes]:
         """Set blocks aside for what the prefix cache lacks of a prompt."""
         return await self._ask(lambda parts: parts.fetches.open(fetch_id, submission, most_tokens))

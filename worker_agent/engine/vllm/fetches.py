@@ -69,6 +69,11 @@ class Fetches:
         """The open fetch. Any thread."""
         return self._fetches.get(fetch_id)
 
+    def lacks(self, submission: Submission) -> list[bytes]:
+        """Names of the prompt's blocks that the cache lacks, from the first on. Raises EngineRefusal."""
+        _, held, names = self._found(submission, None)
+        return names[len(held) :]
+
     def open(self, fetch_id: str, submission: Submission, most_tokens: int) -> list[bytes]:
         """Set blocks aside for what the cache lacks of the request's first `most_tokens`; keep what it has.
 
@@ -76,11 +81,7 @@ class Fetches:
         EngineRefusal for a request or a layout for which nothing can come, NoRoom.
         """
         core = self._core
-        request = self._request(submission)
-        size = core.block_tokens
-        blocks = min((request.num_tokens - 1) // size, most_tokens // size)
-        names = [bytes(name) for name in request.block_hashes[:blocks]]
-        held = core.cached(names)
+        request, held, names = self._found(submission, most_tokens // core.block_tokens)
         lacking = names[len(held) :]
         if not lacking:
             return []
@@ -124,6 +125,18 @@ class Fetches:
             self._core.block_pool.free_blocks(reversed(found.blocks))
 
         found.writing.close(lambda: self._post(free))
+
+    def _found(
+        self, submission: Submission, most_blocks: int | None
+    ) -> tuple[Request, list[KVCacheBlock], list[bytes]]:
+        """The request, its leading blocks that are here, and the names of all, of so many at most."""
+        request = self._request(submission)
+        # The last token is computed, whatever is here.
+        blocks = (request.num_tokens - 1) // self._core.block_tokens
+        if most_blocks is not None:
+            blocks = min(blocks, most_blocks)
+        names = [bytes(name) for name in request.block_hashes[:blocks]]
+        return request, self._core.cached(names), names
 
     def _request(self, submission: Submission) -> Request:
         core = self._core
