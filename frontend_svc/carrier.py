@@ -413,7 +413,7 @@ class Carrier:
         if self._table.is_live(stream):
             log.info("%s refused: %s", stream.request_id, reason)
             self._end_with_error(stream, OVERLOADED)
-            self._observer.refused(OVERLOADED.status)
+            self._observer.refused_late(stream, OVERLOADED.status)
 
     def _give_up(self, stream: Stream, reason: str) -> None:
         log.warning("%s given up: %s", stream.request_id, reason)

@@ -264,6 +264,11 @@ class StreamObserver:
         """A new request was refused with this HTTP status."""
         self._metrics.refused[str(status)] += 1
 
+    def refused_late(self, stream: Stream, status: int) -> None:
+        """Its first token would have come too late."""
+        self.refused(status)
+        self._ended(stream, "refused")
+
     def turned_away(self, instance_id: str) -> None:
         """The instance has as many requests as it may; the stream is placed again."""
         self._metrics.recoveries["busy"] += 1

@@ -482,7 +482,7 @@ class Placement:
             block_names=prefix.names,
             block_tokens=prefix.block_tokens,
             session_id=prefix.session_id,
-            admitted=stream.epoch > 0,
+            admitted=stream.epoch > 0 or stream.accepted > 0,
         )
         return await self._calls.ask(request)
 

@@ -96,10 +96,12 @@ class FleetClient(AsyncLLM):  # type: ignore[misc]
             async for output in outputs:
                 if call is not None:
                     call.tokens += sum(len(each.token_ids) for each in output.outputs)
-                if output.finished:
-                    for each in output.outputs:
-                        if (refusal := Refusal.decode(each.stop_reason)) is not None:
-                            raise Refused(refusal)
+                # Of several answers (n > 1) one may end so while the others go on.
+                for each in output.outputs:
+                    if each.finish_reason is None:
+                        continue
+                    if (refusal := Refusal.decode(each.stop_reason)) is not None:
+                        raise Refused(refusal)
                 yield output
         finally:
             await outputs.aclose()
@@ -161,13 +163,18 @@ async def _charged(
     prompt_tokens: int,
     charge: Callable[[int], None],
 ) -> AsyncGenerator[RequestOutput, None]:
-    """The same; in the end the tokens of prompt and answers are charged, whoever ended it."""
+    """The same; in the end the tokens of prompt and answers are charged, whoever ended it. Of a request that
+    was refused nothing was computed."""
     made = 0
     try:
         async for output in outputs:
             now = sum(len(each.token_ids) for each in output.outputs)
             made = made + now if delta else now
             yield output
+    except Refused:
+        if not made:
+            prompt_tokens = 0
+        raise
     finally:
         charge(prompt_tokens + made)
         await outputs.aclose()

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from tailrace.actions import Place, Placement, Refuse
+from tailrace.actions import Placement, Refuse
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase
 from tailrace.slo import Slo
 
@@ -33,12 +33,14 @@ class TtftAdmission:
 
     def judge(self, view: ClusterView, arrival: Arrival, placement: Placement) -> Placement:
         """The placement, or its refusal. A request that has been taken before is never refused."""
-        if isinstance(placement, Refuse) or arrival.admitted:
+        if isinstance(placement, Refuse) or arrival.admitted or arrival.output_tokens:
             return placement
         instance = view.instances.get(placement.instance_id)
         if instance is None:
             return placement
-        predicted_s = self.first_token_s(instance, arrival, placement)
+        # One that is not of the request's model gives it nothing.
+        pull_from = placement.pull_from if placement.pull_from in view.instances else ""
+        predicted_s = self.first_token_s(instance, arrival, pull_from)
         if predicted_s is None or predicted_s <= self.within_s:
             return placement
         first = f"in {predicted_s:.1f} s" if math.isfinite(predicted_s) else "at no time that can be told"
@@ -46,8 +48,9 @@ class TtftAdmission:
             f"its first token would come {first}, and has to within {self.within_s:g} s", final=True
         )
 
-    def first_token_s(self, instance: InstanceView, arrival: Arrival, placement: Place) -> float | None:
-        """Seconds to the request's first token if it is placed so; None: not known.
+    def first_token_s(self, instance: InstanceView, arrival: Arrival, pull_from: str = "") -> float | None:
+        """Seconds to the request's first token if it is placed there, its prefix fetched from another
+        instance (empty: from none); None: not known.
 
         Arrow's prediction (section 5.3), the prompts before it and its own, what is cached left out; or,
         where KV is short, the time until there is some for it, if that is longer.
@@ -60,9 +63,11 @@ class TtftAdmission:
         delay_s = instance.prefill_delay_s
         if delay_s is None:
             delay_s = ttft.backlog_s(instance.prefill_backlog_tokens, instance.waiting)
-        found = arrival.found_tokens(placement.instance_id, placement.pull_from)
+        found = arrival.found_tokens(instance.instance_id, pull_from)
         own_s = ttft.prefill_s(arrival.context_tokens) - ttft.computed_s(found)
-        return max(delay_s, kv_wait_s(instance, arrival.context_tokens)) + own_s
+        # Blocks that are in use by others already need no room. Which are is not known: all are taken to be.
+        lacking = arrival.context_tokens - arrival.cached_tokens(instance.instance_id)
+        return max(delay_s, kv_wait_s(instance, lacking)) + own_s
 
 
 def kv_wait_s(instance: InstanceView, tokens: int) -> float:
@@ -89,12 +94,14 @@ def kv_wait_s(instance: InstanceView, tokens: int) -> float:
         seen += 1
         if seen == _SAMPLE:
             break
+    # Counts are corrected between reports, and may say that nothing is held although requests hold it.
+    used = max(instance.kv_used_tokens, held)
     if held == 0 or instance.token_interval_s <= 0.0:
         # Nothing decodes: what is held is the KV of prompts under way, or the prompt fits nowhere.
         return 0.0 if tokens <= instance.kv_capacity_tokens else math.inf
     # Seconds until all of it has ended, on average, and how much of it that is a second, growth left out.
     ended_s = max(1.0, remaining / seen) * instance.token_interval_s
-    freed_per_s = instance.kv_used_tokens / ended_s
+    freed_per_s = used / ended_s
     grown_per_s = freed_per_s * (remaining / held)
     net_per_s = freed_per_s - grown_per_s
     # Where growth takes as much as is freed, room comes when what runs now has ended.

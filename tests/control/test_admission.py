@@ -48,8 +48,12 @@ def test_who_comes_too_late_is_refused_for_good_and_told_by_how_much() -> None:
 
 @pytest.mark.parametrize(
     "arrival",
-    [replace(ARRIVAL, admitted=True), replace(ARRIVAL, cached={"a": CachedTokens(500, 500)})],
-    ids=["was on an instance before", "half of it is cached there"],
+    [
+        replace(ARRIVAL, admitted=True),
+        replace(ARRIVAL, output_tokens=1),
+        replace(ARRIVAL, cached={"a": CachedTokens(500, 500)}),
+    ],
+    ids=["was on an instance before", "goes on", "half of it is cached there"],
 )
 def test_who_is_taken_all_the_same(arrival: Arrival) -> None:
     view = cluster(waiting(900, 200))
@@ -101,6 +105,22 @@ def test_kv_that_must_be_freed_first() -> None:
     assert kv_wait_s(growing, 1_000) == pytest.approx(2_000 * 0.02)
 
 
+def test_what_others_hold_of_the_prompt_needs_no_room() -> None:
+    running = tuple(request(f"r{i}", "a", 60_000, 2_000) for i in range(4))
+    # The 60,000 tokens are one prefix.
+    shared = replace(instance("a", running, capacity=100_000), kv_used_tokens=70_000, ttft=TTFT)
+    arrival = replace(ARRIVAL, prompt_tokens=62_000, cached={"a": CachedTokens(60_000, 60_000, 60_000)})
+    assert ADMISSION.first_token_s(shared, arrival) == pytest.approx(2.0)
+    unknown = replace(arrival, cached={})
+    assert ADMISSION.first_token_s(shared, unknown) > 62.0  # type: ignore[operator]
+
+
+def test_a_prefix_of_another_model_is_none() -> None:
+    arrival = replace(ARRIVAL, cached={"other": CachedTokens(900, 900, 900)})
+    placement = Place("a", pull_from="other")
+    assert isinstance(ADMISSION.judge(cluster(waiting(900, 200)), arrival, placement), Refuse)
+
+
 def test_a_prompt_that_fits_nowhere_waits_for_ever() -> None:
     empty = replace(instance("a", capacity=500), ttft=TTFT)
     assert kv_wait_s(empty, 1_000) == math.inf
@@ -117,17 +137,21 @@ def test_a_prompt_that_fits_nowhere_waits_for_ever() -> None:
     st.integers(1, 20_000),
     st.integers(0, 20_000),
     st.integers(1, 400_000),
+    st.integers(0, 400_000),
 )
 def test_more_work_never_makes_a_first_token_come_sooner(
-    prompts: list[int], running: list[tuple[int, int]], tokens: int, more: int, capacity: int
+    prompts: list[int], running: list[tuple[int, int]], tokens: int, more: int, capacity: int, used: int
 ) -> None:
     held = [request(f"p{i}", "a", n, phase=Phase.PREFILL) for i, n in enumerate(prompts)]
     held += [request(f"r{i}", "a", prompt, output) for i, (prompt, output) in enumerate(running)]
-    present = replace(instance("a", tuple(held), capacity=capacity), ttft=TTFT)
+    # What is used is counted apart from the requests: corrected between reports, shared prefixes once.
+    present = replace(
+        instance("a", tuple(held), capacity=capacity), kv_used_tokens=min(used, capacity), ttft=TTFT
+    )
     behind = replace(present, prefill_backlog_tokens=present.prefill_backlog_tokens + more)
 
     def first_token_s(view: InstanceView, prompt: int) -> float:
-        found = ADMISSION.first_token_s(view, replace(ARRIVAL, prompt_tokens=prompt), Place("a"))
+        found = ADMISSION.first_token_s(view, replace(ARRIVAL, prompt_tokens=prompt))
         assert found is not None and found >= 0.0
         return found
 

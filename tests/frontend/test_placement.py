@@ -141,6 +141,21 @@ async def test_the_scheduler_decides_on_exact_lengths(channels: Channels) -> Non
     assert (asked.request_id, asked.frontend_id) == ("r", "f0")
     assert (asked.prompt_tokens, asked.output_tokens, asked.max_tokens) == (7, 2, 9)
     assert list(asked.excluded_instance_ids) == ["z"]
+    # It has tokens: it is not refused for coming late.
+    assert asked.admitted
+
+
+async def test_only_a_request_that_was_nowhere_yet_may_be_refused_as_late(channels: Channels) -> None:
+    members, table = StaticMembers(), StreamTable()
+    new, moved = table.open("new"), table.open("moved")
+    table.assign(moved, "a")
+    table.orphan(moved)
+    late = Scheduler(lambda request: scheduler_pb2.PlaceReply(refusal="too late", final=True))
+    async with scheduler(members, "s0", late):
+        placement = Placement("f0", Fleet(members), Attached("a"), table, channels)
+        assert await placement.choose(new, frozenset()) == Refused("too late", final=True)
+        await placement.choose(moved, frozenset())
+    assert [asked.admitted for asked in late.asked] == [False, True]
 
 
 async def test_what_comes_while_one_is_asked_about_is_asked_together(channels: Channels) -> None:

@@ -49,3 +49,17 @@ def test_a_recovered_request_is_one_trace() -> None:
     assert registry.get_sample_value("tailrace_frontend_ttft_seconds_count") == 1
     assert registry.get_sample_value("tailrace_frontend_ttfat_seconds_count") == 1
     assert registry.get_sample_value("tailrace_frontend_tpot_seconds_count") == 1
+
+
+def test_a_request_that_is_refused_is_over() -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    table, registry = StreamTable(), CollectorRegistry()
+    traces = RequestTraces(provider.get_tracer("test"), "f0")
+    observer = StreamObserver(FrontendMetrics(registry, table, list), traces)
+    stream = table.open("r", prompt_tokens=3)
+    observer.arrived(stream, TRACEPARENT)
+    observer.refused_late(stream, 429)
+    assert [span.name for span in exporter.get_finished_spans()] == ["request"]
+    assert registry.get_sample_value("tailrace_frontend_requests_total", {"outcome": "refused"}) == 1
+    assert registry.get_sample_value("tailrace_frontend_refused_requests_total", {"status": "429"}) == 1
