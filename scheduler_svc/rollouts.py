@@ -96,6 +96,7 @@ class Rollouts:
             unavailable=self._unavailable(name, record, tracked),
             requests=len(requests),
             moving=sum(request.migrating for request in requests),
+            takes_adapters=record.takes_adapters,
             empty=not requests and tracked is not None and self._settled(name, tracked),
         )
 

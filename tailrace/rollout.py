@@ -96,6 +96,7 @@ class InstanceFacts:
     unavailable: str = ""
     requests: int = 0
     moving: int = 0
+    takes_adapters: bool = False
     # It has drained for long enough to know that nothing is on its way there, and has nothing.
     empty: bool = False
 
@@ -214,6 +215,7 @@ def begin(
     if silent:
         raise _not_now(f"{_words(silent)} does not tell which model it runs (an older version?); restart it")
     _check_warm(new, fleet)
+    _check_adapters(new, before, fleet)
     return RolloutRecord(
         model=model,
         before=before,
@@ -363,6 +365,16 @@ def _check_texts(new: str, before: str, fronts: Iterable[FrontEndFacts]) -> None
 def _check_warm(key: str, fleet: FleetFacts) -> None:
     if not fleet.warm(key):
         raise _not_now(_cold(key, fleet))
+
+
+def _check_adapters(new: str, before: str, fleet: FleetFacts) -> None:
+    """Requests that name one must not be left without an instance."""
+    taken = any(old.takes_adapters for old in fleet.warm(before) if not covers(new, old.key))
+    if taken and not any(instance.takes_adapters for instance in fleet.warm(new)):
+        raise _not_now(
+            f"instances of {fingerprint(before)} take LoRA adapters, "
+            f"and no warm one of {fingerprint(new)} does; start one that does (--engine-arg enable_lora=true)"
+        )
 
 
 def _cold(key: str, fleet: FleetFacts) -> str:

@@ -88,7 +88,7 @@ class RolloutCalls:
         told: RolloutRecord | None = None
         said = ""
         while told is None or told.under_way:
-            record = self._watched(request)
+            record = self._watched(request, seen=told is not None)
             if record is not None:
                 message = describe(record, self._rollouts.facts())
                 if (record, message) != (told, said):
@@ -98,14 +98,17 @@ class RolloutCalls:
                     return
             await asyncio.sleep(_POLL_S)
 
-    def _watched(self, request: admin_pb2.WatchRolloutRequest) -> RolloutRecord | None:
-        """None: etcd's watch has not told of it yet. Raises Refused."""
+    def _watched(self, request: admin_pb2.WatchRolloutRequest, seen: bool) -> RolloutRecord | None:
+        """None: etcd's watch has not told of it yet; `seen`: it has. Raises Refused."""
         record = self._members.rollouts.get(request.model)
         if record is None and not request.begun_s:
             raise Refused(grpc.StatusCode.NOT_FOUND, f"there is no rollout of {request.model}")
-        if record is None or record.begun_s < request.begun_s:
+        if record is None and seen:
+            raise Refused(grpc.StatusCode.ABORTED, f"the rollout of {request.model} was removed meanwhile")
+        # Clocks of two leaders may differ: another one can have begun earlier.
+        if record is None or (record.begun_s < request.begun_s and not seen):
             return None
-        if request.begun_s and record.begun_s > request.begun_s:
+        if request.begun_s and record.begun_s != request.begun_s:
             raise Refused(grpc.StatusCode.ABORTED, f"another rollout of {request.model} has begun meanwhile")
         return record
 

@@ -151,6 +151,13 @@ def test_a_rollout_is_refused_with_the_reason(
     assert says in str(refused)
 
 
+def test_requests_that_name_an_adapter_are_not_left_alone() -> None:
+    old, new = instance("a", takes_adapters=True), instance("c", NEW)
+    assert "no warm one of" in str(refusal(fleet(old, new)))
+    assert started(fleet(old, replace(new, takes_adapters=True))).new == NEW
+    assert started(fleet(instance("a"), replace(new, takes_adapters=True))).new == NEW
+
+
 def test_one_at_a_time_and_the_same_again_goes_on() -> None:
     record = started()
     assert started(present=record) is record

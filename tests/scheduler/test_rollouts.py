@@ -233,6 +233,22 @@ async def test_a_rollout_is_taken_back_and_goes_on_with_the_next_leader(
     assert code is grpc.StatusCode.ABORTED and "another rollout of chat has begun" in details
 
 
+async def test_a_watched_rollout_that_is_removed_is_not_waited_for(
+    control: Control, admin: AdminAsyncStub, reports: Reports
+) -> None:
+    """As when etcd is wiped."""
+    await front_end(control)
+    await control.members_show(lambda m: ("frontend", "f0") in m.services)
+    begun = await admin.Rollout(ROLLOUT, timeout=5)
+    watch = admin.WatchRollout(
+        admin_pb2.WatchRolloutRequest(model="chat", begun_s=begun.begun_s), timeout=WAIT_S
+    )
+    assert (await anext(aiter(watch))).rollout.state == PREPARING
+    await control.store.delete("rollouts/chat")
+    code, details = await refused(_drained(watch))
+    assert code is grpc.StatusCode.ABORTED and "was removed meanwhile" in details
+
+
 async def _drained(
     call: grpc.aio.UnaryStreamCall[admin_pb2.WatchRolloutRequest, admin_pb2.RolloutEvent],
 ) -> None:
