@@ -12,7 +12,7 @@ from tailrace.cache.book import CacheBook
 from tailrace.cache.follow import Change
 from tailrace.cache.tiers import Tier
 from tailrace.v1 import cache_pb2, cache_pb2_grpc
-from worker_agent.prefixes.loans import LOAN_S, LoanRefused, Loans
+from worker_agent.prefixes.loans import LOAN_MAX_S, LoanRefused, Loans
 
 _TIERS: Final = {Tier.DEVICE: cache_pb2.CACHE_TIER_DEVICE, Tier.HOST: cache_pb2.CACHE_TIER_HOST}
 
@@ -59,11 +59,13 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
         context: grpc.aio.ServicerContext[cache_pb2.LendRequest, cache_pb2.Lent],
     ) -> None:
         """Blocks for another worker; who has copied them hangs up."""
+        left_s = context.time_remaining()
+        lent_s = LOAN_MAX_S if left_s is None else min(left_s, LOAN_MAX_S)
         try:
-            async with asyncio.timeout(LOAN_S), self._loans.lend(request) as lent:
+            async with asyncio.timeout(lent_s), self._loans.lend(request) as lent:
                 await context.write(lent)
                 await asyncio.Event().wait()
         except LoanRefused as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except TimeoutError:
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"lent for {LOAN_S:g} s")
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"lent for {lent_s:g} s")

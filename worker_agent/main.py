@@ -32,7 +32,7 @@ from worker_agent.kv.strays import discarding_strays
 from worker_agent.kv.transport import start_ucx, stop_ucx
 from worker_agent.metrics import WorkerCollector, WorkerHistograms, WorkerMetrics
 from worker_agent.migration.link_budget import SHARE
-from worker_agent.prefixes.loans import LOAN_S
+from worker_agent.prefixes.loans import LOAN_MAX_S
 from worker_agent.settings import WorkerSettings
 from worker_agent.worker import EngineStartError, Running, SharedServices, running_worker
 
@@ -178,7 +178,7 @@ class EngineDied(RuntimeError):
 @click.option(
     "--pull-timeout",
     # Nobody lends for longer.
-    type=click.FloatRange(min=0, min_open=True, max=LOAN_S),
+    type=click.FloatRange(min=0, min_open=True, max=LOAN_MAX_S),
     default=_DEFAULTS.pull_timeout_s,
     show_default=True,
     metavar="SECONDS",

@@ -18,8 +18,8 @@ from worker_agent.migration.messages import kv_layout
 
 # At a time; each keeps blocks from being evicted.
 _LOANS_MAX: Final = 16
-# Longest; who copies has far less time.
-LOAN_S: Final = 30.0
+# Longest, however much time the borrower has.
+LOAN_MAX_S: Final = 300.0
 
 
 class LoanRefused(Exception):
