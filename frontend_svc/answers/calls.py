@@ -20,6 +20,10 @@ ANSWER_HEADER: Final = "tailrace-answer"
 
 UNLIMITED: Final = -1
 
+# Of the number of an event: no answer has as many, and it must fit into a message.
+_DIGITS_MAX: Final = 9
+_LONGEST_ID: Final = 100
+
 
 class OpenCall(msgspec.Struct, frozen=True, kw_only=True):
     """A request has come that is to be kept, or resumed."""
@@ -100,7 +104,7 @@ def read_run_name(name: str) -> tuple[str, int] | None:
 def read_event_id(event_id: str) -> tuple[str, int, int] | None:
     """Answer, run and number of an event. None: it is no id of ours."""
     name, _, number = event_id.rpartition(".")
-    found = read_run_name(name)
-    if found is None or len(event_id) > 100 or not (number.isascii() and number.isdigit()):
+    found = read_run_name(name) if len(event_id) <= _LONGEST_ID else None
+    if found is None or not (number.isascii() and number.isdigit() and len(number) <= _DIGITS_MAX):
         return None
     return (*found, int(number))

@@ -27,6 +27,7 @@ from frontend_svc.answers.book import (
     begun,
 )
 from frontend_svc.answers.calls import (
+    CLOSE,
     NOTE,
     OPEN,
     UNLIMITED,
@@ -214,14 +215,7 @@ class AnswerDesk:
             self._show(telling, part, frames, len(token_ids), bool(flags & FINISHED))
             return
         model = stream.model if stream.accepted == len(token_ids) else ""
-        entry = Entry(part, tuple(token_ids), flags, tuple(detach_buffers(frames)), model)
-        self.book.append(answer, entry, self._clock())
-        if answer.gone:
-            log.info("answer %s is too long to be kept", answer.head.answer_id)
-            self._replication.forget(answer)
-            self._on_released(answer, len(answer.entries))
-        else:
-            self._replication.appended(answer)
+        self._append(answer, Entry(part, tuple(token_ids), flags, tuple(detach_buffers(frames)), model))
 
     def ended(self, handle: int) -> None:
         """The stream is over without a last output: its client has gone, or it was given up."""
@@ -237,7 +231,8 @@ class AnswerDesk:
 
     def call(self, call: UtilityCall) -> None:
         """One of calls.METHODS."""
-        if len(self._calls) >= _CALLS_MAX:
+        # What is not closed would be kept for ever: that takes no time, and is never refused.
+        if len(self._calls) >= _CALLS_MAX and call.method != CLOSE:
             self._reply(utility_failure(call.call_id, f"{_CALLS_MAX} calls are under way already"))
             return
         try:
@@ -293,15 +288,14 @@ class AnswerDesk:
             return _EXPIRED if seen.expired else _UNKNOWN
         if places[0].path != call.path or (call.body and places[0].digest != call.digest):
             return _denied(422, "The answer with this Last-Event-ID is one to another request.")
-        if not 1 <= run <= places[0].run:
-            return _LOST
+        if call.key and call.key != places[0].key:
+            return _OTHER_BODY
         for place in places:
+            # Of all reasons to deny it none may come later: to fetch it ends the run that is under way.
+            if not 1 <= run <= place.run:
+                return _LOST
             fetched = await fetch(place, self.book, self._peers, self._clock())
             if fetched is not None:
-                if run > len(fetched.answer.ended):
-                    return _LOST
-                if call.key and call.key != fetched.answer.head.key:
-                    return _OTHER_BODY
                 return self._run_again(fetched, number, fetched.answer.ended[run - 1])
         return _EXPIRED
 
@@ -383,11 +377,9 @@ class AnswerDesk:
         if telling is None or telling.run != call.run or not telling.current or telling.answer.gone:
             return
         answer = telling.answer
-        self.book.append(answer, Entry("", (), 0, (call.note,)), self._clock())
-        entries = len(answer.entries)
         future = asyncio.get_running_loop().create_future()
-        self._noting.setdefault(call.answer_id, []).append((entries, future))
-        self._replication.appended(answer)
+        self._noting.setdefault(call.answer_id, []).append((len(answer.entries) + 1, future))
+        self._append(answer, Entry("", (), 0, (call.note,)))
         await future
 
     async def close_run(self, call: CloseCall) -> None:
@@ -411,6 +403,11 @@ class AnswerDesk:
     def keep(self, request: answers_pb2.KeepRequest) -> answers_pb2.KeepReply:
         """Take in what another front end's answers got."""
         reply = answers_pb2.KeepReply()
+        # First: one of them may have been begun again there since, and be among the parts.
+        for answer_id in request.forgotten:
+            answer = self.book.get(answer_id)
+            if answer is not None and not answer.serves and answer.frontend_id == request.frontend_id:
+                self.book.forget(answer, Forgotten.EXPIRED)
         for message in request.parts:
             part = read_part(message)
             here = self.book.get(part.answer_id)
@@ -418,13 +415,10 @@ class AnswerDesk:
             taken = self.book.take(part, self._clock())
             if isinstance(taken, Refused):
                 reply.refused.add(answer_id=part.answer_id, reason=REASONS[taken])
-            elif served:
-                self._replication.stop(taken)
+            if served and here is not None and not here.serves:
+                # Also where there was no room for what it has grown to.
+                self._replication.stop(here)
                 self._cut(part.answer_id)
-        for answer_id in request.forgotten:
-            answer = self.book.get(answer_id)
-            if answer is not None and not answer.serves and answer.frontend_id == request.frontend_id:
-                self.book.forget(answer, Forgotten.EXPIRED)
         return reply
 
     def find(self, request: answers_pb2.FindAnswerRequest) -> answers_pb2.FindAnswerReply:
@@ -443,6 +437,7 @@ class AnswerDesk:
             path=head.path,
             digest=head.digest,
             streams=head.streams,
+            idempotency_key=head.key,
         )
 
     def hand_over(self, request: answers_pb2.ClaimAnswerRequest) -> answers_pb2.ClaimAnswerReply:
@@ -461,6 +456,15 @@ class AnswerDesk:
         return answers_pb2.ClaimAnswerReply(part=part_message(part))
 
     # ---- inside
+
+    def _append(self, answer: Answer, entry: Entry) -> None:
+        self.book.append(answer, entry, self._clock())
+        if answer.gone:
+            log.info("answer %s is too long to be kept", answer.head.answer_id)
+            self._replication.forget(answer)
+            self._on_released(answer, len(answer.entries))
+        else:
+            self._replication.appended(answer)
 
     def _on_released(self, answer: Answer, entries: int) -> None:
         answer_id = answer.head.answer_id

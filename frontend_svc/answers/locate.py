@@ -47,6 +47,8 @@ class Sighting:
     path: str
     digest: bytes
     streams: bool
+    # Its idempotency key; empty: it has none.
+    key: str
 
     @property
     def weight(self) -> tuple[int, bool, int, bool]:
@@ -75,6 +77,7 @@ def _here(answer: Answer) -> Sighting:
         head.path,
         head.digest,
         head.streams,
+        head.key,
     )
 
 
@@ -98,6 +101,7 @@ async def look(wanted: Wanted, book: AnswerBook, peers: Holders) -> Sightings:
             reply.path,
             reply.digest,
             reply.streams,
+            reply.idempotency_key,
         )
         for peer, reply in replies
         if reply.answer_id

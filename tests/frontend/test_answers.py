@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
+from frontend_svc.answers import desk
 from frontend_svc.answers.book import Answer, AnswerBook, Entry, Forgotten, Full, Head, Refused
-from frontend_svc.answers.calls import read_event_id, read_run_name, run_name
+from frontend_svc.answers.calls import CLOSE, CloseCall, OpenCall, read_event_id, read_run_name, run_name
 from frontend_svc.answers.messages import part_message, read_part
 from frontend_svc.answers.peers import rank
+from tailrace.v1 import answers_pb2
+from tailrace.wire import UtilityCall
 from tests.frontend.answers_world import NAMES, Client, FrontEnd, Network, end_call, generate, open_at, quiet
 
 
@@ -151,6 +155,58 @@ async def test_the_same_key_at_two_at_the_same_time_is_one_answer() -> None:
     assert len(ids) == 1
 
 
+def resuming(client: Client, last_event_id: str, key: str = "") -> OpenCall:
+    return OpenCall(
+        tenant="t",
+        key=key,
+        last_event_id=last_event_id,
+        path="/p",
+        body=b"",
+        digest=b"",
+        request_name="",
+        streams=True,
+    )
+
+
+@pytest.mark.parametrize(("run", "key"), [(1, "another"), (7, "k")])
+async def test_who_is_denied_an_answer_leaves_it_as_it_is(run: int, key: str) -> None:
+    world, client = World(), Client(0, "k")
+    await world.open("f0", client)
+    await world.tokens("f0", 1)
+    await world.arrive()
+    for name in NAMES:
+        reply = await world[name].desk.open(resuming(client, f"{client.answer_id}.{run}.1", key))
+        assert reply.denied is not None
+    await world.tokens("f0", 1)
+    await world.arrive()
+    assert client.events == [1, 2]
+
+
+async def test_a_run_is_closed_however_many_calls_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, client = World(), Client(0, "")
+    await world.open("f0", client)
+    await world.tokens("f0", 1)
+    await world.arrive()
+    monkeypatch.setattr(desk, "_CALLS_MAX", 0)
+    monkeypatch.setattr(world["f0"], "reply", lambda frames: None)
+    answer = world["f0"].desk.book.get(client.answer_id)
+    assert answer is not None and answer.running
+    closing = CloseCall(answer_id=client.answer_id, run=1, complete=False, begun=True)
+    world["f0"].desk.call(UtilityCall(0, 1, CLOSE, msgspec.Raw(msgspec.msgpack.encode([closing]))))
+    await quiet()
+    assert not answer.running
+
+
+async def test_what_was_forgotten_and_begun_again_is_kept() -> None:
+    world = World()
+    book = AnswerBook("f0", 1 << 20, rank)
+    part = part_message(book.part(book.open(head(), 0.0), 0))
+    for _ in range(2):
+        request = answers_pb2.KeepRequest(frontend_id="f0", parts=[part], forgotten=["a"])
+        world["f1"].desk.keep(request)
+        assert world["f1"].desk.book.get("a") is not None
+
+
 def head(answer_id: str = "a", key: str = "", body: bytes = b"{}") -> Head:
     return Head(answer_id, "t", key, "/p", body, b"d", "name", 1, True)
 
@@ -231,7 +287,8 @@ def test_a_later_run_from_a_shorter_copy_drops_what_is_beyond() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", ".", "a", "a.", ".1", "a.x", "a.-1", "a.1.", "a.1.x", "a.²", "x" * 200 + ".1.1"]
+    "name",
+    ["", ".", "a", "a.", ".1", "a.x", "a.-1", "a.1.", "a.1.x", "a.²", "x" * 200 + ".1.1", f"a.1.{2**64}"],
 )
 def test_ids_that_are_none(name: str) -> None:
     assert read_event_id(name) is None
