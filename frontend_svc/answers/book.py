@@ -220,7 +220,9 @@ class AnswerBook:
         answer = self._answers.get(part.answer_id)
         if answer is None:
             if part.head is None or part.first_entry:
-                return Refused.GAP
+                # What had to make room is not asked for again: it would drive out the next one.
+                no_room = self._forgotten.get(part.answer_id) is Forgotten.NO_ROOM
+                return Refused.FULL if no_room else Refused.GAP
             made = self._take_new(part, part.head, now_s)
             if isinstance(made, Refused):
                 return made

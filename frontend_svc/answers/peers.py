@@ -95,11 +95,11 @@ class Peers:
             log.info("front end %s answers again", peer.frontend_id)
             self._avoided.pop(peer.incarnation, None)
 
-    def second(self, answer_id: str, prefer: str = "") -> Peer | None:
-        """Who should have the copy of an answer. `prefer`: this front end, if it is there."""
+    def second(self, name: str, prefer: str = "") -> Peer | None:
+        """Who should have the copy of an answer of this name. `prefer`: this front end, if it is there."""
         peers = self.all()
         preferred = next((peer for peer in peers if peer.frontend_id == prefer), None)
-        return preferred or max(peers, key=lambda peer: rank(answer_id, peer.frontend_id), default=None)
+        return preferred or max(peers, key=lambda peer: rank(name, peer.frontend_id), default=None)
 
     async def keep(self, peer: Peer, request: answers_pb2.KeepRequest) -> answers_pb2.KeepReply:
         """Give it what answers got. Raises Unanswered."""

@@ -32,7 +32,7 @@ class SecondFrontEnds(Protocol):
     """The part of peers.Peers that is used here."""
 
     def all(self) -> list[Peer]: ...
-    def second(self, answer_id: str, prefer: str = "") -> Peer | None: ...
+    def second(self, name: str, prefer: str = "") -> Peer | None: ...
     async def keep(self, peer: Peer, request: answers_pb2.KeepRequest) -> answers_pb2.KeepReply: ...
 
 
@@ -104,7 +104,9 @@ class Replication:
     def begin(self, answer: Answer, prefer: str = "", has: int | None = None) -> None:
         """A run begins here. `prefer`: who should have the copy; `has`: it has so many entries already."""
         self.stop(answer)
-        peer = None if answer.gone else self._peers.second(answer.head.answer_id, prefer)
+        # By its key: two that are given one key at the same time ask the same front end whether it is free.
+        name = answer.head.key or answer.head.answer_id
+        peer = None if answer.gone else self._peers.second(name, prefer)
         if peer is None:
             self._on_released(answer, len(answer.entries))
             return
@@ -154,8 +156,11 @@ class Replication:
             if line.peer.incarnation not in known:
                 self._lose(line)
         now_s = self._clock()
-        for copied in self._copied.values():
-            if copied.answer.running and not copied.refused and now_s - copied.told_s > self._remind_s:
+        for copied in list(self._copied.values()):
+            if copied.answer.gone:
+                # It had to make room here. The copy may stay where it is.
+                self.stop(copied.answer)
+            elif copied.answer.running and not copied.refused and now_s - copied.told_s > self._remind_s:
                 self._push(copied)
         if known:
             for answer in self._book:

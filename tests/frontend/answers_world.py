@@ -65,10 +65,10 @@ class NetworkPeers:
             if name != self._name and self._network.reaches(self._name, name)
         ]
 
-    def second(self, answer_id: str, prefer: str = "") -> Peer | None:
+    def second(self, name: str, prefer: str = "") -> Peer | None:
         peers = self.all()
         preferred = next((peer for peer in peers if peer.frontend_id == prefer), None)
-        return preferred or max(peers, key=lambda peer: rank(answer_id, peer.frontend_id), default=None)
+        return preferred or max(peers, key=lambda peer: rank(name, peer.frontend_id), default=None)
 
     async def keep(self, peer: Peer, request: answers_pb2.KeepRequest) -> answers_pb2.KeepReply:
         future: asyncio.Future[answers_pb2.KeepReply] = asyncio.get_running_loop().create_future()
@@ -86,6 +86,8 @@ class NetworkPeers:
         self, request: answers_pb2.FindAnswerRequest
     ) -> list[tuple[Peer, answers_pb2.FindAnswerReply]]:
         found = [(peer, self._network.fronts[peer.frontend_id].desk.find(request)) for peer in self.all()]
+        # What is found may have changed when it is told.
+        await asyncio.sleep(0)
         return [(peer, reply) for peer, reply in found if reply.answer_id or reply.expired]
 
     async def claim(self, peer: Peer, answer_id: str) -> answers_pb2.AnswerPart | None:
@@ -152,10 +154,10 @@ class FrontEnd:
 
     _numbers = itertools.count()
 
-    def __init__(self, network: Network, name: str) -> None:
+    def __init__(self, network: Network, name: str, max_bytes: int = 1 << 20) -> None:
         self.name = name
         self.incarnation = str(next(self._numbers))
-        book = AnswerBook(name, 1 << 20, rank)
+        book = AnswerBook(name, max_bytes, rank)
         self.desk = AnswerDesk(
             name,
             KEEP_S,

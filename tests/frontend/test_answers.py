@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -20,10 +22,14 @@ from tests.frontend.answers_world import NAMES, Client, FrontEnd, Network, end_c
 class World:
     """Three front ends, whose calls arrive when the test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[str] = NAMES) -> None:
         self.network = Network()
-        for name in NAMES:
+        for name in names:
             self.network.fronts[name] = FrontEnd(self.network, name)
+
+    def shrink(self, name: str, max_bytes: int) -> None:
+        """A front end has no room for more, from the beginning."""
+        self.network.fronts[name] = FrontEnd(self.network, name, max_bytes)
 
     def __getitem__(self, name: str) -> FrontEnd:
         return self.network.fronts[name]
@@ -142,8 +148,10 @@ async def test_the_latest_connection_has_the_answer() -> None:
     assert client.events == [1, 2, 3, 4, 5] and old.closed
 
 
-async def test_the_same_key_at_two_at_the_same_time_is_one_answer() -> None:
-    world, one, other = World(), Client(0, "k"), Client(0, "k")
+@pytest.mark.parametrize("fronts", range(2, 7))
+@pytest.mark.parametrize("key", ["k", "l", "m", "n"])
+async def test_the_same_key_at_two_at_the_same_time_is_one_answer(fronts: int, key: str) -> None:
+    world, one, other = World([f"f{number}" for number in range(fronts)]), Client(0, key), Client(0, key)
     await asyncio.gather(world.open("f0", one), world.open("f1", other))
     await world.tick()
     ids = {
@@ -153,6 +161,47 @@ async def test_the_same_key_at_two_at_the_same_time_is_one_answer() -> None:
         if answer.serves
     }
     assert len(ids) == 1
+
+
+async def test_what_had_to_make_room_is_let_go() -> None:
+    world = World()
+    world.shrink("f0", 20_000)
+    for number in range(40):
+        client = Client(number, "")
+        await world.open("f0", client)
+        await world.tokens("f0", 1)
+        await world.arrive()
+        closing = CloseCall(answer_id=client.answer_id, run=1, complete=True, begun=True)
+        await world["f0"].desk.close_run(closing)
+        (stream,) = world["f0"].table
+        world["f0"].table.close(stream)
+        world["f0"].desk.ended(stream.handle)
+    await world.tick()
+    gc.collect()
+    assert len(world["f0"].desk.book) < 40
+    assert not [each for each in gc.get_objects() if isinstance(each, Answer) and each.gone]
+
+
+async def test_a_copy_for_which_there_was_no_room_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(["f0", "f1"])
+    world.shrink("f1", 12_000)
+    keep, whole = world["f1"].desk.keep, 0
+
+    def counting(request: answers_pb2.KeepRequest) -> answers_pb2.KeepReply:
+        nonlocal whole
+        whole += sum(part.HasField("head") for part in request.parts)
+        return keep(request)
+
+    monkeypatch.setattr(world["f1"].desk, "keep", counting)
+    clients = [Client(number, "") for number in range(20)]
+    for client in clients:
+        await world.open("f0", client)
+    for _ in range(5):
+        for stream in world["f0"].table:
+            generate(world["f0"], stream, 1, world.network)
+            await world.arrive()
+    assert all(len(client.events) == 5 for client in clients)
+    assert whole == len(clients)
 
 
 def resuming(client: Client, last_event_id: str, key: str = "") -> OpenCall:
