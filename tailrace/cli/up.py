@@ -70,6 +70,15 @@ which it is sure of every token, and which vLLM would lower."""
 @click.option(
     "--frontends", type=click.IntRange(1, 32), default=1, show_default=True, help="They share the port."
 )
+@click.option(
+    "--keep-answers",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Clients that come back get the rest of their answers from any front end; 0: they do not. With "
+    "--front python alone; two --frontends or more, if one is to be lost unnoticed.",
+)
 @click.option("--model", metavar="PATH", help="Model folder or name.  [default: the tiny reasoning model]")
 @click.option("--served-model-name", metavar="NAME", help="What clients call the model.  [default: --model]")
 @click.option("--reasoning-parser", metavar="NAME", help="vLLM's parser for the model's reasoning.")
@@ -110,6 +119,7 @@ def up(
     port: int,
     schedulers: int,
     frontends: int,
+    keep_answers: float,
     model: str | None,
     served_model_name: str | None,
     reasoning_parser: str | None,
@@ -140,6 +150,7 @@ def up(
         port=port,
         schedulers=schedulers,
         frontends=frontends,
+        keep_answers_s=keep_answers,
         model=model or str(MODEL_PATH),
         served_name=served_model_name or (_TINY_NAME if model is None else model),
         reasoning_parser=reasoning_parser or (REASONING_PARSER if model is None else None),
@@ -222,6 +233,8 @@ def _plan(options: ClusterOptions, folder: RunFolder) -> Plan:
     """Check everything that can be known beforehand, and lay the cluster out."""
     if options.model.startswith((".", "/", "~")) and not Path(options.model).expanduser().is_dir():
         raise UsageProblem(f"--model: no folder {options.model}")
+    if options.keep_answers_s and options.front is not Front.PYTHON:
+        raise UsageProblem("--keep-answers: vllm-rs has no place for it; take --front python")
     for flag in options.frontend_arguments:
         if not flag.startswith("--"):
             raise UsageProblem(f"--frontend-arg: {flag!r} is no flag of vllm serve (--NAME or --NAME=VALUE)")

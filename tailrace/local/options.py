@@ -56,6 +56,8 @@ class ClusterOptions:
     worker_arguments: tuple[str, ...]
     # Flags of `vllm serve` for the API server of each front end.
     frontend_arguments: tuple[str, ...] = ()
+    # Seconds for which the front ends keep answers; 0: they keep none.
+    keep_answers_s: float = 0.0
     # Where spans go; None: nowhere. MONITOR_TRACES: to the cluster's own monitor.
     traces: str | None
     # With certificates, made for this cluster.

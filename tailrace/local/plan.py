@@ -178,6 +178,8 @@ def _frontend(options: ClusterOptions, service: Callable[..., PartSpec], number:
     arguments += ["--served-model-name", options.served_name]
     if options.reasoning_parser:
         arguments += ["--reasoning-parser", options.reasoning_parser]
+    if options.keep_answers_s:
+        arguments += ["--keep-answers", f"{options.keep_answers_s:g}"]
     if options.frontend_arguments:
         arguments += ["--", *options.frontend_arguments]
     part = service("frontend", _numbered("frontend", number, options.frontends), Tier.FRONTEND, *arguments)

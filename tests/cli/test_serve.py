@@ -18,6 +18,7 @@ from tailrace.cli.main import main
         ("worker --profile no-such-profile", "no-such-profile"),
         ("frontend --front rust -- no-flag", "no-flag"),
         ("frontend --http nowhere", "--http"),
+        ("frontend --front rust --keep-answers 60", "vllm-rs takes no middleware"),
         ("scheduler --policy none_such", "least_loaded"),
         ("monitor --etcd nowhere", "HOST:PORT"),
         ("migration --cluster a/b", "--cluster"),

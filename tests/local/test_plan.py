@@ -64,6 +64,12 @@ def test_flags_for_the_api_server_reach_each_front_end() -> None:
     assert "--" not in _plan().tier(Tier.FRONTEND)[0].command
 
 
+def test_all_front_ends_keep_answers_if_one_does() -> None:
+    fronts = _plan(frontends=2, keep_answers_s=90.0).tier(Tier.FRONTEND)
+    assert [_option(part, "--keep-answers") for part in fronts] == ["90", "90"]
+    assert "--keep-answers" not in _plan().tier(Tier.FRONTEND)[0].command
+
+
 def test_front_ends_share_the_port() -> None:
     fronts = _plan(frontends=2, front=Front.RUST).tier(Tier.FRONTEND)
     assert [_option(part, "--http") for part in fronts] == ["127.0.0.1:8000"] * 2
