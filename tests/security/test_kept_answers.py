@@ -1,0 +1,163 @@
+"""Front ends keep each other's answers over gRPC with certificates, and nobody else gets at them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+
+from frontend_svc.admission import Refusal
+from frontend_svc.answers.calls import OpenCall, Opened, OpenReply, run_name
+from frontend_svc.answers.desk import AnswerDesk, Joined
+from frontend_svc.answers.service import answers_servicer, keep_answers
+from frontend_svc.settings import Front, Patience, Settings
+from frontend_svc.streams import StreamTable
+from tailrace.records import ServiceRecord
+from tailrace.security.authority import Authority
+from tailrace.security.roles import Role
+from tailrace.service.channels import Channels
+from tailrace.service.server import serve_grpc
+from tailrace.v1 import answers_pb2, answers_pb2_grpc
+from tailrace.wire import EngineCoreOutput, encode_outputs, read_outputs
+from tests.frontend.conftest import eventually
+from tests.frontend.fleet import StaticMembers
+from tests.security.conftest import transport
+
+
+class Shown:
+    """What the API server is told."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.refused: list[str] = []
+
+    def show(self, handle: int, frames: Sequence[bytes], tokens: int, last: bool) -> None:
+        for output in read_outputs(frames).outputs:
+            self.tokens += output.new_token_ids
+
+    def cut(self, request_id: str, refusal: Refusal) -> None:
+        self.refused.append(request_id)
+
+    def reply(self, frames: Sequence[bytes]) -> None:
+        raise AssertionError("nobody calls by messages here")
+
+
+@dataclass(frozen=True)
+class FrontEnd:
+    desk: AnswerDesk
+    shown: Shown
+    address: str
+
+    def run(self, reply: OpenReply) -> tuple[Opened, Joined]:
+        """As the API server does."""
+        assert reply.opened is not None, reply
+        opened = reply.opened
+        name = f"x-{opened.run:08}"
+        joined = self.desk.join(run_name(opened.answer_id, opened.run), name, "x")
+        assert isinstance(joined, Joined)
+        self.desk.tell(joined)
+        return opened, joined
+
+
+@asynccontextmanager
+async def front_end(members: StaticMembers, name: str, authority: Authority) -> AsyncIterator[FrontEnd]:
+    settings = Settings(
+        frontend_id=name,
+        http="",
+        front=Front.PYTHON,
+        model="tiny",
+        served_model_name="",
+        reasoning_parser="",
+        vllm_arguments=(),
+        vllm_rs=Path(),
+        ipc_folder=None,
+        patience=Patience(),
+        keep_answers_s=60.0,
+    )
+    own = transport(authority, Role.FRONTEND, name)
+    channels = Channels(own)
+    desk = keep_answers(settings, "same", members, channels, CollectorRegistry())
+    shown = Shown()
+    desk.bind(shown)
+    async with serve_grpc("127.0.0.1:0", [answers_servicer(desk)], own) as server:
+        members.services["frontend", name] = ServiceRecord(
+            kind="frontend", service_id=name, incarnation=name, address=server.address, answers="same"
+        )
+        try:
+            yield FrontEnd(desk, shown, server.address)
+        finally:
+            await desk.close()
+            await channels.close()
+
+
+@pytest.fixture
+async def two(authority: Authority) -> AsyncIterator[tuple[FrontEnd, FrontEnd]]:
+    members = StaticMembers()
+    # Another setting: its vLLM would make other events of the same log.
+    members.services["frontend", "other"] = ServiceRecord(
+        kind="frontend", service_id="other", incarnation="1", address="127.0.0.1:1", answers="other"
+    )
+    async with asyncio.timeout(30), AsyncExitStack() as stack:
+        made = [await stack.enter_async_context(front_end(members, name, authority)) for name in ("f0", "f1")]
+        yield made[0], made[1]
+
+
+def call(tenant: str = "t", key: str = "", event: str = "", digest: bytes = b"d") -> OpenCall:
+    return OpenCall(
+        tenant=tenant,
+        key=key,
+        last_event_id=event,
+        path="/p",
+        body=b"{}" * 500_000,
+        digest=digest,
+        request_name="",
+        streams=True,
+    )
+
+
+async def test_another_front_end_goes_on_with_it(two: tuple[FrontEnd, FrontEnd]) -> None:
+    first, second = two
+    opened, joined = first.run(await first.desk.open(call(key="k")))
+    stream = StreamTable().open("x-00000001")
+    first.desk.carries(stream, joined)
+    for token_id in (7, 8):
+        stream.token_ids.append(token_id)
+        first.desk.put(stream.handle, encode_outputs([EngineCoreOutput("x", [token_id])]), [token_id], 0)
+    await eventually(lambda: first.shown.tokens == [7, 8])
+    # Nobody else's: neither by id nor by key.
+    event = f"{opened.answer_id}.1.1"
+    denied = (await second.desk.open(call("other", event=event))).denied
+    assert denied is not None and denied.status == 404
+    denied = (await second.desk.open(call(key="k", digest=b"other"))).denied
+    assert denied is not None and denied.status == 422
+    assert first.shown.refused == []
+    others, _ = second.run(await second.desk.open(call("other", key="k")))
+    assert others.answer_id != opened.answer_id
+    again, joined = second.run(await second.desk.open(call(event=event)))
+    assert (again.run, again.skip, again.skip_tokens, again.body) == (2, 1, 2, b"{}" * 500_000)
+    assert second.shown.tokens == [7, 8] and list(joined.begun.token_ids) == [7, 8]
+    assert first.shown.refused == ["x-00000001"]
+
+
+@pytest.mark.parametrize("role", sorted(set(Role) - {Role.FRONTEND}))
+async def test_nobody_else_may_call(two: tuple[FrontEnd, FrontEnd], authority: Authority, role: Role) -> None:
+    first, _ = two
+    opened, _ = first.run(await first.desk.open(call()))
+    channels = Channels(transport(authority, role))
+    stub = answers_pb2_grpc.AnswersStub(channels.get(first.address, Role.FRONTEND))
+    calls = (
+        stub.Keep(answers_pb2.KeepRequest(forgotten=[opened.answer_id])),
+        stub.Find(answers_pb2.FindAnswerRequest(answer_id=opened.answer_id)),
+        stub.Claim(answers_pb2.ClaimAnswerRequest(answer_id=opened.answer_id)),
+    )
+    for each in calls:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await each
+        assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    await channels.close()
