@@ -126,7 +126,7 @@ class Carrier:
                 self._output.send(_error(head.request_id, joining))
                 return
             joined = joining
-            if joined.over:
+            if joined.begun.finished:
                 self._answers.tell(joined)
                 return
         try:

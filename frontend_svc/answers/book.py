@@ -179,7 +179,9 @@ class AnswerBook:
         """Somebody resumes it here: what is served of it from now on is a new run."""
         answer.ended.append(answer.tokens)
         answer.run += 1
-        answer.serves = answer.running = answer.settled = True
+        if not answer.serves:
+            answer.serves = answer.settled = True
+        answer.running = True
         answer.frontend_id = self._frontend_id
         self._touch(answer, now_s)
 

@@ -108,8 +108,6 @@ class Joined:
     telling: Telling
     part: str
     begun: Begun
-    # It has ended already: no instance is needed for it.
-    over: bool
 
 
 class AnswerDesk:
@@ -184,7 +182,7 @@ class AnswerDesk:
         part = request_id[: request_id.find(external_id) + len(external_id)]
         telling.names[part] = request_id
         so_far = begun(telling.answer, part)
-        return Joined(telling, part, so_far, so_far.finished or telling.answer.complete)
+        return Joined(telling, part, so_far)
 
     def carries(self, stream: Stream, joined: Joined) -> None:
         """This stream brings what is missing of it."""
@@ -308,7 +306,11 @@ class AnswerDesk:
                         return _OTHER_BODY
                     fetched = await fetch(place, self.book, self._peers, self._clock())
                     if fetched is not None:
-                        return self._run_again(fetched, 0, UNLIMITED)
+                        opened = self._run_again(fetched, 0, UNLIMITED)
+                        if fetched.answer.settled:
+                            return opened
+                        if (settled := await self._settle(fetched.answer)) is not None:
+                            return settled
                 if self.book.find(call.tenant, call.key) is not None:
                     continue
             answer_id = self._new_id()
@@ -330,20 +332,28 @@ class AnswerDesk:
                 return _BUSY if call.key else None
             self._metrics.begun["new"] += 1
             self._begin(answer, "", None)
-            if not call.key:
+            if answer.settled:
                 return self._opened(answer, 0, UNLIMITED)
-            try:
-                fine = await self._replication.settle(answer)
-                if answer.run > 1 or not answer.serves:
-                    return _denied(409, SUPERSEDED.message)
-                if fine and not answer.gone:
-                    answer.settled = True
-                    return self._opened(answer, 0, UNLIMITED)
-            finally:
-                if not answer.settled and answer.serves and answer.run == 1:
-                    self._cut(answer_id)
-                    self._forget(answer, None)
+            settled = await self._settle(answer)
+            if settled is not None:
+                return settled
         return _denied(409, "Another request with this Idempotency-Key has just come; try again.")
+
+    async def _settle(self, answer: Answer) -> Opened | Denied | None:
+        """Open the answer's run once it is known that nobody else has its key. None: somebody has."""
+        run = answer.run
+        try:
+            fine = await self._replication.settle(answer)
+            if answer.run != run or not answer.serves:
+                return _denied(409, SUPERSEDED.message)
+            if fine and not answer.gone:
+                answer.settled = True
+                return self._opened(answer, 0, UNLIMITED)
+            return None
+        finally:
+            if not answer.settled and answer.serves and answer.run == run:
+                self._cut(answer.head.answer_id)
+                self._forget(answer, None)
 
     def _run_again(self, fetched: Fetched, skip: int, skip_tokens: int) -> Opened:
         answer = fetched.answer

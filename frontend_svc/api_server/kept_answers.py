@@ -48,6 +48,7 @@ _SEPARATOR: Final = b"\n\n"
 _CREATED: Final = re.compile(rb'"created":\s*\d+')
 # vLLM tells of an error in mid-stream in this way; such an event is no part of the answer.
 _ERROR: Final = re.compile(rb'data:\s*\{\s*"error"')
+_DONE: Final = b"data: [DONE]"
 _TOOL_CALLS: Final = b'"tool_calls":'
 
 
@@ -185,7 +186,7 @@ class KeepAnswers:
                 request_name=_request_name(headers, asked),
                 streams=streams,
             )
-            await self._keep(frontend, call, scope, replaying(body, receive), send)
+            await self._keep(frontend, call, scope, receive, send)
         elif problem is not None and (key or event_id):
             await _deny(send, problem)
         else:
@@ -194,6 +195,7 @@ class KeepAnswers:
     async def _keep(
         self, frontend: FrontendCalls, call: OpenCall, scope: Message, receive: Receive, send: Send
     ) -> None:
+        """`receive`: what comes after the body."""
         try:
             reply = await frontend.open(call)
         except Unavailable as error:
@@ -206,7 +208,7 @@ class KeepAnswers:
         if reply.denied is not None:
             await _deny(send, reply.denied)
         elif reply.opened is None:
-            await self._app(scope, receive, send)
+            await self._app(scope, replaying(call.body, receive), send)
         else:
             await self._run(frontend, reply.opened, scope, receive, send)
 
@@ -215,7 +217,7 @@ class KeepAnswers:
     ) -> None:
         call = Call(opened, told_before=opened.tokens)
         left = _Left(receive)
-        response = _Kept(call, frontend, send, left.leave)
+        response = _Kept(call, frontend, send, left)
         others = [(name, value) for name, value in scope["headers"] if name not in _OURS]
         ours = [
             (b"content-type", b"application/json"),
@@ -246,6 +248,8 @@ class _Left:
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._left = asyncio.Event()
+        # The app knows: what it still sends is not the answer.
+        self.told = False
 
     def leave(self) -> None:
         """As if the client had gone."""
@@ -257,7 +261,9 @@ class _Left:
         said = asyncio.ensure_future(self._receive())
         try:
             await asyncio.wait((told, said), return_when=asyncio.FIRST_COMPLETED)
-            return said.result() if said.done() else {"type": "http.disconnect"}
+            message: Message = said.result() if said.done() else {"type": "http.disconnect"}
+            self.told = self.told or message["type"] == "http.disconnect"
+            return message
         finally:
             told.cancel()
             said.cancel()
@@ -270,11 +276,11 @@ class _Beyond(Exception):
 class _Kept:
     """A response on its way out."""
 
-    def __init__(self, call: Call, frontend: FrontendCalls, send: Send, leave: Callable[[], None]) -> None:
+    def __init__(self, call: Call, frontend: FrontendCalls, send: Send, client: _Left) -> None:
         self._call = call
         self._frontend = frontend
         self._send = send
-        self._leave = leave
+        self._client = client
         # Held until there is something to send.
         self._start: Message | None = None
         self._status = 0
@@ -283,6 +289,8 @@ class _Kept:
         # Events so far.
         self._events = 0
         self._failed = False
+        # Its last event was the one that ends a stream.
+        self._ended = False
         self._denied = False
         self._tool_ids = 0
         self.complete = False
@@ -326,11 +334,11 @@ class _Kept:
             self._denied = True
             told = "This Last-Event-ID is of what a front end that is gone had, and nobody has kept."
             await _deny(self._send, Denied(status=409, kind="ConflictError", message=told))
-            self._leave()
+            self._client.leave()
             return
         if not more and self._rest:
             shown.append(self._rest)
-        self.complete = not more and not self._failed
+        self.complete = not more and self._ended and not self._failed
         if shown or not more:
             await self._send_start()
             await self._send({**message, "body": b"".join(shown)})
@@ -344,6 +352,7 @@ class _Kept:
         if not event.startswith(b"data:"):
             return event + _SEPARATOR
         self._events += 1
+        self._ended = event == _DONE
         event = await self._as_before(event)
         if self._events > opened.skip:
             return b"id: %b.%d\n%b%b" % (self._call.name.encode(), self._events, event, _SEPARATOR)
@@ -359,7 +368,7 @@ class _Kept:
         assert self._start is not None
         fields = [field for field in self._start["headers"] if field[0].lower() != b"content-length"]
         self._start["headers"] = [*fields, (b"content-length", str(len(body)).encode())]
-        self.complete = True
+        self.complete = not self._client.told
         await self._send_start()
         await self._send({**message, "body": body})
 

@@ -15,6 +15,7 @@ from tests.e2e.resuming import Received, read_events, stream
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(180)]
 
 STREAMS = 50
+FEW = 5
 CHAT = "/v1/chat/completions"
 KEEP = ["--keep-answers", "60"]
 
@@ -198,6 +199,38 @@ async def test_a_frozen_second_front_end_does_not_hold_streams_up(
         fleet.processes["f1"].thaw()
     assert answer.same(undisturbed) and answer.connections == 1
     assert fleet.metric("f0", "tailrace_frontend_answer_peers_lost_total") >= 1
+
+
+async def test_one_that_hangs_does_not_go_on_with_what_was_taken_over(
+    fleet: Fleet, client: httpx.AsyncClient
+) -> None:
+    first, second = fleet.urls["f0"], fleet.urls["f1"]
+    undisturbed = await asyncio.gather(
+        *(stream(client, [second], body(number), Received()) for number in range(FEW))
+    )
+    received = [Received() for _ in range(FEW)]
+
+    def freeze_when_all_flow(_: Received) -> None:
+        if all(len(each.events) == 10 for each in received[:1]):
+            fleet.processes["f0"].freeze()
+
+    # Who hears nothing for a second comes back.
+    impatient = httpx.Timeout(60, read=1)
+    try:
+        async with httpx.AsyncClient(timeout=impatient) as leaving:
+            resumed = await asyncio.gather(
+                *(
+                    stream(leaving, [first, second, second], body(number), mine, freeze_when_all_flow)
+                    for number, mine in enumerate(received)
+                )
+            )
+    finally:
+        fleet.processes["f0"].thaw()
+    assert [mine.same(other) for mine, other in zip(resumed, undisturbed, strict=True)] == [True] * FEW
+    # What hung had them at its own runs, and lets go.
+    wait_until(lambda: fleet.metric("f0", "tailrace_frontend_streams") == 0, "the old runs to end")
+    again = await stream(client, [first], body(0), Received(undisturbed[0].events[:1], resumed[0].ids[:1]))
+    assert again.same(undisturbed[0])
 
 
 async def test_killed_under_fifty_streams(fleet: Fleet, client: httpx.AsyncClient) -> None:

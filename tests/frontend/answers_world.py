@@ -202,7 +202,7 @@ class FrontEnd:
             connection.closed = True
             return
         self.connections[name] = connection
-        if joined.over:
+        if joined.begun.finished:
             self.desk.tell(joined)
             return
         stream = connection.stream = self.table.open(name)

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from frontend_svc.answers import desk
 from frontend_svc.answers.book import Answer, AnswerBook, Entry, Forgotten, Full, Head, Refused
@@ -254,6 +256,33 @@ async def test_what_was_forgotten_and_begun_again_is_kept() -> None:
         request = answers_pb2.KeepRequest(frontend_id="f0", parts=[part], forgotten=["a"])
         world["f1"].desk.keep(request)
         assert world["f1"].desk.book.get("a") is not None
+
+
+@given(st.lists(st.one_of(st.sampled_from(NAMES), st.integers(0, 5)), max_size=24))
+def test_in_whatever_order_a_key_comes_it_is_one_answer(steps: list[str | int]) -> None:
+    asyncio.run(one_answer(steps))
+
+
+async def one_answer(steps: list[str | int]) -> None:
+    """A request comes to a front end, or one of the calls that are under way arrives."""
+    world, clients = World(), list[Client]()
+    opening = []
+    for step in steps:
+        if isinstance(step, str):
+            clients.append(Client(0, "k"))
+            opening.append(asyncio.create_task(open_at(world[step], clients[-1], world.network)))
+        elif world.network.pending:
+            pending = world.network.pending.pop(step % len(world.network.pending))
+            end_call(world.network, pending)
+        await quiet()
+    await world.arrive()
+    await asyncio.gather(*opening)
+    begun = [client for client in clients if client.answer_id]
+    reading = [client for client in begun if client.connection is not None and not client.connection.closed]
+    assert len({client.answer_id for client in begun}) <= 1
+    assert len(reading) == (1 if begun else 0)
+    for front in world.network.fronts.values():
+        await front.desk.close()
 
 
 def head(answer_id: str = "a", key: str = "", body: bytes = b"{}") -> Head:

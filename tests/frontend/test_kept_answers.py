@@ -197,6 +197,35 @@ async def test_ids_of_tool_calls_stay_what_they_were(frontend: Frontend) -> None
     assert [call["id"] for call in said["choices"][0]["message"]["tool_calls"]] == ["first", "two"]
 
 
+async def test_a_client_that_has_gone_has_not_got_its_answer(frontend: Frontend) -> None:
+    sent: list[Message] = []
+    said: list[Message] = [{"type": "http.request", "body": b'{"model": "m"}'}, {"type": "http.disconnect"}]
+
+    async def receive() -> Message:
+        return said.pop(0)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        await read_body(receive, 100)
+        assert (await receive())["type"] == "http.disconnect"
+        # As vLLM does.
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"null"})
+
+    headers = [(b"idempotency-key", b"k")]
+    await KeepAnswers(app)(
+        {"type": "http", "method": "POST", "path": CHAT, "headers": headers}, receive, send
+    )
+    assert frontend.closed == [CloseCall(answer_id="a", run=1, complete=False, begun=True)]
+
+
+async def test_a_stream_that_breaks_off_is_not_complete(frontend: Frontend) -> None:
+    await ask(App(events(3)[:2]))
+    assert not frontend.closed[0].complete
+
+
 async def test_a_refusal_leaves_nothing(frontend: Frontend) -> None:
     answer = await ask(App(whole=b'{"error": {}}', status=400), idempotency_key="k")
     assert answer.status_code == 400
