@@ -108,6 +108,7 @@ def test_another_manifest_than_the_expected_is_refused(tmp_path: Path) -> None:
     assert sha256_of(bundle / "manifest.json") in refused.stdout
 
 
+@pytest.mark.slow
 def test_the_hosts_own_packages_stay_behind_the_bundles(tmp_path: Path) -> None:
     host = tmp_path / "host"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(host)], check=True, timeout=60)

@@ -9,7 +9,7 @@ import pytest
 
 from tailrace.tiny import MODEL_PATH
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 # Only the platforms' detection is taken away, in a process of its own; everything else is vLLM's.
 _SCRIPT = """
