@@ -409,9 +409,11 @@ class Telling:
     log the same events.
     """
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Answer, arrival: int = 0) -> None:
+        """`arrival`: counts the requests of this front end."""
         self.answer = answer
         self.run = answer.run
+        self.arrival = arrival
         # Entries that were told, and that may be.
         self.told = 0
         self.released = 0

@@ -4,6 +4,7 @@ ends."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import secrets
 import time
@@ -71,6 +72,7 @@ def _denied(status: int, message: str) -> Denied:
 _UNKNOWN: Final = _denied(404, "No answer with this Last-Event-ID is known here.")
 _EXPIRED: Final = _denied(410, "The answer with this Last-Event-ID is not kept any more.")
 _OTHER_BODY: Final = _denied(422, "This Idempotency-Key was used for another request.")
+_OVERTAKEN: Final = _denied(409, SUPERSEDED.message)
 _LOST: Final = _denied(
     409,
     "The front end that had the rest of this answer is gone: what is kept ends before this Last-Event-ID.",
@@ -149,6 +151,7 @@ class AnswerDesk:
         # Notes that are not with the second front end yet: which entry, and who waits.
         self._noting: dict[str, list[tuple[int, asyncio.Future[None]]]] = {}
         self._calls: set[asyncio.Task[None]] = set()
+        self._arrivals = itertools.count(1)
 
     def bind(self, shown: Shown) -> None:
         """Before anything else is called."""
@@ -268,13 +271,14 @@ class AnswerDesk:
 
     async def open(self, call: OpenCall) -> OpenReply:
         """A request has come that is to be kept, or resumed."""
-        outcome = await (self._resume(call) if call.last_event_id else self._by_key(call))
+        arrival = next(self._arrivals)
+        outcome = await (self._resume(call, arrival) if call.last_event_id else self._by_key(call, arrival))
         if isinstance(outcome, Denied):
             self._metrics.denied[str(outcome.status)] += 1
             return OpenReply(denied=outcome)
         return OpenReply(opened=outcome)
 
-    async def _resume(self, call: OpenCall) -> Opened | Denied:
+    async def _resume(self, call: OpenCall, arrival: int) -> Opened | Denied:
         event = read_event_id(call.last_event_id)
         if event is None:
             return _denied(400, "This Last-Event-ID is not one of an answer that is kept.")
@@ -292,21 +296,25 @@ class AnswerDesk:
             # Of all reasons to deny it none may come later: to fetch it ends the run that is under way.
             if not 1 <= run <= place.run:
                 return _LOST
+            if self._is_late(place.answer_id, arrival):
+                return _OVERTAKEN
             fetched = await fetch(place, self.book, self._peers, self._clock())
             if fetched is not None:
-                return self._run_again(fetched, number, fetched.answer.ended[run - 1])
+                return self._run_again(fetched, arrival, number, fetched.answer.ended[run - 1])
         return _EXPIRED
 
-    async def _by_key(self, call: OpenCall) -> Opened | Denied | None:
+    async def _by_key(self, call: OpenCall, arrival: int) -> Opened | Denied | None:
         for _ in range(_ATTEMPTS):
             if call.key:
                 seen = await look(Wanted(call.tenant, key=call.key), self.book, self._peers)
                 for place in seen.places:
                     if (place.path, place.digest) != (call.path, call.digest):
                         return _OTHER_BODY
+                    if self._is_late(place.answer_id, arrival):
+                        return _OVERTAKEN
                     fetched = await fetch(place, self.book, self._peers, self._clock())
                     if fetched is not None:
-                        opened = self._run_again(fetched, 0, UNLIMITED)
+                        opened = self._run_again(fetched, arrival, 0, UNLIMITED)
                         if fetched.answer.settled:
                             return opened
                         if (settled := await self._settle(fetched.answer)) is not None:
@@ -331,7 +339,7 @@ class AnswerDesk:
                 # It was not asked for by name: it is served without being kept.
                 return _BUSY if call.key else None
             self._metrics.begun["new"] += 1
-            self._begin(answer, "", None)
+            self._begin(answer, arrival, "", None)
             if answer.settled:
                 return self._opened(answer, 0, UNLIMITED)
             settled = await self._settle(answer)
@@ -345,7 +353,7 @@ class AnswerDesk:
         try:
             fine = await self._replication.settle(answer)
             if answer.run != run or not answer.serves:
-                return _denied(409, SUPERSEDED.message)
+                return _OVERTAKEN
             if fine and not answer.gone:
                 answer.settled = True
                 return self._opened(answer, 0, UNLIMITED)
@@ -355,16 +363,21 @@ class AnswerDesk:
                 self._cut(answer.head.answer_id)
                 self._forget(answer, None)
 
-    def _run_again(self, fetched: Fetched, skip: int, skip_tokens: int) -> Opened:
+    def _is_late(self, answer_id: str, arrival: int) -> bool:
+        """Whether a later request has the answer already: this one took longer to find it."""
+        telling = self._tellings.get(answer_id)
+        return telling is not None and telling.current and telling.arrival > arrival
+
+    def _run_again(self, fetched: Fetched, arrival: int, skip: int, skip_tokens: int) -> Opened:
         answer = fetched.answer
         self._metrics.begun["claimed" if fetched.second else "here"] += 1
         # Who has handed it over has all of it.
-        self._begin(answer, fetched.second, len(answer.entries) if fetched.second else None)
+        self._begin(answer, arrival, fetched.second, len(answer.entries) if fetched.second else None)
         return self._opened(answer, skip, skip_tokens)
 
-    def _begin(self, answer: Answer, second: str, has: int | None) -> None:
+    def _begin(self, answer: Answer, arrival: int, second: str, has: int | None) -> None:
         self._cut(answer.head.answer_id)
-        self._tellings[answer.head.answer_id] = Telling(answer)
+        self._tellings[answer.head.answer_id] = Telling(answer, arrival)
         self._replication.begin(answer, second, has)
 
     def _opened(self, answer: Answer, skip: int, skip_tokens: int) -> Opened:

@@ -157,12 +157,13 @@ class FrontEnd:
     def __init__(self, network: Network, name: str, max_bytes: int = 1 << 20) -> None:
         self.name = name
         self.incarnation = str(next(self._numbers))
+        self.peers = NetworkPeers(network, name)
         book = AnswerBook(name, max_bytes, rank)
         self.desk = AnswerDesk(
             name,
             KEEP_S,
             book,
-            NetworkPeers(network, name),
+            self.peers,
             AnswerMetrics(CollectorRegistry()),
             lambda: network.now_s,
             lambda: f"a{next(network.answers)}",

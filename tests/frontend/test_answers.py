@@ -15,7 +15,7 @@ from frontend_svc.answers import desk
 from frontend_svc.answers.book import Answer, AnswerBook, Entry, Forgotten, Full, Head, Refused
 from frontend_svc.answers.calls import CLOSE, CloseCall, OpenCall, read_event_id, read_run_name, run_name
 from frontend_svc.answers.messages import part_message, read_part
-from frontend_svc.answers.peers import rank
+from frontend_svc.answers.peers import Peer, rank
 from tailrace.v1 import answers_pb2
 from tailrace.wire import UtilityCall
 from tests.frontend.answers_world import NAMES, Client, FrontEnd, Network, end_call, generate, open_at, quiet
@@ -256,6 +256,45 @@ async def test_what_was_forgotten_and_begun_again_is_kept() -> None:
         request = answers_pb2.KeepRequest(frontend_id="f0", parts=[part], forgotten=["a"])
         world["f1"].desk.keep(request)
         assert world["f1"].desk.book.get("a") is not None
+
+
+async def test_who_looks_longer_does_not_take_it_from_who_came_later() -> None:
+    world, client = World(), Client(0, "")
+    await world.open("f0", client)
+    await world.tokens("f0", 1)
+    await world.arrive()
+    second = world.second(client.answer_id, "f0")
+    its_desk, peers = world[second].desk, world[second].peers
+    # Two look for it at once, and the later one finds it first.
+    gates = [asyncio.Event(), asyncio.Event()]
+    find, turn = peers.find, iter(gates)
+
+    async def slow(
+        request: answers_pb2.FindAnswerRequest,
+    ) -> list[tuple[Peer, answers_pb2.FindAnswerReply]]:
+        await next(turn).wait()
+        return await find(request)
+
+    peers.find = slow  # type: ignore[method-assign]
+    call = OpenCall(
+        tenant="t",
+        key="",
+        last_event_id=f"{client.answer_id}.1.1",
+        path="/p",
+        body=b"",
+        digest=b"",
+        request_name="",
+        streams=False,
+    )
+    early, late = (asyncio.create_task(its_desk.open(call)) for _ in range(2))
+    await quiet()
+    gates[1].set()
+    opened = (await late).opened
+    gates[0].set()
+    denied = (await early).denied
+    assert opened is not None and denied is not None and denied.status == 409
+    answer = its_desk.book.get(client.answer_id)
+    assert answer is not None and answer.run == opened.run
 
 
 @given(st.lists(st.one_of(st.sampled_from(NAMES), st.integers(0, 5)), max_size=24))
