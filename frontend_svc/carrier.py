@@ -36,6 +36,7 @@ from frontend_svc.streams import (
     StreamTable,
 )
 from frontend_svc.utilities import Utilities
+from tailrace.adapter_versions import AdapterVersions
 from tailrace.cluster import Phase
 from tailrace.service.message_stream import MIN_MESSAGE_BYTES
 from tailrace.v1 import worker_pb2
@@ -48,6 +49,7 @@ from tailrace.wire import (
     read_request,
     split_outputs,
 )
+from tailrace.wire.cache_keys import read_cache_keys
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +95,7 @@ class Carrier:
         self._adoptions = Adoptions(table, workers, observer.adopted, placement.may_run)
         self._liveness = Liveness(table, workers)
         self._utilities = Utilities(workers, output.send)
+        self._adapters = AdapterVersions()
         self.reply = output.send
         if answers is not None:
             answers.bind(self)
@@ -138,6 +141,8 @@ class Carrier:
             return
         if head.adapter or not head.generates:
             stream.needs = Needs(head.generates, head.adapter)
+        if head.adapter:
+            stream.adapter_version = self._adapter_version(frames)
         if head.pace_tpot_ms is not None:
             stream.pace_s = head.pace_tpot_ms / 1e3
         else:
@@ -157,6 +162,11 @@ class Carrier:
         if stream.phase is Phase.ANSWERING:
             stream.first_answer_s, stream.first_answer_index = stream.arrived_s, stream.accepted
             self._pacer.begin(stream, 0)
+
+    def _adapter_version(self, frames: Sequence[bytes]) -> str:
+        read = read_cache_keys(frames)
+        adapter = None if read is None else read.keys.adapter
+        return "" if adapter is None else self._adapters.of(adapter[1])
 
     def tick(self) -> None:
         """Called every half second."""

@@ -162,6 +162,7 @@ class Dispatch:
             traceparent=stream.traceparent,
             suspect=time.monotonic() < stream.alone_until_s,
             pull=pull,
+            adapter_version=stream.adapter_version,
         )
         if stream.first_answer_s is not None:
             submit.answer_tokens = stream.accepted - stream.first_answer_index

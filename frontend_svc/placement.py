@@ -15,6 +15,7 @@ import msgspec
 
 from frontend_svc.links import Outbox
 from frontend_svc.streams import Needs, Stream, StreamTable
+from tailrace.adapter_versions import engine_name
 from tailrace.cache.names import Naming, block_names
 from tailrace.cluster import Pool
 from tailrace.model_identity import ModelIdentity, covers, fingerprint, is_model
@@ -61,7 +62,11 @@ def prefix_of(stream: Stream, naming: Naming | None) -> Prefix:
         return Prefix(session_id=read.session_id)
     if stream.accepted:
         tokens = [*tokens, *stream.token_ids]
-    return Prefix(block_names(tokens, naming, read.keys), naming.block_tokens, read.session_id)
+    keys = read.keys
+    if keys.adapter is not None:
+        name, path = keys.adapter
+        keys = keys._replace(adapter=(engine_name(name, path, stream.adapter_version), path))
+    return Prefix(block_names(tokens, naming, keys), naming.block_tokens, read.session_id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,8 @@ class Stream:
     pace_s: float = 0.0
     # What its instance must be able to do.
     needs: Needs = TEXT
+    # Of the adapter that it names, when it came; empty: it names none, or that is not known.
+    adapter_version: str = ""
 
     @property
     def accepted(self) -> int:

@@ -109,15 +109,18 @@ def weight_files(folder: Path) -> list[tuple[str, str, str]]:
 
 def file_digest(file: Path) -> str:
     """Of the whole file when it is small, else of its first and last MiB."""
-    size = file.stat().st_size
+    if file.stat().st_size > _WHOLE_FILE_BYTES:
+        return sampled_digest(file)
+    return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
+
+
+def sampled_digest(file: Path) -> str:
+    """Of a file's first and last MiB."""
     digest = hashlib.blake2b(digest_size=16)
     with file.open("rb") as stream:
-        if size <= _WHOLE_FILE_BYTES:
-            digest.update(stream.read())
-        else:
-            digest.update(stream.read(_SAMPLE_BYTES))
-            stream.seek(size - _SAMPLE_BYTES)
-            digest.update(stream.read(_SAMPLE_BYTES))
+        digest.update(stream.read(_SAMPLE_BYTES))
+        stream.seek(max(stream.tell(), file.stat().st_size - _SAMPLE_BYTES))
+        digest.update(stream.read(_SAMPLE_BYTES))
     return digest.hexdigest()
 
 

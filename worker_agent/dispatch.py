@@ -241,6 +241,7 @@ class Dispatch:
             answering_s=submit.answering_s,
             suspect=submit.suspect,
             pull=_pull(submit),
+            adapter_version=submit.adapter_version,
         )
         if not 0.0 <= submit.answering_s < math.inf:
             log.warning("refused %s: answering_s is %s", submit.request_id, submit.answering_s)

@@ -74,11 +74,13 @@ class FakeApiServer:
         prompt: list[int] | None = None,
         max_tokens: int = 100,
         extra_args: Mapping[str, object] | None = None,
+        adapter: tuple[str, int, str] | None = None,
     ) -> None:
-        """A new request."""
+        """A new request. `adapter`: name, number, path."""
         sampling = self.sampling(max_tokens, extra_args)
+        lora = msgspec.Raw(msgspec.msgpack.encode(adapter))
         request = EngineCoreRequest(
-            request_id, prompt or [1, 2, 3], NIL, sampling, NIL, 0.0, NIL, None, None, client_index=0
+            request_id, prompt or [1, 2, 3], NIL, sampling, NIL, 0.0, lora, None, None, client_index=0
         )
         await self._send(RequestType.ADD, request)
 

@@ -5,16 +5,23 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from frontend_svc.admission import CANNOT_GO_ON, AdmissionState, Refusal
-from frontend_svc.placement import Fleet, ServedModel
+from frontend_svc.placement import Fleet, ServedModel, prefix_of
 from frontend_svc.settings import Limits
+from frontend_svc.streams import StreamTable
+from tailrace.adapter_versions import AdapterVersions
+from tailrace.cache.names import ALGORITHM, Keys, Naming, block_names
 from tailrace.model_identity import ModelIdentity
 from tailrace.rollout import RolloutRecord, RolloutState
 from tailrace.v1 import worker_pb2
 from tailrace.wire import FinishReason
+from tailrace.wire.requests import EngineCoreRequest
 from tests.frontend.conftest import Rig, eventually, open_rig
+from tests.frontend.fake_api_server import NIL
 from tests.frontend.fleet import StaticMembers
 from tests.frontend.scripted_worker import FINISHED, outputs
 from tests.frontend.test_adopt import adopt
@@ -209,3 +216,56 @@ def test_an_instance_that_does_not_tell_is_not_used_while_there_are_two_models()
     members.rollouts["chat"] = rollout(RolloutState.PREPARING)
     fleet.refresh()
     assert not fleet.instances and not fleet.is_model("untold", OLD.key)
+
+
+async def test_a_stream_keeps_to_the_version_of_its_adapter(rig: Rig, tmp_path: Path) -> None:
+    """As its files were when the request came, wherever it goes on."""
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(b"first")
+    first = AdapterVersions().of(str(folder))
+    workers = [await rig.member(name, OLD) for name in "ab"]
+    for name in "ab":
+        rig.members.instances[name] = replace(rig.members.instances[name], takes_adapters=True)
+    rig.members.changed()
+    await attached(rig, "a", "b")
+    await rig.front.ready()
+    await rig.front.add("r", adapter=("sql", 1, str(folder)))
+    submit = await workers[0].submitted()
+    assert submit.adapter_version == first != ""
+    (folder / "adapter_model.safetensors").write_bytes(b"second, which is longer")
+    workers[0].say(outputs(submit, [1], 0))
+    await rig.front.tokens_of("r", 1)
+    await rig.crash(workers[0])
+    again = await workers[1].submitted()
+    assert (again.adapter_version, list(again.output_token_ids)) == (first, [1])
+    # New requests take what is there now.
+    await rig.front.add("s", adapter=("sql", 1, str(folder)))
+    later = await workers[1].submitted()
+    assert later.adapter_version == AdapterVersions().of(str(folder)) != first
+    await rig.front.add("t", adapter=("hub", 1, "somebody/adapter"))
+    assert (await workers[1].submitted()).adapter_version == ""
+
+
+def test_the_blocks_of_a_prompt_are_named_by_its_adapters_version() -> None:
+    naming = Naming(algorithm=ALGORITHM, seed="0", block_tokens=16)
+    request = EngineCoreRequest(
+        "r",
+        [*range(40)],
+        NIL,
+        None,
+        NIL,
+        0.0,
+        msgspec.Raw(msgspec.msgpack.encode(("sql", 1, "/a"))),
+        None,
+        None,
+    )
+    stream = StreamTable().open("r", (msgspec.msgpack.encode(request),))
+    named = {}
+    for version in ("", "1", "2"):
+        stream.adapter_version = version
+        # As an engine calls it (worker_agent/engine/vllm/adapters.py).
+        keys = Keys(adapter=(f"sql /a {version}".strip(), "/a"))
+        named[version] = prefix_of(stream, naming).names
+        assert named[version] == block_names([*range(40)], naming, keys)
+    assert len({*map(tuple, named.values())}) == 3

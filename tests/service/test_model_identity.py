@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tailrace.adapter_versions import AdapterVersions
 from tailrace.model_identity import ModelIdentity, identify_model, is_model
 from tailrace.tiny import MODEL_PATH
 
@@ -58,3 +59,25 @@ def test_a_key_stands_for_what_it_begins() -> None:
     assert [is_model(exact, key) for key in ("x", "t:v", "t:w:fp8", "t:w:bf", "t:wx", "tt")] == [False] * 6
     assert is_model(None, "t:w")
     assert [ModelIdentity("t").key, ModelIdentity("t", "w").key] == ["t", "t:w"]
+
+
+def test_an_adapter_has_another_version_when_its_files_have_changed(tmp_path: Path) -> None:
+    versions, folder = AdapterVersions(), tmp_path / "adapter"
+    assert versions.of(str(folder)) == versions.of("somebody/adapter") == ""
+    folder.mkdir()
+    (folder / "README.md").write_text("no weights")
+    assert versions.of(str(folder)) == ""
+    (folder / "adapter_config.json").write_text("{}")
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(b"a" * 100)
+    first = versions.of(str(folder))
+    assert len(first) == 16
+    assert versions.of(str(folder)) == AdapterVersions().of(str(folder)) == first
+    weights.write_bytes(b"b" * 101)
+    second = versions.of(str(folder))
+    assert second not in ("", first)
+    # The same files elsewhere are the same version.
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    assert versions.of(str(copy)) == second
+    (folder / "adapter_config.json").write_text('{"r": 8}')
+    assert versions.of(str(folder)) not in ("", first, second)

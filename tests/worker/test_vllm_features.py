@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from tailrace.adapter_versions import AdapterVersions
 from tailrace.handover import Way
 from tailrace.tiny import MODEL_PATH
 
@@ -78,7 +79,7 @@ async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
             cpu_threads=1,
             engine_args={
                 "enable_lora": True,
-                "max_loras": 4,
+                "max_loras": 6,
                 **({"speculative_config": NGRAM} if SPECULATES else {}),
             },
         )
@@ -153,13 +154,39 @@ async def test_a_missing_adapter_fails_its_request_alone(lab: Lab) -> None:
     await lab.front.until(lambda: other.finished)
 
 
+async def test_a_request_keeps_to_the_version_of_its_adapter(lab: Lab) -> None:
+    """The folder gets other weights: new requests run with them, beside those that began with the old ones.
+    No request that began elsewhere with the old ones goes on here."""
+    versions, folder = AdapterVersions(), lab.folder / "changing"
+    make_adapter(folder, 5)
+    first = versions.of(str(folder))
+    running, alone = (lab.stream("changing", max_tokens=400) for _ in range(2))
+    alone.adapter_version = running.adapter_version = first
+    await lab.ends(alone)
+    lab.front.submit(lab.engine, running)
+    await lab.front.until_tokens(running, 5)
+    exported = await lab.engine.export_open(running.request_id)
+    assert exported.adapter_version == first
+    make_adapter(folder, 6)
+    second = versions.of(str(folder))
+    changed, stale = lab.stream("changing", max_tokens=400), lab.stream("changing")
+    changed.adapter_version, stale.adapter_version = second, first
+    await lab.ends(changed, stale)
+    assert OutputFlag.FAILED in stale.all_flags and not stale.tokens
+    with pytest.raises(EngineRefusal, match=f"version {second} is in .*, and {first} was when"):
+        await lab.engine.replay_check(exported, changed.key)
+    await lab.engine.export_resume(running.request_id)
+    await lab.front.until(lambda: running.finished)
+    assert running.tokens == alone.tokens != changed.tokens
+
+
 async def test_the_last_place_stays_empty_on_a_cpu(lab: Lab) -> None:
     """There vLLM gives what is in it to requests without an adapter that are in a batch with others."""
     failed = []
-    for number in range(4):
+    for number in range(6):
         named = (f"another {number}", 9, str(lab.folder / "one"))
         stream = lab.front.stream(PROMPT, SamplingParams(max_tokens=2, temperature=0.0), adapter=named)
         await lab.ends(stream)
         failed.append(OutputFlag.FAILED in stream.all_flags)
-    # One of four places; other tests may have taken two.
+    # One of six places; other tests may have taken four.
     assert (failed[0], failed[-1]) == (False, True)

@@ -35,6 +35,7 @@ class Stream:
     flags: list[OutputFlag] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     finished: bool = False
+    adapter_version: str = ""
 
     @property
     def all_flags(self) -> OutputFlag:
@@ -150,6 +151,7 @@ class Front:
                 traceparent="00-trace",
                 frontend_id="front",
                 sampling_state=sampling_state,
+                adapter_version=stream.adapter_version,
             )
         )
 

@@ -125,6 +125,8 @@ class Submission:
     pull: Pull | None = None
     # It was on an engine when that died, and has not got on since.
     suspect: bool = False
+    # Of the adapter that it names (tailrace.adapter_versions); empty: any, or it names none.
+    adapter_version: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +253,8 @@ class Exported:
     block_hashes: list[bytes]
     # Why this request can go by replay only; empty: live.
     replay_reason: str = ""
+    # As in Submission.
+    adapter_version: str = ""
 
 
 @dataclass(frozen=True, slots=True)

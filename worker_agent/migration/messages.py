@@ -68,6 +68,7 @@ def exported_of(opened: worker_pb2.ExportOpened, key: RequestKey) -> Exported:
         phase=_ENGINE_PHASES.get(opened.phase, EnginePhase.PREFILL),
         traceparent=opened.traceparent,
         block_hashes=block_hashes(opened.blocks),
+        adapter_version=opened.adapter_version,
     )
 
 

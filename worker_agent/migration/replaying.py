@@ -38,4 +38,5 @@ def submission(
         traceparent=opened.traceparent,
         frontend_id=opened.frontend_id,
         sampling_state=paused.pause.sampling_state,
+        adapter_version=opened.adapter_version,
     )

@@ -132,6 +132,7 @@ class Export:
             kv_tickets=[] if session is None else [ticket.secret for ticket in session.tickets],
             replay_reason=exported.replay_reason,
             model=identity_message(self._parts.info.identity),
+            adapter_version=exported.adapter_version,
         )
         self._lease.send(worker_pb2.ExportEvent(opened=opened))
 

@@ -2,8 +2,8 @@
 alone.
 
 Each API server numbers the adapters that it knows by itself, and vLLM's engine goes by the number: two front
-ends would mix theirs up. So they are numbered anew here, by name and path, and named by both: the name is
-part of the names of KV blocks, and another adapter may have had it before.
+ends would mix theirs up. So they are numbered anew here, by name, path and version, and named by all three:
+the name is part of the names of KV blocks, and another adapter, or another version, may have had it before.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore
 
+from tailrace.adapter_versions import AdapterVersions, engine_name
 from worker_agent.engine.errors import EngineRefusal
 
 
@@ -29,25 +30,55 @@ class Adapters:
         self._most = config.lora_config.max_loras - 1 if self._enabled and cpu else None
         self._core = core
         self._numbers = itertools.count(1)
-        self._known: dict[tuple[str, str], LoRARequest] = {}
+        self._versions = AdapterVersions()
+        # By name, path and version; the latest version by name and path; versions by our numbers.
+        self._known: dict[tuple[str, str, str], LoRARequest] = {}
+        self._latest: dict[tuple[str, str], str] = {}
+        self._by_number: dict[int, str] = {}
 
     def load(self, asked: LoRARequest) -> LoRARequest:
-        """The same adapter as this engine names and numbers it, in memory. Raises EngineRefusal."""
+        """The adapter as it is in its folder now, as this engine names and numbers it, in memory. Raises
+        EngineRefusal."""
+        return self._have(asked, self._versions.of(asked.lora_path))
+
+    def of_request(self, asked: LoRARequest, version: str) -> LoRARequest:
+        """The same for a request that came when this version was in the folder; empty: whatever is loaded.
+
+        vLLM reads the folder again whenever it needs the place of an adapter: one that has changed is no
+        longer the request's. Raises EngineRefusal.
+        """
+        if not version:
+            latest = self._latest.get((asked.lora_name, asked.lora_path))
+            return self._have(asked, self._versions.of(asked.lora_path) if latest is None else latest)
+        there = self._versions.of(asked.lora_path)
+        if there != version:
+            raise EngineRefusal(
+                f"adapter {asked.lora_name}: version {there or 'none'} is in {asked.lora_path} here, and "
+                f"{version} was when the request came"
+            )
+        return self._have(asked, version)
+
+    def version_of(self, own: LoRARequest | None) -> str:
+        """Of an adapter as this engine numbers it; empty for none."""
+        return "" if own is None else self._by_number.get(own.lora_int_id, "")
+
+    def _have(self, asked: LoRARequest, version: str) -> LoRARequest:
         if not self._enabled:
             raise EngineRefusal(f"adapter {asked.lora_name}: this engine takes none (enable_lora)")
-        key = (asked.lora_name, asked.lora_path)
+        key = (asked.lora_name, asked.lora_path, version)
         known = self._known.get(key)
         if known is None and self._most is not None and len(self._known) >= self._most:
             raise EngineRefusal(
                 f"adapter {asked.lora_name}: on a CPU {self._most} can be loaded, one less than max_loras"
             )
         if known is None or asked.load_inplace:
-            known = self._load(asked, next(self._numbers) if known is None else known.lora_int_id)
+            known = self._load(asked, version, next(self._numbers) if known is None else known.lora_int_id)
             self._known[key] = known
+            self._latest[key[:2]] = self._by_number[known.lora_int_id] = version
         return known
 
-    def _load(self, asked: LoRARequest, number: int) -> LoRARequest:
-        name = f"{asked.lora_name} {asked.lora_path}"
+    def _load(self, asked: LoRARequest, version: str, number: int) -> LoRARequest:
+        name = engine_name(asked.lora_name, asked.lora_path, version)
         own = replace(asked, lora_name=name, lora_int_id=number)
         if asked.load_inplace:
             # Its KV is named as before, and will not be as before.
@@ -58,4 +89,8 @@ class Adapters:
         except Exception as error:
             reason = f"adapter {asked.lora_name} cannot be loaded from {asked.lora_path}: {error}"
             raise EngineRefusal(reason) from error
+        if self._versions.of(asked.lora_path) != version:
+            raise EngineRefusal(
+                f"adapter {asked.lora_name}: {asked.lora_path} has changed while it was loaded"
+            )
         return replace(own, load_inplace=False)

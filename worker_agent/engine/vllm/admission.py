@@ -89,7 +89,7 @@ class Admission:
             self._remove(former)
         self._core.settle(submission.request_id)
         self._imports.drop(submission.request_id)
-        request = self._core.decode(submission.frames, submission.key.client)
+        request = self._core.decode(submission.frames, submission.key.client, submission.adapter_version)
         if request.request_id != submission.request_id:
             raise EngineRefusal(f"its message is that of request {request.request_id}")
         outputs = list(submission.output_token_ids)
@@ -108,6 +108,7 @@ class Admission:
             request_id=request.request_id,
             epoch=submission.epoch,
             frames=submission.frames,
+            adapter_version=self._core.adapters.version_of(request.lora_request),
             frontend_id=submission.frontend_id,
             traceparent=submission.traceparent,
             request=request,

@@ -106,6 +106,7 @@ class Exports:
             traceparent=entry.traceparent,
             block_hashes=list(export.hashes),
             replay_reason=handover.reason,
+            adapter_version=entry.adapter_version,
         )
 
     def more(self, request_id: str, have_blocks: int) -> list[bytes]:

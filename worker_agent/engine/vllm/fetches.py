@@ -142,7 +142,7 @@ class Fetches:
         core = self._core
         if not core.layout.plain or not core.finds_by_name:
             raise EngineRefusal("its cache takes no blocks from elsewhere")
-        request = core.decode(submission.frames, submission.key.client)
+        request = core.decode(submission.frames, submission.key.client, submission.adapter_version)
         if request.skip_reading_prefix_cache:
             raise EngineRefusal("the request is to read no cache")
         if submission.output_token_ids:

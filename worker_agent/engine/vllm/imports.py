@@ -241,7 +241,7 @@ class Imports:
 
     def _request(self, exported: Exported, key: RequestKey) -> Request:
         """The request, which this engine could run. Raises EngineRefusal."""
-        request = self._core.decode(exported.frames, key.client)
+        request = self._core.decode(exported.frames, key.client, exported.adapter_version)
         request_id = request.request_id
         known = request_id in self._imports or request_id in self._line
         if known or self._table.get(request_id) is not None:
@@ -371,6 +371,7 @@ class Imports:
             request_id=request.request_id,
             epoch=found.epoch,
             frames=found.exported.frames,
+            adapter_version=self._core.adapters.version_of(request.lora_request),
             frontend_id=found.exported.frontend_id,
             traceparent=found.exported.traceparent,
             request=request,

@@ -159,8 +159,9 @@ class LoadedCore:
 
     # ---- requests
 
-    def decode(self, frames: Frames, client: int) -> Request:
-        """vLLM's Request of a message. Raises EngineRefusal for what this engine cannot run."""
+    def decode(self, frames: Frames, client: int, adapter_version: str = "") -> Request:
+        """vLLM's Request of a message. Raises EngineRefusal for what this engine cannot run, as an adapter of
+        another version."""
         message: EngineCoreRequest = self._decoder.decode(frames)
         if (message.sampling_params is None) != self.pooling:
             runner = self.config.model_config.runner_type
@@ -175,7 +176,7 @@ class LoadedCore:
         if self.core.mm_receiver_cache is not None and message.mm_features:
             message.mm_features = self.core.mm_receiver_cache.get_and_update_features(message.mm_features)
         if message.lora_request is not None:
-            message.lora_request = self.adapters.load(message.lora_request)
+            message.lora_request = self.adapters.of_request(message.lora_request, adapter_version)
         message.client_index = client
         return Request.from_engine_core_request(message, self.core.request_block_hasher)
 

@@ -44,6 +44,8 @@ class Entry:
     turn: Turn
     # Set by the predictor's thread.
     prediction: LengthPrediction | None = None
+    # Of the adapter that it runs with; empty: with none, or one whose files cannot be told apart.
+    adapter_version: str = ""
 
     def most_tokens(self, max_model_len: int) -> int:
         """Most output tokens that it may make on an engine with this longest context."""
