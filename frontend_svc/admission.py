@@ -62,6 +62,14 @@ CANNOT_GO_ON: Final = Refusal(
 TOO_MANY_REQUESTS: Final = Refusal(429, "This server carries as many requests as it may; try again later.")
 """The front end's own bound."""
 
+TENANT_FULL: Final = Refusal(
+    429, "As many requests of this key's tenant wait for their turn as may; try again later."
+)
+"""Beyond what may wait of one tenant (`--fair-backlog`)."""
+
+NO_TURN: Final = Refusal(503, "This request's turn did not come in time; try again later.")
+"""It has waited for its tenant's turn as long as a request may wait for an instance."""
+
 OVERLOADED: Final = Refusal(
     429, "This server has too much to do to begin with this request in time; try again later."
 )

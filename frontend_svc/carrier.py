@@ -13,11 +13,19 @@ from typing import Protocol
 
 import msgspec
 
-from frontend_svc.admission import CANNOT_GO_ON, NO_INSTANCE, OVERLOADED, TOO_MANY_REQUESTS, Refusal
+from frontend_svc.admission import (
+    CANNOT_GO_ON,
+    NO_INSTANCE,
+    OVERLOADED,
+    TENANT_FULL,
+    TOO_MANY_REQUESTS,
+    Refusal,
+)
 from frontend_svc.adopt import Adoptions
 from frontend_svc.answers.calls import ANSWER_HEADER, METHODS
 from frontend_svc.answers.desk import AnswerDesk, Joined
 from frontend_svc.dispatch import Dispatch, Relocations
+from frontend_svc.fair_gate import FairGate
 from frontend_svc.links import Loss, Workers, abort, request_bytes
 from frontend_svc.liveness import Liveness
 from frontend_svc.observer import StreamObserver
@@ -39,10 +47,13 @@ from frontend_svc.utilities import Utilities
 from tailrace.adapter_versions import AdapterVersions
 from tailrace.cluster import Phase
 from tailrace.service.message_stream import MIN_MESSAGE_BYTES
+from tailrace.tenancy.fair_queue import TenantQueueFull
+from tailrace.tenancy.share import SHARE_HEADER, Share
 from tailrace.v1 import worker_pb2
 from tailrace.wire import (
     EngineCoreOutput,
     FinishReason,
+    RequestHead,
     UtilityCall,
     encode_outputs,
     filter_outputs,
@@ -90,6 +101,16 @@ class Carrier:
         self._on_full = on_full
         self._observer = observer
         self._dispatch = Dispatch(table, placement, workers, self, patience)
+        self.fair: FairGate | None = None
+        if limits.fair_backlog_tokens:
+            self.fair = FairGate(
+                limits.fair_backlog_tokens,
+                limits.max_waiting,
+                patience.new_s,
+                self._dispatch.start_waited,
+                self._turn_down,
+                observer.waited,
+            )
         self._recovery = Recovery(table, self._dispatch, workers, self._give_up, observer.engine_died)
         self._relocations = Relocations(table, placement, workers, self._dispatch, self)
         self._adoptions = Adoptions(table, workers, observer.adopted, placement.may_run)
@@ -102,6 +123,8 @@ class Carrier:
 
     async def close(self) -> None:
         """Cancel all that is under way."""
+        if self.fair is not None:
+            self.fair.close()
         self._adoptions.close()
         self._pacer.close()
         self._utilities.close()
@@ -150,7 +173,23 @@ class Carrier:
         self._observer.arrived(stream, headers.get("traceparent", ""))
         if joined is not None:
             self._go_on(stream, joined)
-        self._dispatch.start(stream)
+        if self.fair is None or stream.accepted:
+            self._dispatch.start(stream)
+        else:
+            self._wait_for_turn(self.fair, stream, head)
+
+    def _wait_for_turn(self, fair: FairGate, stream: Stream, head: RequestHead) -> None:
+        share = Share.decode((head.trace_headers or {}).get(SHARE_HEADER, ""))
+        try:
+            fair.arrive(stream, share, head.priority)
+        except TenantQueueFull:
+            self._turn_down(stream, TENANT_FULL)
+
+    def _turn_down(self, stream: Stream, refusal: Refusal) -> None:
+        """It never came to an instance."""
+        log.info("%s refused: %s", stream.request_id, refusal.message)
+        self._end_with_error(stream, refusal)
+        self._observer.turned_down(stream, refusal.status)
 
     def _go_on(self, stream: Stream, joined: Joined) -> None:
         """It has been under way before, perhaps at another front end."""
@@ -181,7 +220,8 @@ class Carrier:
         if len(self._table) >= self._limits.max_streams:
             self._on_full(True)
             return TOO_MANY_REQUESTS
-        if len(self._dispatch) >= self._limits.max_unplaced:
+        waiting = 0 if self.fair is None else len(self.fair)
+        if len(self._dispatch) + waiting >= self._limits.max_unplaced:
             return NO_INSTANCE
         size = request_bytes(frames, 0)
         if size <= MIN_MESSAGE_BYTES:
@@ -205,12 +245,17 @@ class Carrier:
 
     def _abort(self, stream: Stream) -> None:
         self._dispatch.cancel(stream)
-        self._table.close(stream)
+        self._close(stream)
         if stream.owner is not None:
             self._workers.send(stream.owner, abort([stream.handle]))
         if self._answers is not None:
             self._answers.ended(stream.handle)
         self._observer.aborted(stream)
+
+    def _close(self, stream: Stream) -> None:
+        self._table.close(stream)
+        if self.fair is not None:
+            self.fair.release(stream.handle)
 
     def on_utility(self, call: UtilityCall, frames: Sequence[bytes]) -> None:
         """A call of an engine-core method."""
@@ -300,6 +345,7 @@ class Carrier:
             self._send_kept(instance_id, step, verdict, verdict.keep)
         if verdict.flagged:
             self._begin_pacing(verdict)
+            self._release(verdict)
         self._observer.accepted(verdict)
         if verdict.rejected:
             self._on_rejected(instance_id, verdict)
@@ -314,6 +360,13 @@ class Carrier:
             if stream.pace_s and stream.phase is Phase.ANSWERING and not flags & FINISHED:
                 # Without reasoning the first token is the answer's, and was shown just now.
                 self._pacer.begin(stream, 1 if flags & PREFILL_DONE else 0)
+
+    def _release(self, verdict: Accepted) -> None:
+        """Prompts that are computed make room for others."""
+        if self.fair is not None:
+            for stream, flags in verdict.flagged:
+                if flags & (PREFILL_DONE | FINISHED):
+                    self.fair.release(stream.handle)
 
     def _send_apart(self, instance_id: str, step: worker_pb2.StepOutputs, verdict: Accepted) -> None:
         """What is kept goes by its answer's log, what is paced by the pacer, the rest at once."""
@@ -423,7 +476,7 @@ class Carrier:
         if self._table.is_live(stream):
             log.info("%s refused: %s", stream.request_id, reason)
             self._end_with_error(stream, OVERLOADED)
-            self._observer.refused_late(stream, OVERLOADED.status)
+            self._observer.turned_down(stream, OVERLOADED.status)
 
     def _give_up(self, stream: Stream, reason: str) -> None:
         log.warning("%s given up: %s", stream.request_id, reason)
@@ -437,7 +490,7 @@ class Carrier:
             self._answers.failed(stream.handle)
 
     def _end_with_error(self, stream: Stream, refusal: Refusal) -> None:
-        self._table.close(stream)
+        self._close(stream)
         if self._answers is not None:
             self._answers.ended(stream.handle)
         frames = _error(stream.request_id, refusal)

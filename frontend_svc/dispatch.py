@@ -79,6 +79,10 @@ class Dispatch:
         stream.placing_since_s = time.monotonic()
         self._begin(stream, avoid, barred)
 
+    def start_waited(self, stream: Stream) -> None:
+        """The stream has waited for its turn: find an instance in what is left of its time."""
+        self._begin(stream, frozenset(), _nobody)
+
     def start_again(self, stream: Stream, busy: str, barred: Callable[[], frozenset[str]] = _nobody) -> None:
         """The instance turned the stream away: find another one in what is left of its time."""
         self._busy[busy] = time.monotonic() + BUSY_S

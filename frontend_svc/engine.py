@@ -15,10 +15,11 @@ from frontend_svc.admission import AdmissionFlag, AdmissionGate
 from frontend_svc.answers.desk import AnswerDesk
 from frontend_svc.carrier import Carrier
 from frontend_svc.engine_core import EngineCoreSocket, HandshakeFailed
+from frontend_svc.fair_metrics import FairMetrics
 from frontend_svc.links import Loss, Workers
 from frontend_svc.observer import FrontendMetrics, RequestTraces, StreamObserver
 from frontend_svc.pacing import Pacer
-from frontend_svc.placement import Fleet, Members, Placement, ServedModel, usable
+from frontend_svc.placement import Fleet, Members, Placement, ServedModel, may_prefill, usable
 from frontend_svc.settings import Limits, Patience
 from frontend_svc.streams import StreamTable
 from tailrace.cluster import Phase
@@ -94,6 +95,8 @@ class FleetEngine:
             pace_s,
             answers,
         )
+        if self.carrier.fair is not None:
+            FairMetrics(registry, self.carrier.fair)
         self.fleet.add_listener(self._on_membership)
 
     async def run(self) -> None:
@@ -165,7 +168,10 @@ class FleetEngine:
     def _update_admission(self) -> None:
         attached = self.workers.attached()
         # Of this model first: suspects count where all of its instances are, whatever the other's are.
-        self._gate.update(len(usable(self.fleet, self.fleet.takes_new(attached))))
+        takers = usable(self.fleet, self.fleet.takes_new(attached))
+        self._gate.update(len(takers))
+        if self.carrier.fair is not None:
+            self.carrier.fair.set_instances(len(may_prefill(self.fleet, takers)))
         self._on_models(self.fleet.models_of(attached))
 
     async def _tick(self) -> None:

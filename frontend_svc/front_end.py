@@ -154,6 +154,7 @@ def _launch(settings: Settings, http: socket.socket, sockets: EngineSockets, adm
         vllm_arguments=settings.vllm_arguments,
         api_keys=settings.api_keys,
         max_body_bytes=settings.max_body_bytes,
+        tells_tenants=settings.limits.fair_backlog_tokens > 0,
         keeps_answers=settings.keep_answers_s > 0,
     )
     if settings.front is Front.RUST:

@@ -141,6 +141,16 @@ _LIMITS: Final = Limits()
     "--front python alone.",
 )
 @click.option(
+    "--fair-backlog",
+    type=click.IntRange(min=0),
+    default=_LIMITS.fair_backlog_tokens,
+    show_default=True,
+    metavar="TOKENS",
+    help="While prompts of so many tokens for each instance have no first token yet, new requests wait for "
+    "their tenant's turn, which goes by its weight (tailrace keys make --weight), --place-wait at most; 0: "
+    "nobody waits. With --api-keys.",
+)
+@click.option(
     "--max-body-bytes",
     type=click.IntRange(min=1024),
     default=DEFAULT_MAX_BODY_BYTES,
@@ -182,6 +192,7 @@ def command(
     max_unplaced: int,
     max_message_bytes: int,
     api_keys: Path | None,
+    fair_backlog: int,
     max_body_bytes: int,
     keep_answers: float,
     keep_answers_bytes: int,
@@ -199,6 +210,13 @@ def command(
         _check_keys(api_keys, Front(front), vllm_arguments)
     elif not _asks_for_key(vllm_arguments):
         common.check_exposed(http)
+    if fair_backlog and api_keys is None:
+        why = (
+            "vllm-rs knows no tenants; take --front python and --api-keys"
+            if front == Front.RUST.value
+            else "turns are between tenants; give --api-keys, too"
+        )
+        raise click.UsageError(f"--fair-backlog: {why}")
     if keep_answers and front != Front.PYTHON.value:
         raise click.UsageError(
             "--keep-answers: vllm-rs takes no middleware, so nobody there can number a stream's events or "
@@ -224,7 +242,7 @@ def command(
         patience=Patience(place_wait, resume_wait),
         drain_timeout_s=drain_timeout,
         pace_s=pace_tpot / 1e3,
-        limits=Limits(max_message_bytes, max_streams, max_unplaced),
+        limits=Limits(max_message_bytes, max_streams, max_unplaced, fair_backlog),
         api_keys=api_keys,
         max_body_bytes=max_body_bytes,
         keep_answers_s=keep_answers,

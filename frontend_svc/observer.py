@@ -49,6 +49,12 @@ class FrontendMetrics(Collector):
             registry=registry,
             buckets=_PLACEMENT_SECONDS,
         )
+        self.fair_wait_seconds = Histogram(
+            "tailrace_frontend_fair_wait_seconds",
+            "From arrival to the turn of the request's tenant; nothing without --fair-backlog.",
+            registry=registry,
+            buckets=_SECONDS,
+        )
         self.ttft_seconds = Histogram(
             "tailrace_frontend_ttft_seconds",
             "From arrival to the first answering token.",
@@ -264,10 +270,14 @@ class StreamObserver:
         """A new request was refused with this HTTP status."""
         self._metrics.refused[str(status)] += 1
 
-    def refused_late(self, stream: Stream, status: int) -> None:
-        """Its first token would have come too late."""
+    def turned_down(self, stream: Stream, status: int) -> None:
+        """A stream that never came to an instance ends with this HTTP status."""
         self.refused(status)
         self._ended(stream, "refused")
+
+    def waited(self, seconds: float) -> None:
+        """A request's turn came after so long."""
+        self._metrics.fair_wait_seconds.observe(seconds)
 
     def turned_away(self, instance_id: str) -> None:
         """The instance has as many requests as it may; the stream is placed again."""

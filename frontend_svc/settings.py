@@ -36,6 +36,11 @@ class Limits:
     max_streams: int = 16_384
     # Streams that wait for an instance: a new one is refused with 503.
     max_unplaced: int = 8_192
+    # Tokens of prompts without a first token, for each instance: more wait for their tenant's turn. 0:
+    # nobody waits.
+    fair_backlog_tokens: int = 0
+    # Requests of one tenant that wait so: a new one is refused with 429.
+    max_waiting: int = 1_024
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 from copy import copy
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm.config import ObservabilityConfig
 from vllm.exceptions import GracefulHTTPError
@@ -24,6 +24,7 @@ from frontend_svc.answers.calls import ANSWER_HEADER
 from frontend_svc.api_server.kept_answers import Call, call_of_task
 from frontend_svc.api_server.tenants import TenantAdmission, Tenants, tenant_of_call
 from tailrace.tenancy.book import Tenant
+from tailrace.tenancy.share import SHARE_HEADER, Share
 
 
 class Refused(GracefulHTTPError):  # type: ignore[misc]
@@ -43,6 +44,8 @@ class FleetClient(AsyncLLM):  # type: ignore[misc]
     """
 
     admission: AdmissionReader
+    # Whether `frontend_svc` is told whose a request is.
+    tells_tenants: ClassVar[bool] = False
     observability_config: ObservabilityConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -77,14 +80,28 @@ class FleetClient(AsyncLLM):  # type: ignore[misc]
             raise Refused(
                 Refusal(400, f"This key may send {tenant.longest_prompt} tokens in a prompt, not {length}.")
             )
-        # Not for the client to say.
-        kwargs["priority"] = tenant.priority
+        self._mark(kwargs, tenant)
         outputs = self._generate(prompt, sampling_params, request_id, kwargs)
         delta = sampling_params.output_kind is RequestOutputKind.DELTA
         if call is not None and call.opened.run > 1:
             # Charged in the first run.
             length = 0
         return _charged(outputs, delta, length, partial(_charge, tenants, tenant, call))
+
+    def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """vLLM's pooling, as the tenant whose request it is may have it."""
+        tenant = tenant_of_call.get()
+        if tenant is not None:
+            self._mark(kwargs, tenant)
+        outputs: AsyncGenerator[PoolingRequestOutput, None] = super().encode(*args, **kwargs)
+        return outputs
+
+    def _mark(self, further: dict[str, Any], tenant: Tenant) -> None:
+        """What is not for the client to say."""
+        further["priority"] = tenant.priority
+        if self.tells_tenants:
+            share = Share(tenant.name, tenant.weight).encode()
+            further["trace_headers"] = {**(further.get("trace_headers") or {}), SHARE_HEADER: share}
 
     async def _generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, further: dict[str, Any]

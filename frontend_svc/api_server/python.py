@@ -28,6 +28,8 @@ class PythonBoot(msgspec.Struct, frozen=True, kw_only=True):
     # File of tenants and keys; empty: no key is asked for but vLLM's own.
     api_keys_path: str
     max_body_bytes: int
+    # See ApiServerSpec.
+    tells_tenants: bool
     # Clients may come back for their answers.
     keeps_answers: bool
 
@@ -47,6 +49,7 @@ def python_launch(
         admission_path=str(admission_path),
         api_keys_path="" if spec.api_keys is None else str(spec.api_keys.absolute()),
         max_body_bytes=spec.max_body_bytes,
+        tells_tenants=spec.tells_tenants,
         keeps_answers=spec.keeps_answers,
     )
     command = [

@@ -81,6 +81,7 @@ async def serve(boot: PythonBoot, args: Namespace) -> None:
     vllm_config.parallel_config._api_process_count = 2
     http = socket.socket(fileno=boot.http_fd)
     FleetClient.admission = AdmissionReader(Path(boot.admission_path))
+    FleetClient.tells_tenants = boot.tells_tenants
     engine = FleetClient.from_vllm_config(
         vllm_config=vllm_config,
         usage_context=UsageContext.OPENAI_API_SERVER,

@@ -28,6 +28,8 @@ class ApiServerSpec:
     api_keys: Path | None = None
     # Largest body of a request.
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    # What is asked of the engine core says whose it is (tailrace/tenancy/share.py).
+    tells_tenants: bool = False
     # Clients may come back for their answers (frontend_svc/answers).
     keeps_answers: bool = False
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from tailrace.cli.errors import UsageProblem, file_errors
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
-from tailrace.tenancy.book import KeyBook, Tenant
+from tailrace.tenancy.book import LARGEST_WEIGHT, SMALLEST_WEIGHT, KeyBook, Tenant
 from tailrace.tenancy.file import KeyFileUnusable, changing, read_book
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -48,6 +48,12 @@ def _file_option(function: F) -> F:
 @click.option("--concurrency", type=click.IntRange(min=0), help="Requests under way; 0: no limit.")
 @click.option("--priority", type=int, help="Smaller is served first, where engines go by priority.")
 @click.option("--longest-prompt", type=click.IntRange(min=0), help="In tokens; 0: no limit.")
+@click.option(
+    "--weight",
+    type=click.FloatRange(SMALLEST_WEIGHT, LARGEST_WEIGHT),
+    help="Its share beside other tenants that wait, where front ends have them wait (--fair-backlog); 1 if "
+    "never given.",
+)
 @click.option("--no-key", is_flag=True, help="Change the tenant's limits alone.")
 @_file_option
 def make(tenant: str, models: str | None, no_key: bool, file: Path, **limits: float | None) -> None:
@@ -107,15 +113,16 @@ def list_(file: Path, output: Output) -> None:
         "AT A TIME",
         "PRIORITY",
         "PROMPT",
+        "WEIGHT",
         box=None,
     )
     for key in book.keys:
         if (tenant := book.tenant(key.tenant)) is not None:
             limits = (tenant.requests_per_minute, tenant.tokens_per_minute, tenant.concurrency)
             shown = [f"{limit:g}" if limit else "-" for limit in limits]
-            prompt = str(tenant.longest_prompt or "-")
             models = ", ".join(tenant.models) or "all"
-            table.add_row(key.key_id, key.tenant, key.created, models, *shown, str(tenant.priority), prompt)
+            shown += [str(tenant.priority), str(tenant.longest_prompt or "-"), f"{tenant.weight:g}"]
+            table.add_row(key.key_id, key.tenant, key.created, models, *shown)
     print_figures(table)
 
 

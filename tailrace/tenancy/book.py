@@ -5,13 +5,17 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
 _PREFIX: Final = "sk-tailrace"
 _SECRET_BYTES: Final = 32
 _ID_BYTES: Final = 6
+
+SMALLEST_WEIGHT: Final = 0.01
+LARGEST_WEIGHT: Final = 100.0
+"""Beyond these a share is a limit or none, which have settings of their own."""
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,6 +33,8 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     priority: int = 0
     # In tokens.
     longest_prompt: int = 0
+    # Its share of the fleet among tenants that wait, where a front end has them wait (--fair-backlog).
+    weight: Annotated[float, msgspec.Meta(ge=SMALLEST_WEIGHT, le=LARGEST_WEIGHT)] = 1.0
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

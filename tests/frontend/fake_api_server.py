@@ -75,12 +75,25 @@ class FakeApiServer:
         max_tokens: int = 100,
         extra_args: Mapping[str, object] | None = None,
         adapter: tuple[str, int, str] | None = None,
+        priority: int = 0,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> None:
         """A new request. `adapter`: name, number, path."""
         sampling = self.sampling(max_tokens, extra_args)
         lora = msgspec.Raw(msgspec.msgpack.encode(adapter))
         request = EngineCoreRequest(
-            request_id, prompt or [1, 2, 3], NIL, sampling, NIL, 0.0, lora, None, None, client_index=0
+            request_id,
+            prompt or [1, 2, 3],
+            NIL,
+            sampling,
+            NIL,
+            0.0,
+            lora,
+            None,
+            None,
+            client_index=0,
+            priority=priority,
+            trace_headers=dict(trace_headers or {}) or None,
         )
         await self._send(RequestType.ADD, request)
 

@@ -57,6 +57,17 @@ def test_limits_are_the_tenants(file: Path) -> None:
     assert "x, y" in run(file, "list").stdout
 
 
+def test_a_weight_is_the_tenants(file: Path) -> None:
+    make(file, "a")
+    make(file, "b", "--weight", "2.5")
+    assert [tenant.weight for tenant in read_book(file).tenants] == [1.0, 2.5]
+    assert "2.5" in run(file, "list").stdout
+    assert run(file, "make", "a", "--weight", "0").exit_code == 2
+    file.write_text(file.read_text().replace("2.5", "0"))
+    with pytest.raises(KeyFileUnusable, match="weight"):
+        read_book(file)
+
+
 def test_a_revoked_key_is_nobodys(file: Path) -> None:
     first, second = make(file, "a"), make(file, "a")
     assert run(file, "revoke", first.split("-")[2]).exit_code == 0
@@ -99,6 +110,15 @@ def test_what_does_not_go_together_is_said(file: Path, arguments: list[str], sai
     make(file, "a")
     done = CliRunner().invoke(main, ["serve", "frontend", "--api-keys", str(file), *arguments])
     assert done.exit_code == 2 and said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["--front", "rust"], "vllm-rs knows no tenants"), ([], "turns are between tenants")],
+)
+def test_turns_want_tenants(arguments: list[str], said: str) -> None:
+    done = CliRunner().invoke(main, ["serve", "frontend", "--fair-backlog", "1000", *arguments])
+    assert done.exit_code == 2 and "--fair-backlog" in done.stderr and said in done.stderr
 
 
 def test_a_port_for_users_beyond_loopback_wants_keys(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,179 @@
+"""New requests wait for their tenant's turn while enough prompts are under way."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from frontend_svc.admission import NO_INSTANCE, NO_TURN, TENANT_FULL, Refusal
+from frontend_svc.fair_gate import FairGate
+from frontend_svc.fair_metrics import MOST_TENANTS, OTHERS, FairMetrics
+from frontend_svc.settings import Limits
+from frontend_svc.streams import StreamTable
+from tailrace.tenancy.share import SHARE_HEADER, Share
+from tailrace.v1 import worker_pb2
+from tailrace.wire import FinishReason
+from tests.frontend.conftest import Rig, eventually
+from tests.frontend.scripted_worker import FINISHED, PREFILL_DONE, ScriptedWorker, outputs
+
+PROMPT = [1] * 6
+# Two prompts are under way, then others wait.
+TWO = Limits(fair_backlog_tokens=10)
+SHORT = Limits(fair_backlog_tokens=10, max_waiting=2)
+
+two = pytest.mark.parametrize("limits", [TWO])
+
+
+async def ask(rig: Rig, request_id: str, tenant: str, weight: float = 1.0, priority: int = 0) -> None:
+    share = {SHARE_HEADER: Share(tenant, weight).encode()}
+    await rig.front.add(request_id, PROMPT, priority=priority, trace_headers=share)
+
+
+async def burst(rig: Rig, worker: ScriptedWorker, waiting: int) -> list[worker_pb2.Submit]:
+    """Requests of tenant a, two of which go on at once."""
+    for number in range(2 + waiting):
+        await ask(rig, f"a{number}", "a")
+    submits = [await worker.submitted() for _ in range(2)]
+    await eventually(lambda: waits(rig, "a") == waiting)
+    assert worker.received.empty()
+    return submits
+
+
+def waits(rig: Rig, tenant: str) -> float:
+    return rig.count("fair_waiting", tenant=tenant)
+
+
+def first_token(worker: ScriptedWorker, submit: worker_pb2.Submit) -> None:
+    worker.say(outputs(submit, [7], 0, PREFILL_DONE))
+
+
+async def refusal_of(rig: Rig, request_id: str) -> Refusal | None:
+    end = await rig.front.end_of(request_id)
+    assert end.finish_reason == FinishReason.ERROR
+    return Refusal.decode(end.stop_reason)
+
+
+@two
+async def test_who_comes_after_a_burst_is_next(rig: Rig) -> None:
+    worker = await rig.worker("w")
+    await rig.front.ready()
+    running = await burst(rig, worker, waiting=4)
+    assert rig.count("fair_backlog_tokens") == 12 and rig.count("fair_backlog_limit_tokens") == 10
+    await ask(rig, "b0", "b")
+    await eventually(lambda: waits(rig, "b") == 1)
+    # The first token makes room, or the end without one.
+    first_token(worker, running[0])
+    assert (await worker.submitted()).request_id == "b0"
+    worker.say(outputs(running[1], [7], 0, FINISHED))
+    assert (await worker.submitted()).request_id == "a2"
+    assert waits(rig, "a") == 3 and waits(rig, "b") == 0
+    assert rig.count("fair_wait_seconds_count") == 4
+
+
+@two
+async def test_of_one_tenant_the_smaller_priority_goes_first(rig: Rig) -> None:
+    worker = await rig.worker("w")
+    await rig.front.ready()
+    running = await burst(rig, worker, waiting=2)
+    await ask(rig, "urgent", "a", priority=-1)
+    await eventually(lambda: waits(rig, "a") == 3)
+    first_token(worker, running[0])
+    assert (await worker.submitted()).request_id == "urgent"
+
+
+@two
+async def test_who_waits_in_vain_is_told_so_in_time(rig: Rig) -> None:
+    worker = await rig.worker("w")
+    await rig.front.ready()
+    await burst(rig, worker, waiting=1)
+    assert await refusal_of(rig, "a2") == NO_TURN
+    assert rig.count("fair_refused_total", reason="deadline") == 1
+    assert rig.count("refused_requests_total", status="503") == 1
+    assert len(rig.engine.table) == 2 and worker.received.empty()
+
+
+@two
+async def test_without_an_instance_nobody_has_a_turn(rig: Rig) -> None:
+    worker = await rig.worker("w")
+    await rig.front.ready()
+    rig.members.draining = frozenset({"w"})
+    rig.members.changed()
+    await ask(rig, "r", "a")
+    assert await refusal_of(rig, "r") == NO_INSTANCE
+    await ask(rig, "s", "a")
+    rig.members.draining = frozenset()
+    rig.members.changed()
+    assert (await worker.submitted()).request_id == "s"
+
+
+@pytest.mark.parametrize("limits", [SHORT])
+async def test_a_full_line_is_its_tenants_affair(rig: Rig) -> None:
+    worker = await rig.worker("w")
+    await rig.front.ready()
+    running = await burst(rig, worker, waiting=2)
+    await ask(rig, "a4", "a")
+    assert await refusal_of(rig, "a4") == TENANT_FULL
+    assert rig.count("fair_refused_total", reason="full") == 1
+    await ask(rig, "b0", "b")
+    first_token(worker, running[0])
+    assert (await worker.submitted()).request_id == "b0"
+
+
+@two
+async def test_who_goes_away_leaves_its_turn_to_others(rig: Rig) -> None:
+    worker = await rig.worker("w")
+    await rig.front.ready()
+    await burst(rig, worker, waiting=2)
+    # One that waits, and one that is under way and makes room.
+    await rig.front.abort("a2")
+    await eventually(lambda: waits(rig, "a") == 1)
+    await rig.front.abort("a0")
+    assert (await worker.submitted()).request_id == "a3"
+    await rig.front.abort("a1", "a3")
+    await eventually(lambda: rig.count("fair_backlog_tokens") == 0)
+    assert len(rig.engine.table) == 0
+
+
+@two
+async def test_who_lost_its_instance_does_not_wait(rig: Rig) -> None:
+    worker = await rig.worker("v")
+    await rig.front.ready()
+    await burst(rig, worker, waiting=2)
+    other = await rig.worker("w")
+    # With the second instance there is room for those that waited.
+    assert {(await other.submitted()).request_id for _ in range(2)} == {"a2", "a3"}
+    await ask(rig, "b0", "b")
+    await eventually(lambda: waits(rig, "b") == 1)
+    await rig.crash(worker)
+    # Half of the room is gone, and the gate is closed: what was on the instance goes on at once.
+    moved = [await other.submitted() for _ in range(2)]
+    assert {submit.request_id for submit in moved} == {"a0", "a1"}
+    assert other.received.empty() and rig.count("fair_backlog_tokens") == 24
+
+
+@two
+async def test_more_than_may_wait_for_an_instance_are_refused(rig: Rig) -> None:
+    worker = await rig.worker("w")
+    await rig.front.ready()
+    await burst(rig, worker, waiting=1)
+    rig.engine.carrier._limits = Limits(fair_backlog_tokens=10, max_unplaced=1)
+    await ask(rig, "b0", "b")
+    assert await refusal_of(rig, "b0") == NO_INSTANCE
+
+
+async def test_only_so_many_tenants_have_a_series_of_their_own() -> None:
+    registry, table = CollectorRegistry(), StreamTable()
+    gate = FairGate(1, 10, 60.0, lambda stream: None, lambda stream, refusal: None, lambda seconds: None)
+    FairMetrics(registry, gate)
+    try:
+        for number in range(MOST_TENANTS + 7):
+            gate.arrive(table.open(f"r{number}", prompt_tokens=3), Share(f"t{number}"), 0)
+        counts = {
+            sample.labels["tenant"]: sample.value
+            for metric in registry.collect()
+            for sample in metric.samples
+            if sample.name == "tailrace_frontend_fair_waiting"
+        }
+        assert len(counts) == MOST_TENANTS + 1 and counts[OTHERS] == 7
+    finally:
+        gate.close()
