@@ -53,6 +53,8 @@ log = logging.getLogger(__name__)
 
 KIND: Final = "frontend"
 _LIMITS: Final = Limits()
+# Of what front ends tell each other of answers; another one for each change that an older one gets wrong.
+_ANSWERS_FORMAT: Final = "1"
 
 
 @click.command("frontend")
@@ -349,6 +351,7 @@ def _answers_setting(settings: Settings, served: ServedModel) -> str:
     """Digest of all that an answer depends on beside its log; equal where front ends may go on with each
     other's."""
     depends = [
+        _ANSWERS_FORMAT,
         version("vllm"),
         served.key,
         settings.served_model_name or settings.model,

@@ -5,12 +5,14 @@ Pure: no I/O and no clock, so that a test can drive it through every order of ev
 An answer is one HTTP request and the log of what engines gave for it. One front end *serves* it; a second
 one has a *copy*, which is a prefix of the log. Whoever resumes it begins the next *run*: the request is run
 again, the log is told to vLLM's API server anew, and what is missing is generated. A run ends when the next
-one begins: nothing of an earlier run enters the log any more, wherever it comes from.
+one begins: nothing of an earlier run enters the log any more, wherever it comes from. Front ends that do not
+reach each other may both begin one: the numbers of runs are drawn, so that theirs are not the same.
 """
 
 from __future__ import annotations
 
 import enum
+import secrets
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +26,8 @@ _ANSWER_BYTES: Final = 1024
 _ENTRY_BYTES: Final = 160
 # Forgotten answers that are still told from unknown ones.
 _REMEMBERED: Final = 16_384
+# Of one answer: runs of which it is known how they ended.
+_RUNS_MAX: Final = 256
 MAX_ANSWERS: Final = 65_536
 """Answers that are kept at most, copies included."""
 
@@ -72,9 +76,10 @@ class Answer:
     """One answer and its log."""
 
     head: Head
-    # Counts from 1; `ended` has one entry for each earlier run: the tokens in the log when it ended.
+    # 1, then numbers that are drawn, each above the last; `ended`: of earlier runs, the tokens in the log
+    # when they ended.
     run: int = 1
-    ended: list[int] = field(default_factory=list)
+    ended: dict[int, int] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
     tokens: int = 0
     # The API server has told all of it, or it is known to have ended.
@@ -124,22 +129,34 @@ class Part:
     answer_id: str
     run: int
     head: Head | None
-    ended: list[int]
+    ended: dict[int, int]
     first_entry: int
     entries: list[Entry]
     complete: bool
     frontend_id: str
 
 
+def _next_run(run: int) -> int:
+    return run + 1 + secrets.randbelow(1 << 32)
+
+
 class AnswerBook:
     """All answers of one front end."""
 
-    def __init__(self, frontend_id: str, max_bytes: int, rank: Callable[[str, str], int]) -> None:
+    def __init__(
+        self,
+        frontend_id: str,
+        max_bytes: int,
+        rank: Callable[[str, str], int],
+        next_run: Callable[[int], int] = _next_run,
+    ) -> None:
         """`max_bytes`: of all logs; one may have an eighth of it. `rank(key, frontend_id)`: of two front ends
-        that were given a key at the same time the higher one has it; the same on all."""
+        that were given a key at the same time the higher one has it; the same on all. `next_run(run)`: one
+        greater than `run`, and another one at each front end."""
         self._frontend_id = frontend_id
         self._max_bytes = max_bytes
         self._rank = rank
+        self._next_run = next_run
         # Least recently touched first.
         self._answers: OrderedDict[str, Answer] = OrderedDict()
         self._by_key: dict[tuple[str, str], Answer] = {}
@@ -177,8 +194,7 @@ class AnswerBook:
 
     def begin_run(self, answer: Answer, now_s: float) -> None:
         """Somebody resumes it here: what is served of it from now on is a new run."""
-        answer.ended.append(answer.tokens)
-        answer.run += 1
+        self._end_current(answer)
         if not answer.serves:
             answer.serves = answer.settled = True
         answer.running = True
@@ -236,7 +252,7 @@ class AnswerBook:
         if part.run > answer.run and part.first_entry < len(answer.entries):
             # Its log was taken over from a shorter copy than this one: what is beyond never was.
             self._cut(answer, part.first_entry)
-        answer.run, answer.ended = part.run, list(part.ended)
+        answer.run, answer.ended = part.run, dict(part.ended)
         answer.serves = answer.running = False
         answer.frontend_id = part.frontend_id
         self._add(answer, part.entries[len(answer.entries) - part.first_entry :], now_s)
@@ -248,8 +264,7 @@ class AnswerBook:
 
     def hand_over(self, answer: Answer, frontend_id: str, now_s: float) -> Part:
         """Another front end serves it from now on; what stays here is a copy. Returns all of it."""
-        answer.ended.append(answer.tokens)
-        answer.run += 1
+        self._end_current(answer)
         answer.serves = answer.running = False
         answer.frontend_id = frontend_id
         self._touch(answer, now_s)
@@ -265,7 +280,7 @@ class AnswerBook:
             self.forget(answer, None)
         if part.head is None or self._with_key(part.head) is not None:
             return None
-        answer = Answer(part.head, part.run, list(part.ended), frontend_id=self._frontend_id)
+        answer = Answer(part.head, part.run, dict(part.ended), frontend_id=self._frontend_id)
         try:
             self._insert(answer, now_s)
         except Full:
@@ -281,7 +296,7 @@ class AnswerBook:
             answer.head.answer_id,
             answer.run,
             answer.head if with_head else None,
-            list(answer.ended),
+            dict(answer.ended),
             first_entry,
             answer.entries[first_entry:],
             answer.complete,
@@ -302,6 +317,12 @@ class AnswerBook:
         return gone
 
     # ---- both
+
+    def _end_current(self, answer: Answer) -> None:
+        answer.ended[answer.run] = answer.tokens
+        if len(answer.ended) > _RUNS_MAX:
+            del answer.ended[min(answer.ended)]
+        answer.run = self._next_run(answer.run)
 
     def _take_new(self, part: Part, head: Head, now_s: float) -> Refused | Answer:
         other = self._with_key(head)

@@ -294,13 +294,13 @@ class AnswerDesk:
             return _OTHER_BODY
         for place in places:
             # Of all reasons to deny it none may come later: to fetch it ends the run that is under way.
-            if not 1 <= run <= place.run:
+            if run not in place.runs:
                 return _LOST
             if self._is_late(place.answer_id, arrival):
                 return _OVERTAKEN
             fetched = await fetch(place, self.book, self._peers, self._clock())
             if fetched is not None:
-                return self._run_again(fetched, arrival, number, fetched.answer.ended[run - 1])
+                return self._run_again(fetched, arrival, number, fetched.answer.ended.get(run, 0))
         return _EXPIRED
 
     async def _by_key(self, call: OpenCall, arrival: int) -> Opened | Denied | None:
@@ -461,6 +461,7 @@ class AnswerDesk:
             digest=head.digest,
             streams=head.streams,
             idempotency_key=head.key,
+            ended_runs=answer.ended,
         )
 
     def hand_over(self, request: answers_pb2.ClaimAnswerRequest) -> answers_pb2.ClaimAnswerReply:

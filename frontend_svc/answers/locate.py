@@ -49,6 +49,8 @@ class Sighting:
     streams: bool
     # Its idempotency key; empty: it has none.
     key: str
+    # Numbers of the current run and of those before it.
+    runs: frozenset[int]
 
     @property
     def weight(self) -> tuple[int, bool, int, bool]:
@@ -78,6 +80,7 @@ def _here(answer: Answer) -> Sighting:
         head.digest,
         head.streams,
         head.key,
+        frozenset((answer.run, *answer.ended)),
     )
 
 
@@ -102,6 +105,7 @@ async def look(wanted: Wanted, book: AnswerBook, peers: Holders) -> Sightings:
             reply.digest,
             reply.streams,
             reply.idempotency_key,
+            frozenset((reply.run, *reply.ended_runs)),
         )
         for peer, reply in replies
         if reply.answer_id

@@ -78,7 +78,7 @@ def read_part(message: answers_pb2.AnswerPart) -> Part:
         message.answer_id,
         message.run,
         head,
-        list(message.ended),
+        dict(message.ended),
         message.first_entry,
         [
             Entry(entry.part, tuple(entry.token_ids), entry.flags, tuple(entry.frames), entry.model)

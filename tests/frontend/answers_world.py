@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from random import Random
 
 from prometheus_client import CollectorRegistry
 
@@ -46,6 +47,10 @@ class Network:
         self.answers = itertools.count()
         # No token is made twice: one that is lost and made again is another one.
         self.tokens = itertools.count(1)
+        self._random = Random(0)
+
+    def next_run(self, run: int) -> int:
+        return run + 1 + self._random.randrange(1 << 32)
 
     def reaches(self, source: str, target: str) -> bool:
         return target in self.fronts and frozenset((source, target)) not in self.apart
@@ -158,7 +163,7 @@ class FrontEnd:
         self.name = name
         self.incarnation = str(next(self._numbers))
         self.peers = NetworkPeers(network, name)
-        book = AnswerBook(name, max_bytes, rank)
+        book = AnswerBook(name, max_bytes, rank, network.next_run)
         self.desk = AnswerDesk(
             name,
             KEEP_S,

@@ -107,6 +107,29 @@ async def test_what_only_the_lost_one_had_is_not_made_up() -> None:
     assert client.denied and client.events == [1, 2]
 
 
+async def test_runs_that_began_out_of_sight_of_each_other_are_told_apart() -> None:
+    world, client, other = World(), Client(0, "k"), Client(0, "k")
+    await world.open("f0", client)
+    await world.tokens("f0", 1)
+    await world.arrive()
+    second = world.second(client.answer_id, "f0")
+    await world.isolate("f0")
+    for name, who in (("f0", client), (second, other)):
+        await world.open(name, who)
+        await world.tokens(name, 2)
+        await world.arrive()
+    assert (client.events, other.events) == ([1, 2, 3], [1, 4, 5])
+    await world.heal()
+    (serving,) = [front.name for front in world.network.fronts.values() if len(front.table)]
+    loser = other if serving == "f0" else client
+    await world.open(serving, loser)
+    for name in world.network.fronts:
+        if len(world[name].table):
+            await world.tokens(name, 1)
+    await world.arrive()
+    assert loser.denied and loser.events in ([1, 2, 3], [1, 4, 5])
+
+
 async def test_one_that_was_out_of_sight_does_not_go_on_with_what_others_took() -> None:
     world, first, later = World(), Client(0, "k"), Client(0, "k")
     await world.open("f0", first)
@@ -354,6 +377,15 @@ def test_one_that_becomes_too_long_is_not_kept() -> None:
     assert book.forgotten("a") is Forgotten.NO_ROOM
 
 
+def test_of_many_runs_the_last_ones_are_known() -> None:
+    book = AnswerBook("f0", 1 << 20, rank)
+    answer = book.open(head(), 0.0)
+    for _ in range(1_000):
+        last = answer.run
+        book.begin_run(answer, 0.0)
+    assert len(answer.ended) == 256 and last == max(answer.ended) < answer.run < 1 << 63
+
+
 def test_it_is_kept_until_nobody_has_touched_it_for_long() -> None:
     book = AnswerBook("f0", 1 << 20, rank)
     answer, copy = book.open(head("a", "k"), 0.0), head("b")
@@ -398,7 +430,7 @@ def test_a_later_run_from_a_shorter_copy_drops_what_is_beyond() -> None:
     grown(there, taken, 7)
     assert isinstance(here.take(there.part(taken, 0), 0.0), Answer)
     assert [entry.token_ids for entry in answer.entries] == [(1,), (7,)]
-    assert (answer.run, answer.ended, answer.serves, answer.tokens) == (2, [1], False, 2)
+    assert (answer.run, answer.ended, answer.serves, answer.tokens) == (taken.run, {1: 1}, False, 2)
     # What was there before says nothing any more.
     assert there.take(here.part(answer, 0), 0.0) is Refused.SUPERSEDED
 

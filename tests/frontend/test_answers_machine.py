@@ -161,7 +161,7 @@ class Answers(RuleBasedStateMachine):
             if client.complete and not client.denied:
                 event("complete")
                 if client.seen[0] > 1:
-                    event(f"resumed, run {min(client.seen[0], 5)}")
+                    event("resumed")
                 assert len(client.events) == LENGTH
             if client.denied:
                 event("denied")
@@ -173,7 +173,7 @@ class Answers(RuleBasedStateMachine):
             assert book.size == sum(answer.size for answer in book)
             for answer in book:
                 assert answer.tokens == sum(len(entry.token_ids) for entry in answer.entries)
-                assert len(answer.ended) == answer.run - 1
+                assert all(run < answer.run for run in answer.ended)
 
     @precondition(lambda self: self.clients and not self.network.apart)
     @rule(lost=st.sampled_from(NAMES), to=st.sampled_from(NAMES), midway=st.booleans())
