@@ -23,7 +23,9 @@ from frontend_svc.streams import FINISHED
 
 # What an answer and an entry take beside their contents, in bytes.
 _ANSWER_BYTES: Final = 1024
-_ENTRY_BYTES: Final = 160
+_ENTRY_BYTES: Final = 240
+# However much all may have: an answer goes to another front end in one message.
+_LONGEST: Final = 64 << 20
 # Forgotten answers that are still told from unknown ones.
 _REMEMBERED: Final = 16_384
 # Of one answer: runs of which it is known how they ended.
@@ -68,7 +70,7 @@ class Entry:
     @property
     def size(self) -> int:
         """Bytes, about."""
-        return _ENTRY_BYTES + 4 * len(self.token_ids) + sum(map(len, self.frames))
+        return _ENTRY_BYTES + len(self.part) + 4 * len(self.token_ids) + sum(map(len, self.frames))
 
 
 @dataclass(slots=True, eq=False)
@@ -150,11 +152,12 @@ class AnswerBook:
         rank: Callable[[str, str], int],
         next_run: Callable[[int], int] = _next_run,
     ) -> None:
-        """`max_bytes`: of all logs; one may have an eighth of it. `rank(key, frontend_id)`: of two front ends
-        that were given a key at the same time the higher one has it; the same on all. `next_run(run)`: one
-        greater than `run`, and another one at each front end."""
+        """`max_bytes`: of all logs; one may have an eighth of it, at most 64 MiB. `rank(key, frontend_id)`:
+        of two front ends that were given a key at the same time the higher one has it; the same on all.
+        `next_run(run)`: one greater than `run`, and another one at each front end."""
         self._frontend_id = frontend_id
         self._max_bytes = max_bytes
+        self._longest = min(max_bytes // 8, _LONGEST)
         self._rank = rank
         self._next_run = next_run
         # Least recently touched first.
@@ -206,7 +209,7 @@ class AnswerBook:
         if answer.gone:
             return
         self._add(answer, [entry], now_s)
-        if answer.size > self._max_bytes // 8 or not self._make_room(answer):
+        if answer.size > self._longest or not self._make_room(answer):
             self.forget(answer, Forgotten.NO_ROOM)
 
     def end_run(self, answer: Answer, run: int, complete: bool, now_s: float) -> None:
@@ -257,7 +260,7 @@ class AnswerBook:
         answer.frontend_id = part.frontend_id
         self._add(answer, part.entries[len(answer.entries) - part.first_entry :], now_s)
         answer.complete = part.complete
-        if answer.size > self._max_bytes // 8 or not self._make_room(answer):
+        if answer.size > self._longest or not self._make_room(answer):
             self.forget(answer, Forgotten.NO_ROOM)
             return Refused.FULL
         return answer
@@ -344,9 +347,9 @@ class AnswerBook:
 
     def _insert(self, answer: Answer, now_s: float) -> None:
         head = answer.head
-        answer.size = _ANSWER_BYTES + len(head.body)
+        answer.size = _ANSWER_BYTES + len(head.body) + len(head.request_name) + len(head.key)
         answer.touched_s = now_s
-        if answer.size > self._max_bytes // 8:
+        if answer.size > self._longest:
             raise Full
         self.size += answer.size
         self._answers[head.answer_id] = answer

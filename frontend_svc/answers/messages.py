@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Final
 
 from frontend_svc.answers.book import Entry, Head, Part, Refused
@@ -58,6 +59,11 @@ def part_message(part: Part) -> answers_pb2.AnswerPart:
     return message
 
 
+def _read_entry(said: answers_pb2.AnswerEntry) -> Entry:
+    # All entries of a part share its name.
+    return Entry(sys.intern(said.part), tuple(said.token_ids), said.flags, tuple(said.frames), said.model)
+
+
 def read_part(message: answers_pb2.AnswerPart) -> Part:
     """As it came in."""
     head = None
@@ -80,10 +86,7 @@ def read_part(message: answers_pb2.AnswerPart) -> Part:
         head,
         dict(message.ended),
         message.first_entry,
-        [
-            Entry(entry.part, tuple(entry.token_ids), entry.flags, tuple(entry.frames), entry.model)
-            for entry in message.entries
-        ],
+        [_read_entry(entry) for entry in message.entries],
         message.complete,
         message.frontend_id,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -375,6 +376,24 @@ def test_one_that_becomes_too_long_is_not_kept() -> None:
     grown(book, answer, *range(20))
     assert answer.gone and book.find("t", "k") is None and book.size == 0
     assert book.forgotten("a") is Forgotten.NO_ROOM
+
+
+def test_all_that_grows_is_counted() -> None:
+    """A client may give its request a long name, and every entry has it on its way to another front end."""
+    book = AnswerBook("f0", 1 << 20, rank)
+    answer = book.open(replace(head(key="k" * 255), request_name="n" * 5_000), 0.0)
+    assert answer.size > 5_255
+    book.append(answer, Entry("n" * 5_000, (1,), 0, (b"x",)), 0.0)
+    assert answer.size > 10_255
+
+
+def test_one_answer_goes_in_one_message_however_much_memory_there_is() -> None:
+    book = AnswerBook("f0", 1 << 40, rank)
+    with pytest.raises(Full):
+        book.open(head(body=bytes(64 << 20)), 0.0)
+    answer = book.open(head(body=bytes(60 << 20)), 0.0)
+    book.append(answer, Entry("p", (), 0, (bytes(4 << 20),)), 0.0)
+    assert answer.gone
 
 
 def test_of_many_runs_the_last_ones_are_known() -> None:
