@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from frontend_svc.admission import NO_INSTANCE, NO_TURN, TENANT_FULL, Refusal
 from frontend_svc.fair_gate import FairGate
 from frontend_svc.fair_metrics import MOST_TENANTS, OTHERS, FairMetrics
 from frontend_svc.settings import Limits
-from frontend_svc.streams import StreamTable
+from frontend_svc.streams import Stream, StreamTable
+from tailrace.tenancy.fair_queue import TenantQueueFull
 from tailrace.tenancy.share import SHARE_HEADER, Share
 from tailrace.v1 import worker_pb2
 from tailrace.wire import FinishReason
@@ -159,6 +164,62 @@ async def test_more_than_may_wait_for_an_instance_are_refused(rig: Rig) -> None:
     rig.engine.carrier._limits = Limits(fair_backlog_tokens=10, max_unplaced=1)
     await ask(rig, "b0", "b")
     assert await refusal_of(rig, "b0") == NO_INSTANCE
+
+
+_TURNS = st.lists(
+    st.one_of(
+        st.tuples(st.just("arrive"), st.integers(0, 3), st.integers(0, 30)),
+        st.tuples(st.just("release"), st.integers(0, 50), st.just(0)),
+        st.tuples(st.just("instances"), st.integers(0, 3), st.just(0)),
+    ),
+    max_size=60,
+)
+
+
+@given(_TURNS)
+def test_the_backlog_is_bounded_and_used(turns: list[tuple[str, int, int]]) -> None:
+    asyncio.run(_take(turns))
+
+
+async def _take(turns: list[tuple[str, int, int]]) -> None:
+    table, under_way, begun = StreamTable(), dict[int, int](), list[int]()
+
+    def start(stream: Stream) -> None:
+        # Only while there was room.
+        assert sum(under_way.values()) < gate.limit_tokens
+        under_way[stream.handle] = max(1, stream.prompt_tokens)
+        begun.append(stream.handle)
+
+    def never(stream: Stream, refusal: Refusal) -> None:
+        raise AssertionError(refusal)
+
+    gate = FairGate(10, 5, 60.0, start, never, lambda seconds: None)
+    live: list[int] = []
+    try:
+        for what, number, tokens in (*turns, ("instances", 1, 0)):
+            if what == "arrive":
+                stream = table.open(f"r{len(table)}", prompt_tokens=tokens)
+                try:
+                    gate.arrive(stream, Share(f"t{number}", number + 0.5), 0)
+                    live.append(stream.handle)
+                except TenantQueueFull:
+                    assert gate.waiting()[f"t{number}"] == 5
+            elif what == "release" and live:
+                handle = live.pop(number % len(live))
+                under_way.pop(handle, None)
+                gate.release(handle)
+            elif what == "instances":
+                gate.set_instances(number)
+            assert gate.backlog_tokens == sum(under_way.values())
+            assert not len(gate) or gate.backlog_tokens >= gate.limit_tokens
+        # Everybody has a turn in the end.
+        while len(gate):
+            handle = next(iter(under_way))
+            del under_way[handle]
+            gate.release(handle)
+        assert set(live) <= set(begun)
+    finally:
+        gate.close()
 
 
 async def test_only_so_many_tenants_have_a_series_of_their_own() -> None:
