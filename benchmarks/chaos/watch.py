@@ -23,7 +23,8 @@ from tailrace.local.plan import certificate_folder
 from tailrace.security.credentials import AUTHORITIES, CERTIFICATE, KEY
 
 _CALL_S: Final = 5.0
-_SETTLE_S: Final = 40.0
+# gRPC keeps what a certificate has replaced for a minute after its last call (tailrace/service/channels.py).
+_SETTLE_S: Final = 75.0
 _POLL_S: Final = 0.2
 
 # What must be nothing again, by tier.
