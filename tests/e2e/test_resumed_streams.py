@@ -108,6 +108,7 @@ async def test_goes_on_where_its_client_comes_back(
     assert (await stream(client, [first], asked, again)).same(undisturbed)
 
 
+@pytest.mark.slow
 async def test_a_key_gets_the_whole_answer_anywhere(fleet: Fleet, client: httpx.AsyncClient) -> None:
     asked, key = body(8), {"idempotency-key": "key 8"}
     undisturbed = await stream(client, [fleet.urls["f1"]], asked, Received())
@@ -135,6 +136,7 @@ async def test_not_streamed_it_is_answered_once(fleet: Fleet, client: httpx.Asyn
     assert without.json()["id"] != first.json()["id"] and tokens() > made
 
 
+@pytest.mark.slow
 async def test_at_the_same_time_one_of_two_is_answered(fleet: Fleet, client: httpx.AsyncClient) -> None:
     asked = {**body(10), "stream": False, "stream_options": None}
     key = {"idempotency-key": "key 10"}
@@ -146,6 +148,7 @@ async def test_at_the_same_time_one_of_two_is_answered(fleet: Fleet, client: htt
     assert len(contents) == 1
 
 
+@pytest.mark.slow
 async def test_two_choices_keep_their_order(fleet: Fleet, client: httpx.AsyncClient) -> None:
     asked = {**body(12), "n": 2, "temperature": 1, "seed": 3}
     received = await leave_after(client, fleet.urls["f0"], asked, 30, {"idempotency-key": "key 12"})
@@ -183,6 +186,7 @@ async def test_what_cannot_be_resumed(fleet: Fleet, client: httpx.AsyncClient) -
     assert rest.text.endswith("data: [DONE]\n\n")
 
 
+@pytest.mark.slow
 async def test_a_frozen_second_front_end_does_not_hold_streams_up(
     fleet: Fleet, client: httpx.AsyncClient
 ) -> None:
@@ -201,6 +205,7 @@ async def test_a_frozen_second_front_end_does_not_hold_streams_up(
     assert fleet.metric("f0", "tailrace_frontend_answer_peers_lost_total") >= 1
 
 
+@pytest.mark.slow
 async def test_one_that_hangs_does_not_go_on_with_what_was_taken_over(
     fleet: Fleet, client: httpx.AsyncClient
 ) -> None:
