@@ -1,4 +1,4 @@
-"""The Cache service over gRPC: what a worker's prefix cache holds, and who may copy it."""
+"""The Cache service over gRPC: what a worker's prefix cache holds, and how it is copied from and to there."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from tailrace.cache.book import CacheBook
 from tailrace.cache.follow import Change
 from tailrace.cache.tiers import Tier
 from tailrace.v1 import cache_pb2, cache_pb2_grpc
+from worker_agent.engine.base import Engine
+from worker_agent.engine.errors import EngineRefusal
+from worker_agent.prefixes.copies import Copies
 from worker_agent.prefixes.loans import LOAN_MAX_S, LoanRefused, Loans
 
 _TIERS: Final = {Tier.DEVICE: cache_pb2.CACHE_TIER_DEVICE, Tier.HOST: cache_pb2.CACHE_TIER_HOST}
@@ -39,9 +42,13 @@ def _messages(changes: Sequence[Change]) -> list[cache_pb2.CacheChange]:
 class CacheServicer(cache_pb2_grpc.CacheServicer):
     """One worker's."""
 
-    def __init__(self, incarnation: str, book: CacheBook | None, loans: Loans) -> None:
+    def __init__(
+        self, incarnation: str, book: CacheBook | None, engine: Engine, loans: Loans, copies: Copies
+    ) -> None:
         """`book` None: the engine keeps no prefixes, or does not tell of them."""
+        self._engine = engine
         self._loans = loans
+        self._copies = copies
         self._incarnation = incarnation
         self._book = book
 
@@ -69,3 +76,23 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"lent for {lent_s:g} s")
+
+    async def Prompt(
+        self,
+        request: cache_pb2.PromptRequest,
+        context: grpc.aio.ServicerContext[cache_pb2.PromptRequest, cache_pb2.PromptReply],
+    ) -> cache_pb2.PromptReply:
+        """As it was submitted."""
+        try:
+            return cache_pb2.PromptReply(frames=await self._engine.submitted(request.request_id))
+        except EngineRefusal as error:
+            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+
+    async def Copy(
+        self,
+        request: cache_pb2.CopyRequest,
+        context: grpc.aio.ServicerContext[cache_pb2.CopyRequest, cache_pb2.CopyReply],
+    ) -> cache_pb2.CopyReply:
+        """A caller who goes away ends it."""
+        outcome = await self._copies.copy(request)
+        return cache_pb2.CopyReply(outcome=outcome.word, blocks=outcome.blocks)

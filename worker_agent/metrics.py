@@ -70,6 +70,8 @@ class WorkerMetrics:
         # Prefixes that were to come from other workers, by outcome (prefixes/pulls.py), and what came.
         self.pulls: Counter[str] = Counter()
         self.pulled_tokens = 0
+        # Prefixes that were to be copied to here ahead of need, by outcome (prefixes/copies.py).
+        self.copies: Counter[str] = Counter()
         self.kv_checksum_failures = 0
         self.kv_identity_failures = 0
         self.kv_transfer_failures = 0
@@ -103,6 +105,8 @@ class WorkerCollector(Collector):
         yield _labelled("offers", "Requests offered by bid-ask, by outcome.", (w.offers for w in workers))
         yield _labelled("exports", "Migrations from here, by outcome.", (w.exports for w in workers))
         yield _labelled("pulls", "Prefixes to be fetched, by how it ended.", (w.pulls for w in workers))
+        copies = (w.copies for w in workers)
+        yield _labelled("prefix_copies", "Prefixes to be copied ahead of need, by how it ended.", copies)
         for name, text in _TRANSFER:
             yield _count(name, text, sum(getattr(w, name) for w in workers))
 

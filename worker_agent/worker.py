@@ -49,6 +49,7 @@ from worker_agent.migration.parts import SourceParts, TargetParts
 from worker_agent.migration.source_link import GrpcSourceLink
 from worker_agent.migration.spans import TransferSpans
 from worker_agent.phase_events import PhaseEvents
+from worker_agent.prefixes.copies import Copies, GrpcPromptLink
 from worker_agent.prefixes.loan_link import GrpcLoanLink
 from worker_agent.prefixes.loans import Loans
 from worker_agent.prefixes.pulls import PullParts, Pulls
@@ -318,6 +319,8 @@ class _Assembly:
         """Serve gRPC, and the streams of front ends. Raises ListenError."""
         transport = self._shared.channels.transport
         loans = Loans(self._engine, self._info.kv_shape, self._transport, self._faults)
+        prompts = GrpcPromptLink(lambda address: self._shared.channels.get(address, Role.WORKER))
+        copies = Copies(self._pulls, prompts, lambda: len(self._imports), self._metrics)
         servicers = [
             Servicer(
                 add_WorkerServicer_to_server,
@@ -327,7 +330,7 @@ class _Assembly:
             Servicer(add_BidAskServicer_to_server, BidAskServicer(self._coordinator), "tailrace.v1.BidAsk"),
             Servicer(
                 add_CacheServicer_to_server,
-                CacheServicer(self._incarnation, self._info.cache, loans),
+                CacheServicer(self._incarnation, self._info.cache, self._engine, loans, copies),
                 "tailrace.v1.Cache",
             ),
         ]

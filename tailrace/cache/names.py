@@ -69,14 +69,29 @@ def block_names(
     size = naming.block_tokens
     if naming.algorithm != ALGORITHM or size < 1:
         return []
-    extra = _keys_of_blocks(keys, size)
-    before = _hash(naming.seed)
+    hasher = BlockHasher(naming, keys)
+    before = hasher.first
     names: list[int] = []
     for number in range(min((len(tokens) - 1) // size, most)):
         begin = number * size
-        before = _hash((before, tuple(tokens[begin : begin + size]), extra(begin) if extra else None))
+        before = hasher.following(before, tokens[begin : begin + size], begin)
         names.append(short(before))
     return names
+
+
+class BlockHasher:
+    """The hashes that names are made of, of one request's blocks."""
+
+    __slots__ = ("_extra", "first")
+
+    def __init__(self, naming: Naming, keys: Keys = NO_KEYS) -> None:
+        # What stands for the block before the first one.
+        self.first = _hash(naming.seed)
+        self._extra = _keys_of_blocks(keys, naming.block_tokens)
+
+    def following(self, before: bytes, tokens: Sequence[int], begin: int) -> bytes:
+        """Of the full block with these tokens, the first of which has this number, after that block."""
+        return _hash((before, tuple(tokens), self._extra(begin) if self._extra else None))
 
 
 def _hash(value: object) -> bytes:

@@ -256,6 +256,47 @@ def only(fleet: Fleet, *names: str) -> None:
     wait_until(lambda: set(VLLM_WORKERS) - draining(fleet) == set(names), "the others to drain")
 
 
+def occupy(fleet: Fleet, name: str) -> str:
+    """A request that begins as `ask` does, and runs for a while: its answer."""
+    asked = f"{name}: " + "count " * 300
+    reply = client(fleet.http).chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": asked}],
+        max_tokens=500,
+        temperature=0.0,
+        extra_body={"ignore_eos": True},
+    )
+    return reply.choices[0].message.content or ""
+
+
+def copied_to(fleet: Fleet) -> list[str]:
+    """Workers that a prefix was copied to ahead of need."""
+    metric, outcome = "tailrace_worker_prefix_copies_total", 'outcome="pulled"'
+    return [name for name in VLLM_WORKERS if fleet.metric(name, metric, outcome)]
+
+
+def test_a_hot_prefix_is_copied_before_anybody_asks_for_it_there(fleet: Fleet) -> None:
+    """One worker alone has it, and the others nothing to do."""
+    place_by(fleet, "tailrace", copy_ahead="true", pull_margin="0", margin="1000000")
+    with Emptied(fleet, "ahead") as held, ThreadPoolExecutor(8) as pool:
+        only(fleet, held.holder)
+        running = [pool.submit(occupy, fleet, held.name) for _ in range(8)]
+
+        def all_there() -> bool:
+            return sum(r.instance_id == held.holder for r in fleet.requests()) == len(running)
+
+        wait_until(all_there, "all to be on the holder")
+        undrain(fleet)
+        wait_until(lambda: bool(copied_to(fleet)), "the prefix to be copied")
+        (target, *_) = copied_to(fleet)
+        assert len({each.result(120) for each in running}) == 1
+        before = pulls(fleet, "pulled")
+        only(fleet, target)
+        answer, _, found = ask(fleet, held.name)
+        assert (answer, found) == (held.answer, held.whole)
+        assert target != held.holder and pulls(fleet, "pulled") == before
+
+
 def test_an_index_that_is_stale_costs_time_and_no_answer(fleet: Fleet) -> None:
     """The scheduler hears nothing for ten seconds, in which the holder forgets the prompt."""
     place_by(fleet, "tailrace", pull_margin="0")

@@ -367,6 +367,50 @@ def test_blocks_that_the_target_has_by_name_need_not_come() -> None:
     assert fleet.clock.time() > began_s
 
 
+def test_a_prefix_is_lent_checked_and_found() -> None:
+    keeps = msgspec.structs.replace(SMALL, prefix_caching=True)
+    fleet = Fleet(keeps, keeps)
+    before = fleet.submit(0, PROMPT, **LONG)
+    fleet.clock.drain()
+    source, target = fleet.engines
+    stream = Stream("asked", 99, before.frames, 1)
+    asked = Submission(fleet.key(stream), "asked", 0, before.frames)
+    names = now(target.fetch_open("fetch", asked, 1 << 20))
+    assert len(names) == (len(PROMPT) - 1) // keeps.block_tokens
+    assert now(source.loan_open("other", [b"unknown", *names])) == 0
+    assert now(source.loan_open("loan", names)) == len(names)
+    with pytest.raises(EngineRefusal, match="is open"):
+        now(source.loan_open("loan", names))
+    staging = source.staging(len(names))
+    checksums = now(source.read_blocks("loan", 0, len(names), staging))
+    with pytest.raises(EngineRefusal, match="have not come"):
+        now(target.fetch_keep("fetch", len(names)))
+    with pytest.raises(KvCorrupt):
+        now(target.write_blocks("fetch", 0, len(names), staging, [0, *checksums[1:]]))
+    with pytest.raises(KvCorrupt, match="demands"):
+        # Right bytes, of another block.
+        now(target.write_blocks("fetch", 1, len(names) - 1, staging, checksums[:-1]))
+    now(target.write_blocks("fetch", 0, len(names), staging, checksums))
+    now(target.fetch_keep("fetch", len(names)))
+    now(target.fetch_drop("fetch"))
+    now(source.loan_end("loan"))
+    now(source.loan_end("other"))
+    assert now(target.fetch_open("again", asked, 1 << 20)) == []
+    assert target.stats().kv_blocks_used == source.stats().kv_blocks_used == 0
+    found = fleet.submit(1, PROMPT, **LONG)
+    fleet.clock.drain()
+    assert found.tokens == before.tokens
+    assert target.stats().cached_prompt_tokens == len(names) * keeps.block_tokens
+
+
+def test_what_is_not_kept_takes_no_prefixes() -> None:
+    fleet = Fleet(SMALL, SMALL)
+    before = fleet.submit(0, PROMPT, **LONG)
+    asked = Submission(fleet.key(before), "asked", 0, before.frames)
+    with pytest.raises(EngineRefusal, match="takes no blocks"):
+        now(fleet.engines[1].fetch_open("fetch", asked, 1 << 20))
+
+
 def test_rounds_then_pause() -> None:
     fleet = Fleet(SMALL, SMALL)
     request_id = _decoding(fleet)

@@ -401,6 +401,9 @@ class Engine(Protocol):
     # ---- prefixes that go from one engine to another. Blocks of a loan are read with read_blocks, those of a
     # fetch written with write_blocks, under its name in place of a request's, each counted from 0.
 
+    async def submitted(self, request_id: str) -> Frames:
+        """A request that is here, as it was submitted. Raises EngineRefusal."""
+
     async def loan_open(self, loan_id: str, names: Sequence[bytes]) -> int:
         """Pin the blocks of the prefix cache with these names, up to the first that is not there; how many.
         Raises EngineRefusal."""

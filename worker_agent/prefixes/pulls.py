@@ -51,8 +51,8 @@ class PullParts:
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
-    """How one ended. `word`: pulled, shared, held, gone, late, refused, lost, corrupt or none."""
+class Outcome:
+    """How one ended. `word`: pulled, shared, held, gone, late, refused, lost, corrupt, none or busy."""
 
     word: str
     blocks: int = 0
@@ -113,31 +113,41 @@ class Pulls:
 
     # ---- one pull
 
+    async def bring(self, submission: Submission) -> Outcome:
+        """Have a prompt's prefix come into the cache, and no more: the engine does not get the request.
+
+        Requests that lack the same blocks meanwhile wait for it.
+        """
+        return await self._attempt(submission)
+
     async def _run(self, submission: Submission) -> None:
         began_s = time.monotonic()
-        try:
-            async with asyncio.timeout(self._parts.timeout_s):
-                outcome = await self._pull(submission)
-        except TimeoutError:
-            outcome = _Outcome("late", reason=f"not here within {self._parts.timeout_s:g} s")
-        except EngineRefusal as error:
-            outcome = _Outcome("refused", reason=str(error))
-        except KvIdentityError as error:
-            self._parts.metrics.kv_identity_failures += 1
-            outcome = _Outcome("lost", reason=str(error))
-        except (LoanLost, KvTransferError) as error:
-            self._parts.metrics.kv_transfer_failures += isinstance(error, KvTransferError)
-            outcome = _Outcome("lost", reason=str(error))
-        except KvCorrupt as error:
-            self._parts.metrics.kv_checksum_failures += 1
-            outcome = _Outcome("corrupt", reason=str(error))
+        outcome = await self._attempt(submission)
         if submission.pull is not None or outcome.word == "shared":
             self._note(submission, outcome, began_s)
         # From here on it is the engine's: an abort that comes now finds it there.
         self._running.pop(submission.key, None)
         self._parts.engine.submit(submission)
 
-    def _note(self, submission: Submission, outcome: _Outcome, began_s: float) -> None:
+    async def _attempt(self, submission: Submission) -> Outcome:
+        try:
+            async with asyncio.timeout(self._parts.timeout_s):
+                return await self._pull(submission)
+        except TimeoutError:
+            return Outcome("late", reason=f"not here within {self._parts.timeout_s:g} s")
+        except EngineRefusal as error:
+            return Outcome("refused", reason=str(error))
+        except KvIdentityError as error:
+            self._parts.metrics.kv_identity_failures += 1
+            return Outcome("lost", reason=str(error))
+        except (LoanLost, KvTransferError) as error:
+            self._parts.metrics.kv_transfer_failures += isinstance(error, KvTransferError)
+            return Outcome("lost", reason=str(error))
+        except KvCorrupt as error:
+            self._parts.metrics.kv_checksum_failures += 1
+            return Outcome("corrupt", reason=str(error))
+
+    def _note(self, submission: Submission, outcome: Outcome, began_s: float) -> None:
         holder = "" if submission.pull is None else submission.pull.instance_id
         self._parts.metrics.pulls[outcome.word] += 1
         self._parts.metrics.pulled_tokens += outcome.blocks * self._parts.shape.block_tokens
@@ -146,11 +156,11 @@ class Pulls:
         ended_s, came = time.monotonic(), (outcome.blocks, outcome.bytes)
         self._parts.spans.pulled(submission.traceparent, began_s, ended_s, holder, outcome.word, *came)
 
-    async def _pull(self, submission: Submission) -> _Outcome:
+    async def _pull(self, submission: Submission) -> Outcome:
         pull = submission.pull
         return await (self._wait_for_others(submission) if pull is None else self._own(submission, pull))
 
-    async def _wait_for_others(self, submission: Submission) -> _Outcome:
+    async def _wait_for_others(self, submission: Submission) -> Outcome:
         """One that has nobody to pull from waits for what comes for others."""
         waited = False
         while True:
@@ -159,11 +169,11 @@ class Pulls:
             self._opening -= {asyncio.current_task()}
             coming = self._coming.get(names[0]) if names else None
             if coming is None:
-                return _Outcome("shared" if waited else "none")
+                return Outcome("shared" if waited else "none")
             waited = True
             await coming.wait()
 
-    async def _own(self, submission: Submission, pull: Pull) -> _Outcome:
+    async def _own(self, submission: Submission, pull: Pull) -> Outcome:
         engine, waited = self._parts.engine, False
         while True:
             fetch_id = f"fetch {next(self._numbers)}"
@@ -171,7 +181,7 @@ class Pulls:
                 names = await run_to_completion(engine.fetch_open(fetch_id, submission, pull.tokens))
                 self._opening -= {asyncio.current_task()}
                 if not names:
-                    return _Outcome("shared" if waited else "held")
+                    return Outcome("shared" if waited else "held")
                 coming = self._coming.get(names[0])
                 if coming is None:
                     return await self._first(fetch_id, names, pull)
@@ -181,7 +191,7 @@ class Pulls:
             waited = True
             await coming.wait()
 
-    async def _first(self, fetch_id: str, names: list[bytes], pull: Pull) -> _Outcome:
+    async def _first(self, fetch_id: str, names: list[bytes], pull: Pull) -> Outcome:
         """The only one under way that brings this block."""
         ended = self._coming[names[0]] = asyncio.Event()
         try:
@@ -190,7 +200,7 @@ class Pulls:
             del self._coming[names[0]]
             ended.set()
 
-    async def _fetch(self, fetch_id: str, names: list[bytes], pull: Pull) -> _Outcome:
+    async def _fetch(self, fetch_id: str, names: list[bytes], pull: Pull) -> Outcome:
         parts = self._parts
         request = cache_pb2.LendRequest(
             names=names, kv_addresses=[address.message() for address in parts.puller.addresses]
@@ -202,12 +212,12 @@ class Pulls:
                 raise KvIdentityError(difference)
             count = min(lent.blocks, len(names))
             if not count:
-                return _Outcome("gone", reason="it holds none of it any more")
+                return Outcome("gone", reason="it holds none of it any more")
             began_s = time.monotonic()
             size = await self._transfer(fetch_id, names[:count], lent)
             parts.incoming.add(size, time.monotonic() - began_s)
             await run_to_completion(parts.engine.fetch_keep(fetch_id, count))
-            return _Outcome("pulled", count, size)
+            return Outcome("pulled", count, size)
         finally:
             loan.close()
 

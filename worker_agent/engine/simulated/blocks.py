@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from tailrace.cache.book import CacheBook
+from tailrace.cache.names import short
+
 
 class BlockPool:
     """Blocks 0..total-1, each free or held by one request. A request's blocks are a list it owns.
@@ -13,11 +16,13 @@ class BlockPool:
     back first. Unlike vLLM's, a block that a request holds has no name: two do not share it.
     """
 
-    __slots__ = ("_named", "_returned", "_untouched", "block_tokens", "total")
+    __slots__ = ("_book", "_named", "_returned", "_untouched", "block_tokens", "total")
 
-    def __init__(self, total: int, block_tokens: int) -> None:
+    def __init__(self, total: int, block_tokens: int, book: CacheBook | None = None) -> None:
+        """`book` is told of the names that come and go."""
         self.total = total
         self.block_tokens = block_tokens
+        self._book = book
         self._named: OrderedDict[bytes, int] = OrderedDict()
         # Free are the blocks that came back, and those from this number on, which nobody has held yet:
         # a hundred engines with a large GPU's memory each then cost nothing until they are used.
@@ -50,7 +55,9 @@ class BlockPool:
             fresh = min(missing, self.total - self._untouched)
             held.extend(range(self._untouched, self._untouched + fresh))
             self._untouched += fresh
-            held.extend(self._named.popitem(last=False)[1] for _ in range(missing - fresh))
+            evicted = [self._named.popitem(last=False) for _ in range(missing - fresh)]
+            held.extend(block for _, block in evicted)
+            self._tell((), [name for name, _ in evicted])
         return True
 
     def take(self, held: list[int], names: Sequence[bytes]) -> int:
@@ -61,6 +68,7 @@ class BlockPool:
             if block is None:
                 break
             held.append(block)
+        self._tell((), names[: len(held)])
         return len(held)
 
     def release(self, held: list[int], names: Sequence[bytes] = ()) -> None:
@@ -71,9 +79,14 @@ class BlockPool:
             if older is not None:
                 self._returned.append(older)
             self._named[name] = block
+        self._tell(names[: len(held)], ())
         self._returned += held[len(names) :]
         held.clear()
 
     def free_blocks(self) -> list[int]:
         """The numbers of the blocks that nobody holds."""
         return [*self._returned, *self._named.values(), *range(self._untouched, self.total)]
+
+    def _tell(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        if self._book is not None and (stored or removed):
+            self._book.change(list(map(short, stored)), list(map(short, removed)))

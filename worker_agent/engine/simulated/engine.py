@@ -13,6 +13,8 @@ import numpy as np
 from msgspec import structs
 
 from tailrace import wire
+from tailrace.cache.book import CacheBook
+from tailrace.cache.names import ALGORITHM, Naming
 from tailrace.handover import LIVE, by_replay
 from tailrace.intra.registry import make_intra
 from tailrace.model_identity import ModelIdentity, identify_model
@@ -44,6 +46,7 @@ from worker_agent.engine.simulated.emitter import Emitter
 from worker_agent.engine.simulated.exports import Exports
 from worker_agent.engine.simulated.imports import Imports, check_state
 from worker_agent.engine.simulated.kv import Bytes, HostStaging, KvCodec
+from worker_agent.engine.simulated.prefixes import Prefixes
 from worker_agent.engine.simulated.reader import RequestReader, UnrunnableError, answer_utility
 from worker_agent.engine.simulated.request import Request, State, predicted_remaining
 from worker_agent.engine.simulated.scheduler import HostMemory, Scheduler, Step
@@ -85,7 +88,8 @@ class SimulatedEngine:
         self._vocabulary = read_vocabulary(settings.tokenizer, settings.think, settings.end_think)
         blocks = settings.kv_blocks or profile.kv_capacity_tokens // settings.block_tokens
         self._max_model_len = min(settings.max_model_len, blocks * settings.block_tokens)
-        self._pool = BlockPool(blocks, settings.block_tokens)
+        self._book = CacheBook() if settings.prefix_caching else None
+        self._pool = BlockPool(blocks, settings.block_tokens, self._book)
         self._scheduler = Scheduler(
             self._pool,
             profile,
@@ -96,7 +100,12 @@ class SimulatedEngine:
         )
         self._table = RequestTable()
         codec = KvCodec(self._shape)
-        self._reader = RequestReader(settings, self._vocabulary, self._shape, self._max_model_len)
+        # The model stands in the seed: another one's blocks have other names.
+        self._naming = Naming(
+            algorithm=ALGORITHM, seed=self._shape.model_fingerprint, block_tokens=settings.block_tokens
+        )
+        self._reader = RequestReader(settings, self._vocabulary, self._naming, self._max_model_len)
+        self._prefixes = Prefixes(self._pool, self._reader, codec, settings.prefix_caching)
         self._exports = Exports(
             self._table, self._scheduler, codec, self._shape, settings.replay_reason, self.faults
         )
@@ -160,6 +169,8 @@ class SimulatedEngine:
             profile=at_speed(self._profile, settings.speed),
             hardware=f"simulated {self._profile.name} x{settings.speed:g}",
             step_tokens=settings.max_num_batched_tokens,
+            cache=self._book,
+            naming=None if self._book is None else self._naming,
         )
 
     async def stop(self) -> None:
@@ -291,6 +302,8 @@ class SimulatedEngine:
             steps=self._emitter.steps if self._emitter is not None else 0,
             generated_tokens=self._generated_tokens,
             preemptions=self._scheduler.preemptions,
+            prompt_tokens=self._scheduler.prompt_tokens,
+            cached_prompt_tokens=self._scheduler.cached_prompt_tokens,
             token_interval_ms_mean=mean_ms,
             token_interval_ms_p99=p99_ms,
             expected_step_s=self._times.expected_s(
@@ -314,28 +327,37 @@ class SimulatedEngine:
             if request is not None and request.state is not State.IMPORTING
         }
 
-    # ---- prefixes that go from one engine to another: this one's stay
+    # ---- prefixes that go from one engine to another
+
+    async def submitted(self, request_id: str) -> Frames:
+        """Engine.submitted."""
+        return self._table.known(request_id).frames
 
     async def loan_open(self, loan_id: str, names: Sequence[bytes]) -> int:
         """Engine.loan_open."""
-        return 0
+        return self._prefixes.lend(loan_id, names)
 
     async def loan_end(self, loan_id: str) -> None:
         """Engine.loan_end."""
+        self._prefixes.end(loan_id)
+        self._wake()
 
     async def fetch_lacks(self, submission: Submission) -> list[bytes]:
         """Engine.fetch_lacks."""
-        raise EngineRefusal("a simulated engine takes no prefixes from elsewhere")
+        return self._prefixes.lacks(submission)
 
     async def fetch_open(self, fetch_id: str, submission: Submission, most_tokens: int) -> list[bytes]:
         """Engine.fetch_open."""
-        raise EngineRefusal("a simulated engine takes no prefixes from elsewhere")
+        return self._prefixes.fetch(fetch_id, submission, most_tokens)
 
     async def fetch_keep(self, fetch_id: str, blocks: int) -> None:
         """Engine.fetch_keep."""
+        self._prefixes.keep(fetch_id, blocks)
 
     async def fetch_drop(self, fetch_id: str) -> None:
         """Engine.fetch_drop."""
+        self._prefixes.drop(fetch_id)
+        self._wake()
 
     # ---- source of a migration
 
@@ -398,6 +420,8 @@ class SimulatedEngine:
         self, request_id: str, first_block: int, num_blocks: int, out: Staging
     ) -> list[int]:
         """Engine.read_blocks."""
+        if self._prefixes.lends(request_id):
+            return self._prefixes.read(request_id, first_block, num_blocks, out)
         return await self._exports.read(request_id, first_block, num_blocks, out)
 
     # ---- target of a migration
@@ -431,6 +455,9 @@ class SimulatedEngine:
         checksums: Sequence[int],
     ) -> None:
         """Engine.write_blocks."""
+        if self._prefixes.fetches(request_id):
+            self._prefixes.write(request_id, first_block, num_blocks, received, checksums)
+            return
         await self._imports.write(request_id, first_block, num_blocks, received, checksums)
 
     async def import_prepare(self, request_id: str, pause: ExportedPause) -> None:

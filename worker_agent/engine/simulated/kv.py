@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from tailrace.cache.names import BlockHasher, Keys, Naming
 from worker_agent.engine.base import KvShape
 from worker_agent.engine.errors import KvCorrupt
 
@@ -119,25 +120,30 @@ class KvCodec:
 
 
 class BlockChain:
-    """The digests of a request's blocks, each of its tokens and all before it; made as they are asked for."""
+    """The hashes of a request's blocks, each of its tokens and all before it; made as they are asked for.
 
-    __slots__ = ("_block_tokens", "_full", "_outputs", "_prompt")
+    Those of full blocks are vLLM's, so that a front end finds their names.
+    """
 
-    def __init__(self, fingerprint: str, block_tokens: int, prompt: list[int], outputs: list[int]) -> None:
-        self._block_tokens = block_tokens
+    __slots__ = ("_block_tokens", "_full", "_hasher", "_outputs", "_prompt")
+
+    def __init__(self, naming: Naming, keys: Keys, prompt: list[int], outputs: list[int]) -> None:
+        """`naming`: its seed stands for the model."""
+        self._block_tokens = naming.block_tokens
+        self._hasher = BlockHasher(naming, keys)
         self._prompt = prompt
         # The request's own list: it grows, and never changes.
         self._outputs = outputs
         # Entry 0 stands for what is before the first block.
-        self._full = [blake2b(fingerprint.encode(), digest_size=16).digest()]
+        self._full = [self._hasher.first]
 
     def full(self, first: int, last: int) -> list[bytes]:
-        """Digests of blocks [first, last), all of them full."""
+        """Hashes of blocks [first, last), all of them full."""
         size = self._block_tokens
         full = self._full
         while len(full) <= last:
             at = (len(full) - 1) * size
-            full.append(self._digest(full[-1], at, at + size))
+            full.append(self._hasher.following(full[-1], self._tokens(at, at + size), at))
         return full[first + 1 : last + 1]
 
     def seeds(self, first: int, last: int, tokens: int) -> Words:
@@ -146,16 +152,19 @@ class BlockChain:
         digests = self.full(first, min(last, whole))
         if last > whole:
             before = self._full[0] if whole == 0 else self.full(whole - 1, whole)[0]
-            digests.append(self._digest(before, whole * self._block_tokens, tokens))
-        return np.frombuffer(b"".join(digest[:8] for digest in digests), np.uint64)
+            partial = array("I", self._tokens(whole * self._block_tokens, tokens)).tobytes()
+            digests.append(blake2b(before + partial, digest_size=16).digest())
+        return seeds_of(digests)
 
-    def _digest(self, before: bytes, start: int, end: int) -> bytes:
+    def _tokens(self, start: int, end: int) -> Sequence[int]:
         split = len(self._prompt)
-        tokens: Sequence[int]
         if end <= split:
-            tokens = self._prompt[start:end]
-        elif start >= split:
-            tokens = self._outputs[start - split : end - split]
-        else:
-            tokens = self._prompt[start:] + self._outputs[: end - split]
-        return blake2b(before + array("I", tokens).tobytes(), digest_size=16).digest()
+            return self._prompt[start:end]
+        if start >= split:
+            return self._outputs[start - split : end - split]
+        return self._prompt[start:] + self._outputs[: end - split]
+
+
+def seeds_of(digests: Sequence[bytes]) -> Words:
+    """What the bytes of these blocks are made from."""
+    return np.frombuffer(b"".join(digest[:8] for digest in digests), np.uint64)

@@ -8,7 +8,9 @@ from typing import Final
 import msgspec
 
 from tailrace import wire
-from worker_agent.engine.base import Frames, KvShape, RequestKey
+from tailrace.cache.names import NO_KEYS, Naming
+from tailrace.wire.cache_keys import read_cache_keys
+from worker_agent.engine.base import Frames, RequestKey
 from worker_agent.engine.simulated.kv import BlockChain
 from worker_agent.engine.simulated.request import Request
 from worker_agent.engine.simulated.script import Script, opened
@@ -24,11 +26,11 @@ class RequestReader:
     """Reads requests for one engine."""
 
     def __init__(
-        self, settings: SimulatedSettings, vocabulary: Vocabulary, shape: KvShape, max_model_len: int
+        self, settings: SimulatedSettings, vocabulary: Vocabulary, naming: Naming, max_model_len: int
     ) -> None:
         self._settings = settings
         self._vocabulary = vocabulary
-        self._shape = shape
+        self._naming = naming
         self._max_model_len = max_model_len
 
     def read(
@@ -58,6 +60,7 @@ class RequestReader:
             script = Script(prompt, sampling, self._settings, self._vocabulary)
         except ValueError as error:
             raise UnrunnableError(str(error)) from error
+        read = read_cache_keys(frames)
         outputs = list(output_token_ids)
         limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
         end_think = self._vocabulary.end_think
@@ -71,7 +74,7 @@ class RequestReader:
             prompt=prompt,
             outputs=outputs,
             script=script,
-            chain=BlockChain(self._shape.model_fingerprint, self._shape.block_tokens, prompt, outputs),
+            chain=BlockChain(self._naming, NO_KEYS if read is None else read.keys, prompt, outputs),
             length_at=limit - 1,
             reasons=(
                 self._settings.reasoning_mean_tokens > 0

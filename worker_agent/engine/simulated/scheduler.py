@@ -67,6 +67,9 @@ class Scheduler:
         # Requests that are paused or being imported with blocks: they count as running ones.
         self.held = 0
         self.preemptions = 0
+        # Of prompts that were begun, and of those that were found in the cache.
+        self.prompt_tokens = 0
+        self.cached_prompt_tokens = 0
         self._order: StepOrder[Request] | None = None
         self._profile = profile
         self._max_num_seqs = max_num_seqs
@@ -299,6 +302,8 @@ class Scheduler:
                 budget -= 1
                 continue
             start = request.computed
+            self.prompt_tokens += request.total
+            self.cached_prompt_tokens += start
             tokens = min(request.total - start, budget)
             budget -= tokens
             step.chunks.append((request, tokens))

@@ -290,6 +290,10 @@ class VllmEngine:
 
     # ---- prefixes that go from one engine to another
 
+    async def submitted(self, request_id: str) -> Frames:
+        """A request that is here, as it was submitted."""
+        return await self._ask(lambda parts: parts.table.known(request_id).frames)
+
     async def loan_open(self, loan_id: str, names: Sequence[bytes]) -> int:
         """Pin blocks of the prefix cache."""
         answer: Future[int] = self._new_answer()

@@ -10,6 +10,7 @@ from vllm.v1.request import Request
 
 from tailrace.lengths import limited, tokens_left
 from worker_agent.engine.base import Frames, RequestKey
+from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.turns import Turn, arrival_order
 from worker_agent.engine.vllm.pace import Pace
 from worker_agent.engine.vllm.phases import PhaseTracker
@@ -96,6 +97,13 @@ class RequestTable:
     def get(self, request_id: str) -> Entry | None:
         """The request of this id."""
         return self._by_id.get(request_id)
+
+    def known(self, request_id: str) -> Entry:
+        """The same. Raises EngineRefusal when it is not here."""
+        entry = self._by_id.get(request_id)
+        if entry is None:
+            raise EngineRefusal(f"request {request_id} is not on this engine")
+        return entry
 
     def by_key(self, key: RequestKey) -> Entry | None:
         """The request of this key."""

@@ -1,0 +1,95 @@
+"""Copies of prefixes ahead of need give way to what users wait for."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tailrace.v1 import cache_pb2
+from tests.worker.test_pulls import HOLDER, Worker
+from worker_agent.engine.base import Frames
+from worker_agent.prefixes.copies import Copies, PromptUnknown
+from worker_agent.prefixes.pulls import Outcome
+
+REQUEST = cache_pb2.CopyRequest(
+    request_id="asked", holder_instance_id="holder", holder_address=HOLDER.address, tokens=8
+)
+
+
+class Prompts:
+    """PromptLink to a holder that has one request."""
+
+    async def prompt(self, address: str, request_id: str) -> Frames:
+        if (address, request_id) != (HOLDER.address, "asked"):
+            raise PromptUnknown("no such request")
+        return [b"frames"]
+
+
+class Target(Worker):
+    """A worker that copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.importing = 0
+        self.copies = Copies(self.pulls, Prompts(), lambda: self.importing, self.metrics)
+
+    async def begun(self) -> asyncio.Task[Outcome]:
+        """A copy whose transfer is under way."""
+        task = asyncio.create_task(self.copies.copy(REQUEST))
+        while not self.transfer.begun:  # noqa: ASYNC110 - it takes a few turns of the loop
+            await asyncio.sleep(0)
+        return task
+
+
+async def test_what_was_copied_is_found_and_nothing_was_run() -> None:
+    target = Target()
+    target.transfer.gate.set()
+    outcome = await target.copies.copy(REQUEST)
+    assert (outcome.word, outcome.blocks) == ("pulled", 2)
+    assert not target.engine.found and target.metrics.copies == {"pulled": 1} and not target.metrics.pulls
+    target.submit("first", HOLDER)
+    assert await target.drained() == {"first": 2}
+    assert (await target.copies.copy(REQUEST)).word == "held"
+
+
+async def test_requests_that_lack_it_wait_for_the_copy() -> None:
+    target = Target()
+    copy = await target.begun()
+    target.submit("first", HOLDER)
+    target.transfer.gate.set()
+    assert await target.drained() == {"first": 2}
+    assert (await copy).word == "pulled" and target.transfer.begun == 1
+    assert target.metrics.pulls == {"shared": 1}
+
+
+async def test_one_at_a_time_and_none_while_users_wait() -> None:
+    target = Target()
+    copy = await target.begun()
+    assert (await target.copies.copy(REQUEST)).word == "busy"
+    target.transfer.gate.set()
+    assert (await copy).word == "pulled"
+    target.importing = 1
+    assert (await target.copies.copy(REQUEST)).word == "busy"
+    target.importing = 0
+    target.transfer.gate.clear()
+    target.engine.kept.clear()
+    target.submit("first", HOLDER)
+    assert (await target.copies.copy(REQUEST)).word == "busy"
+    target.transfer.gate.set()
+    await target.drained()
+
+
+async def test_a_copy_that_is_given_up_leaves_nothing_behind() -> None:
+    target = Target()
+    copy = await target.begun()
+    copy.cancel()
+    await asyncio.gather(copy, return_exceptions=True)
+    assert copy.cancelled() and not target.engine.kept
+    target.transfer.gate.set()
+    assert (await target.copies.copy(REQUEST)).word == "pulled"
+
+
+async def test_a_request_that_has_left_the_holder() -> None:
+    target = Target()
+    gone = cache_pb2.CopyRequest(request_id="gone", holder_address=HOLDER.address, tokens=8)
+    assert (await target.copies.copy(gone)).word == "gone"
+    assert target.metrics.copies == {"gone": 1} and not target.transfer.begun
