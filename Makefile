@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .PHONY: help install up down test mutants test-features test-models test-vllm test-ranks lint format protos sbom bundle check-gpu docs soak bench-stream bench-transfer bench-swap \
 	bench-scale \
-	bench-decisions bench-policies bench-cache bench-cache-vllm bench-cache-live bench-cache-router bench-pull bench-real bench-live bench-replays bench-overload bench-validation bench-simulation bench-etcd strangers chaos fuzz claims
+	bench-decisions bench-policies bench-cache bench-cache-ahead bench-cache-vllm bench-cache-live bench-cache-router bench-pull bench-real bench-live bench-replays bench-overload bench-validation bench-simulation bench-etcd strangers chaos fuzz claims
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -121,6 +121,9 @@ bench-policies: install ## Every policy on every paper's ground and on a mix (TA
 
 bench-cache: install ## Placing by prefix on Mooncake's conversations, simulated (TAILRACE_DATA as above)
 	$(PYTHON) -m benchmarks.cache $(ARGS)
+
+bench-cache-ahead: install ## Hot prefixes copied to a second instance before they are needed, simulated
+	$(PYTHON) -m benchmarks.cache_ahead $(ARGS)
 
 bench-cache-vllm: install ## The simulator's prefix cache against real vLLM's, request by request
 	$(PYTHON) -m benchmarks.cache_vllm $(ARGS)
