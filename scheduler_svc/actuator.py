@@ -10,10 +10,11 @@ from typing import Final
 import grpc
 
 from scheduler_svc.admin.errors import Refused
+from scheduler_svc.copies import Copier
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.migrations import CannotNegotiate, MigrationStarter, Negotiator, Recaller
 from scheduler_svc.settings import Settings
-from tailrace.actions import Action, HandBack, Migrate, Offer, SetPool, SetStages, WhenFull
+from tailrace.actions import Action, CopyPrefix, HandBack, Migrate, Offer, SetPool, SetStages, WhenFull
 from tailrace.cluster import RequestView, Stage
 from tailrace.control.reported_cluster import PoolOrder, ReportedCluster
 from tailrace.store.client import StoreUnavailable
@@ -37,12 +38,14 @@ class Actuator:
         mover: MigrationStarter,
         negotiator: Negotiator,
         recaller: Recaller,
+        copier: Copier,
         settings: Settings,
         metrics: SchedulerMetrics,
     ) -> None:
         self._state = state
         self._negotiator = negotiator
         self._recaller = recaller
+        self._copier = copier
         self._mover = mover
         self._settings = settings
         self._metrics = metrics
@@ -86,6 +89,8 @@ class Actuator:
                 return self._begin_offer(action, policy, when_full)
             case HandBack():
                 return self._hand_back(action)
+            case CopyPrefix():
+                return self._copier.copy(action)
             case SetPool():
                 order = self._state.pool_ordered(action.instance_id, action.pool)
                 if order is None:

@@ -19,6 +19,7 @@ from scheduler_svc.admin.rollout_calls import RolloutCalls
 from scheduler_svc.admin.servicer import AdminServicer
 from scheduler_svc.admin.shadowing import Shadowing
 from scheduler_svc.cache_sync import CacheSync
+from scheduler_svc.copies import Copier
 from scheduler_svc.decisions import Decider, Placer, SchedulerServicer, Traceparents
 from scheduler_svc.drainer import Drainer
 from scheduler_svc.metrics import SchedulerMetrics
@@ -154,7 +155,8 @@ class Parts:
         mover = MigrationStarter(self.state, migrations, traceparents)
         negotiator = Negotiator(self.state, frame.channels, traceparents)
         recaller = Recaller(self.state, frame.channels)
-        self.actuator = Actuator(self.state, mover, negotiator, recaller, settings, self.metrics)
+        copier = Copier(self.state, frame.channels)
+        self.actuator = Actuator(self.state, mover, negotiator, recaller, copier, settings, self.metrics)
         self.control = LiveControl(self.state, self.active, self.actuator, GuardedCalls(self.metrics))
         self._follow_members()
         frame.members.add_listener(self._follow_members)

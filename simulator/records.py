@@ -74,7 +74,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class PullRecord:
-    """A prefix that was fetched from another instance, for one request or several."""
+    """A prefix that was fetched from another instance, for one request or several, or ahead of need."""
 
     source_id: str
     target_id: str
@@ -83,7 +83,10 @@ class PullRecord:
     # 0: the source had nothing of it any more.
     tokens: int
     bytes_sent: int
+    # That waited for it.
     requests: int
+    # A policy had it copied before anybody asked.
+    ahead: bool = False
 
 
 class MigrationOutcome(enum.Enum):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from simulator.bidding import Bidding
@@ -12,6 +12,7 @@ from simulator.cluster import ClusterSpec
 from simulator.events import NEVER, EventQueue
 from simulator.instance import Instance
 from simulator.job import Job, JobState
+from simulator.known_prefixes import KnownPrefixes
 from simulator.metrics import Concluded
 from simulator.migration import Migration, Migrations
 from simulator.network import Network
@@ -22,10 +23,19 @@ from simulator.reports import Report
 from simulator.request import SimRequest
 from simulator.sampling import Sampler
 from simulator.views import Views
-from tailrace.actions import Action, HandBack, Migrate, Offer, Place, Refuse, SetPool, SetStages, WhenFull
-from tailrace.cache.index import CacheIndex
-from tailrace.cache.placed import PlacedPrefixes, cached_tokens
-from tailrace.cluster import Arrival, CachedTokens, Stage, length_bounds
+from tailrace.actions import (
+    Action,
+    CopyPrefix,
+    HandBack,
+    Migrate,
+    Offer,
+    Place,
+    Refuse,
+    SetPool,
+    SetStages,
+    WhenFull,
+)
+from tailrace.cluster import Arrival, Stage, length_bounds
 from tailrace.collector import collector_paused
 from tailrace.control.admission import TtftAdmission
 from tailrace.control.runner import Moment, PlainCalls, Point, PolicyRunner
@@ -68,23 +78,22 @@ class Simulation:
         self._spec = spec
         self._policy = policy
         self._events = events = EventQueue()
-        self._index = CacheIndex()
-        self._placed = PlacedPrefixes()
         self.instances = [
             Instance(i, intra, events, self, most_steps, prefix_cache(i, requests)) for i in spec.instances
         ]
         self._by_id = {instance.instance_id: instance for instance in self.instances}
-        self._views = Views(spec, self.instances, intra)
+        self.jobs = [Job(request, order) for order, request in enumerate(_in_order(requests))]
+        self._jobs_by_id = {job.request.request_id: job for job in self.jobs}
+        if len(self._jobs_by_id) != len(self.jobs):
+            raise ValueError("request ids are not distinct")
+        self._prefixes = KnownPrefixes(self.instances, self._jobs_by_id)
+        self._views = Views(spec, self.instances, intra, self._prefixes)
         network = Network(spec.link, events)
         self.migrations = Migrations(spec.migration, self._by_id, intra, events, network, self)
         self.pulls = PrefixPulls(network, events, spec.migration)
         self._runner = PolicyRunner(self._views, _Fixed(policy, admission), self, PlainCalls())
         self._sampler = Sampler(self.instances, spec.stages)
         self._sample_interval_s = sample_interval_s
-        self.jobs = [Job(request, order) for order, request in enumerate(_in_order(requests))]
-        self._jobs_by_id = {job.request.request_id: job for job in self.jobs}
-        if len(self._jobs_by_id) != len(self.jobs):
-            raise ValueError("request ids are not distinct")
         self.bidding = Bidding(
             self.instances, self._jobs_by_id, self.migrations, events, spec.migration.message_s, seed, self
         )
@@ -94,6 +103,7 @@ class Simulation:
         self._placements = 0
         self._idle_ticks = 0
         self._views.keep_lengths(policy.lengths_period_s, 0.0)
+        self._views.hot.keep(policy.prefixes_period_s)
         # The monitor's clock is not the workload's.
         self._report_offset_s = random.Random(seed).random() * max(0.0, spec.report.interval_s)
         self._set_stage_ends(0.0)
@@ -208,20 +218,10 @@ class Simulation:
         names = request.unit_names[: request.named_prompt_units]
         return replace(
             arrival,
-            cached=self._cached(names, request.unit_tokens, now),
+            cached=self._prefixes.held(names, request.unit_tokens, now),
             block_names=names,
             session_id=request.session_id,
         )
-
-    def _cached(self, names: Sequence[int], unit_tokens: int, now: float) -> Mapping[str, CachedTokens]:
-        """What each instance holds now: workers tell what they gain and lose with the events that placing
-        goes by already, which are all but immediate."""
-        self._placed.forget(now)
-        for instance in self.instances:
-            if instance.cache is not None:
-                self._index.change(instance.instance_id, *instance.cache.take_changes())
-        held, coming = self._index.match(names), self._placed.index.match(names)
-        return cached_tokens(held, coming, unit_tokens, len(names) * unit_tokens)
 
     def _too_long(self, job: Job, instance: Instance) -> str:
         """Why the instance could never run it; "": it could."""
@@ -233,8 +233,8 @@ class Simulation:
 
     def _submit(self, job: Job, instance: Instance, placement: Place, arrival: Arrival, now: float) -> None:
         job.told_cached = arrival.found_tokens(instance.instance_id, placement.pull_from)
-        if instance.cache is not None:
-            self._placed.place(instance.instance_id, arrival.block_names, now)
+        self._prefixes.placed(instance, arrival.block_names, now)
+        self._views.hot.arrived(arrival, job.request.unit_tokens, now)
         job.placements.append(PlacementRecord(now, instance.instance_id))
         self._views.placed(job, instance)
         self._carry_out(placement.also, now)
@@ -305,6 +305,8 @@ class Simulation:
                     self.bidding.offer(action, self._job(action.request_id), now)
                 case HandBack():
                     self._hand_back(action, now)
+                case CopyPrefix():
+                    self._copy_prefix(action, now)
                 case SetPool():
                     instance = self._instance(action.instance_id)
                     instance.pool = action.pool
@@ -324,6 +326,18 @@ class Simulation:
                     self._place_elsewhere(job, source, then)
 
         self._events.at(now + 3 * self._spec.migration.message_s, place)
+
+    def _copy_prefix(self, action: CopyPrefix, now: float) -> None:
+        hot, target = self._views.hot, self._instance(action.target_id)
+        if hot.ordered(action, now):
+            self.pulls.copy(
+                self._job(action.request_id).request,
+                self._instance(action.holder_id),
+                target,
+                action.tokens,
+                now,
+                lambda then: hot.settled(target.instance_id, then),
+            )
 
     def _place_elsewhere(self, job: Job, source: Instance, now: float) -> None:
         arrival = replace(self._arrival(job, now), excluded=frozenset({source.instance_id}), admitted=True)

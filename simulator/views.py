@@ -25,6 +25,7 @@ from simulator.reports import Report, Row, blocks_of, foresee
 from tailrace.actions import WhenFull
 from tailrace.cluster import ClusterView, InstanceView, Phase, PhaseLoad, RequestState, RequestView, Stage
 from tailrace.control.cluster_model import ClusterModel, Corrections, Counted, Pending
+from tailrace.control.hot_prefixes import HotTracker, KnowsPrefixes
 from tailrace.intra.base import IntraPolicy
 from tailrace.lengths import limited, tokens_left
 from tailrace.perf.ttft import TtftPredictor
@@ -194,8 +195,15 @@ class _Known(Corrections[Job, Pending]):
 class Views(ClusterModel[_Known]):
     """The simulator's model of the cluster."""
 
-    def __init__(self, spec: ClusterSpec, instances: Sequence[Instance], intra: IntraPolicy) -> None:
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        instances: Sequence[Instance],
+        intra: IntraPolicy,
+        prefixes: KnowsPrefixes,
+    ) -> None:
         super().__init__()
+        self.hot = HotTracker(prefixes)
         self._stages = spec.stages
         self._spec = spec
         self._intra = intra

@@ -86,6 +86,21 @@ class HandBack:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyPrefix:
+    """Copy the first `tokens` tokens' KV of a request's prompt into the prefix cache of another instance.
+
+    Ahead of need: nobody waits for it, and it gives way to whatever users wait for there. `request_id`: one
+    that `holder_id` has, waiting or running; it stays where it is.
+    """
+
+    request_id: str
+    holder_id: str
+    target_id: str
+    tokens: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class SetPool:
     """Move an instance between pools; None takes it out of all pools."""
 
@@ -101,4 +116,4 @@ class SetStages:
 
 
 Placement = Place | Refuse
-Action = Migrate | Offer | HandBack | SetPool | SetStages
+Action = Migrate | Offer | HandBack | CopyPrefix | SetPool | SetStages

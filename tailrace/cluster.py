@@ -176,6 +176,42 @@ class Stage:
     instance_ids: tuple[str, ...]
 
 
+class CachedTokens(NamedTuple):
+    """Tokens at the beginning of a prompt whose KV an instance holds, as far as is known."""
+
+    # On its device.
+    device: int
+    # On its device or in its host memory.
+    total: int
+    # Of those on its device, what it has told of: not what was placed there a moment ago.
+    told: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HotPrefix:
+    """What several recent arrivals begin with."""
+
+    tokens: int
+    # Arrivals of the period that begin with it.
+    hits: int
+    # Of these tokens, by instance; what is being copied to one counts as there, but not as told of.
+    cached: Mapping[str, CachedTokens]
+    # By instance, the latest of these arrivals that it has.
+    requests: Mapping[str, str]
+    # Instances that can exchange the KV.
+    instances: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class HotPrefixes:
+    """Of the last `period_s` seconds, those first of which most tokens were asked for."""
+
+    period_s: float
+    prefixes: tuple[HotPrefix, ...]
+    # Instances that a copy is under way to, or was a moment ago.
+    copying: frozenset[str]
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterView:
     """Everything a policy may look at. `instances` iterates in instance-id order."""
@@ -189,21 +225,14 @@ class ClusterView:
     # scheduler has not decided by this policy for so long. None: the policy asks for none.
     lengths: LengthStatistics | None = None
 
+    # Only in views for on_tick: prefixes that many arrivals of the last `Policy.prefixes_period_s` share.
+    # None: the policy asks for none.
+    hot: HotPrefixes | None = None
+
     def placeable(self) -> list[InstanceView]:
         """Instances that may get new work, in instance-id order."""
         active = InstanceState.ACTIVE
         return [i for i in self.instances.values() if i.state is active]
-
-
-class CachedTokens(NamedTuple):
-    """Tokens at the beginning of a prompt whose KV an instance holds, as far as is known."""
-
-    # On its device.
-    device: int
-    # On its device or in its host memory.
-    total: int
-    # Of those on its device, what it has told of: not what was placed there a moment ago.
-    told: int = 0
 
 
 NOTHING_CACHED: Final[Mapping[str, CachedTokens]] = MappingProxyType({})

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
-from tailrace.cluster import ClusterView, InstanceView, Stage
+from tailrace.cluster import ClusterView, HotPrefixes, InstanceView, Stage
+from tailrace.control.hot_prefixes import HotTracker
 from tailrace.lengths import LengthStatistics, LengthWindow
 from tailrace.model_identity import difference, is_model
 from tailrace.records import InstanceRecord
@@ -26,6 +27,9 @@ C = TypeVar("C")
 class ClusterModel(ABC, Generic[C]):
     """Views of instances, made anew only where something has changed. `now_s` is the model's own clock: the
     scheduler's monotonic one, or the simulated one."""
+
+    # Prefixes that arrivals share, and copies of them.
+    hot: HotTracker
 
     def __init__(self) -> None:
         # Instances by id, in id order.
@@ -53,6 +57,10 @@ class ClusterModel(ABC, Generic[C]):
     def lengths(self, now_s: float) -> LengthStatistics | None:
         """Lengths of recent requests, if they are kept; never change once given."""
         return self._lengths.statistics(now_s) if self._lengths is not None else None
+
+    def hot_prefixes(self, now_s: float) -> HotPrefixes | None:
+        """Prefixes that recent arrivals share, if they are kept; never change once given."""
+        return self.hot.view(now_s)
 
     # ---- what happens
 

@@ -61,6 +61,7 @@ class LiveControl:
         if self.shadow is not None:
             self.shadow.follow_slo(slo)
         self.model.count_fresh_by(self.active.quantum_tokens)
+        self.model.hot.keep(self.active.policy.prefixes_period_s)
 
     def follow_shadow(self, shadow: Shadow | None) -> None:
         """Ask this one the same questions from now on; None: nobody."""
@@ -99,6 +100,7 @@ class LiveControl:
             self.model.place(
                 arrival, placement.instance_id, incoming.frontend_id, at.model_s, placement.pull_from
             )
+            self.model.hot.arrived(arrival, incoming.block_tokens, at.model_s)
             if placement.also:
                 self._executor.submit(placement.also, policy)
         return arrival, placement

@@ -12,9 +12,11 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from tailrace.actions import Action, Place, Placement, Refuse
+from tailrace.actions import Action, CopyPrefix, Place, Placement, Refuse
 from tailrace.cache.follow import CacheState
+from tailrace.cache.recent import PrefixArrival
 from tailrace.cluster import Incoming, Phase, Pool, RequestView, Stage
+from tailrace.control.hot_prefixes import CopyUnderWay
 from tailrace.lengths import LengthWindowState
 from tailrace.policy.parameters import Value
 from tailrace.records import InstanceRecord, ProfileRecord
@@ -78,6 +80,13 @@ class RecordedPlacement(msgspec.Struct, frozen=True):
     names: list[int]
 
 
+class RecentState(msgspec.Struct, frozen=True):
+    """What arrivals of the last seconds began with, oldest first."""
+
+    period_s: float
+    arrivals: list[PrefixArrival]
+
+
 class ModelKnown(msgspec.Struct, frozen=True):
     """What the model knows that belongs to no one instance."""
 
@@ -90,6 +99,9 @@ class ModelKnown(msgspec.Struct, frozen=True):
     ordered: list[tuple[str, Pool | None, Pool | None]]
     lengths: LengthWindowState | None
     placed: list[RecordedPlacement]
+    # Kept only for a policy that copies prefixes ahead; and such copies that count.
+    recent: RecentState | None = None
+    copies: list[CopyUnderWay] = []
 
 
 class Started(_Event, frozen=True, tag="started"):
@@ -209,6 +221,20 @@ class PoolSettled(_Event, frozen=True, tag="pool_settled"):
     instance_id: str
 
 
+class CopyOrdered(_Event, frozen=True, tag="copy_ordered"):
+    """A copy of a prefix was ordered."""
+
+    copy: CopyPrefix
+    now_s: float
+
+
+class CopySettled(_Event, frozen=True, tag="copy_settled"):
+    """It is over."""
+
+    target_id: str
+    now_s: float
+
+
 class Decided(_Event, frozen=True, tag="decided"):
     """What the policy answered to the input before it. `answer` null: it failed."""
 
@@ -238,6 +264,8 @@ Event: TypeAlias = (
     | MigrationClosed
     | PoolOrdered
     | PoolSettled
+    | CopyOrdered
+    | CopySettled
     | Decided
     | TooMuch
 )

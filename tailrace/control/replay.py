@@ -14,6 +14,8 @@ from tailrace.control.recording import (
     Arrived,
     BadRecordingError,
     CacheListed,
+    CopyOrdered,
+    CopySettled,
     Decided,
     Event,
     InstanceKnown,
@@ -158,6 +160,10 @@ class Replay:
                 model.pool_ordered(event.instance_id, event.pool)
             case PoolSettled():
                 model.settle_pool(event.instance_id)
+            case CopyOrdered():
+                model.copy_ordered(event.copy, event.now_s)
+            case CopySettled():
+                model.copy_settled(event.target_id, event.now_s)
             case Decided():
                 # Nobody has asked for it now.
                 self._compared(Replayed(event.point, event.request_id, event.policy, event.answer, None))
@@ -202,7 +208,7 @@ class Replay:
 
     def submit(self, actions: Sequence[Action], policy: str, when_full: WhenFull = WhenFull.REFUSE) -> None:
         """Feed the orders that went out with the recorded decision."""
-        while isinstance(event := self._events.peek(), (MigrationOpened, PoolOrdered)):
+        while isinstance(event := self._events.peek(), (MigrationOpened, PoolOrdered, CopyOrdered)):
             self._events.pop()
             self._feed(event)
 

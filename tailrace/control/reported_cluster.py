@@ -6,12 +6,15 @@ Pure: no I/O; the caller brings the time, in seconds of its monotonic clock.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
+from tailrace.actions import CopyPrefix
+from tailrace.cache.recent import RecentPrefixes
 from tailrace.cluster import (
     Arrival,
+    CachedTokens,
     ClusterView,
     InstanceState,
     InstanceView,
@@ -22,9 +25,12 @@ from tailrace.cluster import (
     Stage,
 )
 from tailrace.control.cluster_model import ClusterModel, ModelGroups
+from tailrace.control.hot_prefixes import HotTracker
 from tailrace.control.known_cache import KnownCache
 from tailrace.control.recording import (
     CacheListed,
+    CopyOrdered,
+    CopySettled,
     InstanceKnown,
     MembersChanged,
     MigrationClosed,
@@ -32,6 +38,7 @@ from tailrace.control.recording import (
     ModelKnown,
     PoolOrdered,
     PoolSettled,
+    RecentState,
     RecordedMembers,
     RecordedPlacement,
     RecordedWhere,
@@ -98,6 +105,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         self.tap: Tap | None = None
         # Where prefixes are.
         self.cache = KnownCache()
+        self.hot = HotTracker(self)
         self._quantum_tokens = QUANTUM_TOKENS
         self._where: dict[str, Where] = {}
         # Open migrations by request: from where, and to where if that is known.
@@ -285,6 +293,24 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         self._ordered.pop(instance_id, None)
         self._touch(instance_id)
 
+    def copy_ordered(self, copy: CopyPrefix, now_s: float) -> bool:
+        """A copy of a prefix goes out; False: it must not, or nothing is known of the prefix any more."""
+        request = self.request(copy.request_id)
+        known = request is not None and request.instance_id == copy.holder_id
+        if not known or not self.can_exchange_kv(copy.holder_id, copy.target_id):
+            return False
+        if not self.hot.ordered(copy, now_s):
+            return False
+        if self.tap is not None:
+            self.tap(CopyOrdered(copy, now_s))
+        return True
+
+    def copy_settled(self, target_id: str, now_s: float) -> None:
+        """The copy to that instance is over, whatever came of it."""
+        if self.tap is not None:
+            self.tap(CopySettled(target_id, now_s))
+        self.hot.settled(target_id, now_s)
+
     def cache_listed(self, instance_id: str, reply: cache_pb2.ListCacheReply) -> None:
         """An instance has told all that its prefix cache holds."""
         if self.tap is not None:
@@ -328,6 +354,21 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
     def can_exchange_kv(self, one: str, other: str) -> bool:
         """Whether a request can migrate from one instance to the other."""
         return other in self._groups.exchanging_kv(one)
+
+    # ---- KnowsPrefixes (tailrace/control/hot_prefixes.py)
+
+    def located(self, request_id: str) -> str | None:
+        """The instance that has the request, as far as reports tell."""
+        where = self._where.get(request_id)
+        return None if where is None else where.instance_id
+
+    def held(self, names: Sequence[int], block_tokens: int, now_s: float) -> Mapping[str, CachedTokens]:
+        """Tokens of these blocks that each instance holds."""
+        return self.cache.of_arrival(names, block_tokens, len(names) * block_tokens + 1, now_s)
+
+    def exchanging(self, instance_id: str) -> Collection[str]:
+        """Instances that can take KV from this one, itself among them."""
+        return self._groups.exchanging_kv(instance_id)
 
     @property
     def pending_placements(self) -> int:
@@ -380,6 +421,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
             self._stages,
             {kind: record for kind, (record, _) in self._measured.items()},
         )
+        recent = self.hot.recent
         model = ModelKnown(
             members,
             self._silent,
@@ -388,6 +430,8 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
             [(order.instance_id, order.before, order.pool) for order in self._ordered.values()],
             self._lengths.state() if self._lengths is not None else None,
             [RecordedPlacement(at_s, name, list(names)) for at_s, name, names in self.cache.recent],
+            None if recent is None else RecentState(recent.period_s, recent.arrivals),
+            self.hot.copies,
         )
         # What is counted incrementally is counted anew, here as where it is restored: in the same order.
         self.recount()
@@ -403,6 +447,10 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
                 self.cache.follower.restore(state.instance_id, state.cache)
         for placed in model.placed:
             self.cache.placed(placed.instance_id, placed.names, placed.placed_s)
+        recent = model.recent
+        self.hot.restore(
+            None if recent is None else RecentPrefixes(recent.period_s, recent.arrivals), model.copies
+        )
         self._silent = model.silent
         self._where = {w.request_id: Where(w.instance_id, w.epoch, w.phase) for w in model.where}
         self._migrating = dict(model.migrating)

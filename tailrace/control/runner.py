@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, Protocol
 
 from tailrace.actions import Action, Place, Placement, Refuse, WhenFull
-from tailrace.cluster import Arrival, ClusterView, InstanceState, RequestView
+from tailrace.cluster import Arrival, ClusterView, HotPrefixes, InstanceState, RequestView
 from tailrace.control.admission import TtftAdmission
 from tailrace.intra.base import QUANTUM
 from tailrace.lengths import LengthStatistics
@@ -176,6 +176,7 @@ class Model(Protocol):
     def view_for_arrival(self, model: str, now_s: float) -> ClusterView: ...
     def view_for_request(self, instance_id: str, now_s: float) -> ClusterView: ...
     def lengths(self, now_s: float) -> LengthStatistics | None: ...
+    def hot_prefixes(self, now_s: float) -> HotPrefixes | None: ...
 
 
 class Deciding(Protocol):
@@ -273,7 +274,8 @@ class PolicyRunner:
         last_s = self.last_tick_s
         self._ticked = policy, at.policy_s
         lengths = self._model.lengths(at.model_s)
-        view = replace(self._model.view_at(at.model_s), last_tick_s=last_s, lengths=lengths)
+        hot = self._model.hot_prefixes(at.model_s)
+        view = replace(self._model.view_at(at.model_s), last_tick_s=last_s, lengths=lengths, hot=hot)
         self._decide(Question(Point.TICK, view, None, at.policy_s))
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
-from tailrace.actions import Action, Migrate, Offer, Place, Placement, Refuse
+from tailrace.actions import Action, CopyPrefix, Migrate, Offer, Place, Placement, Refuse
 from tailrace.control.runner import ActivePolicy, PlaceQuestion, Point, Question
 from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
@@ -100,4 +100,4 @@ def outcome(answer: Placement | Sequence[Action]) -> object:
 
 
 def _without_reason(action: Action) -> Action:
-    return replace(action, reason=_NOTHING) if isinstance(action, (Migrate, Offer)) else action
+    return replace(action, reason=_NOTHING) if isinstance(action, (Migrate, Offer, CopyPrefix)) else action

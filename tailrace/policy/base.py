@@ -47,6 +47,8 @@ class Policy(ABC):
     tick_interval_s: float | None = None
     # Of how many seconds on_tick's view has the lengths of requests (`ClusterView.lengths`); None: of none.
     lengths_period_s: float | None = None
+    # Of how many seconds on_tick's view has the prefixes that arrivals share (`ClusterView.hot`); None: none.
+    prefixes_period_s: float | None = None
 
     @abstractmethod
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:

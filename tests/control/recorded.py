@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from tailrace.actions import Action, Migrate, Offer, Placement, SetPool, WhenFull
+from tailrace.actions import Action, CopyPrefix, Migrate, Offer, Placement, SetPool, WhenFull
 from tailrace.cluster import Incoming, Pool, Stage
 from tailrace.control.live import LiveControl
 from tailrace.control.recording import (
@@ -17,6 +17,8 @@ from tailrace.control.recording import (
 )
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.control.runner import ActivePolicy, GuardedCalls, Moment, PlaceQuestion, Point, Question
+from tailrace.policy.parameters import parse_parameters, read_assignments
+from tailrace.policy.registry import parameters_of
 from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
 from tailrace.v1 import cache_pb2, monitor_pb2, types_pb2
@@ -41,6 +43,7 @@ class RandomRun:
     """One scheduler; `step` has something happen."""
 
     def __init__(self, policy: str, seed: int) -> None:
+        """`policy`: its name, and parameters after it: "tailrace copy_ahead=true"."""
         self.draw = random.Random(seed)
         self.lines: list[bytes] = []
         self.now_s = 100.0
@@ -50,7 +53,12 @@ class RandomRun:
         # Where each request is, its phase, and the tokens that it has made.
         self.requests: dict[str, tuple[str, types_pb2.Phase.ValueType, int]] = {}
         self.count = 0
-        active = ActivePolicy(PolicyRecord(name=policy))
+        # Targets of copies under way.
+        self.copies: list[str] = []
+        self.copied = 0
+        name, *given = policy.split()
+        parameters = parse_parameters(name, parameters_of(name), read_assignments(given))
+        active = ActivePolicy(PolicyRecord(name=name, parameters=parameters))
         self.control = LiveControl(ReportedCluster(), active, self, GuardedCalls(NoMetrics()))
         self.control.follow(None, Slo())
         self.set_members()
@@ -68,6 +76,9 @@ class RandomRun:
                     self.open.append(action.request_id)
             elif isinstance(action, SetPool) and model.pool_ordered(action.instance_id, action.pool):
                 self.orders.append(action.instance_id)
+            elif isinstance(action, CopyPrefix) and model.copy_ordered(action, self.now_s):
+                self.copied += 1
+                self.copies.append(action.target_id)
 
     # ---- recording
 
@@ -173,5 +184,7 @@ class RandomRun:
             if name in self.requests:
                 where, phase, made = self.requests[name]
                 self.requests[name] = self.draw.choice([where, *INSTANCES]), phase, made
+        elif self.copies and self.draw.random() < 0.7:
+            model.copy_settled(self.copies.pop(), self.now_s)
         elif self.orders:
             model.settle_pool(self.orders.pop())

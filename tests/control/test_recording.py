@@ -27,7 +27,15 @@ from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
 from tests.control.recorded import RandomRun
 
-POLICIES = ("pascal", "ares", "arrow", "cascade", "tailrace", "least_loaded")
+POLICIES = (
+    "pascal",
+    "ares",
+    "arrow",
+    "cascade",
+    "tailrace",
+    "tailrace copy_ahead=true pull_margin=0",
+    "least_loaded",
+)
 
 
 def run_of(policy: str, seed: int, before: int = 40, after: int = 80) -> RandomRun:

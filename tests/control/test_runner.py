@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tailrace.actions import Action, Migrate, Place, Placement, Refuse, WhenFull
-from tailrace.cluster import Arrival, ClusterView, InstanceState, RequestView
+from tailrace.cluster import Arrival, ClusterView, HotPrefixes, InstanceState, RequestView
 from tailrace.control.admission import TtftAdmission
 from tailrace.control.runner import (
     GuardedCalls,
@@ -85,6 +85,9 @@ class Model:
         return self.view
 
     def lengths(self, now_s: float) -> LengthStatistics | None:
+        return None
+
+    def hot_prefixes(self, now_s: float) -> HotPrefixes | None:
         return None
 
 

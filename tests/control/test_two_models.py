@@ -25,6 +25,7 @@ from simulator.simulation import simulate
 from simulator.views import Views
 from tailrace.actions import WhenFull
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, RequestState
+from tailrace.control.hot_prefixes import KnowsPrefixes
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.intra.base import IntraPolicy
 from tailrace.messages import PHASE_NUMBERS, REQUEST_STATE_NUMBERS
@@ -51,8 +52,14 @@ _STATES = {
 class Mirrored(Views):
     """Tells a live model all that it is told itself, at the same moments."""
 
-    def __init__(self, spec: ClusterSpec, instances: Sequence[Instance], intra: IntraPolicy) -> None:
-        super().__init__(spec, instances, intra)
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        instances: Sequence[Instance],
+        intra: IntraPolicy,
+        prefixes: KnowsPrefixes,
+    ) -> None:
+        super().__init__(spec, instances, intra, prefixes)
         self.live = ReportedCluster()
         records = {each.instance_id: _record(each) for each in instances}
         self.live.set_members(Members(instances=records), 0.0)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import tempfile
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,12 +72,13 @@ class Fleet:
 
     # ---- requests
 
-    async def send(self, prompt_tokens: int, reasoning: int, answer: int) -> str:
-        """A request of exactly these lengths (the thought's tags come on top); its id."""
+    async def send(self, prompt_tokens: int, reasoning: int, answer: int, prefix: Sequence[int] = ()) -> str:
+        """A request of exactly these lengths (the thought's tags come on top); its id. `prefix`: what its
+        prompt begins with, before so many tokens of its own."""
         self._sent += 1
         request_id = f"q{self._sent}"
         prompt = [ord(letter) for letter in f"{request_id} "] + [32 + self._sent % 64] * prompt_tokens
-        prompt = prompt[:prompt_tokens]
+        prompt = [*prefix, *prompt[:prompt_tokens]]
         total = reasoning + answer + 2
         extra = {"reasoning_tokens": reasoning, "answer_tokens": answer}
         await self.front.add(request_id, prompt, total, extra_args=extra)

@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from scheduler_svc.actuator import Actuator
+from scheduler_svc.copies import Copier
 from scheduler_svc.decisions import Decider, Traceparents
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.migrations import Migrations, MigrationStarter, Negotiator, Recaller
@@ -104,7 +105,9 @@ async def scheduler(etcd: str, cluster: str) -> AsyncIterator[Scheduler]:
         mover = MigrationStarter(state, Migrations(membership, channels), traceparents)
         negotiator = Negotiator(state, channels, traceparents)
         recaller = Recaller(state, channels)
-        actuator = Actuator(state, mover, negotiator, recaller, Settings(store), metrics)
+        actuator = Actuator(
+            state, mover, negotiator, recaller, Copier(state, channels), Settings(store), metrics
+        )
         stack.push_async_callback(actuator.close)
         state.set_members(told(dict.fromkeys("abc", Pool.PREFILL)), 0.0)
         state.apply(steady("a", [request("r", PREFILL), request("q", PREFILL)]), 1.0)

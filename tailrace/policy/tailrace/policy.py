@@ -14,6 +14,7 @@ from tailrace.policy.base import Policy
 from tailrace.policy.candidates import NO_INSTANCE, Ledger, candidates
 from tailrace.policy.deployment import Fact
 from tailrace.policy.parameters import Parameter
+from tailrace.policy.tailrace.copies import COPY_AHEAD, PERIOD_S, Copies
 from tailrace.policy.tailrace.costs import Costs
 from tailrace.policy.tailrace.moves import MovePlanner
 from tailrace.policy.tailrace.offers import OfferPlanner
@@ -34,7 +35,7 @@ class Tailrace(Policy):
     - `penalty`: what unequal lengths in a batch cost there, if that is known.
     - `margin`: how many times its transfer a migration must save. Two: once for what it takes, once more
       because what is saved is a prediction and what it takes is certain.
-    - `pulls`, `pull_margin`: see `pulls.py`.
+    - `pulls`, `pull_margin`: see `pulls.py`; `copy_ahead`: `copies.py`.
     - `ttft_slo_s`, `tpot_slo_s`: what pools flip by, where there are pools, as in `Arrow`; the latter is also
       what the time of those who decode is measured against.
     - `tick_interval_s`: one second, as ARES (Algorithm 1, line 3).
@@ -53,9 +54,11 @@ class Tailrace(Policy):
             "pull_margin",
             float,
             1.0,
-            "how many times its transfer a pull must save; 0: whatever another instance holds is fetched",
+            "how many times its transfer a pull, or a copy ahead, must save; 0: whatever another instance "
+            "holds is fetched",
             minimum=0.0,
         ),
+        COPY_AHEAD,
         Parameter(
             "tick_interval_s",
             float,
@@ -77,6 +80,7 @@ class Tailrace(Policy):
         margin: float = 2.0,
         pulls: bool = True,
         pull_margin: float = 1.0,
+        copy_ahead: bool = False,
         ttft_slo_s: float = 2.0,
         tpot_slo_s: float = 0.15,
         tick_interval_s: float = 1.0,
@@ -87,6 +91,8 @@ class Tailrace(Policy):
         self.offers = OfferPlanner(self.costs)
         self.margin = margin
         self.pulls = Pulls(self.offers, self.costs, pull_margin) if pulls else None
+        self.copies = Copies(self.costs, pull_margin) if copy_ahead else None
+        self.prefixes_period_s = PERIOD_S if copy_ahead else None
         self.ttft_slo_s = ttft_slo_s
         self.tick_interval_s = tick_interval_s
         self.arrow = Arrow(ttft_slo_s, tpot_slo_s, profile, tick_interval_s=tick_interval_s, room=FILTER)
@@ -163,7 +169,7 @@ class Tailrace(Policy):
         return () if target is None else (mover.book(request, target, "length boundary"),)
 
     def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
-        """Pools, handovers that found no room before, then what pays."""
+        """Pools, handovers that found no room before, what pays, and copies of hot prefixes."""
         actions: list[Action] = []
         mover = self._mover(view)
         if pooled(view):
@@ -173,6 +179,8 @@ class Tailrace(Policy):
         price = self.offers.prices_s()
         for group in groups(view, decoders(view.placeable())):
             actions += rebalance(mover, self.costs, price, group)
+        if self.copies is not None:
+            actions += self.copies.plan(view, price, actions)
         return actions
 
     def _mover(self, view: ClusterView) -> MovePlanner:

@@ -1,0 +1,54 @@
+"""Has an instance copy a hot prefix from another one, ahead of need."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Coroutine
+from typing import Final
+
+import grpc
+
+from scheduler_svc.admin.errors import Refused
+from tailrace.actions import CopyPrefix
+from tailrace.control.reported_cluster import ReportedCluster
+from tailrace.security.roles import Role
+from tailrace.service.channels import Channels
+from tailrace.v1 import cache_pb2, cache_pb2_grpc
+
+# Longer than a worker's pull may take by default; the worker ends it when the call ends.
+_COPY_S: Final = 10.0
+
+
+class Copier:
+    """At most one copy to an instance at a time."""
+
+    def __init__(self, state: ReportedCluster, channels: Channels) -> None:
+        self._state = state
+        self._channels = channels
+
+    def copy(self, copy: CopyPrefix) -> Coroutine[None, None, str]:
+        """Count the copy in at once; to await: how it ended, in the worker's word. Raises Refused, at once
+        too."""
+        holder, target = self._state.tracked(copy.holder_id), self._state.tracked(copy.target_id)
+        if holder is None or target is None or not self._state.copy_ordered(copy, time.monotonic()):
+            raise Refused(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"{copy.target_id} gets a copy already, or {copy.holder_id} has no {copy.request_id}",
+            )
+        request = cache_pb2.CopyRequest(
+            request_id=copy.request_id,
+            holder_instance_id=copy.holder_id,
+            holder_address=holder.record.address,
+            tokens=copy.tokens,
+        )
+        return self._copy(copy.target_id, target.record.address, request)
+
+    async def _copy(self, target_id: str, address: str, request: cache_pb2.CopyRequest) -> str:
+        stub = cache_pb2_grpc.CacheStub(self._channels.get(address, Role.WORKER))
+        try:
+            reply = await stub.Copy(request, timeout=_COPY_S)
+        except grpc.aio.AioRpcError as error:
+            raise Refused(error.code(), error.details() or error.code().name) from error
+        finally:
+            self._state.copy_settled(target_id, time.monotonic())
+        return reply.outcome

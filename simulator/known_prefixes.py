@@ -1,0 +1,48 @@
+"""What the simulated scheduler knows of prefixes: who holds which, and who is about to."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from simulator.instance import Instance
+from simulator.job import Job, JobState
+from tailrace.cache.index import CacheIndex
+from tailrace.cache.placed import PlacedPrefixes, cached_tokens
+from tailrace.cluster import CachedTokens
+
+
+class KnownPrefixes:
+    """Of all instances, which serve one model."""
+
+    def __init__(self, instances: Sequence[Instance], jobs: Mapping[str, Job]) -> None:
+        self._instances = instances
+        self._names = frozenset(instance.instance_id for instance in instances)
+        self._jobs = jobs
+        self._index = CacheIndex()
+        self._placed = PlacedPrefixes()
+
+    def placed(self, instance: Instance, names: Sequence[int], now_s: float) -> None:
+        """A request that begins with these units was placed there."""
+        if instance.cache is not None:
+            self._placed.place(instance.instance_id, names, now_s)
+
+    # ---- KnowsPrefixes (tailrace/control/hot_prefixes.py)
+
+    def located(self, request_id: str) -> str | None:
+        """The instance that has the request."""
+        job = self._jobs[request_id]
+        return None if job.state is JobState.DONE else job.instance_id or None
+
+    def held(self, names: Sequence[int], block_tokens: int, now_s: float) -> Mapping[str, CachedTokens]:
+        """What each instance holds now: workers tell what they gain and lose with the events that placing
+        goes by already, which are all but immediate."""
+        self._placed.forget(now_s)
+        for instance in self._instances:
+            if instance.cache is not None:
+                self._index.change(instance.instance_id, *instance.cache.take_changes())
+        held, coming = self._index.match(names), self._placed.index.match(names)
+        return cached_tokens(held, coming, block_tokens, len(names) * block_tokens)
+
+    def exchanging(self, instance_id: str) -> Collection[str]:
+        """All."""
+        return self._names

@@ -1,0 +1,62 @@
+"""What recent arrivals share, against every pair of them compared."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.cache.recent import ARRIVALS_MAX, PrefixArrival, RecentPrefixes, agreeing
+
+
+def names_of(path: list[int]) -> list[int]:
+    """A name stands for a block and all before it."""
+    return [hash(tuple(path[: n + 1])) for n in range(len(path))]
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> list[list[int]]:
+    paths = draw(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), max_size=12))
+    return [names_of(path) for path in paths]
+
+
+@given(prompts())
+def test_prefixes_are_those_that_several_share(asked: list[list[int]]) -> None:
+    recent = RecentPrefixes(10.0)
+    for number, names in enumerate(asked):
+        recent.arrived(PrefixArrival(float(number) / 100, f"r{number}", names, 16))
+    found = recent.shared(1.0, 100)
+    for prefix in found:
+        names = list(prefix.names)
+        assert names and len(prefix.arrivals) > 1
+        # All of those that begin with it, the latest first, and they have no more in common.
+        having = [f"r{n}" for n, each in enumerate(asked) if each[: len(names)] == names]
+        assert [arrival.request_id for arrival in prefix.arrivals] == having[::-1]
+        longer = {tuple(a.names[: len(names) + 1]) for a in prefix.arrivals}
+        assert len(longer) > 1 or all(len(a.names) == len(names) for a in prefix.arrivals)
+    assert [p.weight for p in found] == sorted((p.weight for p in found), reverse=True)
+    assert len({tuple(p.names) for p in found}) == len(found)
+    # Whatever two share is found at half its length at least.
+    for one in range(len(asked)):
+        for other in range(one):
+            shared = agreeing(asked[one], asked[other])
+            assert not shared or any(
+                2 * agreeing(p.names, asked[one]) > shared and asked[one][: len(p.names)] == list(p.names)
+                for p in found
+            )
+
+
+def test_what_is_long_ago_or_too_much_is_forgotten() -> None:
+    recent = RecentPrefixes(10.0)
+    for number in range(ARRIVALS_MAX + 5):
+        recent.arrived(PrefixArrival(number / 1_000, f"r{number}", [1, 2], 16))
+    assert len(recent.arrivals) == ARRIVALS_MAX and recent.find("r4") is None
+    (prefix,) = recent.shared(5.0, 4)
+    assert (len(prefix.arrivals), prefix.tokens) == (ARRIVALS_MAX, 32)
+    assert recent.shared(11.0, 4) == [] and recent.arrivals == []
+
+
+def test_a_prompt_without_names_counts_for_nothing() -> None:
+    recent = RecentPrefixes(10.0)
+    recent.arrived(PrefixArrival(0.0, "r", [], 16))
+    recent.arrived(PrefixArrival(0.0, "q", [1], 0))
+    assert recent.arrivals == []

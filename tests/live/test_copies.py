@@ -1,0 +1,60 @@
+"""A document that one busy instance alone holds is copied to another one, and found there."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tailrace.v1 import admin_pb2
+from tests.live.conftest import ENGINE
+from tests.live.fleet import WAIT_S, Fleet, open_fleet
+
+pytestmark = pytest.mark.fleet
+
+BLOCK = 16
+DOCUMENT = [32 + number % 64 for number in range(60 * BLOCK)]
+COPIES = "tailrace_worker_prefix_copies_total"
+FOUND = "tailrace_worker_cached_prompt_tokens_total"
+
+
+async def drain(fleet: Fleet, name: str, undrain: bool = False) -> None:
+    """Until nothing new goes there, or it takes work again."""
+    request = admin_pb2.DrainRequest(instance_id=name, undrain=undrain)
+    call = fleet.admin.Drain(request, timeout=WAIT_S)
+    await fleet.members_show(lambda members: (name in members.draining) is not undrain)
+    call.cancel()
+
+
+async def knows_blocks(fleet: Fleet, name: str, blocks: int) -> None:
+    """Until the scheduler knows of so many that the instance holds."""
+    async with asyncio.timeout(WAIT_S):
+        # The admin API tells what is, not when it changes.
+        while (await fleet.instances())[name].cached_blocks < blocks:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def test_a_hot_document_is_copied_and_found(etcd: str, cluster: str, tmp_path: Path) -> None:
+    engine = {**ENGINE, "prefix_caching": True, "kv_blocks": 1024}
+    async with open_fleet(etcd, cluster, tmp_path, 2, engine) as fleet:
+        # No migration pays.
+        await fleet.set_policy("tailrace", copy_ahead="true", pull_margin="0", margin="1e12")
+        holder, other = fleet.names
+        await drain(fleet, other)
+        # Of two that compute the document one ends at once: nobody holds its blocks, and they can be lent.
+        reader = await fleet.send(20, 0, 1_500, DOCUMENT)
+        await fleet.running(reader)
+        await fleet.finish(await fleet.send(20, 0, 1, DOCUMENT))
+        others = [await fleet.send(40, 0, 1_500) for _ in range(8)]
+        await knows_blocks(fleet, holder, 60)
+        await drain(fleet, other, undrain=True)
+        await fleet.counts(1, COPIES, outcome="pulled")
+        await knows_blocks(fleet, other, 60)
+        assert not await fleet.counted(FOUND)
+        # Who asks next need not compute it there.
+        await drain(fleet, holder)
+        await fleet.finish(await fleet.send(20, 0, 5, DOCUMENT))
+        assert await fleet.counted(FOUND) == len(DOCUMENT)
+        assert not await fleet.counted("tailrace_worker_pulls_total", outcome="pulled")
+        await fleet.finish(reader, *others)

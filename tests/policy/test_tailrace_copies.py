@@ -1,0 +1,161 @@
+"""Our own policy: when a hot prefix is copied ahead of need."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.actions import CopyPrefix, Migrate
+from tailrace.cluster import (
+    CachedTokens,
+    ClusterView,
+    HotPrefix,
+    HotPrefixes,
+    InstanceState,
+    InstanceView,
+    Pool,
+    Stage,
+)
+from tailrace.policy.tailrace.copies import MOST
+from tailrace.policy.tailrace.policy import Tailrace
+from tailrace.profiles import load_profile
+from tests.policy.fleets import cluster, fleets, instance, quick
+
+PROFILE = load_profile("llama-3.1-8b-h100")
+TOKENS = 12_000
+
+
+def there(tokens: int = TOKENS) -> CachedTokens:
+    """Told of."""
+    return CachedTokens(tokens, tokens, tokens)
+
+
+def busy(name: str, **changes: object) -> InstanceView:
+    """A queue of seconds."""
+    changed: dict[str, object] = {"waiting": 4, "prefill_backlog_tokens": 60_000, **changes}
+    return replace(instance(name), **changed)  # type: ignore[arg-type]
+
+
+def hot(hits: int = 8, instances: str = "abc", **cached: CachedTokens) -> HotPrefix:
+    """Requests with it are on all that hold it."""
+    requests = {name: f"r-{name}" for name in cached}
+    return HotPrefix(TOKENS, hits, cached, requests, frozenset(instances))
+
+
+def copies(
+    view: ClusterView, *prefixes: HotPrefix, copying: str = "", **parameters: float | bool
+) -> list[CopyPrefix]:
+    policy = Tailrace(PROFILE, copy_ahead=True, **parameters)  # type: ignore[arg-type]
+    seen = replace(view, hot=HotPrefixes(10.0, prefixes, frozenset(copying)))
+    return [action for action in policy.on_tick(seen, 0.0) if isinstance(action, CopyPrefix)]
+
+
+COPY = CopyPrefix("r-a", "a", "b", TOKENS, "hot prefix")
+
+
+def test_it_goes_where_there_is_least_to_do() -> None:
+    view = cluster(busy("a"), instance("b"), busy("c"))
+    assert copies(view, hot(a=there())) == [COPY]
+
+
+def test_it_is_off_by_default() -> None:
+    policy = Tailrace(PROFILE)
+    assert policy.prefixes_period_s is None
+    view = replace(cluster(busy("a"), instance("b")), hot=HotPrefixes(10.0, (hot(a=there()),), frozenset()))
+    assert not policy.on_tick(view, 0.0)
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        hot(a=there(), b=there()),
+        hot(a=there(), c=there(TOKENS // 2)),
+        # On its way there.
+        hot(a=there(), c=CachedTokens(TOKENS, TOKENS)),
+        # Placed there a moment ago: nothing can be copied yet.
+        hot(a=CachedTokens(TOKENS, TOKENS)),
+        hot(hits=0, a=there()),
+        # Of another model's.
+        hot(instances="a", a=there()),
+        # Nobody has a request that begins with it.
+        replace(hot(a=there()), requests={}),
+    ],
+)
+def test_what_is_not_copied(prefix: HotPrefix) -> None:
+    assert copies(cluster(busy("a"), instance("b"), busy("c")), prefix) == []
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        cluster(instance("a"), instance("b")),
+        cluster(busy("a"), busy("b")),
+        cluster(busy("a"), instance("b", capacity=TOKENS)),
+        cluster(busy("a"), replace(instance("b"), migrations_in=1)),
+        cluster(busy("a"), replace(instance("b"), state=InstanceState.DRAINING)),
+        cluster(busy("a", state=InstanceState.SUSPECT), instance("b")),
+        cluster(busy("a"), instance("b", pool=Pool.DECODE)),
+        cluster(busy("a"), replace(instance("b"), migration_tokens_per_s=1_000.0)),
+        cluster(busy("a"), instance("b"), stages=(Stage(0, 9, ("a",)), Stage(9, 1 << 20, ("b",)))),
+    ],
+)
+def test_where_nothing_is_copied(view: ClusterView) -> None:
+    assert copies(view, hot(a=there())) == []
+
+
+def test_one_that_drains_lends() -> None:
+    assert copies(cluster(busy("a", state=InstanceState.DRAINING), instance("b")), hot(a=there())) == [COPY]
+
+
+def test_not_to_where_a_copy_is_on_its_way() -> None:
+    view = cluster(busy("a"), instance("b"), replace(instance("c"), prefill_backlog_tokens=100))
+    assert copies(view, hot(a=there()), copying="b") == [replace(COPY, target_id="c")]
+    assert copies(view, hot(a=there()), copying="bc") == []
+
+
+@quick
+@given(
+    view=fleets(least=1, pools=(None, Pool.PREFILL, Pool.DECODE), staged=True),
+    seed=st.integers(0, 1 << 20),
+    margin=st.sampled_from((0.0, 1.0)),
+)
+def test_copies_are_few_and_to_who_has_nothing_of_it(view: ClusterView, seed: int, margin: float) -> None:
+    rng = random.Random(seed)
+    names = sorted(view.instances)
+    # Long queues, so that there is something to copy.
+    loaded = {
+        name: replace(each, prefill_backlog_tokens=rng.choice((0, 40_000)), waiting=rng.randint(0, 3))
+        for name, each in view.instances.items()
+    }
+
+    def held() -> CachedTokens:
+        tokens = rng.choice((0, 2_000, TOKENS))
+        return CachedTokens(tokens, tokens, rng.choice((0, tokens)))
+
+    prefixes = []
+    for number in range(rng.randint(0, 6)):
+        cached = {name: held() for name in names if rng.random() < 0.4}
+        requests = {name: f"r{number}-{name}" for name in names if rng.random() < 0.6}
+        among = frozenset(name for name in names if rng.random() < 0.9)
+        prefixes.append(HotPrefix(TOKENS, rng.randint(2, 40), cached, requests, among))
+    copying = frozenset(name for name in names if rng.random() < 0.2)
+    seen = replace(view, instances=loaded, hot=HotPrefixes(10.0, tuple(prefixes), copying))
+    policy = Tailrace(PROFILE, copy_ahead=True, pull_margin=margin)
+    actions = policy.on_tick(seen, 0.0)
+    made = [action for action in actions if isinstance(action, CopyPrefix)]
+    moved_to = {action.target_id for action in actions if isinstance(action, Migrate)}
+    assert moved_to.isdisjoint(copy.target_id for copy in made)
+    assert made == [action for action in policy.on_tick(seen, 0.0) if isinstance(action, CopyPrefix)]
+    assert len(made) <= MOST
+    ends = [name for copy in made for name in (copy.holder_id, copy.target_id)]
+    assert len(set(ends)) == len(ends) and not copying.intersection(ends)
+    for copy in made:
+        (prefix,) = [p for p in prefixes if p.requests.get(copy.holder_id) == copy.request_id]
+        assert prefix.cached[copy.holder_id].told == copy.tokens
+        others = [held.device for name, held in prefix.cached.items() if name != copy.holder_id]
+        assert all(2 * device < copy.tokens for device in others)
+        assert loaded[copy.target_id].state is InstanceState.ACTIVE and copy.target_id in prefix.instances

@@ -1,0 +1,94 @@
+"""The scheduler has an instance copy a prefix, and counts the copy until it is known of."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from scheduler_svc.admin.errors import Refused
+from scheduler_svc.copies import Copier
+from tailrace.actions import CopyPrefix
+from tailrace.cluster import Arrival
+from tailrace.control.reported_cluster import ReportedCluster
+from tailrace.service.channels import Channels
+from tailrace.service.server import Servicer, serve_grpc
+from tailrace.v1 import cache_pb2, cache_pb2_grpc
+from tests.scheduler.facts import Members, instance
+
+COPY = CopyPrefix("q", "a", "b", 48, "test")
+
+
+class Target(cache_pb2_grpc.CacheServicer):
+    """Copies whatever it is told to."""
+
+    def __init__(self) -> None:
+        self.told: list[cache_pb2.CopyRequest] = []
+
+    async def Copy(
+        self,
+        request: cache_pb2.CopyRequest,
+        context: grpc.aio.ServicerContext[cache_pb2.CopyRequest, cache_pb2.CopyReply],
+    ) -> cache_pb2.CopyReply:
+        self.told.append(request)
+        return cache_pb2.CopyReply(outcome="pulled", blocks=3)
+
+
+def known(address: str) -> ReportedCluster:
+    """Two requests on `a` with the same three blocks."""
+    state = ReportedCluster()
+    members = {"a": instance("a", "127.0.0.1:7"), "b": instance("b", address), "c": instance("c", address)}
+    state.set_members(Members(instances=members), 0.0)
+    state.hot.keep(1e9)
+    for name in "rq":
+        arrival = Arrival(name, 50, 100, 0, block_names=(1, 2, 3))
+        state.place(arrival, "a", "f", 0.0)
+        state.hot.arrived(arrival, 16, 0.0)
+    return state
+
+
+async def test_the_target_is_told_and_the_copy_counts() -> None:
+    target, channels = Target(), Channels()  # type: ignore[abstract]
+    servicer = Servicer(cache_pb2_grpc.add_CacheServicer_to_server, target, "tailrace.v1.Cache")
+    async with serve_grpc("127.0.0.1:0", [servicer]) as server:
+        state = known(server.address)
+        copier = Copier(state, channels)
+        work = copier.copy(COPY)
+        hot = state.hot_prefixes(0.0)
+        assert hot is not None and hot.copying == {"b"}
+        (prefix,) = hot.prefixes
+        assert (prefix.tokens, prefix.hits, prefix.requests) == (48, 2, {"a": "q"})
+        assert prefix.cached["b"].device == 48 and not prefix.cached["b"].told
+        with pytest.raises(Refused, match="gets a copy already"):
+            await copier.copy(COPY)
+        assert await work == "pulled"
+        (told,) = target.told
+        assert (told.request_id, told.holder_instance_id, told.tokens) == ("q", "a", 48)
+        assert told.holder_address == "127.0.0.1:7"
+    await channels.close()
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        CopyPrefix("unknown", "a", "b", 48, "test"),
+        CopyPrefix("q", "c", "b", 48, "test"),
+        CopyPrefix("q", "a", "gone", 48, "test"),
+    ],
+)
+async def test_what_is_out_of_date_is_refused(copy: CopyPrefix) -> None:
+    channels = Channels()
+    with pytest.raises(Refused):
+        await Copier(known("127.0.0.1:9"), channels).copy(copy)
+    await channels.close()
+
+
+async def test_a_target_that_is_gone_counts_no_longer() -> None:
+    channels = Channels()
+    async with serve_grpc("127.0.0.1:0", []) as server:
+        state = known(server.address)
+        with pytest.raises(Refused):
+            await Copier(state, channels).copy(COPY)
+    (copy,) = state.hot.copies
+    hot = state.hot_prefixes(copy.until_s)
+    assert hot is not None and not hot.copying
+    await channels.close()
