@@ -7,7 +7,7 @@ from typing import Protocol
 
 from frontend_svc.answers.book import Answer, AnswerBook
 from frontend_svc.answers.messages import read_part
-from frontend_svc.answers.peers import Peer, Unanswered
+from frontend_svc.answers.peers import CallFailed, Peer, Unanswered
 from tailrace.v1 import answers_pb2
 
 
@@ -136,7 +136,7 @@ async def fetch(place: Sighting, book: AnswerBook, peers: Holders, now_s: float)
         return Fetched(answer, "")
     try:
         part = await peers.claim(place.peer, place.answer_id)
-    except Unanswered:
+    except (Unanswered, CallFailed):
         return None
     if part is None:
         return None

@@ -23,6 +23,8 @@ CALL_S: Final = 1.0
 """Seconds for a small call; a front end that takes longer is as good as gone."""
 # More for what is large: bytes a second, far less than any network that a fleet has.
 _SLOWEST: Final = 20e6
+# A peer that says anything else is there: to avoid it would only have it asked again, and lost again.
+_LOST: Final = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
 # A whole answer is handed over.
 _CLAIM_S: Final = 5.0
 _KIND: Final = "frontend"
@@ -45,7 +47,11 @@ class Peer:
 
 
 class Unanswered(Exception):
-    """The peer did not answer in time."""
+    """The peer did not answer in time, or is not reached."""
+
+
+class CallFailed(Exception):
+    """The peer is there, and the call failed: it was refused, is too large, or met a bug."""
 
 
 class Peers:
@@ -91,9 +97,15 @@ class Peers:
 
     async def _probe(self, peer: Peer) -> None:
         nothing = answers_pb2.FindAnswerRequest()
-        if await self._find(peer, nothing) is not None:
-            log.info("front end %s answers again", peer.frontend_id)
-            self._avoided.pop(peer.incarnation, None)
+        try:
+            await self._answered(peer, self._stub(peer).Find(nothing, timeout=CALL_S))
+        except Unanswered:
+            return
+        except CallFailed:
+            # It is logged, and it is an answer.
+            pass
+        log.info("front end %s answers again", peer.frontend_id)
+        self._avoided.pop(peer.incarnation, None)
 
     def second(self, name: str, prefer: str = "") -> Peer | None:
         """Who should have the copy of an answer of this name. `prefer`: this front end, if it is there."""
@@ -102,7 +114,7 @@ class Peers:
         return preferred or max(peers, key=lambda peer: rank(name, peer.frontend_id), default=None)
 
     async def keep(self, peer: Peer, request: answers_pb2.KeepRequest) -> answers_pb2.KeepReply:
-        """Give it what answers got. Raises Unanswered."""
+        """Give it what answers got. Raises Unanswered, CallFailed."""
         timeout_s = CALL_S + request.ByteSize() / _SLOWEST
         return await self._answered(peer, self._stub(peer).Keep(request, timeout=timeout_s))
 
@@ -119,7 +131,8 @@ class Peers:
         ]
 
     async def claim(self, peer: Peer, answer_id: str) -> answers_pb2.AnswerPart | None:
-        """Have it handed over; None: it is not there any more. Raises Unanswered."""
+        """Have it handed over; None: it is not there any more. Raises Unanswered,
+        CallFailed."""
         request = answers_pb2.ClaimAnswerRequest(answer_id=answer_id, frontend_id=self._frontend_id)
         reply = await self._answered(peer, self._stub(peer).Claim(request, timeout=_CLAIM_S))
         return reply.part if reply.HasField("part") else None
@@ -129,13 +142,16 @@ class Peers:
     ) -> answers_pb2.FindAnswerReply | None:
         try:
             return await self._answered(peer, self._stub(peer).Find(request, timeout=CALL_S))
-        except Unanswered:
+        except (Unanswered, CallFailed):
             return None
 
     async def _answered(self, peer: Peer, call: Awaitable[Reply]) -> Reply:
         try:
             return await call
         except grpc.aio.AioRpcError as error:
+            if error.code() not in _LOST:
+                log.error("a call of front end %s failed: %s", peer.frontend_id, format_error(error))
+                raise CallFailed(peer.frontend_id) from error
             if peer.incarnation not in self._avoided:
                 log.warning("front end %s does not answer: %s", peer.frontend_id, format_error(error))
                 self._avoided[peer.incarnation] = None

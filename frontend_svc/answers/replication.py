@@ -2,8 +2,8 @@
 
 What an answer gets is told to its client once the second front end has it: so no client ever has anything
 that would be lost with this front end. There is one call at a time to each front end; what comes while it is
-under way goes together in the next. If the second front end does not answer, another one gets a copy; as long
-as there is none, answers go on without.
+under way goes together in the next. If the second front end does not answer, another one gets a copy; until
+that has the log so far, and where there is no other one, answers go on without.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final, Protocol
 
 from frontend_svc.answers.book import Answer, AnswerBook, Refused
 from frontend_svc.answers.messages import part_message, refused_of
-from frontend_svc.answers.peers import Peer, Unanswered
+from frontend_svc.answers.peers import CallFailed, Peer, Unanswered
 from tailrace.service.tasks import task_error
 from tailrace.v1 import answers_pb2
 
@@ -42,6 +42,9 @@ class _Copied:
 
     answer: Answer
     peer: Peer
+    # New entries wait for it. They do not wait for a copy that replaces a lost one, or none, before that has
+    # the log as it was when it was begun: until then it protects no more than none would.
+    holds: bool = True
     has_head: bool = False
     entries: int = 0
     # It knows of the end.
@@ -104,13 +107,13 @@ class Replication:
     def begin(self, answer: Answer, prefer: str = "", has: int | None = None) -> None:
         """A run begins here. `prefer`: who should have the copy; `has`: it has so many entries already."""
         self.stop(answer)
-        # By its key: two that are given one key at the same time ask the same front end whether it is free.
-        name = answer.head.key or answer.head.answer_id
-        peer = None if answer.gone else self._peers.second(name, prefer)
+        peer = None if answer.gone else self._peers.second(_name(answer), prefer)
         if peer is None:
             self._on_released(answer, len(answer.entries))
             return
         copied = self._copied[answer.head.answer_id] = _Copied(answer, peer)
+        # A client that comes back tells the number of its run: nobody gets an event of this one before the
+        # second front end knows of it.
         if has is not None and peer.frontend_id == prefer:
             copied.has_head, copied.entries = True, has
             self._on_released(answer, has)
@@ -128,9 +131,9 @@ class Replication:
     def appended(self, answer: Answer) -> None:
         """The answer's log, or what is known of it, has changed."""
         copied = self._copied.get(answer.head.answer_id)
-        if copied is None or copied.refused:
+        if copied is None or copied.refused or not copied.holds:
             self._on_released(answer, len(answer.entries))
-        else:
+        if copied is not None and not copied.refused:
             self._push(copied)
 
     def stop(self, answer: Answer) -> None:
@@ -165,7 +168,7 @@ class Replication:
         if known:
             for answer in self._book:
                 if answer.serves and not answer.complete and answer.head.answer_id not in self._copied:
-                    self.begin(answer)
+                    self._copy_anew(answer)
 
     async def close(self) -> None:
         """End all calls."""
@@ -221,6 +224,10 @@ class Replication:
         except Unanswered:
             self._lose(line)
             return False
+        except CallFailed:
+            for copied, _, _ in sent:
+                self._go_on_without(copied)
+            return True
         self._on_called(self._clock() - began_s)
         refused = {each.answer_id: refused_of(each.reason) for each in reply.refused}
         for copied, entries, complete in sent:
@@ -235,6 +242,7 @@ class Replication:
         match refused:
             case None:
                 copied.has_head, copied.entries, copied.complete = True, entries, complete
+                copied.holds = True
                 copied.told_s = self._clock()
                 self._settled(answer_id, True)
                 self._on_released(answer, entries)
@@ -248,9 +256,24 @@ class Replication:
                 del self._copied[answer_id]
             case Refused.KEY_IN_USE | Refused.FULL:
                 log.info("front end %s takes no copy of %s", copied.peer.frontend_id, answer_id)
-                copied.refused = True
-                self._settled(answer_id, True)
-                self._on_released(answer, len(answer.entries))
+                self._go_on_without(copied)
+
+    def _go_on_without(self, copied: _Copied) -> None:
+        """The front end is there, but does not take the answer."""
+        answer = copied.answer
+        if self._copied.get(answer.head.answer_id) is not copied:
+            return
+        copied.refused = True
+        self._settled(answer.head.answer_id, True)
+        self._on_released(answer, len(answer.entries))
+
+    def _copy_anew(self, answer: Answer) -> None:
+        """Have another front end copy an answer whose run has gone on without a copy."""
+        peer = self._peers.second(_name(answer))
+        if peer is None:
+            return
+        copied = self._copied[answer.head.answer_id] = _Copied(answer, peer, holds=False)
+        self._push(copied)
 
     def _lose(self, line: _Line) -> None:
         """The front end does not answer: its answers get a copy elsewhere."""
@@ -265,8 +288,8 @@ class Replication:
             self._copied.pop(answer.head.answer_id)
             self._settled(answer.head.answer_id, True)
             self._on_released(answer, len(answer.entries))
-            if not answer.complete:
-                self.begin(answer)
+            if not answer.complete and not answer.gone:
+                self._copy_anew(answer)
 
     def _ended(self, line: _Line, task: asyncio.Task[None]) -> None:
         if (error := task_error(task)) is not None:
@@ -281,3 +304,9 @@ class Replication:
         if not future.done():
             future.set_result(fine)
         return True
+
+
+def _name(answer: Answer) -> str:
+    """By what its second front end is drawn: its key, so that two front ends that are given one key at the
+    same time ask the same third one whether it is free."""
+    return answer.head.key or answer.head.answer_id

@@ -15,7 +15,7 @@ from frontend_svc.answers.book import AnswerBook
 from frontend_svc.answers.calls import UNLIMITED, OpenCall, Opened, run_name
 from frontend_svc.answers.desk import AnswerDesk
 from frontend_svc.answers.metrics import AnswerMetrics
-from frontend_svc.answers.peers import Peer, Unanswered, rank
+from frontend_svc.answers.peers import CallFailed, Peer, Unanswered, rank
 from frontend_svc.streams import FINISHED, PREFILL_DONE, Stream, StreamTable
 from tailrace.v1 import answers_pb2
 from tailrace.wire import EngineCoreOutput, FinishReason, encode_outputs, read_outputs
@@ -265,7 +265,10 @@ def generate(front: FrontEnd, stream: Stream, count: int, network: Network) -> N
 
 
 def end_call(network: Network, pending: Pending, fate: str = "deliver") -> None:
-    """A call arrives; or is `lost`, or its reply is `unheard`."""
+    """A call arrives; or is `lost`, or its reply is `unheard`, or the front end that is called `fails` it."""
+    if fate == "fails":
+        pending.result.set_exception(CallFailed())
+        return
     reply = None
     if fate != "lost" and network.reaches(pending.source, pending.target):
         try:

@@ -90,6 +90,71 @@ async def test_a_token_is_told_once_the_second_front_end_has_it() -> None:
     assert client.events == [1, 2]
 
 
+async def test_tokens_do_not_wait_for_a_copy_that_replaces_a_lost_one() -> None:
+    world, client = World(), Client(0, "")
+    await world.open("f0", client)
+    await world.tokens("f0", 1)
+    await world.arrive()
+    lost = world.second(client.answer_id, "f0")
+    await world.crash(lost)
+    await world.tokens("f0", 1)
+    # The call to the lost one fails; the whole log is on its way to the third one.
+    end_call(world.network, world.network.pending.pop(0))
+    await quiet()
+    assert client.events == [1, 2] and len(world.network.pending) == 1
+    await world.tokens("f0", 1)
+    assert client.events == [1, 2, 3]
+    # That has it: from here on what comes waits for it, and all that was told gets there first.
+    end_call(world.network, world.network.pending.pop(0))
+    await quiet()
+    await world.tokens("f0", 1)
+    assert client.events == [1, 2, 3]
+    await world.arrive()
+    assert client.events == [1, 2, 3, 4]
+    third = world.second(client.answer_id, "f0")
+    await world.tokens("f0", 1)
+    await world.crash("f0")
+    await world.open(third, client)
+    await world.tokens(third, 2)
+    await world.arrive()
+    assert not client.denied and client.events == [1, 2, 3, 4, 6, 7] and client.complete
+
+
+async def test_tokens_do_not_wait_for_the_first_copy_of_what_had_none() -> None:
+    world, client = World(["f0"]), Client(0, "")
+    await world.open("f0", client)
+    await world.tokens("f0", 2)
+    assert client.events == [1, 2]
+    world.network.fronts["f1"] = FrontEnd(world.network, "f1")
+    world["f0"].desk.tick()
+    await world.tokens("f0", 1)
+    assert client.events == [1, 2, 3] and world.network.pending
+    await world.arrive()
+    await world.tokens("f0", 1)
+    assert client.events == [1, 2, 3]
+    await world.arrive()
+    assert client.events == [1, 2, 3, 4]
+
+
+async def test_an_answer_goes_on_uncopied_where_a_call_fails() -> None:
+    world, client, other = World(["f0", "f1"]), Client(0, ""), Client(1, "k")
+    await world.open("f0", client)
+    await world.tokens("f0", 1)
+    end_call(world.network, world.network.pending.pop(0), "fails")
+    await quiet()
+    assert client.events == [1]
+    await world.tokens("f0", 1)
+    await world.tick()
+    assert client.events == [1, 2] and not world.network.pending
+    # The front end is not taken for lost: others have their copies there.
+    opening = asyncio.create_task(open_at(world["f0"], other, world.network))
+    await quiet()
+    assert len(world.network.pending) == 1
+    await world.arrive()
+    await opening
+    assert world.second(other.answer_id, "f0") == "f1"
+
+
 async def test_what_only_the_lost_one_had_is_not_made_up() -> None:
     world, client = World(), Client(0, "")
     await world.open("f0", client)

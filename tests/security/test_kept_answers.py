@@ -140,7 +140,7 @@ async def test_another_front_end_goes_on_with_it(two: tuple[FrontEnd, FrontEnd])
     others, _ = second.run(await second.desk.open(call("other", key="k")))
     assert others.answer_id != opened.answer_id
     again, joined = second.run(await second.desk.open(call(event=event)))
-    assert (again.run, again.skip, again.skip_tokens, again.body) == (2, 1, 2, b"{}" * 500_000)
+    assert (again.skip, again.skip_tokens, again.body) == (1, 2, b"{}" * 500_000) and again.run > 1
     assert second.shown.tokens == [7, 8] and list(joined.begun.token_ids) == [7, 8]
     assert first.shown.refused == ["x-00000001"]
 

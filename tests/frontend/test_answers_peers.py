@@ -1,0 +1,95 @@
+"""Which failed calls mean that another front end is lost, over real gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+
+from frontend_svc.answers.peers import CallFailed, Peers, Unanswered
+from frontend_svc.answers.service import SERVICE, ClaimContext, Context, FindContext
+from tailrace.records import ServiceRecord
+from tailrace.service.channels import Channels
+from tailrace.service.server import Servicer, serve_grpc
+from tailrace.v1 import answers_pb2, answers_pb2_grpc
+from tests.frontend.conftest import eventually
+from tests.frontend.fleet import StaticMembers
+
+
+class Failing(answers_pb2_grpc.AnswersServicer):
+    """Ends each call with the status that a test sets; answers if there is none."""
+
+    status: grpc.StatusCode | None = None
+
+    async def Keep(self, request: answers_pb2.KeepRequest, context: Context) -> answers_pb2.KeepReply:
+        if self.status is not None:
+            await context.abort(self.status, "as the test says")
+        return answers_pb2.KeepReply()
+
+    async def Find(
+        self, request: answers_pb2.FindAnswerRequest, context: FindContext
+    ) -> answers_pb2.FindAnswerReply:
+        if self.status is not None:
+            await context.abort(self.status, "as the test says")
+        return answers_pb2.FindAnswerReply(answer_id=request.answer_id)
+
+    async def Claim(
+        self, request: answers_pb2.ClaimAnswerRequest, context: ClaimContext
+    ) -> answers_pb2.ClaimAnswerReply:
+        if self.status is not None:
+            await context.abort(self.status, "as the test says")
+        return answers_pb2.ClaimAnswerReply()
+
+
+@pytest.fixture
+async def other() -> AsyncIterator[tuple[Peers, Failing]]:
+    failing, members, channels = Failing(), StaticMembers(), Channels()
+    servicer = Servicer(answers_pb2_grpc.add_AnswersServicer_to_server, failing, SERVICE)
+    async with serve_grpc("127.0.0.1:0", [servicer]) as server:
+        members.services["frontend", "f1"] = ServiceRecord(
+            kind="frontend", service_id="f1", incarnation="1", address=server.address, answers="same"
+        )
+        peers = Peers(members, "f0", "same", channels)
+        yield peers, failing
+        await peers.close()
+        await channels.close()
+
+
+@pytest.mark.parametrize("status", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED])
+async def test_who_is_not_reached_is_lost_until_it_answers(
+    other: tuple[Peers, Failing], status: grpc.StatusCode
+) -> None:
+    peers, failing = other
+    (peer,) = peers.all()
+    failing.status = status
+    with pytest.raises(Unanswered):
+        await peers.keep(peer, answers_pb2.KeepRequest())
+    assert peers.all() == []
+    failing.status = None
+    peers.tick()
+    await eventually(lambda: peers.all() == [peer])
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.UNIMPLEMENTED,
+    ],
+)
+async def test_who_fails_a_call_is_not_lost(
+    other: tuple[Peers, Failing], status: grpc.StatusCode, caplog: pytest.LogCaptureFixture
+) -> None:
+    peers, failing = other
+    (peer,) = peers.all()
+    failing.status = status
+    with pytest.raises(CallFailed):
+        await peers.keep(peer, answers_pb2.KeepRequest())
+    with pytest.raises(CallFailed):
+        await peers.claim(peer, "a")
+    assert await peers.find(answers_pb2.FindAnswerRequest(answer_id="a")) == []
+    assert peers.all() == [peer] and status.name in caplog.text
