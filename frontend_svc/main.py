@@ -37,6 +37,7 @@ from frontend_svc.settings import (
 from tailrace.model_identity import identify_model
 from tailrace.records import ServiceRecord
 from tailrace.service.channels import Channels
+from tailrace.service.durations import KEPT_ANSWERS
 from tailrace.service.message_stream import MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES
 from tailrace.service.options import CommonOptions, common_options, fresh_incarnation
 from tailrace.service.runtime import Shutdown, run_service
@@ -161,13 +162,13 @@ _ANSWERS_FORMAT: Final = "1"
 )
 @click.option(
     "--keep-answers",
-    type=click.FloatRange(min=0),
+    type=KEPT_ANSWERS,
     default=0.0,
     show_default=True,
     metavar="SECONDS",
     help="Clients that come back (Last-Event-ID, Idempotency-Key) get the rest of their answers, from any "
     "front end that keeps answers: each is kept so long once nobody reads it, here and on a second front "
-    "end; 0: none is. With --front python alone.",
+    "end; 5 s at least; 0: none is. With --front python alone.",
 )
 @click.option(
     "--keep-answers-bytes",

@@ -124,6 +124,10 @@ class Full(Exception):
     """There is no room for another answer."""
 
 
+class TooLarge(Full):
+    """There never will be: its request alone is more than one answer may have."""
+
+
 @dataclass(slots=True)
 class Part:
     """A piece of an answer's log, on its way from one front end to another."""
@@ -163,7 +167,8 @@ class AnswerBook:
         # Least recently touched first.
         self._answers: OrderedDict[str, Answer] = OrderedDict()
         self._by_key: dict[tuple[str, str], Answer] = {}
-        self._forgotten: OrderedDict[str, Forgotten] = OrderedDict()
+        # With the tenant whose it was.
+        self._forgotten: OrderedDict[str, tuple[str, Forgotten]] = OrderedDict()
         self.size = 0
 
     def __len__(self) -> int:
@@ -180,14 +185,16 @@ class AnswerBook:
         """The answer of the tenant's idempotency key."""
         return self._by_key.get((tenant, key))
 
-    def forgotten(self, answer_id: str) -> Forgotten | None:
-        """Why it is not here any more; None: it never was, or too long ago."""
-        return self._forgotten.get(answer_id)
+    def forgotten(self, tenant: str, answer_id: str) -> Forgotten | None:
+        """Why the tenant's answer is not here any more; None: it never was, or too long ago."""
+        owner, why = self._forgotten.get(answer_id, ("", None))
+        return why if owner == tenant else None
 
     # ---- served here
 
     def open(self, head: Head, now_s: float) -> Answer:
-        """A new answer, served here, at its first run. Raises Full; ValueError when id or key is in use."""
+        """A new answer, served here, at its first run. Raises Full (TooLarge); ValueError when its id or key
+        is in use."""
         if head.answer_id in self._answers or (head.key and (head.tenant, head.key) in self._by_key):
             raise ValueError(f"answer {head.answer_id}: its id or key is in use")
         answer = Answer(head, frontend_id=self._frontend_id, settled=not head.key)
@@ -230,7 +237,7 @@ class AnswerBook:
         if answer.head.key:
             del self._by_key[answer.head.tenant, answer.head.key]
         if why is not None:
-            self._forgotten[answer.head.answer_id] = why
+            self._forgotten[answer.head.answer_id] = (answer.head.tenant, why)
             if len(self._forgotten) > _REMEMBERED:
                 self._forgotten.popitem(last=False)
 
@@ -242,7 +249,8 @@ class AnswerBook:
         if answer is None:
             if part.head is None or part.first_entry:
                 # What had to make room is not asked for again: it would drive out the next one.
-                no_room = self._forgotten.get(part.answer_id) is Forgotten.NO_ROOM
+                _, why = self._forgotten.get(part.answer_id, ("", None))
+                no_room = why is Forgotten.NO_ROOM
                 return Refused.FULL if no_room else Refused.GAP
             made = self._take_new(part, part.head, now_s)
             if isinstance(made, Refused):
@@ -350,7 +358,7 @@ class AnswerBook:
         answer.size = _ANSWER_BYTES + len(head.body) + len(head.request_name) + len(head.key)
         answer.touched_s = now_s
         if answer.size > self._longest:
-            raise Full
+            raise TooLarge
         self.size += answer.size
         self._answers[head.answer_id] = answer
         if head.key:

@@ -25,6 +25,7 @@ from frontend_svc.answers.book import (
     Head,
     Refused,
     Telling,
+    TooLarge,
     begun,
 )
 from frontend_svc.answers.calls import (
@@ -69,6 +70,9 @@ def _denied(status: int, message: str) -> Denied:
     return Denied(status=status, kind=kinds.get(status, "BadRequestError"), message=message)
 
 
+_TOO_LARGE: Final = _denied(
+    413, "This request is too large to be kept, whatever else is: send it without Idempotency-Key."
+)
 _UNKNOWN: Final = _denied(404, "No answer with this Last-Event-ID is known here.")
 _EXPIRED: Final = _denied(410, "The answer with this Last-Event-ID is not kept any more.")
 _OTHER_BODY: Final = _denied(422, "This Idempotency-Key was used for another request.")
@@ -335,6 +339,8 @@ class AnswerDesk:
             )
             try:
                 answer = self.book.open(head, self._clock())
+            except TooLarge:
+                return _TOO_LARGE if call.key else None
             except Full:
                 # It was not asked for by name: it is served without being kept.
                 return _BUSY if call.key else None
@@ -448,7 +454,9 @@ class AnswerDesk:
         """What is known of it here."""
         answer = Wanted(request.tenant, request.answer_id, request.idempotency_key).local(self.book)
         if answer is None:
-            expired = bool(request.answer_id) and self.book.forgotten(request.answer_id) is not None
+            expired = (
+                bool(request.answer_id) and self.book.forgotten(request.tenant, request.answer_id) is not None
+            )
             return answers_pb2.FindAnswerReply(expired=expired)
         head = answer.head
         return answers_pb2.FindAnswerReply(

@@ -113,7 +113,7 @@ async def look(wanted: Wanted, book: AnswerBook, peers: Holders) -> Sightings:
     if (local := wanted.local(book)) is not None:
         places.append(_here(local))
     expired = any(reply.expired for _, reply in replies)
-    if wanted.answer_id and book.forgotten(wanted.answer_id) is not None:
+    if wanted.answer_id and book.forgotten(wanted.tenant, wanted.answer_id) is not None:
         expired = True
     return Sightings(sorted(places, key=lambda place: place.weight, reverse=True), expired)
 

@@ -222,7 +222,7 @@ class KeepAnswers:
         ours = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(opened.body)).encode()),
-            (b"x-request-id", opened.request_name.encode("latin-1", "replace")),
+            (b"x-request-id", opened.request_name.encode("latin-1")),
         ]
         token = call_of_task.set(call)
         try:
@@ -420,6 +420,8 @@ def _unkeepable(key: str, event_id: str, asked: _Body | None, has_body: bool) ->
     if asked is None:
         # Whoever resumes need not say again what was asked.
         return None if event_id and not has_body else bad("The body is not a JSON object as this API has it.")
+    if asked.request_id and not _is_header(asked.request_id):
+        return bad("A request_id of an answer that is kept has printable characters of Latin-1 alone.")
     if asked.use_beam_search:
         return bad("A beam search cannot be kept: send it without Idempotency-Key.")
     if asked.stream and isinstance(asked.prompt, list) and not _is_one(asked.prompt):
@@ -430,6 +432,11 @@ def _unkeepable(key: str, event_id: str, asked: _Body | None, has_body: bool) ->
 def _is_one(prompt: list[msgspec.Raw]) -> bool:
     """Token ids, or one prompt in a list."""
     return len(prompt) == 1 or bytes(prompt[0])[:1].isdigit() if prompt else True
+
+
+def _is_header(text: str) -> bool:
+    """Whether a header can have it: a request is run again with its name in X-Request-Id."""
+    return text.isprintable() and text == text.encode("latin-1", "replace").decode("latin-1")
 
 
 def _digest(body: bytes) -> bytes:

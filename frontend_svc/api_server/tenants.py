@@ -133,8 +133,9 @@ class TenantAdmission:
     ) -> None:
         if tenant.models:
             body = await read_body(receive, BodyLimit.most_bytes)
-            if body is None or (model := _model(body)) not in tenant.models:
-                named = "one of its models" if body is None or model is None else repr(model)
+            if body is None or not (_resumes(scope, body) or _model(body) in tenant.models):
+                model = None if body is None else _model(body)
+                named = "one of its models" if model is None else repr(model)
                 message = f"This key may ask {', '.join(tenant.models)}, not {named}."
                 await send_error(send, HTTPStatus.FORBIDDEN, "PermissionDeniedError", message)
                 return
@@ -178,6 +179,12 @@ def replaying(body: bytes, receive: Receive) -> Receive:
         return first.pop() if first else await receive()
 
     return again
+
+
+def _resumes(scope: Message, body: bytes) -> bool:
+    """Whether it says of what it asks only which answer to go on with: its model was looked at when that was
+    begun, and another tenant's answer is not found."""
+    return not body and any(name == b"last-event-id" for name, _ in scope["headers"])
 
 
 def _model(body: bytes) -> str | None:

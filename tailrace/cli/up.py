@@ -30,6 +30,7 @@ from tailrace.local.stop import stop_parts
 from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, load
 from tailrace.security.roles import Role
+from tailrace.service.durations import KEPT_ANSWERS
 from tailrace.service.etcd import EtcdTls, etcd_command
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 from tailrace.v1.admin_pb2 import SetPolicyRequest
@@ -72,12 +73,12 @@ which it is sure of every token, and which vLLM would lower."""
 )
 @click.option(
     "--keep-answers",
-    type=click.FloatRange(min=0),
+    type=KEPT_ANSWERS,
     default=0.0,
     show_default=True,
     metavar="SECONDS",
-    help="Clients that come back get the rest of their answers from any front end; 0: they do not. With "
-    "--front python alone; two --frontends or more, if one is to be lost unnoticed.",
+    help="Clients that come back get the rest of their answers from any front end; 5 s at least; 0: they do "
+    "not. With --front python alone; two --frontends or more, if one is to be lost unnoticed.",
 )
 @click.option("--model", metavar="PATH", help="Model folder or name.  [default: the tiny reasoning model]")
 @click.option("--served-model-name", metavar="NAME", help="What clients call the model.  [default: --model]")

@@ -18,6 +18,9 @@ from tailrace.cli.main import main
         ("worker --profile no-such-profile", "no-such-profile"),
         ("frontend --front rust -- no-flag", "no-flag"),
         ("frontend --http nowhere", "--http"),
+        # Shorter than a client takes to come back.
+        ("frontend --keep-answers 0.1", "--keep-answers"),
+        ("frontend --keep-answers nan", "--keep-answers"),
         ("frontend --front rust --keep-answers 60", "vllm-rs takes no middleware"),
         ("scheduler --policy none_such", "least_loaded"),
         ("monitor --etcd nowhere", "HOST:PORT"),

@@ -152,6 +152,7 @@ def test_port_taken(here: Here) -> None:
         (("--model", "/no/such/model"), "no folder /no/such/model"),
         (("--workers", "0"), "--workers"),
         (("--port", "99999"), "--port"),
+        (("--keep-answers", "4.9"), "--keep-answers"),
         (("--front", "rust", "--keep-answers", "60"), "--keep-answers: vllm-rs has no place for it"),
         (("--frontend-arg", "api-key=x"), "--frontend-arg: 'api-key=x' is no flag of vllm serve"),
     ],

@@ -14,12 +14,30 @@ from hypothesis import strategies as st
 
 from frontend_svc.answers import desk
 from frontend_svc.answers.book import Answer, AnswerBook, Entry, Forgotten, Full, Head, Refused
-from frontend_svc.answers.calls import CLOSE, CloseCall, OpenCall, read_event_id, read_run_name, run_name
+from frontend_svc.answers.calls import (
+    CLOSE,
+    CloseCall,
+    OpenCall,
+    OpenReply,
+    read_event_id,
+    read_run_name,
+    run_name,
+)
 from frontend_svc.answers.messages import part_message, read_part
 from frontend_svc.answers.peers import Peer, rank
 from tailrace.v1 import answers_pb2
 from tailrace.wire import UtilityCall
-from tests.frontend.answers_world import NAMES, Client, FrontEnd, Network, end_call, generate, open_at, quiet
+from tests.frontend.answers_world import (
+    KEEP_S,
+    NAMES,
+    Client,
+    FrontEnd,
+    Network,
+    end_call,
+    generate,
+    open_at,
+    quiet,
+)
 
 
 class World:
@@ -295,9 +313,9 @@ async def test_a_copy_for_which_there_was_no_room_is_not_sent_again(monkeypatch:
     assert whole == len(clients)
 
 
-def resuming(client: Client, last_event_id: str, key: str = "") -> OpenCall:
+def resuming(client: Client, last_event_id: str, key: str = "", tenant: str = "t") -> OpenCall:
     return OpenCall(
-        tenant="t",
+        tenant=tenant,
         key=key,
         last_event_id=last_event_id,
         path="/p",
@@ -306,6 +324,42 @@ def resuming(client: Client, last_event_id: str, key: str = "") -> OpenCall:
         request_name="",
         streams=True,
     )
+
+
+async def test_only_its_tenant_hears_that_an_answer_has_expired() -> None:
+    world, client = World(), Client(0, "")
+    await world.open("f0", client)
+    await world.tokens("f0", 1)
+    await world.arrive()
+    closing = CloseCall(answer_id=client.answer_id, run=1, complete=True, begun=True)
+    await world["f0"].desk.close_run(closing)
+    await world.arrive()
+    world.network.now_s += KEEP_S + 1
+    await world.tick()
+    for name in NAMES:
+        for tenant, status in (("t", 410), ("other", 404), ("", 404)):
+            call = resuming(client, f"{client.answer_id}.1.1", tenant=tenant)
+            denied = (await world[name].desk.open(call)).denied
+            assert denied is not None and denied.status == status
+
+
+async def test_a_request_that_never_fits_is_too_large_and_one_that_does_not_now_is_put_off() -> None:
+    world = World(["f0"])
+    world.shrink("f0", 20_000)
+    large = asking(body=b"x" * 3_000)
+    denied = (await world["f0"].desk.open(large)).denied
+    assert denied is not None and denied.status == 413
+    # Without a key it is served, and not kept.
+    assert await world["f0"].desk.open(msgspec.structs.replace(large, key="")) == OpenReply()
+    statuses = []
+    for number in range(20):
+        reply = await world["f0"].desk.open(asking(body=b"x" * 1_000, key=f"k{number}"))
+        statuses.append(200 if reply.denied is None else reply.denied.status)
+    assert set(statuses) == {200, 503}
+
+
+def asking(body: bytes, key: str = "k") -> OpenCall:
+    return msgspec.structs.replace(resuming(Client(0, ""), "", key), body=body)
 
 
 @pytest.mark.parametrize(("run", "key"), [(1, "another"), (7, "k")])
@@ -429,7 +483,7 @@ def test_the_oldest_that_nobody_reads_makes_room() -> None:
     for number in range(20):
         new = book.open(head(f"new{number}"), 2.0)
         book.end_run(new, 1, True, 2.0)
-    assert book.forgotten("old") is Forgotten.NO_ROOM and book.get("read") is read
+    assert book.forgotten("t", "old") is Forgotten.NO_ROOM and book.get("read") is read
     assert book.size <= 20_000
     with pytest.raises(Full):
         book.open(head("large", body=b"x" * 3_000), 3.0)
@@ -440,7 +494,7 @@ def test_one_that_becomes_too_long_is_not_kept() -> None:
     answer = book.open(head(key="k"), 0.0)
     grown(book, answer, *range(20))
     assert answer.gone and book.find("t", "k") is None and book.size == 0
-    assert book.forgotten("a") is Forgotten.NO_ROOM
+    assert book.forgotten("t", "a") is Forgotten.NO_ROOM
 
 
 def test_all_that_grows_is_counted() -> None:
@@ -478,7 +532,7 @@ def test_it_is_kept_until_nobody_has_touched_it_for_long() -> None:
     assert [each.head.answer_id for each in book.expire(61.0, 60.0)] == ["b"]
     book.end_run(answer, 1, False, 70.0)
     assert book.expire(130.0, 60.0) == [] and book.expire(130.1, 60.0) == [answer]
-    assert book.forgotten("a") is Forgotten.EXPIRED
+    assert book.forgotten("t", "a") is Forgotten.EXPIRED
     # The key is free again.
     assert book.open(head("c", "k"), 131.0).head.answer_id == "c"
 

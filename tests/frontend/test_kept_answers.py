@@ -62,6 +62,7 @@ def opened(
     notes: Sequence[bytes] = (),
     body: bytes = b"{}",
     run: int = 1,
+    request_name: str = "name",
 ) -> Opened:
     return Opened(
         answer_id="a",
@@ -71,7 +72,7 @@ def opened(
         tokens=0,
         notes=list(notes),
         body=body,
-        request_name="name",
+        request_name=request_name,
         created_s=1_700_000_000,
     )
 
@@ -246,6 +247,8 @@ async def test_what_is_denied_is_not_run(frontend: Frontend) -> None:
         {"stream": True, "prompt": ["a", "b"]},
         {"stream": True, "prompt": [[1], [2]]},
         {"use_beam_search": True},
+        {"stream": True, "request_id": "имя"},
+        {"stream": True, "request_id": "two\r\nlines: 1"},
         b"no json",
     ],
 )
@@ -254,6 +257,15 @@ async def test_what_cannot_be_kept_is_refused_only_if_it_was_to_be(frontend: Fro
     assert error(await ask(app, body, idempotency_key="k")) == (400, "BadRequestError")
     assert (await ask(app, body)).status_code == 200
     assert frontend.opened == [] and len(app.bodies) == 1
+
+
+async def test_a_request_keeps_its_name(frontend: Frontend) -> None:
+    await ask(App(events(1)), {"stream": True, "request_id": "näme"})
+    assert frontend.opened[0].request_name == "näme"
+    frontend.reply = lambda call: OpenReply(opened=opened(request_name=call.request_name))
+    app = App(events(1))
+    await ask(app, {"stream": True, "request_id": "näme"})
+    assert app.headers[b"x-request-id"] == "näme".encode("latin-1")
 
 
 @pytest.mark.parametrize("prompt", ["a", ["a"], [1, 2, 3], [[1, 2]]])

@@ -44,14 +44,21 @@ class Door:
         self.now_s = 0.0
 
     async def ask(
-        self, tenant: str = "", path: str = CHAT, body: object = None, method: str = "POST"
+        self,
+        tenant: str = "",
+        path: str = CHAT,
+        body: object = None,
+        method: str = "POST",
+        last_event_id: str = "",
     ) -> httpx.Response:
         headers = {"authorization": f"Bearer {self.keys.get(tenant, tenant)}"} if tenant else {}
+        if last_event_id:
+            headers["last-event-id"] = last_event_id
         transport = httpx.ASGITransport(BodyLimit(TenantAdmission(self.app)))
         async with httpx.AsyncClient(transport=transport, base_url="http://fleet") as client:
             content = (
                 body
-                if isinstance(body, AsyncIterator)
+                if isinstance(body, AsyncIterator | bytes)
                 else json.dumps({"model": "m"} if body is None else body)
             )
             return await client.request(method, path, headers=headers, content=content)
@@ -114,6 +121,15 @@ async def test_a_key_is_for_its_models(door: Door) -> None:
     assert (await door.ask("limited", body={"model": "adapter"})).status_code == 200
     for body in ({"model": "other"}, {"model": 3}, {}, ["m"]):
         assert shape(await door.ask("limited", body=body)) == (403, "PermissionDeniedError")
+
+
+async def test_who_resumes_need_not_name_the_model_again(door: Door) -> None:
+    answer = await door.ask("limited", body=b"", last_event_id="a.1.2")
+    assert answer.json() == {"tenant": "limited", "body": ""}
+    assert shape(await door.ask("limited", body=b"")) == (403, "PermissionDeniedError")
+    for body in (b" ", b"{}", b'{"model": "other"}'):
+        refused = await door.ask("limited", body=body, last_event_id="a.1.2")
+        assert shape(refused) == (403, "PermissionDeniedError")
 
 
 async def test_too_many_requests_are_told_when_to_come_back(door: Door) -> None:
