@@ -23,7 +23,7 @@ from frontend_svc.admission import (
 )
 from frontend_svc.adopt import Adoptions
 from frontend_svc.answers.calls import ANSWER_HEADER, METHODS
-from frontend_svc.answers.desk import AnswerDesk, Joined
+from frontend_svc.answers.desk import AnswerDesk, RunRequest
 from frontend_svc.dispatch import Dispatch, Relocations
 from frontend_svc.fair_gate import FairGate
 from frontend_svc.links import Loss, Workers, abort, request_bytes
@@ -145,15 +145,15 @@ class Carrier:
             self._output.send(_error(head.request_id, refusal))
             return
         headers = head.trace_headers or {}
-        joined: Joined | None = None
+        run_request: RunRequest | None = None
         if self._answers is not None and (run := headers.get(ANSWER_HEADER)) is not None:
             joining = self._answers.join(run, head.request_id, head.external_req_id or head.request_id)
             if isinstance(joining, Refusal):
                 self._output.send(_error(head.request_id, joining))
                 return
-            joined = joining
-            if joined.begun.finished:
-                self._answers.tell(joined)
+            run_request = joining
+            if run_request.progress.finished:
+                self._answers.tell(run_request)
                 return
         try:
             stream = self._table.open(
@@ -171,8 +171,8 @@ class Carrier:
         else:
             stream.pace_s = self._pace_s
         self._observer.arrived(stream, headers.get("traceparent", ""))
-        if joined is not None:
-            self._go_on(stream, joined)
+        if run_request is not None:
+            self._go_on(stream, run_request)
         if self.fair is None or stream.accepted:
             self._dispatch.start(stream)
         else:
@@ -191,13 +191,13 @@ class Carrier:
         self._end_with_error(stream, refusal)
         self._observer.turned_down(stream, refusal.status)
 
-    def _go_on(self, stream: Stream, joined: Joined) -> None:
+    def _go_on(self, stream: Stream, run_request: RunRequest) -> None:
         """It has been under way before, perhaps at another front end."""
         assert self._answers is not None
-        begun = joined.begun
-        self._table.restore(stream, begun.token_ids, begun.flags, begun.model)
-        self._answers.tell(joined)
-        self._answers.carries(stream, joined)
+        progress = run_request.progress
+        self._table.restore(stream, progress.token_ids, progress.flags, progress.model)
+        self._answers.tell(run_request)
+        self._answers.carries(stream, run_request)
         if stream.phase is Phase.ANSWERING:
             stream.first_answer_s, stream.first_answer_index = stream.arrived_s, stream.accepted
             self._pacer.begin(stream, 0)
@@ -267,14 +267,14 @@ class Carrier:
     # ---- from kept answers
 
     def show(self, handle: int, frames: Sequence[bytes], tokens: int, last: bool) -> None:
-        """See Shown."""
+        """See ApiServerSink."""
         if self._pacer.paces(handle):
             self._pacer.put(handle, frames, tokens, last)
         else:
             self._output.send(frames)
 
     def cut(self, request_id: str, refusal: Refusal) -> None:
-        """See Shown."""
+        """See ApiServerSink."""
         self._pacer.drop(request_id)
         stream = self._table.find(request_id)
         if stream is not None:

@@ -18,15 +18,12 @@ from frontend_svc.admission import Refusal
 from frontend_svc.answers.book import (
     Answer,
     AnswerBook,
-    Begun,
     Entry,
     Forgotten,
     Full,
     Head,
     Refused,
-    Telling,
     TooLarge,
-    begun,
 )
 from frontend_svc.answers.calls import (
     CLOSE,
@@ -42,6 +39,7 @@ from frontend_svc.answers.calls import (
     read_event_id,
     read_run_name,
 )
+from frontend_svc.answers.delivery import Delivery, Progress, progress_of
 from frontend_svc.answers.locate import Fetched, Holders, Wanted, fetch, look
 from frontend_svc.answers.messages import REASONS, part_message, read_part
 from frontend_svc.answers.metrics import AnswerMetrics
@@ -87,7 +85,7 @@ def _new_id() -> str:
     return secrets.token_hex(16)
 
 
-class Shown(Protocol):
+class ApiServerSink(Protocol):
     """Where outputs go, and how requests of an earlier run end (the carrier)."""
 
     def show(self, handle: int, frames: Sequence[bytes], tokens: int, last: bool) -> None:
@@ -108,12 +106,12 @@ class OtherFrontEnds(SecondFrontEnds, Holders, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class RunRequest:
     """An engine request that belongs to an answer."""
 
-    telling: Telling
+    delivery: Delivery
     part: str
-    begun: Begun
+    progress: Progress
 
 
 class AnswerDesk:
@@ -137,7 +135,7 @@ class AnswerDesk:
         self._peers = peers
         self._metrics = metrics
         self._clock = clock
-        self._shown: Shown | None = None
+        self._sink: ApiServerSink | None = None
         self._replication = Replication(
             frontend_id,
             book,
@@ -149,17 +147,17 @@ class AnswerDesk:
             clock,
         )
         metrics.watch(book, lambda: len(peers.all()), lambda: self._replication.lost)
-        self._tellings: dict[str, Telling] = {}
+        self._deliveries: dict[str, Delivery] = {}
         # Streams of answers, by handle, until their last output has come.
-        self._streams: dict[int, tuple[Stream, Telling, str]] = {}
+        self._streams: dict[int, tuple[Stream, Delivery, str]] = {}
         # Notes that are not with the second front end yet: which entry, and who waits.
         self._noting: dict[str, list[tuple[int, asyncio.Future[None]]]] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._arrivals = itertools.count(1)
 
-    def bind(self, shown: Shown) -> None:
+    def bind(self, sink: ApiServerSink) -> None:
         """Before anything else is called."""
-        self._shown = shown
+        self._sink = sink
 
     async def close(self) -> None:
         """Cancel all that is under way."""
@@ -179,26 +177,26 @@ class AnswerDesk:
 
     # ---- streams of this front end
 
-    def join(self, name: str, request_id: str, external_id: str) -> Joined | Refusal:
+    def join(self, name: str, request_id: str, external_id: str) -> RunRequest | Refusal:
         """An engine request of the run of this name begins. `request_id`: vLLM's internal one, which has
         `external_id` in it and is another one in each run."""
         found = read_run_name(name)
-        telling = None if found is None else self._tellings.get(found[0])
-        if found is None or telling is None or telling.run != found[1] or not telling.current:
+        delivery = None if found is None else self._deliveries.get(found[0])
+        if found is None or delivery is None or delivery.run != found[1] or not delivery.current:
             return SUPERSEDED
         part = request_id[: request_id.find(external_id) + len(external_id)]
-        telling.names[part] = request_id
-        so_far = begun(telling.answer, part)
-        return Joined(telling, part, so_far)
+        delivery.names[part] = request_id
+        progress = progress_of(delivery.answer, part)
+        return RunRequest(delivery, part, progress)
 
-    def carries(self, stream: Stream, joined: Joined) -> None:
+    def carries(self, stream: Stream, request: RunRequest) -> None:
         """This stream brings what is missing of it."""
-        joined.telling.handles[joined.part] = stream.handle
-        self._streams[stream.handle] = (stream, joined.telling, joined.part)
+        request.delivery.handles[request.part] = stream.handle
+        self._streams[stream.handle] = (stream, request.delivery, request.part)
 
-    def tell(self, joined: Joined) -> None:
+    def tell(self, request: RunRequest) -> None:
         """Tell the API server what is known of it."""
-        self._pump(joined.telling)
+        self._pump(request.delivery)
 
     def __bool__(self) -> bool:
         """Whether any stream belongs to an answer."""
@@ -210,14 +208,14 @@ class AnswerDesk:
 
     def put(self, handle: int, frames: Sequence[bytes], token_ids: Sequence[int], flags: int) -> None:
         """An accepted output of a stream: it is told once the second front end has it."""
-        stream, telling, part = self._streams[handle]
-        answer = telling.answer
+        stream, delivery, part = self._streams[handle]
+        answer = delivery.answer
         if flags & FINISHED:
             del self._streams[handle]
-        if not telling.current:
+        if not delivery.current:
             return
         if answer.gone:
-            self._show(telling, part, frames, len(token_ids), bool(flags & FINISHED))
+            self._show(delivery, part, frames, len(token_ids), bool(flags & FINISHED))
             return
         model = stream.model if stream.accepted == len(token_ids) else ""
         self._append(answer, Entry(part, tuple(token_ids), flags, tuple(detach_buffers(frames)), model))
@@ -371,8 +369,8 @@ class AnswerDesk:
 
     def _is_late(self, answer_id: str, arrival: int) -> bool:
         """Whether a later request has the answer already: this one took longer to find it."""
-        telling = self._tellings.get(answer_id)
-        return telling is not None and telling.current and telling.arrival > arrival
+        delivery = self._deliveries.get(answer_id)
+        return delivery is not None and delivery.current and delivery.arrival > arrival
 
     def _run_again(self, fetched: Fetched, arrival: int, skip: int, skip_tokens: int) -> Opened:
         answer = fetched.answer
@@ -383,7 +381,7 @@ class AnswerDesk:
 
     def _begin(self, answer: Answer, arrival: int, second: str, has: int | None) -> None:
         self._cut(answer.head.answer_id)
-        self._tellings[answer.head.answer_id] = Telling(answer, arrival)
+        self._deliveries[answer.head.answer_id] = Delivery(answer, arrival)
         self._replication.begin(answer, second, has)
 
     def _opened(self, answer: Answer, skip: int, skip_tokens: int) -> Opened:
@@ -402,10 +400,10 @@ class AnswerDesk:
 
     async def note(self, call: NoteCall) -> None:
         """Take a note, and wait until the second front end has it."""
-        telling = self._tellings.get(call.answer_id)
-        if telling is None or telling.run != call.run or not telling.current or telling.answer.gone:
+        delivery = self._deliveries.get(call.answer_id)
+        if delivery is None or delivery.run != call.run or not delivery.current or delivery.answer.gone:
             return
-        answer = telling.answer
+        answer = delivery.answer
         future = asyncio.get_running_loop().create_future()
         self._noting.setdefault(call.answer_id, []).append((len(answer.entries) + 1, future))
         self._append(answer, Entry("", (), 0, (call.note,)))
@@ -413,12 +411,12 @@ class AnswerDesk:
 
     async def close_run(self, call: CloseCall) -> None:
         """The response has ended."""
-        telling = self._tellings.get(call.answer_id)
-        if telling is None or telling.run != call.run:
+        delivery = self._deliveries.get(call.answer_id)
+        if delivery is None or delivery.run != call.run:
             return
-        self._drop(telling)
-        answer = telling.answer
-        if not telling.current or answer.gone:
+        self._drop(delivery)
+        answer = delivery.answer
+        if not delivery.current or answer.gone:
             return
         if not call.begun and not answer.entries:
             # Refused, or malformed: nothing was answered, and the key is free again.
@@ -500,10 +498,10 @@ class AnswerDesk:
 
     def _on_released(self, answer: Answer, entries: int) -> None:
         answer_id = answer.head.answer_id
-        telling = self._tellings.get(answer_id)
-        if telling is not None and telling.answer is answer and telling.current:
-            telling.released = max(telling.released, entries)
-            self._pump(telling)
+        delivery = self._deliveries.get(answer_id)
+        if delivery is not None and delivery.answer is answer and delivery.current:
+            delivery.released = max(delivery.released, entries)
+            self._pump(delivery)
         waiting = self._noting.pop(answer_id, [])
         for number, future in waiting:
             if number > entries:
@@ -517,30 +515,30 @@ class AnswerDesk:
         self._cut(answer.head.answer_id)
         self.book.forget(answer, None)
 
-    def _pump(self, telling: Telling) -> None:
-        for part, entry in telling.due():
-            frames = rename_output(entry.frames, telling.names[part])
-            self._show(telling, part, frames, len(entry.token_ids), bool(entry.flags & FINISHED))
+    def _pump(self, delivery: Delivery) -> None:
+        for part, entry in delivery.due():
+            frames = rename_output(entry.frames, delivery.names[part])
+            self._show(delivery, part, frames, len(entry.token_ids), bool(entry.flags & FINISHED))
 
-    def _show(self, telling: Telling, part: str, frames: Sequence[bytes], tokens: int, last: bool) -> None:
-        assert self._shown is not None
-        self._shown.show(telling.handles.get(part, 0), frames, tokens, last)
+    def _show(self, delivery: Delivery, part: str, frames: Sequence[bytes], tokens: int, last: bool) -> None:
+        assert self._sink is not None
+        self._sink.show(delivery.handles.get(part, 0), frames, tokens, last)
 
     def _cut(self, answer_id: str) -> None:
         """What an earlier run still has under way ends."""
-        telling = self._tellings.get(answer_id)
-        if telling is None:
+        delivery = self._deliveries.get(answer_id)
+        if delivery is None:
             return
-        self._drop(telling)
-        assert self._shown is not None
-        for name in telling.names.values():
-            self._shown.cut(name, SUPERSEDED)
+        self._drop(delivery)
+        assert self._sink is not None
+        for name in delivery.names.values():
+            self._sink.cut(name, SUPERSEDED)
 
-    def _drop(self, telling: Telling) -> None:
-        answer_id = telling.answer.head.answer_id
-        if self._tellings.get(answer_id) is telling:
-            del self._tellings[answer_id]
-        for handle in telling.handles.values():
+    def _drop(self, delivery: Delivery) -> None:
+        answer_id = delivery.answer.head.answer_id
+        if self._deliveries.get(answer_id) is delivery:
+            del self._deliveries[answer_id]
+        for handle in delivery.handles.values():
             self._streams.pop(handle, None)
         for _, future in self._noting.pop(answer_id, []):
             if not future.done():
@@ -551,5 +549,5 @@ class AnswerDesk:
         self.book.forget(answer, why)
 
     def _reply(self, frames: Sequence[bytes]) -> None:
-        assert self._shown is not None
-        self._shown.reply(frames)
+        assert self._sink is not None
+        self._sink.reply(frames)

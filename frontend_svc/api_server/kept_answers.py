@@ -216,8 +216,8 @@ class KeepAnswers:
         self, frontend: FrontendCalls, opened: Opened, scope: Message, receive: Receive, send: Send
     ) -> None:
         call = Call(opened, told_before=opened.tokens)
-        left = _Left(receive)
-        response = _Kept(call, frontend, send, left)
+        connection = _ClientConnection(receive)
+        response = _Kept(call, frontend, send, connection)
         others = [(name, value) for name, value in scope["headers"] if name not in _OURS]
         ours = [
             (b"content-type", b"application/json"),
@@ -226,7 +226,7 @@ class KeepAnswers:
         ]
         token = call_of_task.set(call)
         try:
-            again = replaying(opened.body, left.receive)
+            again = replaying(opened.body, connection.receive)
             await self._app({**scope, "headers": [*others, *ours]}, again, response.send)
         finally:
             call_of_task.reset(token)
@@ -242,22 +242,22 @@ class KeepAnswers:
 _OURS: Final = frozenset({b"content-type", b"content-length", b"transfer-encoding", b"x-request-id"})
 
 
-class _Left:
+class _ClientConnection:
     """What the app receives of its client, who leaves at the latest when told to."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._left = asyncio.Event()
+        self._disconnected = asyncio.Event()
         # The app knows: what it still sends is not the answer.
         self.told = False
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """As if the client had gone."""
-        self._left.set()
+        self._disconnected.set()
 
     async def receive(self) -> Message:
         """The next message of the client."""
-        told = asyncio.ensure_future(self._left.wait())
+        told = asyncio.ensure_future(self._disconnected.wait())
         said = asyncio.ensure_future(self._receive())
         try:
             await asyncio.wait((told, said), return_when=asyncio.FIRST_COMPLETED)
@@ -276,7 +276,7 @@ class _Beyond(Exception):
 class _Kept:
     """A response on its way out."""
 
-    def __init__(self, call: Call, frontend: FrontendCalls, send: Send, client: _Left) -> None:
+    def __init__(self, call: Call, frontend: FrontendCalls, send: Send, client: _ClientConnection) -> None:
         self._call = call
         self._frontend = frontend
         self._send = send
@@ -334,7 +334,7 @@ class _Kept:
             self._denied = True
             told = "This Last-Event-ID is of what a front end that is gone had, and nobody has kept."
             await _deny(self._send, Denied(status=409, kind="ConflictError", message=told))
-            self._client.leave()
+            self._client.disconnect()
             return
         if not more and self._rest:
             shown.append(self._rest)

@@ -203,18 +203,18 @@ class FrontEnd:
             client.connection = connection
             client.answer_id = opened.answer_id
         name = f"{opened.answer_id}-{opened.run:08}"
-        joined = self.desk.join(run_name(opened.answer_id, opened.run), name, opened.answer_id)
-        if isinstance(joined, Refusal):
+        request = self.desk.join(run_name(opened.answer_id, opened.run), name, opened.answer_id)
+        if isinstance(request, Refusal):
             connection.closed = True
             return
         self.connections[name] = connection
-        if joined.begun.finished:
-            self.desk.tell(joined)
+        if request.progress.finished:
+            self.desk.tell(request)
             return
         stream = connection.stream = self.table.open(name)
-        self.table.restore(stream, joined.begun.token_ids, joined.begun.flags, joined.begun.model)
-        self.desk.tell(joined)
-        self.desk.carries(stream, joined)
+        self.table.restore(stream, request.progress.token_ids, request.progress.flags, request.progress.model)
+        self.desk.tell(request)
+        self.desk.carries(stream, request)
 
 
 async def quiet() -> None:

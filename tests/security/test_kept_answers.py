@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from frontend_svc.admission import Refusal
 from frontend_svc.answers.calls import OpenCall, Opened, OpenReply, run_name
-from frontend_svc.answers.desk import AnswerDesk, Joined
+from frontend_svc.answers.desk import AnswerDesk, RunRequest
 from frontend_svc.answers.service import answers_servicer, keep_answers
 from frontend_svc.settings import Front, Patience, Settings
 from frontend_svc.streams import StreamTable
@@ -30,7 +30,7 @@ from tests.frontend.fleet import StaticMembers
 from tests.security.conftest import transport
 
 
-class Shown:
+class Sink:
     """What the API server is told."""
 
     def __init__(self) -> None:
@@ -51,18 +51,18 @@ class Shown:
 @dataclass(frozen=True)
 class FrontEnd:
     desk: AnswerDesk
-    shown: Shown
+    sink: Sink
     address: str
 
-    def run(self, reply: OpenReply) -> tuple[Opened, Joined]:
+    def run(self, reply: OpenReply) -> tuple[Opened, RunRequest]:
         """As the API server does."""
         assert reply.opened is not None, reply
         opened = reply.opened
         name = f"x-{opened.run:08}"
-        joined = self.desk.join(run_name(opened.answer_id, opened.run), name, "x")
-        assert isinstance(joined, Joined)
-        self.desk.tell(joined)
-        return opened, joined
+        request = self.desk.join(run_name(opened.answer_id, opened.run), name, "x")
+        assert isinstance(request, RunRequest)
+        self.desk.tell(request)
+        return opened, request
 
 
 @asynccontextmanager
@@ -83,14 +83,14 @@ async def front_end(members: StaticMembers, name: str, authority: Authority) -> 
     own = transport(authority, Role.FRONTEND, name)
     channels = Channels(own)
     desk = keep_answers(settings, "same", members, channels, CollectorRegistry())
-    shown = Shown()
-    desk.bind(shown)
+    sink = Sink()
+    desk.bind(sink)
     async with serve_grpc("127.0.0.1:0", [answers_servicer(desk)], own) as server:
         members.services["frontend", name] = ServiceRecord(
             kind="frontend", service_id=name, incarnation=name, address=server.address, answers="same"
         )
         try:
-            yield FrontEnd(desk, shown, server.address)
+            yield FrontEnd(desk, sink, server.address)
         finally:
             await desk.close()
             await channels.close()
@@ -123,26 +123,26 @@ def call(tenant: str = "t", key: str = "", event: str = "", digest: bytes = b"d"
 
 async def test_another_front_end_goes_on_with_it(two: tuple[FrontEnd, FrontEnd]) -> None:
     first, second = two
-    opened, joined = first.run(await first.desk.open(call(key="k")))
+    opened, request = first.run(await first.desk.open(call(key="k")))
     stream = StreamTable().open("x-00000001")
-    first.desk.carries(stream, joined)
+    first.desk.carries(stream, request)
     for token_id in (7, 8):
         stream.token_ids.append(token_id)
         first.desk.put(stream.handle, encode_outputs([EngineCoreOutput("x", [token_id])]), [token_id], 0)
-    await eventually(lambda: first.shown.tokens == [7, 8])
+    await eventually(lambda: first.sink.tokens == [7, 8])
     # Nobody else's: neither by id nor by key.
     event = f"{opened.answer_id}.1.1"
     denied = (await second.desk.open(call("other", event=event))).denied
     assert denied is not None and denied.status == 404
     denied = (await second.desk.open(call(key="k", digest=b"other"))).denied
     assert denied is not None and denied.status == 422
-    assert first.shown.refused == []
+    assert first.sink.refused == []
     others, _ = second.run(await second.desk.open(call("other", key="k")))
     assert others.answer_id != opened.answer_id
-    again, joined = second.run(await second.desk.open(call(event=event)))
+    again, request = second.run(await second.desk.open(call(event=event)))
     assert (again.skip, again.skip_tokens, again.body) == (1, 2, b"{}" * 500_000) and again.run > 1
-    assert second.shown.tokens == [7, 8] and list(joined.begun.token_ids) == [7, 8]
-    assert first.shown.refused == ["x-00000001"]
+    assert second.sink.tokens == [7, 8] and list(request.progress.token_ids) == [7, 8]
+    assert first.sink.refused == ["x-00000001"]
 
 
 @pytest.mark.parametrize("role", sorted(set(Role) - {Role.FRONTEND}))
