@@ -128,6 +128,9 @@ class Fleet:
         self._instances: dict[str, InstanceRecord] = {}
         self._model = ""
         self._rollout: RolloutRecord | None = None
+        # What a scheduler told, which this front end had not heard from etcd.
+        self._told_rollout: RolloutRecord | None = None
+        self._listeners: list[Callable[[], None]] = []
         # See `unable`.
         self._pooling = self._generating = self._without_adapters = frozenset[str]()
         self._naming: Naming | None = None
@@ -214,8 +217,47 @@ class Fleet:
         return self._members.rollouts
 
     def add_listener(self, callback: Callable[[], None]) -> None:
-        """See Members. What instances say themselves comes by their links alone."""
+        """See Members; called, too, when a scheduler tells of a rollout. What instances say themselves comes
+        by their links alone."""
         self._members.add_listener(callback)
+        self._listeners.append(callback)
+
+    @property
+    def public_name(self) -> str:
+        """What users call the model; empty: any model is served."""
+        return "" if self._served is None else self._served.public_name
+
+    def told(self, rollout: RolloutRecord) -> bool:
+        """A scheduler tells of the rollout of this name. True: this front end had not heard of it, and new
+        requests go by it from now on.
+
+        Not followed while no instance that is known here runs the model that takes new requests: a front end
+        that is cut off from etcd cannot learn of others, and the old ones may still answer.
+        """
+        served, known = self._served, self._newest()
+        if served is None or not rollout.governs(served.key):
+            return False
+        if rollout.model != served.public_name or (known is not None and not rollout.newer_than(known)):
+            return False
+        if not any(is_model(record.model_identity, rollout.takes) for record in self._tellers()):
+            return False
+        log.warning("a scheduler tells of a rollout that etcd's watch has not: is etcd reachable from here?")
+        self._told_rollout = rollout
+        self.refresh()
+        for callback in self._listeners:
+            callback()
+        return True
+
+    def _tellers(self) -> list[InstanceRecord]:
+        """Members that tell which model they run."""
+        return [record for record in self._members.instances.values() if record.model_identity is not None]
+
+    def _newest(self) -> RolloutRecord | None:
+        """The rollout of this name as etcd or a scheduler told it, whichever is later."""
+        heard, told = self._members.rollouts.get(self.public_name), self._told_rollout
+        if heard is None or told is None:
+            return heard or told
+        return told if told.newer_than(heard) else heard
 
     def attached(self, instance_id: str, hello: worker_pb2.WorkerHello) -> None:
         """An instance greets: which model it runs and whether it drains is known anew."""
@@ -256,7 +298,7 @@ class Fleet:
     def _governing(self) -> RolloutRecord | None:
         """The rollout that says where new requests go; None: they go to the front end's own model."""
         served = self._served
-        rollout = None if served is None else self._members.rollouts.get(served.public_name)
+        rollout = self._newest()
         if served is None or rollout is None or not rollout.governs(served.key):
             return None
         before = self._rollout
@@ -464,6 +506,11 @@ class Placement:
             reply = await self._ask(stream, excluded, prefix)
             if reply is None:
                 return self._fallback(stream, avoid | unable)
+            if self._follows(reply):
+                # Instances of the model that takes it are only now connected to: the stream waits for one.
+                unable = self._fleet.unable(stream.needs)
+                excluded = {*avoid, *self._fleet.draining, *unable}
+                continue
             if not reply.instance_id:
                 return Refused(reply.refusal or "the scheduler named no instance", reply.final)
             if self._may_take(reply.instance_id, stream):
@@ -488,8 +535,20 @@ class Placement:
             block_tokens=prefix.block_tokens,
             session_id=prefix.session_id,
             admitted=stream.epoch > 0 or stream.accepted > 0,
+            served_name="" if stream.accepted else self._fleet.public_name,
         )
         return await self._calls.ask(request)
+
+    def _follows(self, reply: scheduler_pb2.PlaceReply) -> bool:
+        """Whether the reply tells of a rollout that had not been heard of, by which to ask again."""
+        if not reply.rollout:
+            return False
+        try:
+            rollout = msgspec.json.decode(reply.rollout, type=RolloutRecord)
+        except msgspec.MsgspecError as error:
+            log.warning("a scheduler's rollout cannot be read (another version?): %s", error)
+            return False
+        return self._fleet.told(rollout)
 
     def _model(self, stream: Stream) -> str:
         """Key of the model that may answer."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Protocol
 
 import grpc
+import msgspec
 from opentelemetry.trace import Tracer
 
 from scheduler_svc.metrics import SchedulerMetrics
@@ -16,6 +18,8 @@ from tailrace.actions import Refuse
 from tailrace.cluster import Incoming
 from tailrace.control.live import LiveControl
 from tailrace.control.runner import Moment
+from tailrace.model_identity import covers
+from tailrace.rollout import RolloutRecord
 from tailrace.telemetry import attributes
 from tailrace.telemetry.tracing import Tracing, record_span
 from tailrace.v1 import monitor_pb2, scheduler_pb2, scheduler_pb2_grpc
@@ -96,14 +100,32 @@ class Placer:
         )
 
 
+class Members(Protocol):
+    """The part of tailrace.store.membership.Membership that placing looks at itself."""
+
+    @property
+    def rollouts(self) -> Mapping[str, RolloutRecord]: ...
+
+
+def rollout_to_tell(request: scheduler_pb2.PlaceRequest, rollouts: Mapping[str, RolloutRecord]) -> bytes:
+    """PlaceReply.rollout: the record by which the front end asks for the wrong model; empty: it does not."""
+    record = rollouts.get(request.served_name) if request.served_name else None
+    if record is None or not record.governs(request.model) or covers(record.takes, request.model):
+        return b""
+    return msgspec.json.encode(record)
+
+
 _NOTHING_EXCLUDED: Final[frozenset[str]] = frozenset()
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     """Served by leader and standby alike: placing needs the last known state, not leadership."""
 
-    def __init__(self, placer: Placer, traceparents: Traceparents, tracing: Tracing) -> None:
+    def __init__(
+        self, placer: Placer, members: Members, traceparents: Traceparents, tracing: Tracing
+    ) -> None:
         self._placer = placer
+        self._members = members
         self._traceparents = traceparents
         self._tracing = tracing
         self._tracer: Tracer = tracing.tracer("scheduler")
@@ -161,6 +183,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             pull_address=decision.pull_address,
             pull_tokens=decision.pull_tokens,
             final=decision.final,
+            rollout=rollout_to_tell(request, self._members.rollouts),
         )
 
     def _trace(self, request: scheduler_pb2.PlaceRequest, decision: Decision) -> None:

@@ -185,7 +185,7 @@ class Parts:
         self.servicers = [
             Servicer(
                 add_SchedulerServicer_to_server,
-                SchedulerServicer(placer, traceparents, frame.tracing),
+                SchedulerServicer(placer, frame.members, traceparents, frame.tracing),
                 "tailrace.v1.Scheduler",
             ),
             Servicer(add_AdminServicer_to_server, admin, "tailrace.v1.Admin"),

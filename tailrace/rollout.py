@@ -22,6 +22,8 @@ PREPARE_S: Final = 60.0
 STEP_S: Final = 30.0
 """After so long the next old instance drains, too, although the one before is not empty: one long answer
 must not hold all of them up. The last one drains when the others are empty."""
+# Of the beginnings of two rollouts of a name. A double holds a millisecond of seconds since the epoch.
+_APART_S: Final = 0.001
 _FINGERPRINT_LEAST: Final = 4
 
 
@@ -35,6 +37,9 @@ class RolloutState(enum.StrEnum):
     DONE = "done"
     # It was given up while it was prepared: new requests go where they went before.
     FAILED = "failed"
+
+
+_ORDER: Final = {state: number for number, state in enumerate(RolloutState)}
 
 
 class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +74,11 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     def under_way(self) -> bool:
         """Whether it goes on by itself."""
         return self.state in (RolloutState.PREPARING, RolloutState.DRAINING)
+
+    def newer_than(self, other: RolloutRecord) -> bool:
+        """Whether this one, of the same name, was written after the other, as far as it matters to front
+        ends. `begin` and `undo` see to it that `begun_s` grows whatever the clocks of schedulers say."""
+        return (self.begun_s, _ORDER[self.state]) > (other.begun_s, _ORDER[other.state])
 
     def concerns(self, key: str) -> bool:
         """Whether this is one of its two models."""
@@ -221,7 +231,7 @@ def begin(
         before=before,
         new=new,
         state=RolloutState.PREPARING,
-        begun_s=now_s,
+        begun_s=_begun_s(present, now_s),
         prepare_by_s=now_s + prepare_s,
     )
 
@@ -259,7 +269,7 @@ def undo(
         new=new,
         state=RolloutState.PREPARING,
         undoes=True,
-        begun_s=now_s,
+        begun_s=_begun_s(present, now_s),
         prepare_by_s=now_s + prepare_s,
     )
 
@@ -289,6 +299,11 @@ def check_forgettable(model: str, fleet: FleetFacts, present: RolloutRecord | No
     )
     if strays:
         raise _not_now(f"{_words(strays)}: without the record new requests would go there, too; stop first")
+
+
+def _begun_s(present: RolloutRecord | None, now_s: float) -> float:
+    """When a rollout in place of the present one begins: later, whatever this scheduler's clock says."""
+    return now_s if present is None else max(now_s, present.begun_s + _APART_S)
 
 
 def _reverses(present: RolloutRecord, new: str) -> bool:

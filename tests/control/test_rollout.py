@@ -166,7 +166,8 @@ def test_one_at_a_time_and_the_same_again_goes_on() -> None:
     done = replace_record(record, RolloutState.DONE)
     assert started(present=done) is done
     failed = replace_record(record, RolloutState.FAILED)
-    assert started(present=failed) == record
+    again = started(present=failed)
+    assert again.newer_than(failed) and again == msgspec.structs.replace(record, begun_s=again.begun_s)
     following = started(more, "/third", done)
     assert (following.before, following.new) == (NEW, THIRD)
 
@@ -452,3 +453,13 @@ class Operation(RuleBasedStateMachine):
 
 
 TestOperation = Operation.TestCase
+
+
+def test_a_rollout_begins_after_the_one_before_whatever_the_clocks_say() -> None:
+    """Front ends that hear of both from several sides go by that."""
+    first = started()
+    over = replace_record(first, RolloutState.DONE)
+    assert over.newer_than(first) and not first.newer_than(over) and not first.newer_than(first)
+    back = undo("chat", TWO, over, 10.0, 60.0)
+    again = begin("chat", "/new", TWO, replace_record(back, RolloutState.DONE), 10.0, 60.0)
+    assert again.newer_than(back) and back.newer_than(over)

@@ -13,11 +13,12 @@ from frontend_svc.admission import CANNOT_GO_ON, AdmissionState, Refusal
 from frontend_svc.placement import Fleet, ServedModel, prefix_of
 from frontend_svc.settings import Limits
 from frontend_svc.streams import StreamTable
+from scheduler_svc.decisions import rollout_to_tell
 from tailrace.adapter_versions import AdapterVersions
 from tailrace.cache.names import ALGORITHM, Keys, Naming, block_names
 from tailrace.model_identity import ModelIdentity
 from tailrace.rollout import RolloutRecord, RolloutState
-from tailrace.v1 import worker_pb2
+from tailrace.v1 import scheduler_pb2, worker_pb2
 from tailrace.wire import FinishReason
 from tailrace.wire.requests import EngineCoreRequest
 from tests.frontend.conftest import Rig, eventually, open_rig
@@ -26,6 +27,7 @@ from tests.frontend.fleet import StaticMembers
 from tests.frontend.scripted_worker import FINISHED, outputs
 from tests.frontend.test_adopt import adopt
 from tests.frontend.test_models import running
+from tests.frontend.test_placement import Scheduler, scheduler
 
 OLD, NEW = ModelIdentity("text", "old", "bf16"), ModelIdentity("text", "new", "bf16")
 SERVED = ServedModel("/models/old", ModelIdentity("text", "old"), "chat")
@@ -184,6 +186,66 @@ async def test_an_instance_that_has_left_the_fleet_is_still_of_its_model(rig: Ri
     for name in ("r", "s"):
         await rig.front.add(name)
         assert (await c.submitted()).request_id == name
+
+
+async def test_a_front_end_cut_off_from_etcd_follows_what_a_scheduler_tells(rig: Rig) -> None:
+    """It has never heard of the rollout; the old instances take no request any more."""
+    a, c = await rig.member("a", OLD), await rig.member("c", NEW)
+    await attached(rig, "a")
+    await rig.front.ready()
+    rollouts = {"chat": rollout(RolloutState.PREPARING)}
+
+    def place(request: scheduler_pb2.PlaceRequest) -> scheduler_pb2.PlaceReply:
+        of_model = {OLD.key: "a", NEW.key: "c"}[request.model]
+        taken = of_model not in request.excluded_instance_ids
+        gone = rollouts["chat"].state is RolloutState.DONE and of_model == "a"
+        return scheduler_pb2.PlaceReply(
+            instance_id=of_model if taken and not gone else "",
+            refusal="" if taken and not gone else "none",
+            rollout=rollout_to_tell(request, rollouts),
+        )
+
+    async with scheduler(rig.members, "s0", Scheduler(place)):
+        await rig.front.add("before")
+        begun = await a.submitted()
+        assert begun.request_id == "before"
+        a.say(outputs(begun, [1], 0))
+        await rig.front.tokens_of("before", 1)
+        rollouts["chat"] = rollout(RolloutState.DONE)
+        await rig.front.add("after")
+        assert (await c.submitted()).request_id == "after"
+        # What was begun ends where it is. Then etcd's watch catches up, and a scheduler is behind: the front
+        # end does not go back.
+        a.say(outputs(begun, [2], 1, FINISHED))
+        await rig.front.end_of("before")
+        follow(rig, rollout(RolloutState.PREPARING))
+        rollouts["chat"] = rollout(RolloutState.PREPARING)
+        await rig.front.add("later")
+        assert (await c.submitted()).request_id == "later"
+
+
+@pytest.mark.parametrize(
+    ("told", "follows"),
+    [
+        (rollout(RolloutState.DRAINING), True),
+        # No later than what it has heard; of another name; with another tokenizer.
+        (rollout(RolloutState.PREPARING), False),
+        (rollout(RolloutState.DRAINING, model="other"), False),
+        (rollout(RolloutState.DRAINING, new=ModelIdentity("other text", "new")), False),
+        # Its instances came after the front end was cut off: the old ones may still answer.
+        (rollout(RolloutState.DRAINING, new=ModelIdentity("text", "newest")), False),
+    ],
+)
+def test_which_rollouts_that_a_scheduler_tells_are_followed(told: RolloutRecord, follows: bool) -> None:
+    members = StaticMembers()
+    members.instances["old"] = running(OLD, instance_id="old")
+    members.instances["new"] = running(NEW, instance_id="new")
+    members.rollouts["chat"] = rollout(RolloutState.PREPARING)
+    fleet = Fleet(members, SERVED)
+    assert fleet.told(told) is follows
+    assert fleet.model == (NEW if follows else OLD).key
+    # It is no news.
+    assert not fleet.told(told)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import pytest
 
 from tailrace.model_identity import ModelIdentity, fingerprint
 from tailrace.records import ServiceRecord
-from tailrace.rollout import RolloutState
+from tailrace.rollout import RolloutRecord, RolloutState
 from tailrace.store.registration import Registration, register
-from tailrace.v1 import admin_pb2, types_pb2
+from tailrace.v1 import admin_pb2, scheduler_pb2, types_pb2
 from tests.migration.scripted_worker import commit
 from tests.scheduler.conftest import WAIT_S, Control
 from tests.scheduler.facts import request, steady
@@ -247,6 +247,40 @@ async def test_a_watched_rollout_that_is_removed_is_not_waited_for(
     await control.store.delete("rollouts/chat")
     code, details = await refused(_drained(watch))
     assert code is grpc.StatusCode.ABORTED and "was removed meanwhile" in details
+
+
+async def test_a_placement_tells_which_model_is_in_force(control: Control, admin: AdminAsyncStub) -> None:
+    """A front end that is cut off from etcd has no record there, and hears of the rollout so."""
+    record = RolloutRecord(
+        model="chat",
+        before=OLD.key,
+        new=NEW.key,
+        state=RolloutState.DRAINING,
+        begun_s=1.0,
+        prepare_by_s=61.0,
+    )
+    value = msgspec.json.encode(record)
+    await control.store.put("rollouts/chat", value)
+    scheduler = await control.scheduler()
+    # Of a request that has tokens no name is told: it keeps to its model.
+    asked = {
+        (OLD.key, "chat"): value,
+        ("text:old", "chat"): value,
+        (NEW.key, "chat"): b"",
+        (OLD.key, ""): b"",
+    }
+
+    async def told(model: str, name: str) -> bytes:
+        request = scheduler_pb2.PlaceRequest(
+            request_id="r", prompt_tokens=1, max_tokens=1, model=model, served_name=name
+        )
+        return (await scheduler.Place(request, timeout=5)).rollout
+
+    async def heard() -> bool:
+        return bool(await told(OLD.key, "chat"))
+
+    await until(heard)
+    assert {key: await told(*key) for key in asked} == asked
 
 
 async def _drained(
