@@ -17,6 +17,7 @@ from tailrace.rollout import (
     FleetFacts,
     InstanceFacts,
     RolloutRecord,
+    RolloutState,
     advance,
     describe,
 )
@@ -55,11 +56,16 @@ class Rollouts:
         self._wall_s = wall_s
         # Since when each instance is known to drain, by this scheduler's monotonic clock.
         self._draining_since: dict[str, float] = {}
+        # By name, the step that each rollout waits for, and since when this scheduler has known that.
+        self._steps: dict[str, tuple[tuple[float, RolloutState, float], float]] = {}
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            await self._leading.wait()
+            if not self._leading.is_set():
+                # Whoever led before measured by a clock of its own; each step has its whole time again.
+                self._steps.clear()
+                await self._leading.wait()
             for record in list(self._members.rollouts.values()):
                 if record.under_way:
                     await self._step(record)
@@ -74,7 +80,7 @@ class Rollouts:
         return FleetFacts(instances, front_ends(self._members.services), self._members.rollouts)
 
     async def _step(self, record: RolloutRecord) -> None:
-        following = advance(record, self.facts(), self._wall_s())
+        following = advance(record, self.facts(), self._wall_s(), self._waited_s(record))
         if following == record:
             return
         try:
@@ -85,6 +91,15 @@ class Rollouts:
             return
         if following.state is not record.state:
             log.info("rollout of %s: %s", record.model, describe(following, self.facts()))
+
+    def _waited_s(self, record: RolloutRecord) -> float:
+        """How long it has been at its present step, as far as this leader has seen."""
+        now_s = time.monotonic()
+        step, since_s = self._steps.get(record.model, (record.step, now_s))
+        if step != record.step:
+            step, since_s = record.step, now_s
+        self._steps[record.model] = (step, since_s)
+        return now_s - since_s
 
     def _instance(self, name: str, record: InstanceRecord) -> InstanceFacts:
         tracked = self._state.tracked(name)

@@ -56,8 +56,10 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     # It takes another rollout back.
     undoes: bool = False
     begun_s: float
-    # If it is not prepared by then, it has failed.
-    prepare_by_s: float
+    # If it is not prepared after so long, it has failed. Each leader measures that from when it first saw it.
+    prepare_s: float = PREPARE_S
+    # So many instances of the new model must be warm before new requests go there.
+    min_warm: int = 1
     switched_s: float = 0.0
     # When the last instance began to drain.
     step_s: float = 0.0
@@ -69,6 +71,11 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     def takes(self) -> str:
         """Key of the model that takes new requests."""
         return self.new if self.state in (RolloutState.DRAINING, RolloutState.DONE) else self.before
+
+    @property
+    def step(self) -> tuple[float, RolloutState, float]:
+        """Stands for what it waits for now: another one, and the waiting begins anew."""
+        return (self.begun_s, self.state, self.step_s)
 
     @property
     def under_way(self) -> bool:
@@ -195,17 +202,27 @@ class RolloutRefused(Exception):
 
 
 def begin(
-    model: str, to: str, fleet: FleetFacts, present: RolloutRecord | None, now_s: float, prepare_s: float
+    model: str,
+    to: str,
+    fleet: FleetFacts,
+    present: RolloutRecord | None,
+    now_s: float,
+    prepare_s: float,
+    min_warm: int = 0,
 ) -> RolloutRecord:
     """The record of a rollout of `model` to the model that `to` names: a fingerprint or its first digits, a
-    key, or what workers were given as --model. The present one if it is just that, and has not failed.
+    key, or what workers were given as --model. The present one if it is just that, and has not failed; with
+    `min_warm` instead of its own, where that is given and it is still prepared.
+
+    `min_warm`: see RolloutRecord; 0: half as many as there are warm old ones, rounded up.
 
     Raises RolloutRefused.
     """
     fronts = _fronts(model, fleet, present)
     new = _target(to, fleet)
     if present is not None and present.new == new and present.state is not RolloutState.FAILED:
-        return present
+        preparing = present.state is RolloutState.PREPARING
+        return replace(present, min_warm=min_warm) if min_warm and preparing else present
     if present is not None and present.under_way and not _reverses(present, new):
         end = "wait for its end"
         if not present.undoes:
@@ -232,7 +249,8 @@ def begin(
         new=new,
         state=RolloutState.PREPARING,
         begun_s=_begun_s(present, now_s),
-        prepare_by_s=now_s + prepare_s,
+        prepare_s=prepare_s,
+        min_warm=min_warm or max(1, (len(_warm_old(before, new, fleet)) + 1) // 2),
     )
 
 
@@ -270,7 +288,7 @@ def undo(
         state=RolloutState.PREPARING,
         undoes=True,
         begun_s=_begun_s(present, now_s),
-        prepare_by_s=now_s + prepare_s,
+        prepare_s=prepare_s,
     )
 
 
@@ -382,9 +400,25 @@ def _check_warm(key: str, fleet: FleetFacts) -> None:
         raise _not_now(_cold(key, fleet))
 
 
+def _warm_old(before: str, new: str, fleet: FleetFacts) -> list[InstanceFacts]:
+    """Instances that can take requests, of the model that goes; of two precisions of its weights, of that."""
+    return [instance for instance in fleet.warm(before) if not covers(new, instance.key)]
+
+
+def few_warm(record: RolloutRecord, fleet: FleetFacts) -> str:
+    """A warning where fewer instances are to take new requests than do now; empty: there are enough."""
+    new, old = len(fleet.warm(record.new)), len(_warm_old(record.before, record.new, fleet))
+    if record.state is not RolloutState.PREPARING or new >= old:
+        return ""
+    return (
+        f"{new} warm of {fingerprint(record.new)} are to do what {old} of {fingerprint(record.before)} "
+        f"do now; new requests go there once {record.min_warm} are warm (--min-warm)"
+    )
+
+
 def _check_adapters(new: str, before: str, fleet: FleetFacts) -> None:
     """Requests that name one must not be left without an instance."""
-    taken = any(old.takes_adapters for old in fleet.warm(before) if not covers(new, old.key))
+    taken = any(old.takes_adapters for old in _warm_old(before, new, fleet))
     if taken and not any(instance.takes_adapters for instance in fleet.warm(new)):
         raise _not_now(
             f"instances of {fingerprint(before)} take LoRA adapters, "
@@ -416,13 +450,17 @@ def _words(names: list[str]) -> str:
 # ---- what comes next
 
 
-def advance(record: RolloutRecord, fleet: FleetFacts, now_s: float) -> RolloutRecord:
-    """The record after the next step; the same one while there is none."""
+def advance(record: RolloutRecord, fleet: FleetFacts, now_s: float, waited_s: float) -> RolloutRecord:
+    """The record after the next step; the same one while there is none.
+
+    `now_s`: seconds since the epoch, which is only written down. `waited_s`: since this leader first saw the
+    present `step`, by a clock that nobody sets: clocks of two leaders may differ.
+    """
     match record.state:
         case RolloutState.PREPARING:
-            return _prepare(record, fleet, now_s)
+            return _prepare(record, fleet, now_s, waited_s)
         case RolloutState.DRAINING:
-            return _drain(record, fleet, now_s)
+            return _drain(record, fleet, now_s, waited_s)
         case _:
             return record
 
@@ -431,6 +469,9 @@ def missing(record: RolloutRecord, fleet: FleetFacts) -> str:
     """What keeps new requests from going to the new model; empty: nothing."""
     if not fleet.warm(record.new):
         return _cold(record.new, fleet)
+    warm = len(fleet.warm(record.new))
+    if warm < record.min_warm:
+        return f"{warm} of {record.min_warm} instances of {fingerprint(record.new)} are warm (--min-warm)"
     waiting = sorted(
         front.frontend_id
         for front in fleet.serving(record.model)
@@ -480,18 +521,18 @@ def _staying(record: RolloutRecord, fleet: FleetFacts) -> str:
     return f"{_words(names)} keeps {_words(sorted(shared))} of {old}" if shared else ""
 
 
-def _prepare(record: RolloutRecord, fleet: FleetFacts, now_s: float) -> RolloutRecord:
+def _prepare(record: RolloutRecord, fleet: FleetFacts, now_s: float, waited_s: float) -> RolloutRecord:
     lack = missing(record, fleet)
     if not lack:
         return replace(record, state=RolloutState.DRAINING, switched_s=now_s)
-    return record if now_s < record.prepare_by_s else _failed(record, lack, now_s)
+    return record if waited_s < record.prepare_s else _failed(record, lack, now_s)
 
 
 def _failed(record: RolloutRecord, reason: str, now_s: float) -> RolloutRecord:
     return replace(record, state=RolloutState.FAILED, reason=reason, ended_s=now_s)
 
 
-def _drain(record: RolloutRecord, fleet: FleetFacts, now_s: float) -> RolloutRecord:
+def _drain(record: RolloutRecord, fleet: FleetFacts, now_s: float, waited_s: float) -> RolloutRecord:
     old = old_instances(record, fleet)
     draining = [name for name in record.draining if name in old]
     left = {name: instance for name, instance in old.items() if name not in draining}
@@ -502,7 +543,7 @@ def _drain(record: RolloutRecord, fleet: FleetFacts, now_s: float) -> RolloutRec
         return replace(record, draining=draining, state=RolloutState.DONE, ended_s=now_s)
     # Without the new model there is nobody for what old instances hand back, and it may have to be undone.
     # The last one is where answers go on whose instance is lost: a draining one takes none.
-    if not fleet.warm(record.new) or (waits and (len(left) == 1 or now_s - record.step_s < STEP_S)):
+    if not fleet.warm(record.new) or (waits and (len(left) == 1 or waited_s < STEP_S)):
         return replace(record, draining=draining)
     following = min(left.values(), key=lambda instance: (instance.requests, instance.instance_id))
     return replace(record, draining=[*draining, following.instance_id], step_s=now_s)

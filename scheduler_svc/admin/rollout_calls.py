@@ -24,6 +24,7 @@ from tailrace.rollout import (
     begin,
     check_forgettable,
     describe,
+    few_warm,
     undo,
 )
 from tailrace.store.membership import Membership
@@ -61,7 +62,9 @@ class RolloutCalls:
         present = await self._settings.rollout(request.model)
         facts = self._rollouts.facts()
         with _refusals():
-            record = begin(request.model, request.to, facts, present, time.time(), prepare_s)
+            record = begin(
+                request.model, request.to, facts, present, time.time(), prepare_s, request.min_warm
+            )
         return await self._write(present, record, facts)
 
     async def undo(self, request: admin_pb2.UndoRolloutRequest) -> admin_pb2.RolloutInfo:
@@ -124,7 +127,9 @@ class RolloutCalls:
     ) -> admin_pb2.RolloutInfo:
         if record != present:
             await self._settings.swap_rollout(record.model, present, record)
-        return _info(record, describe(record, facts))
+        info = _info(record, describe(record, facts))
+        info.warning = few_warm(record, facts)
+        return info
 
 
 @contextmanager

@@ -70,20 +70,35 @@ def rollout() -> None:
     metavar="FINGERPRINT",
     help="Which: a fingerprint, at least four of its digits, or what its workers were given as --model.",
 )
+@click.option(
+    "--min-warm",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="New requests go there once so many of its instances are warm. Default: half as many as of the old.",
+)
 @_prepare
 @_timeout
 @output_option()
 @admin_option
-def start(model: str, to: str, prepare_s: float, timeout_s: float, output: Output, admin: str | None) -> None:
+def start(
+    model: str,
+    to: str,
+    min_warm: int | None,
+    prepare_s: float,
+    timeout_s: float,
+    output: Output,
+    admin: str | None,
+) -> None:
     """Have another fingerprint take the new requests of MODEL; ends when no request of the old one is left.
 
     Ctrl-C ends the waiting, not the rollout; the same command again goes on waiting. Old workers that are
     empty can be stopped, or restarted with the new model, at any time.
     """
-    request = RolloutRequest(model=model, to=to, prepare_s=prepare_s)
+    request = RolloutRequest(model=model, to=to, prepare_s=prepare_s, min_warm=min_warm or 0)
     with connect(admin) as connection:
         with connection.errors(_HINT):
             begun = connection.stub.Rollout(request, timeout=CALL_TIMEOUT_S)
+        _warn(model, begun)
         _wait(connection, model, begun, timeout_s, output)
 
 
@@ -105,6 +120,7 @@ def undo(model: str, prepare_s: float, timeout_s: float, output: Output, admin: 
         if begun.reason:
             _tell(model, begun, output)
         else:
+            _warn(model, begun)
             _wait(connection, model, begun, timeout_s, output)
 
 
@@ -145,6 +161,11 @@ def forget(model: str, output: Output, admin: str | None) -> None:
         print_json({"model": model, "forgotten": True})
     else:
         click.echo(f"{model}: front ends go by their own --model")
+
+
+def _warn(model: str, begun: RolloutInfo) -> None:
+    if begun.warning:
+        note(f"{model}: warning: {begun.warning}")
 
 
 def _wait(connection: Admin, model: str, begun: RolloutInfo, timeout_s: float, output: Output) -> None:

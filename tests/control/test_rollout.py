@@ -24,6 +24,7 @@ from tailrace.rollout import (
     begin,
     check_forgettable,
     describe,
+    few_warm,
     missing,
     undo,
 )
@@ -64,7 +65,7 @@ def refusal(facts: FleetFacts, to: str = "/new", present: RolloutRecord | None =
 def test_a_model_is_named_by_its_fingerprint_its_key_or_its_path(to: str) -> None:
     record = started(to=to)
     assert (record.before, record.new, record.takes) == (OLD, NEW, OLD)
-    assert (record.state, record.begun_s, record.prepare_by_s) == (RolloutState.PREPARING, 100.0, 160.0)
+    assert (record.state, record.begun_s, record.prepare_s) == (RolloutState.PREPARING, 100.0, 60.0)
 
 
 def test_what_is_served_is_as_exact_as_the_instances_allow() -> None:
@@ -256,20 +257,22 @@ def test_new_requests_wait_for_every_front_end() -> None:
     record = started()
     far = replace(FRONT, frontend_id="f1", connected=frozenset({OLD}))
     facts = fleet(*TWO.instances.values(), fronts=(FRONT, far))
-    assert advance(record, facts, 110.0) is record
+    assert advance(record, facts, 110.0, 10.0) is record
     assert describe(record, facts) == f"preparing: f1: connected to no instance of {fingerprint(NEW)}"
-    failed = advance(record, facts, 160.0)
+    failed = advance(record, facts, 160.0, 60.0)
     assert (failed.state, failed.takes, failed.ended_s) == (RolloutState.FAILED, OLD, 160.0)
     assert "f1: connected to no instance" in describe(failed, facts)
     # One of another name, or with another tokenizer, has no say.
     others = (replace(far, name="other"), replace(far, frontend_id="f2", key="other:old"))
-    switched = advance(record, fleet(*TWO.instances.values(), fronts=(FRONT, *others)), 110.0)
+    switched = advance(record, fleet(*TWO.instances.values(), fronts=(FRONT, *others)), 110.0, 10.0)
     assert (switched.state, switched.takes, switched.switched_s) == (RolloutState.DRAINING, NEW, 110.0)
 
 
 def draining(facts: FleetFacts, now_s: float = 200.0, *names: str, step_s: float = 190.0) -> RolloutRecord:
     record = replace_record(started(), RolloutState.DRAINING)
-    return advance(msgspec.structs.replace(record, draining=[*names], step_s=step_s), facts, now_s)
+    return advance(
+        msgspec.structs.replace(record, draining=[*names], step_s=step_s), facts, now_s, now_s - step_s
+    )
 
 
 def test_old_instances_are_emptied_one_after_the_other() -> None:
@@ -310,19 +313,19 @@ def test_instances_that_another_name_uses_do_not_drain() -> None:
     shared = (instance("a", requests=2), instance("b", "text:old:fp8"), instance("c", NEW))
     for front in (other, by_name):
         facts = fleet(*shared, fronts=(FRONT, front))
-        done = advance(record, replace(facts, rollouts={"chat": record}), 200.0)
+        done = advance(record, replace(facts, rollouts={"chat": record}), 200.0, 0.0)
         assert (done.state, done.draining) == (RolloutState.DONE, [])
         said = describe(done, replace(facts, rollouts={"chat": done}))
         assert said.endswith(f"and code keeps a of {fingerprint(OLD)}")
     # Once the other name's new requests go to the new model as well, they do.
     both = {"chat": record, "code": msgspec.structs.replace(record, model="code")}
-    assert advance(record, replace(fleet(*shared, fronts=(FRONT, other)), rollouts=both), 200.0).draining == [
-        "a"
-    ]
+    assert advance(
+        record, replace(fleet(*shared, fronts=(FRONT, other)), rollouts=both), 200.0, 0.0
+    ).draining == ["a"]
     # Front ends of another model, or that do not tell, use none of them.
     third = replace(other, key="text:third")
     untold = FrontEndFacts("f2", "", "", "")
-    assert advance(record, fleet(*shared, fronts=(FRONT, third, untold)), 200.0).draining == ["a"]
+    assert advance(record, fleet(*shared, fronts=(FRONT, third, untold)), 200.0, 0.0).draining == ["a"]
 
 
 @given(
@@ -346,6 +349,9 @@ class Operation(RuleBasedStateMachine):
         self.requests = {"a": 3, "b": 1, "c": 0}
         self.connected = True
         self.record: RolloutRecord | None = None
+        # What the present leader waits for, and for how long it has.
+        self.step: object = None
+        self.waited_s = 0.0
 
     def draining(self) -> set[str]:
         """As membership has it: those that are named, as long as they run what goes."""
@@ -415,13 +421,26 @@ class Operation(RuleBasedStateMachine):
         except RolloutRefused as refused:
             assert str(refused)
 
+    def waits(self, record: RolloutRecord, seconds: float) -> float:
+        """As a leader counts: from when it first saw what is waited for."""
+        self.waited_s = self.waited_s + seconds if self.step == record.step else 0.0
+        self.step = record.step
+        return self.waited_s
+
+    @rule(skew_s=st.sampled_from([-1000.0, 1000.0]))
+    def another_leads_by_another_clock(self, skew_s: float) -> None:
+        self.now_s += skew_s
+        self.step = None
+
     @precondition(lambda self: self.record is not None)
     @rule(seconds=st.sampled_from([0.0, 1.0, 40.0]))
     def time_passes(self, seconds: float) -> None:
         assert self.record is not None
         self.now_s += seconds
         facts, before = self.facts(), self.record
-        self.record = after = advance(before, facts, self.now_s)
+        self.record = after = advance(before, facts, self.now_s, self.waits(before, seconds))
+        if after.state is RolloutState.FAILED and before.state is RolloutState.PREPARING:
+            assert self.waited_s >= before.prepare_s
         if after.takes != before.takes:
             assert missing(before, facts) == ""
         assert set(after.draining) - set(before.draining) <= {
@@ -448,7 +467,8 @@ class Operation(RuleBasedStateMachine):
             self.requests[name] = 0
         for _ in range(20):
             self.now_s += STEP_S
-            self.record = record = advance(record, self.facts(), self.now_s)
+            waited_s = self.waits(record, STEP_S)
+            self.record = record = advance(record, self.facts(), self.now_s, waited_s)
         assert not record.under_way
 
 
@@ -463,3 +483,25 @@ def test_a_rollout_begins_after_the_one_before_whatever_the_clocks_say() -> None
     back = undo("chat", TWO, over, 10.0, 60.0)
     again = begin("chat", "/new", TWO, replace_record(back, RolloutState.DONE), 10.0, 60.0)
     assert again.newer_than(back) and back.newer_than(over)
+
+
+def test_traffic_waits_until_enough_instances_are_warm() -> None:
+    olds = [instance(f"o{number}") for number in range(5)]
+    cold = [instance("d", NEW, unavailable="has not reported yet"), instance("e", NEW)]
+    facts = fleet(*olds, instance("c", NEW), *cold)
+    record = started(facts)
+    assert record.min_warm == 3, "half of the old ones, rounded up"
+    assert missing(record, facts) == f"2 of 3 instances of {fingerprint(NEW)} are warm (--min-warm)"
+    assert advance(record, facts, 110.0, 10.0) is record
+    said = f"2 warm of {fingerprint(NEW)} are to do what 5 of {fingerprint(OLD)} do now; "
+    assert few_warm(record, facts) == f"{said}new requests go there once 3 are warm (--min-warm)"
+    # An operator may want less, at once or while it waits; later it changes nothing.
+    less = begin("chat", "/new", facts, record, 110.0, 60.0, 2)
+    assert less == msgspec.structs.replace(record, min_warm=2)
+    assert begin("chat", "/new", facts, None, 100.0, 60.0, 2) == less
+    switched = advance(less, facts, 110.0, 10.0)
+    assert switched.state is RolloutState.DRAINING
+    assert begin("chat", "/new", facts, switched, 120.0, 60.0, 9) is switched
+    # Taking it back waits for one: the operator is in a hurry.
+    assert undo("chat", facts, switched, 120.0, 60.0).min_warm == 1
+    assert few_warm(record, fleet(olds[0], instance("c", NEW))) == ""

@@ -37,9 +37,7 @@ def rollout(
     state: RolloutState, before: ModelIdentity = OLD, new: ModelIdentity = NEW, model: str = "chat"
 ) -> RolloutRecord:
     """As far as this."""
-    return RolloutRecord(
-        model=model, before=before.key, new=new.key, state=state, begun_s=1.0, prepare_by_s=61.0
-    )
+    return RolloutRecord(model=model, before=before.key, new=new.key, state=state, begun_s=1.0)
 
 
 @pytest.fixture

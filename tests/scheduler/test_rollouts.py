@@ -233,6 +233,35 @@ async def test_a_rollout_is_taken_back_and_goes_on_with_the_next_leader(
     assert code is grpc.StatusCode.ABORTED and "another rollout of chat has begun" in details
 
 
+async def test_a_leader_with_another_clock_gives_it_the_whole_time(
+    control: Control, admin: AdminAsyncStub, reports: Reports
+) -> None:
+    """By this leader's clock it began long ago."""
+    front = await front_end(control)
+    await control.members_show(lambda m: ("frontend", "f0") in m.services)
+    record = RolloutRecord(
+        model="chat", before=OLD.key, new=NEW.key, state=RolloutState.PREPARING, begun_s=1.0, min_warm=1
+    )
+    await control.store.put("rollouts/chat", msgspec.json.encode(record))
+    await reaches(admin, lambda rollout: "f0: connected to no instance" in rollout.message)
+    await front.connects(OLD, NEW)
+    await reaches(admin, lambda rollout: rollout.state == DONE)
+
+
+async def test_who_begins_hears_that_there_are_few(
+    control: Control, admin: AdminAsyncStub, reports: Reports
+) -> None:
+    await front_end(control)
+    await control.members_show(lambda m: ("frontend", "f0") in m.services)
+    begun = await admin.Rollout(
+        admin_pb2.RolloutRequest(model="chat", to=NEW.key, min_warm=2, prepare_s=0.1), timeout=5
+    )
+    assert begun.warning.startswith(f"1 warm of {fingerprint(NEW.key)} are to do what 2 of")
+    await reaches(admin, lambda rollout: rollout.state == FAILED)
+    reason = (await model(admin)).rollout.reason
+    assert reason == f"1 of 2 instances of {fingerprint(NEW.key)} are warm (--min-warm)"
+
+
 async def test_a_watched_rollout_that_is_removed_is_not_waited_for(
     control: Control, admin: AdminAsyncStub, reports: Reports
 ) -> None:
@@ -257,7 +286,6 @@ async def test_a_placement_tells_which_model_is_in_force(control: Control, admin
         new=NEW.key,
         state=RolloutState.DRAINING,
         begun_s=1.0,
-        prepare_by_s=61.0,
     )
     value = msgspec.json.encode(record)
     await control.store.put("rollouts/chat", value)

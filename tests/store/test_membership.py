@@ -195,7 +195,6 @@ async def test_a_rollout_drains_instances_as_long_as_they_run_what_goes(store: S
         state=RolloutState.DRAINING,
         draining=["a", "gone"],
         begun_s=1.0,
-        prepare_by_s=2.0,
     )
     for name in ("a", "b"):
         await store.put(f"instances/{name}", running(name, old))

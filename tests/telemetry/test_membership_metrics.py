@@ -40,9 +40,7 @@ def _instance(name: str) -> InstanceRecord:
 
 def test_counts_members_by_pool_kind_and_state() -> None:
     service = ServiceRecord(kind="monitor", service_id="m", incarnation="1", address="h:2")
-    draining = RolloutRecord(
-        model="m", before="t:a", new="t:b", state=RolloutState.DRAINING, begun_s=1.0, prepare_by_s=2.0
-    )
+    draining = RolloutRecord(model="m", before="t:a", new="t:b", state=RolloutState.DRAINING, begun_s=1.0)
     members = _Members(
         instances={name: _instance(name) for name in "abc"},
         services={("monitor", "m"): service},
