@@ -111,6 +111,8 @@ class Members(Protocol):
     def suspects(self) -> frozenset[str]: ...
     @property
     def rollouts(self) -> Mapping[str, RolloutRecord]: ...
+    @property
+    def unread_rollouts(self) -> frozenset[str]: ...
     def add_listener(self, callback: Callable[[], None]) -> None: ...
 
 
@@ -160,6 +162,8 @@ class Fleet:
 
     def takes_new(self, instance_ids: Iterable[str]) -> list[str]:
         """Those of these instances whose model takes new requests."""
+        if self.unreadable:
+            return []
         return [instance_id for instance_id in instance_ids if self.is_model(instance_id, self._model)]
 
     def models_of(self, instance_ids: Iterable[str]) -> frozenset[str]:
@@ -216,6 +220,11 @@ class Fleet:
         """See Members."""
         return self._members.rollouts
 
+    @property
+    def unread_rollouts(self) -> frozenset[str]:
+        """See Members."""
+        return self._members.unread_rollouts
+
     def add_listener(self, callback: Callable[[], None]) -> None:
         """See Members; called, too, when a scheduler tells of a rollout. What instances say themselves comes
         by their links alone."""
@@ -226,6 +235,13 @@ class Fleet:
     def public_name(self) -> str:
         """What users call the model; empty: any model is served."""
         return "" if self._served is None else self._served.public_name
+
+    @property
+    def unreadable(self) -> str:
+        """Why it is not known which model takes new requests; empty: it is."""
+        if self._newest() is not None or self.public_name not in self._members.unread_rollouts:
+            return ""
+        return f"the rollout of {self.public_name} cannot be read by this version of the front end"
 
     def told(self, rollout: RolloutRecord) -> bool:
         """A scheduler tells of the rollout of this name. True: this front end had not heard of it, and new
@@ -498,6 +514,8 @@ class Placement:
 
     async def choose(self, stream: Stream, avoid: frozenset[str]) -> Placed | Refused:
         """An instance for the stream, attached at this moment. Takes at most a few seconds."""
+        if not stream.accepted and self._fleet.unreadable:
+            return Refused(self._fleet.unreadable)
         # The scheduler may not have heard yet which instances drain.
         unable = self._fleet.unable(stream.needs)
         excluded = {*avoid, *self._fleet.draining, *unable}

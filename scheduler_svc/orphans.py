@@ -1,4 +1,5 @@
-"""Removes the drains and pools of instances that are gone for good, for as long as this scheduler leads."""
+"""Removes the drains and pools of instances that are gone for good, for as long as this scheduler leads, and
+warns of rollouts of names that nobody serves any more."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Final, Protocol
 
 from tailrace.cluster import Pool
-from tailrace.records import InstanceRecord
+from tailrace.records import InstanceRecord, ServiceRecord
+from tailrace.rollout import RolloutRecord
 from tailrace.store.client import StoreUnavailable
 
 log = logging.getLogger(__name__)
@@ -30,6 +32,10 @@ class Members(Protocol):
     def drained(self) -> frozenset[str]: ...
     @property
     def pools(self) -> Mapping[str, Pool]: ...
+    @property
+    def services(self) -> Mapping[tuple[str, str], ServiceRecord]: ...
+    @property
+    def rollouts(self) -> Mapping[str, RolloutRecord]: ...
 
 
 class Orphans:
@@ -46,6 +52,29 @@ class Orphans:
         return sorted(name for name, since_s in self._gone_since.items() if now_s - since_s >= self._keep_s)
 
 
+class UnservedRollouts:
+    """Knows since when no front end serves the name of each rollout that is over, and warns of each once.
+
+    They are not removed: front ends that come back with an old --model would send requests to the old model.
+    """
+
+    def __init__(self, keep_s: float = KEEP_S) -> None:
+        self._keep_s = keep_s
+        self._unserved_since: dict[str, float] = {}
+        self._warned: set[str] = set()
+
+    def due(self, members: Members, now_s: float) -> list[str]:
+        """Names to warn of now."""
+        served = {service.model_name for service in members.services.values() if service.model_name}
+        over = {name for name, rollout in members.rollouts.items() if not rollout.under_way}
+        since = self._unserved_since
+        self._unserved_since = {name: since.get(name, now_s) for name in over - served}
+        due = {n for n, since_s in self._unserved_since.items() if now_s - since_s >= self._keep_s}
+        new = sorted(due - self._warned)
+        self._warned = due
+        return new
+
+
 async def remove_orphans(
     members: Members,
     forget: Callable[[str], Awaitable[bool]],
@@ -58,8 +87,10 @@ async def remove_orphans(
     `forget` deletes an instance's records unless the instance is there (False): etcd decides, whatever this
     scheduler believes. It may raise StoreUnavailable.
     """
-    orphans = Orphans(keep_s)
+    orphans, unserved = Orphans(keep_s), UnservedRollouts(keep_s)
     while True:
+        for name in unserved.due(members, time.monotonic()) if leading.is_set() else ():
+            log.warning("no front end serves %s, which has a rollout: tailrace rollout forget %s", name, name)
         for name in orphans.due(members, time.monotonic()):
             if not leading.is_set():
                 break

@@ -93,17 +93,18 @@ class Settings:
         await self._store.delete(f"drains/{instance_id}")
 
     async def rollout(self, model: str) -> RolloutRecord | None:
-        """The rollout of a model, as etcd has it now."""
-        return _rollout(await self._store.get(f"rollouts/{model}"))
+        """The rollout of a model, as etcd has it now. Raises Refused when it cannot be read."""
+        return _rollout(model, await self._store.get(f"rollouts/{model}"))
 
     async def swap_rollout(
         self, model: str, expected: RolloutRecord | None, record: RolloutRecord | None
     ) -> None:
-        """Write the rollout of a model (None: remove it) if it is still as thought. Raises Conflict."""
+        """Write the rollout of a model (None: remove it) if it is still as thought. Raises Conflict,
+        and Refused when what is there cannot be read."""
         key = f"rollouts/{model}"
         present = await self._store.get(key)
         value = None if record is None else msgspec.json.encode(record)
-        if _rollout(present) != expected or not await self._swap(key, present, value):
+        if _rollout(model, present) != expected or not await self._swap(key, present, value):
             raise Conflict(f"the rollout of {model}")
 
     async def forget(self, instance_id: str) -> bool:
@@ -132,12 +133,16 @@ def _slo(value: bytes | None) -> Slo:
         return Slo()
 
 
-def _rollout(value: bytes | None) -> RolloutRecord | None:
+def _rollout(model: str, value: bytes | None) -> RolloutRecord | None:
     try:
         return msgspec.json.decode(value, type=RolloutRecord) if value else None
-    except msgspec.MsgspecError:
-        # What cannot be read is replaced.
-        return None
+    except msgspec.MsgspecError as error:
+        # A later version's: to write over it would send requests to another model than it says.
+        raise Refused(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            f"the rollout of {model} (rollouts/{model} in etcd) cannot be read by this version: {error}; "
+            "use schedulers of the version that wrote it",
+        ) from error
 
 
 def _encode(stages: tuple[Stage, ...]) -> bytes:

@@ -62,6 +62,7 @@ class Membership:
         self._slo = Slo()
         self._profiles: dict[str, ProfileRecord] = {}
         self._rollouts: dict[str, RolloutRecord] = {}
+        self._unread_rollouts: frozenset[str] = frozenset()
 
     @classmethod
     async def start(cls, store: Store, hold_s: float = _HOLD_S) -> Membership:
@@ -141,6 +142,11 @@ class Membership:
         return MappingProxyType(self._rollouts)
 
     @property
+    def unread_rollouts(self) -> frozenset[str]:
+        """Names whose rollout cannot be read by this version, and of which no earlier one is known."""
+        return self._unread_rollouts
+
+    @property
     def suspects(self) -> frozenset[str]:
         """Ids of instances whose key vanished without a withdrawal."""
         return frozenset(self._suspects)
@@ -172,6 +178,7 @@ class Membership:
         leaders: dict[str, ServiceRecord] = {}
         profiles: dict[str, ProfileRecord] = {}
         rollouts: dict[str, RolloutRecord] = {}
+        unread: set[str] = set()
         for key, value in mapping.items():
             area, _, name = key.partition("/")
             if area == "instances" and (instance := self._decode(key, value, InstanceRecord)):
@@ -185,7 +192,9 @@ class Membership:
             elif area == "rollouts":
                 # Of one that cannot be read what it said before holds: requests must not change their model.
                 rollout = self._decode(key, value, RolloutRecord) or self._rollouts.get(name)
-                if rollout is not None:
+                if rollout is None:
+                    unread.add(name)
+                else:
                     rollouts[name] = rollout
         self._hold_vanished(instances, mapping)
         self._instances = dict(sorted(instances.items()))
@@ -193,6 +202,7 @@ class Membership:
         self._leaders = leaders
         self._profiles = profiles
         self._rollouts = rollouts
+        self._unread_rollouts = frozenset(unread)
         self._pools = _pools(mapping)
         # By an operator; those that were told to stop; and those whose model goes.
         self._drained = frozenset(key.partition("/")[2] for key in mapping if key.startswith("drains/"))

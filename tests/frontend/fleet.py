@@ -40,6 +40,7 @@ class StaticMembers:
         self.draining: frozenset[str] = frozenset()
         self.suspects: frozenset[str] = frozenset()
         self.rollouts: dict[str, RolloutRecord] = {}
+        self.unread_rollouts: frozenset[str] = frozenset()
         self._listeners: list[Callable[[], None]] = []
 
     def add_listener(self, callback: Callable[[], None]) -> None:

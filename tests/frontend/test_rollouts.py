@@ -157,6 +157,30 @@ async def test_without_an_instance_of_the_new_model_users_get_503(rig: Rig) -> N
     await eventually(lambda: rig.admission.read() is AdmissionState.OPEN)
 
 
+async def test_while_the_rollout_cannot_be_read_new_requests_are_refused(rig: Rig) -> None:
+    """A front end of an earlier version that has just been started: either model may be the wrong one."""
+    a = await rig.member("a", OLD)
+    await attached(rig, "a")
+    await rig.front.ready()
+    await rig.front.add("begun")
+    begun = await a.submitted()
+    a.say(outputs(begun, [1], 0))
+    await rig.front.tokens_of("begun", 1)
+    rig.members.unread_rollouts = frozenset({"chat"})
+    rig.members.changed()
+    await eventually(lambda: rig.admission.read() is AdmissionState.NO_INSTANCE)
+    await rig.front.add("new")
+    end = await rig.front.end_of("new")
+    assert end.finish_reason == FinishReason.ERROR
+    # What has begun goes on.
+    a.say(outputs(begun, [2], 1, FINISHED))
+    await rig.front.end_of("begun")
+    assert rig.front.tokens["begun"] == [1, 2]
+    rig.members.unread_rollouts = frozenset()
+    follow(rig, rollout(RolloutState.PREPARING))
+    await eventually(lambda: rig.admission.read() is AdmissionState.OPEN)
+
+
 async def test_suspects_of_the_new_model_answer_whatever_the_old_ones_are(rig: Rig) -> None:
     """The leases of the new model's instances have run out, and they answer here."""
     await rig.member("a", OLD)

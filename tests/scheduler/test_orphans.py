@@ -11,10 +11,11 @@ import grpc
 import msgspec
 import pytest
 
-from scheduler_svc.orphans import Orphans, remove_orphans
+from scheduler_svc.orphans import Orphans, UnservedRollouts, remove_orphans
 from scheduler_svc.settings import Settings
 from tailrace.cluster import Pool
-from tailrace.records import InstanceRecord
+from tailrace.records import InstanceRecord, ServiceRecord
+from tailrace.rollout import RolloutRecord, RolloutState
 from tailrace.store.membership import Membership
 from tailrace.store.registration import register
 from tailrace.store.store import Store
@@ -32,6 +33,8 @@ class Fleet:
     instances: Mapping[str, InstanceRecord] = field(default_factory=dict)
     drained: frozenset[str] = frozenset()
     pools: Mapping[str, Pool] = field(default_factory=dict)
+    services: Mapping[tuple[str, str], ServiceRecord] = field(default_factory=dict)
+    rollouts: Mapping[str, RolloutRecord] = field(default_factory=dict)
 
 
 def test_a_restart_keeps_its_drain_and_its_pool() -> None:
@@ -50,6 +53,24 @@ def test_only_who_is_gone_is_forgotten() -> None:
     orphans = Orphans(keep_s=0)
     fleet = Fleet({"a": instance("a")}, frozenset({"a", "b"}), {"a": Pool.DECODE, "c": Pool.PREFILL})
     assert orphans.due(fleet, 1) == ["b", "c"]
+
+
+def test_a_rollout_that_is_over_and_nobody_serves_is_warned_of_once() -> None:
+    def rollout(state: RolloutState) -> RolloutRecord:
+        return RolloutRecord(model="chat", before="t:a", new="t:b", state=state, begun_s=1.0)
+
+    front = ServiceRecord(
+        kind="frontend", service_id="f0", incarnation="1", address="127.0.0.1:1", model_name="chat"
+    )
+    unserved = UnservedRollouts(keep_s=600)
+    over = Fleet(rollouts={"chat": rollout(RolloutState.DONE)})
+    assert unserved.due(over, 0) == []
+    assert unserved.due(Fleet(services={("frontend", "f0"): front}, rollouts=over.rollouts), 599) == []
+    assert unserved.due(over, 700) == []
+    assert unserved.due(Fleet(rollouts={"chat": rollout(RolloutState.DRAINING)}), 800) == []
+    assert unserved.due(over, 900) == []
+    assert unserved.due(over, 1_500) == ["chat"]
+    assert unserved.due(over, 1_600) == []
 
 
 async def test_etcd_decides_who_is_gone(store: Store) -> None:

@@ -248,6 +248,25 @@ async def test_a_leader_with_another_clock_gives_it_the_whole_time(
     await reaches(admin, lambda rollout: rollout.state == DONE)
 
 
+async def test_a_record_of_a_later_version_is_not_written_over(
+    control: Control, admin: AdminAsyncStub
+) -> None:
+    await front_end(control)
+    await control.members_show(lambda m: ("frontend", "f0") in m.services)
+    later = b'{"state": "canary"}'
+    await control.store.put("rollouts/chat", later)
+    calls: list[Awaitable[object]] = [
+        admin.Rollout(ROLLOUT, timeout=5),
+        admin.UndoRollout(admin_pb2.UndoRolloutRequest(model="chat"), timeout=5),
+        admin.ForgetRollout(admin_pb2.ForgetRolloutRequest(model="chat"), timeout=5),
+    ]
+    for call in calls:
+        code, details = await refused(call)
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+        assert "the rollout of chat (rollouts/chat in etcd) cannot be read by this version" in details
+    assert await control.store.get("rollouts/chat") == later
+
+
 async def test_who_begins_hears_that_there_are_few(
     control: Control, admin: AdminAsyncStub, reports: Reports
 ) -> None:

@@ -223,6 +223,11 @@ async def test_a_rollout_drains_instances_as_long_as_they_run_what_goes(store: S
     await store.put("instances/a", running("a", new, "2"))
     await member_state(members, lambda: not members.draining)
     assert members.rollouts == {"/models/m": rollout}
+    assert not members.unread_rollouts
+    # Who starts now cannot know what it said.
+    late = await Membership.start(store)
+    assert (late.rollouts, late.unread_rollouts) == ({}, {"/models/m"})
+    await late.close()
     await store.delete("rollouts//models/m")
     await member_state(members, lambda: not members.rollouts)
     await members.close()
