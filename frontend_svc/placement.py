@@ -20,7 +20,7 @@ from tailrace.cache.names import Naming, block_names
 from tailrace.cluster import Pool
 from tailrace.model_identity import ModelIdentity, covers, fingerprint, is_model
 from tailrace.records import InstanceRecord, ServiceRecord
-from tailrace.rollout import RolloutRecord
+from tailrace.rollout.record import RolloutRecord
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels, preferred
 from tailrace.service.reachability import Reachability
@@ -251,11 +251,11 @@ class Fleet:
         that is cut off from etcd cannot learn of others, and the old ones may still answer.
         """
         served, known = self._served, self._newest()
-        if served is None or not rollout.governs(served.key):
+        if served is None or not rollout.steers(served.key):
             return False
         if rollout.model != served.public_name or (known is not None and not rollout.newer_than(known)):
             return False
-        if not any(is_model(record.model_identity, rollout.takes) for record in self._tellers()):
+        if not any(is_model(record.model_identity, rollout.in_force) for record in self._tellers()):
             return False
         log.warning("a scheduler tells of a rollout that etcd's watch has not: is etcd reachable from here?")
         self._told_rollout = rollout
@@ -302,7 +302,7 @@ class Fleet:
         self._without_adapters = frozenset(n for n, record in instances.items() if not record.takes_adapters)
         self._naming = common_naming(instances.values())
         if self._served is not None:
-            takes = self._served.key if self._rollout is None else self._rollout.takes
+            takes = self._served.key if self._rollout is None else self._rollout.in_force
             keys = {key for key in self.models_of(instances) if covers(takes, key)}
             self._model = keys.pop() if len(keys) == 1 else takes
         self._stopping = {
@@ -315,18 +315,18 @@ class Fleet:
         """The rollout that says where new requests go; None: they go to the front end's own model."""
         served = self._served
         rollout = self._newest()
-        if served is None or rollout is None or not rollout.governs(served.key):
+        if served is None or rollout is None or not rollout.steers(served.key):
             return None
         before = self._rollout
-        if before is None or before.takes != rollout.takes:
-            log.info("new requests go to model %s (%s)", fingerprint(rollout.takes), rollout.state.value)
+        if before is None or before.in_force != rollout.in_force:
+            log.info("new requests go to model %s (%s)", fingerprint(rollout.in_force), rollout.state.value)
         return rollout
 
     def _runs(self, served: ServedModel, record: InstanceRecord) -> bool:
         if self._rollout is None:
             return served.is_run_by(record)
         identity = record.model_identity
-        return identity is not None and self._rollout.concerns(identity.key)
+        return identity is not None and self._rollout.has_model(identity.key)
 
     def _choose(self) -> dict[str, InstanceRecord]:
         """Members that run the model. Others are logged, once each."""

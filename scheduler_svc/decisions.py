@@ -19,7 +19,7 @@ from tailrace.cluster import Incoming
 from tailrace.control.live import LiveControl
 from tailrace.control.runner import Moment
 from tailrace.model_identity import covers
-from tailrace.rollout import RolloutRecord
+from tailrace.rollout.record import RolloutRecord
 from tailrace.telemetry import attributes
 from tailrace.telemetry.tracing import Tracing, record_span
 from tailrace.v1 import monitor_pb2, scheduler_pb2, scheduler_pb2_grpc
@@ -110,7 +110,7 @@ class Members(Protocol):
 def rollout_to_tell(request: scheduler_pb2.PlaceRequest, rollouts: Mapping[str, RolloutRecord]) -> bytes:
     """PlaceReply.rollout: the record by which the front end asks for the wrong model; empty: it does not."""
     record = rollouts.get(request.served_name) if request.served_name else None
-    if record is None or not record.governs(request.model) or covers(record.takes, request.model):
+    if record is None or not record.steers(request.model) or covers(record.in_force, request.model):
         return b""
     return msgspec.json.encode(record)
 

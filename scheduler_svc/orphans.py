@@ -11,7 +11,7 @@ from typing import Final, Protocol
 
 from tailrace.cluster import Pool
 from tailrace.records import InstanceRecord, ServiceRecord
-from tailrace.rollout import RolloutRecord
+from tailrace.rollout.record import RolloutRecord
 from tailrace.store.client import StoreUnavailable
 
 log = logging.getLogger(__name__)

@@ -13,14 +13,9 @@ from tailrace.cluster import InstanceState
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.control.reported_instance import ReportedInstance
 from tailrace.records import InstanceRecord
-from tailrace.rollout import (
-    FleetFacts,
-    InstanceFacts,
-    RolloutRecord,
-    RolloutState,
-    advance,
-    describe,
-)
+from tailrace.rollout.facts import FleetFacts, InstanceFacts
+from tailrace.rollout.progress import advance, describe
+from tailrace.rollout.record import RolloutRecord, RolloutState
 from tailrace.store.client import StoreUnavailable
 from tailrace.store.membership import Membership, front_ends
 

@@ -18,7 +18,7 @@ from tailrace.records import (
     encode_policy,
     encode_slo,
 )
-from tailrace.rollout import RolloutRecord
+from tailrace.rollout.record import RolloutRecord
 from tailrace.slo import Slo, changed_slo
 from tailrace.store.store import Store
 

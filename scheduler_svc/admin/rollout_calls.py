@@ -14,19 +14,10 @@ from scheduler_svc.admin.errors import Refused
 from scheduler_svc.rollouts import Rollouts
 from scheduler_svc.settings import Settings
 from tailrace.model_identity import covers, fingerprint, text_of
-from tailrace.rollout import (
-    PREPARE_S,
-    FleetFacts,
-    Problem,
-    RolloutRecord,
-    RolloutRefused,
-    RolloutState,
-    begin,
-    check_forgettable,
-    describe,
-    few_warm,
-    undo,
-)
+from tailrace.rollout.facts import FleetFacts
+from tailrace.rollout.progress import describe, few_warm
+from tailrace.rollout.record import PREPARE_S, RolloutRecord, RolloutState
+from tailrace.rollout.requests import Problem, RolloutRefused, begin, check_forgettable, undo
 from tailrace.store.membership import Membership
 from tailrace.v1 import admin_pb2
 
@@ -142,7 +133,7 @@ def _refusals() -> Iterator[None]:
 
 def _model(name: str, facts: FleetFacts, rollout: RolloutRecord | None) -> admin_pb2.ModelInfo:
     fronts = facts.serving(name)
-    takes = {rollout.takes} if rollout is not None else {front.key for front in fronts}
+    takes = {rollout.in_force} if rollout is not None else {front.key for front in fronts}
 
     def taken(key: str) -> bool:
         return any(covers(each, key) for each in takes)
@@ -150,7 +141,7 @@ def _model(name: str, facts: FleetFacts, rollout: RolloutRecord | None) -> admin
     keys = {
         instance.key
         for instance in facts.instances.values()
-        if instance.key and (taken(instance.key) or (rollout is not None and rollout.concerns(instance.key)))
+        if instance.key and (taken(instance.key) or (rollout is not None and rollout.has_model(instance.key)))
     }
     # What could be rolled out: front ends can speak to it.
     keys |= {

@@ -22,7 +22,8 @@ from tailrace.records import (
     decode_policy,
     decode_slo,
 )
-from tailrace.rollout import FrontEndFacts, InstanceFacts, RolloutRecord
+from tailrace.rollout.facts import FrontEndFacts, InstanceFacts
+from tailrace.rollout.record import RolloutRecord
 from tailrace.slo import Slo
 from tailrace.store.store import TOMBSTONES, Store
 
@@ -284,7 +285,7 @@ def _leaving(
         if record.model_identity is None:
             return False
         key = record.model_identity.key
-        if not any(name in rollout.draining and rollout.is_old(key) for rollout in rollouts.values()):
+        if not any(name in rollout.draining and rollout.retires(key) for rollout in rollouts.values()):
             return False
         return not any(front.uses(InstanceFacts(name, key, record.model), rollouts) for front in fronts)
 

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from tailrace.cluster import Pool
 from tailrace.records import InstanceRecord, ServiceRecord
-from tailrace.rollout import RolloutRecord, RolloutState
+from tailrace.rollout.record import RolloutRecord, RolloutState
 
 _NO_POOL: Final = "none"
 

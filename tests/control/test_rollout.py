@@ -11,23 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tailrace.model_identity import covers, fingerprint
-from tailrace.rollout import (
-    STEP_S,
-    FleetFacts,
-    FrontEndFacts,
-    InstanceFacts,
-    Problem,
-    RolloutRecord,
-    RolloutRefused,
-    RolloutState,
-    advance,
-    begin,
-    check_forgettable,
-    describe,
-    few_warm,
-    missing,
-    undo,
-)
+from tailrace.rollout.facts import FleetFacts, FrontEndFacts, InstanceFacts
+from tailrace.rollout.progress import STEP_S, advance, describe, few_warm, missing
+from tailrace.rollout.record import RolloutRecord, RolloutState
+from tailrace.rollout.requests import Problem, RolloutRefused, begin, check_forgettable, undo
 
 OLD, NEW, THIRD = "text:old:bf16", "text:new:bf16", "text:third:bf16"
 FRONT = FrontEndFacts("f0", "chat", "text:old", "/old", frozenset({OLD, NEW}))
@@ -64,7 +51,7 @@ def refusal(facts: FleetFacts, to: str = "/new", present: RolloutRecord | None =
 )
 def test_a_model_is_named_by_its_fingerprint_its_key_or_its_path(to: str) -> None:
     record = started(to=to)
-    assert (record.before, record.new, record.takes) == (OLD, NEW, OLD)
+    assert (record.before, record.new, record.in_force) == (OLD, NEW, OLD)
     assert (record.state, record.begun_s, record.prepare_s) == (RolloutState.PREPARING, 100.0, 60.0)
 
 
@@ -74,9 +61,9 @@ def test_what_is_served_is_as_exact_as_the_instances_allow() -> None:
     # From one format to the other: those of the other are the old ones.
     record = started(two_formats, to=fingerprint("text:old:fp8"))
     assert (record.before, record.new) == (OLD, "text:old:fp8")
-    assert (record.is_old("text:old:bf16"), record.is_old("text:old:fp8")) == (True, False)
+    assert (record.retires("text:old:bf16"), record.retires("text:old:fp8")) == (True, False)
     back = undo("chat", two_formats, replace_record(record, RolloutState.DRAINING), 110.0, 60.0)
-    assert (back.new, back.is_old("text:old:fp8"), back.is_old("text:old:bf16")) == (OLD, True, False)
+    assert (back.new, back.retires("text:old:fp8"), back.retires("text:old:bf16")) == (OLD, True, False)
     # Three formats: what was before cannot be had again by one fingerprint.
     three = fleet(*two_formats.instances.values(), instance("e", "text:old:int8"))
     record = replace_record(started(three, to="text:old:fp8"), RolloutState.DONE)
@@ -193,7 +180,7 @@ def test_a_record_of_front_ends_that_are_gone_does_not_count() -> None:
 def test_it_is_taken_back() -> None:
     record = started()
     given_up = undo("chat", TWO, record, 110.0, 60.0)
-    assert (given_up.state, given_up.reason, given_up.takes) == (
+    assert (given_up.state, given_up.reason, given_up.in_force) == (
         RolloutState.FAILED,
         "an operator took it back",
         OLD,
@@ -203,7 +190,7 @@ def test_it_is_taken_back() -> None:
     with pytest.raises(RolloutRefused, match="there is no rollout of chat"):
         undo("chat", TWO, None, 111.0, 60.0)
     back = undo("chat", TWO, replace_record(record, RolloutState.DRAINING), 110.0, 60.0)
-    assert (back.takes, back.new, back.draining, back.undoes) == (NEW, OLD, [], True)
+    assert (back.in_force, back.new, back.draining, back.undoes) == (NEW, OLD, [], True)
     with pytest.raises(RolloutRefused, match=f"no instance of {fingerprint(OLD)} is warm: there is none"):
         undo("chat", fleet(instance("c", NEW)), replace_record(record, RolloutState.DONE), 110.0, 60.0)
 
@@ -260,12 +247,12 @@ def test_new_requests_wait_for_every_front_end() -> None:
     assert advance(record, facts, 110.0, 10.0) is record
     assert describe(record, facts) == f"preparing: f1: connected to no instance of {fingerprint(NEW)}"
     failed = advance(record, facts, 160.0, 60.0)
-    assert (failed.state, failed.takes, failed.ended_s) == (RolloutState.FAILED, OLD, 160.0)
+    assert (failed.state, failed.in_force, failed.ended_s) == (RolloutState.FAILED, OLD, 160.0)
     assert "f1: connected to no instance" in describe(failed, facts)
     # One of another name, or with another tokenizer, has no say.
     others = (replace(far, name="other"), replace(far, frontend_id="f2", key="other:old"))
     switched = advance(record, fleet(*TWO.instances.values(), fronts=(FRONT, *others)), 110.0, 10.0)
-    assert (switched.state, switched.takes, switched.switched_s) == (RolloutState.DRAINING, NEW, 110.0)
+    assert (switched.state, switched.in_force, switched.switched_s) == (RolloutState.DRAINING, NEW, 110.0)
 
 
 def draining(facts: FleetFacts, now_s: float = 200.0, *names: str, step_s: float = 190.0) -> RolloutRecord:
@@ -358,7 +345,7 @@ class Operation(RuleBasedStateMachine):
         record = self.record
         if record is None:
             return set()
-        return {n for n in record.draining if n in self.instances and record.is_old(self.instances[n])}
+        return {n for n in record.draining if n in self.instances and record.retires(self.instances[n])}
 
     def facts(self) -> FleetFacts:
         drained = self.draining()
@@ -394,7 +381,7 @@ class Operation(RuleBasedStateMachine):
 
     @rule()
     def a_request_comes(self) -> None:
-        takes = OLD if self.record is None else self.record.takes
+        takes = OLD if self.record is None else self.record.in_force
         able = [n for n, key in self.instances.items() if covers(takes, key) and n not in self.bad]
         # The model that takes new requests never drains.
         assert not self.draining() & set(able)
@@ -441,13 +428,13 @@ class Operation(RuleBasedStateMachine):
         self.record = after = advance(before, facts, self.now_s, self.waits(before, seconds))
         if after.state is RolloutState.FAILED and before.state is RolloutState.PREPARING:
             assert self.waited_s >= before.prepare_s
-        if after.takes != before.takes:
+        if after.in_force != before.in_force:
             assert missing(before, facts) == ""
         assert set(after.draining) - set(before.draining) <= {
-            name for name, key in self.instances.items() if before.is_old(key)
+            name for name, key in self.instances.items() if before.retires(key)
         }
         if after.state is RolloutState.DONE and before.state is not RolloutState.DONE:
-            assert all(not self.requests[n] for n, key in self.instances.items() if before.is_old(key))
+            assert all(not self.requests[n] for n, key in self.instances.items() if before.retires(key))
         assert describe(after, facts)
 
     @invariant()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from tailrace.cluster import Pool
 from tailrace.records import InstanceRecord, ServiceRecord
-from tailrace.rollout import RolloutRecord
+from tailrace.rollout.record import RolloutRecord
 
 
 def record(instance_id: str, address: str) -> InstanceRecord:

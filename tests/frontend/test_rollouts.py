@@ -17,7 +17,7 @@ from scheduler_svc.decisions import rollout_to_tell
 from tailrace.adapter_versions import AdapterVersions
 from tailrace.cache.names import ALGORITHM, Keys, Naming, block_names
 from tailrace.model_identity import ModelIdentity
-from tailrace.rollout import RolloutRecord, RolloutState
+from tailrace.rollout.record import RolloutRecord, RolloutState
 from tailrace.v1 import scheduler_pb2, worker_pb2
 from tailrace.wire import FinishReason
 from tailrace.wire.requests import EngineCoreRequest

@@ -15,7 +15,7 @@ from scheduler_svc.orphans import Orphans, UnservedRollouts, remove_orphans
 from scheduler_svc.settings import Settings
 from tailrace.cluster import Pool
 from tailrace.records import InstanceRecord, ServiceRecord
-from tailrace.rollout import RolloutRecord, RolloutState
+from tailrace.rollout.record import RolloutRecord, RolloutState
 from tailrace.store.membership import Membership
 from tailrace.store.registration import register
 from tailrace.store.store import Store

@@ -12,7 +12,7 @@ import pytest
 
 from tailrace.model_identity import ModelIdentity, fingerprint
 from tailrace.records import ServiceRecord
-from tailrace.rollout import RolloutRecord, RolloutState
+from tailrace.rollout.record import RolloutRecord, RolloutState
 from tailrace.store.registration import Registration, register
 from tailrace.v1 import admin_pb2, scheduler_pb2, types_pb2
 from tests.migration.scripted_worker import commit
@@ -224,7 +224,7 @@ async def test_a_rollout_is_taken_back_and_goes_on_with_the_next_leader(
     assert events[-1].rollout.state == DONE
     assert (await model(second)).takes == fingerprint(OLD.key)
     record = control.members.rollouts["chat"]
-    assert (record.state, record.takes) == (RolloutState.DONE, OLD.key)
+    assert (record.state, record.in_force) == (RolloutState.DONE, OLD.key)
     assert (await states(second))["a"] == types_pb2.INSTANCE_STATE_ACTIVE
     assert (await states(second))["c"] == types_pb2.INSTANCE_STATE_DRAINING
     # Somebody who still waits for the first one hears that it is no more.

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from tailrace.cluster import Pool
 from tailrace.records import InstanceRecord, ServiceRecord
-from tailrace.rollout import RolloutRecord, RolloutState
+from tailrace.rollout.record import RolloutRecord, RolloutState
 from tailrace.telemetry.membership import MembershipMetrics
 
 

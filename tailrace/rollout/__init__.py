@@ -1,0 +1,1 @@
+"""A rolling change of the model behind a served name."""
