@@ -34,10 +34,10 @@ down: ## Stop the local cluster
 
 test: ## Run the tests
 	@scripts/install.sh --rust
-	@# Three at a time, on two cores: much of it is waiting for processes to start. A file's tests share its fleet, and
+	@# Four at a time, on two cores: much of it is waiting for processes to start. A file's tests share its fleet, and
 	@# those of several files the one of vLLM engines (tests/conftest.py). A test that pytest's timeout cannot end, as it
 	@# waits in C or in its teardown, leaves the stacks of all threads and ends its process, and that ends the run.
-	$(PYTHON) -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 12 --max-worker-restart 0 \
+	$(PYTHON) -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 12 --max-worker-restart 0 \
 		-o faulthandler_timeout=400 -o faulthandler_exit_on_timeout=true
 
 lint: install ## Check style, types and the direction of imports

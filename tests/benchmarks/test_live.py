@@ -43,6 +43,7 @@ def _slice() -> Slice:
     return Slice("test", "made up", requests, SHAPE, 0.1, 20.0, 1)
 
 
+@pytest.mark.slow
 async def test_a_slice_on_both_sides() -> None:
     taken = _slice()
     told: list[int] = []

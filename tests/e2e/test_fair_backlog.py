@@ -97,6 +97,7 @@ async def until(condition: Callable[[], bool], what: str) -> None:
     await asyncio.to_thread(wait_until, condition, what, 30)
 
 
+@pytest.mark.slow
 async def test_a_burst_delays_another_tenant_by_the_backlog(door: Door) -> None:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=60, limits=limits) as client, asyncio.TaskGroup() as group:
@@ -117,6 +118,7 @@ async def test_a_burst_delays_another_tenant_by_the_backlog(door: Door) -> None:
     await until(lambda: door.under_way() == 0, "all prompts to be computed")
 
 
+@pytest.mark.slow
 async def test_who_leaves_while_it_waits_leaves_nothing(door: Door) -> None:
     async with httpx.AsyncClient(timeout=60) as client:
         asking = [asyncio.create_task(door.ask(client, "a", number)) for number in range(8)]

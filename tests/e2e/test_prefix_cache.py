@@ -297,6 +297,7 @@ def test_a_hot_prefix_is_copied_before_anybody_asks_for_it_there(fleet: Fleet) -
         assert target != held.holder and pulls(fleet, "pulled") == before
 
 
+@pytest.mark.slow
 def test_an_index_that_is_stale_costs_time_and_no_answer(fleet: Fleet) -> None:
     """The scheduler hears nothing for ten seconds, in which the holder forgets the prompt."""
     place_by(fleet, "tailrace", pull_margin="0")

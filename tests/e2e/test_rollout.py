@@ -109,6 +109,7 @@ def roll_out_and_back(fleet: Fleet, clients: int) -> None:
     assert min(counts["old"], counts["new"]) >= clients
 
 
+@pytest.mark.slow
 def test_a_rollout_and_its_undoing_under_load(fleet: Fleet) -> None:
     roll_out_and_back(fleet, 12)
 

@@ -123,6 +123,7 @@ async def test_it_moves_live_or_by_replay_and_says_the_same(lab: Lab, model: str
     assert replayed.tokens == reference.tokens
 
 
+@pytest.mark.slow
 async def test_api_servers_may_number_adapters_as_they_like(lab: Lab) -> None:
     """Both under the same number, in one batch with the model itself."""
     alone = {}
@@ -154,6 +155,7 @@ async def test_a_missing_adapter_fails_its_request_alone(lab: Lab) -> None:
     await lab.front.until(lambda: other.finished)
 
 
+@pytest.mark.slow
 async def test_a_request_keeps_to_the_version_of_its_adapter(lab: Lab) -> None:
     """The folder gets other weights: new requests run with them, beside those that began with the old ones.
     No request that began elsewhere with the old ones goes on here."""
