@@ -80,6 +80,7 @@ def cluster(here: Here) -> Iterator[RunFolder]:
 
 @pytest.mark.fleet
 @pytest.mark.timeout(180)
+@pytest.mark.slow
 def test_clients_do_not_notice_a_rolling_restart(cluster: RunFolder, here: Here) -> None:
     with cluster.locked():
         state = cluster.read()

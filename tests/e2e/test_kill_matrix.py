@@ -23,6 +23,12 @@ STEPS = {
     "commit": "import:adopt",
 }
 VICTIMS = ("source", "target", "migration", "scheduler")
+# Every second one of them is for make soak: each step and each victim is among the others.
+CASES = [
+    pytest.param(step, victim, id=f"{step}-{victim}", marks=pytest.mark.slow if (row + column) % 2 else ())
+    for row, step in enumerate(STEPS)
+    for column, victim in enumerate(VICTIMS)
+]
 PROMPT = "A prompt that a simulated engine answers at some length, the same on every instance."
 
 
@@ -39,8 +45,7 @@ def undisturbed(simulated_session: Fleet) -> Chat:
 MAX_TOKENS = 400
 
 
-@pytest.mark.parametrize("victim", VICTIMS)
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("step", "victim"), CASES)
 def test_killed_at_a_step(
     simulated_fleet: Fleet, simulated_chats: Chats, undisturbed: Chat, step: str, victim: str
 ) -> None:

@@ -140,8 +140,8 @@ def drain(fleet: Fleet, name: str) -> None:
 
 
 def undrain(fleet: Fleet) -> None:
-    """All take new work again."""
-    for name in draining(fleet):
+    """All take new work again. One that was killed is a suspect now, and would come back drained."""
+    for name in VLLM_WORKERS:
         for _ in fleet.admin().Drain(admin_pb2.DrainRequest(instance_id=name, undrain=True), timeout=30):
             pass
 

@@ -123,6 +123,7 @@ def test_the_wrong_certificate_is_told(cluster: Cluster, tmp_path: Path) -> None
     assert cluster.tailrace("certs", "rotate", "--dir", cluster.state.certificates).returncode == 0
 
 
+@pytest.mark.slow
 async def test_new_certificates_and_a_new_authority_break_nothing(cluster: Cluster) -> None:
     """Fifty streams are under way all the time; others begin after each step."""
     over = asyncio.Event()
