@@ -120,6 +120,7 @@ async def test_a_full_line_is_its_tenants_affair(rig: Rig) -> None:
     assert await refusal_of(rig, "a4") == TENANT_FULL
     assert rig.count("fair_refused_total", reason="full") == 1
     await ask(rig, "b0", "b")
+    await eventually(lambda: waits(rig, "b") == 1)
     first_token(worker, running[0])
     assert (await worker.submitted()).request_id == "b0"
 
