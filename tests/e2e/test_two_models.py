@@ -79,6 +79,7 @@ def models(fleet: Fleet, tmp_path: Path) -> tuple[Model, Model]:
     return made[0], made[1]
 
 
+@pytest.mark.slow
 def test_streams_go_on_with_the_same_model_or_end_with_an_error(
     fleet: Fleet, models: tuple[Model, Model]
 ) -> None:

@@ -70,6 +70,7 @@ def test_it_is_known_by_name_and_can_be_tried(folder: Path) -> None:
 CLI = ("-c", "from tailrace.cli.main import main; main()")
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page_compare_it(folder: Path) -> None:
     commands = re.findall(r"^    tailrace (compare .*)$", PAGE.replace("\\\n", " "), flags=re.M)
     fewer = ("--count", "40", "--seeds", "1", "--processes", "1", "-o", "csv")
