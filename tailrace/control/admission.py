@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final
+from itertools import islice
 
 from tailrace.actions import Placement, Refuse
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase
+from tailrace.perf.remaining import SAMPLE, mean_remaining_tokens
 from tailrace.slo import Slo
-
-# Requests of an instance that are looked at for how fast it frees KV.
-_SAMPLE: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,36 +72,25 @@ def kv_wait_s(instance: InstanceView, tokens: int) -> float:
     """Seconds until an instance has KV for a prompt of so many tokens, behind the prompts that wait there.
 
     Infinite: nothing that is there will ever free so much. KV that can be swapped out to host memory counts
-    as free. What runs frees KV as it ends, and takes a token of it at each step until then; a request whose
-    remaining length is not predicted makes as many tokens more as it has made by now, as on average it does
-    for any distribution of lengths in a steady state (the age and the residual life of a renewal process have
-    one distribution).
+    as free. What runs frees KV as it ends, which it does after as many tokens as requests make on average
+    (tailrace.perf.remaining), and takes a token of it at each step until then.
     """
     swappable = instance.host_kv_capacity_tokens - instance.host_kv_tokens
     short = tokens + instance.prefill_backlog_tokens - instance.kv_free_tokens - max(0, swappable)
     if short <= 0:
         return 0.0
-    remaining = 0.0
-    held = seen = 0
-    for request in instance.requests:
-        if request.phase is Phase.PREFILL:
-            continue
-        predicted = request.predicted_remaining_tokens
-        held += request.kv_tokens
-        remaining += request.output_tokens if predicted is None else predicted
-        seen += 1
-        if seen == _SAMPLE:
-            break
+    decoding = list(islice((r for r in instance.requests if r.phase is not Phase.PREFILL), SAMPLE))
+    held = sum(request.kv_tokens for request in decoding)
     # Counts are corrected between reports, and may say that nothing is held although requests hold it.
     used = max(instance.kv_used_tokens, held)
     if held == 0 or instance.token_interval_s <= 0.0:
         # Nothing decodes: what is held is the KV of prompts under way, or the prompt fits nowhere.
         return 0.0 if tokens <= instance.kv_capacity_tokens else math.inf
     # Seconds until all of it has ended, on average, and how much of it that is a second, growth left out.
-    ended_s = max(1.0, remaining / seen) * instance.token_interval_s
+    remaining = mean_remaining_tokens(decoding)
+    ended_s = max(1.0, remaining) * instance.token_interval_s
     freed_per_s = used / ended_s
-    grown_per_s = freed_per_s * (remaining / held)
-    net_per_s = freed_per_s - grown_per_s
+    net_per_s = freed_per_s * (1.0 - remaining * len(decoding) / held)
     # Where growth takes as much as is freed, room comes when what runs now has ended.
     longest_s = max(ended_s, short / freed_per_s)
     return min(short / net_per_s, longest_s) if net_per_s > 0.0 else longest_s

@@ -11,21 +11,17 @@ import math
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from itertools import islice
-from typing import Final
 
 from tailrace.cluster import InstanceView, Phase, RequestView
+from tailrace.perf.remaining import SAMPLE, mean_remaining_tokens
 from tailrace.policy.arrow.pools import Pools
-
-# Requests that are looked at for how many tokens are still to come.
-_SAMPLE: Final = 64
 
 
 class KvWait:
     """Seconds until an instance has KV for a prompt, from one view.
 
-    Rates are those of a fluid: a request whose remaining length is not predicted makes, on average, as many
-    tokens more as it has made by now, which holds for any distribution of lengths in a steady state (the age
-    and the residual life of a renewal process have one distribution).
+    Rates are those of a fluid, in which requests go on for as long as they do on average
+    (tailrace.perf.remaining).
     """
 
     def __init__(self, pools: Pools, interval_s: float) -> None:
@@ -69,12 +65,8 @@ class KvWait:
     @cached_property
     def _remaining_tokens(self) -> float:
         """Output tokens still to come, a request on average; at least one."""
-        found = list(islice(_decoding(self._decoders), _SAMPLE))
-        if not found:
-            return 1.0
-        predicted = ((r.predicted_remaining_tokens, r.output_tokens) for r in found)
-        to_come = sum(made if remaining is None else remaining for remaining, made in predicted)
-        return max(1.0, to_come / len(found))
+        found = list(islice(_decoding(self._decoders), SAMPLE))
+        return max(1.0, mean_remaining_tokens(found)) if found else 1.0
 
     def _rate(self, instance: InstanceView, tokens: int) -> float:
         """Tokens of KV a second that requests free by ending, of so many that they hold."""
