@@ -382,12 +382,14 @@ class Carrier:
             return
         if len(apart) < len(accepted):
             self._output.send(rest)
-        token_ids, ends = list(step.token_ids), list(accumulate(counts))
+        if not apart:
+            return
+        ends = list(accumulate(counts))
         for at, message in zip(apart, messages, strict=True):
             entry = accepted[at]
             handle, flag, end = handles[entry], flags[entry], ends[entry]
             if self._answers is not None and self._answers.keeps(handle):
-                self._answers.put(handle, message, token_ids[end - counts[entry] : end], flag)
+                self._answers.put(handle, message, list(step.token_ids[end - counts[entry] : end]), flag)
             else:
                 self._pacer.put(handle, message, counts[entry], bool(flag & FINISHED))
 
@@ -471,12 +473,11 @@ class Carrier:
             self._end_with_error(stream, CANNOT_GO_ON if stream.accepted else NO_INSTANCE)
             self._observer.gave_up(stream, reason)
 
-    def on_refused(self, stream: Stream, reason: str, seconds: float) -> None:
+    def on_refused(self, stream: Stream, reason: str) -> None:
         """Its first token would come too late."""
         if self._table.is_live(stream):
-            log.info("%s refused: %s", stream.request_id, reason)
-            self._end_with_error(stream, OVERLOADED)
-            self._observer.turned_down(stream, OVERLOADED.status)
+            log.info("%s is too late: %s", stream.request_id, reason)
+            self._turn_down(stream, OVERLOADED)
 
     def _give_up(self, stream: Stream, reason: str) -> None:
         log.warning("%s given up: %s", stream.request_id, reason)

@@ -35,7 +35,7 @@ class DispatchSink(Protocol):
     def on_unplaced(self, stream: Stream, reason: str, seconds: float) -> None:
         """It found no instance in time and is over."""
 
-    def on_refused(self, stream: Stream, reason: str, seconds: float) -> None:
+    def on_refused(self, stream: Stream, reason: str) -> None:
         """The scheduler will not have it, and it is over."""
 
 
@@ -125,7 +125,7 @@ class Dispatch:
                     return
                 reason = f"{chosen.instance_id} cannot take it now"
             elif chosen.final:
-                self._sink.on_refused(stream, chosen.reason, placing_s)
+                self._sink.on_refused(stream, chosen.reason)
                 return
             else:
                 reason = chosen.reason

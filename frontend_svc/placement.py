@@ -516,9 +516,7 @@ class Placement:
         """An instance for the stream, attached at this moment. Takes at most a few seconds."""
         if not stream.accepted and self._fleet.unreadable:
             return Refused(self._fleet.unreadable)
-        # The scheduler may not have heard yet which instances drain.
-        unable = self._fleet.unable(stream.needs)
-        excluded = {*avoid, *self._fleet.draining, *unable}
+        unable, excluded = self._excluded(stream, avoid)
         prefix = prefix_of(stream, self._fleet.naming)
         for _ in range(_ASKS):
             reply = await self._ask(stream, excluded, prefix)
@@ -526,8 +524,7 @@ class Placement:
                 return self._fallback(stream, avoid | unable)
             if self._follows(reply):
                 # Instances of the model that takes it are only now connected to: the stream waits for one.
-                unable = self._fleet.unable(stream.needs)
-                excluded = {*avoid, *self._fleet.draining, *unable}
+                unable, excluded = self._excluded(stream, avoid)
                 continue
             if not reply.instance_id:
                 return Refused(reply.refusal or "the scheduler named no instance", reply.final)
@@ -535,6 +532,12 @@ class Placement:
                 return Placed(reply.instance_id, reply.policy, _pull(reply))
             excluded.add(reply.instance_id)
         return self._fallback(stream, avoid | unable)
+
+    def _excluded(self, stream: Stream, avoid: frozenset[str]) -> tuple[frozenset[str], set[str]]:
+        """Instances that are not able to run the request, and all that it must not go to: the scheduler may
+        not have heard yet which of them drain."""
+        unable = self._fleet.unable(stream.needs)
+        return unable, {*avoid, *self._fleet.draining, *unable}
 
     async def _ask(
         self, stream: Stream, excluded: set[str], prefix: Prefix

@@ -68,12 +68,8 @@ class _Response:
         elif not self._replaced:
             await self._send(message)
 
-    async def close(self) -> None:
-        """Hold nothing back any more. A start without anything after it is the server's to complain of."""
-        await self._stop_waiting()
-
     async def _first(self, message: Message) -> None:
-        await self._stop_waiting()
+        await self.close()
         start, self._start = self._start, None
         if start is None:
             # Started in the meantime.
@@ -92,7 +88,9 @@ class _Response:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": error})
 
-    async def _stop_waiting(self) -> None:
+    async def close(self) -> None:
+        """Wait no more for a first event. A start without anything after it is the server's to complain
+        of."""
         self._first_came.set()
         releasing, self._releasing = self._releasing, None
         if releasing is not None:
@@ -100,7 +98,8 @@ class _Response:
             await releasing
 
     async def _release_in_time(self) -> None:
-        # Never cancelled: a start that is being sent is sent whole.
+        # Told to end by an event, not cancelled: a start that is being sent is sent whole. Only the end of
+        # the call itself, whose client has gone, cancels it.
         try:
             async with asyncio.timeout(HOLD_S):
                 await self._first_came.wait()
