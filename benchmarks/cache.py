@@ -29,7 +29,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.grounds import GROUNDS, LLAMA, Ground, Slo
-from benchmarks.report import machine, save
+from benchmarks.report import print_json, save
 from simulator.cluster import ClusterSpec
 from simulator.estimate import estimate
 from simulator.request import SimRequest
@@ -332,8 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     }
     path = save("cache", figures)
     if given.output == "json":
-        json.dump({"benchmark": "cache", "machine": machine(), **figures}, sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        print_json("cache", figures)
     else:
         # A file or a pipe has no width of its own.
         printed = Console(width=None if sys.stdout.isatty() else 140)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ from rich.table import Table
 from benchmarks.conversations import TURNS, Users, later_ttfts_s
 from benchmarks.loadgen import percentile
 from benchmarks.real.fleet import Engines, Fleet, running_fleet
-from benchmarks.report import machine, save
+from benchmarks.report import print_json, save
 
 POLICIES: Final = ("round_robin", "least_loaded", "session", "prefix_affinity", "tailrace")
 ROUNDS: Final = 2
@@ -122,8 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     figures: dict[str, object] = {"users": given.users, "runs": [asdict(outcome) for outcome in outcomes]}
     path = save("cache-live", figures)
     if given.output == "json":
-        json.dump({"benchmark": "cache-live", "machine": machine(), **figures}, sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        print_json("cache-live", figures)
     else:
         # A file or a pipe has no width of its own.
         Console(width=None if sys.stdout.isatty() else 120).print(table(outcomes))

@@ -17,8 +17,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -32,8 +30,8 @@ from rich.table import Table
 from benchmarks.conversations import Turn, Users, later_ttfts_s
 from benchmarks.loadgen import percentile
 from benchmarks.real.fleet import BLOCK_TOKENS, Engines, running_fleet
-from benchmarks.report import machine, save
-from benchmarks.servers import MODEL, ServeProcess
+from benchmarks.report import print_json, save
+from benchmarks.servers import MODEL, ServeProcess, answers
 from tailrace.local.ports import free_ports
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 
@@ -104,7 +102,7 @@ def router(folder: Path, policy: str, servers: Sequence[PlainServer]) -> Iterato
         )
         try:
             url = f"http://127.0.0.1:{port}"
-            if not _answers(f"{url}/v1/models", process):
+            if not answers(f"{url}/v1/models", process, _START_S):
                 log.seek(0)
                 last = log.read().decode(errors="replace")[-3_000:]
                 raise RuntimeError(f"the router did not start ({policy}):\n{last}")
@@ -112,17 +110,6 @@ def router(folder: Path, policy: str, servers: Sequence[PlainServer]) -> Iterato
         finally:
             process.terminate()
             process.wait(timeout=30)
-
-
-def _answers(url: str, process: subprocess.Popen[bytes]) -> bool:
-    deadline = time.monotonic() + _START_S
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(url, timeout=2):
-                return True
-        except OSError:
-            time.sleep(0.2)
-    return False
 
 
 def outcome(
@@ -216,8 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figures: dict[str, object] = {"users": given.users, "runs": [asdict(each) for each in outcomes]}
     path = save("cache-router", figures)
     if given.output == "json":
-        json.dump({"benchmark": "cache-router", "machine": machine(), **figures}, sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        print_json("cache-router", figures)
     else:
         # A file or a pipe has no width of its own.
         Console(width=None if sys.stdout.isatty() else 120).print(table(outcomes))

@@ -21,7 +21,7 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import machine, save
+from benchmarks.report import print_json, save
 from simulator.cluster import ClusterSpec
 from simulator.request import SimRequest
 from simulator.simulation import simulate
@@ -203,8 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     figures: dict[str, object] = {"runs": [asdict(each) for each in agreements]}
     path = save("cache_vllm", figures)
     if given.output == "json":
-        json.dump({"benchmark": "cache_vllm", "machine": machine(), **figures}, sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        print_json("cache_vllm", figures)
     else:
         Console(width=None if sys.stdout.isatty() else 120).print(table(agreements))
     Console(stderr=True).print(f"saved to {path}")

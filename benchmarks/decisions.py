@@ -8,7 +8,6 @@ exponent p of the fit cost ~ instances^p: 0 is constant, 1 linear.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import random
@@ -25,7 +24,7 @@ from rich.table import Table
 
 from benchmarks.clusters import REQUESTS_PER_INSTANCE, arrivals, cluster
 from benchmarks.loadgen import percentile
-from benchmarks.report import machine, save
+from benchmarks.report import print_json, save
 from tailrace.actions import SetStages
 from tailrace.cache.index import CacheIndex
 from tailrace.cluster import CachedTokens, ClusterView, Phase
@@ -302,8 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     }
     path = save("decisions", figures)
     if given.output == "json":
-        json.dump({"benchmark": "decisions", "machine": machine(), **figures}, sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        print_json("decisions", figures)
     else:
         # A file or a pipe has no width of its own.
         Console(width=None if sys.stdout.isatty() else 120).print(table(rows))

@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -32,7 +31,7 @@ from rich.table import Table
 
 from benchmarks.loadgen import StreamResult, completion_request, percentile, run_stream, run_streams
 from benchmarks.report import machine, save
-from benchmarks.servers import MODEL, TailraceCluster
+from benchmarks.servers import MODEL, TailraceCluster, answers
 from tailrace.local.ports import free_ports
 from tailrace.profiles import load_profile
 from worker_agent.engine.simulated.settings import at_speed
@@ -127,7 +126,8 @@ def door(cluster: TailraceCluster, folder: Path) -> Iterator[Door]:
     with (folder / "frontend.log").open("wb") as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
-            _wait_until_healthy(url, process)
+            if not answers(f"{url}/health", process, 180):
+                raise RuntimeError("the front end did not come up")
             yield Door(url, keys)
         finally:
             process.terminate()
@@ -138,17 +138,6 @@ def _make_key(file: Path, tenant: str, *limits: str) -> str:
     command = [sys.executable, "-m", "tailrace", "keys", "make", tenant, "--file", str(file), *limits]
     made = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
     return made.stdout.split()[-1]
-
-
-def _wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 180
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=2):
-                return
-        except OSError:
-            time.sleep(0.2)
-    raise RuntimeError("the front end did not come up")
 
 
 def slow_profile(folder: Path) -> Path:

@@ -9,7 +9,6 @@ half-width of their 95% confidence interval; the comparison with the best paper 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -26,7 +25,7 @@ from benchmarks.contestants import ALL, OURS, PAPERS, prepare
 from benchmarks.grounds import GROUNDS, Ground
 from benchmarks.policy_outcome import Outcome
 from benchmarks.policy_tables import group_table, rivals_table, summary_table
-from benchmarks.report import machine, save
+from benchmarks.report import print_json, save
 from simulator.simulation import simulate
 
 SHARES = (0.6, 0.85, 1.1)
@@ -182,8 +181,7 @@ def main(arguments: Iterable[str] | None = None) -> Path:
     name = "policies-quick" if given.quick else "policies"
     path = save(name if not given.only else f"{name}-{given.only}", figures)
     if given.output == "json":
-        json.dump({"benchmark": "policies", "machine": machine(), **figures}, sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        print_json("policies", figures)
     else:
         # A file or a pipe has no width of its own.
         report(outcomes, Console(width=None if sys.stdout.isatty() else 120))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import sys
 import time
@@ -29,7 +28,7 @@ from rich.table import Table
 
 from benchmarks.loadgen import percentile
 from benchmarks.real.fleet import BLOCK_TOKENS, Engines, Fleet, running_fleet
-from benchmarks.report import machine, save
+from benchmarks.report import print_json, save
 from tailrace.v1 import admin_pb2
 
 LENGTHS: Final = (64, 128, 256, 512, 1_024, 1_536)
@@ -278,8 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     }
     path = save("pull", figures)
     if given.output == "json":
-        json.dump({"benchmark": "pull", "machine": machine(), **figures}, sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        print_json("pull", figures)
     else:
         printed = Console(width=None if sys.stdout.isatty() else 120)
         printed.print(table(outcomes))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 import time
 from pathlib import Path
 
@@ -29,3 +30,9 @@ def save(name: str, figures: dict[str, object]) -> Path:
     record = {"benchmark": name, "taken": time.strftime("%Y-%m-%dT%H:%M:%S"), "machine": machine(), **figures}
     path.write_text(json.dumps(record, indent=2) + "\n")
     return path
+
+
+def print_json(name: str, figures: dict[str, object]) -> None:
+    """Print one benchmark's figures, with the machine, as one object on standard output."""
+    json.dump({"benchmark": name, "machine": machine(), **figures}, sys.stdout, indent=2)
+    sys.stdout.write("\n")

@@ -41,6 +41,18 @@ class Server:
         raise NotImplementedError
 
 
+def answers(url: str, process: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Wait until the process answers a GET; False: it has ended, or does not in so many seconds."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(url, timeout=2):
+                return True
+        except OSError:
+            time.sleep(0.2)
+    return False
+
+
 def _run_to_end(command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> None:
     """Run a command that undoes what it began when it is interrupted; interrupt it if this is."""
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
@@ -125,17 +137,10 @@ class ServeProcess(Server):
             raise
 
     def _wait(self) -> None:
-        deadline = time.monotonic() + 600
-        while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                log = Path(self._log.name).read_text(errors="replace")
-                raise RuntimeError(f"{self.name} ended while starting:\n{log[-6000:]}")
-            try:
-                with urllib.request.urlopen(f"{self.url}/v1/models", timeout=2):
-                    return
-            except OSError:
-                time.sleep(0.2)
-        raise TimeoutError(f"{self.name} was not ready after 600 s")
+        if answers(f"{self.url}/v1/models", self._process, 600):
+            return
+        log = Path(self._log.name).read_text(errors="replace")
+        raise RuntimeError(f"{self.name} did not start:\n{log[-6000:]}")
 
     def pids(self) -> dict[str, list[int]]:
         """The whole tree as one part: engine core and API server."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import sys
 import time
@@ -22,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.report import machine, save
+from benchmarks.report import print_json, save
 from simulator.cluster import ClusterSpec, LinkSpec
 from simulator.request import SimRequest
 from simulator.setups import setup_for, setup_names
@@ -198,8 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     figures: dict[str, object] = {"costs": [asdict(cost) for cost in costs]}
     path = save("simulation", figures)
     if given.output == "json":
-        json.dump({"benchmark": "simulation", "machine": machine(), **figures}, sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        print_json("simulation", figures)
     else:
         # A file or a pipe has no width of its own.
         Console(width=None if sys.stdout.isatty() else 140).print(table(costs))

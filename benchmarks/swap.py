@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import machine, save
+from benchmarks.report import print_json, save
 from tailrace.tiny import MODEL_PATH
 from worker_agent.engine.base import Frames, StepColumns
 from worker_agent.engine.vllm.connector import SwapMetadata
@@ -198,8 +196,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
     figures: dict[str, object] = {"block_bytes": block_bytes, **asdict(cost)}
     path = save("swap", figures)
     if given.output == "json":
-        json.dump({"benchmark": "swap", "machine": machine(), **figures}, sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        print_json("swap", figures)
         return
     table = Table("what", "value", title="Swapping on a vLLM worker, CPU time of its engine thread")
     for name, value in figures.items():

@@ -31,7 +31,7 @@ from benchmarks.live.scheduler_cost import SchedulerCost, cost_shape, scheduler_
 from benchmarks.live.slices import Slice, Wish, available, take_slice
 from benchmarks.live.tables import print_costs, print_rows
 from benchmarks.live.tries import compare_trace
-from benchmarks.report import RESULTS, machine, save
+from benchmarks.report import RESULTS, machine, print_json, save
 from simulator.workloads.base import WorkloadError
 
 # Where `traces/` of the public data is.
@@ -140,8 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figures = _figures(given, slices, rows, costs)
     path = _save(name, given.keep, figures)
     if given.output == "json":
-        json.dump({"benchmark": name, "machine": machine(), **figures}, sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        print_json(name, figures)
     else:
         # A file or a pipe has no width of its own.
         out = Console(width=None if sys.stdout.isatty() else 160)
