@@ -94,7 +94,7 @@ async def _run(options: Options, cluster: Cluster, timeline: Timeline, console: 
         await watch.learn()
         timeline.note(f"{options.faults} faults of seed {options.seed}")
         began_s = timeline.now_s
-        await run.run(draw(options.seed, options.faults, _cast(cluster), kinds))
+        await run.run(list(draw(options.seed, options.faults, _cast(cluster), kinds)))
         took_s = timeline.now_s - began_s
         corrupt = await watch.counted(Tier.WORKER, _CORRUPT)
     await show_breaches(cluster, timeline, console)

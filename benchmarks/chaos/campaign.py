@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Final
 
 from benchmarks.chaos.cluster import Cluster, Member
@@ -38,28 +38,30 @@ class Campaign:
         self._lasting: set[asyncio.Task[None]] = set()
         self.done: collections.Counter[str] = collections.Counter()
 
-    async def run(self, schedule: Iterable[Fault]) -> None:
+    async def run(self, schedule: Sequence[Fault]) -> None:
         """All of it. Whatever breaks is in the timeline."""
+        began_s = time.monotonic()
         try:
-            for fault in schedule:
-                await self._one(fault)
+            for number, fault in enumerate(schedule, 1):
+                await self._one(fault, f"fault {number} of {len(schedule)}", began_s)
             if self._lasting:
                 await asyncio.wait(self._lasting)
             self._load.let_in()
             await self._load.flowing()
+            await self._watch.replaced()
             await self._still()
         finally:
             for task in self._lasting:
                 task.cancel()
             await asyncio.gather(*self._lasting, return_exceptions=True)
 
-    async def _one(self, fault: Fault) -> None:
+    async def _one(self, fault: Fault, which: str, began_s: float) -> None:
         await self._room(fault)
         self._load.let_in()
         await self._load.flowing()
-        self._timeline.note(f"{fault.number}: {fault}")
+        self._timeline.note(f"{which}, after {time.monotonic() - began_s:.0f} s: {fault}")
         self.done[fault.kind] += 1
-        task = asyncio.create_task(self._carry_out(fault), name=str(fault))
+        task = asyncio.create_task(self._carry_out(fault, which), name=str(fault))
         self._lasting.add(task)
         task.add_done_callback(self._lasting.discard)
         await asyncio.wait([task], timeout=_HOLD_S)
@@ -73,14 +75,16 @@ class Campaign:
         for wrong in await self._watch.settled():
             self._timeline.broken(wrong)
 
-    async def _carry_out(self, fault: Fault) -> None:
+    async def _carry_out(self, fault: Fault, which: str) -> None:
         began_s = time.monotonic()
         try:
             await self._faults.carry_out(fault)
         except (OSError, RuntimeError, TimeoutError) as error:
-            self._timeline.broken(f"{fault.number}: {fault}: {type(error).__name__}: {error}")
+            self._timeline.broken(f"{which}, {fault}: {type(error).__name__}: {error}")
+        if fault.kind is Kind.ROTATE:
+            self._watch.rotated()
         if time.monotonic() - began_s > _HOLD_S:
-            self._timeline.note(f"{fault.number}: over")
+            self._timeline.note(f"{which} is over")
 
     async def _room(self, fault: Fault) -> None:
         """Until the fault leaves half of each tier alone, and its targets are well."""

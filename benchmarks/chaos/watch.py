@@ -9,6 +9,7 @@ import http.client
 import os
 import re
 import ssl
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +24,9 @@ from tailrace.local.plan import certificate_folder
 from tailrace.security.credentials import AUTHORITIES, CERTIFICATE, KEY
 
 _CALL_S: Final = 5.0
+_SETTLE_S: Final = 40.0
 # gRPC keeps what a certificate has replaced for a minute after its last call (tailrace/service/channels.py).
-_SETTLE_S: Final = 75.0
+_REPLACED_S: Final = 75.0
 _POLL_S: Final = 0.2
 
 # What must be nothing again, by tier.
@@ -64,6 +66,8 @@ class Watch:
         self._context = _operator_context(cluster.authority.folder)
         self.seen: dict[Tier, Seen] = {tier: Seen() for tier in _NOTHING}
         self._limits: dict[Tier, dict[str, float]] = {tier: {} for tier in _NOTHING}
+        # Until when a process may have more files open than it should.
+        self._replacing_until_s: dict[Member, float] = {}
         # Resident bytes at each look, by process and its run.
         self.memory: dict[str, list[float]] = {}
 
@@ -79,8 +83,31 @@ class Watch:
     def _take(self, scraped: Scraped) -> None:
         for member, values in scraped.items():
             limit = self._limits[member.tier]
-            for name in (*_SLACK, MEMORY):
+            for name in self._bounded(member):
                 limit[name] = max(limit.get(name, 0.0), values[name])
+
+    def rotated(self) -> None:
+        """All certificates were made anew: for a while connections with the old ones are open as well."""
+        until_s = time.monotonic() + _REPLACED_S
+        self._replacing_until_s = dict.fromkeys(self._cluster.members.values(), until_s)
+
+    async def replaced(self) -> None:
+        """Until files are bounded again, of everybody."""
+        last_s = max(self._replacing_until_s.values(), default=0.0)
+        await asyncio.sleep(last_s - time.monotonic())
+
+    def _replacing(self, member: Member) -> bool:
+        return time.monotonic() < self._replacing_until_s.get(member, 0.0)
+
+    def _put_off(self) -> None:
+        """What is not well replaces its connections when it is well again."""
+        until_s = time.monotonic() + _REPLACED_S
+        for member in self._cluster.members.values():
+            if self._replacing(member) and not member.well:
+                self._replacing_until_s[member] = until_s
+
+    def _bounded(self, member: Member) -> list[str]:
+        return [TASKS, MEMORY] if self._replacing(member) else [TASKS, FILES, MEMORY]
 
     async def settled(self) -> list[str]:
         """Until all is as it should be; what is not, after a while."""
@@ -107,16 +134,16 @@ class Watch:
             limits = {name: first[name] + slack for name, slack in _SLACK.items()}
             limits[MEMORY] = first[MEMORY] * _MEMORY_TIMES + _MEMORY_MORE
             leaked += [
-                f"{member.name}: {name} is {values[name]:g}, not {limit:g}"
-                for name, limit in limits.items()
-                if values[name] > limit
+                f"{member.name}: {name} is {values[name]:g}, not {limits[name]:g}"
+                for name in self._bounded(member)
+                if values[name] > limits[name]
             ]
         return leaked
 
     def _note(self, scraped: Scraped) -> None:
         for member, values in scraped.items():
             worst = self.seen[member.tier].worst
-            for name in (*_SLACK, MEMORY):
+            for name in self._bounded(member):
                 worst[name] = max(worst.get(name, 0.0), values[name])
             self.memory.setdefault(f"{member.name}.{member.starts}", []).append(values[MEMORY])
 
@@ -126,6 +153,7 @@ class Watch:
 
     async def _scraped(self) -> Scraped:
         """Of everybody who is well and answers."""
+        self._put_off()
         well = [member for member in self._cluster.members.values() if member.well]
         values = await asyncio.gather(*map(self._scrape, well))
         return {member: each for member, each in zip(well, values, strict=True) if each}
