@@ -14,9 +14,9 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
-from tailrace.local.ports import free_ports
 from tailrace.service.etcd import LocalEtcd
 from tailrace.store.store import Store
+from tests.ports import free_port
 
 # Read when torch is imported, here and in the processes that tests start. On a busy machine its threads wait
 # for each other: training the small predictors takes ten times as long with two.
@@ -30,7 +30,7 @@ settings.load_profile("tailrace")
 @pytest.fixture(scope="session")
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """HOST:PORT of one etcd for the whole run; a test that kills etcd starts its own with local_etcd."""
-    server = LocalEtcd(tmp_path_factory.mktemp("etcd") / "data", free_ports(1)[0])
+    server = LocalEtcd(tmp_path_factory.mktemp("etcd") / "data", free_port())
     server.launch()
     try:
         deadline_s = time.monotonic() + 20
@@ -85,22 +85,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=turn)
 
 
-# Each starts three vLLM engines and an API server, or shares those of the others.
-_ON_VLLM_FLEETS = {
-    f"tests/e2e/test_{name}.py" for name in ("policies_on_vllm", "prefix_cache", "vllm_api", "vllm_fleet")
+# Files by the fleet that they share, which takes a session of pytest long to start.
+_SHARED_FLEETS = {
+    f"tests/e2e/test_{name}.py": fleet
+    for fleet, names in {
+        "vLLM engines": ("policies_on_vllm", "prefix_cache", "vllm_api", "vllm_fleet"),
+        "simulated engines": ("draining", "fuzz", "kill_matrix"),
+    }.items()
+    for name in names
 }
 
 
-class OneVllmFleet(LoadFileScheduling):  # type: ignore[misc]
-    """A file's tests run in one process, and so do those of all files with a fleet of vLLM engines: two of
-    these at once are more than two cores start in time, and more than a small machine's memory."""
+class OneOfEachFleet(LoadFileScheduling):  # type: ignore[misc]
+    """Run each file's tests in one process, and in one process too those of all files that share a fleet.
+
+    Two fleets of vLLM engines at once are more than two cores start in time, and more than a small machine's
+    memory holds.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        return "a fleet of vLLM engines" if file in _ON_VLLM_FLEETS else file
+        return _SHARED_FLEETS.get(file, file)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
     """For `--dist loadfile`; any other is xdist's own."""
-    return OneVllmFleet(config, log) if config.getvalue("dist") == "loadfile" else None
+    return OneOfEachFleet(config, log) if config.getvalue("dist") == "loadfile" else None

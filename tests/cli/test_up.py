@@ -17,8 +17,8 @@ import pytest
 from click.testing import CliRunner
 
 from tailrace.cli.main import main
-from tailrace.local.ports import free_ports
 from tailrace.local.state import RunFolder, RunState
+from tests.ports import free_port
 
 pytestmark = pytest.mark.fleet
 
@@ -32,7 +32,7 @@ class Here:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.folder = RunFolder(path / ".run")
-        self.port = free_ports(1)[0]
+        self.port = free_port()
 
     def command(self, *arguments: str) -> list[str]:
         return [sys.executable, "-m", "tailrace", *arguments]

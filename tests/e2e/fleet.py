@@ -14,7 +14,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tailrace.service.etcd import etcd_command
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, types_pb2
-from tests.e2e.processes import Process, free_port, tailrace, wait_until
+from tests.e2e.processes import Process, tailrace, wait_until
+from tests.ports import free_port
 
 MODEL = "tiny"
 
@@ -226,6 +227,9 @@ class Fleet:
         active = types_pb2.INSTANCE_STATE_ACTIVE
 
         def there() -> bool:
+            for name in set(names) & self.processes.keys():
+                if not self.processes[name].alive:
+                    raise RuntimeError(f"{name} ended:\n{self.processes[name].text()[-3000:]}")
             seen = self.instances()
             return {n for n, i in seen.items() if i.state == active and i.kv_blocks_total} == set(names)
 

@@ -11,13 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from tailrace.local.ports import free_ports
 from tests.e2e.forked import ForkedCommand
-
-
-def free_port() -> int:
-    """A TCP port on loopback that nothing listens on."""
-    return free_ports(1)[0]
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:

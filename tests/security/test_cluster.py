@@ -20,12 +20,12 @@ from benchmarks.loadgen import completion_request, run_streams
 from benchmarks.strangers.calls import call_all, http_get
 from benchmarks.strangers.cluster import listening
 from benchmarks.strangers.sniffer import Sniffer
-from tailrace.local.ports import free_ports
 from tailrace.local.state import RunFolder, RunState
 from tailrace.security.access import METHODS
 from tailrace.security.authority import Authority
 from tailrace.security.credentials import read_credentials
 from tailrace.security.roles import Identity, Role, server_name
+from tests.ports import free_port
 
 pytestmark = pytest.mark.fleet
 
@@ -84,7 +84,7 @@ def _tailrace(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("cluster")
-    (port,) = free_ports(1)
+    port = free_port()
     options = ("--tls", "--engine", "simulated", "--workers", "2", "--front", _FRONT, "--port", str(port))
     try:
         done = _tailrace(folder, "up", *options)

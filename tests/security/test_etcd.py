@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.local.ports import free_ports
 from tailrace.security.authority import Authority
 from tailrace.security.etcd_rights import etcd_rights
 from tailrace.security.roles import MEMBERS, Identity, Role
@@ -21,6 +20,7 @@ from tailrace.store.endpoints import parse_endpoints
 from tailrace.store.etcd_roles import apply_rights
 from tailrace.store.registration import register
 from tailrace.store.store import Store
+from tests.ports import free_port
 from tests.security.conftest import transport
 
 CLUSTER = "c"
@@ -57,7 +57,7 @@ class Guarded:
 @pytest.fixture
 async def guarded(authority: Authority, tmp_path: Path) -> AsyncIterator[Guarded]:
     folder = authority.issue(Identity(Role.ETCD, "etcd"), hosts=["127.0.0.1"]).folder
-    tls = EtcdTls(folder, free_ports(1)[0])
+    tls = EtcdTls(folder, free_port())
     async with local_etcd(tmp_path / "etcd", tls=tls) as etcd:
         client = EtcdClient(parse_endpoints([etcd.endpoint]), transport(authority, Role.ETCD_ROOT))
         changes = await apply_rights(client, etcd_rights(CLUSTER), CLUSTER)

@@ -13,12 +13,12 @@ from typing import Any
 import grpc
 import pytest
 
-from tailrace.local.ports import free_ports
 from tailrace.service.etcd import find_etcd, local_etcd
 from tailrace.store.client import EtcdClient, Member
 from tailrace.store.endpoints import parse_endpoints
 from tailrace.store.store import Held, Store, StoreUnavailable
 from tailrace.v1 import etcd_pb2
+from tests.ports import free_port
 from tests.store.etcd_proxy import LEASE_GRANT, TXN, EtcdProxy, etcd_proxy
 from tests.store.waiting import until
 
@@ -365,7 +365,7 @@ async def test_a_member_whose_name_moved_is_found_at_its_new_address(etcd: str, 
     unshare = ["unshare", "--mount"]
     if await asyncio.to_thread(subprocess.call, [*unshare, "mount", "--bind", str(hosts), "/etc/hosts"]):
         pytest.skip("needs a mount namespace of its own (root)")
-    script = [sys.executable, "-m", "tests.store.moved_member", str(hosts), str(free_ports(1)[0]), etcd]
+    script = [sys.executable, "-m", "tests.store.moved_member", str(hosts), str(free_port()), etcd]
     ended = await asyncio.to_thread(
         subprocess.run, [*unshare, *script], capture_output=True, text=True, timeout=60
     )
