@@ -3,10 +3,12 @@
 Two simulated engines, slowed so that they and not this machine are what is short, behind vLLM's Python API
 server with keys of tenants; requests come at random (Poisson), at a rate that does not wait for answers.
 
-1. One tenant asks at half of what the engines can do; beside it another asks for nothing, as much as it may,
-   and ten times as much. Told of the first: TTFT, in turns of each case.
-2. Everybody asks three times what the engines can do, with and without `tailrace set slo admit=`. Told: TTFT
-   of those who were admitted, and how soon the others were refused.
+1. One tenant sends at half of what the engines can serve, beside another that sends nothing, as much as its
+   limit allows, and ten times as much; reported is the first one's TTFT. The cases take turns.
+2. The same tenant beside one without a limit that sends sixty prompts at once, behind a front end without
+   `--fair-backlog` and behind one with it.
+3. Everybody sends three times what the engines can serve, with and without `tailrace set slo admit=`;
+   reported are the TTFT of admitted requests and how soon the others were refused.
 """
 
 from __future__ import annotations
@@ -41,7 +43,11 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 1_000, 16  # a letter is a token
 # A minute, of the tenant that asks for ten times as much.
 LIMIT_PER_MINUTE = 60
 TTFT_SLO_S = 2.0
-# For what the engines can do.
+# Prompts of the tenant that sends all of them at once.
+BURST = 60
+# Two prompts for each instance.
+FAIR_BACKLOG_TOKENS = 2 * PROMPT_TOKENS
+# To measure what the engines can serve.
 _AT_ONCE = 150
 
 
@@ -111,19 +117,26 @@ class Door:
         raise RuntimeError(f"tenant {tenant} is not limited")
 
 
-@contextmanager
-def door(cluster: TailraceCluster, folder: Path) -> Iterator[Door]:
-    """A further front end of the cluster that wants keys."""
-    file = folder / "keys.json"
-    keys = {
+def make_keys(file: Path) -> dict[str, str]:
+    """Make a key for each tenant; return them by tenant."""
+    return {
         "patient": _make_key(file, "patient"),
         "greedy": _make_key(file, "greedy", "--requests-per-minute", str(LIMIT_PER_MINUTE)),
+        "bursty": _make_key(file, "bursty"),
     }
+
+
+@contextmanager
+def door(
+    cluster: TailraceCluster, folder: Path, file: Path, keys: Mapping[str, str], *options: str
+) -> Iterator[Door]:
+    """Run a further front end of the cluster, with the keys of `file` and its own options."""
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "tailrace", "serve", "frontend", "--etcd", cluster.etcd]
     command += ["--http", f"127.0.0.1:{port}", "--served-model-name", MODEL, "--api-keys", str(file)]
-    with (folder / "frontend.log").open("wb") as log:
+    command += options
+    with (folder / f"frontend-{port}.log").open("wb") as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
             if not answers(f"{url}/health", process, 180):
@@ -159,7 +172,6 @@ async def measure_capacity(door: Door) -> float:
 
 async def one_tenant(door: Door, capacity: float, seconds: float, turns: int, console: Console) -> list[Load]:
     """The first part."""
-    await door.saturate("greedy")
     limit = LIMIT_PER_MINUTE / 60
     own: dict[str, list[StreamResult]] = {}
     for turn in range(turns):
@@ -169,6 +181,7 @@ async def one_tenant(door: Door, capacity: float, seconds: float, turns: int, co
             ("at ten times it", 10 * limit),
         ):
             console.print(f"  turn {turn + 1}: {case}", style="dim")
+            await door.saturate("greedy")
             async with asyncio.TaskGroup() as group:
                 patient = group.create_task(door.arrivals("patient", capacity / 2, seconds, turn))
                 if rate:
@@ -177,10 +190,31 @@ async def one_tenant(door: Door, capacity: float, seconds: float, turns: int, co
     return [Load.of(case, capacity / 2, results) for case, results in own.items()]
 
 
+async def beside_a_burst(
+    door: Door, fair: Door, capacity: float, seconds: float, turns: int, console: Console
+) -> list[Load]:
+    """The second part."""
+    own: dict[str, list[StreamResult]] = {}
+    for turn in range(turns):
+        for case, front, prompts in (
+            ("alone", door, 0),
+            (f"beside {BURST} prompts at once", door, BURST),
+            (f"the same, --fair-backlog {FAIR_BACKLOG_TOKENS}", fair, BURST),
+        ):
+            console.print(f"  turn {turn + 1}: {case}", style="dim")
+            async with asyncio.TaskGroup() as group:
+                patient = group.create_task(front.arrivals("patient", capacity / 2, seconds, turn))
+                await asyncio.sleep(seconds / 4)
+                for _ in range(prompts):
+                    group.create_task(run_stream(front.url, front.request("bursty"), 120))
+            own.setdefault(case, []).extend(patient.result())
+    return [Load.of(case, capacity / 2, results) for case, results in own.items()]
+
+
 async def everybody(
     door: Door, cluster: TailraceCluster, capacity: float, seconds: float, admit: float, console: Console
 ) -> list[Load]:
-    """The second part."""
+    """The third part."""
     loads = []
     for case, rate, factor in (
         ("half of capacity", 0.5 * capacity, 0.0),
@@ -200,16 +234,16 @@ def _set_slo(admin: str, admit: float) -> None:
 
 
 def main() -> int:
-    """Both parts; the exit status is 1 if a request failed otherwise than by a refusal."""
+    """Run all parts; the exit status is 1 if a request failed otherwise than by a refusal."""
     parser = argparse.ArgumentParser(
         prog="make bench-overload", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=40.0, help="of arrivals, each case and turn")
-    parser.add_argument("--turns", type=int, default=3, help="of the first part's cases")
-    parser.add_argument("--admit", type=float, default=0.25, help="of the second part")
+    parser.add_argument("--turns", type=int, default=3, help="of the cases with two tenants")
+    parser.add_argument("--admit", type=float, default=0.25, help="of the third part")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     options = parser.parse_args()
-    console = Console(stderr=options.output == "json")
+    console = Console(stderr=options.output == "json", width=130)
     console.print(f"on {machine()}")
     with tempfile.TemporaryDirectory(prefix="tailrace-overload-") as name:
         folder = Path(name)
@@ -217,25 +251,36 @@ def main() -> int:
         profile = str(slow_profile(folder))
         arguments = ["--engine", "simulated", "--workers", str(WORKERS), "--policy", "least_loaded"]
         arguments += ["--no-traces", "--", "--profile", profile, "--engine-arg", f"profile={profile}"]
-        with TailraceCluster("tailrace", arguments) as cluster, door(cluster, folder) as front:
+        file = folder / "keys.json"
+        keys = make_keys(file)
+        with (
+            TailraceCluster("tailrace", arguments) as cluster,
+            door(cluster, folder, file, keys) as front,
+            door(cluster, folder, file, keys, "--fair-backlog", str(FAIR_BACKLOG_TOKENS)) as fair,
+        ):
             asyncio.run(front.arrivals("patient", 2.0, 5.0, 99))  # warm up
             capacity = asyncio.run(measure_capacity(front))
             console.print(f"the engines take {capacity:.1f} requests/s", style="dim")
             tenants = asyncio.run(one_tenant(front, capacity, options.seconds, options.turns, console))
+            bursts = asyncio.run(
+                beside_a_burst(front, fair, capacity, options.seconds, options.turns, console)
+            )
             overload = asyncio.run(
                 everybody(front, cluster, capacity, options.seconds, options.admit, console)
             )
     _print("one tenant at half of capacity, and another", tenants, console)
+    _print("one tenant at half of capacity, and a burst of another", bursts, console)
     _print("everybody", overload, console)
     figures: dict[str, object] = {
         "tenants": [asdict(load) for load in tenants],
+        "bursts": [asdict(load) for load in bursts],
         "overload": [asdict(load) for load in overload],
     }
     path = save("overload", figures)
     if options.output == "json":
         print(json.dumps(figures))
     console.print(f"figures: {path}")
-    return 1 if any(load.failed for load in (*tenants, *overload)) else 0
+    return 1 if any(load.failed for load in (*tenants, *bursts, *overload)) else 0
 
 
 def _print(title: str, loads: Sequence[Load], console: Console) -> None:
