@@ -104,7 +104,7 @@ class OneOfEachFleet(LoadFileScheduling):  # type: ignore[misc]
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        file = super()._split_scope(nodeid)
+        file: str = super()._split_scope(nodeid)
         return _SHARED_FLEETS.get(file, file)
 
 
