@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,7 +50,10 @@ class _Stream(asyncio.Protocol):
         self._done = done
         self._received = bytearray()
         self._scanned = 0
+        self._transport: asyncio.Transport | None = None
         self.result = StreamResult(started=time.perf_counter())
+        # When anything came last.
+        self.heard_s = self.result.started
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -58,6 +62,7 @@ class _Stream(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
+        self.heard_s = now
         self._received += data
         events = self._received.count(b"\ndata: {", self._scanned)
         # Keep a tail that may hold the start of an event split between two reads.
@@ -65,13 +70,18 @@ class _Stream(asyncio.Protocol):
             self._scanned = self._received.rfind(b"\ndata: {") + 1
             self.result.event_times.extend([now] * events)
         if b"data: [DONE]" in self._received[-64:]:
-            self._finish("")
-            self._transport.close()
+            self.finish("")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._finish(str(exc) if exc else "connection closed before [DONE]")
+        self.finish(str(exc) if exc else "connection closed before [DONE]")
 
-    def _finish(self, error: str) -> None:
+    def leave(self) -> None:
+        """Close the connection, if it is open."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def finish(self, error: str) -> None:
+        """It is over; what came is the result."""
         if self._done.done():
             return
         result = self.result
@@ -131,9 +141,10 @@ async def run_stream(
     request: bytes,
     timeout_s: float = 300.0,
     begun: Callable[[StreamResult], None] = lambda result: None,
+    quiet_s: float = math.inf,
 ) -> StreamResult:
     """Run one request; when it failed, its result has `error` set. `begun` is given the result while it
-    grows."""
+    grows. The client leaves when it has heard nothing for `quiet_s`."""
     parts = urlsplit(url)
     if parts.hostname is None or parts.port is None:
         raise ValueError(f"{url} names no host and port")
@@ -141,14 +152,18 @@ async def run_stream(
     done: asyncio.Future[StreamResult] = loop.create_future()
     protocol = _Stream(request, done)
     begun(protocol.result)
+    ends_s = protocol.result.started + timeout_s
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(min(timeout_s, quiet_s)):
             await loop.create_connection(lambda: protocol, parts.hostname, parts.port)
-            return await done
+        while not done.done() and time.perf_counter() < (until_s := min(ends_s, protocol.heard_s + quiet_s)):
+            await asyncio.wait([done], timeout=until_s - time.perf_counter())
+        protocol.finish("TimeoutError: nothing more came in time")
     except (TimeoutError, OSError) as failure:
-        protocol.result.error = f"{type(failure).__name__}: {failure}"
-        protocol.result.finished = time.perf_counter()
-        return protocol.result
+        protocol.finish(f"{type(failure).__name__}: {failure}")
+    finally:
+        protocol.leave()
+    return done.result()
 
 
 async def run_streams(url: str, requests: Sequence[bytes], timeout_s: float = 300.0) -> list[StreamResult]:

@@ -32,7 +32,8 @@ from benchmarks.chaos.faults import Faults
 from benchmarks.chaos.load import Load
 from benchmarks.chaos.mover import Mover
 from benchmarks.chaos.report import Figures, gather, show, show_breaches
-from benchmarks.chaos.schedule import OF_SIMULATED, RULES, Cast, Kind, Tier, draw
+from benchmarks.chaos.rollouts import Rollouts
+from benchmarks.chaos.schedule import OF_SIMULATED, ROLLOUTS, RULES, Cast, Kind, Tier, Version, draw
 from benchmarks.chaos.timeline import Timeline
 from benchmarks.chaos.watch import Watch
 from benchmarks.etcd_faults.namespaces import NoNamespaces, inside, inside_command, prepare
@@ -42,6 +43,8 @@ UNSUPPORTED: Final = 3
 """Exit status where the machine does not let us make namespaces."""
 
 _QUESTIONS: Final = 60
+# Workers of the changed version, where there are rollouts.
+_CHANGED: Final = 4
 _LONGEST: Final = {"simulated": 120, "vllm": 200}
 _POLICIES: Final = ("tailrace", "pascal", "ares", "arrow", "cascade", "least_loaded", "round_robin")
 # They need programs in the kernel.
@@ -77,13 +80,17 @@ async def campaign(options: Options, console: Console) -> Figures:
 async def _run(options: Options, cluster: Cluster, timeline: Timeline, console: Console) -> Figures:
     asked = questions(options.seed, _QUESTIONS, _LONGEST[options.shape.engine])
     load = Load(cluster, asked, options.streams, timeline)
-    await load.learn()
+    rollouts = Rollouts(cluster, load, timeline)
+    await load.learn(Version.FIRST)
+    if options.shape.changed:
+        await rollouts.learn()
+        await rollouts.swap()
+        await load.learn(Version.CHANGED)
+        await rollouts.swap()
     mover, watch = Mover(cluster, options.seed), Watch(cluster)
-    faults = Faults(cluster, load, mover, timeline)
+    faults = Faults(cluster, load, mover, rollouts, timeline)
     run = Campaign(cluster, load, faults, watch, timeline)
     kinds = options.kinds - (frozenset() if cluster.drops_packets else _DROPPING)
-    if options.shape.engine != "simulated":
-        kinds -= OF_SIMULATED
     async with _running(mover.run()), _running(load.run()):
         # Everything once without faults: what there is then is what there may be.
         load.let_in()
@@ -135,7 +142,10 @@ def read_options() -> Options:
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     given = parser.parse_args()
     kinds = frozenset(kinds_by_name[name] for name in given.kind or kinds_by_name)
-    shape = Shape(given.engine, given.front, given.workers, given.speed)
+    if given.engine != "simulated":
+        kinds -= OF_SIMULATED
+    changed = _CHANGED if kinds & ROLLOUTS else 0
+    shape = Shape(given.engine, given.front, given.workers, given.speed, changed)
     return Options(given.faults, given.seed, given.streams, shape, kinds, given.output)
 
 

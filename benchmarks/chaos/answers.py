@@ -5,9 +5,12 @@ from __future__ import annotations
 import enum
 import json
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from benchmarks.chaos.cluster import KEY, MODEL
+from benchmarks.chaos.schedule import Version
 from benchmarks.loadgen import StreamResult, completion_request
 
 
@@ -47,11 +50,10 @@ class Question:
     max_tokens: int
     seed: int
 
-    def message(self, url: str, request_id: str) -> bytes:
+    def message(self, url: str, request_id: str, headers: Mapping[str, str] = MappingProxyType({})) -> bytes:
         """The HTTP request."""
-        plain = completion_request(url, MODEL, self.prompt, self.max_tokens, self.seed)
-        more = f"\r\nAuthorization: Bearer {KEY}\r\nX-Request-Id: {request_id}\r\n\r\n"
-        return plain.replace(b"\r\n\r\n", more.encode(), 1)
+        headers = {"Authorization": f"Bearer {KEY}", "X-Request-Id": request_id, **headers}
+        return completion_request(url, MODEL, self.prompt, self.max_tokens, self.seed, headers)
 
 
 def questions(seed: int, count: int, longest: int) -> list[Question]:
@@ -69,12 +71,9 @@ def questions(seed: int, count: int, longest: int) -> list[Question]:
 
 def read_answer(body: bytes) -> Answer:
     """From an HTTP answer with server-sent events, chunked or not, as far as it came."""
-    head, _, rest = body.partition(b"\r\n\r\n")
-    if b"transfer-encoding: chunked" in head.lower():
-        rest = _unchunked(rest)
     text, reason, error = [], "", ""
     prompt = completion = ends = 0
-    for line in rest.split(b"\n"):
+    for line in unchunked(body).split(b"\n"):
         data = line.strip().removeprefix(b"data: ")
         if data == b"[DONE]":
             ends += 1
@@ -95,9 +94,32 @@ def read_answer(body: bytes) -> Answer:
     return Answer("".join(text), reason, prompt, completion, ends, error)
 
 
-def judge(result: StreamResult, right: Answer) -> tuple[Ending, str]:
-    """How it ended, and in words what was not right."""
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a stream ended, and in words what was not right. `version`: whose text it is, or could be."""
+
+    ending: Ending
+    why: str = ""
+    version: Version = Version.FIRST
+
+
+def judge(result: StreamResult, right: Mapping[Version, Answer]) -> Verdict:
+    """By what each version gives undisturbed."""
+    verdicts = [_judge(result, answer, version) for version, answer in right.items()]
+    best = min(verdicts, key=lambda verdict: list(Ending).index(verdict.ending))
+    if best.ending is Ending.WRONG and len(verdicts) > 1:
+        why = "; ".join(f"{verdict.version}: {verdict.why}" for verdict in verdicts)
+        return Verdict(Ending.WRONG, why)
+    return best
+
+
+def _judge(result: StreamResult, right: Answer, version: Version) -> Verdict:
     answer = read_answer(result.body)
+    ending, why = _compare(result, answer, right)
+    return Verdict(ending, why, version)
+
+
+def _compare(result: StreamResult, answer: Answer, right: Answer) -> tuple[Ending, str]:
     if not result.body and "Connect" in result.error:
         return Ending.UNREACHED, result.error
     if result.status in (429, 503) and not answer.text:
@@ -116,7 +138,11 @@ def judge(result: StreamResult, right: Answer) -> tuple[Ending, str]:
     return Ending.WHOLE, ""
 
 
-def _unchunked(data: bytes) -> bytes:
+def unchunked(body: bytes) -> bytes:
+    """What an HTTP answer carries, as far as it came."""
+    head, _, data = body.partition(b"\r\n\r\n")
+    if b"transfer-encoding: chunked" not in head.lower():
+        return data
     out = bytearray()
     while data:
         size, _, data = data.partition(b"\r\n")

@@ -11,7 +11,7 @@ from typing import Final
 from benchmarks.chaos.cluster import Cluster, Member
 from benchmarks.chaos.faults import Faults
 from benchmarks.chaos.load import Load
-from benchmarks.chaos.schedule import Fault, Kind, Tier
+from benchmarks.chaos.schedule import ROLLOUTS, Fault, Kind, Tier
 from benchmarks.chaos.timeline import Timeline
 from benchmarks.chaos.watch import Watch
 
@@ -36,6 +36,7 @@ class Campaign:
         self._watch = watch
         self._timeline = timeline
         self._lasting: set[asyncio.Task[None]] = set()
+        self._rolling = False
         self.done: collections.Counter[str] = collections.Counter()
 
     async def run(self, schedule: Sequence[Fault]) -> None:
@@ -59,6 +60,8 @@ class Campaign:
         await self._room(fault)
         self._load.let_in()
         await self._load.flowing()
+        if self._cluster.shape.keeps_answers and self._strikes_front_end(fault):
+            await self._one_front_end_at_a_time()
         self._timeline.note(f"{which}, after {time.monotonic() - began_s:.0f} s: {fault}")
         self.done[fault.kind] += 1
         task = asyncio.create_task(self._carry_out(fault, which), name=str(fault))
@@ -66,6 +69,15 @@ class Campaign:
         task.add_done_callback(self._lasting.discard)
         await asyncio.wait([task], timeout=_HOLD_S)
         await self._still()
+
+    def _strikes_front_end(self, fault: Fault) -> bool:
+        names = [member.name for member in self._cluster.of(Tier.FRONTEND)]
+        return fault.kind not in _NEEDS_TARGET and bool({fault.target, fault.other} & {*names})
+
+    async def _one_front_end_at_a_time(self) -> None:
+        """What is kept must be with both before the next one is struck (docs/kept-answers.md)."""
+        if not await self._watch.copied():
+            self._timeline.broken("front ends that are well have not copied their answers to each other")
 
     async def _still(self) -> None:
         """Let everything end, and look."""
@@ -77,12 +89,15 @@ class Campaign:
 
     async def _carry_out(self, fault: Fault, which: str) -> None:
         began_s = time.monotonic()
+        self._rolling = self._rolling or fault.kind in ROLLOUTS
         try:
             await self._faults.carry_out(fault)
         except (OSError, RuntimeError, TimeoutError) as error:
             self._timeline.broken(f"{which}, {fault}: {type(error).__name__}: {error}")
         if fault.kind is Kind.ROTATE:
             self._watch.rotated()
+        if fault.kind in ROLLOUTS:
+            self._rolling = False
         if time.monotonic() - began_s > _HOLD_S:
             self._timeline.note(f"{which} is over")
 
@@ -95,21 +110,23 @@ class Campaign:
     def _fits(self, fault: Fault) -> bool:
         if len(self._lasting) >= _LASTING:
             return False
+        if fault.kind in ROLLOUTS:
+            return not self._rolling
         if fault.kind is Kind.POISON:
             # It takes two engines, where nothing else does.
             return all(member.well for member in self._cluster.of(Tier.WORKER)) and self._well(fault.target)
         targets = [name for name in (fault.target, fault.other) if name in self._cluster.members]
         if not all(map(self._well, targets)):
             return False
-        if fault.kind in _NEEDS_TARGET:
-            return True
-        struck = [self._cluster.members[name] for name in targets]
-        return all(self._leaves_half(tier, struck) for tier in {member.tier for member in struck})
+        # Whom it does not hear serves others.
+        struck = [] if fault.kind in _NEEDS_TARGET else targets[:1]
+        return all(self._leaves_half(self._cluster.members[name]) for name in struck)
 
     def _well(self, name: str) -> bool:
         return self._cluster.members[name].well
 
-    def _leaves_half(self, tier: Tier, struck: list[Member]) -> bool:
-        members = self._cluster.of(tier)
-        ill = [member for member in members if not member.well or member in struck]
+    def _leaves_half(self, one: Member) -> bool:
+        """Of those that can do what one does."""
+        members = [each for each in self._cluster.of(one.tier) if each.version is one.version]
+        ill = [member for member in members if not member.well or member is one]
         return len(ill) <= max(1, len(members) // 2)

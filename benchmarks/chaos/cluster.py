@@ -19,7 +19,7 @@ from typing import Final
 import grpc
 
 from benchmarks.chaos.links import Link
-from benchmarks.chaos.schedule import Tier
+from benchmarks.chaos.schedule import Tier, Version
 from benchmarks.chaos.timeline import Timeline
 from benchmarks.chaos.xdp import NoPrograms, Programs
 from benchmarks.etcd_faults.cluster import COUNT, FaultyCluster, addresses
@@ -47,6 +47,8 @@ _METRICS: Final = 7001
 _HTTP: Final = 8000
 _FIRST_ADDRESS: Final = 10
 _PROCESSES: Final = 4
+_CHANGED_PROCESSES: Final = 2
+_KEEP_S: Final = 120
 _SMALL_DISK: Final = "size=8m"
 _POLL_S: Final = 0.05
 _BACK_S: Final = 0.5
@@ -62,11 +64,22 @@ class Shape:
     front: str
     workers: int
     speed: float
+    # Workers of the changed version, beside the others.
+    changed: int = 0
 
     @property
-    def processes(self) -> int:
-        """Of workers: real engines have one each."""
-        return min(self.workers, _PROCESSES) if self.engine == "simulated" else self.workers
+    def keeps_answers(self) -> bool:
+        """Whether its front ends can: vLLM's Rust one has no place for it."""
+        return self.front == "python"
+
+    @property
+    def groups(self) -> list[tuple[Version, Sequence[str]]]:
+        """Workers by process: of real engines each has one."""
+        most = _PROCESSES if self.engine == "simulated" else self.workers
+        names = [f"worker-{number}" for number in range(self.workers + self.changed)]
+        first = _parts(names[: self.workers], most)
+        changed = _parts(names[self.workers :], _CHANGED_PROCESSES)
+        return [(Version.FIRST, part) for part in first] + [(Version.CHANGED, part) for part in changed]
 
 
 @dataclass(eq=False)
@@ -81,6 +94,8 @@ class Member:
     # Read at each fault point (worker_agent/faults.py).
     faults: Path
     metrics: str
+    # Of the model, that workers run.
+    version: Version = Version.FIRST
     process: PartProcess | None = None
     starts: int = 0
     # Faults that are upon it; an end that is not awaited is a breach.
@@ -157,6 +172,7 @@ class Cluster:
         self.root = self.authority.issue(ETCD_ROOT).folder
         self.authority.issue(OPERATOR)
         self.operator = transport_of(self._certificates, OPERATOR)
+        self.operator_folder = certificate_folder(self._certificates, OPERATOR.role.value, OPERATOR.name)
         self.etcd = FaultyCluster(folder, False, [each.folder for each in issued])
         try:
             programs: Programs | None = Programs(Path("/run/bpf"))
@@ -303,7 +319,7 @@ class Cluster:
     def _plan(self, folder: Path, programs: Programs | None) -> dict[str, Member]:
         members: dict[str, Member] = {}
 
-        def add(tier: Tier, name: str, start: StartTier, *arguments: str, ids: Sequence[str] = ()) -> None:
+        def add(tier: Tier, name: str, start: StartTier, *arguments: str, ids: Sequence[str] = ()) -> Member:
             number = _FIRST_ADDRESS + len(members)
             link = Link(name, number, programs)
             role = Role(tier.value)
@@ -333,17 +349,21 @@ class Cluster:
             if tier is Tier.FRONTEND:
                 http = f"{link.address}:{_HTTP}"
                 spec = replace(spec, command=[*spec.command, "--http", http], http=f"http://{http}")
-            members[name] = Member(tier, spec, link, disk, faults, metrics)
+            member = members[name] = Member(tier, spec, link, disk, faults, metrics)
+            return member
 
         control = StartTier.CONTROL
         for number in range(2):
             add(Tier.SCHEDULER, f"scheduler-{number}", control, "--audit-log", "{disk}/audit.jsonl")
             add(Tier.MONITOR, f"monitor-{number}", control)
         add(Tier.MIGRATION, "migration", control, "--journal", "{disk}/migrations.jsonl")
-        for ids in _groups(self.shape):
+        for version, ids in self.shape.groups:
             more = ["--count", str(len(ids))] if len(ids) > 1 else []
-            add(Tier.WORKER, ids[0], StartTier.WORKER, *_engine(self.shape), *more, ids=ids)
+            engine = _engine(self.shape, version)
+            add(Tier.WORKER, ids[0], StartTier.WORKER, *engine, *more, ids=ids).version = version
         model = ["--front", self.shape.front, "--model", str(MODEL_PATH), "--served-model-name", MODEL]
+        if self.shape.keeps_answers:
+            model += ["--keep-answers", str(_KEEP_S)]
         for number in range(2):
             add(Tier.FRONTEND, f"frontend-{number}", StartTier.FRONTEND, *model)
         monitor = next(member for member in members.values() if member.tier is Tier.MONITOR)
@@ -358,21 +378,19 @@ class Cluster:
         return members
 
 
-def _groups(shape: Shape) -> list[list[str]]:
-    groups: list[list[str]] = []
-    first = 0
-    for left in range(shape.processes, 0, -1):
-        size = (shape.workers - first) // left
-        groups.append([f"worker-{number}" for number in range(first, first + size)])
-        first += size
-    return groups
+def _parts(names: Sequence[str], most: int) -> list[Sequence[str]]:
+    """As many as can be, of the same size but for one."""
+    count = min(len(names), most)
+    return [names[len(names) * n // count : len(names) * (n + 1) // count] for n in range(count)]
 
 
-def _engine(shape: Shape) -> list[str]:
+def _engine(shape: Shape, version: Version) -> list[str]:
     common = ["--engine", shape.engine, "--model", str(MODEL_PATH), "--intra", "policy"]
     if shape.engine != "simulated":
         return [*common, "--reasoning-parser", REASONING_PARSER]
     settings = {"speed": shape.speed, "kv_blocks": 4_000, "dies_of": POISON, "reasoning_mean_tokens": 0}
+    if version is Version.CHANGED:
+        settings["weights_seed"] = 1
     return [*common, *(f"--engine-arg={name}={json.dumps(value)}" for name, value in settings.items())]
 
 

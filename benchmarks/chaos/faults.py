@@ -19,6 +19,7 @@ from benchmarks.chaos.answers import Ending, Question, judge
 from benchmarks.chaos.cluster import KEY, MODEL, POISON, Cluster, Member
 from benchmarks.chaos.load import Load
 from benchmarks.chaos.mover import Mover
+from benchmarks.chaos.rollouts import Rollouts
 from benchmarks.chaos.schedule import Fault, Kind, Tier
 from benchmarks.chaos.timeline import Timeline
 from benchmarks.etcd_faults.cluster import FaultyMember
@@ -48,10 +49,13 @@ _Act = Callable[[Fault], Awaitable[None]]
 class Faults:
     """Of one cluster under one load."""
 
-    def __init__(self, cluster: Cluster, load: Load, mover: Mover, timeline: Timeline) -> None:
+    def __init__(
+        self, cluster: Cluster, load: Load, mover: Mover, rollouts: Rollouts, timeline: Timeline
+    ) -> None:
         self._cluster = cluster
         self._load = load
         self._mover = mover
+        self._rollouts = rollouts
         self._timeline = timeline
         self._etcd = asyncio.Lock()
         self._acts: Mapping[Kind, _Act] = {
@@ -76,6 +80,8 @@ class Faults:
             Kind.SLOW_READER: self._slow_reader,
             Kind.ROTATE: self._rotate,
             Kind.POLICY: self._switch,
+            Kind.ROLLOUT: self._roll_out,
+            Kind.UNDONE: self._roll_out_and_back,
         }
 
     async def carry_out(self, fault: Fault) -> None:
@@ -218,15 +224,22 @@ class Faults:
         message = question.message(front.spec.http, f"slow-{fault.number}")
         async with asyncio.timeout(fault.seconds + _WHOLE_S):
             result = await _read_slowly(front.spec.http, message, fault.seconds)
-        ending, why = judge(result, right)
-        if ending is not Ending.WHOLE and front.starts == runs and not front.disturbed:
-            self._timeline.broken(f"a slow reader's stream on {front.name} {ending}: {why}")
+        verdict = judge(result, right)
+        if verdict.ending is not Ending.WHOLE and front.starts == runs and not front.disturbed:
+            told = f"{verdict.ending}: {verdict.why}"
+            self._timeline.broken(f"a slow reader's stream on {front.name} {told}")
 
     # ---- operators
 
     async def _rotate(self, fault: Fault) -> None:
         await asyncio.to_thread(self._cluster.authority.rotate)
         await asyncio.sleep(_SEEN_S)
+
+    async def _roll_out(self, fault: Fault) -> None:
+        await self._rollouts.swap()
+
+    async def _roll_out_and_back(self, fault: Fault) -> None:
+        await self._rollouts.swap_and_undo(fault.seconds)
 
     async def _switch(self, fault: Fault) -> None:
         request = admin_pb2.SetPolicyRequest(name=fault.other)

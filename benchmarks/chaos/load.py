@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import collections
 import itertools
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Final
 
-from benchmarks.chaos.answers import Answer, Ending, Question, judge, read_answer
+from benchmarks.chaos.answers import Answer, Ending, Question, Verdict, judge, read_answer
 from benchmarks.chaos.cluster import Cluster, Member
-from benchmarks.chaos.schedule import Tier
+from benchmarks.chaos.returning import Received, Way
+from benchmarks.chaos.schedule import Tier, Version
 from benchmarks.chaos.timeline import Timeline
 from benchmarks.loadgen import StreamResult, run_stream
 
@@ -23,6 +28,9 @@ _END_S = 90.0
 _SHARE = 0.6
 _AGAIN_S = 0.3
 _POLL_S = 0.02
+# Of those that come back: by what, and after how many seconds without anything.
+_RETURNING: Final = ((Way.EVENT, 3.0), (Way.KEY, 10.0), (Way.EVENT, 10.0), (Way.KEY, 3.0))
+_RETURNING_ONE_IN: Final = 3
 
 
 @dataclass(eq=False, slots=True)
@@ -36,16 +44,13 @@ class Stream:
     result: StreamResult | None = None
     # What was done to whoever had it.
     suffered: set[str] = field(default_factory=set)
+    # Versions that may make it.
+    versions: set[Version] = field(default_factory=set)
 
     @property
     def flows(self) -> bool:
         """A token has come."""
         return self.result is not None and bool(self.result.event_times)
-
-    @property
-    def gap_s(self) -> float:
-        """The longest time between two events; nothing where fewer came."""
-        return max(self.result.gaps, default=0.0) if self.result is not None else 0.0
 
 
 @dataclass(slots=True)
@@ -56,6 +61,11 @@ class Tally:
     tokens: int = 0
     # Longest gap of each whole stream, by what was done to whoever had it; none: under "".
     gaps: dict[str, list[float]] = field(default_factory=lambda: collections.defaultdict(list))
+    versions: collections.Counter[str] = field(default_factory=collections.Counter)
+    # Longest gap of each whole stream whose client came back, by how it did; and how many were not whole.
+    resumed: dict[Way, list[float]] = field(default_factory=lambda: collections.defaultdict(list))
+    not_resumed: collections.Counter[Way] = field(default_factory=collections.Counter)
+    overtaken: int = 0
 
 
 class Load:
@@ -66,14 +76,18 @@ class Load:
         self._asked = asked
         self._clients = clients
         self._timeline = timeline
-        self._right: dict[Question, Answer] = {}
+        self._right: dict[Question, dict[Version, Answer]] = collections.defaultdict(dict)
+        self._versions: Collection[Version] = (Version.FIRST,)
         self._numbers = itertools.count()
         self._open = asyncio.Event()
         self.live: dict[str, Stream] = {}
         self.tally = Tally()
 
-    async def learn(self) -> None:
-        """Ask everything once while nothing is done to anybody. Raises RuntimeError."""
+    async def learn(self, version: Version) -> None:
+        """Ask everything once while nothing is done to anybody. Raises RuntimeError.
+
+        `version`: the one that takes new requests.
+        """
         fronts = self._cluster.of(Tier.FRONTEND)
         bound = asyncio.Semaphore(self._clients)
 
@@ -85,7 +99,9 @@ class Load:
             answer = read_answer(result.body)
             if result.error or answer.error or answer.ends != 1:
                 raise RuntimeError(f"undisturbed, and yet: {result.error} {result.body[-500:].decode()}")
-            self._right[question] = answer
+            if answer in self._right[question].values():
+                raise RuntimeError("two versions give the same answer")
+            self._right[question][version] = answer
 
         async with asyncio.TaskGroup() as group:
             for number, question in enumerate(self._asked):
@@ -96,6 +112,12 @@ class Load:
         async with asyncio.TaskGroup() as group:
             for number in range(self._clients):
                 group.create_task(self._client(number))
+
+    def made_by(self, versions: Collection[Version]) -> None:
+        """From now on answers are made by one of these, those that are under way also by what they had."""
+        self._versions = versions
+        for stream in self.live.values():
+            stream.versions |= set(versions)
 
     def let_in(self) -> None:
         """Clients ask."""
@@ -132,8 +154,8 @@ class Load:
             return left
         return []
 
-    def longest(self) -> tuple[Question, Answer]:
-        """The question with the longest answer."""
+    def longest(self) -> tuple[Question, Mapping[Version, Answer]]:
+        """The question with the longest answer, and that of each version."""
         question = max(self._asked, key=lambda each: each.max_tokens)
         return question, self._right[question]
 
@@ -146,26 +168,79 @@ class Load:
         at = request_id.find("chaos-")
         return None if at < 0 else self.live.get("-".join(request_id[at:].split("-")[:2]))
 
-    async def ask(self, question: Question, front: Member) -> tuple[Ending, str, Stream]:
+    async def ask(self, question: Question, front: Member) -> Ending:
         """One stream to its end, counted."""
-        stream = Stream(f"chaos-{next(self._numbers)}", front, front.starts)
+        with self._under_way(front) as stream:
+            result = await self._connect(stream, question, {}, math.inf)
+        verdict = judge(result, self._right[question])
+        self._count(stream, verdict, result)
+        lost = stream.front.starts != stream.run or not stream.front.ready
+        excused = {
+            Ending.WHOLE: True,
+            Ending.CUT: lost,
+            # One that is told to stop takes nothing new.
+            Ending.UNREACHED: lost or bool(stream.front.disturbed),
+            Ending.REFUSED: True,
+        }
+        if not excused.get(verdict.ending, False):
+            self._timeline.broken(f"{stream.name} on {stream.front.name} {verdict.ending}: {verdict.why}")
+        return verdict.ending
 
+    async def ask_until_whole(self, question: Question, front: Member, way: Way, patience_s: float) -> Ending:
+        """One whose client comes back whenever it is cut off, or has heard nothing for so long."""
+        until_s = time.monotonic() + _STREAM_S
+        with self._under_way(front) as stream:
+            received = Received(way, stream.name)
+            received.take(await self._connect(stream, question, received.headers(), patience_s))
+            while not received.ended and time.monotonic() < until_s:
+                await asyncio.sleep(_AGAIN_S)
+                self._meet(stream, self._other_than(stream.front))
+                received.take(await self._connect(stream, question, received.headers(), patience_s))
+        result = received.result()
+        verdict = judge(result, self._right[question])
+        if received.wrong:
+            verdict = Verdict(Ending.WRONG, received.wrong)
+        self._count(stream, verdict, result)
+        self.tally.overtaken += received.overtaken
+        if verdict.ending is not Ending.WHOLE:
+            self.tally.not_resumed[way] += 1
+            told = f"{verdict.ending}, though it comes back by {way}: {verdict.why}"
+            self._timeline.broken(f"{stream.name}, at last on {stream.front.name}, {told}")
+        elif received.connections > 1:
+            self.tally.resumed[way].append(_longest_gap(result))
+        return verdict.ending
+
+    @contextmanager
+    def _under_way(self, front: Member) -> Iterator[Stream]:
+        stream = Stream(f"chaos-{next(self._numbers)}", front, front.starts, versions=set(self._versions))
+        self._meet(stream, front)
+        self.live[stream.name] = stream
+        try:
+            yield stream
+        finally:
+            del self.live[stream.name]
+
+    def _meet(self, stream: Stream, front: Member) -> None:
+        stream.front, stream.run, stream.result = front, front.starts, None
+        if front.disturbed:
+            stream.suffered.add("its front end was disturbed")
+
+    def _other_than(self, front: Member) -> Member:
+        return next(each for each in self._cluster.of(Tier.FRONTEND) if each is not front)
+
+    async def _connect(
+        self, stream: Stream, question: Question, headers: Mapping[str, str], patience_s: float
+    ) -> StreamResult:
         def begun(result: StreamResult) -> None:
             stream.result = result
 
-        self.live[stream.name] = stream
-        if front.disturbed:
-            stream.suffered.add("its front end was disturbed")
-        message = question.message(front.spec.http, stream.name)
-        try:
-            result = await run_stream(front.spec.http, message, _STREAM_S, begun)
-        finally:
-            del self.live[stream.name]
-        ending, why = judge(result, self._right[question])
-        self._count(stream, ending, why)
-        return ending, why, stream
+        url = stream.front.spec.http
+        message = question.message(url, stream.name, headers)
+        return await run_stream(url, message, _STREAM_S, begun, patience_s)
 
     async def _client(self, number: int) -> None:
+        returns = self._cluster.shape.keeps_answers and number % _RETURNING_ONE_IN == 0
+        way, patience_s = _RETURNING[number // _RETURNING_ONE_IN % len(_RETURNING)]
         for turn in itertools.count(number):
             await self._open.wait()
             fronts = [
@@ -176,26 +251,29 @@ class Load:
             if not fronts:
                 await asyncio.sleep(_AGAIN_S)
                 continue
-            question = self._asked[turn * 7 % len(self._asked)]
-            ending, _, _ = await self.ask(question, fronts[turn % len(fronts)])
+            question, front = self._asked[turn * 7 % len(self._asked)], fronts[turn % len(fronts)]
+            if returns:
+                ending = await self.ask_until_whole(question, front, way, patience_s)
+            else:
+                ending = await self.ask(question, front)
             if ending is not Ending.WHOLE:
                 await asyncio.sleep(_AGAIN_S)
 
-    def _count(self, stream: Stream, ending: Ending, why: str) -> None:
-        self.tally.endings[ending] += 1
-        if ending is Ending.WHOLE:
-            assert stream.result is not None
-            self.tally.tokens += stream.result.tokens
-            for suffered in stream.suffered or {""}:
-                self.tally.gaps[suffered].append(stream.gap_s)
+    def _count(self, stream: Stream, verdict: Verdict, result: StreamResult) -> None:
+        self.tally.endings[verdict.ending] += 1
+        if verdict.ending is not Ending.WHOLE:
             return
-        front = stream.front
-        lost = front.starts != stream.run or not front.ready
-        excused = {
-            Ending.CUT: lost,
-            # One that is told to stop takes nothing new.
-            Ending.UNREACHED: lost or bool(front.disturbed),
-            Ending.REFUSED: True,
-        }
-        if not excused.get(ending, False):
-            self._timeline.broken(f"{stream.name} on {front.name} {ending}: {why}")
+        self.tally.tokens += result.tokens
+        self.tally.versions[verdict.version] += 1
+        for suffered in stream.suffered or {""}:
+            self.tally.gaps[suffered].append(_longest_gap(result))
+        if verdict.version not in stream.versions:
+            self._timeline.broken(
+                f"{stream.name} on {stream.front.name} was made by the {verdict.version} version, not by "
+                f"the {' or '.join(sorted(stream.versions))} one"
+            )
+
+
+def _longest_gap(result: StreamResult) -> float:
+    """Between two events; nothing where fewer came."""
+    return max(result.gaps, default=0.0)

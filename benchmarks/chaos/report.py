@@ -12,7 +12,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from benchmarks.chaos.cluster import Cluster
-from benchmarks.chaos.load import Load
+from benchmarks.chaos.load import Load, Tally
+from benchmarks.chaos.returning import Way
 from benchmarks.chaos.schedule import Tier
 from benchmarks.chaos.timeline import Timeline
 from benchmarks.chaos.watch import FILES, MEMORY, TASKS, Watch
@@ -35,6 +36,15 @@ class Gaps(msgspec.Struct, frozen=True):
     longest_s: float
 
 
+class Resumed(msgspec.Struct, frozen=True):
+    """Streams whose clients came back for the rest, and their longest gaps, in seconds."""
+
+    whole: int
+    not_whole: int
+    p99_s: float
+    longest_s: float
+
+
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """Of one run."""
 
@@ -45,6 +55,11 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     # By how they ended.
     streams: dict[str, int]
     tokens: int
+    # Whole ones, by the version of the model that made them.
+    versions: dict[str, int]
+    # By what clients came back; and how often one was told that a later request of it has the answer.
+    resumed: dict[str, Resumed]
+    overtaken: int
     migrations: dict[str, int]
     corrupt_blocks_found: float
     # By what was done to whoever had the stream.
@@ -74,6 +89,9 @@ def gather(
         faults=dict(sorted(faults.items())),
         streams=dict(load.tally.endings),
         tokens=load.tally.tokens,
+        versions=dict(load.tally.versions),
+        resumed={way.value: _resumed(load.tally, way) for way in Way},
+        overtaken=load.tally.overtaken,
         migrations=migrations,
         corrupt_blocks_found=corrupt_blocks,
         gaps={
@@ -85,6 +103,12 @@ def gather(
         memory_growth=_growth(watch),
         broken=[str(event) for event in timeline.breaches],
     )
+
+
+def _resumed(tally: Tally, way: Way) -> Resumed:
+    gaps = tally.resumed[way] or [0.0]
+    longest = round(max(gaps), 2)
+    return Resumed(len(tally.resumed[way]), tally.not_resumed[way], round(percentile(gaps, 0.99), 2), longest)
 
 
 def _growth(watch: Watch) -> dict[str, float]:
@@ -122,7 +146,12 @@ def show(figures: Figures, console: Console) -> None:
     if figures.memory_growth:
         growth = sorted(figures.memory_growth.values())
         console.print(f"memory over a run of a process: {growth[0]:.3f} to {growth[-1]:.3f} of what it was")
-    console.print(f"streams: {figures.streams}; {figures.tokens:,} tokens")
+    console.print(f"streams: {figures.streams}; {figures.tokens:,} tokens; made by {figures.versions}")
+    for way, found in figures.resumed.items():
+        console.print(
+            f"came back by {way}: {found.whole} whole, {found.not_whole} not; "
+            f"P99 of the longest gap {found.p99_s:.2f} s, longest {found.longest_s:.2f} s"
+        )
     console.print(f"migrations: {figures.migrations}; corrupt blocks found: {figures.corrupt_blocks_found:g}")
     console.print(f"broken: {len(figures.broken)}", style="bold red" if figures.broken else "bold green")
 

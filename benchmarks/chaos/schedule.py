@@ -34,6 +34,8 @@ class Kind(enum.StrEnum):
     SLOW_READER = "slow reader"
     ROTATE = "certificates rotated"
     POLICY = "policy switched"
+    ROLLOUT = "rollout"
+    UNDONE = "rollout undone"
 
 
 class Tier(enum.StrEnum):
@@ -45,6 +47,14 @@ class Tier(enum.StrEnum):
     MONITOR = "monitor"
     MIGRATION = "migration"
     ETCD = "etcd"
+
+
+class Version(enum.StrEnum):
+    """Of the one model."""
+
+    FIRST = "first"
+    # The same configuration and tokenizer, and other weights.
+    CHANGED = "changed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +96,15 @@ RULES: Final[Mapping[Kind, Rule]] = {
     Kind.SLOW_READER: Rule(1.5, (Tier.FRONTEND,), 2.0, 6.0),
     Kind.ROTATE: Rule(1),
     Kind.POLICY: Rule(2),
+    Kind.ROLLOUT: Rule(1.5),
+    Kind.UNDONE: Rule(1, (), 0.5, 10.0),
 }
 
-OF_SIMULATED: Final = frozenset({Kind.POISON})
-"""What real engines cannot be told to do."""
+ROLLOUTS: Final = frozenset({Kind.ROLLOUT, Kind.UNDONE})
+"""One at a time."""
+
+OF_SIMULATED: Final = ROLLOUTS | {Kind.POISON}
+"""What real engines cannot be told to do, or of which this machine has not enough."""
 
 
 @dataclass(frozen=True, slots=True)

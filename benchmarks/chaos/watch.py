@@ -28,6 +28,10 @@ _SETTLE_S: Final = 40.0
 # gRPC keeps what a certificate has replaced for a minute after its last call (tailrace/service/channels.py).
 _REPLACED_S: Final = 75.0
 _POLL_S: Final = 0.2
+# A front end that was started is known to the other one by then, and has copies of what that has.
+_COPIED_S: Final = 20.0
+_PEERS: Final = "tailrace_frontend_answer_peers"
+_UNCOPIED: Final = "tailrace_frontend_answers_uncopied"
 
 # What must be nothing again, by tier.
 _NOTHING: Final[Mapping[Tier, tuple[str, ...]]] = {
@@ -147,6 +151,19 @@ class Watch:
                 worst[name] = max(worst.get(name, 0.0), values[name])
             self.memory.setdefault(f"{member.name}.{member.starts}", []).append(values[MEMORY])
 
+    async def copied(self) -> bool:
+        """Until no kept answer would be lost with either of two front ends; False: it takes too long, though
+        both are well."""
+        fronts = self._cluster.of(Tier.FRONTEND)
+        until_s = time.monotonic() + _COPIED_S
+        while time.monotonic() < until_s:
+            if not all(front.well for front in fronts):
+                until_s = time.monotonic() + _COPIED_S
+            elif all([_is_copied(await self._scrape(front)) for front in fronts]):
+                return True
+            await asyncio.sleep(_POLL_S)
+        return False
+
     async def counted(self, tier: Tier, name: str) -> float:
         """A metric over a tier."""
         return sum([(await self._scrape(member)).get(name, 0.0) for member in self._cluster.of(tier)])
@@ -177,6 +194,10 @@ class Watch:
             for sample in family.samples:
                 sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
         return sums
+
+
+def _is_copied(front: Mapping[str, float]) -> bool:
+    return bool(front.get(_PEERS)) and not front.get(_UNCOPIED)
 
 
 def _held(scraped: Scraped) -> list[str]:

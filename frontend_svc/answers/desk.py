@@ -146,7 +146,7 @@ class AnswerDesk:
             keep_s / 3,
             clock,
         )
-        metrics.watch(book, lambda: len(peers.all()), lambda: self._replication.lost)
+        metrics.watch(book, lambda: len(peers.all()), self._replication)
         self._deliveries: dict[str, Delivery] = {}
         # Streams of answers, by handle, until their last output has come.
         self._streams: dict[int, tuple[Stream, Delivery, str]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import Final, Protocol
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,6 +13,14 @@ from prometheus_client.registry import Collector
 from frontend_svc.answers.book import AnswerBook
 
 _SECONDS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2)
+
+
+class Copies(Protocol):
+    """The part of replication.Replication that is used here."""
+
+    lost: int
+
+    def uncopied(self) -> int: ...
 
 
 class AnswerMetrics(Collector):
@@ -32,13 +40,12 @@ class AnswerMetrics(Collector):
         self.copied = copy_seconds.observe
         self._book: AnswerBook | None = None
         self._peers: Callable[[], int] = lambda: 0
-        self._lost: Callable[[], int] = lambda: 0
+        self._copies: Copies | None = None
         registry.register(self)
 
-    def watch(self, book: AnswerBook, peers: Callable[[], int], lost: Callable[[], int]) -> None:
-        """What is shown beside the counters. `peers`: front ends that can have copies; `lost`: how often one
-        did not answer while it had some."""
-        self._book, self._peers, self._lost = book, peers, lost
+    def watch(self, book: AnswerBook, peers: Callable[[], int], copies: Copies) -> None:
+        """What is shown beside the counters. `peers`: front ends that can have copies."""
+        self._book, self._peers, self._copies = book, peers, copies
 
     def collect(self) -> Iterable[Metric]:
         """In Prometheus' form."""
@@ -73,7 +80,12 @@ class AnswerMetrics(Collector):
         yield CounterMetricFamily(
             "tailrace_frontend_answer_peers_lost",
             "How often a front end did not answer while it had copies.",
-            value=self._lost(),
+            value=0 if self._copies is None else self._copies.lost,
+        )
+        yield GaugeMetricFamily(
+            "tailrace_frontend_answers_uncopied",
+            "Answers under way of which no second front end has all that their clients have.",
+            value=0 if self._copies is None else self._copies.uncopied(),
         )
 
 

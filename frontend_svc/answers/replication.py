@@ -104,6 +104,13 @@ class Replication:
         copied = self._copied.get(answer.head.answer_id)
         return "" if copied is None else copied.peer.frontend_id
 
+    def uncopied(self) -> int:
+        """Answers that go on here and whose clients may have what no second front end has."""
+        return sum(
+            answer.serves and not answer.complete and not self._protects(answer.head.answer_id)
+            for answer in self._book
+        )
+
     def begin(self, answer: Answer, prefer: str = "", has: int | None = None) -> None:
         """A run begins here. `prefer`: who should have the copy; `has`: it has so many entries already."""
         self.stop(answer)
@@ -189,6 +196,10 @@ class Replication:
             line.task = asyncio.create_task(self._feed(line), name=f"copies to {peer.frontend_id}")
             line.task.add_done_callback(partial(self._ended, line))
         return line
+
+    def _protects(self, answer_id: str) -> bool:
+        copied = self._copied.get(answer_id)
+        return copied is not None and copied.holds and not copied.refused
 
     def _push(self, copied: _Copied) -> None:
         line = self._line(copied.peer)

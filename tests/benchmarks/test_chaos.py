@@ -12,13 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.chaos.__main__ import UNSUPPORTED
-from benchmarks.chaos.answers import Answer, Ending, judge, read_answer
-from benchmarks.chaos.schedule import RULES, Cast, Kind, Tier, draw
+from benchmarks.chaos.answers import Answer, Ending, Verdict, judge, read_answer
+from benchmarks.chaos.returning import Received, Way
+from benchmarks.chaos.schedule import RULES, Cast, Kind, Tier, Version, draw
 from benchmarks.loadgen import StreamResult
 
 CAST = Cast({tier: [f"{tier.value}-{n}" for n in range(3)] for tier in Tier}, ["pascal", "ares"])
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
 RIGHT = Answer("abcd", "length", 3, 2, 1)
+OTHER = Answer("axyz", "length", 3, 2, 1)
 
 
 def event(**fields: object) -> bytes:
@@ -34,8 +36,9 @@ DONE = b"data: [DONE]\n\n"
 WHOLE = choice("ab") + choice("cd", "length") + USAGE + DONE
 
 
-def judged(body: bytes, status: int = 200) -> Ending:
-    return judge(StreamResult(0.0, status=status, body=HEAD + b"\r\n" + body), RIGHT)[0]
+def judged(body: bytes, status: int = 200) -> Verdict:
+    right = {Version.FIRST: RIGHT, Version.CHANGED: OTHER}
+    return judge(StreamResult(0.0, status=status, body=HEAD + b"\r\n" + body), right)
 
 
 @given(st.integers(), st.integers(0, 40), st.integers(0, 40))
@@ -91,7 +94,69 @@ def test_chunks_of_http_do_not_matter(sizes: list[int]) -> None:
     ],
 )
 def test_an_answer_is_judged(body: bytes, status: int, ending: Ending) -> None:
-    assert judged(body, status) is ending
+    assert judged(body, status).ending is ending
+
+
+def test_an_answer_is_made_by_one_version() -> None:
+    end = choice("", "length") + USAGE + DONE
+    assert judged(choice("abcd") + end) == Verdict(Ending.WHOLE, "", Version.FIRST)
+    assert judged(choice("axyz") + end) == Verdict(Ending.WHOLE, "", Version.CHANGED)
+    mixed = judged(choice("abyz") + end)
+    assert mixed.ending is Ending.WRONG and "first: " in mixed.why and "changed: " in mixed.why
+
+
+def numbered(run: int, first: int, *events: bytes) -> bytes:
+    told = [b"id: a.%d.%d\n%b" % (run, number, event) for number, event in enumerate(events, first)]
+    return HEAD + b"\r\n" + b"".join(told)
+
+
+def came(body: bytes, status: int = 200) -> StreamResult:
+    return StreamResult(0.0, status=status, body=body)
+
+
+EVENTS = (choice("ab"), choice("cd", "length"), USAGE, DONE)
+
+
+def test_a_client_comes_back_for_what_it_does_not_have() -> None:
+    received = Received(Way.EVENT, "k")
+    assert received.headers() == {}
+    received.take(came(numbered(1, 1, *EVENTS[:1]) + b"id: a.1.2\ndata: {half"))
+    assert received.headers() == {Way.EVENT: "a.1.1"} and not received.ended
+    received.take(came(b'{"error": {"message": "being resumed by a later request"}}', 409))
+    received.take(came(b"", 0))
+    received.take(came(numbered(7, 2, *EVENTS[1:])))
+    assert received.whole and not received.wrong and received.connections == 2 and received.overtaken == 1
+    assert judge(received.result(), {Version.FIRST: RIGHT}).ending is Ending.WHOLE
+    assert received.result().tokens == 2
+
+
+def test_a_key_brings_the_same_events_again() -> None:
+    received = Received(Way.KEY, "k")
+    received.take(came(numbered(1, 1, *EVENTS[:2])))
+    assert received.headers() == {Way.KEY: "k"}
+    received.take(came(numbered(7, 1, *EVENTS)))
+    assert received.whole and not received.wrong
+    assert judge(received.result(), {Version.FIRST: RIGHT}).ending is Ending.WHOLE
+
+
+@pytest.mark.parametrize(
+    ("way", "then"),
+    [
+        (Way.EVENT, came(numbered(7, 3, *EVENTS[2:]))),
+        (Way.EVENT, came(numbered(7, 1, *EVENTS))),
+        (Way.EVENT, came(HEAD + b"\r\n" + b"".join(EVENTS[1:]))),
+        (Way.EVENT, came(HEAD + b"\r\n" + event(error={"message": "gone", "code": 503}))),
+        (Way.EVENT, came(b'{"error": {}}', 404)),
+        (Way.EVENT, came(b'{"error": {"message": "the rest is gone"}}', 409)),
+        (Way.KEY, came(numbered(7, 1, choice("ax"), *EVENTS[1:]))),
+        (Way.KEY, came(numbered(7, 2, *EVENTS[1:]))),
+    ],
+)
+def test_what_is_lost_repeated_or_another_is_wrong(way: Way, then: StreamResult) -> None:
+    received = Received(way, "k")
+    received.take(came(numbered(1, 1, *EVENTS[:1])))
+    received.take(then)
+    assert received.wrong and received.ended
 
 
 @pytest.mark.slow

@@ -164,18 +164,24 @@ class FrontEnd:
         self.incarnation = str(next(self._numbers))
         self.peers = NetworkPeers(network, name)
         book = AnswerBook(name, max_bytes, rank, network.next_run)
+        self._registry = CollectorRegistry()
         self.desk = AnswerDesk(
             name,
             KEEP_S,
             book,
             self.peers,
-            AnswerMetrics(CollectorRegistry()),
+            AnswerMetrics(self._registry),
             lambda: network.now_s,
             lambda: f"a{next(network.answers)}",
         )
         self.table = StreamTable()
         self.connections: dict[str, Connection] = {}
         self.desk.bind(self)
+
+    @property
+    def uncopied(self) -> float | None:
+        """As its metrics say."""
+        return self._registry.get_sample_value("tailrace_frontend_answers_uncopied")
 
     def show(self, handle: int, frames: Sequence[bytes], tokens: int, last: bool) -> None:
         for output in read_outputs(frames).outputs:

@@ -147,7 +147,9 @@ async def test_tokens_do_not_wait_for_the_first_copy_of_what_had_none() -> None:
     world["f0"].desk.tick()
     await world.tokens("f0", 1)
     assert client.events == [1, 2, 3] and world.network.pending
+    assert world["f0"].uncopied == 1
     await world.arrive()
+    assert world["f0"].uncopied == 0
     await world.tokens("f0", 1)
     assert client.events == [1, 2, 3]
     await world.arrive()
