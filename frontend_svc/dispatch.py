@@ -141,7 +141,9 @@ class Dispatch:
         never = barred() | self._unfit(stream)
         chosen = await self._placement.choose(stream, avoid | never)
         if isinstance(chosen, Refused) and not chosen.final and avoid - never:
-            return await self._placement.choose(stream, barred() | self._unfit(stream))
+            chosen = await self._placement.choose(stream, barred() | self._unfit(stream))
+        if isinstance(chosen, Refused) and not chosen.final:
+            return self._placement.last_resort(stream, barred() | self._unfit(stream)) or chosen
         return chosen
 
     def _unfit(self, stream: Stream) -> frozenset[str]:

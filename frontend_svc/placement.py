@@ -108,6 +108,8 @@ class Members(Protocol):
     @property
     def draining(self) -> frozenset[str]: ...
     @property
+    def leaving(self) -> frozenset[str]: ...
+    @property
     def suspects(self) -> frozenset[str]: ...
     @property
     def rollouts(self) -> Mapping[str, RolloutRecord]: ...
@@ -209,6 +211,11 @@ class Fleet:
         """Instances that get nothing new."""
         draining = self._members.draining
         return draining.union(self._stopping) if self._stopping else draining
+
+    @property
+    def leaving(self) -> frozenset[str]:
+        """Of these, instances that nothing but a rollout drains."""
+        return self._members.leaving.difference(self._stopping)
 
     @property
     def suspects(self) -> frozenset[str]:
@@ -533,6 +540,16 @@ class Placement:
             excluded.add(reply.instance_id)
         return self._fallback(stream, avoid | unable)
 
+    def last_resort(self, stream: Stream, avoid: frozenset[str]) -> Placed | None:
+        """For a stream that has tokens where `choose` finds nothing: an instance of its model from which a
+        rollout keeps new requests away. They are new no more."""
+        if not stream.accepted:
+            return None
+        model, never = self._model(stream), avoid | self._fleet.unable(stream.needs)
+        leaving = self._fleet.leaving.intersection(self._outbox.attached()) - never
+        candidates = [i for i in leaving if self._fleet.is_model(i, model)]
+        return self._least_loaded(candidates) if candidates else None
+
     def _excluded(self, stream: Stream, avoid: frozenset[str]) -> tuple[frozenset[str], set[str]]:
         """Instances that are not able to run the request, and all that it must not go to: the scheduler may
         not have heard yet which of them drain."""
@@ -585,6 +602,9 @@ class Placement:
         candidates = [i for i in usable(self._fleet, of_model) if i not in avoid]
         if not candidates:
             return Refused("no instance of its model answers" if stream.accepted else "no instance answers")
+        return self._least_loaded(candidates)
+
+    def _least_loaded(self, candidates: list[str]) -> Placed:
         count = self._table.count_owned
         best = min(may_prefill(self._fleet, candidates), key=lambda i: (count(i), i))
         return Placed(best, "fallback")

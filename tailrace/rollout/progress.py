@@ -114,7 +114,7 @@ def _drain(record: RolloutRecord, fleet: FleetFacts, now_s: float, waited_s: flo
             return replace(record, draining=draining)
         return replace(record, draining=draining, state=RolloutState.DONE, ended_s=now_s)
     # Without the new model there is nobody for what old instances hand back, and it may have to be undone.
-    # The last one is where answers go on whose instance is lost: a draining one takes none.
+    # The last one is where answers go on whose instance is lost: a draining one hands back.
     if not fleet.warm(record.new) or (waits and (len(left) == 1 or waited_s < STEP_S)):
         return replace(record, draining=draining)
     following = min(left.values(), key=lambda instance: (instance.requests, instance.instance_id))

@@ -58,6 +58,7 @@ class Membership:
         self._pools: dict[str, Pool] = {}
         self._draining: frozenset[str] = frozenset()
         self._drained: frozenset[str] = frozenset()
+        self._leaving: frozenset[str] = frozenset()
         self._stages: tuple[Stage, ...] = ()
         self._policy: PolicyRecord | None = None
         self._slo = Slo()
@@ -111,6 +112,11 @@ class Membership:
     def draining(self) -> frozenset[str]:
         """Ids of instances that get nothing new."""
         return self._draining
+
+    @property
+    def leaving(self) -> frozenset[str]:
+        """Of these, instances that a rollout drains and nobody else does."""
+        return self._leaving
 
     @property
     def drained(self) -> frozenset[str]:
@@ -208,7 +214,9 @@ class Membership:
         # By an operator; those that were told to stop; and those whose model goes.
         self._drained = frozenset(key.partition("/")[2] for key in mapping if key.startswith("drains/"))
         stopping = {name for name, record in self._instances.items() if record.draining}
-        self._draining = self._drained | stopping | _leaving(self._instances, services, rollouts)
+        told = self._drained | stopping
+        self._leaving = _leaving(self._instances, services, rollouts) - told
+        self._draining = told | self._leaving
         self._stages = _stages(mapping.get("stages"))
         with _left_as_it_was("policy"):
             self._policy = decode_policy(mapping.get("policy", b""))

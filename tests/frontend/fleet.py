@@ -38,6 +38,7 @@ class StaticMembers:
         self.leaders: dict[str, ServiceRecord] = {}
         self.pools: dict[str, Pool] = {}
         self.draining: frozenset[str] = frozenset()
+        self.leaving: frozenset[str] = frozenset()
         self.suspects: frozenset[str] = frozenset()
         self.rollouts: dict[str, RolloutRecord] = {}
         self.unread_rollouts: frozenset[str] = frozenset()

@@ -28,6 +28,7 @@ from tests.frontend.scripted_worker import FINISHED, outputs
 from tests.frontend.test_adopt import adopt
 from tests.frontend.test_models import running
 from tests.frontend.test_placement import Scheduler, scheduler
+from tests.frontend.test_relocation import hand_back
 
 OLD, NEW = ModelIdentity("text", "old", "bf16"), ModelIdentity("text", "new", "bf16")
 SERVED = ServedModel("/models/old", ModelIdentity("text", "old"), "chat")
@@ -124,6 +125,31 @@ async def test_an_answer_whose_model_is_gone_ends_with_an_error(rig: Rig) -> Non
     end = await rig.front.end_of("begun")
     assert (end.finish_reason, Refusal.decode(end.stop_reason)) == (FinishReason.ERROR, CANNOT_GO_ON)
     assert rig.front.tokens["begun"] == [1]
+
+
+async def test_an_answer_goes_on_where_only_the_rollout_keeps_new_requests_away(rig: Rig) -> None:
+    """All old instances drain. The one that had it is gone; one that an operator drains takes nothing."""
+    a, b, _ = await rig.member("a", OLD), await rig.member("b", OLD), await rig.member("c", NEW)
+    await rig.member("drained", OLD)
+    follow(rig, rollout(RolloutState.PREPARING))
+    await attached(rig, "a", "b", "c", "drained")
+    await rig.front.ready()
+    rig.members.draining = frozenset({"b", "drained"})
+    rig.members.changed()
+    await rig.front.add("begun")
+    begun = await a.submitted()
+    a.say(outputs(begun, [1], 0))
+    await rig.front.tokens_of("begun", 1)
+    rig.members.draining, rig.members.leaving = frozenset({"a", "b", "drained"}), frozenset({"a", "b"})
+    follow(rig, rollout(RolloutState.DONE))
+    # It is not handed from one that drains to another.
+    hand_back(a, begun)
+    await rig.crash(a)
+    taken_over = await b.submitted()
+    assert (taken_over.request_id, list(taken_over.output_token_ids)) == ("begun", [1])
+    b.say(outputs(taken_over, [2], 1, FINISHED, epoch=taken_over.epoch))
+    await rig.front.end_of("begun")
+    assert rig.front.tokens["begun"] == [1, 2]
 
 
 async def test_the_front_end_grants_no_migration_to_the_other_model(rig: Rig) -> None:

@@ -202,8 +202,14 @@ async def test_a_rollout_drains_instances_as_long_as_they_run_what_goes(store: S
     await store.put("rollouts//models/m", msgspec.json.encode(rollout))
     members = await Membership.start(store)
     assert members.rollouts == {"/models/m": rollout}
-    assert members.draining == {"a"}
+    assert members.draining == members.leaving == {"a"}
     assert not members.drained
+    # What an operator drains is not the rollout's to give to anybody.
+    await store.put("drains/a", b"1")
+    await member_state(members, lambda: not members.leaving)
+    assert members.draining == {"a"}
+    await store.delete("drains/a")
+    await member_state(members, lambda: members.leaving == {"a"})
     # Somebody comes who calls the old model by another name: it must not be left without instances.
     front = ServiceRecord(
         kind="frontend",
