@@ -118,6 +118,7 @@ class Load:
         self._versions = versions
         for stream in self.live.values():
             stream.versions |= set(versions)
+            stream.suffered |= {"rollout"} if len(versions) > 1 else set()
 
     def let_in(self) -> None:
         """Clients ask."""
