@@ -107,7 +107,8 @@ class EngineDied(RuntimeError):
 @click.option(
     "--host-kv-bytes",
     type=click.IntRange(0),
-    help="Host memory for the KV of preempted requests; 0: they are recomputed.",
+    help="Host memory for KV, in bytes: preempted requests, and in what they leave prefixes that the device "
+    "evicts; 0: both are recomputed.  [default: 4 GiB, or an eighth of the machine's memory if that is less]",
 )
 @click.option(
     "--stream-port",

@@ -1,4 +1,4 @@
-"""Prefixes that the device evicts wait in host memory, and come back: with the right content, or not at all."""
+"""Prefixes that the device evicts wait in host memory, and come back as they were, or not at all."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 
 pytest.importorskip("vllm", reason="the vLLM engine is not installed")
 
+from vllm.sampling_params import SamplingParams
+
 from tests.worker.test_vllm_engine import idle, params, same
 from tests.worker.vllm_front import Front, Stream
 from worker_agent.engine.base import EngineInfo, Submission
 from worker_agent.engine.vllm.engine import VllmEngine
 from worker_agent.engine.vllm.host_pool import HostPool
+from worker_agent.engine.vllm.kv_blocks import DeviceStaging
 from worker_agent.engine.vllm.settings import VllmSettings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
@@ -34,9 +37,7 @@ BLOCK_BYTES = 2 * 3 * 2 * 32 * 4 * BLOCK
 PREFIX_BLOCKS = 10
 
 
-@pytest_asyncio.fixture(
-    scope="module", loop_scope="module", params=[False, True], ids=["sync", "async"]
-)
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[False, True], ids=["sync", "async"])
 async def started(request: pytest.FixtureRequest) -> AsyncIterator[tuple[VllmEngine, Front, EngineInfo]]:
     """Engines without and with async scheduling, one after the other."""
     engine = VllmEngine(
@@ -93,6 +94,10 @@ async def nothing_left(engine: VllmEngine, front: Front) -> AsyncIterator[None]:
     assert not front.dead
 
 
+async def forget_host(engine: VllmEngine) -> None:
+    await engine._ask(lambda parts: parts.core.host.forget_all())
+
+
 async def forget_all(engine: VllmEngine) -> None:
     assert await engine._ask(lambda parts: parts.core.core.reset_prefix_cache())
     assert engine.stats().host_cached_bytes == 0
@@ -103,7 +108,7 @@ def prompt_of(number: int) -> list[int]:
     return [(number + 3) * n * n % 241 for n in range(PREFIX_BLOCKS * BLOCK + 5)]
 
 
-def sampling(**changes: object):  # type: ignore[no-untyped-def]
+def sampling(**changes: object) -> SamplingParams:
     return params(**({"temperature": 1.0, "seed": 6, "max_tokens": 24} | changes))
 
 
@@ -116,9 +121,7 @@ def held(book: CacheBook, names: Sequence[int], tier: Tier) -> int:
 async def evict(engine: VllmEngine, front: Front) -> None:
     """Every block of the device is used for something else."""
     for number in range(2):
-        await front.run(
-            engine, [(11 + number) * n % 197 for n in range(18 * BLOCK)], sampling(max_tokens=2)
-        )
+        await front.run(engine, [(11 + number) * n % 197 for n in range(18 * BLOCK)], sampling(max_tokens=2))
     await idle(engine)
 
 
@@ -279,8 +282,9 @@ async def test_what_is_evicted_between_steps_is_kept_too(engine: VllmEngine, fro
     other = front.stream([n * 5 % 239 for n in range(20 * BLOCK - 3)], sampling(max_tokens=2))
     submission = Submission(other.key, other.request_id, 1, other.frames)
     assert len(await engine.fetch_open("fetch", submission, 1 << 20)) == 19
-    places = await engine._ask(lambda parts: [block.block_id for block in parts.fetches._fetches["fetch"].blocks])
-    await engine._ask(lambda parts: parts.core.kv.zero(places))
+    await engine._ask(
+        lambda parts: parts.core.kv.zero([b.block_id for b in parts.fetches._fetches["fetch"].blocks])
+    )
     await engine.fetch_drop("fetch")
     before = engine.stats()
     same(await front.run(engine, prompt_of(1), sampling()), reference)
@@ -290,15 +294,58 @@ async def test_what_is_evicted_between_steps_is_kept_too(engine: VllmEngine, fro
     assert loaded >= PREFIX_BLOCKS - 5 and found == PREFIX_BLOCKS * BLOCK
 
 
+async def test_host_memory_lends(engine: VllmEngine, front: Front) -> None:
+    """The device has the first blocks, host memory all: lent alike, and readable whatever is evicted."""
+    reference = await front.run(engine, prompt_of(1), sampling())
+    await evict(engine, front)
+    await front.run(engine, prompt_of(1)[: 3 * BLOCK + 1], sampling(max_tokens=2))
+    stream = front.stream(prompt_of(1), sampling())
+    submission = Submission(stream.key, stream.request_id, 1, stream.frames)
+    names = await engine._ask(
+        lambda parts: [bytes(name) for name in parts.core.decode(stream.frames, 0).block_hashes]
+    )
+    # What host memory has need not come from anybody else.
+    assert await engine.fetch_open("held", submission, 1 << 20) == []
+    assert await engine.loan_open("loan", names) == PREFIX_BLOCKS
+    assert await engine.loan_open("other", [b"unknown", *names]) == 0
+    assert await engine.loan_open("rest", names[5:]) == PREFIX_BLOCKS - 5
+    await forget_host(engine)
+    number = 20
+    dropped = engine.stats().host_blocks_dropped
+    while engine.stats().host_blocks_dropped < dropped + HOST_BLOCKS:
+        await front.run(engine, prompt_of(number), sampling(max_tokens=2))
+        number += 1
+    # Three blocks are pinned on the device.
+    missing = await engine.fetch_open("fetch", submission, 1 << 20)
+    assert missing == names[3:]
+    staging = engine.staging(PREFIX_BLOCKS)
+    assert isinstance(staging, DeviceStaging)
+    sums = await engine.read_blocks("loan", 0, PREFIX_BLOCKS, staging)
+    rest = engine.staging(PREFIX_BLOCKS - 5)
+    assert isinstance(rest, DeviceStaging)
+    assert await engine.read_blocks("rest", 0, PREFIX_BLOCKS - 5, rest) == sums[5:]
+    await engine.write_blocks("fetch", 0, PREFIX_BLOCKS - 3, staging.part(3, PREFIX_BLOCKS - 3), sums[3:])
+    await engine.fetch_keep("fetch", PREFIX_BLOCKS - 3)
+    await engine.fetch_drop("fetch")
+    for loan in ("loan", "other", "rest"):
+        await engine.loan_end(loan)
+    before = engine.stats()
+    same(await front.run(engine, prompt_of(1), sampling()), reference)
+    after = engine.stats()
+    assert after.cached_prompt_tokens - before.cached_prompt_tokens == PREFIX_BLOCKS * BLOCK
+    assert after.host_blocks_loaded == before.host_blocks_loaded
+
+
 async def test_requests_go_before_kept_blocks(engine: VllmEngine, front: Front) -> None:
     """Host memory is full of prefixes; preempted requests have it, and come back as they were."""
-    alone = [await front.run(engine, prompt_of(9)[: 2 * BLOCK + n], sampling(max_tokens=200)) for n in range(5)]
+    prompts = [prompt_of(9)[: 2 * BLOCK + n] for n in range(5)]
+    alone = [await front.run(engine, prompt, sampling(max_tokens=200)) for prompt in prompts]
     number = 20
     while engine.stats().host_cached_bytes < HOST_BLOCKS * BLOCK_BYTES:
         await front.run(engine, prompt_of(number), sampling(max_tokens=2))
         number += 1
     before = engine.stats()
-    streams = [front.stream(prompt_of(9)[: 2 * BLOCK + n], sampling(max_tokens=200)) for n in range(5)]
+    streams = [front.stream(prompt, sampling(max_tokens=200)) for prompt in prompts]
     for stream in streams:
         front.submit(engine, stream)
     await front.until(lambda: all(stream.finished for stream in streams))
@@ -311,7 +358,7 @@ async def test_requests_go_before_kept_blocks(engine: VllmEngine, front: Front) 
 
 
 async def test_a_storm_of_prefixes(engine: VllmEngine, front: Front) -> None:
-    """More prefixes than fit both memories, in any order, aborted at random: each answer is the one it was."""
+    """More prefixes than fit both memories, in any order, aborted at random: each answer is what it was."""
     dice = random.Random(4)
     prompts = [[*prompt_of(n)[: blocks * BLOCK], n, 7] for n in range(12) for blocks in (4, PREFIX_BLOCKS)]
     references = [await front.run(engine, prompt, sampling(max_tokens=8)) for prompt in prompts]
@@ -327,7 +374,8 @@ async def test_a_storm_of_prefixes(engine: VllmEngine, front: Front) -> None:
             gone, _ = running.pop(dice.randrange(len(running)))
             engine.abort([gone.key])
         if len(running) > 6:
-            await front.until(lambda: running[0][0].finished)
+            first = running[0][0]
+            await front.until(lambda first=first: first.finished)  # type: ignore[misc]
             for stream, reference in [each for each in running if each[0].finished]:
                 same(stream, reference)
             running = [each for each in running if not each[0].finished]

@@ -35,12 +35,13 @@ from worker_agent.engine.vllm.swaps import Swap, SwapMetadata
 
 
 class TailraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Worker side: `blocks` reads and writes KV by block, `pool` holds what is swapped out.
+    """Worker side: `blocks` reads and writes KV by block, `pool` holds what is in host memory, `loads` brings
+    prefixes back from there.
 
-    Scheduler side: `ledger` says who has which slot of the pool, `tier` what comes back of evicted prefixes,
-    if any are kept. All are attached once the engine is loaded; before, and with no host memory, nothing is swapped. Models with several KV cache groups have
-    none: vLLM cannot be told there which blocks did not come back whole. Nor has an engine of several ranks,
-    whose worker sides are in processes of their own.
+    Scheduler side: `ledger` says who has which slot of the pool, `tier` what comes back of evicted prefixes.
+    All are attached once the engine is loaded; before, and with no host memory, nothing is swapped. Models
+    with several KV cache groups have none: vLLM cannot be told there which blocks did not come back whole.
+    Nor has an engine of several ranks, whose worker sides are in processes of their own.
     """
 
     blocks: KvBlocks | None

@@ -145,7 +145,9 @@ class HostTier:
             if load is None:
                 continue
             swap, bad = load.swap, output.invalid_block_ids
-            spoilt = [name for block_id, name in zip(swap.block_ids, swap.names, strict=True) if block_id in bad]
+            spoilt = [
+                name for block_id, name in zip(swap.block_ids, swap.names, strict=True) if block_id in bad
+            ]
             self._ledger.forget(spoilt)
             self._ledger.give_back(swap.slots)
             self._coming.difference_update(swap.names)

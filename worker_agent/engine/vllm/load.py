@@ -29,7 +29,7 @@ from worker_agent.engine.vllm.grammars import Grammars
 from worker_agent.engine.vllm.handover import handover_of
 from worker_agent.engine.vllm.hidden_states import HiddenStateTap, StepStates
 from worker_agent.engine.vllm.host_loads import HostLoads
-from worker_agent.engine.vllm.host_pool import HostPool
+from worker_agent.engine.vllm.host_pool import HostPool, HostSlot
 from worker_agent.engine.vllm.host_tier import HostTier
 from worker_agent.engine.vllm.kv_blocks import KvBlocks
 from worker_agent.engine.vllm.layouts import Layout, Place
@@ -336,6 +336,30 @@ class LoadedCore:
                 break
             found += blocks
         return found
+
+    def held(self, names: Sequence[bytes]) -> list[KVCacheBlock | HostSlot]:
+        """The same, on the device or, where it is not there, in host memory."""
+        found: list[KVCacheBlock | HostSlot] = []
+        while len(found) < len(names):
+            rest = names[len(found) :]
+            more = self.cached(rest) or [HostSlot(slot) for slot in self.host.find(rest)]
+            if not more:
+                break
+            found += more
+        return found
+
+    def pin(self, blocks: Sequence[KVCacheBlock | HostSlot]) -> None:
+        """One user more of each."""
+        self.block_pool.touch([block for block in blocks if not isinstance(block, HostSlot)])
+        for block in blocks:
+            if isinstance(block, HostSlot):
+                self.host.pin(block.slot)
+
+    def unpin(self, blocks: Sequence[KVCacheBlock | HostSlot]) -> None:
+        """One user less of each."""
+        # Last block first, so that it is evicted from the prefix cache before those it builds on.
+        self.block_pool.free_blocks([block for block in reversed(blocks) if not isinstance(block, HostSlot)])
+        self.host.give_back([block.slot for block in blocks if isinstance(block, HostSlot)])
 
     def reserve(self, request: Request, num_blocks: int, cached: Sequence[KVCacheBlock] = ()) -> bool:
         """Give the request at least this many blocks; False, and nothing changed, when there is no room.
