@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -27,7 +28,7 @@ class OnePool(RuleBasedStateMachine):
         self.pins: list[int] = []
         self.numbers = 0
 
-    def told(self, stored: list[bytes], gone: list[bytes]) -> None:
+    def told(self, stored: Sequence[bytes], gone: Sequence[bytes]) -> None:
         assert not self.known & set(stored) and self.known >= set(gone)
         self.known |= set(stored)
         self.known -= set(gone)
