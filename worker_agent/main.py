@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 from contextlib import AsyncExitStack
 from typing import Final
 
@@ -298,17 +297,21 @@ def _profile(name: str | None) -> Profile | None:
 async def _serve_or_say(
     common: CommonOptions, options: EngineOptions, count: int, settings: WorkerSettings, shutdown: Shutdown
 ) -> None:
-    """What an operator can mend is one line, not a traceback. Told to stop, it ends as soon as all is closed:
-    the interpreter would take seconds more to take an engine's modules apart."""
+    """Serve until told to stop or an engine dies; log what an operator can fix as one line.
+
+    Never returns: the process exits as soon as everything is closed. The interpreter would take seconds more
+    to take an engine's modules apart, in which a supervisor cannot start the worker again.
+    """
+    status = 0
     try:
         await serve(common, options, count, settings, shutdown)
     except asyncio.CancelledError:
         log.info("stopped")
-        logging.shutdown()
-        os._exit(0)
     except (BindingError, EngineOptionError, EngineStartError, EngineDied, IdInUse) as error:
         log.error("%s", error)
-        sys.exit(1)
+        status = 1
+    logging.shutdown()
+    os._exit(status)
 
 
 async def serve(
