@@ -1,12 +1,10 @@
-"""Which new requests are refused, and what their users are told.
+"""Refusals of new requests, and how the API server learns of them.
 
-One byte in shared memory tells the API server whether a new request can be taken at all: it answers 503 or
+One byte in shared memory tells the API server whether a new request can be accepted at all. It answers 503 or
 429 before it starts a response; once a stream has begun, its status is 200 whatever happens. Only
 `frontend_svc` knows the fleet, and asking it for every request would cost a round trip.
 
-Why a request that was taken ends without an answer travels as an output's stop_reason: vLLM passes it through
-untouched, and on an error output nobody else sets one. The Python API server answers with its status and
-message in OpenAI's shape; vLLM's Rust API server knows errors without reasons alone, and answers 500.
+The reason why an accepted request ends without an answer is sent as an output's stop_reason: see `Refusal`.
 """
 
 from __future__ import annotations
@@ -30,21 +28,21 @@ _PREFIX: Final = "tailrace:"
 class Refusal:
     """Why a request ends without an answer: an HTTP status and a message for the user.
 
-    vLLM passes an output's stop_reason through untouched, and on an error output nobody else sets one: both
-    travel there. The Python API server answers with them in OpenAI's shape; vLLM's Rust API server knows
-    errors without reasons alone, and answers 500.
+    It is encoded as the stop_reason of an error output: vLLM passes that through unchanged and sets none of
+    its own there. The Python API server answers with its status and message in OpenAI's format; vLLM's Rust
+    API server has errors without reasons only, and answers 500.
     """
 
     status: int
     message: str
 
     def encode(self) -> str:
-        """As a stop_reason."""
+        """Return the refusal as a stop_reason."""
         return f"{_PREFIX}{self.status}:{self.message}"
 
     @classmethod
     def decode(cls, stop_reason: int | str | None) -> Self | None:
-        """None: a stop_reason of somebody else."""
+        """Parse a stop_reason; return None if it is not a refusal."""
         if not isinstance(stop_reason, str) or not stop_reason.startswith(_PREFIX):
             return None
         status, colon, message = stop_reason.removeprefix(_PREFIX).partition(":")
@@ -52,42 +50,43 @@ class Refusal:
 
 
 NO_INSTANCE: Final = Refusal(503, "No instance can take this request now.")
-"""Nothing in the fleet can take the request; later it may."""
+"""Nothing in the fleet can take the request at present."""
 
 CANNOT_GO_ON: Final = Refusal(
     503, "The answer cannot go on: no instance of the model that began it can take it."
 )
-"""The answer has begun, and another model must not end it."""
+"""The answer has begun, and another model must not continue it."""
 
 TOO_MANY_REQUESTS: Final = Refusal(429, "This server carries as many requests as it may; try again later.")
-"""The front end's own bound."""
+"""The front end's own limit of requests."""
 
 TENANT_FULL: Final = Refusal(
     429, "As many requests of this key's tenant wait for their turn as may; try again later."
 )
-"""Beyond what may wait of one tenant (`--fair-backlog`)."""
+"""The tenant's queue is full (`--fair-backlog`)."""
 
 NO_TURN: Final = Refusal(503, "This request's turn did not come in time; try again later.")
-"""It has waited for its tenant's turn as long as a request may wait for an instance."""
+"""The tenant's turn did not come within the wait limit (`--place-wait`)."""
 
 OVERLOADED: Final = Refusal(
     429, "This server has too much to do to begin with this request in time; try again later."
 )
-"""The request's first token would come too late (`tailrace set slo admit=`)."""
+"""The request's first token would miss the SLO (`tailrace set slo admit=`)."""
 
 
 class AdmissionState(enum.IntEnum):
-    """What becomes of a new request."""
+    """What happens to a new request."""
 
     OPEN = 0
     # No instance can take it: 503.
     NO_INSTANCE = 1
-    # The front end carries as many requests as it may: 429.
+    # The front end has reached its limit of requests: 429.
     FULL = 2
 
 
 class AdmissionFlag:
-    """The writer's side, in `frontend_svc`. Starts open: requests may wait for the first instance."""
+    """Write the admission state; used by `frontend_svc`. Starts open: requests may wait for the first
+    instance."""
 
     def __init__(self, path: Path) -> None:
         path.write_bytes(bytes([AdmissionState.OPEN]))
@@ -95,18 +94,18 @@ class AdmissionFlag:
         self.path = path
 
     def set(self, state: AdmissionState) -> None:
-        """What new requests are told from now on."""
+        """Set what happens to new requests from now on."""
         self._map[0] = state
 
 
 class AdmissionReader:
-    """The reader's side, in the API server."""
+    """Read the admission state; used by the API server."""
 
     def __init__(self, path: Path) -> None:
         self._map = _map(path, mmap.PROT_READ)
 
     def read(self) -> AdmissionState:
-        """What becomes of a new request now."""
+        """Return what happens to a new request now."""
         return AdmissionState(self._map[0])
 
 
@@ -119,7 +118,7 @@ def _map(path: Path, protection: int) -> mmap.mmap:
 
 
 class AdmissionGate:
-    """Closes admission once no instance could take a request for `patience_s`, and while the front end is
+    """Close admission while no instance could take a request for `patience_s`, and while the front end is
     full."""
 
     def __init__(self, flag: AdmissionFlag, patience_s: float) -> None:
@@ -130,7 +129,7 @@ class AdmissionGate:
         self._full = False
 
     def update(self, usable: int) -> None:
-        """Tell how many instances could take a request now."""
+        """Set how many instances could take a request now."""
         if usable:
             self.cancel()
             self._without_instance = False
@@ -139,14 +138,14 @@ class AdmissionGate:
             self._timer = asyncio.get_running_loop().call_later(self._patience_s, self._close)
 
     def update_full(self, full: bool) -> None:
-        """Tell whether the front end carries as many requests as it may."""
+        """Set whether the front end has reached its limit of requests."""
         if full != self._full:
             self._full = full
             log.warning("%s", "full: new requests are refused" if full else "no longer full")
             self._apply()
 
     def cancel(self) -> None:
-        """Forget the timer."""
+        """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,8 +1,8 @@
-"""The commit of a migration: the one place where a running request changes its instance.
+"""Commit migrations: the one place where a running request changes its instance.
 
-A target asks to own a request from index next_index on. It may, if and only if the request is live, the epoch
-that the migration started from is still the current one, and every token before next_index has arrived. The
-last of those may still be on their way from the source on another stream, so the answer can wait for them.
+A target asks to own a request from index next_index on. It may if and only if the request is live, the epoch
+that the migration started from is still current, and every token before next_index has arrived. The last of
+those may still be in flight from the source on another stream, so the reply can wait for them.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from frontend_svc.links import Outbox
 from frontend_svc.streams import Stream, StreamTable
 from tailrace.v1 import worker_pb2
 
-# Seconds to wait for tokens in flight.
+# Seconds to wait for tokens that are in flight.
 IN_FLIGHT_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Why an adoption is not granted."""
+    """Why an adoption is refused."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Tokens before next_index are still on their way."""
+    """Tokens before next_index are still in flight."""
 
     missing: int
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Granted. `source` is the owner until now."""
+    """The adoption is granted. `source` is the owner until now."""
 
     source: str
 
 
-def judge(
+def evaluate(
     table: StreamTable, stream: Stream | None, target: str, adopt: worker_pb2.Adopt
 ) -> Commit | Wait | Refused:
-    """The rule, without side effects."""
+    """Decide on an adoption, without side effects."""
     if stream is None or not table.is_live(stream):
         return Refused("the request has ended")
     if stream.request_id != adopt.request_id:
@@ -72,18 +72,20 @@ class _Pending:
 
 
 class Adoptions:
-    """Answers Adopt and OwnershipQuery; holds the adoptions that wait for tokens, at most one a request."""
+    """Answer Adopt and OwnershipQuery; hold adoptions that wait for tokens, at most one per request."""
 
     def __init__(
         self,
         table: StreamTable,
         outbox: Outbox,
         on_commit: Callable[[Stream, str, str], None],
-        runs: Callable[[str, str], bool],
+        may_run: Callable[[str, str], bool],
     ) -> None:
-        """`on_commit(stream, source, target)` is told after each commit; `runs(instance, model)`: whether
-        that instance may run the model of this key."""
-        self._runs = runs
+        """`on_commit(stream, source, target)` is called after each commit.
+
+        `may_run(instance, model)` returns whether that instance may run the model of this key.
+        """
+        self._may_run = may_run
         self._table = table
         self._outbox = outbox
         self._on_commit = on_commit
@@ -91,39 +93,40 @@ class Adoptions:
 
     @property
     def waiting(self) -> bool:
-        """Whether any adoption waits; while none does, `progress` need not be called."""
+        """Return whether any adoption waits; while none does, `check_pending` need not be called."""
         return bool(self._pending)
 
-    def ask(self, target: str, adopt: worker_pb2.Adopt) -> None:
-        """A target asks. A newer question about the same request supersedes a waiting one."""
+    def request(self, target: str, adopt: worker_pb2.Adopt) -> None:
+        """Decide on a target's request; a newer one for the same stream supersedes a pending one."""
         self._refuse_pending(adopt.handle, "superseded by another migration")
         self._decide(target, adopt)
 
-    def progress(self) -> None:
-        """Tokens were accepted or streams ended: look again at what waits."""
+    def check_pending(self) -> None:
+        """Decide pending adoptions again after tokens were accepted or streams ended."""
         for handle, pending in list(self._pending.items()):
             stream = self._table.get(handle)
-            if not isinstance(judge(self._table, stream, pending.target, pending.adopt), Wait):
-                self._take(handle)
+            if not isinstance(evaluate(self._table, stream, pending.target, pending.adopt), Wait):
+                self._pop_pending(handle)
                 self._decide(pending.target, pending.adopt)
 
-    def ownership(self, asker: str, query: worker_pb2.OwnershipQuery) -> None:
-        """A source whose export broke asks whether to go on. If it may, no waiting adoption may still win."""
+    def answer_ownership_query(self, source: str, query: worker_pb2.OwnershipQuery) -> None:
+        """Answer a source whose export broke; if it may continue, refuse the pending adoption so that it
+        cannot win later."""
         stream = self._table.get(query.handle)
-        current = stream is not None and stream.owner == asker and stream.epoch == query.epoch
+        current = stream is not None and stream.owner == source and stream.epoch == query.epoch
         if current:
-            self._refuse_pending(query.handle, "the source goes on")
+            self._refuse_pending(query.handle, "the source continues")
         answer = worker_pb2.Ownership(handle=query.handle, epoch=query.epoch, current=current)
-        self._outbox.send(asker, worker_pb2.AttachUp(ownership=answer))
+        self._outbox.send(source, worker_pb2.AttachUp(ownership=answer))
 
     def close(self) -> None:
         """Cancel the timers."""
         for handle in list(self._pending):
-            self._take(handle)
+            self._pop_pending(handle)
 
     def _decide(self, target: str, adopt: worker_pb2.Adopt) -> None:
         stream = self._table.get(adopt.handle)
-        verdict = judge(self._table, stream, target, adopt)
+        verdict = evaluate(self._table, stream, target, adopt)
         match verdict:
             case Refused(reason):
                 self._reply(target, adopt, reason)
@@ -135,14 +138,15 @@ class Adoptions:
                 self._pending[adopt.handle] = _Pending(target, adopt, timer)
             case Commit(source):
                 assert stream is not None
-                if stream.model and not self._runs(target, stream.model):
-                    # Everybody before should have refused; an answer of two models ends here at the latest.
+                if stream.model and not self._may_run(target, stream.model):
+                    # The scheduler and the target should have refused before; this is the last check against
+                    # an answer of two models.
                     self._reply(target, adopt, "the target runs another model than made the tokens so far")
                     return
                 self._commit(stream, source, target, adopt)
 
     def _commit(self, stream: Stream, source: str, target: str, adopt: worker_pb2.Adopt) -> None:
-        # The target must hear of it, or nobody would go on: a target that cannot be told does not get it.
+        # If the target cannot be told, nobody would run the request: then it stays with the source.
         accepted = worker_pb2.AdoptReply(migration_id=adopt.migration_id, handle=adopt.handle, accepted=True)
         if not self._outbox.send(target, worker_pb2.AttachUp(adopt_reply=accepted)):
             return
@@ -153,7 +157,7 @@ class Adoptions:
         self._on_commit(stream, source, target)
 
     def _refuse_pending(self, handle: int, reason: str) -> None:
-        pending = self._take(handle)
+        pending = self._pop_pending(handle)
         if pending is not None:
             self._reply(pending.target, pending.adopt, reason)
 
@@ -163,7 +167,7 @@ class Adoptions:
         )
         self._outbox.send(target, worker_pb2.AttachUp(adopt_reply=reply))
 
-    def _take(self, handle: int) -> _Pending | None:
+    def _pop_pending(self, handle: int) -> _Pending | None:
         pending = self._pending.pop(handle, None)
         if pending is not None:
             pending.timer.cancel()

@@ -1,4 +1,4 @@
-"""Tells the cluster to the instances of which models this front end is connected: its record in etcd."""
+"""Publish in etcd which models this front end is connected to."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tailrace.store.registration import Registration
 
 log = logging.getLogger(__name__)
 
-# Between two writes: a front end that starts connects to one instance after the other.
+# Pause between two writes: a starting front end connects to one instance after the other.
 _PAUSE_S: Final = 0.2
-# Without etcd.
+# Pause between attempts while etcd cannot be reached.
 _RETRY_S: Final = 1.0
 
 
 class Announcer:
-    """Writes the record when the models have changed; what changes meanwhile goes into the next write."""
+    """Write the front end's record when its models change; changes during a write go into the next one."""
 
     def __init__(self, registration: Registration, record: ServiceRecord) -> None:
         self._registration = registration
@@ -31,18 +31,18 @@ class Announcer:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin; `close` ends it."""
+        """Start the task; `close` ends it."""
         self._task = asyncio.create_task(self._run(), name="announces models")
 
     async def close(self) -> None:
-        """Write no more."""
+        """Stop writing."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
             self._task = None
 
     def set_models(self, models: frozenset[str]) -> None:
-        """Keys of the models that are to be told. Does not wait."""
+        """Set the model keys to publish. Does not wait."""
         if models != self._models:
             self._models = models
             self._changed.set()
@@ -56,7 +56,7 @@ class Announcer:
                 await self._registration.update(msgspec.json.encode(record))
                 await asyncio.sleep(_PAUSE_S)
             except StoreUnavailable as error:
-                log.warning("etcd does not know which models can be reached from here: %s", error)
-                # The registration has the value, and puts it once etcd is back; it may be outdated by then.
+                log.warning("cannot publish the connected models to etcd: %s", error)
+                # The registration writes its value again once etcd is back; by then it may be outdated.
                 self._changed.set()
                 await asyncio.sleep(_RETRY_S)

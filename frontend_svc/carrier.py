@@ -1,6 +1,8 @@
-"""Carries every stream: from the API server to instances, and from instances back.
+"""Connects the API server, the workers and the modules that decide about streams.
 
-The parts decide (streams.py, adopt.py, recovery.py, dispatch.py); this is where their messages meet.
+Every message from either side arrives here and is passed to the module that owns the decision: which tokens
+are accepted (streams.py), where a stream runs (dispatch.py), what happens when an instance is lost
+(recovery.py), and who owns a migrated stream (adopt.py). What they accept is forwarded from here.
 """
 
 from __future__ import annotations
@@ -23,27 +25,27 @@ from frontend_svc.admission import (
 )
 from frontend_svc.adopt import Adoptions
 from frontend_svc.answers.calls import ANSWER_HEADER, METHODS
-from frontend_svc.answers.desk import AnswerDesk, RunRequest
-from frontend_svc.dispatch import Dispatch, Relocations
+from frontend_svc.answers.coordinator import AnswerCoordinator, RunRequest
+from frontend_svc.dispatch import Dispatcher, Relocations
 from frontend_svc.fair_gate import FairGate
-from frontend_svc.links import Loss, Workers, abort, request_bytes
+from frontend_svc.links import Loss, WorkerLinks, abort_message, request_bytes
 from frontend_svc.liveness import Liveness
 from frontend_svc.observer import StreamObserver
 from frontend_svc.pacing import Pacer
 from frontend_svc.placement import Placed, Placement
 from frontend_svc.recovery import Recovery
-from frontend_svc.settings import Limits, Patience
+from frontend_svc.settings import Limits, WaitLimits
 from frontend_svc.streams import (
     FINISHED,
     PREFILL_DONE,
-    Accepted,
     MalformedStep,
-    Needs,
     Reject,
+    Requirements,
+    StepVerdict,
     Stream,
     StreamTable,
 )
-from frontend_svc.utilities import Utilities
+from frontend_svc.utilities import UtilityCalls
 from tailrace.adapter_versions import AdapterVersions
 from tailrace.cluster import Phase
 from tailrace.service.message_stream import MIN_MESSAGE_BYTES
@@ -69,28 +71,32 @@ class Output(Protocol):
     """Where outputs for the API server go."""
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """One message of vLLM's protocol."""
+        """Send one message of vLLM's engine-core protocol."""
 
 
 class Carrier:
-    """Sink of the engine-core socket, of all links and of dispatch."""
+    """Handle every message of the API server, the worker links and the dispatcher."""
 
     def __init__(
         self,
         table: StreamTable,
-        workers: Workers,
+        workers: WorkerLinks,
         placement: Placement,
         output: Output,
         observer: StreamObserver,
         pacer: Pacer,
-        patience: Patience,
+        wait_limits: WaitLimits,
         limits: Limits,
         on_full: Callable[[bool], None],
         pace_s: float = 0.0,
-        answers: AnswerDesk | None = None,
+        answers: AnswerCoordinator | None = None,
     ) -> None:
-        """`on_full` is told whether new requests would be refused with 429. `pace_s`: seconds a token at
-        which answers are shown whose requests do not say; 0: at once. `answers` None: none are kept."""
+        """Wire the parts together; nothing starts before the first message.
+
+        `on_full(full)` is called with whether new requests would be refused with 429. `pace_s`: seconds per
+        token at which answers are shown if the request does not set it; 0 shows tokens as they are made.
+        `answers`: None if no answers are kept.
+        """
         self._table = table
         self._workers = workers
         self._output = output
@@ -100,31 +106,31 @@ class Carrier:
         self._limits = limits
         self._on_full = on_full
         self._observer = observer
-        self._dispatch = Dispatch(table, placement, workers, self, patience)
-        self.fair: FairGate | None = None
+        self._dispatch = Dispatcher(table, placement, workers, self, wait_limits)
+        self.fair_gate: FairGate | None = None
         if limits.fair_backlog_tokens:
-            self.fair = FairGate(
+            self.fair_gate = FairGate(
                 limits.fair_backlog_tokens,
                 limits.max_waiting,
-                patience.new_s,
-                self._dispatch.start_waited,
-                self._turn_down,
-                observer.waited,
+                wait_limits.place_s,
+                self._dispatch.start_after_wait,
+                self._refuse,
+                observer.turn_waited,
             )
         self._recovery = Recovery(table, self._dispatch, workers, self._give_up, observer.engine_died)
         self._relocations = Relocations(table, placement, workers, self._dispatch, self)
         self._adoptions = Adoptions(table, workers, observer.adopted, placement.may_run)
         self._liveness = Liveness(table, workers)
-        self._utilities = Utilities(workers, output.send)
+        self._utilities = UtilityCalls(workers, output.send)
         self._adapters = AdapterVersions()
         self.reply = output.send
         if answers is not None:
             answers.bind(self)
 
     async def close(self) -> None:
-        """Cancel all that is under way."""
-        if self.fair is not None:
-            self.fair.close()
+        """Cancel all work in progress."""
+        if self.fair_gate is not None:
+            self.fair_gate.close()
         self._adoptions.close()
         self._pacer.close()
         self._utilities.close()
@@ -136,7 +142,7 @@ class Carrier:
     # ---- from the API server
 
     def on_add(self, frames: Sequence[bytes]) -> None:
-        """A new request. Raises msgspec.DecodeError when it is none."""
+        """Admit or refuse a new request. Raise msgspec.DecodeError if the frames are not a request."""
         head = read_request(frames)
         refusal = self._refusal(frames)
         if refusal is not None:
@@ -147,13 +153,13 @@ class Carrier:
         headers = head.trace_headers or {}
         run_request: RunRequest | None = None
         if self._answers is not None and (run := headers.get(ANSWER_HEADER)) is not None:
-            joining = self._answers.join(run, head.request_id, head.external_req_id or head.request_id)
+            joining = self._answers.join_run(run, head.request_id, head.external_req_id or head.request_id)
             if isinstance(joining, Refusal):
                 self._output.send(_error(head.request_id, joining))
                 return
             run_request = joining
             if run_request.progress.finished:
-                self._answers.tell(run_request)
+                self._answers.deliver(run_request)
                 return
         try:
             stream = self._table.open(
@@ -163,7 +169,7 @@ class Carrier:
             log.exception("refused a request")
             return
         if head.adapter or not head.generates:
-            stream.needs = Needs(head.generates, head.adapter)
+            stream.requirements = Requirements(head.generates, head.adapter)
         if head.adapter:
             stream.adapter_version = self._adapter_version(frames)
         if head.pace_tpot_ms is not None:
@@ -172,32 +178,32 @@ class Carrier:
             stream.pace_s = self._pace_s
         self._observer.arrived(stream, headers.get("traceparent", ""))
         if run_request is not None:
-            self._go_on(stream, run_request)
-        if self.fair is None or stream.accepted:
+            self._resume(stream, run_request)
+        if self.fair_gate is None or stream.accepted:
             self._dispatch.start(stream)
         else:
-            self._wait_for_turn(self.fair, stream, head)
+            self._wait_for_turn(self.fair_gate, stream, head)
 
     def _wait_for_turn(self, fair: FairGate, stream: Stream, head: RequestHead) -> None:
         share = Share.decode((head.trace_headers or {}).get(SHARE_HEADER, ""))
         try:
-            fair.arrive(stream, share, head.priority)
+            fair.enqueue(stream, share, head.priority)
         except TenantQueueFull:
-            self._turn_down(stream, TENANT_FULL)
+            self._refuse(stream, TENANT_FULL)
 
-    def _turn_down(self, stream: Stream, refusal: Refusal) -> None:
-        """It never came to an instance."""
+    def _refuse(self, stream: Stream, refusal: Refusal) -> None:
+        """End a stream that was never submitted to an instance."""
         log.info("%s refused: %s", stream.request_id, refusal.message)
         self._end_with_error(stream, refusal)
-        self._observer.turned_down(stream, refusal.status)
+        self._observer.stream_refused(stream, refusal.status)
 
-    def _go_on(self, stream: Stream, run_request: RunRequest) -> None:
-        """It has been under way before, perhaps at another front end."""
+    def _resume(self, stream: Stream, run_request: RunRequest) -> None:
+        """Restore a stream that was already running earlier, perhaps on another front end."""
         assert self._answers is not None
         progress = run_request.progress
         self._table.restore(stream, progress.token_ids, progress.flags, progress.model)
-        self._answers.tell(run_request)
-        self._answers.carries(stream, run_request)
+        self._answers.deliver(run_request)
+        self._answers.attach_stream(stream, run_request)
         if stream.phase is Phase.ANSWERING:
             stream.first_answer_s, stream.first_answer_index = stream.arrived_s, stream.accepted
             self._pacer.begin(stream, 0)
@@ -208,7 +214,7 @@ class Carrier:
         return "" if adapter is None else self._adapters.of(adapter[1])
 
     def tick(self) -> None:
-        """Called every half second."""
+        """Run the periodic checks. Called every half second."""
         self._liveness.tick(time.monotonic())
         self._recovery.tick()
         if self._answers is not None:
@@ -216,24 +222,24 @@ class Carrier:
         self._on_full(len(self._table) >= self._limits.max_streams)
 
     def _refusal(self, frames: Sequence[bytes]) -> Refusal | None:
-        """Why a new request is not even placed; None: it is."""
+        """Return why a new request cannot be accepted, or None."""
         if len(self._table) >= self._limits.max_streams:
             self._on_full(True)
             return TOO_MANY_REQUESTS
-        waiting = 0 if self.fair is None else len(self.fair)
+        waiting = 0 if self.fair_gate is None else len(self.fair_gate)
         if len(self._dispatch) + waiting >= self._limits.max_unplaced:
             return NO_INSTANCE
         size = request_bytes(frames, 0)
         if size <= MIN_MESSAGE_BYTES:
             return None
-        # Where no instance is attached, it waits for one.
+        # With no instance attached there is no limit to check: the request waits for one.
         limits = [self._workers.max_message_bytes(each) for each in self._workers.attached()]
         if limits and size > max(limits):
             return Refusal(413, f"The request has {size} bytes; instances take {max(limits)} at most.")
         return None
 
     def on_abort(self, request_ids: Sequence[str]) -> None:
-        """Free these requests wherever they are."""
+        """Free these requests on whichever instances they run."""
         for request_id in request_ids:
             self._pacer.drop(request_id)
             stream = self._table.find(request_id)
@@ -241,39 +247,39 @@ class Carrier:
                 continue
             self._abort(stream)
         if self._adoptions.waiting:
-            self._adoptions.progress()
+            self._adoptions.check_pending()
 
     def _abort(self, stream: Stream) -> None:
         self._dispatch.cancel(stream)
         self._close(stream)
         if stream.owner is not None:
-            self._workers.send(stream.owner, abort([stream.handle]))
+            self._workers.send(stream.owner, abort_message([stream.handle]))
         if self._answers is not None:
-            self._answers.ended(stream.handle)
+            self._answers.stream_ended(stream.handle)
         self._observer.aborted(stream)
 
     def _close(self, stream: Stream) -> None:
         self._table.close(stream)
-        if self.fair is not None:
-            self.fair.release(stream.handle)
+        if self.fair_gate is not None:
+            self.fair_gate.release(stream.handle)
 
     def on_utility(self, call: UtilityCall, frames: Sequence[bytes]) -> None:
-        """A call of an engine-core method."""
+        """Handle a call of an engine-core method."""
         if self._answers is not None and call.method in METHODS:
-            self._answers.call(call)
+            self._answers.handle_call(call)
         else:
             self._utilities.call(call, frames)
 
-    # ---- from kept answers
+    # ---- ApiServerSink, called for kept answers
 
-    def show(self, handle: int, frames: Sequence[bytes], tokens: int, last: bool) -> None:
+    def send_output(self, handle: int, frames: Sequence[bytes], tokens: int, last: bool) -> None:
         """See ApiServerSink."""
         if self._pacer.paces(handle):
             self._pacer.put(handle, frames, tokens, last)
         else:
             self._output.send(frames)
 
-    def cut(self, request_id: str, refusal: Refusal) -> None:
+    def end_request(self, request_id: str, refusal: Refusal) -> None:
         """See ApiServerSink."""
         self._pacer.drop(request_id)
         stream = self._table.find(request_id)
@@ -284,46 +290,46 @@ class Carrier:
     # ---- from instances
 
     def on_attached(self, instance_id: str, hello: worker_pb2.WorkerHello) -> None:
-        """A new instance can answer what nobody could."""
+        """Use a newly attached instance for everything that waits for one."""
         self._recovery.attached(instance_id, hello.incarnation)
         self._utilities.instance_attached(instance_id)
         self._dispatch.fleet_changed()
 
     def fleet_changed(self) -> None:
-        """Membership has changed: streams that wait for an instance look again."""
+        """Have streams that wait for an instance try again after a membership change."""
         self._dispatch.fleet_changed()
 
     def on_lost(self, instance_id: str, loss: Loss) -> None:
-        """Its streams go on elsewhere."""
+        """Restart the lost instance's streams elsewhere."""
         self._utilities.instance_lost(instance_id)
         self._liveness.lost(instance_id)
         self._observer.lost(self._recovery.instance_lost(instance_id, loss), instance_id, loss.reason)
         if self._adoptions.waiting:
-            self._adoptions.progress()
+            self._adoptions.check_pending()
 
     def on_process_gone(self, instance_id: str) -> None:
-        """It was lost before; now it is known that its process has ended."""
+        """Record that the process of a lost instance has ended."""
         self._recovery.process_gone(instance_id)
 
     def on_message(self, instance_id: str, message: worker_pb2.AttachDown) -> None:
-        """Anything an attached instance says."""
+        """Handle any message of an attached instance except hello, heartbeat and draining."""
         match message.WhichOneof("body"):
             case "outputs":
                 self._on_step(instance_id, message.outputs)
             case "adopt":
-                self._adoptions.ask(instance_id, message.adopt)
+                self._adoptions.request(instance_id, message.adopt)
             case "ownership_query":
-                self._adoptions.ownership(instance_id, message.ownership_query)
+                self._adoptions.answer_ownership_query(instance_id, message.ownership_query)
             case "hand_back":
                 self._relocations.hand_back(instance_id, message.hand_back)
             case "utility":
                 self._utilities.result(instance_id, message.utility)
             case "held_reply":
-                self._on_missing(instance_id, message.held_reply)
+                self._on_held_reply(instance_id, message.held_reply)
             case "taken":
-                self._table.note_taken(instance_id, message.taken.handle, message.taken.epoch)
+                self._table.confirm_on_engine(instance_id, message.taken.handle, message.taken.epoch)
             case "rejected":
-                self._on_turned_away(instance_id, message.rejected)
+                self._on_submit_rejected(instance_id, message.rejected)
             case body:
                 log.warning("unexpected %s from %s", body, instance_id)
 
@@ -331,109 +337,116 @@ class Carrier:
         try:
             verdict = self._table.accept(instance_id, step)
         except MalformedStep as error:
-            # What of it belongs to whom is not known: whatever the instance owns begins anew on another
-            # stream.
+            # It is unknown which tokens belong to which stream, so everything that the instance owns restarts
+            # on a new connection.
             log.error("malformed outputs from %s: %s", instance_id, error)
-            self._workers.cut(instance_id, f"malformed outputs: {error}")
+            self._workers.reconnect(instance_id, f"malformed outputs: {error}")
             return
-        self._liveness.stepped(instance_id, step.step, time.monotonic())
+        self._liveness.step_received(instance_id, step.step, time.monotonic())
         if self._pacer or self._answers:
-            self._send_apart(instance_id, step, verdict)
+            self._send_split(instance_id, step, verdict)
         elif verdict.keep is None:
             self._output.send(list(step.frames))
         elif any(verdict.keep):
-            self._send_kept(instance_id, step, verdict, verdict.keep)
+            self._send_filtered(instance_id, step, verdict, verdict.keep)
         if verdict.flagged:
             self._begin_pacing(verdict)
             self._release(verdict)
         self._observer.accepted(verdict)
         if verdict.rejected:
-            self._on_rejected(instance_id, verdict)
+            self._on_rejected_outputs(instance_id, verdict)
         if self._recovery.watching:
-            self._recovery.progress()
+            self._recovery.check_progress()
         if self._adoptions.waiting:
-            self._adoptions.progress()
+            self._adoptions.check_pending()
 
-    def _begin_pacing(self, verdict: Accepted) -> None:
-        """Answers that begin with this step, or after it."""
+    def _begin_pacing(self, verdict: StepVerdict) -> None:
+        """Start pacing streams whose answer begins with or after this step."""
         for stream, flags in verdict.flagged:
             if stream.pace_s and stream.phase is Phase.ANSWERING and not flags & FINISHED:
-                # Without reasoning the first token is the answer's, and was shown just now.
+                # Without reasoning, the first token already belongs to the answer and has just been sent.
                 self._pacer.begin(stream, 1 if flags & PREFILL_DONE else 0)
 
-    def _release(self, verdict: Accepted) -> None:
-        """Prompts that are computed make room for others."""
-        if self.fair is not None:
+    def _release(self, verdict: StepVerdict) -> None:
+        """Free the admission backlog of prompts that have been prefilled."""
+        if self.fair_gate is not None:
             for stream, flags in verdict.flagged:
                 if flags & (PREFILL_DONE | FINISHED):
-                    self.fair.release(stream.handle)
+                    self.fair_gate.release(stream.handle)
 
-    def _send_apart(self, instance_id: str, step: worker_pb2.StepOutputs, verdict: Accepted) -> None:
-        """What is kept goes by its answer's log, what is paced by the pacer, the rest at once."""
+    def _send_split(self, instance_id: str, step: worker_pb2.StepOutputs, verdict: StepVerdict) -> None:
+        """Send a step's outputs one by one where needed: kept answers to their log, paced ones to the
+        pacer."""
         keep = verdict.keep
         handles, counts, flags = list(step.handles), list(step.counts), list(step.flags)
         accepted = [entry for entry in range(len(handles)) if keep is None or keep[entry]]
-        apart = [at for at, entry in enumerate(accepted) if self._goes_apart(handles[entry])]
+        separate = [at for at, entry in enumerate(accepted) if self._sent_separately(handles[entry])]
         try:
             frames = list(step.frames) if keep is None else filter_outputs(list(step.frames), keep)
-            rest, messages = split_outputs(frames, apart) if apart else (frames, [])
+            rest, messages = split_outputs(frames, separate) if separate else (frames, [])
         except (msgspec.DecodeError, ValueError, IndexError) as error:
-            self._unreadable(instance_id, step, verdict, error)
+            self._fail_unreadable(instance_id, step, verdict, error)
             return
-        if len(apart) < len(accepted):
+        if len(separate) < len(accepted):
             self._output.send(rest)
-        if not apart:
+        if not separate:
             return
         ends = list(accumulate(counts))
-        for at, message in zip(apart, messages, strict=True):
+        for at, message in zip(separate, messages, strict=True):
             entry = accepted[at]
             handle, flag, end = handles[entry], flags[entry], ends[entry]
             if self._answers is not None and self._answers.keeps(handle):
-                self._answers.put(handle, message, list(step.token_ids[end - counts[entry] : end]), flag)
+                self._answers.append_output(
+                    handle, message, list(step.token_ids[end - counts[entry] : end]), flag
+                )
             else:
                 self._pacer.put(handle, message, counts[entry], bool(flag & FINISHED))
 
-    def _goes_apart(self, handle: int) -> bool:
+    def _sent_separately(self, handle: int) -> bool:
         if self._answers is not None and self._answers.keeps(handle):
             return True
         return self._pacer.paces(handle)
 
-    def _send_kept(
-        self, instance_id: str, step: worker_pb2.StepOutputs, verdict: Accepted, keep: list[bool]
+    def _send_filtered(
+        self, instance_id: str, step: worker_pb2.StepOutputs, verdict: StepVerdict, keep: list[bool]
     ) -> None:
         try:
             self._output.send(filter_outputs(list(step.frames), keep))
         except (msgspec.DecodeError, ValueError) as error:
-            self._unreadable(instance_id, step, verdict, error)
+            self._fail_unreadable(instance_id, step, verdict, error)
 
-    def _unreadable(
-        self, instance_id: str, step: worker_pb2.StepOutputs, verdict: Accepted, error: Exception
+    def _fail_unreadable(
+        self, instance_id: str, step: worker_pb2.StepOutputs, verdict: StepVerdict, error: Exception
     ) -> None:
-        """Accepted by its columns, but the outputs themselves cannot be had: an honest error, not a gap."""
+        """End streams whose tokens were accepted but whose output payload cannot be decoded.
+
+        The tokens are lost, so ending with an error is the only alternative to a gap in the answer.
+        """
         log.error("unreadable outputs from %s: %s", instance_id, error)
         finished = {stream.handle: stream for stream, _ in verdict.flagged}
         keep = verdict.keep or [True] * len(step.handles)
         for handle, kept in zip(step.handles, keep, strict=True):
             stream = self._table.get(handle) or finished.get(handle)
             if kept and stream is not None:
-                self._workers.send(instance_id, abort([handle]))
+                self._workers.send(instance_id, abort_message([handle]))
                 self._give_up(stream, "unreadable outputs")
 
-    def _on_rejected(self, instance_id: str, verdict: Accepted) -> None:
+    def _on_rejected_outputs(self, instance_id: str, verdict: StepVerdict) -> None:
         stale = [
             handle
             for handle, reason in verdict.rejected
             if reason is Reject.UNKNOWN or reason is Reject.NOT_OWNER
         ]
         if stale:
-            # Abort names a request by its handle alone; who does not own it has nothing to keep of it.
-            self._workers.send(instance_id, abort(stale))
+            # An abort carries only the handle; an instance that does not own the stream must keep nothing of
+            # it.
+            self._workers.send(instance_id, abort_message(stale))
         if verdict.failed:
             self._observer.failed(verdict.failed, instance_id)
             self._recovery.failed(verdict.failed, instance_id)
 
-    def _on_missing(self, instance_id: str, reply: worker_pb2.HeldReply) -> None:
-        """Streams that the instance does not have, though it owns them: nobody runs them."""
+    def _on_held_reply(self, instance_id: str, reply: worker_pb2.HeldReply) -> None:
+        """Restart streams that an instance owns but does not have any more."""
         for handle, epoch in zip(reply.missing_handles, reply.missing_epochs, strict=False):
             stream = self._table.get(handle)
             if stream is None or stream.owner != instance_id or stream.epoch != epoch:
@@ -443,23 +456,23 @@ class Carrier:
             self._observer.missing(stream, instance_id)
             self._recovery.failed([stream], instance_id)
 
-    def _on_turned_away(self, instance_id: str, rejected: worker_pb2.RequestRejected) -> None:
+    def _on_submit_rejected(self, instance_id: str, rejected: worker_pb2.RequestRejected) -> None:
         stream = self._table.get(rejected.handle)
         if stream is None or stream.owner != instance_id or stream.epoch != rejected.epoch:
             return
         if rejected.code == worker_pb2.REJECT_CODE_BUSY:
-            self._observer.turned_away(instance_id)
-            self._recovery.turned_away(stream, instance_id)
+            self._observer.instance_busy(instance_id)
+            self._recovery.instance_busy(stream, instance_id)
         else:
-            # Its own doing, and no other instance can do better.
-            self._not_again(stream)
+            # The request itself is at fault, so no other instance would accept it.
+            self._forbid_resume(stream)
             self._end_with_error(stream, Refusal(400, f"The request ends: {rejected.reason}."))
             self._observer.gave_up(stream, rejected.reason)
 
     # ---- from dispatch and recovery
 
     def on_placed(self, stream: Stream, placed: Placed, seconds: float) -> None:
-        """Under way."""
+        """Record that a stream was submitted to an instance."""
         self._observer.placed(stream, placed, seconds)
 
     def on_handed_back(self, stream: Stream, instance_id: str) -> None:
@@ -467,33 +480,33 @@ class Carrier:
         self._observer.handed_back(stream, instance_id)
 
     def on_unplaced(self, stream: Stream, reason: str, seconds: float) -> None:
-        """Nothing could take it in time."""
+        """End a stream that no instance could take in time."""
         if self._table.is_live(stream):
             log.warning("%s found no instance in %.1f s: %s", stream.request_id, seconds, reason)
             self._end_with_error(stream, CANNOT_GO_ON if stream.accepted else NO_INSTANCE)
             self._observer.gave_up(stream, reason)
 
     def on_refused(self, stream: Stream, reason: str) -> None:
-        """Its first token would come too late."""
+        """End a stream that the scheduler refuses because its first token would be too late."""
         if self._table.is_live(stream):
             log.info("%s is too late: %s", stream.request_id, reason)
-            self._turn_down(stream, OVERLOADED)
+            self._refuse(stream, OVERLOADED)
 
     def _give_up(self, stream: Stream, reason: str) -> None:
         log.warning("%s given up: %s", stream.request_id, reason)
-        self._not_again(stream)
+        self._forbid_resume(stream)
         self._end_with_error(stream, Refusal(500, f"The request ends: {reason}."))
         self._observer.gave_up(stream, reason)
 
-    def _not_again(self, stream: Stream) -> None:
-        """Nobody may resume it."""
+    def _forbid_resume(self, stream: Stream) -> None:
+        """Make sure that no client can resume this stream's answer."""
         if self._answers is not None:
-            self._answers.failed(stream.handle)
+            self._answers.stream_failed(stream.handle)
 
     def _end_with_error(self, stream: Stream, refusal: Refusal) -> None:
         self._close(stream)
         if self._answers is not None:
-            self._answers.ended(stream.handle)
+            self._answers.stream_ended(stream.handle)
         frames = _error(stream.request_id, refusal)
         if self._pacer.paces(stream.handle):
             self._pacer.put(stream.handle, frames, 0, True)
@@ -502,6 +515,6 @@ class Carrier:
 
 
 def _error(request_id: str, refusal: Refusal) -> list[bytes]:
-    """A message that ends a request."""
+    """Encode a message that ends a request with an error."""
     error = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=refusal.encode())
     return encode_outputs([error], [request_id])

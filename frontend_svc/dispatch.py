@@ -1,4 +1,8 @@
-"""Brings streams onto instances: new ones, those that lost theirs, and those that theirs hands back."""
+"""Place streams on instances: new streams, streams that lost their instance, and streams handed back by one.
+
+Each stream that is between instances has one task here, which asks placement.py where to go until the stream
+is submitted, refused or out of time.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, Protocol
 
-from frontend_svc.links import Outbox, abort, request_bytes
-from frontend_svc.placement import Placed, Placement, Refused
-from frontend_svc.settings import Patience
+from frontend_svc.links import Outbox, abort_message, request_bytes
+from frontend_svc.placement import NoPlacement, Placed, Placement
+from frontend_svc.settings import WaitLimits
 from frontend_svc.streams import Stream, StreamTable
 from tailrace.service.message_stream import MIN_MESSAGE_BYTES
 from tailrace.service.tasks import task_error
@@ -20,31 +24,31 @@ from tailrace.v1 import worker_pb2
 log = logging.getLogger(__name__)
 
 
-# Seconds between two looks at a fleet that can take nothing, if nothing changes in it.
+# Seconds between attempts while no instance can take the stream and the fleet does not change.
 _RETRY_S: Final = 0.5
-# An instance that turned a request away is given no other for so long.
+# Seconds for which an instance gets no request after rejecting one as busy.
 BUSY_S: Final = 0.5
 
 
 class DispatchSink(Protocol):
-    """What becomes of a stream that is being brought somewhere."""
+    """Receive the outcome of each placement."""
 
     def on_placed(self, stream: Stream, placed: Placed, seconds: float) -> None:
-        """It was submitted to an instance, `seconds` after placement began."""
+        """Handle a stream submitted to an instance `seconds` after placement began."""
 
     def on_unplaced(self, stream: Stream, reason: str, seconds: float) -> None:
-        """It found no instance in time and is over."""
+        """Handle a stream that found no instance within its wait limit; it has to be ended."""
 
     def on_refused(self, stream: Stream, reason: str) -> None:
-        """The scheduler will not have it, and it is over."""
+        """Handle a stream that the scheduler refused for good; it has to be ended."""
 
 
-def _nobody() -> frozenset[str]:
+def _none_forbidden() -> frozenset[str]:
     return frozenset()
 
 
-class Dispatch:
-    """One task a stream that is between instances."""
+class Dispatcher:
+    """Run one placement task for each stream that is between instances."""
 
     def __init__(
         self,
@@ -52,73 +56,80 @@ class Dispatch:
         placement: Placement,
         outbox: Outbox,
         sink: DispatchSink,
-        patience: Patience,
+        wait_limits: WaitLimits,
     ) -> None:
         self._table = table
         self._placement = placement
         self._outbox = outbox
         self._sink = sink
-        self._patience = patience
+        self._wait_limits = wait_limits
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
-        # Instances that turned a request away, and until when they get none.
+        # Instances that rejected a request as busy, each with the monotonic time until which it gets none.
         self._busy: dict[str, float] = {}
 
     def __len__(self) -> int:
-        """Streams that are between instances."""
+        """Count streams that are between instances."""
         return len(self._tasks)
 
     def start(
         self,
         stream: Stream,
         avoid: frozenset[str] = frozenset(),
-        barred: Callable[[], frozenset[str]] = _nobody,
+        forbidden: Callable[[], frozenset[str]] = _none_forbidden,
     ) -> None:
-        """Find an instance for the stream. `avoid`: only if there is no other; `barred`: instances that
-        it must not go to at that moment, asked for as long as it looks."""
+        """Begin to place the stream; its wait limit starts now.
+
+        `avoid`: instances to use only if there is no other. `forbidden`: returns instances that must not be
+        used at the moment of the call; called before each attempt.
+        """
         stream.placing_since_s = time.monotonic()
-        self._begin(stream, avoid, barred)
+        self._begin(stream, avoid, forbidden)
 
-    def start_waited(self, stream: Stream) -> None:
-        """The stream has waited for its turn: find an instance in what is left of its time."""
-        self._begin(stream, frozenset(), _nobody)
+    def start_after_wait(self, stream: Stream) -> None:
+        """Place a stream that waited for its tenant's turn, within what is left of its wait limit."""
+        self._begin(stream, frozenset(), _none_forbidden)
 
-    def start_again(self, stream: Stream, busy: str, barred: Callable[[], frozenset[str]] = _nobody) -> None:
-        """The instance turned the stream away: find another one in what is left of its time."""
+    def start_elsewhere(
+        self, stream: Stream, busy: str, forbidden: Callable[[], frozenset[str]] = _none_forbidden
+    ) -> None:
+        """Place a stream that the instance `busy` rejected, within what is left of its wait limit."""
         self._busy[busy] = time.monotonic() + BUSY_S
-        self._begin(stream, frozenset(), barred)
+        self._begin(stream, frozenset(), forbidden)
 
     def cancel(self, stream: Stream) -> None:
-        """The stream was closed."""
+        """Stop placing a stream that was closed."""
         task = self._tasks.pop(stream.handle, None)
         if task is not None:
             task.cancel()
 
     def fleet_changed(self) -> None:
-        """Streams that wait for an instance look again."""
+        """Have waiting streams try again now."""
         self._changed.set()
 
     async def close(self) -> None:
-        """Cancel everything under way."""
+        """Cancel all placements."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _begin(self, stream: Stream, avoid: frozenset[str], barred: Callable[[], frozenset[str]]) -> None:
-        task = asyncio.create_task(self._run(stream, avoid, barred), name=f"place {stream.request_id}")
+    def _begin(self, stream: Stream, avoid: frozenset[str], forbidden: Callable[[], frozenset[str]]) -> None:
+        task = asyncio.create_task(self._run(stream, avoid, forbidden), name=f"place {stream.request_id}")
         self._tasks[stream.handle] = task
         task.add_done_callback(lambda done: self._done(stream, done))
 
-    async def _run(self, stream: Stream, avoid: frozenset[str], barred: Callable[[], frozenset[str]]) -> None:
+    async def _run(
+        self, stream: Stream, avoid: frozenset[str], forbidden: Callable[[], frozenset[str]]
+    ) -> None:
         while True:
             self._changed.clear()
-            chosen = await self._choose(stream, avoid, barred)
+            chosen = await self._choose(stream, avoid, forbidden)
             if not self._table.is_live(stream) or stream.owner is not None:
                 return
             placing_s = time.monotonic() - stream.placing_since_s
             if isinstance(chosen, Placed):
-                if chosen.instance_id not in barred() and self.submit(
+                if chosen.instance_id not in forbidden() and self.submit(
                     stream, chosen.instance_id, chosen.pull
                 ):
                     self._sink.on_placed(stream, chosen, placing_s)
@@ -129,25 +140,25 @@ class Dispatch:
                 return
             else:
                 reason = chosen.reason
-            wait_s = self._patience.begun_s if stream.accepted else self._patience.new_s
+            wait_s = self._wait_limits.resume_s if stream.accepted else self._wait_limits.place_s
             if placing_s >= wait_s:
                 self._sink.on_unplaced(stream, reason, placing_s)
                 return
             await self._wait(min(_RETRY_S, wait_s - placing_s))
 
     async def _choose(
-        self, stream: Stream, avoid: frozenset[str], barred: Callable[[], frozenset[str]]
-    ) -> Placed | Refused:
-        never = barred() | self._unfit(stream)
+        self, stream: Stream, avoid: frozenset[str], forbidden: Callable[[], frozenset[str]]
+    ) -> Placed | NoPlacement:
+        never = forbidden() | self._unsuitable(stream)
         chosen = await self._placement.choose(stream, avoid | never)
-        if isinstance(chosen, Refused) and not chosen.final and avoid - never:
-            chosen = await self._placement.choose(stream, barred() | self._unfit(stream))
-        if isinstance(chosen, Refused) and not chosen.final:
-            return self._placement.last_resort(stream, barred() | self._unfit(stream)) or chosen
+        if isinstance(chosen, NoPlacement) and not chosen.final and avoid - never:
+            chosen = await self._placement.choose(stream, forbidden() | self._unsuitable(stream))
+        if isinstance(chosen, NoPlacement) and not chosen.final:
+            return self._placement.last_resort(stream, forbidden() | self._unsuitable(stream)) or chosen
         return chosen
 
-    def _unfit(self, stream: Stream) -> frozenset[str]:
-        """Instances that turned somebody away a moment ago, or that take no message so large."""
+    def _unsuitable(self, stream: Stream) -> frozenset[str]:
+        """Return instances that were busy a moment ago or whose message limit is below the request's size."""
         now_s = time.monotonic()
         self._busy = {instance: until_s for instance, until_s in self._busy.items() if until_s > now_s}
         size = request_bytes(stream.frames, stream.accepted)
@@ -158,7 +169,8 @@ class Dispatch:
         return frozenset(self._busy).union(small)
 
     def submit(self, stream: Stream, instance_id: str, pull: worker_pb2.Pull | None = None) -> bool:
-        """Give an orphan to an instance; False when that does not answer now. `pull`: as in Placed."""
+        """Submit an unowned stream to an instance; return False if it cannot be sent now. `pull`: see
+        Placed."""
         submit = worker_pb2.Submit(
             handle=stream.handle,
             request_id=stream.request_id,
@@ -166,7 +178,7 @@ class Dispatch:
             frames=stream.frames,
             output_token_ids=stream.token_ids,
             traceparent=stream.traceparent,
-            suspect=time.monotonic() < stream.alone_until_s,
+            suspect=time.monotonic() < stream.exclusive_until_s,
             pull=pull,
             adapter_version=stream.adapter_version,
         )
@@ -191,37 +203,38 @@ class Dispatch:
         if self._tasks.get(stream.handle) is task:
             del self._tasks[stream.handle]
         if (error := task_error(task)) is not None:
-            # A fault of ours; its user must not wait for ever.
+            # A bug here must not leave the client waiting for ever.
             log.error("placing %s failed", stream.request_id, exc_info=error)
             self._sink.on_unplaced(stream, "internal error", 0.0)
 
 
 class Submitter(Protocol):
-    """What brings streams onto instances (dispatch.Dispatch)."""
+    """Submit and place streams (dispatch.Dispatcher)."""
 
     def submit(self, stream: Stream, instance_id: str, pull: worker_pb2.Pull | None = None) -> bool:
-        """Give an orphan to an instance; False when that does not answer now. `pull`: as in Placed."""
+        """Submit an unowned stream to an instance; return False if it cannot be sent now. `pull`: see
+        Placed."""
 
     def start(self, stream: Stream, avoid: frozenset[str] = frozenset()) -> None:
-        """Find an instance for an orphan."""
+        """Begin to place an unowned stream."""
 
 
 class RelocationSink(Protocol):
-    """What is told of each stream that moves."""
+    """Receive each relocation."""
 
     def on_handed_back(self, stream: Stream, instance_id: str) -> None:
-        """It was taken from this instance."""
+        """Handle a stream that was taken from this instance."""
 
     def on_placed(self, stream: Stream, placed: Placed, seconds: float) -> None:
-        """It was submitted to another one, `seconds` after it was handed back."""
+        """Handle a stream submitted to another instance `seconds` after it was handed back."""
 
 
 class Relocations:
-    """One task a stream that is handed back, and at most one for each: it goes on elsewhere, computed anew,
-    once there is a place.
+    """Move streams that a draining instance hands back, by recomputing them on another instance.
 
-    The instance drains, and has no KV of it or no time left. Until another instance takes the stream it stays
-    where it is; then it is taken from its owner in one step, and what that still sends has an old epoch.
+    The instance hands back what it has no KV of, or no time to migrate. A stream stays with its owner until
+    another instance is chosen; then it is taken from the owner in one step, so that late outputs carry an old
+    epoch. There is at most one task per stream.
     """
 
     def __init__(
@@ -240,7 +253,8 @@ class Relocations:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def hand_back(self, instance_id: str, message: worker_pb2.HandBack) -> None:
-        """An instance asks for streams to be placed elsewhere; those that it does not own are ignored."""
+        """Begin to relocate the streams that an instance hands back; those that it does not own are
+        ignored."""
         for handle, epoch in zip(message.handles, message.epochs, strict=False):
             stream = self._table.get(handle)
             if stream is None or handle in self._tasks or not _owns(instance_id, epoch, stream):
@@ -250,7 +264,7 @@ class Relocations:
             task.add_done_callback(partial(self._done, handle))
 
     async def close(self) -> None:
-        """Cancel everything under way."""
+        """Cancel all relocations."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -265,7 +279,7 @@ class Relocations:
             log.debug("%s stays on %s, which hands it back", stream.request_id, instance_id)
             return
         self._table.orphan(stream)
-        self._outbox.send(instance_id, abort([stream.handle]))
+        self._outbox.send(instance_id, abort_message([stream.handle]))
         self._sink.on_handed_back(stream, instance_id)
         if self._dispatch.submit(stream, chosen.instance_id, chosen.pull):
             self._sink.on_placed(stream, chosen, time.monotonic() - began_s)
@@ -275,7 +289,7 @@ class Relocations:
     def _done(self, handle: int, task: asyncio.Task[None]) -> None:
         del self._tasks[handle]
         if (error := task_error(task)) is not None:
-            # The stream is where it was.
+            # The stream is still on its instance, so logging is enough.
             log.error("relocating a stream failed", exc_info=error)
 
 

@@ -1,4 +1,4 @@
-"""The engine core that an API server sees: everything of a front end but the API server itself."""
+"""The engine core that the API server sees: all of a front end except the API server itself."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from typing import Final
 from prometheus_client import CollectorRegistry
 
 from frontend_svc.admission import AdmissionFlag, AdmissionGate
-from frontend_svc.answers.desk import AnswerDesk
+from frontend_svc.answers.coordinator import AnswerCoordinator
 from frontend_svc.carrier import Carrier
 from frontend_svc.engine_core import EngineCoreSocket, HandshakeFailed
 from frontend_svc.fair_metrics import FairMetrics
-from frontend_svc.links import Loss, Workers
+from frontend_svc.fleet import Fleet, Members, ServedModel, prefill_instances, usable_instances
+from frontend_svc.links import Loss, WorkerLinks
 from frontend_svc.observer import FrontendMetrics, RequestTraces, StreamObserver
 from frontend_svc.pacing import Pacer
-from frontend_svc.placement import Fleet, Members, Placement, ServedModel, may_prefill, usable
-from frontend_svc.settings import Limits, Patience
+from frontend_svc.placement import Placement
+from frontend_svc.settings import Limits, WaitLimits
 from frontend_svc.streams import StreamTable
 from tailrace.cluster import Phase
 from tailrace.service.channels import Channels
@@ -28,13 +29,14 @@ from tailrace.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
 
-DEFAULT_PATIENCE: Final = Patience()
+DEFAULT_WAIT_LIMITS: Final = WaitLimits()
 DEFAULT_LIMITS: Final = Limits()
-# Seconds between two looks at all streams.
+# Seconds between two periodic checks of all streams.
 _TICK_S: Final = 0.5
-# An API server that died shows first as a broken socket; its exit status, which says more, comes within this.
+# A dead API server shows first as a broken socket; its exit status, which says more, follows within this
+# time.
 _EXIT_WAIT_S: Final = 1.0
-# Seconds between two looks at whether all streams have ended.
+# Seconds between two checks whether all streams have ended.
 _POLL_S: Final = 0.05
 
 
@@ -43,7 +45,7 @@ class ApiServerStuck(Exception):
 
 
 class FleetEngine:
-    """One front end's streams, links and sockets. Nothing happens before `run`."""
+    """Own one front end's streams, links and sockets. Nothing happens before `run`."""
 
     def __init__(
         self,
@@ -54,20 +56,23 @@ class FleetEngine:
         ipc_folder: Path,
         registry: CollectorRegistry,
         traces: RequestTraces | None,
-        patience: Patience = DEFAULT_PATIENCE,
+        wait_limits: WaitLimits = DEFAULT_WAIT_LIMITS,
         after_prefill: Phase = Phase.REASONING,
         pace_s: float = 0.0,
         limits: Limits = DEFAULT_LIMITS,
         served: ServedModel | None = None,
         on_models: Callable[[frozenset[str]], None] = lambda models: None,
-        answers: AnswerDesk | None = None,
+        answers: AnswerCoordinator | None = None,
     ) -> None:
-        """`pace_s` and `answers`: see Carrier; `served`: see Fleet; `on_models` is told the keys of the
-        models to whose instances the front end is connected whenever that may have changed. `ipc_folder`
-        holds the API server's ROUTER (`in`) and PULL (`out`)."""
+        """Build the parts; `run` starts them.
+
+        `pace_s` and `answers`: see Carrier; `served`: see Fleet. `on_models(keys)` is called with the keys of
+        the models that the front end is connected to whenever they may have changed. `ipc_folder` holds the
+        API server's ROUTER (`in`) and PULL (`out`) sockets.
+        """
         self.fleet = Fleet(members, served)
         self._on_models = on_models
-        self._gate = AdmissionGate(admission, patience.new_s)
+        self._gate = AdmissionGate(admission, wait_limits.place_s)
         self._stuck = asyncio.Event()
         self._first_hello: asyncio.Future[worker_pb2.WorkerHello] = asyncio.get_running_loop().create_future()
         self.table = StreamTable(after_prefill)
@@ -77,7 +82,7 @@ class FleetEngine:
             incarnation=uuid.uuid4().hex,
             max_message_bytes=limits.max_message_bytes,
         )
-        self.workers = Workers(lambda: self.fleet.instances, hello, self, channels.transport)
+        self.workers = WorkerLinks(lambda: self.fleet.instances, hello, self, channels.transport)
         self._placement = Placement(frontend_id, self.fleet, self.workers, self.table, channels)
         self.metrics = FrontendMetrics(registry, self.table, self.workers.attached)
         observer = StreamObserver(self.metrics, traces)
@@ -89,23 +94,23 @@ class FleetEngine:
             self._socket,
             observer,
             self.pacer,
-            patience,
+            wait_limits,
             limits,
             self._gate.update_full,
             pace_s,
             answers,
         )
-        if self.carrier.fair is not None:
-            FairMetrics(registry, self.carrier.fair)
+        if self.carrier.fair_gate is not None:
+            FairMetrics(registry, self.carrier.fair_gate)
         self.fleet.add_listener(self._on_membership)
 
     async def run(self) -> None:
-        """Carry streams until cancelled. Raises ApiServerStuck."""
+        """Serve streams until cancelled. Raise ApiServerStuck."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.workers.run())
                 group.create_task(self._fail_when_stuck())
-                group.create_task(self._tick(), name="looks at all streams")
+                group.create_task(self._tick(), name="periodic checks")
                 self._update_admission()
                 hello = await self._first_hello
                 try:
@@ -121,7 +126,7 @@ class FleetEngine:
             self._socket.close()
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Until no stream is left; False: some are after that time."""
+        """Wait until no stream is left; return False if some are left after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while len(self.table) or self.pacer:  # noqa: ASYNC110
@@ -130,7 +135,7 @@ class FleetEngine:
             return False
         return True
 
-    # ---- the links' sink: admission and start-up look at it, then the carrier
+    # ---- LinkSink: update the fleet and admission, then pass on to the carrier
 
     def on_attached(self, instance_id: str, hello: worker_pb2.WorkerHello) -> None:
         """See LinkSink."""
@@ -154,7 +159,7 @@ class FleetEngine:
         """See LinkSink."""
         if message.HasField("draining"):
             log.info("%s drains", instance_id)
-            self.fleet.stopping(instance_id)
+            self.fleet.mark_draining(instance_id)
             self._update_admission()
             return
         self.carrier.on_message(instance_id, message)
@@ -167,11 +172,12 @@ class FleetEngine:
 
     def _update_admission(self) -> None:
         attached = self.workers.attached()
-        # Of this model first: suspects count where all of its instances are, whatever the other's are.
-        takers = usable(self.fleet, self.fleet.takes_new(attached))
-        self._gate.update(len(takers))
-        if self.carrier.fair is not None:
-            self.carrier.fair.set_instances(len(may_prefill(self.fleet, takers)))
+        # Filter by model first: suspects are usable if all instances of this model are suspects, whatever
+        # others are.
+        accepting = usable_instances(self.fleet, self.fleet.accepting_new(attached))
+        self._gate.update(len(accepting))
+        if self.carrier.fair_gate is not None:
+            self.carrier.fair_gate.set_instances(len(prefill_instances(self.fleet, accepting)))
         self._on_models(self.fleet.models_of(attached))
 
     async def _tick(self) -> None:

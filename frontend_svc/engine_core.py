@@ -1,7 +1,7 @@
-"""The ZMQ side: to vLLM's API server, this process is engine core 0.
+"""The ZMQ side of a front end: to vLLM's API server, this process is engine core 0.
 
-The API server binds a ROUTER (requests to us) and a PULL (outputs from us); an engine core connects a DEALER
-and a PUSH, and first says that it is ready (tailrace/wire/ready.py).
+The API server binds a ROUTER (requests to the engine) and a PULL (outputs from it); an engine core connects a
+DEALER and a PUSH, and first reports that it is ready (tailrace/wire/ready.py).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from tailrace.wire import RequestType, UtilityCall, engine_identity, read_abort,
 log = logging.getLogger(__name__)
 
 
-# An API server that takes nothing of what waits for it for so long does not read any more.
+# An API server that reads none of its pending outputs for so long is stuck.
 STALL_S: Final = 30.0
-# Nor does one for which so many bytes wait: several replies of the largest size.
-_KEPT_LIMIT: Final = 1 << 30
+# So is one for which so many bytes wait: several replies of the largest size.
+_UNSENT_LIMIT_BYTES: Final = 1 << 30
 
 _GREETING: Final = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
 _GREETING_LENGTH: Final = 64
@@ -38,31 +38,31 @@ _READY: Final = b"\x05READY" + b"\x0bSocket-Type" + (4).to_bytes(4, "big") + b"P
 
 
 class HandshakeFailed(Exception):
-    """The other end is no ZMQ socket that takes what we push."""
+    """The other end is not a ZMQ socket that accepts a PUSH."""
 
 
 class PushSocket:
-    """A ZMQ PUSH socket to one unix address, written from the event loop. `send` never waits; what the kernel
-    does not take at once is written when it does.
+    """A ZMQ PUSH socket to one unix address, written from the event loop.
 
-    libzmq sends from a thread of its own, which costs a wake-up and two context switches a message: a quarter
-    of what a decode step costs a front end at batch 1. A PUSH with one peer needs none of that: after the
-    handshake it only writes frames. Protocol: ZMTP 3.0, https://rfc.zeromq.org/spec/23/, NULL mechanism.
+    `send` never waits; what the kernel does not accept at once is written when it does. libzmq sends from a
+    thread of its own, which costs a wake-up and two context switches per message: a quarter of what a decode
+    step costs a front end at batch 1. A PUSH with one peer needs none of that: after the handshake it only
+    writes frames. Protocol: ZMTP 3.0, https://rfc.zeromq.org/spec/23/, NULL mechanism.
     """
 
     def __init__(self, path: str, on_stuck: Callable[[], None]) -> None:
-        """`on_stuck` is called when the other end is gone or reads no more; messages are then lost."""
+        """`on_stuck` is called when the other end is gone or has stopped reading; messages are then lost."""
         self._path = path
         self._on_stuck = on_stuck
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setblocking(False)
-        # Once hands were shaken.
+        # Set after the handshake.
         self._writer: SocketWriter | None = None
 
     async def connect(self) -> None:
-        """Connect and shake hands; waits for as long as the other end takes to start.
+        """Connect and complete the handshake, however long the other end takes to start.
 
-        Raises OSError, HandshakeFailed.
+        Raise OSError or HandshakeFailed.
         """
         loop = asyncio.get_running_loop()
         await loop.sock_connect(self._socket, self._path)
@@ -80,9 +80,13 @@ class PushSocket:
         self._writer = SocketWriter(self._socket, self._drained)
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Send one message."""
+        """Send one message without waiting."""
         writer = self._writer
-        if writer is None or writer.kept_bytes > _KEPT_LIMIT or writer.stalled_s(time.monotonic()) > STALL_S:
+        if (
+            writer is None
+            or writer.kept_bytes > _UNSENT_LIMIT_BYTES
+            or writer.stalled_s(time.monotonic()) > STALL_S
+        ):
             self._on_stuck()
             return
         last = len(frames) - 1
@@ -93,7 +97,7 @@ class PushSocket:
             self._on_stuck()
 
     def close(self) -> None:
-        """Close; what was not written is dropped."""
+        """Close the socket; unsent messages are dropped."""
         if self._writer is None:
             self._socket.close()
         else:
@@ -121,23 +125,23 @@ def _frame(body: bytes, flags: int) -> bytes:
 
 
 class EngineCoreSink(Protocol):
-    """What the API server asks for; called on the event loop, must not block."""
+    """Handle the API server's messages. Called on the event loop; must not block."""
 
     def on_add(self, frames: Sequence[bytes]) -> None:
-        """A request: vLLM's EngineCoreRequest."""
+        """Handle a new request (vLLM's EngineCoreRequest)."""
 
     def on_abort(self, request_ids: Sequence[str]) -> None:
-        """The clients of these requests are gone, or the API server has seen a stop string."""
+        """Handle requests whose clients disconnected or for which the API server found a stop string."""
 
     def on_utility(self, call: UtilityCall, frames: Sequence[bytes]) -> None:
-        """A call of one of the engine core's methods; to be answered by an output message."""
+        """Handle a call of an engine-core method, which an output message has to answer."""
 
 
 class EngineCoreSocket:
-    """Engine core 0's two sockets."""
+    """Own the two sockets of engine core 0."""
 
     def __init__(self, input_path: Path, output_path: Path, on_stuck: Callable[[], None]) -> None:
-        """Unix sockets. `on_stuck` is called when the API server does not read any more."""
+        """Connect to unix sockets. `on_stuck` is called when the API server has stopped reading."""
         self._context = zmq.asyncio.Context(io_threads=1)
         self._input = self._context.socket(zmq.DEALER)
         self._input.setsockopt(zmq.IDENTITY, engine_identity(0))
@@ -147,15 +151,16 @@ class EngineCoreSocket:
         self.send = self._output.send
 
     async def announce(self, ready_response: bytes) -> None:
-        """Tell the API server that its engine is ready. `ready_response`: vLLM's EngineCoreReadyResponse.
+        """Report to the API server that its engine is ready. `ready_response`: vLLM's
+        EngineCoreReadyResponse.
 
-        Waits until the API server has started. Raises OSError, HandshakeFailed.
+        Waits until the API server has started. Raise OSError or HandshakeFailed.
         """
         await self._output.connect()
         await self._input.send(ready_response)
 
     async def receive(self, sink: EngineCoreSink) -> None:
-        """Hand every message of the API server to `sink`, until cancelled."""
+        """Pass every message of the API server to `sink`, until cancelled."""
         while True:
             kind, *frames = await self._input.recv_multipart()
             try:

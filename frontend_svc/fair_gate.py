@@ -1,7 +1,7 @@
-"""Holds new requests back while enough prompts are under way, and lets them through tenant by tenant.
+"""Hold new requests back while enough prompts are waiting for prefill, and admit them tenant by tenant.
 
-What an engine has it serves in its own order: a tenant whose burst is there already goes first whatever came
-after it. So no more than a bounded backlog is given to the engines, and the rest waits here.
+An engine serves what it has in its own order, so a tenant's burst that is already there goes first, whatever
+arrives later. Therefore engines get a bounded backlog only, and the rest waits here in a fair queue.
 """
 
 from __future__ import annotations
@@ -26,53 +26,57 @@ class _Waiting:
 
 
 class FairGate:
-    """What is under way is whatever passed here and has no first token yet; its cost is its prompt.
+    """Admit requests in fair order while the backlog has room.
 
-    Every new request is queued, and goes on at once where the backlog has room: what a tenant had counts also
-    if nobody waited then. One request may exceed the backlog, or the largest would never have its turn.
+    The backlog is the prompt tokens of admitted requests without a first token. Every new request is queued,
+    and is admitted at once if there is room, so that a tenant's usage counts even when nobody waits. One
+    request may exceed the backlog: otherwise the largest prompts would never be admitted.
     """
 
     def __init__(
         self,
         backlog_tokens: int,
-        most_waiting: int,
+        max_waiting: int,
         patience_s: float,
         start: Callable[[Stream], None],
         give_up: Callable[[Stream, Refusal], None],
         observe_wait: Callable[[float], None],
     ) -> None:
-        """`backlog_tokens`: of prompts, for each instance; `most_waiting`: requests of one tenant, each for
-        `patience_s` seconds. `start` is told of each that goes on, `give_up` of each that waited in vain,
-        `observe_wait` how many seconds one that goes on has waited."""
+        """`backlog_tokens`: prompt tokens per instance; `max_waiting`: requests of one tenant, each for
+        `patience_s` seconds.
+
+        `start` is called with each admitted stream, `give_up` with each that waited too long, and
+        `observe_wait` with the seconds that an admitted one waited.
+        """
         self._per_instance = backlog_tokens
         self._patience_s = patience_s
         self._start = start
         self._give_up = give_up
         self._observe_wait = observe_wait
         self._instances = 0
-        self._queue = FairQueue[Stream](most_waiting)
+        self._queue = FairQueue[Stream](max_waiting)
         self._waiting: dict[int, _Waiting] = {}
-        # Costs of those under way, by handle.
-        self._under_way: dict[int, int] = {}
+        # Costs of admitted requests in tokens, by handle.
+        self._admitted: dict[int, int] = {}
         self.backlog_tokens = 0
-        # How many were not let through: the tenant's line was "full", or the "deadline" passed.
+        # Requests that were not admitted: the tenant's queue was "full", or the "deadline" passed.
         self.refused: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Count waiting requests."""
         return len(self._queue)
 
     @property
     def limit_tokens(self) -> int:
-        """Of prompts under way, from which on requests wait."""
+        """Return the backlog, in prompt tokens, at which requests begin to wait."""
         return self._per_instance * self._instances
 
     def waiting(self) -> dict[str, int]:
-        """Requests by tenant, of those who have any."""
+        """Return the number of waiting requests of each tenant that has any."""
         return self._queue.waiting()
 
-    def arrive(self, stream: Stream, share: Share, priority: int) -> None:
-        """A new request, whose time to find an instance begins. Raises TenantQueueFull."""
+    def enqueue(self, stream: Stream, share: Share, priority: int) -> None:
+        """Queue a new request; its wait limit starts now. Raise TenantQueueFull."""
         try:
             entry = self._queue.push(stream, share.tenant, share.weight, _cost(stream), priority)
         except TenantQueueFull:
@@ -81,38 +85,39 @@ class FairGate:
         stream.placing_since_s = time.monotonic()
         timer = asyncio.get_running_loop().call_later(self._patience_s, partial(self._expire, stream))
         self._waiting[stream.handle] = _Waiting(entry, timer)
-        self._let_through()
+        self._admit()
 
     def release(self, handle: int) -> None:
-        """It has its first token, or is over: others may go on. One that is not known here is ignored."""
+        """Free the backlog of a request that has its first token or has ended. Unknown handles are
+        ignored."""
         waiting = self._waiting.pop(handle, None)
         if waiting is not None:
             waiting.timer.cancel()
             self._queue.remove(waiting.entry)
-        cost = self._under_way.pop(handle, 0)
+        cost = self._admitted.pop(handle, 0)
         self.backlog_tokens -= cost
         if cost:
-            self._let_through()
-        if not self._under_way and not self._queue:
-            self._queue.begin_anew()
+            self._admit()
+        if not self._admitted and not self._queue:
+            self._queue.reset()
 
     def set_instances(self, count: int) -> None:
-        """So many take prompts now."""
+        """Set how many instances accept prompts now."""
         self._instances = count
-        self._let_through()
+        self._admit()
 
     def close(self) -> None:
-        """Let nobody through any more."""
+        """Stop admitting."""
         self._instances = 0
         for waiting in self._waiting.values():
             waiting.timer.cancel()
 
-    def _let_through(self) -> None:
+    def _admit(self) -> None:
         while self._queue and self.backlog_tokens < self.limit_tokens:
             entry = self._queue.pop()
             stream = entry.item
             self._waiting.pop(stream.handle).timer.cancel()
-            self._under_way[stream.handle] = _cost(stream)
+            self._admitted[stream.handle] = _cost(stream)
             self.backlog_tokens += _cost(stream)
             self._observe_wait(time.monotonic() - stream.placing_since_s)
             self._start(stream)
@@ -125,5 +130,5 @@ class FairGate:
 
 
 def _cost(stream: Stream) -> int:
-    """A prompt of embeddings has no tokens."""
+    """Return a request's cost in tokens, at least 1: a prompt of embeddings has no tokens."""
     return max(1, stream.prompt_tokens)

@@ -1,4 +1,4 @@
-"""Metrics of what waits for its turn."""
+"""Metrics of requests that wait for their tenant's turn."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from prometheus_client.registry import Collector
 
 from frontend_svc.fair_gate import FairGate
 
-# Tenants with a series of their own; whoever is seen waiting later is among the others, for as long as the
-# process lives: a series costs Prometheus memory whether or not it says anything.
-MOST_TENANTS: Final = 50
+# Tenants with a time series of their own; any that waits later is counted among the others for the life of
+# the process, because each series costs Prometheus memory whether or not its value changes.
+MAX_TENANTS: Final = 50
 OTHERS: Final = "(others)"
 
 
 class FairMetrics(Collector):
-    """What the gate holds now, in Prometheus' form."""
+    """Export the state of the fair gate to Prometheus."""
 
     def __init__(self, registry: CollectorRegistry, gate: FairGate) -> None:
         self._gate = gate
@@ -27,7 +27,7 @@ class FairMetrics(Collector):
         registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
-        """Read it off."""
+        """Yield the current values."""
         gate = self._gate
         waiting = GaugeMetricFamily(
             "tailrace_frontend_fair_waiting", "Requests that wait for their tenant's turn.", labels=["tenant"]
@@ -55,7 +55,7 @@ class FairMetrics(Collector):
     def _by_name(self, waiting: dict[str, int]) -> Counter[str]:
         counts: Counter[str] = Counter(dict.fromkeys(self._named, 0))
         for tenant, count in waiting.items():
-            if tenant not in self._named and len(self._named) < MOST_TENANTS:
+            if tenant not in self._named and len(self._named) < MAX_TENANTS:
                 self._named.add(tenant)
             counts[tenant if tenant in self._named else OTHERS] += count
         return counts

@@ -1,4 +1,4 @@
-"""One front end: an API server as a child process, and the fleet as its engine core."""
+"""Run one front end: the API server as a child process, with the fleet as its engine core."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry
 
 from frontend_svc.admission import AdmissionFlag
-from frontend_svc.answers.desk import AnswerDesk
+from frontend_svc.answers.coordinator import AnswerCoordinator
 from frontend_svc.api_server.listener import stop_accepting
 from frontend_svc.api_server.process import ApiServer
 from frontend_svc.api_server.python import python_launch
@@ -22,8 +22,8 @@ from frontend_svc.api_server.rust import rust_launch
 from frontend_svc.api_server.sockets import EngineSockets, is_listening
 from frontend_svc.api_server.spec import ApiServerSpec, Launch
 from frontend_svc.engine import FleetEngine
+from frontend_svc.fleet import Members, ServedModel
 from frontend_svc.observer import RequestTraces
-from frontend_svc.placement import Members, ServedModel
 from frontend_svc.settings import Front, Settings
 from tailrace.cluster import Phase
 from tailrace.service.channels import Channels
@@ -31,14 +31,14 @@ from tailrace.service.runtime import Shutdown
 
 log = logging.getLogger(__name__)
 
-# Seconds between two looks whether the API server listens.
+# Seconds between two checks whether the API server listens.
 _POLL_S: Final = 0.05
-# For the listener to be given up, and for whatever the drain's own bound does not hold.
+# Time beyond the drain timeout for closing the listener and for work that the timeout does not bound.
 _MARGIN_S: Final = 5.0
 
 
 class ApiServerExited(Exception):
-    """The API server has ended by itself; the message is one line for the operator."""
+    """The API server exited by itself; the message is one line for the operator."""
 
 
 async def run_front_end(
@@ -52,13 +52,15 @@ async def run_front_end(
     set_serving: Callable[[bool], Awaitable[None]],
     shutdown: Shutdown,
     on_models: Callable[[frozenset[str]], None] = lambda models: None,
-    answers: AnswerDesk | None = None,
+    answers: AnswerCoordinator | None = None,
 ) -> None:
-    """Serve until cancelled. `set_serving(True)` is awaited once users can connect, `set_serving(False)` when
-    the drain begins: nothing new is accepted, and streams have `settings.drain_timeout_s` to end.
-    `on_models`: see FleetEngine; `answers`: see Carrier.
+    """Serve until cancelled.
 
-    Raises ApiServerExited, ApiServerStuck, OSError; none of them leaves a process behind.
+    `set_serving(True)` is awaited once users can connect, `set_serving(False)` when the drain begins: nothing
+    new is accepted, and streams have `settings.drain_timeout_s` to finish. `on_models`: see FleetEngine;
+    `answers`: see Carrier.
+
+    Raise ApiServerExited, ApiServerStuck or OSError; none of them leaves a process behind.
     """
     with ExitStack() as stack:
         folder = settings.ipc_folder
@@ -78,7 +80,7 @@ async def run_front_end(
             folder,
             registry,
             traces,
-            settings.patience,
+            settings.wait_limits,
             Phase.REASONING if settings.reasoning_parser else Phase.ANSWERING,
             settings.pace_s,
             settings.limits,
@@ -100,7 +102,7 @@ async def run_front_end(
 
 
 class _Drain:
-    """From the first user who can connect to the last stream that ends."""
+    """Report when users can connect, and let streams finish before the front end stops."""
 
     def __init__(
         self,
@@ -110,7 +112,7 @@ class _Drain:
         engine: FleetEngine,
         set_serving: Callable[[bool], Awaitable[None]],
     ) -> None:
-        """`api_server` None: somebody else's, which nobody here can tell to accept nothing more."""
+        """`api_server` None: another process runs it, and cannot be told from here to stop accepting."""
         self._timeout_s = settings.drain_timeout_s
         self._http = http
         self._api_server = api_server
@@ -119,28 +121,29 @@ class _Drain:
         self._serving = False
 
     async def announce(self) -> None:
-        """Tell once users can connect."""
-        # The socket is shared with the child, which alone calls listen(): there is no event for that.
+        """Report serving once users can connect."""
+        # The socket is shared with the child, which is the one to call listen(): there is no event to wait
+        # for.
         while self._api_server is not None and not is_listening(self._http):  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
         self._serving = True
         await self._set_serving(True)
 
     async def run(self) -> None:
-        """Accept nothing more, and wait for the streams to end."""
+        """Stop accepting requests and wait for the streams to finish."""
         await self._set_serving(False)
         if not self._serving:
             return
-        log.info("%d streams to finish", len(self._engine.table))
+        log.info("waiting for %d streams to finish", len(self._engine.table))
         if self._api_server is None:
             finished = await self._engine.wait_idle(self._timeout_s)
         else:
             await stop_accepting(self._http)
-            # Each process that has it open keeps it listening.
+            # The socket listens as long as any process has it open.
             self._http.close()
             finished = await self._api_server.finish(self._timeout_s)
         if not finished:
-            log.warning("%d streams are cut after %g s", len(self._engine.table), self._timeout_s)
+            log.warning("%d streams did not finish within %g s", len(self._engine.table), self._timeout_s)
 
 
 def _launch(settings: Settings, http: socket.socket, sockets: EngineSockets, admission: Path) -> Launch:
@@ -154,7 +157,7 @@ def _launch(settings: Settings, http: socket.socket, sockets: EngineSockets, adm
         vllm_arguments=settings.vllm_arguments,
         api_keys=settings.api_keys,
         max_body_bytes=settings.max_body_bytes,
-        tells_tenants=settings.limits.fair_backlog_tokens > 0,
+        sends_tenants=settings.limits.fair_backlog_tokens > 0,
         keeps_answers=settings.keep_answers_s > 0,
     )
     if settings.front is Front.RUST:

@@ -1,4 +1,8 @@
-"""The links to workers: what is sent over them, each one's life, and which there are."""
+"""The links to workers: the messages, the life of one link, and the set of links.
+
+A front end keeps one message stream open to each instance (`Link`), over which it submits and aborts requests
+and receives outputs. `WorkerLinks` opens and closes them as membership changes.
+"""
 
 from __future__ import annotations
 
@@ -29,59 +33,59 @@ from tailrace.v1 import worker_pb2
 log = logging.getLogger(__name__)
 
 
-# What a Submit takes beside its frames and its tokens, at most: ids and numbers.
+# Upper bound of a Submit without its frames and tokens: ids and numbers.
 _SUBMIT_OVERHEAD_BYTES: Final = 2048
-# A token id as a varint.
+# Largest size of a token id as a varint.
 _TOKEN_BYTES: Final = 5
 
 
 class Outbox(Protocol):
-    """Messages to attached workers."""
+    """Send messages to attached workers."""
 
     def send(self, instance_id: str, message: worker_pb2.AttachUp) -> bool:
-        """Queue a message; False when the instance is not attached, and the message is dropped."""
+        """Queue a message; return False and drop it if the instance is not attached."""
 
     def attached(self) -> list[str]:
-        """Instances that answer now."""
+        """Return the instances that answer now."""
 
     def max_message_bytes(self, instance_id: str) -> int:
-        """Largest message that the instance takes; 0 when it is not attached."""
+        """Return the largest message that the instance accepts; 0 if it is not attached."""
 
 
-def abort(handles: list[int]) -> worker_pb2.AttachUp:
-    """Free these requests."""
+def abort_message(handles: list[int]) -> worker_pb2.AttachUp:
+    """Build a message that frees these requests."""
     return worker_pb2.AttachUp(abort=worker_pb2.Abort(handles=handles))
 
 
 def submit_bytes(submit: worker_pb2.Submit) -> int:
-    """An upper bound of the message's size, without encoding it."""
+    """Return an upper bound of the message's size in bytes without encoding it."""
     return request_bytes(submit.frames, len(submit.output_token_ids))
 
 
 def request_bytes(frames: Sequence[bytes], output_tokens: int) -> int:
-    """An upper bound of the size of the Submit of such a request."""
+    """Return an upper bound, in bytes, of the Submit of a request with these frames and output tokens."""
     return sum(map(len, frames)) + _TOKEN_BYTES * output_tokens + _SUBMIT_OVERHEAD_BYTES
 
 
 AttachStream = MessageStream[worker_pb2.AttachDown]
 
 HEARTBEAT_S: Final = 0.5
-# A worker from which nothing was heard for so long is lost; its stream stays open for GRACE_S more.
+# A worker that sends nothing for SILENCE_S is lost; its stream stays open for GRACE_S more.
 SILENCE_S: Final = 3.0
 GRACE_S: Final = 2.0
-# A worker that takes no byte of what waits for it for so long is cut off.
+# A worker that reads none of the bytes that wait for it for so long is disconnected.
 STALL_S: Final = 10.0
 # Seconds for a worker to answer the hello.
 HELLO_S: Final = 5.0
-# A worker that lives is found again within a second.
+# Short enough that a worker that is alive is reconnected within a second.
 _RETRY_FIRST_S: Final = 0.1
 _RETRY_MOST_S: Final = 1.0
-# Between two attempts at a worker that refuses this front end.
+# Pause between attempts at a worker that refuses this front end.
 _REFUSED_S: Final = 2.0
-# Messages that may wait for a worker that does not read; one that reads takes each at once. Submissions are
-# turned away at half of it, so that there is room for aborts and answers.
+# Messages that may be queued for a worker that does not read. Submissions are refused at half of it, which
+# leaves room for aborts and replies.
 QUEUE_LIMIT: Final = 20_000
-# Bytes of submissions that may wait, in largest messages.
+# Bound of the queued submissions' bytes, in units of the largest message.
 _QUEUED_SUBMITS: Final = 4
 
 _HEARTBEAT: Final = worker_pb2.AttachUp(heartbeat=worker_pb2.Heartbeat())
@@ -90,59 +94,60 @@ _HEARTBEAT: Final = worker_pb2.AttachUp(heartbeat=worker_pb2.Heartbeat())
 class LossCause(enum.Enum):
     """How an instance was lost."""
 
-    # It said goodbye: it was told to stop.
+    # It sent a goodbye because it was told to stop.
     STOPPED = "stopped"
-    # It said that its engine failed, or its process is known to be gone.
+    # It reported that its engine failed, or its process is known to be gone.
     ENGINE_FAILED = "engine failed"
-    # The stream broke. Whether the process or the network is at fault is known after the next attempt to
-    # connect.
+    # The stream broke. The next attempt to connect shows whether the process or the network is at fault.
     BROKEN = "broken"
-    # Nothing was heard for SILENCE_S.
+    # Nothing was received for SILENCE_S.
     SILENT = "silent"
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Why an instance does not answer any more."""
+    """Why an instance stopped answering."""
 
     cause: LossCause
     reason: str
 
 
 class LinkSink(Protocol):
-    """What a link reports; called on the event loop, must not block."""
+    """Receive what a link reports. Called on the event loop; must not block."""
 
     def on_attached(self, instance_id: str, hello: worker_pb2.WorkerHello) -> None:
-        """The worker answers (for the first time, or again)."""
+        """Handle a worker that answers, for the first time or again."""
 
     def on_lost(self, instance_id: str, loss: Loss) -> None:
-        """It answers no more; whatever it owned must go on elsewhere."""
+        """Handle a worker that stopped answering; whatever it owned must continue elsewhere."""
 
     def on_process_gone(self, instance_id: str) -> None:
-        """After on_lost: nothing listens at its address any more, so its process has ended."""
+        """Handle the end of a lost worker's process: after on_lost, nothing listens at its address any
+        more."""
 
     def on_message(self, instance_id: str, message: worker_pb2.AttachDown) -> None:
-        """A message that is neither hello nor heartbeat."""
+        """Handle a message that is neither hello nor heartbeat."""
 
 
-class _Ended(Exception):
-    """The conversation is over."""
+class _LinkEnded(Exception):
+    """The stream to the worker is over."""
 
     def __init__(self, reason: str, cause: LossCause = LossCause.BROKEN) -> None:
         super().__init__(reason)
         self.cause = cause
 
 
-class _Refused(Exception):
-    """The worker does not serve this front end."""
+class _LinkRefused(Exception):
+    """The worker does not accept this front end."""
 
 
 class Link:
-    """Keeps one stream to one worker open for as long as `run` runs.
+    """Keep one stream to one worker open while `run` runs.
 
     A worker is lost when the stream breaks or when it is silent for SILENCE_S. Silence does not close the
-    stream at once: a process that was stopped for a moment finds in it the Abort of what it no longer owns.
-    After GRACE_S more the stream is closed and another one tried, for the connection itself may be dead.
+    stream at once: a process that was suspended for a moment still reads the aborts of what it no longer
+    owns. After GRACE_S more the stream is closed and a new one tried, because the connection itself may be
+    dead.
     """
 
     def __init__(
@@ -161,37 +166,37 @@ class Link:
         self._queue: deque[worker_pb2.AttachUp] = deque()
         self._queued = asyncio.Event()
         self._queued_submit_bytes = 0
-        # Set when the conversation must end: why.
+        # Set to end the current stream; the reason is in `_break_reason`.
         self._broken = asyncio.Event()
         self._break_reason = ""
         self._stream: AttachStream | None = None
         self._attached = False
-        # Seconds of the monotonic clock; moved on by as much as this process itself stood still.
-        self._heard_s = 0.0
+        # Seconds of the monotonic clock, shifted by the time for which this process itself was suspended.
+        self._last_received_s = 0.0
         self._worker_hello: worker_pb2.WorkerHello | None = None
-        # Why the worker refuses us, as last logged.
+        # The worker's last logged reason to refuse this front end.
         self._refusal = ""
-        # Cleared when the instance has left the fleet: a stream that breaks then is not opened again.
+        # False once the instance has left the fleet: a stream that breaks then is not reopened.
         self.wanted = True
 
     @property
     def instance_id(self) -> str:
-        """The worker at the other end."""
+        """Return the id of the worker at the other end."""
         return self.record.instance_id
 
     @property
     def attached(self) -> bool:
-        """Whether the worker answers now."""
+        """Return whether the worker answers now."""
         return self._attached
 
     @property
     def max_message_bytes(self) -> int:
-        """Largest message that the worker takes."""
+        """Return the largest message that the worker accepts, in bytes."""
         hello = self._worker_hello
         return hello.max_message_bytes or DEFAULT_MAX_MESSAGE_BYTES if hello else DEFAULT_MAX_MESSAGE_BYTES
 
     def send(self, message: worker_pb2.AttachUp) -> bool:
-        """Queue a message; False when the worker does not answer now, or cannot be given more submissions."""
+        """Queue a message; return False if the worker is not attached or its queue of submissions is full."""
         if not self._attached:
             return False
         if message.HasField("submit"):
@@ -205,51 +210,54 @@ class Link:
         return self._append(message)
 
     def queue_for_wakeup(self, message: worker_pb2.AttachUp) -> None:
-        """Queue a message for a worker that is silent: it will read it if it ever wakes up."""
+        """Queue a message for a silent worker, which reads it if it resumes."""
         self._append(message)
 
     def tick(self, now_s: float, late_s: float) -> None:
-        """Called every HEARTBEAT_S: beat, and notice silence. `late_s`: how late this call itself is; for as
-        long as this process did not run, nobody could be heard."""
-        self._heard_s += late_s
+        """Send a heartbeat and detect silence. Called every HEARTBEAT_S.
+
+        `late_s`: by how many seconds this call is late; while this process did not run, it could not receive
+        anything.
+        """
+        self._last_received_s += late_s
         stream = self._stream
         if stream is None:
             return
-        # A large message is heard while it comes in, not only once it is whole.
-        self._heard_s = max(self._heard_s, stream.received_s)
-        silent_s = now_s - self._heard_s
+        # Bytes of a large message count when they arrive, not only once the message is complete.
+        self._last_received_s = max(self._last_received_s, stream.received_s)
+        silent_s = now_s - self._last_received_s
         if self._attached and silent_s > SILENCE_S:
-            self._lose(Loss(LossCause.SILENT, f"silent for {silent_s:.1f} s"))
+            self._mark_lost(Loss(LossCause.SILENT, f"silent for {silent_s:.1f} s"))
         if silent_s > SILENCE_S + GRACE_S:
-            self.cut(f"silent for {silent_s:.1f} s")
+            self.reconnect(f"silent for {silent_s:.1f} s")
         elif stream.stalled_s(now_s) - late_s > STALL_S:
-            self.cut(f"took nothing of {stream.unsent_bytes} bytes for {STALL_S:g} s")
+            self.reconnect(f"took nothing of {stream.unsent_bytes} bytes for {STALL_S:g} s")
         elif self._attached and not self._queue:
             self._append(_HEARTBEAT)
 
-    def cut(self, reason: str) -> None:
-        """End the stream, on which the worker aborts all that came over it, and open another one."""
+    def reconnect(self, reason: str) -> None:
+        """End the stream, upon which the worker aborts everything that came over it, and open a new one."""
         self._break_reason = reason
         self._broken.set()
 
     async def run(self) -> None:
-        """Attach, and attach again whenever the stream breaks, until cancelled or no longer wanted."""
+        """Attach, and again whenever the stream breaks, until cancelled or no longer wanted."""
         while self.wanted:
             opened_s = time.monotonic()
             delay_s = 0.0
             try:
                 await self._attempt()
-            except _Refused as error:
+            except _LinkRefused as error:
                 delay_s = _REFUSED_S
                 self._log_refusal(str(error))
-            except _Ended as error:
-                self._lose(Loss(error.cause, str(error)))
+            except _LinkEnded as error:
+                self._mark_lost(Loss(error.cause, str(error)))
             if time.monotonic() - opened_s > SILENCE_S:
                 self._backoff.reset()
             await asyncio.sleep(delay_s + self._backoff.next_s())
 
     async def _attempt(self) -> None:
-        """One stream from hello to its end. Raises _Ended, _Refused."""
+        """Run one stream from hello to its end. Raise _LinkEnded or _LinkRefused."""
         self._queue.clear()
         self._queued_submit_bytes = 0
         self._broken.clear()
@@ -261,34 +269,34 @@ class Link:
             self._attach(stream, self._read_hello(first))
             await first_ended(self._read(stream), self._write(stream), self._wait_for_break())
         except TimeoutError:
-            raise _Ended(f"no hello within {HELLO_S:g} s") from None
+            raise _LinkEnded(f"no hello within {HELLO_S:g} s") from None
         except StreamRefused as error:
-            raise _Refused(str(error)) from error
+            raise _LinkRefused(str(error)) from error
         except StreamBroken as error:
-            raise _Ended(format_error(error)) from error
+            raise _LinkEnded(format_error(error)) from error
         finally:
             self._stream = None
             stream.close()
 
     async def _connect(self) -> AttachStream:
-        """Connect. Raises _Ended, _Refused."""
+        """Connect to the worker. Raise _LinkEnded or _LinkRefused."""
         limit = self._hello.max_message_bytes or DEFAULT_MAX_MESSAGE_BYTES
         try:
             async with asyncio.timeout(HELLO_S):
                 tls = self._transport.dial(Role.WORKER)
                 return await connect_stream(self.record.stream_address, worker_pb2.AttachDown, limit, tls)
         except StreamRefused as error:
-            raise _Refused(str(error)) from error
+            raise _LinkRefused(str(error)) from error
         except TimeoutError:
-            raise _Ended(f"no connection within {HELLO_S:g} s") from None
+            raise _LinkEnded(f"no connection within {HELLO_S:g} s") from None
         except ConnectionRefusedError as error:
             if self._worker_hello is not None:
                 self._worker_hello = None
                 self._sink.on_process_gone(self.instance_id)
-            raise _Ended(format_error(error)) from error
+            raise _LinkEnded(format_error(error)) from error
         except (OSError, ValueError) as error:
-            # ValueError: what etcd has is no HOST:PORT. One bad record must not end a front end.
-            raise _Ended(format_error(error)) from error
+            # ValueError: the address in etcd is not HOST:PORT. One bad record must not end a front end.
+            raise _LinkEnded(format_error(error)) from error
 
     def _next_hello(self) -> worker_pb2.AttachUp:
         self._attempts += 1
@@ -298,37 +306,37 @@ class Link:
         return worker_pb2.AttachUp(hello=hello)
 
     def _read_hello(self, first: worker_pb2.AttachDown | None) -> worker_pb2.WorkerHello:
-        """Raises _Ended, _Refused."""
+        """Check the worker's first message and return its hello. Raise _LinkEnded or _LinkRefused."""
         if first is None:
-            raise _Ended("closed by the worker")
+            raise _LinkEnded("closed by the worker")
         if first.HasField("refused"):
-            raise _Refused(first.refused.reason)
+            raise _LinkRefused(first.refused.reason)
         if not first.HasField("hello"):
-            raise _Ended("the first message was no hello")
+            raise _LinkEnded("the first message was not a hello")
         if first.hello.instance_id != self.instance_id:
-            raise _Ended(f"the worker calls itself {first.hello.instance_id}")
+            raise _LinkEnded(f"the worker calls itself {first.hello.instance_id}")
         identity = self.record.model_identity
         if identity is not None and first.hello.model != identity.key:
-            raise _Ended("it runs another model than its record says: it was started anew")
+            raise _LinkEnded("it runs another model than its record says: it was restarted")
         return first.hello
 
     def _attach(self, stream: AttachStream, hello: worker_pb2.WorkerHello) -> None:
         self._worker_hello = hello
         self._stream = stream
-        self._heard_s = time.monotonic()
+        self._last_received_s = time.monotonic()
         self._attached = True
         self._refusal = ""
         log.info("attached to %s at %s", self.instance_id, self.record.stream_address)
         self._sink.on_attached(self.instance_id, hello)
 
-    def _lose(self, loss: Loss) -> None:
+    def _mark_lost(self, loss: Loss) -> None:
         if self._attached:
             self._attached = False
             log.warning("lost %s: %s", self.instance_id, loss.reason)
             self._sink.on_lost(self.instance_id, loss)
 
     def _log_refusal(self, reason: str) -> None:
-        """Once, not at every attempt."""
+        """Log the reason once, not at every attempt."""
         if reason != self._refusal:
             self._refusal = reason
             log.error("no stream to %s: %s", self.instance_id, reason)
@@ -337,12 +345,12 @@ class Link:
         while True:
             message = await stream.read()
             if message is None:
-                raise _Ended("closed by the worker")
-            self._heard_s = time.monotonic()
+                raise _LinkEnded("closed by the worker")
+            self._last_received_s = time.monotonic()
             if message.HasField("goodbye"):
                 goodbye = message.goodbye
                 cause = LossCause.ENGINE_FAILED if goodbye.engine_failed else LossCause.STOPPED
-                raise _Ended(goodbye.reason or cause.value, cause)
+                raise _LinkEnded(goodbye.reason or cause.value, cause)
             if not self._attached:
                 assert self._worker_hello is not None
                 log.info("%s answers again", self.instance_id)
@@ -363,12 +371,13 @@ class Link:
 
     async def _wait_for_break(self) -> None:
         await self._broken.wait()
-        raise _Ended(self._break_reason)
+        raise _LinkEnded(self._break_reason)
 
     def _append(self, message: worker_pb2.AttachUp) -> bool:
         if len(self._queue) >= QUEUE_LIMIT:
-            # Nothing may be left out: without its stream the worker aborts all that came over it.
-            self.cut(f"{QUEUE_LIMIT} messages unread")
+            # No message may be skipped; closing the stream makes the worker abort everything that came over
+            # it.
+            self.reconnect(f"{QUEUE_LIMIT} messages unread")
             return False
         self._queue.append(message)
         self._queued.set()
@@ -376,13 +385,13 @@ class Link:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _LinkTask:
     link: Link
     task: asyncio.Task[None]
 
 
-class Workers:
-    """One Link a member instance. Is the Outbox of everything else."""
+class WorkerLinks:
+    """Keep one Link per member instance; the Outbox of everything else."""
 
     def __init__(
         self,
@@ -391,18 +400,19 @@ class Workers:
         sink: LinkSink,
         transport: Transport = PLAIN,
     ) -> None:
-        """`instances` gives the fleet's members whenever asked."""
+        """Open nothing yet. `instances()` returns the current member instances by id."""
         self._instances = instances
         self._hello = hello
         self._sink = sink
         self._transport = transport
-        self._kept: dict[str, _Kept] = {}
+        self._links: dict[str, _LinkTask] = {}
         self._group: asyncio.TaskGroup | None = None
 
     async def run(self) -> None:
-        """Keep the links until cancelled; then break all streams, and the workers free what they carried.
+        """Keep the links until cancelled, then close all streams, upon which workers free this front end's
+        requests.
 
-        Whatever a link or its sink raises unexpectedly comes out of here.
+        Unexpected exceptions of a link or its sink are raised here.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -411,67 +421,67 @@ class Workers:
                 self.refresh()
         finally:
             self._group = None
-            self._kept.clear()
+            self._links.clear()
 
     def refresh(self) -> None:
-        """Membership has changed: attach to who is new, attach anew to who was restarted."""
+        """Follow a membership change: attach to new instances and to restarted ones."""
         if self._group is None:
             return
         members = self._instances()
-        for instance_id, kept in list(self._kept.items()):
+        for instance_id, entry in list(self._links.items()):
             record = members.get(instance_id)
             if record is None:
-                # It may still carry streams of ours; when its stream breaks, that is the end of it.
-                kept.link.wanted = False
-                if not kept.link.attached:
+                # It may still run streams of this front end; the link ends when its stream breaks.
+                entry.link.wanted = False
+                if not entry.link.attached:
                     self._drop(instance_id)
-            elif record.incarnation != kept.link.record.incarnation:
+            elif record.incarnation != entry.link.record.incarnation:
                 self._drop(instance_id)
                 self._sink.on_process_gone(instance_id)
             else:
-                kept.link.wanted = True
-                if kept.task.done():
+                entry.link.wanted = True
+                if entry.task.done():
                     self._drop(instance_id)
         for instance_id, record in members.items():
-            if instance_id not in self._kept:
+            if instance_id not in self._links:
                 self._keep(record)
 
     def send(self, instance_id: str, message: worker_pb2.AttachUp) -> bool:
         """See Outbox."""
-        kept = self._kept.get(instance_id)
-        return kept is not None and kept.link.send(message)
+        entry = self._links.get(instance_id)
+        return entry is not None and entry.link.send(message)
 
     def send_on_wakeup(self, instance_id: str, message: worker_pb2.AttachUp) -> None:
-        """Leave a message for an instance that was just lost; it reads it if it was only stopped."""
-        kept = self._kept.get(instance_id)
-        if kept is not None:
-            kept.link.queue_for_wakeup(message)
+        """Leave a message for an instance that was just lost; it reads it if it was only suspended."""
+        entry = self._links.get(instance_id)
+        if entry is not None:
+            entry.link.queue_for_wakeup(message)
 
-    def cut(self, instance_id: str, reason: str) -> None:
-        """Break the stream to an instance that does not keep to the protocol; it is opened again."""
-        kept = self._kept.get(instance_id)
-        if kept is not None:
-            kept.link.cut(reason)
+    def reconnect(self, instance_id: str, reason: str) -> None:
+        """Break the stream to an instance that violates the protocol; it is opened again."""
+        entry = self._links.get(instance_id)
+        if entry is not None:
+            entry.link.reconnect(reason)
 
     def attached(self) -> list[str]:
         """See Outbox."""
-        return [instance_id for instance_id, kept in self._kept.items() if kept.link.attached]
+        return [instance_id for instance_id, entry in self._links.items() if entry.link.attached]
 
     def max_message_bytes(self, instance_id: str) -> int:
         """See Outbox."""
-        kept = self._kept.get(instance_id)
-        return kept.link.max_message_bytes if kept is not None and kept.link.attached else 0
+        entry = self._links.get(instance_id)
+        return entry.link.max_message_bytes if entry is not None and entry.link.attached else 0
 
     def _keep(self, record: InstanceRecord) -> None:
         assert self._group is not None
         link = Link(record, self._hello, self._sink, self._transport)
         task = self._group.create_task(link.run(), name=f"link to {record.instance_id}")
-        self._kept[record.instance_id] = _Kept(link, task)
+        self._links[record.instance_id] = _LinkTask(link, task)
 
     def _drop(self, instance_id: str) -> None:
-        kept = self._kept.pop(instance_id)
-        kept.task.cancel()
-        if kept.link.attached:
+        entry = self._links.pop(instance_id)
+        entry.task.cancel()
+        if entry.link.attached:
             log.warning("lost %s: it was restarted", instance_id)
             self._sink.on_lost(instance_id, Loss(LossCause.BROKEN, "restarted"))
 
@@ -481,6 +491,6 @@ class Workers:
             await asyncio.sleep(due_s - time.monotonic())
             now_s = time.monotonic()
             late_s = now_s - due_s
-            for kept in list(self._kept.values()):
-                kept.link.tick(now_s, late_s)
+            for entry in list(self._links.values()):
+                entry.link.tick(now_s, late_s)
             due_s = now_s + HEARTBEAT_S

@@ -22,17 +22,17 @@ from frontend_svc.answers.service import answers_servicer, keep_answers
 from frontend_svc.api_server.rust import flags_to_json
 from frontend_svc.api_server.sockets import bind_http, split_address
 from frontend_svc.api_server.spec import DEFAULT_MAX_BODY_BYTES
-from frontend_svc.engine import DEFAULT_PATIENCE, ApiServerStuck
+from frontend_svc.engine import DEFAULT_WAIT_LIMITS, ApiServerStuck
+from frontend_svc.fleet import ServedModel
 from frontend_svc.front_end import ApiServerExited, run_front_end
 from frontend_svc.observer import RequestTraces
-from frontend_svc.placement import ServedModel
 from frontend_svc.settings import (
     DEFAULT_KEEP_ANSWERS_BYTES,
     DRAIN_TIMEOUT_S,
     Front,
     Limits,
-    Patience,
     Settings,
+    WaitLimits,
 )
 from tailrace.model_identity import identify_model
 from tailrace.records import ServiceRecord
@@ -54,7 +54,8 @@ log = logging.getLogger(__name__)
 
 KIND: Final = "frontend"
 _LIMITS: Final = Limits()
-# Of what front ends tell each other of answers; another one for each change that an older one gets wrong.
+# Version of what front ends exchange about answers; increased with each change that an older one would
+# misread.
 _ANSWERS_FORMAT: Final = "1"
 
 
@@ -86,14 +87,14 @@ _ANSWERS_FORMAT: Final = "1"
 @click.option(
     "--place-wait",
     type=click.FloatRange(min=0),
-    default=DEFAULT_PATIENCE.new_s,
+    default=DEFAULT_WAIT_LIMITS.place_s,
     show_default=True,
     help="Seconds that a request may wait for an instance when there is none.",
 )
 @click.option(
     "--resume-wait",
     type=click.FloatRange(min=0),
-    default=DEFAULT_PATIENCE.begun_s,
+    default=DEFAULT_WAIT_LIMITS.resume_s,
     show_default=True,
     help="The same for one whose answer has begun, when its instance is lost.",
 )
@@ -242,7 +243,7 @@ def command(
         vllm_arguments=vllm_arguments,
         vllm_rs=_vllm_rs(vllm_rs) if front == Front.RUST.value else Path(),
         ipc_folder=ipc,
-        patience=Patience(place_wait, resume_wait),
+        wait_limits=WaitLimits(place_wait, resume_wait),
         drain_timeout_s=drain_timeout,
         pace_s=pace_tpot / 1e3,
         limits=Limits(max_message_bytes, max_streams, max_unplaced, fair_backlog),
@@ -255,7 +256,7 @@ def command(
 
 
 async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -> None:
-    """Everything of one front end, until cancelled. Raises StoreUnavailable, ListenError (PortTaken)."""
+    """Run one front end until cancelled. Raise StoreUnavailable or ListenError (PortTaken)."""
     served = await asyncio.to_thread(_served_model, settings)
     async with AsyncExitStack() as stack:
         store = await Store.connect(common.etcd, common.cluster, common.transport)
@@ -287,7 +288,7 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
             model_key=served.key,
             answers=setting,
         )
-        # Before anybody listens on the HTTP port: a second front end there must know this one for ours.
+        # Before the HTTP port is bound: a second front end on it must recognise this one as a member.
         registration = await register(
             store, f"services/{KIND}/{common.member_id}", msgspec.json.encode(record)
         )
@@ -325,7 +326,7 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
 
 
 def _check_keys(file: Path, front: Front, vllm_arguments: tuple[str, ...]) -> None:
-    """Raises click.UsageError, click.ClickException."""
+    """Check the key file. Raise click.UsageError or click.ClickException."""
     if front is not Front.PYTHON:
         raise click.UsageError("--api-keys: vllm-rs knows no tenants; take --front python, or VLLM_API_KEY")
     if _asks_for_key(vllm_arguments):
@@ -337,20 +338,22 @@ def _check_keys(file: Path, front: Front, vllm_arguments: tuple[str, ...]) -> No
 
 
 def _asks_for_key(vllm_arguments: tuple[str, ...]) -> bool:
-    """Whether vLLM's own API server asks users for a key."""
+    """Return whether vLLM's own API server requires an API key."""
     given = any(argument.partition("=")[0] == "--api-key" for argument in vllm_arguments)
     return given or bool(os.environ.get("VLLM_API_KEY"))
 
 
 def _served_model(settings: Settings) -> ServedModel:
-    """Raises OSError: the model's folder cannot be read."""
+    """Identify the model. Raise OSError if its folder cannot be read."""
     identity = identify_model(settings.model, _flag(settings, "--revision"))
     return ServedModel(settings.model, identity, settings.served_model_name or settings.model)
 
 
 def _answers_setting(settings: Settings, served: ServedModel) -> str:
-    """Digest of all that an answer depends on beside its log; equal where front ends may go on with each
-    other's."""
+    """Return a digest of everything besides the log that an answer depends on.
+
+    Front ends with equal digests may continue each other's answers.
+    """
     depends = [
         _ANSWERS_FORMAT,
         version("vllm"),
@@ -363,7 +366,7 @@ def _answers_setting(settings: Settings, served: ServedModel) -> str:
 
 
 def _flag(settings: Settings, name: str) -> str:
-    """The value of a flag of `vllm serve`; empty when it is not given."""
+    """Return the value of a flag of `vllm serve`; empty if it is not given."""
     arguments = settings.vllm_arguments
     for position, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")
@@ -373,7 +376,7 @@ def _flag(settings: Settings, name: str) -> str:
 
 
 def _is_shared(common: CommonOptions, settings: Settings, members: Membership) -> bool:
-    """Whether a front end of this cluster is known to use the HTTP address."""
+    """Return whether another front end of this cluster is known to use the HTTP address."""
     ours = common.advertised(settings.http)
     return any(
         kind == KIND and service_id != common.member_id and record.http_address == ours
@@ -387,13 +390,13 @@ def _host_port(name: tuple[str, int]) -> str:
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """A leaf of the group."""
+    """Return a leaf of the exception group."""
     error = group.exceptions[0]
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
 
 
 def _vllm_rs(given: Path | None) -> Path:
-    """The executable. Raises click.ClickException."""
+    """Return the path of the executable. Raise click.ClickException if it does not exist."""
     found = str(given) if given is not None else shutil.which("vllm-rs")
     if found is None:
         found = str(Path(sysconfig.get_path("scripts")) / "vllm-rs")

@@ -1,4 +1,4 @@
-"""What is seen of every stream: metrics always, spans when tracing is on."""
+"""Observe every stream: metrics always, trace spans if tracing is enabled."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from frontend_svc.placement import Placed
-from frontend_svc.streams import FINISHED, PREFILL_DONE, REASONING_ENDED, Accepted, Stream, StreamTable
+from frontend_svc.streams import FINISHED, PREFILL_DONE, REASONING_ENDED, StepVerdict, Stream, StreamTable
 from tailrace.cluster import Phase
 from tailrace.telemetry import attributes
 from tailrace.telemetry.tracing import Attributes, fail, record_span, start_span, traceparent_of, wall_ns
 
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-# A placement takes a few milliseconds: by these its percentiles can be told.
+# A placement takes a few milliseconds: fine enough for its percentiles.
 _PLACEMENT_SECONDS: Final = (
     *(0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1, 2.5, 5, 10),
@@ -29,7 +29,7 @@ _TPOT_SECONDS: Final = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075
 
 
 class FrontendMetrics(Collector):
-    """Counters by plain attribute, histograms for what happens once a request."""
+    """Count in plain attributes; histograms for what happens once per request."""
 
     def __init__(
         self, registry: CollectorRegistry, table: StreamTable, attached: Callable[[], list[str]]
@@ -84,7 +84,7 @@ class FrontendMetrics(Collector):
         registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
-        """The plain counters in Prometheus' form."""
+        """Yield the counters in Prometheus' form."""
         phases = Counter(stream.phase for stream in self._table)
         streams = GaugeMetricFamily("tailrace_frontend_streams", "Live streams.", labels=["phase"])
         for phase in Phase:
@@ -119,21 +119,21 @@ def _labelled(name: str, text: str, label: str, counts: Counter[str]) -> Counter
 class _Trace:
     root: Span
     traceparent: str
-    # prefill, reasoning, answering or recovery; None while the first placement is under way.
+    # The span of prefill, reasoning, answering or recovery; None while the first placement runs.
     current: Span | None = None
     phase: Phase | None = None
     began_at: int = 0
 
 
 class RequestTraces:
-    """The open spans of all live streams. Told by StreamObserver, never per token.
+    """Hold the open spans of all live streams. Called by StreamObserver, never per token.
 
         request                 the whole life, under the client's traceparent if it sent one
           placement             until an instance was found
           prefill, reasoning, answering
           recovery              from the loss of an instance until another one had the request
 
-    Migrations are spans of the services that make them, under the traceparent that goes with the request.
+    Migrations are spans of the services that make them, under the traceparent that travels with the request.
     """
 
     def __init__(self, tracer: Tracer, frontend_id: str) -> None:
@@ -142,7 +142,7 @@ class RequestTraces:
         self._open: dict[int, _Trace] = {}
 
     def begin(self, stream: Stream, traceparent: str) -> str:
-        """Open the root span; the traceparent that everybody downstream continues."""
+        """Open the root span; return the traceparent that everything downstream continues."""
         root = start_span(
             self._tracer,
             "request",
@@ -157,13 +157,13 @@ class RequestTraces:
         )
         own = traceparent_of(root)
         if not own:
-            # Not sampled: no spans here, but the client's own context still goes on.
+            # Not sampled: there are no spans here, but the client's own context is still propagated.
             return traceparent
         self._open[stream.handle] = _Trace(root, own)
         return own
 
     def placed(self, stream: Stream, placed: Placed, seconds: float) -> None:
-        """An instance has it now."""
+        """Record the placement and open the span of the stream's phase."""
         trace = self._open.get(stream.handle)
         if trace is None:
             return
@@ -178,13 +178,13 @@ class RequestTraces:
         self._enter(trace, stream)
 
     def phase_changed(self, stream: Stream) -> None:
-        """The worker flagged the end of prefill or of reasoning."""
+        """Open the next phase's span after the worker flagged the end of prefill or of reasoning."""
         trace = self._open.get(stream.handle)
         if trace is not None and trace.phase is not stream.phase:
             self._enter(trace, stream)
 
     def adopted(self, stream: Stream, source: str, target: str) -> None:
-        """A migration was committed."""
+        """Record a committed migration."""
         trace = self._open.get(stream.handle)
         if trace is not None:
             trace.root.add_event(
@@ -198,7 +198,8 @@ class RequestTraces:
             )
 
     def recovering(self, stream: Stream, instance_id: str, reason: str) -> None:
-        """Its instance was lost or gave it up; `placed` or `end` follows."""
+        """Open a recovery span after the instance was lost or gave the stream up; `placed` or `end`
+        follows."""
         trace = self._open.get(stream.handle)
         if trace is None:
             return
@@ -212,7 +213,7 @@ class RequestTraces:
         trace.current = start_span(self._tracer, "recovery", trace.traceparent, attributes=about)
 
     def end(self, stream: Stream, outcome: str) -> None:
-        """The stream is over."""
+        """Close the spans of a stream that ended."""
         trace = self._open.pop(stream.handle, None)
         if trace is None:
             return
@@ -244,7 +245,7 @@ class RequestTraces:
 
 @dataclass(slots=True)
 class _AwaitedAnswer:
-    """A stream whose reasoning has ended: its next token is the first that the user reads as an answer."""
+    """A stream whose reasoning has ended: its next token is the first of the answer."""
 
     stream: Stream
     from_index: int
@@ -252,130 +253,131 @@ class _AwaitedAnswer:
 
 
 class StreamObserver:
-    """Told by the carrier. Costs nothing per token: steps without flags only add to two counters."""
+    """Receive the carrier's events. Costs nothing per token: a step without flags only adds to two
+    counters."""
 
     def __init__(self, metrics: FrontendMetrics, traces: RequestTraces | None) -> None:
-        """`traces`: None when tracing is off."""
+        """`traces`: None if tracing is off."""
         self._metrics = metrics
         self._traces = traces
-        self._awaited: dict[int, _AwaitedAnswer] = {}
+        self._awaiting_answer: dict[int, _AwaitedAnswer] = {}
 
     def arrived(self, stream: Stream, traceparent: str) -> None:
-        """A new request; gives it the trace context that everybody downstream continues."""
+        """Record a new request and set the trace context that everything downstream continues."""
         stream.traceparent = traceparent
         if self._traces is not None:
             stream.traceparent = self._traces.begin(stream, traceparent)
 
     def refused(self, status: int) -> None:
-        """A new request was refused with this HTTP status."""
+        """Count a new request refused with this HTTP status."""
         self._metrics.refused[str(status)] += 1
 
-    def turned_down(self, stream: Stream, status: int) -> None:
-        """A stream that never came to an instance ends with this HTTP status."""
+    def stream_refused(self, stream: Stream, status: int) -> None:
+        """Record the end of a stream refused with this HTTP status before it reached an instance."""
         self.refused(status)
-        self._ended(stream, "refused")
+        self._record_end(stream, "refused")
 
-    def waited(self, seconds: float) -> None:
-        """A request's turn came after so long."""
+    def turn_waited(self, seconds: float) -> None:
+        """Record the seconds that a request waited for its tenant's turn."""
         self._metrics.fair_wait_seconds.observe(seconds)
 
-    def turned_away(self, instance_id: str) -> None:
-        """The instance has as many requests as it may; the stream is placed again."""
+    def instance_busy(self, instance_id: str) -> None:
+        """Count a submission that a busy instance rejected; the stream is placed again."""
         self._metrics.recoveries["busy"] += 1
 
     def placed(self, stream: Stream, placed: Placed, seconds: float) -> None:
-        """Submitted to an instance."""
+        """Record a submission to an instance."""
         self._metrics.placements[placed.by] += 1
         self._metrics.placement_seconds.observe(seconds)
         if self._traces is not None:
             self._traces.placed(stream, placed, seconds)
 
-    def accepted(self, verdict: Accepted) -> None:
-        """One step's outputs were judged."""
+    def accepted(self, verdict: StepVerdict) -> None:
+        """Record the verdict on one step's outputs."""
         metrics = self._metrics
         metrics.steps += 1
         metrics.tokens += verdict.tokens
         for _, reason in verdict.rejected:
             metrics.rejected[reason.value] += 1
-        if self._awaited:
-            self._answers()
+        if self._awaiting_answer:
+            self._record_first_answers()
         for stream, flags in verdict.flagged:
-            self._flagged(stream, flags)
+            self._apply_flags(stream, flags)
 
     def adopted(self, stream: Stream, source: str, target: str) -> None:
-        """A migration was committed."""
+        """Record a committed migration."""
         self._metrics.adoptions += 1
         if self._traces is not None:
             self._traces.adopted(stream, source, target)
 
     def lost(self, streams: Iterable[Stream], instance_id: str, reason: str) -> None:
-        """These streams lost their instance."""
+        """Record streams that lost their instance."""
         for stream in streams:
             self._metrics.recoveries["lost"] += 1
             if self._traces is not None:
                 self._traces.recovering(stream, instance_id, reason)
 
     def engine_died(self, instance_id: str) -> None:
-        """Its engine died with streams of ours on it."""
+        """Count an engine that died with streams of this front end."""
         self._metrics.engine_deaths += 1
 
     def failed(self, streams: Sequence[Stream], instance_id: str) -> None:
-        """The instance gave these streams up."""
+        """Record streams that their instance gave up."""
         for stream in streams:
             self._metrics.recoveries["failed"] += 1
             if self._traces is not None:
                 self._traces.recovering(stream, instance_id, "failed")
 
     def handed_back(self, stream: Stream, instance_id: str) -> None:
-        """Its instance drains, and another one goes on with it."""
+        """Record a stream that leaves a draining instance for another one."""
         self._metrics.recoveries["handed_back"] += 1
         if self._traces is not None:
             self._traces.recovering(stream, instance_id, "handed back")
 
     def missing(self, stream: Stream, instance_id: str) -> None:
-        """The instance did not have this stream, though it was its owner."""
+        """Record a stream that its owner turned out not to have."""
         self._metrics.recoveries["missing"] += 1
         if self._traces is not None:
             self._traces.recovering(stream, instance_id, "missing")
 
     def aborted(self, stream: Stream) -> None:
-        """The client went away, or the API server had enough (a stop string)."""
-        self._ended(stream, "aborted")
+        """Record a stream whose client disconnected, or that the API server ended (a stop string)."""
+        self._record_end(stream, "aborted")
 
     def gave_up(self, stream: Stream, reason: str) -> None:
-        """Ended as an error."""
-        self._ended(stream, "error")
+        """Record a stream that ended with an error."""
+        self._record_end(stream, "error")
 
-    def _flagged(self, stream: Stream, flags: int) -> None:
+    def _apply_flags(self, stream: Stream, flags: int) -> None:
         now_s = time.monotonic()
         if flags & PREFILL_DONE:
             self._metrics.first_token_seconds.observe(now_s - stream.arrived_s)
             stream.first_token_s = now_s
             if stream.phase is Phase.ANSWERING:
-                # It never reasoned: this very token is the answer's first.
+                # It does not reason: this token is the first of the answer.
                 self._metrics.ttft_seconds.observe(now_s - stream.arrived_s)
                 stream.first_answer_s = now_s
         elif flags & REASONING_ENDED:
-            self._awaited[stream.handle] = _AwaitedAnswer(stream, stream.accepted, now_s)
+            self._awaiting_answer[stream.handle] = _AwaitedAnswer(stream, stream.accepted, now_s)
         if self._traces is not None and flags & (PREFILL_DONE | REASONING_ENDED):
             self._traces.phase_changed(stream)
         if flags & FINISHED:
             if stream.first_token_s is not None and stream.accepted > 1:
                 self._metrics.tpot_seconds.observe((now_s - stream.first_token_s) / (stream.accepted - 1))
-            self._ended(stream, "finished")
+            self._record_end(stream, "finished")
 
-    def _answers(self) -> None:
+    def _record_first_answers(self) -> None:
         now_s = time.monotonic()
-        for handle, awaited in list(self._awaited.items()):
+        for handle, awaited in list(self._awaiting_answer.items()):
             if awaited.stream.accepted > awaited.from_index:
-                del self._awaited[handle]
+                del self._awaiting_answer[handle]
                 awaited.stream.first_answer_s = now_s
                 awaited.stream.first_answer_index = awaited.from_index
                 self._metrics.ttft_seconds.observe(now_s - awaited.stream.arrived_s)
                 self._metrics.ttfat_seconds.observe(now_s - awaited.ended_s)
 
-    def _ended(self, stream: Stream, outcome: str) -> None:
-        self._awaited.pop(stream.handle, None)
+    def _record_end(self, stream: Stream, outcome: str) -> None:
+        self._awaiting_answer.pop(stream.handle, None)
         self._metrics.requests[outcome] += 1
         if self._traces is not None:
             self._traces.end(stream, outcome)

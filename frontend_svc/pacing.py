@@ -1,8 +1,8 @@
-"""Shows answers at the pace at which users read (PASCAL's token pacer, section V-A); off unless asked for.
+"""Show answers at the pace at which users read (PASCAL's token pacer, section V-A); off unless enabled.
 
-Token k, ready at g(k), is shown at d(k) = max(g(k), d(k-1) + pace). What is made faster waits here, so that a
-pause of the instance, a handover or a recovery is not seen while there is something in store. It only delays:
-outputs have been accepted before they come here, and leave in order. Reasoning is not paced.
+Token k, ready at g(k), is shown at d(k) = max(g(k), d(k-1) + pace). Tokens made faster than that are buffered
+here, so that a pause of the instance, a handover or a recovery is invisible while the buffer lasts. Pacing
+only delays: outputs are accepted before they get here, and leave in order. Reasoning is not paced.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 from frontend_svc.streams import Stream
 
-# Outputs in store, of one stream and in all. Beyond either a stream's oldest is shown at once.
+# Buffered outputs of one stream, and of all. Beyond either, the stream's oldest is shown at once.
 _STREAM_MAX: Final = 4_096
 _ALL_MAX: Final = 262_144
 
@@ -36,37 +36,38 @@ class Clock(Protocol):
 class _Paced:
     request_id: str
     pace_s: float
-    # When the next token may be shown.
+    # When the next token may be shown, in seconds of the clock.
     due_s: float
-    # Messages in store, each with the number of its tokens and when it came.
-    stored: deque[tuple[Frames, int, float]] = field(default_factory=deque)
+    # Buffered messages, each with its number of tokens and its arrival time.
+    buffered: deque[tuple[Frames, int, float]] = field(default_factory=deque)
     timer: asyncio.TimerHandle | None = None
-    # The last output has come.
+    # The last output has arrived.
     ended: bool = False
 
 
 class Pacer:
-    """All paced answers of one front end. Called on the event loop."""
+    """Buffer the paced answers of one front end. Called on the event loop."""
 
     def __init__(self, send: Callable[[Frames], None], clock: Clock | None = None) -> None:
-        """`send`: to the API server. `clock`: the running event loop unless given."""
+        """`send` sends to the API server. `clock`: the running event loop by default."""
         self._send = send
         self._clock = clock
         self._by_handle: dict[int, _Paced] = {}
         self._by_request: dict[str, int] = {}
-        self._stored = 0
+        self._buffered = 0
 
     def __bool__(self) -> bool:
-        """Whether anything is paced."""
+        """Return whether any answer is paced."""
         return bool(self._by_handle)
 
     @property
-    def stored(self) -> int:
-        """Outputs in store."""
-        return self._stored
+    def buffered(self) -> int:
+        """Return the number of buffered outputs."""
+        return self._buffered
 
     def begin(self, stream: Stream, shown_tokens: int) -> None:
-        """The answer begins; so many tokens of it have just been shown. Nothing for a stream without pace."""
+        """Begin to pace an answer of which `shown_tokens` have just been shown. Does nothing for a stream
+        without a pace."""
         if not stream.pace_s or stream.handle in self._by_handle:
             return
         due_s = self._now_s() + shown_tokens * stream.pace_s
@@ -74,28 +75,28 @@ class Pacer:
         self._by_request[stream.request_id] = stream.handle
 
     def paces(self, handle: int) -> bool:
-        """Whether outputs of this stream must go through here."""
+        """Return whether outputs of this stream must go through the pacer."""
         return handle in self._by_handle
 
     def put(self, handle: int, frames: Frames, tokens: int, last: bool) -> None:
-        """Show this message when its time has come; `last`: nothing follows."""
+        """Show this message when it is due; `last`: no message follows."""
         paced = self._by_handle[handle]
-        paced.stored.append((frames, tokens, self._now_s()))
+        paced.buffered.append((frames, tokens, self._now_s()))
         paced.ended = paced.ended or last
-        self._stored += 1
-        if len(paced.stored) > _STREAM_MAX or self._stored > _ALL_MAX:
-            self._send(paced.stored.popleft()[0])
-            self._stored -= 1
+        self._buffered += 1
+        if len(paced.buffered) > _STREAM_MAX or self._buffered > _ALL_MAX:
+            self._send(paced.buffered.popleft()[0])
+            self._buffered -= 1
         self._show_due(handle)
 
     def drop(self, request_id: str) -> None:
-        """Nobody reads it any more."""
+        """Discard an answer that no client reads any more."""
         handle = self._by_request.get(request_id)
         if handle is not None:
             self._forget(handle)
 
     def close(self) -> None:
-        """Drop all."""
+        """Discard all answers."""
         for handle in list(self._by_handle):
             self._forget(handle)
 
@@ -107,25 +108,25 @@ class Pacer:
             paced.timer.cancel()
             paced.timer = None
         now_s = self._now_s()
-        # What has no token, such as an error, comes right after what was before it.
-        while paced.stored and (paced.due_s <= now_s or not paced.stored[0][1]):
+        # A message without tokens, such as an error, follows the previous one at once.
+        while paced.buffered and (paced.due_s <= now_s or not paced.buffered[0][1]):
             self._show(paced)
-        if paced.stored:
+        if paced.buffered:
             paced.timer = self._loop().call_at(paced.due_s, self._show_due, handle)
         elif paced.ended:
             self._forget(handle)
 
     def _show(self, paced: _Paced) -> None:
-        frames, tokens, ready_s = paced.stored.popleft()
-        self._stored -= 1
-        # From when it was due, not from now: a late timer delays nothing after it.
+        frames, tokens, ready_s = paced.buffered.popleft()
+        self._buffered -= 1
+        # Count from when it was due, not from now: a late timer must not delay later tokens.
         paced.due_s = max(ready_s, paced.due_s) + tokens * paced.pace_s
         self._send(frames)
 
     def _forget(self, handle: int) -> None:
         paced = self._by_handle.pop(handle)
         del self._by_request[paced.request_id]
-        self._stored -= len(paced.stored)
+        self._buffered -= len(paced.buffered)
         if paced.timer is not None:
             paced.timer.cancel()
 

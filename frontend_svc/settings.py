@@ -1,4 +1,4 @@
-"""What the command line decides."""
+"""Settings of one front end, as given on its command line."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from frontend_svc.api_server.spec import DEFAULT_MAX_BODY_BYTES
 from tailrace.service.message_stream import DEFAULT_MAX_MESSAGE_BYTES
 
 DRAIN_TIMEOUT_S: Final = 300.0
-"""For streams under way once a front end is told to stop: a long answer takes minutes."""
+"""Time for streams in progress to finish once a front end is told to stop: a long answer takes minutes."""
 
 DEFAULT_KEEP_ANSWERS_BYTES: Final = 256 << 20
-"""Some thousands of long answers."""
+"""Enough for some thousands of long answers."""
 
 
 class Front(enum.Enum):
@@ -22,35 +22,35 @@ class Front(enum.Enum):
 
     PYTHON = "python"
     RUST = "rust"
-    # Somebody else runs one over the sockets in `ipc_folder`.
+    # None is started: another process runs one over the sockets in `ipc_folder`.
     NONE = "none"
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a front end holds at most; what is more is refused."""
+    """What a front end holds at most; more is refused."""
 
     # Largest message that workers may send: one step's outputs.
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
-    # Streams, whatever becomes of them: a new one is refused with 429.
+    # Streams in any state: a new one is refused with 429.
     max_streams: int = 16_384
     # Streams that wait for an instance: a new one is refused with 503.
     max_unplaced: int = 8_192
-    # Tokens of prompts without a first token, for each instance: more wait for their tenant's turn. 0:
-    # nobody waits.
+    # Prompt tokens without a first token yet, per instance: further requests wait for their tenant's turn. 0:
+    # none waits.
     fair_backlog_tokens: int = 0
-    # Requests of one tenant that wait so: a new one is refused with 429.
+    # Waiting requests of one tenant: a new one is refused with 429.
     max_waiting: int = 1_024
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class WaitLimits:
     """Seconds that a stream may wait for an instance when none can take it; then it ends with an error."""
 
-    # One without a token: its client can be told to try again.
-    new_s: float = 5.0
-    # One whose answer has begun: what its client has cannot be continued by anybody else.
-    begun_s: float = 60.0
+    # A stream without a token: its client can be told to try again (`--place-wait`).
+    place_s: float = 5.0
+    # A stream whose answer has begun: its client cannot get the rest anywhere else (`--resume-wait`).
+    resume_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Settings:
     """One front end."""
 
     frontend_id: str
-    # HOST:PORT as asked for; port 0: any free one.
+    # HOST:PORT as requested; port 0: any free one.
     http: str
     front: Front
     model: str
@@ -66,19 +66,19 @@ class Settings:
     reasoning_parser: str
     vllm_arguments: tuple[str, ...]
     vllm_rs: Path
-    # Where the engine core's sockets are; None: a private temporary folder.
+    # Folder of the engine core's sockets; None: a private temporary folder.
     ipc_folder: Path | None
-    patience: Patience
-    # Seconds for streams under way once it is told to stop.
+    wait_limits: WaitLimits
+    # Seconds for streams in progress to finish once it is told to stop.
     drain_timeout_s: float = DRAIN_TIMEOUT_S
-    # Seconds a token at which answers are shown to users; 0: as they are made.
+    # Seconds per token at which answers are shown to users; 0: as they are made.
     pace_s: float = 0.0
     limits: Limits = Limits()
-    # File of tenants and keys; None: no key is asked for but vLLM's own.
+    # File of tenants and keys; None: no key is required but vLLM's own.
     api_keys: Path | None = None
-    # Largest body of a user's request.
+    # Largest body of a user's request, in bytes.
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
-    # Seconds for which an answer is kept once nobody reads it; 0: none is kept.
+    # Seconds for which an answer is kept once no client reads it; 0: none is kept.
     keep_answers_s: float = 0.0
-    # Of all kept answers together.
+    # Memory for all kept answers together.
     keep_answers_bytes: int = DEFAULT_KEEP_ANSWERS_BYTES

@@ -1,6 +1,6 @@
-"""The table of live streams, and the rule that decides which token is accepted into which.
+"""The table of live streams, and the rule that decides which token is accepted into which stream.
 
-Pure: no I/O and no clock, so that a test can drive it through every order of events. A token has the identity
+Pure: no I/O and no clock, so that tests can drive it through every order of events. A token has the identity
 (request, epoch, index). It is accepted if and only if its request is live, the instance that sent it owns the
 request, its epoch is the request's current one, and its index is the next one.
 """
@@ -22,7 +22,7 @@ FAILED = 8
 
 
 class Columns(Protocol):
-    """What tailrace.v1.StepOutputs says beside its payload: one entry a request; token ids concatenated."""
+    """The columns of tailrace.v1.StepOutputs: one entry per request; token ids are concatenated."""
 
     @property
     def handles(self) -> Sequence[int]: ...
@@ -38,33 +38,33 @@ class Columns(Protocol):
     def flags(self) -> Sequence[int]: ...
 
 
-class Needs(NamedTuple):
-    """What a request asks of an instance beside the model."""
+class Requirements(NamedTuple):
+    """What a request requires of an instance besides the model."""
 
-    # False: a pooling request.
+    # False for a pooling request.
     generates: bool = True
-    # It names a LoRA adapter.
+    # Whether the request names a LoRA adapter.
     adapter: bool = False
 
 
-TEXT: Final = Needs()
+TEXT_GENERATION: Final = Requirements()
 
 
 class Reject(enum.Enum):
     """Why an entry was not accepted."""
 
-    # Finished or aborted; its last outputs were on their way.
+    # The request has finished or was aborted while these outputs were in flight.
     UNKNOWN = "unknown"
     NOT_OWNER = "not_owner"
     STALE_EPOCH = "stale_epoch"
-    # The owner sent another index than the next one.
+    # The owner sent an index other than the next one.
     INDEX = "index"
     # The owner's engine gave the request up.
     FAILED = "failed"
 
 
 class MalformedStep(Exception):
-    """The columns of one message do not fit each other; nothing of it was accepted."""
+    """The columns of one message do not match; nothing of it was accepted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,74 +80,79 @@ class Stream:
     traceparent: str = ""
     owner: str | None = None
     epoch: int = 0
-    # Key of the model that makes its tokens: no other may go on with them. Empty: not known.
+    # Key of the model that makes its tokens; no other model may continue it. Empty: unknown.
     model: str = ""
-    # Accepted so far; the next index is its length. Needed to go on elsewhere.
+    # Accepted tokens; the next index is the length. Needed to continue on another instance.
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     phase: Phase = Phase.PREFILL
-    # How often an instance failed it.
+    # How often an instance gave it up.
     failures: int = 0
-    # Since it last got on: how often its instance was lost, and how often because the engine died.
+    # Since its last progress: how often its instance was lost, and how often because the engine died.
     losses: int = 0
     deaths: int = 0
-    # Its length when its instance was last lost, and when it came to its instance.
-    lost_at: int = 0
-    placed_at: int = 0
-    # Its instance has said that its engine has it.
-    taken: bool = False
-    # Until when an instance must not have a suspect of another front end beside it; seconds as `arrived_s`.
-    alone_until_s: float = 0.0
+    # Its number of tokens when its instance was last lost, and when it was placed on its current instance.
+    tokens_at_loss: int = 0
+    tokens_at_placement: int = 0
+    # Whether the instance has confirmed that its engine has the request.
+    engine_confirmed: bool = False
+    # Until this time its instance must not run a suspect of another front end; seconds as `arrived_s`.
+    exclusive_until_s: float = 0.0
     # Seconds of the front end's monotonic clock.
     arrived_s: float = 0.0
-    # Since when it is between instances, or when it last was.
+    # When its current or last placement began.
     placing_since_s: float = 0.0
-    # When the first token was accepted; None: there is none yet.
+    # When the first token was accepted; None: not yet.
     first_token_s: float | None = None
-    # When the first answering token was accepted, and its index; None: there is none yet.
+    # When the first answering token was accepted, and its index; None: not yet.
     first_answer_s: float | None = None
     first_answer_index: int = 0
-    # Its epoch and length when it was last seen to have got on, and when that was.
-    seen: tuple[int, int] = (-1, -1)
-    seen_s: float = 0.0
-    # Seconds a token at which its answer is shown; 0: as soon as it is made.
+    # Epoch and number of tokens when progress was last observed (liveness.py), and when that was.
+    last_progress: tuple[int, int] = (-1, -1)
+    last_progress_s: float = 0.0
+    # Seconds per token at which its answer is shown; 0: as soon as it is made.
     pace_s: float = 0.0
-    # What its instance must be able to do.
-    needs: Needs = TEXT
-    # Of the adapter that it names, when it came; empty: it names none, or that is not known.
+    # What its instance must support.
+    requirements: Requirements = TEXT_GENERATION
+    # Version of the named adapter on arrival; empty: no adapter, or unknown.
     adapter_version: str = ""
 
     @property
     def accepted(self) -> int:
-        """Tokens accepted; the index of the next one."""
+        """Return the number of accepted tokens, which is the index of the next one."""
         return len(self.token_ids)
 
     @property
-    def was_there(self) -> bool:
-        """Whether the engine that it was last given to ever had it: that may have been dead by then. What
-        ends a machine ends all of its engines, and is noticed of one after the other."""
-        return self.taken or self.accepted > self.placed_at
+    def reached_engine(self) -> bool:
+        """Return whether the engine that the stream was last submitted to ever had it.
+
+        The engine may have been dead by then: what ends a machine ends all of its engines, which is noticed
+        of one after the other.
+        """
+        return self.engine_confirmed or self.accepted > self.tokens_at_placement
 
 
 @dataclass(slots=True)
-class Accepted:
+class StepVerdict:
     """The verdict on one step's entries."""
 
     tokens: int = 0
-    # None: all entries were accepted and the message can be forwarded as it is.
+    # Which entries were accepted. None: all of them, and the message can be forwarded as it is.
     keep: list[bool] | None = None
-    # Accepted entries that changed something: phases entered for the first time, ends.
+    # Streams that entered a phase for the first time or ended, with those flags.
     flagged: list[tuple[Stream, int]] = field(default_factory=list)
     rejected: list[tuple[int, Reject]] = field(default_factory=list)
-    # Streams whose owner failed them in this step; orphaned.
+    # Streams that their owner gave up in this step; they have no owner now.
     failed: list[Stream] = field(default_factory=list)
 
 
 class StreamTable:
-    """All live streams of one front end."""
+    """Hold all live streams of one front end."""
 
     def __init__(self, after_prefill: Phase = Phase.REASONING) -> None:
-        """`after_prefill`: ANSWERING where no reasoning parser is set. A request that does not reason though
-        there is one ends its reasoning with its first token."""
+        """`after_prefill`: ANSWERING if no reasoning parser is set.
+
+        With a parser, a request that does not reason ends its reasoning with its first token.
+        """
         self._after_prefill = after_prefill
         self._streams: dict[int, Stream] = {}
         self._by_request: dict[str, Stream] = {}
@@ -162,19 +167,19 @@ class StreamTable:
         return iter(list(self._streams.values()))
 
     def get(self, handle: int) -> Stream | None:
-        """The live stream with this handle."""
+        """Return the live stream with this handle, or None."""
         return self._streams.get(handle)
 
     def find(self, request_id: str) -> Stream | None:
-        """The live stream of this request."""
+        """Return the live stream of this request, or None."""
         return self._by_request.get(request_id)
 
     def count_owned(self, instance_id: str) -> int:
-        """How many live streams the instance owns; costs the same however many there are."""
+        """Return how many live streams the instance owns, in constant time."""
         return len(self._by_owner.get(instance_id, ()))
 
     def is_live(self, stream: Stream) -> bool:
-        """Whether the stream has neither finished nor been closed."""
+        """Return whether the stream has neither finished nor been closed."""
         return self._streams.get(stream.handle) is stream
 
     def open(
@@ -185,7 +190,7 @@ class StreamTable:
         max_tokens: int = 0,
         arrived_s: float = 0.0,
     ) -> Stream:
-        """A new stream, at epoch 0 and without an owner. Raises ValueError when the id is in use."""
+        """Open a new stream at epoch 0, without an owner. Raise ValueError if the request id is in use."""
         if request_id in self._by_request:
             raise ValueError(f"request id {request_id} is in use")
         stream = Stream(
@@ -196,8 +201,10 @@ class StreamTable:
         return stream
 
     def restore(self, stream: Stream, token_ids: Iterable[int], flags: int, model: str) -> None:
-        """A new stream goes on with what an earlier one of the same request had got. `flags`: all of them;
-        `model`: the key of the model that made the tokens."""
+        """Continue a new stream with the tokens of an earlier one of the same request.
+
+        `flags`: all flags of the earlier stream; `model`: key of the model that made the tokens.
+        """
         stream.token_ids.extend(token_ids)
         stream.model = model
         if flags & PREFILL_DONE:
@@ -206,52 +213,53 @@ class StreamTable:
             stream.phase = Phase.ANSWERING
 
     def close(self, stream: Stream) -> None:
-        """Forget the stream; whatever is still sent for it is rejected. Closing twice is allowed."""
+        """Remove the stream; later outputs for it are rejected. Closing twice is allowed."""
         if self.is_live(stream):
             del self._streams[stream.handle]
             del self._by_request[stream.request_id]
             self._forget_owner(stream)
 
     def assign(self, stream: Stream, instance_id: str) -> None:
-        """The instance owns the stream from now on, at its current epoch. Only for an orphan."""
+        """Make the instance the owner, at the stream's current epoch. Raise ValueError if the stream has an
+        owner."""
         if stream.owner is not None:
             raise ValueError(f"stream {stream.handle} is owned by {stream.owner}")
         self._set_owner(stream, instance_id)
 
     def orphan(self, stream: Stream) -> None:
-        """Take the stream from its owner: nothing sent before this moment's epoch counts any more."""
+        """Take the stream from its owner: outputs of the old epoch are not accepted any more."""
         self._forget_owner(stream)
         stream.owner = None
         stream.epoch += 1
 
     def fail(self, stream: Stream) -> None:
-        """The owner cannot go on with the stream: take it from it, and count that."""
+        """Take the stream from an owner that cannot continue it, and count the failure."""
         self.orphan(stream)
         stream.failures += 1
 
     def orphan_all(self, instance_id: str) -> list[Stream]:
-        """The instance is lost: take everything from it."""
+        """Take all streams from an instance that was lost; return them."""
         lost = list(self._by_owner.get(instance_id, {}).values())
         for stream in lost:
             self.orphan(stream)
         return lost
 
     def hand_over(self, stream: Stream, instance_id: str, epoch: int) -> None:
-        """Commit of a migration: owner and epoch change in one step."""
+        """Commit a migration: change owner and epoch in one step."""
         self._forget_owner(stream)
         self._set_owner(stream, instance_id)
         stream.epoch = epoch
-        stream.taken = True
+        stream.engine_confirmed = True
 
-    def note_taken(self, instance_id: str, handle: int, epoch: int) -> None:
-        """The instance says that its engine has the stream."""
+    def confirm_on_engine(self, instance_id: str, handle: int, epoch: int) -> None:
+        """Record that the instance's engine has the stream."""
         stream = self._streams.get(handle)
         if stream is not None and stream.owner == instance_id and stream.epoch == epoch:
-            stream.taken = True
+            stream.engine_confirmed = True
 
-    def accept(self, instance_id: str, step: Columns) -> Accepted:
-        """Judge one step's entries and take in what is good. Raises MalformedStep."""
-        # Repeated fields of protobuf are slow to walk; as lists they are not.
+    def accept(self, instance_id: str, step: Columns) -> StepVerdict:
+        """Judge one step's entries and append the accepted tokens. Raise MalformedStep."""
+        # Iterating over protobuf's repeated fields is slow; over lists it is not.
         handles, epochs, firsts = list(step.handles), list(step.epochs), list(step.first_indices)
         counts, flags, token_ids = list(step.counts), list(step.flags), list(step.token_ids)
         if not len(handles) == len(epochs) == len(firsts) == len(counts) == len(flags):
@@ -259,7 +267,7 @@ class StreamTable:
         if sum(counts) != len(token_ids):
             raise MalformedStep(f"{sum(counts)} tokens announced, {len(token_ids)} sent")
         streams = self._streams
-        verdict = Accepted()
+        verdict = StepVerdict()
         offset = 0
         for position, handle in enumerate(handles):
             stream = streams.get(handle)
@@ -277,7 +285,7 @@ class StreamTable:
                     stream.token_ids.extend(token_ids[offset : offset + count])
                 verdict.tokens += count
                 if flag:
-                    self._note(stream, flag, verdict)
+                    self._apply_flags(stream, flag, verdict)
             else:
                 self._reject(handle, stream, instance_id, epochs[position], flag, verdict)
                 if verdict.keep is None:
@@ -288,29 +296,29 @@ class StreamTable:
 
     def _set_owner(self, stream: Stream, instance_id: str) -> None:
         stream.owner = instance_id
-        stream.placed_at = stream.accepted
-        stream.taken = False
+        stream.tokens_at_placement = stream.accepted
+        stream.engine_confirmed = False
         self._by_owner.setdefault(instance_id, {})[stream.handle] = stream
 
     def _forget_owner(self, stream: Stream) -> None:
-        """Of a stream that its owner loses, or that ends; the field itself stays as it is."""
+        """Remove the stream from its owner's index; `stream.owner` itself stays as it is."""
         if stream.owner is None:
             return
         owned = self._by_owner.get(stream.owner)
         if owned is not None and owned.pop(stream.handle, None) is not None and not owned:
             del self._by_owner[stream.owner]
 
-    def _note(self, stream: Stream, flags: int, verdict: Accepted) -> None:
-        news = flags & FINISHED
-        # A recomputed request shows the same transitions again.
+    def _apply_flags(self, stream: Stream, flags: int, verdict: StepVerdict) -> None:
+        new_flags = flags & FINISHED
+        # A recomputed request reports the same transitions again.
         if flags & PREFILL_DONE and stream.phase is Phase.PREFILL:
             stream.phase = self._after_prefill
-            news |= PREFILL_DONE
+            new_flags |= PREFILL_DONE
         if flags & REASONING_ENDED and stream.phase is Phase.REASONING:
             stream.phase = Phase.ANSWERING
-            news |= REASONING_ENDED
-        if news:
-            verdict.flagged.append((stream, news))
+            new_flags |= REASONING_ENDED
+        if new_flags:
+            verdict.flagged.append((stream, new_flags))
         if flags & FINISHED:
             self.close(stream)
 
@@ -321,7 +329,7 @@ class StreamTable:
         instance_id: str,
         epoch: int,
         flags: int,
-        verdict: Accepted,
+        verdict: StepVerdict,
     ) -> None:
         reason = Reject.INDEX
         if stream is None:
@@ -331,14 +339,14 @@ class StreamTable:
         elif stream.epoch != epoch:
             reason = Reject.STALE_EPOCH
         else:
-            # From the owner, in its own epoch: it gave up, or lost or repeated a token. It cannot go on.
+            # From the owner, in its own epoch: it gave up, or lost or repeated a token, and cannot continue.
             reason = Reject.FAILED if flags & FAILED else Reject.INDEX
             self.fail(stream)
             verdict.failed.append(stream)
         verdict.rejected.append((handle, reason))
 
     def _next_handle(self) -> int:
-        """Unsigned 32 bits, not in use; 0 is never one."""
+        """Return an unused unsigned 32-bit handle; 0 is never one."""
         handle = self._last_handle
         while True:
             handle = handle % 0xFFFFFFFF + 1

@@ -11,7 +11,7 @@ from typing import Final
 from tailrace.service.message_stream import MessageStream, StreamBroken
 from tailrace.service.tasks import first_ended
 from tailrace.v1 import worker_pb2
-from worker_agent.dispatch import Dispatch
+from worker_agent.dispatch import Dispatcher
 from worker_agent.frontends import AttachRefused, Downstream, FrontEnd, FrontEnds
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ _REFUSED_S: Final = 1.0
 class AttachStreams:
     """Serves one front end's stream after the other, or many at once."""
 
-    def __init__(self, front_ends: FrontEnds, dispatch: Dispatch, hello: worker_pb2.WorkerHello) -> None:
+    def __init__(self, front_ends: FrontEnds, dispatch: Dispatcher, hello: worker_pb2.WorkerHello) -> None:
         self._front_ends = front_ends
         self._dispatch = dispatch
         self._hello = hello

@@ -150,7 +150,7 @@ def _failed(submission: Submission) -> worker_pb2.AttachDown:
     return worker_pb2.AttachDown(outputs=outputs)
 
 
-class Dispatch:
+class Dispatcher:
     """One a worker; called for every message of every front end, in the order of each stream."""
 
     def __init__(

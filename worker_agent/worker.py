@@ -29,7 +29,7 @@ from worker_agent.attach import AttachStreams, refused
 from worker_agent.bidask.assembly import BidAskServicer, coordinator_of
 from worker_agent.cache_servicer import CacheServicer
 from worker_agent.carried import CarriedRequests
-from worker_agent.dispatch import Admission, Dispatch
+from worker_agent.dispatch import Admission, Dispatcher
 from worker_agent.draining import Draining
 from worker_agent.engine.base import Engine, EngineInfo, EngineStats
 from worker_agent.engines import kv_transport
@@ -253,7 +253,7 @@ class _Assembly:
 
     def open_requests(self) -> None:
         """Bring what front ends send to the engine, and prepare to drain."""
-        self._dispatch = Dispatch(
+        self._dispatch = Dispatcher(
             self._engine,
             self._admission,
             self._exports,

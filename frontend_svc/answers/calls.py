@@ -1,7 +1,6 @@
-"""What vLLM's API server and `frontend_svc` tell each other of answers.
+"""The calls by which vLLM's API server opens, annotates and closes kept answers at `frontend_svc`.
 
-They are calls of engine-core methods, by vLLM's own protocol for them, with msgpack maps as arguments and
-results.
+They travel as utility calls of vLLM's engine-core protocol, with msgpack maps as arguments and results.
 """
 
 from __future__ import annotations
@@ -16,41 +15,42 @@ CLOSE: Final = "tailrace_close_answer"
 METHODS: Final = frozenset({OPEN, NOTE, CLOSE})
 
 ANSWER_HEADER: Final = "tailrace-answer"
-"""Among a request's trace headers: which run of which answer it belongs to, as `run_name` has it."""
+"""Key among a request's trace headers: the answer and run that it belongs to, formatted by `run_name`."""
 
 UNLIMITED: Final = -1
 
-# Of the number of an event: no answer has as many, and it must fit into a message.
+# Digits of an event number: no answer has more events, and the number must fit into a message.
 _DIGITS_MAX: Final = 9
-_LONGEST_ID: Final = 100
+_EVENT_ID_MAX: Final = 100
 
 
 class OpenCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A request has come that is to be kept, or resumed."""
+    """Keep the answer of a new request, or resume a kept one."""
 
-    # Empty: no keys are asked for.
+    # Empty if no API keys are required.
     tenant: str
-    # Idempotency-Key and Last-Event-ID; empty: not given.
+    # Idempotency-Key and Last-Event-ID; empty if not sent.
     key: str
     last_event_id: str
     path: str
-    # Empty: that of the answer which is resumed.
+    # Empty: the body of the resumed answer.
     body: bytes
     digest: bytes
-    # What the client wants it to be called; empty: it does not say.
+    # The request id that the client chose; empty if it did not.
     request_name: str
     streams: bool
 
 
 class Opened(msgspec.Struct, frozen=True, kw_only=True):
-    """How to run it."""
+    """How to run the request."""
 
     answer_id: str
     run: int
-    # Events that the client has, and how many tokens they may have at most; more are of a log that is lost.
+    # Number of events that the client has, and the most tokens that they may contain; if they contain more,
+    # they come from a log that is lost.
     skip: int
     skip_tokens: int
-    # Tokens that are in the log.
+    # Number of tokens in the log.
     tokens: int
     notes: list[bytes]
     body: bytes
@@ -58,8 +58,8 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True):
     created_s: int
 
 
-class Denied(msgspec.Struct, frozen=True, kw_only=True):
-    """Why it is not run."""
+class Denial(msgspec.Struct, frozen=True, kw_only=True):
+    """Why the request is not run."""
 
     status: int
     kind: str
@@ -67,14 +67,14 @@ class Denied(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenReply(msgspec.Struct, frozen=True, kw_only=True):
-    """One of both; neither: it is to be run as if answers were not kept."""
+    """One of the two; neither: run the request as if answers were not kept."""
 
     opened: Opened | None = None
-    denied: Denied | None = None
+    denied: Denial | None = None
 
 
 class NoteCall(msgspec.Struct, frozen=True, kw_only=True):
-    """The API server has drawn something at random that a client is about to see."""
+    """Record a random value that the API server has drawn and a client is about to see."""
 
     answer_id: str
     run: int
@@ -82,7 +82,7 @@ class NoteCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CloseCall(msgspec.Struct, frozen=True, kw_only=True):
-    """The response has ended. `complete`: it was told to its end; `begun`: it was one (status 200)."""
+    """Report that the response has ended. `complete`: sent to its end; `begun`: its status was 200."""
 
     answer_id: str
     run: int
@@ -91,20 +91,20 @@ class CloseCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_name(answer_id: str, run: int) -> str:
-    """One run of one answer; with a number of an event behind it, an event's id."""
+    """Return the name of one run of an answer; followed by a dot and a number it is an event's id."""
     return f"{answer_id}.{run}"
 
 
-def read_run_name(name: str) -> tuple[str, int] | None:
-    """None: it is none."""
+def parse_run_name(name: str) -> tuple[str, int] | None:
+    """Return the answer id and run number, or None if `name` is not a run name."""
     answer_id, dot, run = name.rpartition(".")
     return (answer_id, int(run)) if dot and answer_id and run.isascii() and run.isdigit() else None
 
 
-def read_event_id(event_id: str) -> tuple[str, int, int] | None:
-    """Answer, run and number of an event. None: it is no id of ours."""
+def parse_event_id(event_id: str) -> tuple[str, int, int] | None:
+    """Return the answer id, run and number of an event, or None if `event_id` is not one."""
     name, _, number = event_id.rpartition(".")
-    found = read_run_name(name) if len(event_id) <= _LONGEST_ID else None
+    found = parse_run_name(name) if len(event_id) <= _EVENT_ID_MAX else None
     if found is None or not (number.isascii() and number.isdigit() and len(number) <= _DIGITS_MAX):
         return None
     return (*found, int(number))

@@ -1,4 +1,4 @@
-"""How a run's log reaches the API server: what each engine request has already, and what goes out next."""
+"""Deliver a run's log to the API server: what each engine request has already, and what it gets next."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from frontend_svc.answers.book import Answer, Entry
+from frontend_svc.answers.store import Answer, Entry
 from frontend_svc.streams import FINISHED
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What an engine request of a run begins with: the tokens that it has, and what they told of it."""
+    """What an engine request of a run starts with: its tokens so far and their flags."""
 
     token_ids: array[int]
-    # All flags that were told.
+    # All flags reported so far.
     flags: int
-    # As in Stream.
+    # Model key as in Stream.
     model: str
 
     @property
     def finished(self) -> bool:
-        """Its engine has said its last."""
+        """Return whether its last output is in the log."""
         return bool(self.flags & FINISHED)
 
 
 def progress_of(answer: Answer, part: str) -> Progress:
-    """Of one engine request, by the log."""
+    """Return the progress of one engine request according to the log."""
     token_ids, flags, model = array("I"), 0, ""
     for entry in answer.entries:
         if entry.part == part:
@@ -38,38 +38,40 @@ def progress_of(answer: Answer, part: str) -> Progress:
 
 
 class Delivery:
-    """One run's way through its answer's log: entries go to the API server in the log's order, each once its
-    engine request is there, and once a second front end has it.
+    """Deliver one run's log in order, each entry once its engine request exists and the second front end has
+    it.
 
-    Requests that run together (`n`) are told in the order in which they were first: so vLLM makes of the same
-    log the same events.
+    Requests that run together (`n` > 1) are delivered in their original order, so that vLLM makes the same
+    events of the same log.
     """
 
     def __init__(self, answer: Answer, arrival: int = 0) -> None:
-        """`arrival`: counts the requests of this front end."""
+        """`arrival`: number of the HTTP request, in order of arrival at this front end."""
         self.answer = answer
         self.run = answer.run
         self.arrival = arrival
-        # Entries that were told, and that may be.
-        self.told = 0
+        # Number of entries delivered, and number that may be delivered.
+        self.delivered = 0
         self.released = 0
-        # vLLM's internal request id of each engine request, and the handles of streams.
-        self.names: dict[str, str] = {}
+        # vLLM's internal request id and the stream handle of each engine request.
+        self.request_ids: dict[str, str] = {}
         self.handles: dict[str, int] = {}
 
     @property
     def current(self) -> bool:
-        """Whether no later run has begun."""
-        return self.run == self.answer.run and self.answer.serves
+        """Return whether no later run has begun."""
+        return self.run == self.answer.run and self.answer.served_here
 
-    def due(self) -> Iterator[tuple[str, Entry]]:
-        """Entries to tell now, each with its engine request; they count as told. Notes are passed over: they
-        are for who runs it again."""
+    def take_due(self) -> Iterator[tuple[str, Entry]]:
+        """Yield the entries to deliver now, each with its engine request, and count them as delivered.
+
+        Notes are skipped: they are for the next run.
+        """
         entries = self.answer.entries
-        while self.told < self.released:
-            entry = entries[self.told]
-            if entry.part and entry.part not in self.names:
+        while self.delivered < self.released:
+            entry = entries[self.delivered]
+            if entry.part and entry.part not in self.request_ids:
                 return
-            self.told += 1
+            self.delivered += 1
             if entry.part:
                 yield entry.part, entry

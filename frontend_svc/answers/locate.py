@@ -1,18 +1,18 @@
-"""Where an answer is, among the front ends that keep answers, and how it comes here."""
+"""Find an answer among the front ends that keep answers, and fetch it to this one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
 
-from frontend_svc.answers.book import Answer, AnswerBook
-from frontend_svc.answers.messages import read_part
-from frontend_svc.answers.peers import CallFailed, Peer, Unanswered
+from frontend_svc.answers.messages import decode_part
+from frontend_svc.answers.peers import Peer, PeerCallFailed, PeerUnreachable
+from frontend_svc.answers.store import Answer, AnswerStore
 from tailrace.v1 import answers_pb2
 
 
-class Holders(Protocol):
-    """The part of peers.Peers that is used here."""
+class AnswerHolders(Protocol):
+    """Front ends that may have answers (the used part of peers.Peers)."""
 
     async def find(
         self, request: answers_pb2.FindAnswerRequest
@@ -21,57 +21,57 @@ class Holders(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Which answer: by its id, or by its tenant's idempotency key."""
+class AnswerQuery:
+    """The answer to find: by id, or by its tenant's idempotency key."""
 
     tenant: str
     answer_id: str = ""
     key: str = ""
 
-    def local(self, book: AnswerBook) -> Answer | None:
-        """What is here of it."""
-        return book.get(self.answer_id) if self.answer_id else book.find(self.tenant, self.key)
+    def local(self, store: AnswerStore) -> Answer | None:
+        """Return the answer if it is in this front end's store."""
+        return store.get(self.answer_id) if self.answer_id else store.find_by_key(self.tenant, self.key)
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
-    """One place where it is. Of several the greatest is the one to go on with."""
+class AnswerLocation:
+    """One front end that has the answer. The one of highest precedence is the one to continue."""
 
     run: int
     serves: bool
     entries: int
-    # None: here.
+    # None: this front end.
     peer: Peer | None
     answer_id: str
     tenant: str
     path: str
     digest: bytes
     streams: bool
-    # Its idempotency key; empty: it has none.
+    # Its idempotency key; empty if it has none.
     key: str
-    # Numbers of the current run and of those before it.
+    # Numbers of the current run and of earlier ones.
     runs: frozenset[int]
 
     @property
-    def weight(self) -> tuple[int, bool, int, bool]:
-        """By which places are compared."""
+    def precedence(self) -> tuple[int, bool, int, bool]:
+        """Return the sort key by which locations are compared."""
         return (self.run, self.serves, self.entries, self.peer is None)
 
 
 @dataclass(frozen=True, slots=True)
-class Sightings:
-    """All places where it is, best first."""
+class Locations:
+    """All locations of an answer, best first."""
 
-    places: list[Sighting]
-    # Somewhere it was, and is forgotten.
+    locations: list[AnswerLocation]
+    # Whether a front end had it and removed it.
     expired: bool
 
 
-def _here(answer: Answer) -> Sighting:
+def _local_location(answer: Answer) -> AnswerLocation:
     head = answer.head
-    return Sighting(
+    return AnswerLocation(
         answer.run,
-        answer.serves,
+        answer.served_here,
         len(answer.entries),
         None,
         head.answer_id,
@@ -84,17 +84,18 @@ def _here(answer: Answer) -> Sighting:
     )
 
 
-async def look(wanted: Wanted, book: AnswerBook, peers: Holders) -> Sightings:
-    """Look here, and if it is not served here ask all others. Takes peers.CALL_S at most."""
-    local = wanted.local(book)
-    if local is not None and local.serves:
-        return Sightings([_here(local)], expired=False)
-    asked = answers_pb2.FindAnswerRequest(
-        answer_id=wanted.answer_id, tenant=wanted.tenant, idempotency_key=wanted.key
+async def locate(query: AnswerQuery, store: AnswerStore, peers: AnswerHolders) -> Locations:
+    """Find an answer: here, and unless it is served here, at all other front ends. Takes peers.CALL_S at
+    most."""
+    local = query.local(store)
+    if local is not None and local.served_here:
+        return Locations([_local_location(local)], expired=False)
+    request = answers_pb2.FindAnswerRequest(
+        answer_id=query.answer_id, tenant=query.tenant, idempotency_key=query.key
     )
-    replies = await peers.find(asked)
-    places = [
-        Sighting(
+    replies = await peers.find(request)
+    locations = [
+        AnswerLocation(
             reply.run,
             reply.serves,
             reply.entries,
@@ -110,35 +111,40 @@ async def look(wanted: Wanted, book: AnswerBook, peers: Holders) -> Sightings:
         for peer, reply in replies
         if reply.answer_id
     ]
-    if (local := wanted.local(book)) is not None:
-        places.append(_here(local))
+    if (local := query.local(store)) is not None:
+        locations.append(_local_location(local))
     expired = any(reply.expired for _, reply in replies)
-    if wanted.answer_id and book.forgotten(wanted.tenant, wanted.answer_id) is not None:
+    if query.answer_id and store.removal_reason(query.tenant, query.answer_id) is not None:
         expired = True
-    return Sightings(sorted(places, key=lambda place: place.weight, reverse=True), expired)
+    return Locations(sorted(locations, key=lambda location: location.precedence, reverse=True), expired)
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """It is served here now, at a new run. `second` has all of it; empty: nobody else, as far as is known."""
+    """An answer that is served here now, at a new run.
+
+    `replica`: the front end that has all of it; empty: none that is known.
+    """
 
     answer: Answer
-    second: str
+    replica: str
 
 
-async def fetch(place: Sighting, book: AnswerBook, peers: Holders, now_s: float) -> Fetched | None:
-    """Begin a run of it here. None: it is not there any more, or does not fit in here."""
-    if place.peer is None:
-        answer = book.get(place.answer_id)
+async def fetch(
+    location: AnswerLocation, store: AnswerStore, peers: AnswerHolders, now_s: float
+) -> Fetched | None:
+    """Begin a run of the answer here. Return None if it is gone from there, or there is no room here."""
+    if location.peer is None:
+        answer = store.get(location.answer_id)
         if answer is None:
             return None
-        book.begin_run(answer, now_s)
+        store.begin_run(answer, now_s)
         return Fetched(answer, "")
     try:
-        part = await peers.claim(place.peer, place.answer_id)
-    except (Unanswered, CallFailed):
+        part = await peers.claim(location.peer, location.answer_id)
+    except (PeerUnreachable, PeerCallFailed):
         return None
     if part is None:
         return None
-    claimed = book.claim(read_part(part), now_s)
-    return None if claimed is None else Fetched(claimed, place.peer.frontend_id)
+    claimed = store.claim(decode_part(part), now_s)
+    return None if claimed is None else Fetched(claimed, location.peer.frontend_id)

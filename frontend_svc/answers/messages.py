@@ -1,29 +1,29 @@
-"""Answers as they go between front ends (protos/tailrace/v1/answers.proto)."""
+"""Encode and decode answers as sent between front ends (protos/tailrace/v1/answers.proto)."""
 
 from __future__ import annotations
 
 import sys
 from typing import Final
 
-from frontend_svc.answers.book import Entry, Head, Part, Refused
+from frontend_svc.answers.store import Entry, Head, Part, PartRefusal
 from tailrace.v1 import answers_pb2
 
-REASONS: Final = {
-    Refused.SUPERSEDED: answers_pb2.KEEP_REFUSAL_REASON_SUPERSEDED,
-    Refused.KEY_IN_USE: answers_pb2.KEEP_REFUSAL_REASON_KEY_IN_USE,
-    Refused.FULL: answers_pb2.KEEP_REFUSAL_REASON_FULL,
-    Refused.GAP: answers_pb2.KEEP_REFUSAL_REASON_GAP,
+REFUSAL_REASONS: Final = {
+    PartRefusal.SUPERSEDED: answers_pb2.KEEP_REFUSAL_REASON_SUPERSEDED,
+    PartRefusal.KEY_IN_USE: answers_pb2.KEEP_REFUSAL_REASON_KEY_IN_USE,
+    PartRefusal.FULL: answers_pb2.KEEP_REFUSAL_REASON_FULL,
+    PartRefusal.GAP: answers_pb2.KEEP_REFUSAL_REASON_GAP,
 }
-_REFUSED: Final = {reason: refused for refused, reason in REASONS.items()}
+_REFUSALS: Final = {reason: refused for refused, reason in REFUSAL_REASONS.items()}
 
 
-def refused_of(reason: answers_pb2.KeepRefusalReason.ValueType) -> Refused:
-    """What a reason that came with a reply means; one of a later version is as if there was no room."""
-    return _REFUSED.get(reason, Refused.FULL)
+def decode_refusal(reason: answers_pb2.KeepRefusalReason.ValueType) -> PartRefusal:
+    """Return the refusal of a reply; a reason of a later version is treated as lack of room."""
+    return _REFUSALS.get(reason, PartRefusal.FULL)
 
 
-def part_message(part: Part) -> answers_pb2.AnswerPart:
-    """As it goes out."""
+def encode_part(part: Part) -> answers_pb2.AnswerPart:
+    """Return the part as a protobuf message."""
     message = answers_pb2.AnswerPart(
         answer_id=part.answer_id,
         run=part.run,
@@ -59,26 +59,27 @@ def part_message(part: Part) -> answers_pb2.AnswerPart:
     return message
 
 
-def _read_entry(said: answers_pb2.AnswerEntry) -> Entry:
-    # All entries of a part share its name.
-    return Entry(sys.intern(said.part), tuple(said.token_ids), said.flags, tuple(said.frames), said.model)
+def _decode_entry(message: answers_pb2.AnswerEntry) -> Entry:
+    # Interned, because all entries of a part share its name.
+    part = sys.intern(message.part)
+    return Entry(part, tuple(message.token_ids), message.flags, tuple(message.frames), message.model)
 
 
-def read_part(message: answers_pb2.AnswerPart) -> Part:
-    """As it came in."""
+def decode_part(message: answers_pb2.AnswerPart) -> Part:
+    """Return the part that a protobuf message holds."""
     head = None
     if message.HasField("head"):
-        said = message.head
+        encoded = message.head
         head = Head(
             message.answer_id,
-            said.tenant,
-            said.idempotency_key,
-            said.path,
-            said.body,
-            said.digest,
-            said.request_name,
-            said.created_s,
-            said.streams,
+            encoded.tenant,
+            encoded.idempotency_key,
+            encoded.path,
+            encoded.body,
+            encoded.digest,
+            encoded.request_name,
+            encoded.created_s,
+            encoded.streams,
         )
     return Part(
         message.answer_id,
@@ -86,7 +87,7 @@ def read_part(message: answers_pb2.AnswerPart) -> Part:
         head,
         dict(message.ended),
         message.first_entry,
-        [_read_entry(entry) for entry in message.entries],
+        [_decode_entry(entry) for entry in message.entries],
         message.complete,
         message.frontend_id,
     )

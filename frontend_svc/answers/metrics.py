@@ -1,4 +1,4 @@
-"""What is measured of kept answers."""
+"""Metrics of kept answers."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from frontend_svc.answers.book import AnswerBook
+from frontend_svc.answers.store import AnswerStore
 
 _SECONDS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2)
 
 
 class Copies(Protocol):
-    """The part of replication.Replication that is used here."""
+    """The copies of answers (the used part of replication.Replication)."""
 
-    lost: int
+    peers_lost: int
 
-    def uncopied(self) -> int: ...
+    def count_unprotected(self) -> int: ...
 
 
 class AnswerMetrics(Collector):
-    """Counters by plain attribute."""
+    """Count in plain attributes; read the store's state when collected."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.begun: Counter[str] = Counter()
@@ -38,27 +38,30 @@ class AnswerMetrics(Collector):
             buckets=_SECONDS,
         )
         self.copied = copy_seconds.observe
-        self._book: AnswerBook | None = None
+        self._store: AnswerStore | None = None
         self._peers: Callable[[], int] = lambda: 0
         self._copies: Copies | None = None
         registry.register(self)
 
-    def watch(self, book: AnswerBook, peers: Callable[[], int], copies: Copies) -> None:
-        """What is shown beside the counters. `peers`: front ends that can have copies."""
-        self._book, self._peers, self._copies = book, peers, copies
+    def watch(self, store: AnswerStore, peers: Callable[[], int], copies: Copies) -> None:
+        """Set what is exported besides the counters.
+
+        `peers()` returns how many front ends can hold copies.
+        """
+        self._store, self._peers, self._copies = store, peers, copies
 
     def collect(self) -> Iterable[Metric]:
-        """In Prometheus' form."""
-        answers = list(self._book or ())
+        """Yield the values in Prometheus' form."""
+        answers = list(self._store or ())
         kept = GaugeMetricFamily("tailrace_frontend_answers", "Answers that are kept.", labels=["kind"])
-        serves = sum(answer.serves for answer in answers)
+        serves = sum(answer.served_here for answer in answers)
         kept.add_metric(["served"], serves)
         kept.add_metric(["copy"], len(answers) - serves)
         yield kept
         yield GaugeMetricFamily(
             "tailrace_frontend_answer_bytes",
             "What they take, about.",
-            value=0 if self._book is None else self._book.size,
+            value=0 if self._store is None else self._store.size,
         )
         yield _labelled("answer_runs", "Runs begun, by where the answer was.", "from", self.begun)
         yield _labelled("answer_denials", "Requests not resumed or kept, by status.", "status", self.denied)
@@ -80,12 +83,12 @@ class AnswerMetrics(Collector):
         yield CounterMetricFamily(
             "tailrace_frontend_answer_peers_lost",
             "How often a front end did not answer while it had copies.",
-            value=0 if self._copies is None else self._copies.lost,
+            value=0 if self._copies is None else self._copies.peers_lost,
         )
         yield GaugeMetricFamily(
             "tailrace_frontend_answers_uncopied",
             "Answers under way of which no second front end has all that their clients have.",
-            value=0 if self._copies is None else self._copies.uncopied(),
+            value=0 if self._copies is None else self._copies.count_unprotected(),
         )
 
 

@@ -1,4 +1,4 @@
-"""The service by which front ends keep each other's answers, and what a front end needs to keep any."""
+"""The gRPC service by which front ends keep each other's answers, and the set-up of kept answers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Final
 import grpc
 from prometheus_client import CollectorRegistry
 
-from frontend_svc.answers.book import AnswerBook
-from frontend_svc.answers.desk import AnswerDesk
+from frontend_svc.answers.coordinator import AnswerCoordinator
 from frontend_svc.answers.metrics import AnswerMetrics
-from frontend_svc.answers.peers import Peers, rank
+from frontend_svc.answers.peers import Peers, rendezvous_rank
+from frontend_svc.answers.store import AnswerStore
 from frontend_svc.settings import Settings
 from tailrace.service.channels import Channels, Services
 from tailrace.service.server import Servicer
@@ -24,37 +24,39 @@ SERVICE: Final = "tailrace.v1.Answers"
 
 
 class AnswersServicer(answers_pb2_grpc.AnswersServicer):
-    """See answers.proto."""
+    """Implement tailrace.v1.Answers; see answers.proto."""
 
-    def __init__(self, desk: AnswerDesk) -> None:
-        self._desk = desk
+    def __init__(self, coordinator: AnswerCoordinator) -> None:
+        self._coordinator = coordinator
 
     async def Keep(self, request: answers_pb2.KeepRequest, context: Context) -> answers_pb2.KeepReply:
-        """Take in what another front end's answers got."""
-        return self._desk.keep(request)
+        """Apply parts of answers that another front end serves."""
+        return self._coordinator.handle_keep(request)
 
     async def Find(
         self, request: answers_pb2.FindAnswerRequest, context: FindContext
     ) -> answers_pb2.FindAnswerReply:
-        """What is known of an answer here."""
-        return self._desk.find(request)
+        """Return what is known of an answer here."""
+        return self._coordinator.handle_find(request)
 
     async def Claim(
         self, request: answers_pb2.ClaimAnswerRequest, context: ClaimContext
     ) -> answers_pb2.ClaimAnswerReply:
         """Hand an answer over."""
-        return self._desk.hand_over(request)
+        return self._coordinator.handle_claim(request)
 
 
-def answers_servicer(desk: AnswerDesk) -> Servicer:
-    """For the front end's gRPC server."""
-    return Servicer(answers_pb2_grpc.add_AnswersServicer_to_server, AnswersServicer(desk), SERVICE)
+def answers_servicer(coordinator: AnswerCoordinator) -> Servicer:
+    """Return the servicer for the front end's gRPC server."""
+    return Servicer(answers_pb2_grpc.add_AnswersServicer_to_server, AnswersServicer(coordinator), SERVICE)
 
 
 def keep_answers(
     settings: Settings, setting: str, members: Services, channels: Channels, registry: CollectorRegistry
-) -> AnswerDesk:
-    """The desk of a front end. `setting`: see Peers."""
-    book = AnswerBook(settings.frontend_id, settings.keep_answers_bytes, rank)
+) -> AnswerCoordinator:
+    """Build the coordinator of a front end that keeps answers. `setting`: see Peers."""
+    store = AnswerStore(settings.frontend_id, settings.keep_answers_bytes, rendezvous_rank)
     peers = Peers(members, settings.frontend_id, setting, channels)
-    return AnswerDesk(settings.frontend_id, settings.keep_answers_s, book, peers, AnswerMetrics(registry))
+    return AnswerCoordinator(
+        settings.frontend_id, settings.keep_answers_s, store, peers, AnswerMetrics(registry)
+    )

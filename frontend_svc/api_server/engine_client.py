@@ -1,5 +1,5 @@
-"""vLLM's engine client with what a fleet behind it needs: trace context, and refusals with a status of
-their own."""
+"""vLLM's engine client, extended for a fleet: trace context, tenants, kept answers, and refusals with HTTP
+statuses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tailrace.tenancy.book import Tenant
 from tailrace.tenancy.share import SHARE_HEADER, Share
 
 
-class Refused(GracefulHTTPError):  # type: ignore[misc]
+class RequestRefused(GracefulHTTPError):  # type: ignore[misc]
     """The request ends without an answer, for a reason that `frontend_svc` gives."""
 
     def __init__(self, refusal: Refusal) -> None:
@@ -44,31 +44,35 @@ class FleetClient(AsyncLLM):  # type: ignore[misc]
     """
 
     admission: AdmissionReader
-    # Whether `frontend_svc` is told whose a request is.
-    tells_tenants: ClassVar[bool] = False
+    # Whether requests carry their tenant to `frontend_svc`.
+    sends_tenants: ClassVar[bool] = False
     observability_config: ObservabilityConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Every request passes here with the queue that its outputs will come by.
-        self.output_processor.add_request = _unmerging(self.output_processor.add_request)
+        # Every request passes through add_request together with the queue for its outputs.
+        self.output_processor.add_request = _without_merging(self.output_processor.add_request)
         self.observability_config = copy(self.observability_config)
         self.observability_config.otlp_traces_endpoint = "tailrace"
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
-        """Refuse before a response is started. Raises Refused, or what vLLM's own limits raise."""
+        """Refuse a request before its response starts. Raise RequestRefused, or what vLLM's own limits
+        raise."""
         match self.admission.read():
             case AdmissionState.NO_INSTANCE:
-                raise Refused(NO_INSTANCE)
+                raise RequestRefused(NO_INSTANCE)
             case AdmissionState.FULL:
-                raise Refused(TOO_MANY_REQUESTS)
+                raise RequestRefused(TOO_MANY_REQUESTS)
         super().check_admission(n, request_id)
 
     def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """vLLM's stream, as the tenant whose request it is may have it. A prompt that is too long for the
-        tenant is refused here, before a response is started. Raises Refused."""
+        """Return vLLM's output stream, subject to the limits of the request's tenant.
+
+        A prompt that is too long for the tenant is refused here, before the response starts. Raise
+        RequestRefused.
+        """
         call = call_of_task.get()
         if call is not None:
             kwargs["trace_headers"] = {**(kwargs.get("trace_headers") or {}), ANSWER_HEADER: call.name}
@@ -77,64 +81,65 @@ class FleetClient(AsyncLLM):  # type: ignore[misc]
             return self._generate(prompt, sampling_params, request_id, kwargs)
         length = _prompt_tokens(prompt)
         if tenant.longest_prompt and length > tenant.longest_prompt:
-            raise Refused(
+            raise RequestRefused(
                 Refusal(400, f"This key may send {tenant.longest_prompt} tokens in a prompt, not {length}.")
             )
-        self._mark(kwargs, tenant)
+        self._add_tenant_fields(kwargs, tenant)
         outputs = self._generate(prompt, sampling_params, request_id, kwargs)
         delta = sampling_params.output_kind is RequestOutputKind.DELTA
         if call is not None and call.opened.run > 1:
-            # Charged in the first run.
+            # The prompt was charged in the first run.
             length = 0
         return _charged(outputs, delta, length, partial(_charge, tenants, tenant, call))
 
     def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """vLLM's pooling, as the tenant whose request it is may have it."""
+        """Return vLLM's pooling outputs, with the fields of the request's tenant."""
         tenant = tenant_of_call.get()
         if tenant is not None:
-            self._mark(kwargs, tenant)
+            self._add_tenant_fields(kwargs, tenant)
         outputs: AsyncGenerator[PoolingRequestOutput, None] = super().encode(*args, **kwargs)
         return outputs
 
-    def _mark(self, further: dict[str, Any], tenant: Tenant) -> None:
-        """What is not for the client to say."""
-        further["priority"] = tenant.priority
-        if self.tells_tenants:
+    def _add_tenant_fields(self, arguments: dict[str, Any], tenant: Tenant) -> None:
+        """Set what the client must not choose itself: priority, and the tenant's share."""
+        arguments["priority"] = tenant.priority
+        if self.sends_tenants:
             share = Share(tenant.name, tenant.weight).encode()
-            further["trace_headers"] = {**(further.get("trace_headers") or {}), SHARE_HEADER: share}
+            arguments["trace_headers"] = {**(arguments.get("trace_headers") or {}), SHARE_HEADER: share}
 
     async def _generate(
-        self, prompt: Any, sampling_params: SamplingParams, request_id: str, further: dict[str, Any]
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, arguments: dict[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
-        """A request that `frontend_svc` refuses ends with the status that it gives."""
-        outputs = super().generate(prompt, sampling_params, request_id, **further)
+        """Yield vLLM's outputs; a request that `frontend_svc` refuses raises RequestRefused with its
+        status."""
+        outputs = super().generate(prompt, sampling_params, request_id, **arguments)
         call = call_of_task.get()
         try:
             async for output in outputs:
                 if call is not None:
                     call.tokens += sum(len(each.token_ids) for each in output.outputs)
-                # Of several answers (n > 1) one may end so while the others go on.
+                # With n > 1, one answer may be refused while the others continue.
                 for each in output.outputs:
                     if each.finish_reason is None:
                         continue
                     if (refusal := Refusal.decode(each.stop_reason)) is not None:
-                        raise Refused(refusal)
+                        raise RequestRefused(refusal)
                 yield output
         finally:
             await outputs.aclose()
 
 
 class UnmergedOutputs(RequestOutputCollector):  # type: ignore[misc]
-    """Hands a request's outputs over one by one, as they came.
+    """Pass a request's outputs on one by one, as they arrive.
 
-    vLLM merges those that its API server has not taken yet, so how an answer is divided into events depends
-    on how busy the process is. An answer that is run again must be divided as it was.
+    vLLM merges outputs that its API server has not consumed yet, so how an answer is split into events
+    depends on how busy the process is. An answer that is run again must be split as before.
     """
 
     waiting: deque[RequestOutput]
 
     def put(self, output: RequestOutput | PoolingRequestOutput | Exception) -> None:
-        """See RequestOutputCollector."""
+        """Queue an output; see RequestOutputCollector."""
         if isinstance(output, RequestOutput) and not isinstance(self.output, Exception):
             self.waiting.append(output)
             self.ready.set()
@@ -142,13 +147,13 @@ class UnmergedOutputs(RequestOutputCollector):  # type: ignore[misc]
             super().put(output)
 
     async def get(self) -> RequestOutput | PoolingRequestOutput:
-        """See RequestOutputCollector."""
+        """Wait for the next output; see RequestOutputCollector."""
         while (output := self.get_nowait()) is None:
             await self.ready.wait()
         return output
 
     def get_nowait(self) -> RequestOutput | PoolingRequestOutput | None:
-        """See RequestOutputCollector."""
+        """Return the next output, or None; see RequestOutputCollector."""
         if self.waiting:
             return self.waiting.popleft()
         output: RequestOutput | PoolingRequestOutput | None = super().get_nowait()
@@ -156,8 +161,8 @@ class UnmergedOutputs(RequestOutputCollector):  # type: ignore[misc]
         return output
 
 
-def _unmerging(add_request: Callable[..., None]) -> Callable[..., None]:
-    """OutputProcessor.add_request; the queue of a request whose answer is kept does not merge."""
+def _without_merging(add_request: Callable[..., None]) -> Callable[..., None]:
+    """Wrap OutputProcessor.add_request so that the queue of a kept answer does not merge outputs."""
 
     def add(
         request: EngineCoreRequest,
@@ -180,15 +185,17 @@ async def _charged(
     prompt_tokens: int,
     charge: Callable[[int], None],
 ) -> AsyncGenerator[RequestOutput, None]:
-    """The same; in the end the tokens of prompt and answers are charged, whoever ended it. Of a request that
-    was refused nothing was computed."""
+    """Yield the outputs; at the end charge the tokens of prompt and answers, however the request ended.
+
+    A refused request is not charged for its prompt: nothing was computed.
+    """
     made = 0
     try:
         async for output in outputs:
             now = sum(len(each.token_ids) for each in output.outputs)
             made = made + now if delta else now
             yield output
-    except Refused:
+    except RequestRefused:
         if not made:
             prompt_tokens = 0
         raise
@@ -199,14 +206,14 @@ async def _charged(
 
 def _charge(tenants: Tenants, tenant: Tenant, call: Call | None, tokens: int) -> None:
     if call is not None:
-        told_before = min(tokens, call.told_before)
-        call.told_before -= told_before
-        tokens -= told_before
+        replayed_tokens = min(tokens, call.replayed_tokens)
+        call.replayed_tokens -= replayed_tokens
+        tokens -= replayed_tokens
     tenants.meter.charge(tenant, tokens, tenants.now_s())
 
 
 def _prompt_tokens(prompt: Any) -> int:
-    """Of what vLLM's own API hands over; 0 where it is not tokens."""
+    """Return the prompt's number of tokens; 0 if it does not consist of tokens."""
     ids = (
         prompt.get("prompt_token_ids")
         if isinstance(prompt, dict)

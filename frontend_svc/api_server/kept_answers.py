@@ -1,8 +1,9 @@
-"""ASGI middleware for vLLM's Python app: clients come back for the rest of their answers.
+"""ASGI middleware for vLLM's Python app: clients can come back for the rest of their answers.
 
-A streamed answer's events get ids. A request that is resumed is run again from the log that `frontend_svc`
-keeps (frontend_svc/answers): vLLM makes of the same outputs the same events, and those that the client has
-are left out. What vLLM takes from elsewhere (the time, the ids of tool calls) is put back as it was.
+The events of a streamed answer get ids. A resumed request is run again from the log that `frontend_svc` keeps
+(frontend_svc/answers): vLLM makes the same events of the same outputs, and those that the client has are
+skipped. Values that vLLM does not derive from the request or the log (the time, the ids of tool calls) are
+replaced by the original ones.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from frontend_svc.answers.calls import (
     OPEN,
     UNLIMITED,
     CloseCall,
-    Denied,
+    Denial,
     NoteCall,
     OpenCall,
     Opened,
@@ -34,19 +35,19 @@ from frontend_svc.answers.calls import (
 )
 from frontend_svc.api_server.middleware import App, Message, Receive, Send, send_error
 from frontend_svc.api_server.spec import DEFAULT_MAX_BODY_BYTES
-from frontend_svc.api_server.tenants import read_body, replaying, tenant_of_call
+from frontend_svc.api_server.tenants import read_body, replay_body, tenant_of_call
 
 log = logging.getLogger(__name__)
 
 PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
-"""Whose answers are kept."""
+"""Paths whose answers can be kept."""
 
-# Seconds for a call of `frontend_svc`: more than it gives itself.
+# Seconds for a call of `frontend_svc`: longer than its own deadline.
 _CALL_S: Final = 20.0
-_LONGEST_KEY: Final = 255
+_KEY_LENGTH_MAX: Final = 255
 _SEPARATOR: Final = b"\n\n"
 _CREATED: Final = re.compile(rb'"created":\s*\d+')
-# vLLM tells of an error in mid-stream in this way; such an event is no part of the answer.
+# vLLM's form of an error in mid-stream; such an event is not part of the answer.
 _ERROR: Final = re.compile(rb'data:\s*\{\s*"error"')
 _DONE: Final = b"data: [DONE]"
 _TOOL_CALLS: Final = b'"tool_calls":'
@@ -57,23 +58,23 @@ class Call:
     """The run that the current task serves."""
 
     opened: Opened
-    # Tokens that vLLM has got in this run.
+    # Tokens that vLLM has received in this run.
     tokens: int = 0
-    # Of those, tokens that were made in an earlier one, and are not charged again.
-    told_before: int = 0
+    # Tokens among them that an earlier run generated; they are not charged again.
+    replayed_tokens: int = 0
 
     @property
     def name(self) -> str:
-        """As the front end knows it."""
+        """Return the run's name as the front end knows it."""
         return run_name(self.opened.answer_id, self.opened.run)
 
 
 call_of_task: ContextVar[Call | None] = ContextVar("call_of_task", default=None)
-"""None: what the current task serves is not kept."""
+"""The kept run that the current task serves; None if its answer is not kept."""
 
 
 class _Body(msgspec.Struct):
-    """What is looked at of a request; the rest is vLLM's."""
+    """The fields of a request that matter here; the rest is vLLM's."""
 
     stream: bool | None = None
     prompt: str | list[msgspec.Raw] | None = None
@@ -85,26 +86,26 @@ class _Function(msgspec.Struct):
     id: str | None = None
 
 
-class _Said(msgspec.Struct):
+class _Message(msgspec.Struct):
     tool_calls: list[_Function] | None = None
 
 
 class _Choice(msgspec.Struct):
-    delta: _Said | None = None
-    message: _Said | None = None
+    delta: _Message | None = None
+    message: _Message | None = None
 
 
 class _Response(msgspec.Struct):
-    """The ids of tool calls in a response, or in one event of it."""
+    """The tool-call ids in a response or in one of its events."""
 
     choices: list[_Choice] = []
 
     def tool_ids(self) -> list[str]:
-        """In their order."""
-        said = [
+        """Return the ids in order."""
+        messages = [
             each for choice in self.choices for each in (choice.delta, choice.message) if each is not None
         ]
-        return [call.id for each in said for call in each.tool_calls or () if call.id]
+        return [call.id for each in messages for call in each.tool_calls or () if call.id]
 
 
 _bodies = msgspec.json.Decoder(_Body)
@@ -116,38 +117,38 @@ class Unavailable(Exception):
 
 
 class FrontendCalls:
-    """Calls of `frontend_svc`, which to this process is the engine core."""
+    """Call `frontend_svc`, which is the engine core to this process."""
 
     def __init__(self, call: Callable[..., Awaitable[object]]) -> None:
-        """`call(method, *arguments)`: vLLM's call of an engine core's method."""
+        """`call(method, *arguments)`: vLLM's utility call to an engine core."""
         self._call = call
 
     async def open(self, call: OpenCall) -> OpenReply:
-        """Raises Unavailable."""
-        return msgspec.convert(await self._ask(OPEN, call), OpenReply, builtin_types=(bytes,))
+        """Open an answer. Raise Unavailable."""
+        return msgspec.convert(await self._invoke(OPEN, call), OpenReply, builtin_types=(bytes,))
 
     async def note(self, call: NoteCall) -> None:
-        """Returns once the note is kept. Raises Unavailable."""
-        await self._ask(NOTE, call)
+        """Add a note; return once it is kept. Raise Unavailable."""
+        await self._invoke(NOTE, call)
 
     async def close(self, call: CloseCall) -> None:
-        """Raises Unavailable."""
-        await self._ask(CLOSE, call)
+        """Close a run. Raise Unavailable."""
+        await self._invoke(CLOSE, call)
 
-    async def _ask(self, method: str, call: msgspec.Struct) -> object:
+    async def _invoke(self, method: str, call: msgspec.Struct) -> object:
         try:
             async with asyncio.timeout(_CALL_S):
                 return await self._call(method, msgspec.to_builtins(call, builtin_types=(bytes,)))
-        # vLLM raises a bare Exception with what a utility call's failure says.
+        # vLLM raises a bare Exception with the failure message of a utility call.
         except Exception as error:
             raise Unavailable(str(error) or type(error).__name__) from error
 
 
 class KeepAnswers:
-    """Keep what is answered, and resume what was kept; see the module."""
+    """Keep answers and resume kept ones; see the module."""
 
     frontend: ClassVar[FrontendCalls | None] = None
-    most_bytes: ClassVar[int] = DEFAULT_MAX_BODY_BYTES
+    max_bytes: ClassVar[int] = DEFAULT_MAX_BODY_BYTES
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -165,15 +166,15 @@ class KeepAnswers:
         headers = dict(scope["headers"])
         key = headers.get(b"idempotency-key", b"").decode("latin-1").strip()
         event_id = headers.get(b"last-event-id", b"").decode("latin-1").strip()
-        body = await read_body(receive, self.most_bytes)
+        body = await read_body(receive, self.max_bytes)
         if body is None:
-            await _deny(
-                send, Denied(status=400, kind="BadRequestError", message="The body did not come whole.")
+            await _send_denial(
+                send, Denial(status=400, kind="BadRequestError", message="The body did not come whole.")
             )
             return
-        asked = _asked(body)
-        streams = asked is not None and bool(asked.stream)
-        problem = _unkeepable(key, event_id, asked, bool(body))
+        parsed = _parse_body(body)
+        streams = parsed is not None and bool(parsed.stream)
+        problem = _denial_reason(key, event_id, parsed, bool(body))
         if problem is None and (key or event_id or streams):
             tenant = tenant_of_call.get()
             call = OpenCall(
@@ -183,41 +184,41 @@ class KeepAnswers:
                 path=path,
                 body=body,
                 digest=_digest(body),
-                request_name=_request_name(headers, asked),
+                request_name=_request_name(headers, parsed),
                 streams=streams,
             )
             await self._keep(frontend, call, scope, receive, send)
         elif problem is not None and (key or event_id):
-            await _deny(send, problem)
+            await _send_denial(send, problem)
         else:
-            await self._app(scope, replaying(body, receive), send)
+            await self._app(scope, replay_body(body, receive), send)
 
     async def _keep(
         self, frontend: FrontendCalls, call: OpenCall, scope: Message, receive: Receive, send: Send
     ) -> None:
-        """`receive`: what comes after the body."""
+        """Open the answer and run the request accordingly. `receive`: what follows the body."""
         try:
             reply = await frontend.open(call)
         except Unavailable as error:
-            log.warning("no answer can be kept now: %s", error)
+            log.warning("cannot keep or resume answers now: %s", error)
             if call.key or call.last_event_id:
                 message = "Answers cannot be kept or resumed now; try again later."
-                await _deny(send, Denied(status=503, kind="ServiceUnavailableError", message=message))
+                await _send_denial(send, Denial(status=503, kind="ServiceUnavailableError", message=message))
                 return
             reply = OpenReply()
         if reply.denied is not None:
-            await _deny(send, reply.denied)
+            await _send_denial(send, reply.denied)
         elif reply.opened is None:
-            await self._app(scope, replaying(call.body, receive), send)
+            await self._app(scope, replay_body(call.body, receive), send)
         else:
             await self._run(frontend, reply.opened, scope, receive, send)
 
     async def _run(
         self, frontend: FrontendCalls, opened: Opened, scope: Message, receive: Receive, send: Send
     ) -> None:
-        call = Call(opened, told_before=opened.tokens)
+        call = Call(opened, replayed_tokens=opened.tokens)
         connection = _ClientConnection(receive)
-        response = _Kept(call, frontend, send, connection)
+        response = _KeptResponse(call, frontend, send, connection)
         others = [(name, value) for name, value in scope["headers"] if name not in _OURS]
         ours = [
             (b"content-type", b"application/json"),
@@ -226,7 +227,7 @@ class KeepAnswers:
         ]
         token = call_of_task.set(call)
         try:
-            again = replaying(opened.body, connection.receive)
+            again = replay_body(opened.body, connection.receive)
             await self._app({**scope, "headers": [*others, *ours]}, again, response.send)
         finally:
             call_of_task.reset(token)
@@ -243,45 +244,45 @@ _OURS: Final = frozenset({b"content-type", b"content-length", b"transfer-encodin
 
 
 class _ClientConnection:
-    """What the app receives of its client, who leaves at the latest when told to."""
+    """The receive side of the client's connection, which the server can end as well."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._disconnected = asyncio.Event()
-        # The app knows: what it still sends is not the answer.
-        self.told = False
+        # The app has been told of the disconnect: what it still sends is not the answer.
+        self.disconnect_sent = False
 
     def disconnect(self) -> None:
-        """As if the client had gone."""
+        """Make the app see a disconnect."""
         self._disconnected.set()
 
     async def receive(self) -> Message:
-        """The next message of the client."""
-        told = asyncio.ensure_future(self._disconnected.wait())
-        said = asyncio.ensure_future(self._receive())
+        """Return the client's next message."""
+        disconnected = asyncio.ensure_future(self._disconnected.wait())
+        received = asyncio.ensure_future(self._receive())
         try:
-            await asyncio.wait((told, said), return_when=asyncio.FIRST_COMPLETED)
-            message: Message = said.result() if said.done() else {"type": "http.disconnect"}
-            self.told = self.told or message["type"] == "http.disconnect"
+            await asyncio.wait((disconnected, received), return_when=asyncio.FIRST_COMPLETED)
+            message: Message = received.result() if received.done() else {"type": "http.disconnect"}
+            self.disconnect_sent = self.disconnect_sent or message["type"] == "http.disconnect"
             return message
         finally:
-            told.cancel()
-            said.cancel()
+            disconnected.cancel()
+            received.cancel()
 
 
-class _Beyond(Exception):
-    """The client has more than is kept."""
+class _PastLog(Exception):
+    """The client has more events than the log contains."""
 
 
-class _Kept:
-    """A response on its way out."""
+class _KeptResponse:
+    """Rewrite one response on its way to the client."""
 
     def __init__(self, call: Call, frontend: FrontendCalls, send: Send, client: _ClientConnection) -> None:
         self._call = call
         self._frontend = frontend
         self._send = send
         self._client = client
-        # Held until there is something to send.
+        # The response start, held until there is a body to send.
         self._start: Message | None = None
         self._status = 0
         self._streams = False
@@ -289,7 +290,7 @@ class _Kept:
         # Events so far.
         self._events = 0
         self._failed = False
-        # Its last event was the one that ends a stream.
+        # Whether the last event was the end of the stream.
         self._ended = False
         self._denied = False
         self._tool_ids = 0
@@ -297,11 +298,11 @@ class _Kept:
 
     @property
     def begun(self) -> bool:
-        """Whether it is an answer, not a refusal."""
+        """Return whether the response is an answer, not an error."""
         return self._status == HTTPStatus.OK
 
     async def send(self, message: Message) -> None:
-        """What the app sends."""
+        """Handle one ASGI message of the app."""
         if self._denied:
             return
         if message["type"] == "http.response.start":
@@ -329,11 +330,11 @@ class _Kept:
         try:
             shown = [text for event in events if (text := await self._event(event)) is not None]
             if not more and self._events < self._call.opened.skip and not self._failed:
-                raise _Beyond
-        except _Beyond:
+                raise _PastLog
+        except _PastLog:
             self._denied = True
-            told = "This Last-Event-ID is of what a front end that is gone had, and nobody has kept."
-            await _deny(self._send, Denied(status=409, kind="ConflictError", message=told))
+            message_text = "The events up to this Last-Event-ID were lost with the front end that sent them."
+            await _send_denial(self._send, Denial(status=409, kind="ConflictError", message=message_text))
             self._client.disconnect()
             return
         if not more and self._rest:
@@ -344,7 +345,7 @@ class _Kept:
             await self._send({**message, "body": b"".join(shown)})
 
     async def _event(self, event: bytes) -> bytes | None:
-        """As the client sees it; None: it has it already. Raises _Beyond."""
+        """Return the event as sent to the client; None if the client has it already. Raise _PastLog."""
         opened = self._call.opened
         if self._failed or _ERROR.match(event):
             self._failed = True
@@ -353,28 +354,28 @@ class _Kept:
             return event + _SEPARATOR
         self._events += 1
         self._ended = event == _DONE
-        event = await self._as_before(event)
+        event = await self._restore_original(event)
         if self._events > opened.skip:
             return b"id: %b.%d\n%b%b" % (self._call.name.encode(), self._events, event, _SEPARATOR)
         if opened.skip_tokens != UNLIMITED and self._call.tokens > opened.skip_tokens:
-            raise _Beyond
+            raise _PastLog
         return None
 
     async def _send_whole(self, message: Message) -> None:
         self._rest += message.get("body", b"")
         if message.get("more_body", False):
             return
-        body = await self._as_before(self._rest)
+        body = await self._restore_original(self._rest)
         assert self._start is not None
         fields = [field for field in self._start["headers"] if field[0].lower() != b"content-length"]
         self._start["headers"] = [*fields, (b"content-length", str(len(body)).encode())]
-        self.complete = not self._client.told
+        self.complete = not self._client.disconnect_sent
         await self._send_start()
         await self._send({**message, "body": body})
 
-    async def _as_before(self, text: bytes) -> bytes:
-        """What vLLM does not take from the request or the log, as it was in the first run."""
-        # It comes before anything that a model or a client has written.
+    async def _restore_original(self, text: bytes) -> bytes:
+        """Replace values that differ between runs by those of the first run."""
+        # The field precedes anything that a model or a client has written.
         text = _CREATED.sub(b'"created":%d' % self._call.opened.created_s, text, count=1)
         if _TOOL_CALLS not in text:
             return text
@@ -392,55 +393,55 @@ class _Kept:
             try:
                 await self._frontend.note(note)
             except Unavailable as error:
-                log.warning("the id of a tool call is not kept: %s", error)
+                log.warning("cannot keep the id of a tool call: %s", error)
         return text
 
 
-async def _deny(send: Send, denied: Denied) -> None:
+async def _send_denial(send: Send, denied: Denial) -> None:
     later = {"retry-after": "1"} if denied.status == HTTPStatus.SERVICE_UNAVAILABLE else None
     await send_error(send, HTTPStatus(denied.status), denied.kind, denied.message, later)
 
 
-def _asked(body: bytes) -> _Body | None:
-    """None: vLLM will say what is wrong with it."""
+def _parse_body(body: bytes) -> _Body | None:
+    """Parse the body; return None if it is invalid, which vLLM will report."""
     try:
         return _bodies.decode(body)
     except msgspec.MsgspecError:
         return None
 
 
-def _unkeepable(key: str, event_id: str, asked: _Body | None, has_body: bool) -> Denied | None:
-    """Why this request is not kept."""
+def _denial_reason(key: str, event_id: str, parsed: _Body | None, has_body: bool) -> Denial | None:
+    """Return why this request's answer cannot be kept, or None."""
 
-    def bad(message: str) -> Denied:
-        return Denied(status=400, kind="BadRequestError", message=message)
+    def bad(message: str) -> Denial:
+        return Denial(status=400, kind="BadRequestError", message=message)
 
-    if len(key) > _LONGEST_KEY or not key.isprintable():
-        return bad(f"An Idempotency-Key has at most {_LONGEST_KEY} printable characters.")
-    if asked is None:
-        # Whoever resumes need not say again what was asked.
+    if len(key) > _KEY_LENGTH_MAX or not key.isprintable():
+        return bad(f"An Idempotency-Key has at most {_KEY_LENGTH_MAX} printable characters.")
+    if parsed is None:
+        # A resuming client need not repeat the body.
         return None if event_id and not has_body else bad("The body is not a JSON object as this API has it.")
-    if asked.request_id and not _is_header(asked.request_id):
+    if parsed.request_id and not _is_header(parsed.request_id):
         return bad("A request_id of an answer that is kept has printable characters of Latin-1 alone.")
-    if asked.use_beam_search:
+    if parsed.use_beam_search:
         return bad("A beam search cannot be kept: send it without Idempotency-Key.")
-    if asked.stream and isinstance(asked.prompt, list) and not _is_one(asked.prompt):
+    if parsed.stream and isinstance(parsed.prompt, list) and not _is_one(parsed.prompt):
         return bad("A stream of answers to several prompts cannot be kept: send it without Idempotency-Key.")
     return None
 
 
 def _is_one(prompt: list[msgspec.Raw]) -> bool:
-    """Token ids, or one prompt in a list."""
+    """Return whether the prompt is token ids, or one prompt in a list."""
     return len(prompt) == 1 or bytes(prompt[0])[:1].isdigit() if prompt else True
 
 
 def _is_header(text: str) -> bool:
-    """Whether a header can have it: a request is run again with its name in X-Request-Id."""
+    """Return whether the text can be a header value: a request is run again with its id in X-Request-Id."""
     return text.isprintable() and text == text.encode("latin-1", "replace").decode("latin-1")
 
 
 def _digest(body: bytes) -> bytes:
-    """Equal for equal JSON values."""
+    """Return a digest that is equal for equal JSON values."""
     try:
         canonical = msgspec.json.encode(msgspec.json.decode(body), order="sorted")
     except msgspec.MsgspecError:
@@ -448,7 +449,7 @@ def _digest(body: bytes) -> bytes:
     return sha256(canonical).digest()
 
 
-def _request_name(headers: dict[bytes, bytes], asked: _Body | None) -> str:
-    """What the client wants its request to be called."""
+def _request_name(headers: dict[bytes, bytes], parsed: _Body | None) -> str:
+    """Return the request id that the client chose, or an empty string."""
     given = headers.get(b"x-request-id", b"").decode("latin-1")
-    return given or (asked.request_id if asked is not None else None) or ""
+    return given or (parsed.request_id if parsed is not None else None) or ""

@@ -1,4 +1,4 @@
-"""ASGI middleware for vLLM's Python app."""
+"""Basic ASGI middleware for vLLM's Python app: Retry-After, graceful stop, and API keys."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RetryAfter:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Pass everything on; only the start of an HTTP response is looked at."""
+        """Pass everything on; inspect only the start of an HTTP response."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -65,25 +65,25 @@ class Server(Protocol):
 
 
 class GracefulStop:
-    """Takes over SIGTERM and SIGINT once the app starts up, which is after vLLM has set its handlers.
+    """Handle SIGTERM and SIGINT once the app has started, which is after vLLM has set its handlers.
 
-    vLLM's own handler first shuts its engine client down, which cuts every response. uvicorn's way is the one
-    that is wanted: accept nothing more, finish the responses, then end.
+    vLLM's own handler first shuts its engine client down, which cuts every response. uvicorn's behaviour is
+    the desired one: accept nothing more, finish the responses, then exit.
     """
 
     def __init__(self, app: App) -> None:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Pass everything on; of the app's lifespan, note where its server is."""
+        """Pass everything on; take the server from the app's lifespan scope."""
         if scope["type"] == "lifespan":
-            _take_signals(scope["app"].state.server)
+            _install_signal_handlers(scope["app"].state.server)
         await self._app(scope, receive, send)
 
 
-def _take_signals(server: Server) -> None:
+def _install_signal_handlers(server: Server) -> None:
     def stop() -> None:
-        # The second time: at once.
+        # A second signal exits at once.
         server.force_exit = server.should_exit
         server.should_exit = True
 
@@ -102,9 +102,9 @@ def api_keys(args: Namespace) -> list[str]:
 
 
 class RequireApiKey:
-    """Answer 401 in OpenAI's error shape without a key of `keys`; no key set: pass everything on.
+    """Answer 401 in OpenAI's error format without a key of `keys`; with no keys set, pass everything on.
 
-    vLLM guards /v1, /v2, /inference and /cohere alone: /invocations generates, and /tokenize, /pooling or
+    vLLM protects only /v1, /v2, /inference and /cohere: /invocations generates, and /tokenize, /pooling or
     /rerank compute, for anyone who reaches the port.
     """
 
@@ -118,7 +118,7 @@ class RequireApiKey:
         if self.keys and scope["type"] == "http" and scope["method"] != "OPTIONS":
             path = scope["path"].removeprefix(scope.get("root_path", ""))
             if path not in OPEN_PATHS and not self._has_key(scope):
-                message = "This API wants its key: send the header 'Authorization: Bearer KEY'."
+                message = "This API requires a key: send the header 'Authorization: Bearer KEY'."
                 challenge = {"www-authenticate": "Bearer"}
                 await send_error(send, HTTPStatus.UNAUTHORIZED, "AuthenticationError", message, challenge)
                 return
@@ -127,6 +127,6 @@ class RequireApiKey:
     def _has_key(self, scope: Message) -> bool:
         given = dict(scope["headers"]).get(b"authorization", b"")
         scheme, _, token = given.partition(b" ")
-        # All keys are compared, in constant time each: how long it takes tells nothing.
+        # Compare all keys, each in constant time, so that the duration reveals nothing.
         matches = [secrets.compare_digest(token, key.encode()) for key in self.keys]
         return scheme.lower() == b"bearer" and any(matches)

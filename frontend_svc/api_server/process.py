@@ -1,4 +1,4 @@
-"""An API server as a supervised child process."""
+"""Run an API server as a supervised child process."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _GRACE_S: Final = 8.0
 
 
 class ApiServer:
-    """The running child. Its output goes to our stderr and stdout, unchanged."""
+    """Control the running child. Its output goes to this process's stderr and stdout, unchanged."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
-        # Told to end once its responses have.
+        # Whether it was told to exit after its responses.
         self.finishing = False
 
     @classmethod
     async def launch(cls, command: Sequence[str], env: Mapping[str, str], fds: Sequence[int]) -> ApiServer:
-        """Start `command` with these file descriptors inherited. Raises OSError."""
+        """Start `command` with these file descriptors inherited. Raise OSError."""
         shim = str(Path(die_with_parent.__file__))
         wrapped = [sys.executable, "-I", "-S", shim, str(os.getpid()), *command]
         process = await asyncio.create_subprocess_exec(
@@ -37,15 +37,16 @@ class ApiServer:
 
     @property
     def pid(self) -> int:
-        """The child's process id."""
+        """Return the child's process id."""
         return self._process.pid
 
     async def wait(self) -> int:
-        """The exit status once it has ended; negative: ended by that signal."""
+        """Wait for the child to exit; return its status, negative if a signal killed it."""
         return await self._process.wait()
 
     async def finish(self, timeout_s: float) -> bool:
-        """Have it accept nothing more, finish its responses and end. False: it has not within the time."""
+        """Stop accepting, finish the responses and exit; return False if that takes longer than
+        `timeout_s`."""
         self.finishing = True
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
@@ -57,7 +58,8 @@ class ApiServer:
         return True
 
     async def stop(self) -> None:
-        """SIGTERM, and SIGKILL when that does not end it. SIGKILL at once if it has been told to finish."""
+        """Send SIGTERM, then SIGKILL if it does not exit; SIGKILL at once if it was already told to
+        finish."""
         with suppress(ProcessLookupError):
             if self.finishing:
                 self._process.kill()

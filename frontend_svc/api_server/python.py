@@ -1,4 +1,4 @@
-"""How vLLM's Python API server is started, and what it is handed."""
+"""The command line of vLLM's Python API server and what the process inherits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PythonBoot(msgspec.Struct, frozen=True, kw_only=True):
     """Inherited file descriptors and the addresses behind them; JSON on the command line."""
 
     http_fd: int
-    # As a URL, for the log.
+    # A URL, for the log.
     listen_address: str
     input_fd: int
     input_address: str
@@ -25,19 +25,19 @@ class PythonBoot(msgspec.Struct, frozen=True, kw_only=True):
     output_address: str
     # File of the AdmissionFlag.
     admission_path: str
-    # File of tenants and keys; empty: no key is asked for but vLLM's own.
+    # File of tenants and keys; empty: no key is required but vLLM's own.
     api_keys_path: str
     max_body_bytes: int
     # See ApiServerSpec.
-    tells_tenants: bool
-    # Clients may come back for their answers.
+    sends_tenants: bool
+    # Whether clients can come back for their answers.
     keeps_answers: bool
 
 
 def python_launch(
     spec: ApiServerSpec, http: socket.socket, sockets: EngineSockets, admission_path: Path
 ) -> Launch:
-    """vLLM's OpenAI app, see python_app.py."""
+    """Return the launch of vLLM's OpenAI app; see python_app.py."""
     host, port = split_address(spec.http_address)
     boot = PythonBoot(
         http_fd=http.fileno(),
@@ -49,7 +49,7 @@ def python_launch(
         admission_path=str(admission_path),
         api_keys_path="" if spec.api_keys is None else str(spec.api_keys.absolute()),
         max_body_bytes=spec.max_body_bytes,
-        tells_tenants=spec.tells_tenants,
+        sends_tenants=spec.sends_tenants,
         keeps_answers=spec.keeps_answers,
     )
     command = [

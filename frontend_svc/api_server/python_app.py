@@ -1,4 +1,4 @@
-"""vLLM's OpenAI app as it ships, over an engine core that somebody else runs.
+"""vLLM's unmodified OpenAI app, over an engine core in another process.
 
 Follows vLLM's own launcher for API servers whose engines are managed elsewhere
 (vllm/entrypoints/launchers/api_server/entry.py, run_server_worker), with FleetClient as the engine client.
@@ -36,19 +36,19 @@ from tailrace.tenancy.file import KeyFile
 
 
 def parse_args(arguments: list[str]) -> Namespace:
-    """What `vllm serve` would make of these arguments; exits with its own message when they are wrong."""
+    """Parse arguments like `vllm serve`; exit with its error message if they are wrong."""
     cli_env_setup()
     parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
     args: Namespace = parser.parse_args(arguments)
     if args.model_tag is not None:
         args.model = args.model_tag
-    # vLLM 0.30 has no flags for it.
+    # vLLM 0.30 does not have this function.
     if hasattr(vllm_logger, "configure_logging_from_args"):
         vllm_logger.configure_logging_from_args(args)
     validate_parsed_serve_args(args)
     validate_api_server_args(args)
     RequireApiKey.keys = api_keys(args)
-    # The last is asked first.
+    # The last middleware is the outermost.
     ours = (
         StreamStart,
         KeepAnswers,
@@ -64,7 +64,7 @@ def parse_args(arguments: list[str]) -> Namespace:
 
 
 def import_plugins(args: Namespace) -> None:
-    """Parsers that the user brings along."""
+    """Import parsers that the user provides."""
     if args.tool_parser_plugin:
         ToolParserManager.import_tool_parser(args.tool_parser_plugin)
     if args.reasoning_parser_plugin:
@@ -72,16 +72,16 @@ def import_plugins(args: Namespace) -> None:
 
 
 async def serve(boot: PythonBoot, args: Namespace) -> None:
-    """Serve until SIGTERM, and finish the responses under way."""
+    """Serve until SIGTERM, then finish the responses in progress."""
     import_plugins(args)
     engine_args = AsyncEngineArgs.from_cli_args(args)
     vllm_config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
-    # More than one: they then send every image whole. One leaves out what its engine has seen, and here
-    # another engine may get the request.
+    # With a count above one, API servers send every image in full. A single one omits what its engine has
+    # seen, but here another engine may get the request.
     vllm_config.parallel_config._api_process_count = 2
     http = socket.socket(fileno=boot.http_fd)
     FleetClient.admission = AdmissionReader(Path(boot.admission_path))
-    FleetClient.tells_tenants = boot.tells_tenants
+    FleetClient.sends_tenants = boot.sends_tenants
     engine = FleetClient.from_vllm_config(
         vllm_config=vllm_config,
         usage_context=UsageContext.OPENAI_API_SERVER,
@@ -109,10 +109,10 @@ async def serve(boot: PythonBoot, args: Namespace) -> None:
 
 
 def run(boot_json: str, arguments: list[str]) -> None:
-    """Serve. `arguments`: those of `vllm serve`."""
+    """Serve until stopped. `arguments`: those of `vllm serve`."""
     boot = msgspec.json.decode(boot_json, type=PythonBoot)
     args = parse_args(arguments)
-    BodyLimit.most_bytes = KeepAnswers.most_bytes = boot.max_body_bytes
+    BodyLimit.max_bytes = KeepAnswers.max_bytes = boot.max_body_bytes
     if boot.api_keys_path:
         TenantAdmission.tenants = Tenants(KeyFile(Path(boot.api_keys_path)))
     set_ulimit()

@@ -1,6 +1,6 @@
-"""How vLLM's Rust API server (`vllm-rs frontend`) is started.
+"""The command line of vLLM's Rust API server (`vllm-rs frontend`).
 
-vLLM hands it the `vllm serve` arguments as JSON (vllm/v1/utils.py, RustFrontendProcessManager). It takes
+vLLM passes it the `vllm serve` arguments as JSON (vllm/v1/utils.py, RustFrontendProcessManager). It accepts
 them by their long names with underscores, so flags can be translated without vLLM's own parser.
 """
 
@@ -21,12 +21,12 @@ JsonValue = str | int | float | bool | None | list["JsonValue"] | dict[str, "Jso
 
 # vLLM's default for idle HTTP connections, in seconds.
 _KEEP_ALIVE_S: Final = 5
-# Flags that take a list (nargs="+") in vLLM and are of use to an API server.
+# Flags that take a list (nargs="+") in vLLM and concern an API server.
 _LISTS: Final = frozenset({"served_model_name", "api_key", "allowed_origins", "lora_modules"})
 
 
 def rust_launch(spec: ApiServerSpec, http: socket.socket, sockets: EngineSockets, executable: Path) -> Launch:
-    """The executable with inherited listeners."""
+    """Return the launch of the executable with inherited listeners."""
     fds = (http.fileno(), sockets.input.fileno(), sockets.output.fileno())
     command = (
         str(executable),
@@ -41,7 +41,7 @@ def rust_launch(spec: ApiServerSpec, http: socket.socket, sockets: EngineSockets
 
 
 def rust_arguments(spec: ApiServerSpec) -> dict[str, JsonValue]:
-    """The JSON object for `--args-json`. Raises ValueError on arguments that are no flags."""
+    """Return the JSON object for `--args-json`. Raise ValueError if an argument is not a flag."""
     host, port = split_address(spec.http_address)
     arguments: dict[str, JsonValue] = {
         "model_tag": spec.model,
@@ -49,7 +49,7 @@ def rust_arguments(spec: ApiServerSpec) -> dict[str, JsonValue]:
         "port": port,
         "engine_ready_timeout_secs": int(os.environ.get("VLLM_ENGINE_READY_TIMEOUT_S", READY_TIMEOUT_S)),
         "http_timeout_keep_alive": int(os.environ.get("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", _KEEP_ALIVE_S)),
-        # Without it SIGTERM cuts every response.
+        # Without it, SIGTERM aborts every response.
         "shutdown_timeout": math.ceil(spec.drain_timeout_s),
     }
     if spec.served_model_name:
@@ -60,7 +60,7 @@ def rust_arguments(spec: ApiServerSpec) -> dict[str, JsonValue]:
 
 
 def flags_to_json(flags: Sequence[str]) -> dict[str, JsonValue]:
-    """`--max-model-len 4096 --enable-auto-tool-choice` as {"max_model_len": 4096, ...: true}."""
+    """Convert `--max-model-len 4096 --enable-auto-tool-choice` to {"max_model_len": 4096, ...: true}."""
     found: dict[str, JsonValue] = {}
     position = 0
     while position < len(flags):
@@ -83,7 +83,7 @@ def flags_to_json(flags: Sequence[str]) -> dict[str, JsonValue]:
 
 
 def _value(text: str) -> JsonValue:
-    """Numbers, booleans and JSON objects as such; everything else is a string."""
+    """Parse numbers, booleans and JSON objects; return everything else as a string."""
     if text in ("true", "false", "null") or text[:1] in "{[-0123456789":
         try:
             value: JsonValue = json.loads(text)

@@ -18,12 +18,12 @@ _BACKLOG: Final = 16
 
 
 class PortTaken(ListenError):
-    """Somebody else listens on the address; the message is one line for the operator."""
+    """Another program listens on the address; the message is one line for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSockets(AbstractContextManager["EngineSockets"]):
-    """Listening unix sockets: `input` is a ROUTER of the API server, `output` a PULL."""
+    """Hold the listening unix sockets: `input` is a ROUTER of the API server, `output` a PULL."""
 
     input: socket.socket
     output: socket.socket
@@ -32,7 +32,7 @@ class EngineSockets(AbstractContextManager["EngineSockets"]):
 
     @classmethod
     def bind(cls, folder: Path) -> Self:
-        """Bind both inside a private folder. Raises OSError."""
+        """Bind both in a private folder. Raise OSError."""
         paths = (folder / "in", folder / "out")
         bound: list[socket.socket] = []
         for path in paths:
@@ -44,12 +44,12 @@ class EngineSockets(AbstractContextManager["EngineSockets"]):
 
     @property
     def input_address(self) -> str:
-        """ZMQ address of the API server's ROUTER."""
+        """Return the ZMQ address of the API server's ROUTER."""
         return f"ipc://{self.input_path}"
 
     @property
     def output_address(self) -> str:
-        """ZMQ address of the API server's PULL."""
+        """Return the ZMQ address of the API server's PULL."""
         return f"ipc://{self.output_path}"
 
     def __exit__(
@@ -60,23 +60,21 @@ class EngineSockets(AbstractContextManager["EngineSockets"]):
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """`host:port` as a pair; the host may be a bracketed IPv6 address. Raises ValueError."""
+    """Split `host:port`; the host may be a bracketed IPv6 address. Raise ValueError."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"{address!r} is not HOST:PORT")
     return host.strip("[]") or "0.0.0.0", int(port)
 
 
-def bind_http(address: str, shared_with_us: Callable[[], bool]) -> socket.socket:
-    """A bound HTTP socket that does not listen yet (the API server listens once it can answer).
+def bind_http(address: str, is_ours: Callable[[], bool]) -> socket.socket:
+    """Bind an HTTP socket without listening (the API server listens once it can answer).
 
-    Front ends of one cluster share a port through SO_REUSEPORT, which would just as well share it with any
-    other program of this user that sets the option (gRPC servers do). So a first socket without the option
-    tries the port: if somebody listens there, `shared_with_us` must know it as a front end of our cluster.
+    Front ends of one cluster share a port through SO_REUSEPORT, which would also share it with any other
+    program of this user that sets the option (gRPC servers do). So a first socket without the option tries
+    the port; if it is in use, `is_ours()` must know the user as a front end of this cluster.
 
-    Raises:
-        PortTaken: the port is somebody else's, or the address is none of this machine.
-
+    Raise PortTaken if the port belongs to another program or the address is not one of this machine.
     """
     host, port = split_address(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -88,7 +86,7 @@ def bind_http(address: str, shared_with_us: Callable[[], bool]) -> socket.socket
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise PortTaken(f"cannot listen on {address}: {error.strerror}") from error
-                if not shared_with_us():
+                if not is_ours():
                     raise PortTaken(f"cannot listen on {address}: the port is taken") from error
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -102,5 +100,5 @@ def bind_http(address: str, shared_with_us: Callable[[], bool]) -> socket.socket
 
 
 def is_listening(sock: socket.socket) -> bool:
-    """Whether a process that shares this socket has called listen()."""
+    """Return whether a process that shares this socket has called listen()."""
     return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))

@@ -1,4 +1,5 @@
-"""ASGI middleware for vLLM's Python app: a stream that fails before its first event gets a status for it."""
+"""ASGI middleware for vLLM's Python app: a stream that fails before its first event gets an HTTP error
+status."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import msgspec
 
 from frontend_svc.api_server.middleware import App, Message, Receive, Send
 
-# Longest that a response's headers wait for its first event: placing takes less, and whoever waits for
-# headers with a deadline of its own hardly notices.
+# Longest time that a response's headers wait for the first event: placing takes less, and a client with a
+# deadline for the headers hardly notices.
 HOLD_S: Final = 0.25
 
 _ERROR: Final = b'data: {"error"'
@@ -27,7 +28,7 @@ class _ErrorEvent(msgspec.Struct):
 class StreamStart:
     """Hold the start of an event stream back until its first event, `HOLD_S` at most.
 
-    vLLM starts a stream before its engine has seen the request: a refusal would be an event in a response
+    vLLM starts a stream before its engine has seen the request, so a refusal would be an event in a response
     that began with 200. If the first event is an error, the response becomes that error, with its status.
     """
 
@@ -47,32 +48,32 @@ class StreamStart:
 
 
 class _Response:
-    """One response; its start may be held."""
+    """One response whose start may be held."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._start: Message | None = None
-        self._releasing: asyncio.Task[None] | None = None
-        self._first_came = asyncio.Event()
-        # The response is an error, and has been sent.
+        self._release_task: asyncio.Task[None] | None = None
+        self._first_event_seen = asyncio.Event()
+        # The response was replaced by an error, which has been sent.
         self._replaced = False
 
     async def send(self, message: Message) -> None:
-        """Pass on what the app sends."""
+        """Handle one ASGI message of the app."""
         if message["type"] == "http.response.start" and _is_stream(message):
             self._start = message
-            self._releasing = asyncio.create_task(self._release_in_time(), name="start a stream")
+            self._release_task = asyncio.create_task(self._release_after_hold(), name="start a stream")
             return
-        if self._releasing is not None:
-            await self._first(message)
+        if self._release_task is not None:
+            await self._send_first(message)
         elif not self._replaced:
             await self._send(message)
 
-    async def _first(self, message: Message) -> None:
+    async def _send_first(self, message: Message) -> None:
         await self.close()
         start, self._start = self._start, None
         if start is None:
-            # Started in the meantime.
+            # The start was released in the meantime.
             await self._send(message)
             return
         body = message.get("body", b"")
@@ -89,20 +90,19 @@ class _Response:
         await self._send({"type": "http.response.body", "body": error})
 
     async def close(self) -> None:
-        """Wait no more for a first event. A start without anything after it is the server's to complain
-        of."""
-        self._first_came.set()
-        releasing, self._releasing = self._releasing, None
-        if releasing is not None:
-            # Raises what sending the start did: the client has gone, which is the app's to know.
-            await releasing
+        """Stop waiting for a first event. A start without any event is left to the server to report."""
+        self._first_event_seen.set()
+        release_task, self._release_task = self._release_task, None
+        if release_task is not None:
+            # Raises what sending the start raised: the client has gone, which the app has to handle.
+            await release_task
 
-    async def _release_in_time(self) -> None:
-        # Told to end by an event, not cancelled: a start that is being sent is sent whole. Only the end of
+    async def _release_after_hold(self) -> None:
+        # Ended by an event, not cancelled, so that a start in progress is sent completely. Only the end of
         # the call itself, whose client has gone, cancels it.
         try:
             async with asyncio.timeout(HOLD_S):
-                await self._first_came.wait()
+                await self._first_event_seen.wait()
         except TimeoutError:
             start, self._start = self._start, None
             if start is not None:
@@ -122,7 +122,7 @@ def _first_event(body: bytes) -> bytes:
 
 
 def _error_status(body: bytes) -> int | None:
-    """Of an event that is an error in OpenAI's shape."""
+    """Return the status of an event that is an error in OpenAI's format, or None."""
     if not body.startswith(_ERROR):
         return None
     try:

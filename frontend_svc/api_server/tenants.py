@@ -1,4 +1,5 @@
-"""ASGI middleware for vLLM's Python app: who comes in, with what, before anything is placed."""
+"""ASGI middleware for vLLM's Python app: authenticate tenants and apply their limits before anything is
+placed."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from tailrace.tenancy.file import KeyFile
 from tailrace.tenancy.meter import Meter
 
 OPEN_PATHS: Final = frozenset({"/health", "/ping", "/version"})
-"""For probes: without a key."""
+"""Paths for probes, served without a key."""
 
-SERVED: Final = frozenset(
+SERVED_ROUTES: Final = frozenset(
     {
         ("GET", "/v1/models"),
         ("POST", "/v1/chat/completions"),
@@ -31,20 +32,20 @@ SERVED: Final = frozenset(
         ("POST", "/detokenize"),
     }
 )
-"""With a key. Every other route of vLLM's is answered with 404, also one that comes with its next version."""
+"""Routes served with a key. All others get 404, including any that a later version of vLLM adds."""
 
 tenant_of_call: ContextVar[Tenant | None] = ContextVar("tenant_of_call", default=None)
-"""Whose request the current task serves; None: keys are not asked for."""
+"""The tenant of the request that the current task serves; None if no keys are required."""
 
 
 class _Body(msgspec.Struct):
-    """What is looked at of a request; the rest is vLLM's."""
+    """The fields of a request that matter here; the rest is vLLM's."""
 
     model: str | None = None
 
 
 class Tenants:
-    """Keys, and what has been taken by whom, of one API server."""
+    """Hold the keys and the tenants' usage of one API server."""
 
     def __init__(self, keys: KeyFile, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: seconds."""
@@ -53,7 +54,7 @@ class Tenants:
         self.meter = Meter()
 
     def owner(self, scope: Message) -> Tenant | None:
-        """The tenant of the request's key; None: no tenant's."""
+        """Return the tenant of the request's key, or None."""
         given = dict(scope["headers"]).get(b"authorization", b"")
         scheme, _, token = given.partition(b" ")
         if scheme.lower() != b"bearer":
@@ -61,14 +62,14 @@ class Tenants:
         return self._keys.index().owner(token.decode("latin-1").strip())
 
     def now_s(self) -> float:
-        """Seconds."""
+        """Return the clock's time in seconds."""
         return self._clock()
 
 
 class BodyLimit:
-    """Answer 413 to a body of more than `most_bytes`, before anybody reads it."""
+    """Answer 413 to a body of more than `max_bytes` before the app reads it."""
 
-    most_bytes: ClassVar[int] = DEFAULT_MAX_BODY_BYTES
+    max_bytes: ClassVar[int] = DEFAULT_MAX_BODY_BYTES
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -80,21 +81,22 @@ class BodyLimit:
             return
         length = dict(scope["headers"]).get(b"content-length")
         if length is None:
-            # Sent in chunks: how much it is shows when all is there.
-            body = await read_body(receive, self.most_bytes)
+            # Chunked: the size is known only once all of it has arrived.
+            body = await read_body(receive, self.max_bytes)
             if body is not None:
-                await self._app(scope, replaying(body, receive), send)
+                await self._app(scope, replay_body(body, receive), send)
                 return
-        elif length.isdigit() and int(length) <= self.most_bytes:
-            # The server takes no more than was announced.
+        elif length.isdigit() and int(length) <= self.max_bytes:
+            # The server reads no more than was announced.
             await self._app(scope, receive, send)
             return
-        message = f"A request's body may have at most {self.most_bytes} bytes."
+        message = f"A request's body may have at most {self.max_bytes} bytes."
         await send_error(send, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "BadRequestError", message)
 
 
 class TenantAdmission:
-    """Let in who has a key, to what its tenant may have, at its rate; 401, 403, 404 or 429 else."""
+    """Admit requests with a valid key, for the tenant's models and rates; answer 401, 403, 404 or 429
+    otherwise."""
 
     tenants: ClassVar[Tenants | None] = None
 
@@ -108,7 +110,7 @@ class TenantAdmission:
             await self._app(scope, receive, send)
             return
         if scope["type"] != "http":
-            # vLLM has web sockets for speech, which no key of ours guards.
+            # vLLM has web sockets for speech, which our keys do not protect.
             await send({"type": "websocket.close", "code": 1008})
             return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -117,32 +119,32 @@ class TenantAdmission:
             return
         tenant = tenants.owner(scope)
         if tenant is None:
-            message = "This API wants a key that it knows: send the header 'Authorization: Bearer KEY'."
+            message = "This API requires a valid key: send the header 'Authorization: Bearer KEY'."
             challenge = {"www-authenticate": "Bearer"}
             await send_error(send, HTTPStatus.UNAUTHORIZED, "AuthenticationError", message, challenge)
-        elif (scope["method"], path) not in SERVED:
+        elif (scope["method"], path) not in SERVED_ROUTES:
             message = f"{scope['method']} {path} is not served here."
             await send_error(send, HTTPStatus.NOT_FOUND, "NotFoundError", message)
         elif scope["method"] == "GET":
             await self._app(scope, receive, send)
         else:
-            await self._let_in(tenants, tenant, scope, receive, send)
+            await self._admit(tenants, tenant, scope, receive, send)
 
-    async def _let_in(
+    async def _admit(
         self, tenants: Tenants, tenant: Tenant, scope: Message, receive: Receive, send: Send
     ) -> None:
         if tenant.models:
-            body = await read_body(receive, BodyLimit.most_bytes)
+            body = await read_body(receive, BodyLimit.max_bytes)
             if body is None or not (_resumes(scope, body) or _model(body) in tenant.models):
                 model = None if body is None else _model(body)
                 named = "one of its models" if model is None else repr(model)
-                message = f"This key may ask {', '.join(tenant.models)}, not {named}."
+                message = f"This key may use {', '.join(tenant.models)}, not {named}."
                 await send_error(send, HTTPStatus.FORBIDDEN, "PermissionDeniedError", message)
                 return
-            receive = replaying(body, receive)
+            receive = replay_body(body, receive)
         excess = tenants.meter.begin(tenant, tenants.now_s())
         if excess is not None:
-            message = f"Too much for this key: {excess.reason}."
+            message = f"Limit of this key exceeded: {excess.reason}."
             later = {"retry-after": str(excess.retry_after_s)}
             await send_error(send, HTTPStatus.TOO_MANY_REQUESTS, "RateLimitError", message, later)
             return
@@ -154,8 +156,8 @@ class TenantAdmission:
             tenants.meter.end(tenant)
 
 
-async def read_body(receive: Receive, most_bytes: int) -> bytes | None:
-    """A request's whole body; None: it is larger, or the client has gone."""
+async def read_body(receive: Receive, max_bytes: int) -> bytes | None:
+    """Return a request's complete body; None if it is larger than `max_bytes` or the client has gone."""
     parts: list[bytes] = []
     size = 0
     while True:
@@ -164,15 +166,15 @@ async def read_body(receive: Receive, most_bytes: int) -> bytes | None:
             return None
         part = message.get("body", b"")
         size += len(part)
-        if size > most_bytes:
+        if size > max_bytes:
             return None
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)
 
 
-def replaying(body: bytes, receive: Receive) -> Receive:
-    """Give the body once more, then what comes after it."""
+def replay_body(body: bytes, receive: Receive) -> Receive:
+    """Return a receive function that yields the body again, then what follows it."""
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def again() -> Message:
@@ -182,8 +184,10 @@ def replaying(body: bytes, receive: Receive) -> Receive:
 
 
 def _resumes(scope: Message, body: bytes) -> bool:
-    """Whether it says of what it asks only which answer to go on with: its model was looked at when that was
-    begun, and another tenant's answer is not found."""
+    """Return whether the request only says which answer to resume.
+
+    Its model was checked when the answer was begun, and another tenant's answer is not found.
+    """
     return not body and any(name == b"last-event-id" for name, _ in scope["headers"])
 
 

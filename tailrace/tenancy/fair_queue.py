@@ -118,7 +118,7 @@ class FairQueue(Generic[T]):
         if not entries:
             del self._lines[entry.tenant]
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """All that went is done, so that nobody is owed anything: what each had counts no more.
 
         Raises ValueError: somebody waits.

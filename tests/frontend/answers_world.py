@@ -11,11 +11,11 @@ from random import Random
 from prometheus_client import CollectorRegistry
 
 from frontend_svc.admission import Refusal
-from frontend_svc.answers.book import AnswerBook
 from frontend_svc.answers.calls import UNLIMITED, OpenCall, Opened, run_name
-from frontend_svc.answers.desk import AnswerDesk
+from frontend_svc.answers.coordinator import AnswerCoordinator
 from frontend_svc.answers.metrics import AnswerMetrics
-from frontend_svc.answers.peers import CallFailed, Peer, Unanswered, rank
+from frontend_svc.answers.peers import Peer, PeerCallFailed, PeerUnreachable, rendezvous_rank
+from frontend_svc.answers.store import AnswerStore
 from frontend_svc.streams import FINISHED, PREFILL_DONE, Stream, StreamTable
 from tailrace.v1 import answers_pb2
 from tailrace.wire import EngineCoreOutput, FinishReason, encode_outputs, read_outputs
@@ -63,17 +63,17 @@ class NetworkPeers:
         self._network = network
         self._name = name
 
-    def all(self) -> list[Peer]:
+    def reachable(self) -> list[Peer]:
         return [
             Peer(name, front.incarnation, "")
             for name, front in self._network.fronts.items()
             if name != self._name and self._network.reaches(self._name, name)
         ]
 
-    def second(self, name: str, prefer: str = "") -> Peer | None:
-        peers = self.all()
+    def choose_replica(self, name: str, prefer: str = "") -> Peer | None:
+        peers = self.reachable()
         preferred = next((peer for peer in peers if peer.frontend_id == prefer), None)
-        return preferred or max(peers, key=lambda peer: rank(name, peer.frontend_id), default=None)
+        return preferred or max(peers, key=lambda peer: rendezvous_rank(name, peer.frontend_id), default=None)
 
     async def keep(self, peer: Peer, request: answers_pb2.KeepRequest) -> answers_pb2.KeepReply:
         future: asyncio.Future[answers_pb2.KeepReply] = asyncio.get_running_loop().create_future()
@@ -81,8 +81,8 @@ class NetworkPeers:
         def deliver() -> answers_pb2.KeepReply:
             front = self._network.fronts.get(peer.frontend_id)
             if front is None or front.incarnation != peer.incarnation:
-                raise Unanswered
-            return front.desk.keep(request)
+                raise PeerUnreachable
+            return front.coordinator.handle_keep(request)
 
         self._network.pending.append(Pending(deliver, self._name, peer.frontend_id, future))
         return await future
@@ -90,14 +90,17 @@ class NetworkPeers:
     async def find(
         self, request: answers_pb2.FindAnswerRequest
     ) -> list[tuple[Peer, answers_pb2.FindAnswerReply]]:
-        found = [(peer, self._network.fronts[peer.frontend_id].desk.find(request)) for peer in self.all()]
+        found = [
+            (peer, self._network.fronts[peer.frontend_id].coordinator.handle_find(request))
+            for peer in self.reachable()
+        ]
         # What is found may have changed when it is told.
         await asyncio.sleep(0)
         return [(peer, reply) for peer, reply in found if reply.answer_id or reply.expired]
 
     async def claim(self, peer: Peer, answer_id: str) -> answers_pb2.AnswerPart | None:
         request = answers_pb2.ClaimAnswerRequest(answer_id=answer_id, frontend_id=self._name)
-        reply = self._network.fronts[peer.frontend_id].desk.hand_over(request)
+        reply = self._network.fronts[peer.frontend_id].coordinator.handle_claim(request)
         return reply.part if reply.HasField("part") else None
 
     def tick(self) -> None:
@@ -163,12 +166,12 @@ class FrontEnd:
         self.name = name
         self.incarnation = str(next(self._numbers))
         self.peers = NetworkPeers(network, name)
-        book = AnswerBook(name, max_bytes, rank, network.next_run)
+        store = AnswerStore(name, max_bytes, rendezvous_rank, network.next_run)
         self._registry = CollectorRegistry()
-        self.desk = AnswerDesk(
+        self.coordinator = AnswerCoordinator(
             name,
             KEEP_S,
-            book,
+            store,
             self.peers,
             AnswerMetrics(self._registry),
             lambda: network.now_s,
@@ -176,25 +179,25 @@ class FrontEnd:
         )
         self.table = StreamTable()
         self.connections: dict[str, Connection] = {}
-        self.desk.bind(self)
+        self.coordinator.bind(self)
 
     @property
     def uncopied(self) -> float | None:
         """As its metrics say."""
         return self._registry.get_sample_value("tailrace_frontend_answers_uncopied")
 
-    def show(self, handle: int, frames: Sequence[bytes], tokens: int, last: bool) -> None:
+    def send_output(self, handle: int, frames: Sequence[bytes], tokens: int, last: bool) -> None:
         for output in read_outputs(frames).outputs:
             connection = self.connections.get(output.request_id)
             if connection is not None and not connection.closed:
                 assert len(output.new_token_ids) == tokens
                 connection.told(output.new_token_ids, output.finish_reason is not None)
 
-    def cut(self, request_id: str, refusal: Refusal) -> None:
+    def end_request(self, request_id: str, refusal: Refusal) -> None:
         stream = self.table.find(request_id)
         if stream is not None:
             self.table.close(stream)
-            self.desk.ended(stream.handle)
+            self.coordinator.stream_ended(stream.handle)
         connection = self.connections.pop(request_id, None)
         if connection is not None:
             connection.closed = True
@@ -209,18 +212,18 @@ class FrontEnd:
             client.connection = connection
             client.answer_id = opened.answer_id
         name = f"{opened.answer_id}-{opened.run:08}"
-        request = self.desk.join(run_name(opened.answer_id, opened.run), name, opened.answer_id)
+        request = self.coordinator.join_run(run_name(opened.answer_id, opened.run), name, opened.answer_id)
         if isinstance(request, Refusal):
             connection.closed = True
             return
         self.connections[name] = connection
         if request.progress.finished:
-            self.desk.tell(request)
+            self.coordinator.deliver(request)
             return
         stream = connection.stream = self.table.open(name)
         self.table.restore(stream, request.progress.token_ids, request.progress.flags, request.progress.model)
-        self.desk.tell(request)
-        self.desk.carries(stream, request)
+        self.coordinator.deliver(request)
+        self.coordinator.attach_stream(stream, request)
 
 
 async def quiet() -> None:
@@ -246,7 +249,7 @@ async def open_at(front: FrontEnd, client: Client, network: Network) -> None:
         request_name="",
         streams=True,
     )
-    reply = await front.desk.open(call)
+    reply = await front.coordinator.open_answer(call)
     if network.fronts.get(front.name) is not front:
         return
     if reply.opened is not None:
@@ -266,24 +269,24 @@ def generate(front: FrontEnd, stream: Stream, count: int, network: Network) -> N
     if finished:
         flags |= FINISHED
         front.table.close(stream)
-    if front.desk.keeps(stream.handle):
-        front.desk.put(stream.handle, encode_outputs([output]), made, flags)
+    if front.coordinator.keeps(stream.handle):
+        front.coordinator.append_output(stream.handle, encode_outputs([output]), made, flags)
 
 
 def end_call(network: Network, pending: Pending, fate: str = "deliver") -> None:
     """A call arrives; or is `lost`, or its reply is `unheard`, or the front end that is called `fails` it."""
     if fate == "fails":
-        pending.result.set_exception(CallFailed())
+        pending.result.set_exception(PeerCallFailed())
         return
     reply = None
     if fate != "lost" and network.reaches(pending.source, pending.target):
         try:
             reply = pending.deliver()
-        except Unanswered:
+        except PeerUnreachable:
             reply = None
     if pending.result.done():
         return
     if reply is None or fate != "deliver":
-        pending.result.set_exception(Unanswered())
+        pending.result.set_exception(PeerUnreachable())
     else:
         pending.result.set_result(reply)

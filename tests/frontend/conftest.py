@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry
 
 from frontend_svc.admission import AdmissionFlag, AdmissionReader
 from frontend_svc.engine import FleetEngine
-from frontend_svc.placement import ServedModel
-from frontend_svc.settings import Limits, Patience
+from frontend_svc.fleet import ServedModel
+from frontend_svc.settings import Limits, WaitLimits
 from tailrace.model_identity import ModelIdentity
 from tailrace.service.channels import Channels
 from tests.frontend.fake_api_server import FakeApiServer
@@ -98,7 +98,7 @@ async def open_rig(
             folder,
             registry,
             None,
-            Patience(PLACE_WAIT_S) if served is None else Patience(PLACE_WAIT_S, PLACE_WAIT_S),
+            WaitLimits(PLACE_WAIT_S) if served is None else WaitLimits(PLACE_WAIT_S, PLACE_WAIT_S),
             limits=limits,
             served=served,
             on_models=on_models,

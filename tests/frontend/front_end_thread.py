@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from frontend_svc.api_server.sockets import bind_http
 from frontend_svc.front_end import run_front_end
-from frontend_svc.settings import Front, Limits, Patience, Settings
+from frontend_svc.settings import Front, Limits, Settings, WaitLimits
 from tailrace.service.channels import Channels
 from tailrace.service.message_stream import MIN_MESSAGE_BYTES
 from tailrace.service.runtime import Shutdown
@@ -99,7 +99,7 @@ class FrontEndThread:
                     vllm_arguments=(),
                     vllm_rs=self._vllm_rs,
                     ipc_folder=None,
-                    patience=Patience(PLACE_WAIT_S),
+                    wait_limits=WaitLimits(PLACE_WAIT_S),
                     limits=Limits(max_streams=MAX_STREAMS),
                     drain_timeout_s=DRAIN_S,
                 )

@@ -13,7 +13,7 @@ from tailrace.service.message_stream import serve_streams
 from tailrace.v1 import worker_pb2
 from worker_agent.attach import AttachStreams
 from worker_agent.carried import CarriedRequests
-from worker_agent.dispatch import Admission, Dispatch
+from worker_agent.dispatch import Admission, Dispatcher
 from worker_agent.engine.base import RequestKey, Submission
 from worker_agent.engine.simulated import Faults, SimulatedEngine, SimulatedSettings
 from worker_agent.frontends import FrontEnd, FrontEnds, beat
@@ -22,7 +22,7 @@ from worker_agent.phase_events import PhaseEvents
 from worker_agent.sink import FrontEndSink
 
 
-class _Submissions(Dispatch):
+class _Submissions(Dispatcher):
     """Requests come and are aborted; nothing migrates."""
 
     def __init__(self, engine: SimulatedEngine, admission: Admission, carried: CarriedRequests) -> None:

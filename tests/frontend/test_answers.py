@@ -12,19 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend_svc.answers import desk
-from frontend_svc.answers.book import Answer, AnswerBook, Entry, Forgotten, Full, Head, Refused
+from frontend_svc.answers import coordinator
 from frontend_svc.answers.calls import (
     CLOSE,
     CloseCall,
     OpenCall,
     OpenReply,
-    read_event_id,
-    read_run_name,
+    parse_event_id,
+    parse_run_name,
     run_name,
 )
-from frontend_svc.answers.messages import part_message, read_part
-from frontend_svc.answers.peers import Peer, rank
+from frontend_svc.answers.messages import decode_part, encode_part
+from frontend_svc.answers.peers import Peer, rendezvous_rank
+from frontend_svc.answers.store import Answer, AnswerStore, Entry, Head, PartRefusal, RemovalReason, StoreFull
 from tailrace.v1 import answers_pb2
 from tailrace.wire import UtilityCall
 from tests.frontend.answers_world import (
@@ -84,18 +84,18 @@ class World:
 
     async def tick(self) -> None:
         for front in self.network.fronts.values():
-            front.desk.tick()
+            front.coordinator.tick()
         await self.arrive()
 
     async def crash(self, name: str) -> None:
-        await self.network.fronts.pop(name).desk.close()
+        await self.network.fronts.pop(name).coordinator.close()
 
     def second(self, answer_id: str, first: str) -> str:
         """Who has the copy."""
         return next(
             name
             for name, front in self.network.fronts.items()
-            if name != first and front.desk.book.get(answer_id) is not None
+            if name != first and front.coordinator.store.get(answer_id) is not None
         )
 
 
@@ -144,7 +144,7 @@ async def test_tokens_do_not_wait_for_the_first_copy_of_what_had_none() -> None:
     await world.tokens("f0", 2)
     assert client.events == [1, 2]
     world.network.fronts["f1"] = FrontEnd(world.network, "f1")
-    world["f0"].desk.tick()
+    world["f0"].coordinator.tick()
     await world.tokens("f0", 1)
     assert client.events == [1, 2, 3] and world.network.pending
     assert world["f0"].uncopied == 1
@@ -237,7 +237,7 @@ async def test_one_that_was_out_of_sight_does_not_go_on_with_what_others_took() 
     await quiet()
     # Its client has not got what nobody else has, and its run has ended.
     assert first.events == [1] and first.connection is not None and first.connection.closed
-    assert world["f0"].desk.book.get(first.answer_id) is None
+    assert world["f0"].coordinator.store.get(first.answer_id) is None
     await world.tokens(third, 1)
     await world.arrive()
     assert later.events == [1, 3, 4]
@@ -268,8 +268,8 @@ async def test_the_same_key_at_two_at_the_same_time_is_one_answer(fronts: int, k
     ids = {
         answer.head.answer_id
         for front in world.network.fronts.values()
-        for answer in front.desk.book
-        if answer.serves
+        for answer in front.coordinator.store
+        if answer.served_here
     }
     assert len(ids) == 1
 
@@ -283,27 +283,27 @@ async def test_what_had_to_make_room_is_let_go() -> None:
         await world.tokens("f0", 1)
         await world.arrive()
         closing = CloseCall(answer_id=client.answer_id, run=1, complete=True, begun=True)
-        await world["f0"].desk.close_run(closing)
+        await world["f0"].coordinator.close_run(closing)
         (stream,) = world["f0"].table
         world["f0"].table.close(stream)
-        world["f0"].desk.ended(stream.handle)
+        world["f0"].coordinator.stream_ended(stream.handle)
     await world.tick()
     gc.collect()
-    assert len(world["f0"].desk.book) < 40
-    assert not [each for each in gc.get_objects() if isinstance(each, Answer) and each.gone]
+    assert len(world["f0"].coordinator.store) < 40
+    assert not [each for each in gc.get_objects() if isinstance(each, Answer) and each.removed]
 
 
 async def test_a_copy_for_which_there_was_no_room_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(["f0", "f1"])
     world.shrink("f1", 12_000)
-    keep, whole = world["f1"].desk.keep, 0
+    keep, whole = world["f1"].coordinator.handle_keep, 0
 
     def counting(request: answers_pb2.KeepRequest) -> answers_pb2.KeepReply:
         nonlocal whole
         whole += sum(part.HasField("head") for part in request.parts)
         return keep(request)
 
-    monkeypatch.setattr(world["f1"].desk, "keep", counting)
+    monkeypatch.setattr(world["f1"].coordinator, "handle_keep", counting)
     clients = [Client(number, "") for number in range(20)]
     for client in clients:
         await world.open("f0", client)
@@ -334,14 +334,14 @@ async def test_only_its_tenant_hears_that_an_answer_has_expired() -> None:
     await world.tokens("f0", 1)
     await world.arrive()
     closing = CloseCall(answer_id=client.answer_id, run=1, complete=True, begun=True)
-    await world["f0"].desk.close_run(closing)
+    await world["f0"].coordinator.close_run(closing)
     await world.arrive()
     world.network.now_s += KEEP_S + 1
     await world.tick()
     for name in NAMES:
         for tenant, status in (("t", 410), ("other", 404), ("", 404)):
             call = resuming(client, f"{client.answer_id}.1.1", tenant=tenant)
-            denied = (await world[name].desk.open(call)).denied
+            denied = (await world[name].coordinator.open_answer(call)).denied
             assert denied is not None and denied.status == status
 
 
@@ -349,13 +349,13 @@ async def test_a_request_that_never_fits_is_too_large_and_one_that_does_not_now_
     world = World(["f0"])
     world.shrink("f0", 20_000)
     large = asking(body=b"x" * 3_000)
-    denied = (await world["f0"].desk.open(large)).denied
+    denied = (await world["f0"].coordinator.open_answer(large)).denied
     assert denied is not None and denied.status == 413
     # Without a key it is served, and not kept.
-    assert await world["f0"].desk.open(msgspec.structs.replace(large, key="")) == OpenReply()
+    assert await world["f0"].coordinator.open_answer(msgspec.structs.replace(large, key="")) == OpenReply()
     statuses = []
     for number in range(20):
-        reply = await world["f0"].desk.open(asking(body=b"x" * 1_000, key=f"k{number}"))
+        reply = await world["f0"].coordinator.open_answer(asking(body=b"x" * 1_000, key=f"k{number}"))
         statuses.append(200 if reply.denied is None else reply.denied.status)
     assert set(statuses) == {200, 503}
 
@@ -371,7 +371,9 @@ async def test_who_is_denied_an_answer_leaves_it_as_it_is(run: int, key: str) ->
     await world.tokens("f0", 1)
     await world.arrive()
     for name in NAMES:
-        reply = await world[name].desk.open(resuming(client, f"{client.answer_id}.{run}.1", key))
+        reply = await world[name].coordinator.open_answer(
+            resuming(client, f"{client.answer_id}.{run}.1", key)
+        )
         assert reply.denied is not None
     await world.tokens("f0", 1)
     await world.arrive()
@@ -383,24 +385,26 @@ async def test_a_run_is_closed_however_many_calls_are_under_way(monkeypatch: pyt
     await world.open("f0", client)
     await world.tokens("f0", 1)
     await world.arrive()
-    monkeypatch.setattr(desk, "_CALLS_MAX", 0)
+    monkeypatch.setattr(coordinator, "_CALLS_MAX", 0)
     monkeypatch.setattr(world["f0"], "reply", lambda frames: None)
-    answer = world["f0"].desk.book.get(client.answer_id)
-    assert answer is not None and answer.running
+    answer = world["f0"].coordinator.store.get(client.answer_id)
+    assert answer is not None and answer.client_connected
     closing = CloseCall(answer_id=client.answer_id, run=1, complete=False, begun=True)
-    world["f0"].desk.call(UtilityCall(0, 1, CLOSE, msgspec.Raw(msgspec.msgpack.encode([closing]))))
+    world["f0"].coordinator.handle_call(
+        UtilityCall(0, 1, CLOSE, msgspec.Raw(msgspec.msgpack.encode([closing])))
+    )
     await quiet()
-    assert not answer.running
+    assert not answer.client_connected
 
 
 async def test_what_was_forgotten_and_begun_again_is_kept() -> None:
     world = World()
-    book = AnswerBook("f0", 1 << 20, rank)
-    part = part_message(book.part(book.open(head(), 0.0), 0))
+    store = AnswerStore("f0", 1 << 20, rendezvous_rank)
+    part = encode_part(store.part_from(store.open(head(), 0.0), 0))
     for _ in range(2):
         request = answers_pb2.KeepRequest(frontend_id="f0", parts=[part], forgotten=["a"])
-        world["f1"].desk.keep(request)
-        assert world["f1"].desk.book.get("a") is not None
+        world["f1"].coordinator.handle_keep(request)
+        assert world["f1"].coordinator.store.get("a") is not None
 
 
 async def test_who_looks_longer_does_not_take_it_from_who_came_later() -> None:
@@ -409,7 +413,7 @@ async def test_who_looks_longer_does_not_take_it_from_who_came_later() -> None:
     await world.tokens("f0", 1)
     await world.arrive()
     second = world.second(client.answer_id, "f0")
-    its_desk, peers = world[second].desk, world[second].peers
+    its_coordinator, peers = world[second].coordinator, world[second].peers
     # Two look for it at once, and the later one finds it first.
     gates = [asyncio.Event(), asyncio.Event()]
     find, turn = peers.find, iter(gates)
@@ -431,14 +435,14 @@ async def test_who_looks_longer_does_not_take_it_from_who_came_later() -> None:
         request_name="",
         streams=False,
     )
-    early, late = (asyncio.create_task(its_desk.open(call)) for _ in range(2))
+    early, late = (asyncio.create_task(its_coordinator.open_answer(call)) for _ in range(2))
     await quiet()
     gates[1].set()
     opened = (await late).opened
     gates[0].set()
     denied = (await early).denied
     assert opened is not None and denied is not None and denied.status == 409
-    answer = its_desk.book.get(client.answer_id)
+    answer = its_coordinator.store.get(client.answer_id)
     assert answer is not None and answer.run == opened.run
 
 
@@ -466,113 +470,113 @@ async def one_answer(steps: list[str | int]) -> None:
     assert len({client.answer_id for client in begun}) <= 1
     assert len(reading) == (1 if begun else 0)
     for front in world.network.fronts.values():
-        await front.desk.close()
+        await front.coordinator.close()
 
 
 def head(answer_id: str = "a", key: str = "", body: bytes = b"{}") -> Head:
     return Head(answer_id, "t", key, "/p", body, b"d", "name", 1, True)
 
 
-def grown(book: AnswerBook, answer: Answer, *token_ids: int) -> None:
+def grown(store: AnswerStore, answer: Answer, *token_ids: int) -> None:
     for token_id in token_ids:
-        book.append(answer, Entry("p", (token_id,), 0, (b"x" * 10,)), 0.0)
+        store.append(answer, Entry("p", (token_id,), 0, (b"x" * 10,)), 0.0)
 
 
 def test_the_oldest_that_nobody_reads_makes_room() -> None:
-    book = AnswerBook("f0", 20_000, rank)
-    old, read = book.open(head("old"), 0.0), book.open(head("read"), 0.0)
-    book.end_run(old, 1, True, 1.0)
+    store = AnswerStore("f0", 20_000, rendezvous_rank)
+    old, read = store.open(head("old"), 0.0), store.open(head("read"), 0.0)
+    store.end_run(old, 1, True, 1.0)
     for number in range(20):
-        new = book.open(head(f"new{number}"), 2.0)
-        book.end_run(new, 1, True, 2.0)
-    assert book.forgotten("t", "old") is Forgotten.NO_ROOM and book.get("read") is read
-    assert book.size <= 20_000
-    with pytest.raises(Full):
-        book.open(head("large", body=b"x" * 3_000), 3.0)
+        new = store.open(head(f"new{number}"), 2.0)
+        store.end_run(new, 1, True, 2.0)
+    assert store.removal_reason("t", "old") is RemovalReason.NO_ROOM and store.get("read") is read
+    assert store.size <= 20_000
+    with pytest.raises(StoreFull):
+        store.open(head("large", body=b"x" * 3_000), 3.0)
 
 
 def test_one_that_becomes_too_long_is_not_kept() -> None:
-    book = AnswerBook("f0", 20_000, rank)
-    answer = book.open(head(key="k"), 0.0)
-    grown(book, answer, *range(20))
-    assert answer.gone and book.find("t", "k") is None and book.size == 0
-    assert book.forgotten("t", "a") is Forgotten.NO_ROOM
+    store = AnswerStore("f0", 20_000, rendezvous_rank)
+    answer = store.open(head(key="k"), 0.0)
+    grown(store, answer, *range(20))
+    assert answer.removed and store.find_by_key("t", "k") is None and store.size == 0
+    assert store.removal_reason("t", "a") is RemovalReason.NO_ROOM
 
 
 def test_all_that_grows_is_counted() -> None:
     """A client may give its request a long name, and every entry has it on its way to another front end."""
-    book = AnswerBook("f0", 1 << 20, rank)
-    answer = book.open(replace(head(key="k" * 255), request_name="n" * 5_000), 0.0)
+    store = AnswerStore("f0", 1 << 20, rendezvous_rank)
+    answer = store.open(replace(head(key="k" * 255), request_name="n" * 5_000), 0.0)
     assert answer.size > 5_255
-    book.append(answer, Entry("n" * 5_000, (1,), 0, (b"x",)), 0.0)
+    store.append(answer, Entry("n" * 5_000, (1,), 0, (b"x",)), 0.0)
     assert answer.size > 10_255
 
 
 def test_one_answer_goes_in_one_message_however_much_memory_there_is() -> None:
-    book = AnswerBook("f0", 1 << 40, rank)
-    with pytest.raises(Full):
-        book.open(head(body=bytes(64 << 20)), 0.0)
-    answer = book.open(head(body=bytes(60 << 20)), 0.0)
-    book.append(answer, Entry("p", (), 0, (bytes(4 << 20),)), 0.0)
-    assert answer.gone
+    store = AnswerStore("f0", 1 << 40, rendezvous_rank)
+    with pytest.raises(StoreFull):
+        store.open(head(body=bytes(64 << 20)), 0.0)
+    answer = store.open(head(body=bytes(60 << 20)), 0.0)
+    store.append(answer, Entry("p", (), 0, (bytes(4 << 20),)), 0.0)
+    assert answer.removed
 
 
 def test_of_many_runs_the_last_ones_are_known() -> None:
-    book = AnswerBook("f0", 1 << 20, rank)
-    answer = book.open(head(), 0.0)
+    store = AnswerStore("f0", 1 << 20, rendezvous_rank)
+    answer = store.open(head(), 0.0)
     for _ in range(1_000):
         last = answer.run
-        book.begin_run(answer, 0.0)
+        store.begin_run(answer, 0.0)
     assert len(answer.ended) == 256 and last == max(answer.ended) < answer.run < 1 << 63
 
 
 def test_it_is_kept_until_nobody_has_touched_it_for_long() -> None:
-    book = AnswerBook("f0", 1 << 20, rank)
-    answer, copy = book.open(head("a", "k"), 0.0), head("b")
-    part = AnswerBook("f1", 1 << 20, rank)
-    assert isinstance(book.take(part.part(part.open(copy, 0.0), 0), 0.0), Answer)
-    assert [each.head.answer_id for each in book.expire(61.0, 60.0)] == ["b"]
-    book.end_run(answer, 1, False, 70.0)
-    assert book.expire(130.0, 60.0) == [] and book.expire(130.1, 60.0) == [answer]
-    assert book.forgotten("t", "a") is Forgotten.EXPIRED
+    store = AnswerStore("f0", 1 << 20, rendezvous_rank)
+    answer, copy = store.open(head("a", "k"), 0.0), head("b")
+    part = AnswerStore("f1", 1 << 20, rendezvous_rank)
+    assert isinstance(store.apply_part(part.part_from(part.open(copy, 0.0), 0), 0.0), Answer)
+    assert [each.head.answer_id for each in store.expire(61.0, 60.0)] == ["b"]
+    store.end_run(answer, 1, False, 70.0)
+    assert store.expire(130.0, 60.0) == [] and store.expire(130.1, 60.0) == [answer]
+    assert store.removal_reason("t", "a") is RemovalReason.EXPIRED
     # The key is free again.
-    assert book.open(head("c", "k"), 131.0).head.answer_id == "c"
+    assert store.open(head("c", "k"), 131.0).head.answer_id == "c"
 
 
 def test_parts_are_taken_once_and_in_order() -> None:
-    here, there = AnswerBook("f0", 1 << 20, rank), AnswerBook("f1", 1 << 20, rank)
+    here, there = AnswerStore("f0", 1 << 20, rendezvous_rank), AnswerStore("f1", 1 << 20, rendezvous_rank)
     answer = here.open(head(), 0.0)
     grown(here, answer, 1, 2, 3)
-    assert there.take(here.part(answer, 1), 0.0) is Refused.GAP
-    first = read_part(part_message(here.part(answer, 0)))
+    assert there.apply_part(here.part_from(answer, 1), 0.0) is PartRefusal.GAP
+    first = decode_part(encode_part(here.part_from(answer, 0)))
     for _ in range(2):
-        assert isinstance(copy := there.take(first, 0.0), Answer)
+        assert isinstance(copy := there.apply_part(first, 0.0), Answer)
         assert copy.head == answer.head
-        assert (copy.entries, copy.tokens, copy.serves) == (answer.entries, 3, False)
+        assert (copy.entries, copy.tokens, copy.served_here) == (answer.entries, 3, False)
     kept = there.get("a")
     assert kept is not None
     grown(here, answer, 4)
-    assert isinstance(there.take(here.part(answer, 2, with_head=False), 0.0), Answer)
+    assert isinstance(there.apply_part(here.part_from(answer, 2, with_head=False), 0.0), Answer)
     assert [entry.token_ids for entry in kept.entries] == [(1,), (2,), (3,), (4,)]
-    assert there.take(here.part(answer, 5, with_head=False), 0.0) is Refused.GAP
+    assert there.apply_part(here.part_from(answer, 5, with_head=False), 0.0) is PartRefusal.GAP
     assert there.size == kept.size
 
 
 def test_a_later_run_from_a_shorter_copy_drops_what_is_beyond() -> None:
-    here, there = AnswerBook("f0", 1 << 20, rank), AnswerBook("f1", 1 << 20, rank)
+    here, there = AnswerStore("f0", 1 << 20, rendezvous_rank), AnswerStore("f1", 1 << 20, rendezvous_rank)
     answer = here.open(head(), 0.0)
     grown(here, answer, 1)
-    assert isinstance(there.take(here.part(answer, 0), 0.0), Answer)
+    assert isinstance(there.apply_part(here.part_from(answer, 0), 0.0), Answer)
     grown(here, answer, 2, 3)
     taken = there.get("a")
     assert taken is not None
     there.begin_run(taken, 0.0)
     grown(there, taken, 7)
-    assert isinstance(here.take(there.part(taken, 0), 0.0), Answer)
+    assert isinstance(here.apply_part(there.part_from(taken, 0), 0.0), Answer)
     assert [entry.token_ids for entry in answer.entries] == [(1,), (7,)]
-    assert (answer.run, answer.ended, answer.serves, answer.tokens) == (taken.run, {1: 1}, False, 2)
+    assert (answer.run, answer.ended, answer.served_here, answer.tokens) == (taken.run, {1: 1}, False, 2)
     # What was there before says nothing any more.
-    assert there.take(here.part(answer, 0), 0.0) is Refused.SUPERSEDED
+    assert there.apply_part(here.part_from(answer, 0), 0.0) is PartRefusal.SUPERSEDED
 
 
 @pytest.mark.parametrize(
@@ -580,9 +584,9 @@ def test_a_later_run_from_a_shorter_copy_drops_what_is_beyond() -> None:
     ["", ".", "a", "a.", ".1", "a.x", "a.-1", "a.1.", "a.1.x", "a.²", "x" * 200 + ".1.1", f"a.1.{2**64}"],
 )
 def test_ids_that_are_none(name: str) -> None:
-    assert read_event_id(name) is None
+    assert parse_event_id(name) is None
 
 
 def test_ids() -> None:
-    assert read_run_name(run_name("a", 3)) == ("a", 3)
-    assert read_event_id(f"{run_name('a', 3)}.17") == ("a", 3, 17)
+    assert parse_run_name(run_name("a", 3)) == ("a", 3)
+    assert parse_event_id(f"{run_name('a', 3)}.17") == ("a", 3, 17)

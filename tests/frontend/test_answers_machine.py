@@ -118,7 +118,7 @@ class Answers(RuleBasedStateMachine):
         for pending in [each for each in self.network.pending if name in (each.source, each.target)]:
             self.network.pending.remove(pending)
             end_call(self.network, pending, "lost")
-        self.run_until_quiet(front.desk.close())
+        self.run_until_quiet(front.coordinator.close())
         self.network.fronts[name] = FrontEnd(self.network, name)
         self.run_until_quiet()
 
@@ -136,7 +136,7 @@ class Answers(RuleBasedStateMachine):
 
         async def tick() -> None:
             for front in self.network.fronts.values():
-                front.desk.tick()
+                front.coordinator.tick()
 
         self.run_until_quiet(tick())
 
@@ -149,7 +149,7 @@ class Answers(RuleBasedStateMachine):
                 client = connection.client
                 if connection.closed or client.connection is not connection or connection.tokens == 0:
                     continue
-                answer = front.desk.book.get(connection.opened.answer_id)
+                answer = front.coordinator.store.get(connection.opened.answer_id)
                 if answer is None or connection.tokens < connection.opened.skip:
                     continue
                 log = [token_id for entry in answer.entries for token_id in entry.token_ids]
@@ -169,9 +169,9 @@ class Answers(RuleBasedStateMachine):
     @invariant()
     def the_books_add_up(self) -> None:
         for front in self.network.fronts.values():
-            book = front.desk.book
-            assert book.size == sum(answer.size for answer in book)
-            for answer in book:
+            store = front.coordinator.store
+            assert store.size == sum(answer.size for answer in store)
+            for answer in store:
                 assert answer.tokens == sum(len(entry.token_ids) for entry in answer.entries)
                 assert all(run < answer.run for run in answer.ended)
 
@@ -241,7 +241,7 @@ class Answers(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for front in list(self.network.fronts.values()):
-            self.run_until_quiet(front.desk.close())
+            self.run_until_quiet(front.coordinator.close())
         for task in self.opening:
             task.cancel()
         self.run_until_quiet()

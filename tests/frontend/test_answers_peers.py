@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
-from frontend_svc.answers.peers import CallFailed, Peers, Unanswered
+from frontend_svc.answers.peers import PeerCallFailed, Peers, PeerUnreachable
 from frontend_svc.answers.service import SERVICE, ClaimContext, Context, FindContext
 from tailrace.records import ServiceRecord
 from tailrace.service.channels import Channels
@@ -61,14 +61,14 @@ async def test_who_is_not_reached_is_lost_until_it_answers(
     other: tuple[Peers, Failing], status: grpc.StatusCode
 ) -> None:
     peers, failing = other
-    (peer,) = peers.all()
+    (peer,) = peers.reachable()
     failing.status = status
-    with pytest.raises(Unanswered):
+    with pytest.raises(PeerUnreachable):
         await peers.keep(peer, answers_pb2.KeepRequest())
-    assert peers.all() == []
+    assert peers.reachable() == []
     failing.status = None
     peers.tick()
-    await eventually(lambda: peers.all() == [peer])
+    await eventually(lambda: peers.reachable() == [peer])
 
 
 @pytest.mark.parametrize(
@@ -85,11 +85,11 @@ async def test_who_fails_a_call_is_not_lost(
     other: tuple[Peers, Failing], status: grpc.StatusCode, caplog: pytest.LogCaptureFixture
 ) -> None:
     peers, failing = other
-    (peer,) = peers.all()
+    (peer,) = peers.reachable()
     failing.status = status
-    with pytest.raises(CallFailed):
+    with pytest.raises(PeerCallFailed):
         await peers.keep(peer, answers_pb2.KeepRequest())
-    with pytest.raises(CallFailed):
+    with pytest.raises(PeerCallFailed):
         await peers.claim(peer, "a")
     assert await peers.find(answers_pb2.FindAnswerRequest(answer_id="a")) == []
-    assert peers.all() == [peer] and status.name in caplog.text
+    assert peers.reachable() == [peer] and status.name in caplog.text

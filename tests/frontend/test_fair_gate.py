@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from frontend_svc.admission import NO_INSTANCE, NO_TURN, TENANT_FULL, Refusal
 from frontend_svc.fair_gate import FairGate
-from frontend_svc.fair_metrics import MOST_TENANTS, OTHERS, FairMetrics
+from frontend_svc.fair_metrics import MAX_TENANTS, OTHERS, FairMetrics
 from frontend_svc.settings import Limits
 from frontend_svc.streams import Stream, StreamTable
 from tailrace.tenancy.fair_queue import TenantQueueFull
@@ -169,7 +169,7 @@ async def test_more_than_may_wait_for_an_instance_are_refused(rig: Rig) -> None:
 
 _TURNS = st.lists(
     st.one_of(
-        st.tuples(st.just("arrive"), st.integers(0, 3), st.integers(0, 30)),
+        st.tuples(st.just("enqueue"), st.integers(0, 3), st.integers(0, 30)),
         st.tuples(st.just("release"), st.integers(0, 50), st.just(0)),
         st.tuples(st.just("instances"), st.integers(0, 3), st.just(0)),
     ),
@@ -198,10 +198,10 @@ async def _take(turns: list[tuple[str, int, int]]) -> None:
     live: list[int] = []
     try:
         for what, number, tokens in (*turns, ("instances", 1, 0)):
-            if what == "arrive":
+            if what == "enqueue":
                 stream = table.open(f"r{len(table)}", prompt_tokens=tokens)
                 try:
-                    gate.arrive(stream, Share(f"t{number}", number + 0.5), 0)
+                    gate.enqueue(stream, Share(f"t{number}", number + 0.5), 0)
                     live.append(stream.handle)
                 except TenantQueueFull:
                     assert gate.waiting()[f"t{number}"] == 5
@@ -228,14 +228,14 @@ async def test_only_so_many_tenants_have_a_series_of_their_own() -> None:
     gate = FairGate(1, 10, 60.0, lambda stream: None, lambda stream, refusal: None, lambda seconds: None)
     FairMetrics(registry, gate)
     try:
-        for number in range(MOST_TENANTS + 7):
-            gate.arrive(table.open(f"r{number}", prompt_tokens=3), Share(f"t{number}"), 0)
+        for number in range(MAX_TENANTS + 7):
+            gate.enqueue(table.open(f"r{number}", prompt_tokens=3), Share(f"t{number}"), 0)
         counts = {
             sample.labels["tenant"]: sample.value
             for metric in registry.collect()
             for sample in metric.samples
             if sample.name == "tailrace_frontend_fair_waiting"
         }
-        assert len(counts) == MOST_TENANTS + 1 and counts[OTHERS] == 7
+        assert len(counts) == MAX_TENANTS + 1 and counts[OTHERS] == 7
     finally:
         gate.close()

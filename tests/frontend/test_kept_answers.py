@@ -15,7 +15,7 @@ from frontend_svc.answers.calls import (
     OPEN,
     UNLIMITED,
     CloseCall,
-    Denied,
+    Denial,
     NoteCall,
     OpenCall,
     Opened,
@@ -234,7 +234,7 @@ async def test_a_refusal_leaves_nothing(frontend: Frontend) -> None:
 
 
 async def test_what_is_denied_is_not_run(frontend: Frontend) -> None:
-    denied = Denied(status=422, kind="UnprocessableEntityError", message="no")
+    denied = Denial(status=422, kind="UnprocessableEntityError", message="no")
     frontend.reply = lambda call: OpenReply(denied=denied)
     app = App(events(1))
     assert error(await ask(app, idempotency_key="k")) == (422, "UnprocessableEntityError")

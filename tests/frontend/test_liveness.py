@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from frontend_svc import liveness as liveness_module
-from frontend_svc.liveness import ASK_AFTER_S, ASK_AFTER_STEPS, Liveness
+from frontend_svc.liveness import QUERY_AFTER_S, QUERY_AFTER_STEPS, Liveness
 from frontend_svc.streams import Stream, StreamTable
 from tailrace.v1 import worker_pb2
 from tests.frontend.conftest import Rig
@@ -41,19 +41,19 @@ def test_only_what_stands_still_for_long_is_asked_for_and_each_owner_at_once() -
     liveness = Liveness(table, asked)
     still, other, moving = owned(table, "r", "a"), owned(table, "s", "a"), owned(table, "t", "b")
     table.open("between instances")
-    for second in range(int(ASK_AFTER_S) + 1):
+    for second in range(int(QUERY_AFTER_S) + 1):
         moving.token_ids.append(1)
         liveness.tick(float(second))
     assert asked.queries == []
-    liveness.tick(ASK_AFTER_S + 0.5)
+    liveness.tick(QUERY_AFTER_S + 0.5)
     assert asked.queries == [("a", [still.handle, other.handle], [0, 0])]
     # Not again at once, but again after the same time; what has got on meanwhile is not in doubt any more.
     asked.queries.clear()
-    liveness.tick(ASK_AFTER_S + 1.0)
+    liveness.tick(QUERY_AFTER_S + 1.0)
     assert asked.queries == []
     other.token_ids.append(1)
     moving.token_ids.append(1)
-    liveness.tick(2 * ASK_AFTER_S + 1.0)
+    liveness.tick(2 * QUERY_AFTER_S + 1.0)
     assert asked.queries == [("a", [still.handle], [0])]
 
 
@@ -64,9 +64,9 @@ def test_a_stream_that_changed_its_owner_has_the_whole_time_again() -> None:
     liveness.tick(0.0)
     table.orphan(stream)
     table.assign(stream, "b")
-    liveness.tick(ASK_AFTER_S + 1.0)
+    liveness.tick(QUERY_AFTER_S + 1.0)
     assert asked.queries == []
-    liveness.tick(2 * ASK_AFTER_S + 1.5)
+    liveness.tick(2 * QUERY_AFTER_S + 1.5)
     assert asked.queries == [("b", [stream.handle], [1])]
 
 
@@ -76,21 +76,21 @@ def test_an_instance_of_long_steps_has_more_patience() -> None:
     stream = owned(table, "r", "slow")
     # A second a step; not all steps had outputs for this front end.
     for step in range(0, 40, 2):
-        liveness.stepped("slow", step, float(step))
+        liveness.step_received("slow", step, float(step))
     liveness.tick(0.0)
-    liveness.tick(ASK_AFTER_STEPS - 1.0)
+    liveness.tick(QUERY_AFTER_STEPS - 1.0)
     assert asked.queries == []
-    liveness.tick(ASK_AFTER_STEPS + 1.0)
+    liveness.tick(QUERY_AFTER_STEPS + 1.0)
     assert asked.queries == [("slow", [stream.handle], [0])]
     # Another process by that name counts from the beginning.
-    liveness.stepped("slow", 0, 100.0)
-    liveness.tick(100.0 + ASK_AFTER_S)
+    liveness.step_received("slow", 0, 100.0)
+    liveness.tick(100.0 + QUERY_AFTER_S)
     assert len(asked.queries) == 2
 
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness_module, "ASK_AFTER_S", 0.1)
+    monkeypatch.setattr(liveness_module, "QUERY_AFTER_S", 0.1)
 
 
 @pytest.mark.usefixtures("soon")

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from frontend_svc.placement import Fleet, Placed, Placement, Refused, ServedModel
+from frontend_svc.fleet import Fleet, ServedModel
+from frontend_svc.placement import NoPlacement, Placed, Placement
 from frontend_svc.streams import StreamTable
 from tailrace.model_identity import ModelIdentity
 from tailrace.records import InstanceRecord
@@ -16,7 +17,7 @@ from tailrace.v1 import scheduler_pb2
 from tests.frontend.fleet import StaticMembers, record
 from tests.frontend.test_placement import Attached, Scheduler, scheduler
 
-SERVED = ServedModel("/models/m", ModelIdentity("text", "weights"))
+SERVED_ROUTES = ServedModel("/models/m", ModelIdentity("text", "weights"))
 NOWHERE: frozenset[str] = frozenset()
 
 
@@ -49,7 +50,7 @@ def running(
 def test_an_instance_runs_the_model_if_configuration_tokenizer_and_weights_are_equal(
     identity: ModelIdentity | None, runs: bool
 ) -> None:
-    assert SERVED.is_run_by(running(identity, "/elsewhere")) is runs
+    assert SERVED_ROUTES.is_run_by(running(identity, "/elsewhere")) is runs
 
 
 def test_a_front_end_without_weights_goes_by_the_models_name() -> None:
@@ -61,8 +62,8 @@ def test_a_front_end_without_weights_goes_by_the_models_name() -> None:
 
 def test_instances_of_another_model_are_not_in_the_fleet() -> None:
     members = StaticMembers()
-    members.instances["a"] = running(SERVED.identity)
-    fleet = Fleet(members, SERVED)
+    members.instances["a"] = running(SERVED_ROUTES.identity)
+    fleet = Fleet(members, SERVED_ROUTES)
     fleet.add_listener(fleet.refresh)
     members.instances["b"] = running(ModelIdentity("text", "others"), instance_id="b")
     members.changed()
@@ -78,7 +79,7 @@ def fleet_of(**precisions: str) -> Fleet:
     members = StaticMembers()
     for name, precision in precisions.items():
         members.instances[name] = running(ModelIdentity("text", "weights", precision), instance_id=name)
-    return Fleet(members, SERVED)
+    return Fleet(members, SERVED_ROUTES)
 
 
 async def test_without_a_scheduler_a_stream_with_tokens_stays_with_what_made_them(channels: Channels) -> None:
@@ -93,7 +94,7 @@ async def test_without_a_scheduler_a_stream_with_tokens_stays_with_what_made_the
     assert await placement.choose(stream, frozenset("b")) == Placed("c", "fallback")
     outbox.instance_ids.remove("c")
     refused = await placement.choose(stream, frozenset("b"))
-    assert refused == Refused("no instance of its model answers")
+    assert refused == NoPlacement("no instance of its model answers")
 
 
 async def test_a_scheduler_is_told_the_model_and_not_believed_another(channels: Channels) -> None:
@@ -103,7 +104,7 @@ async def test_a_scheduler_is_told_the_model_and_not_believed_another(channels: 
     table = StreamTable()
     leader = Scheduler(lambda request: scheduler_pb2.PlaceReply(instance_id="a"))
     async with scheduler(members, "s0", leader):
-        placement = Placement("f0", Fleet(members, SERVED), Attached("a", "b"), table, channels)
+        placement = Placement("f0", Fleet(members, SERVED_ROUTES), Attached("a", "b"), table, channels)
         stream = table.open("r")
         assert await placement.choose(stream, NOWHERE) == Placed("a", "")
         stream.model = placement.model_of("b")

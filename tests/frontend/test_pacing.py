@@ -84,7 +84,7 @@ def test_shown_as_the_pacers_formula_says(gaps_s: list[float]) -> None:
     screen.clock.drain()
     assert [message for _, message in screen.shown] == [b"%d" % n for n in range(len(gaps_s))]
     assert [when for when, _ in screen.shown] == pytest.approx(wanted, abs=1e-6)
-    assert not screen.pacer and screen.pacer.stored == 0
+    assert not screen.pacer and screen.pacer.buffered == 0
 
 
 def test_an_error_comes_right_after_what_was_before_it() -> None:
@@ -103,7 +103,7 @@ def test_nothing_is_shown_to_who_has_gone() -> None:
     screen.pacer.put(1, [b"a"], 1, True)
     screen.pacer.drop("r")
     screen.clock.drain()
-    assert screen.shown == [] and not screen.pacer and screen.pacer.stored == 0
+    assert screen.shown == [] and not screen.pacer and screen.pacer.buffered == 0
 
 
 def test_a_full_store_shows_its_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,11 +145,11 @@ async def test_only_the_answer_of_who_asked_is_paced(rig: Rig) -> None:
     assert rig.front.tokens["fast"] == [1, 2, 3, 4, 5, 6, 7]
     assert rig.front.tokens["slow"] == [1, 2, 3]
     # It has ended as far as instances are concerned; what is in store is dropped with its user.
-    assert len(rig.engine.table) == 0 and rig.engine.pacer.stored == 4
+    assert len(rig.engine.table) == 0 and rig.engine.pacer.buffered == 4
     await rig.front.abort("slow")
     await rig.front.add("next")
     await worker.submitted()
-    assert rig.engine.pacer.stored == 0
+    assert rig.engine.pacer.buffered == 0
 
 
 async def test_a_paced_answer_goes_on_through_a_crash(rig: Rig) -> None:

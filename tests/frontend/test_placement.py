@@ -10,8 +10,9 @@ import grpc
 import pytest
 from msgspec.structs import replace
 
-from frontend_svc.placement import Fleet, PlaceCalls, Placed, Placement, Refused
-from frontend_svc.streams import TEXT, Needs, Stream, StreamTable
+from frontend_svc.fleet import Fleet
+from frontend_svc.placement import NoPlacement, Placed, Placement, PlacementClient
+from frontend_svc.streams import TEXT_GENERATION, Requirements, Stream, StreamTable
 from tailrace.cluster import Pool
 from tailrace.records import ServiceRecord
 from tailrace.security.roles import Role
@@ -100,16 +101,16 @@ def placed_on(instance_id: str) -> Callable[[scheduler_pb2.PlaceRequest], schedu
 
 
 @pytest.mark.parametrize(
-    ("needs", "able"),
+    ("requirements", "able"),
     [
-        (TEXT, {"plain", "adapters"}),
-        (Needs(adapter=True), {"adapters"}),
-        (Needs(generates=False), {"embeds"}),
-        (Needs(generates=False, adapter=True), set()),
+        (TEXT_GENERATION, {"plain", "adapters"}),
+        (Requirements(adapter=True), {"adapters"}),
+        (Requirements(generates=False), {"embeds"}),
+        (Requirements(generates=False, adapter=True), set()),
     ],
 )
 async def test_a_request_goes_to_whoever_can_do_what_it_needs(
-    channels: Channels, needs: Needs, able: set[str]
+    channels: Channels, requirements: Requirements, able: set[str]
 ) -> None:
     members, table = StaticMembers(), StreamTable()
     members.instances = {
@@ -118,7 +119,7 @@ async def test_a_request_goes_to_whoever_can_do_what_it_needs(
         "embeds": replace(record("embeds", "a:3"), pooling=True),
     }
     stream = table.open("r", prompt_tokens=7, max_tokens=9)
-    stream.needs = needs
+    stream.requirements = requirements
     outbox = Attached(*members.instances)
     # Nobody decides: as well as the front end can.
     chosen = await Placement("f0", Fleet(members), outbox, table, channels).choose(stream, frozenset())
@@ -153,7 +154,7 @@ async def test_only_a_request_that_was_nowhere_yet_may_be_refused_as_late(channe
     late = Scheduler(lambda request: scheduler_pb2.PlaceReply(refusal="too late", final=True))
     async with scheduler(members, "s0", late):
         placement = Placement("f0", Fleet(members), Attached("a"), table, channels)
-        assert await placement.choose(new, frozenset()) == Refused("too late", final=True)
+        assert await placement.choose(new, frozenset()) == NoPlacement("too late", final=True)
         await placement.choose(moved, frozenset())
     assert [asked.admitted for asked in late.asked] == [False, True]
 
@@ -202,7 +203,7 @@ async def test_a_refusal_is_a_refusal(channels: Channels) -> None:
     refusing = Scheduler(lambda request: scheduler_pb2.PlaceReply(refusal="full"))
     async with scheduler(members, "s0", refusing):
         placement = Placement("f0", Fleet(members), Attached("a"), table, channels)
-        assert await placement.choose(table.open("r"), frozenset()) == Refused("full")
+        assert await placement.choose(table.open("r"), frozenset()) == NoPlacement("full")
 
 
 async def test_an_instance_that_is_not_attached_is_asked_about_again(channels: Channels) -> None:
@@ -239,10 +240,12 @@ async def test_a_leader_that_cannot_be_reached_is_asked_once_until_it_serves(cha
 
     hung, standby = Scheduler(None), Scheduler(placed_on("b"))
     async with scheduler(members, "s0", hung), scheduler(members, "s1", standby):
-        calls = PlaceCalls(members, channels, Reachability(channels, Role.SCHEDULER, check, pause_s=0.001))
+        calls = PlacementClient(
+            members, channels, Reachability(channels, Role.SCHEDULER, check, pause_s=0.001)
+        )
         for number in range(5):
             probed.clear()
-            reply = await calls.ask(scheduler_pb2.PlaceRequest(request_id=f"r{number}"))
+            reply = await calls.place(scheduler_pb2.PlaceRequest(request_id=f"r{number}"))
             assert reply is not None and reply.instance_id == "b"
             async with asyncio.timeout(15):
                 await probed.wait()
@@ -250,7 +253,7 @@ async def test_a_leader_that_cannot_be_reached_is_asked_once_until_it_serves(cha
         hung.answer, serving = placed_on("a"), True
         async with asyncio.timeout(15):
             while len(hung.asked) == 1:
-                await calls.ask(scheduler_pb2.PlaceRequest(request_id="again"))
+                await calls.place(scheduler_pb2.PlaceRequest(request_id="again"))
         await calls.close()
 
 
@@ -271,7 +274,7 @@ async def test_without_schedulers_the_least_loaded_instance_that_prefills(channe
     outbox.instance_ids = ["x", "y"]
     assert await placement.choose(table.open("r5"), frozenset()) == Placed("y", "fallback")
     outbox.instance_ids = ["x"]
-    assert isinstance(await placement.choose(table.open("r4"), frozenset()), Refused)
+    assert isinstance(await placement.choose(table.open("r4"), frozenset()), NoPlacement)
 
 
 class UnwalkableTable(StreamTable):

@@ -17,9 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frontend_svc.dispatch import Dispatch
-from frontend_svc.links import Loss, LossCause, Workers
-from frontend_svc.recovery import GOT_ON_TOKENS, MAX_LOSSES, VERDICT_S, WIDEN_S, Recovery
+from frontend_svc.dispatch import Dispatcher
+from frontend_svc.links import Loss, LossCause, WorkerLinks
+from frontend_svc.probation import PROGRESS_TOKENS, WIDEN_S
+from frontend_svc.recovery import EXPLAIN_S, MAX_LOSSES, Recovery
 from frontend_svc.streams import Stream, StreamTable
 from tailrace.v1 import worker_pb2
 
@@ -70,8 +71,8 @@ class Model:
         self.engines = {f"w{n}": Engine(f"w{n}") for n in range(self.count)}
         self.recovery = Recovery(
             self.table,
-            cast(Dispatch, self),
-            cast(Workers, self),
+            cast(Dispatcher, self),
+            cast(WorkerLinks, self),
             self.give_up,
             self.deaths.append,
             lambda: self.now_s,
@@ -96,9 +97,9 @@ class Model:
         self,
         stream: Stream,
         avoid: frozenset[str] = frozenset(),
-        barred: Callable[[], frozenset[str]] = nobody,
+        forbidden: Callable[[], frozenset[str]] = nobody,
     ) -> None:
-        self.looking[stream.handle] = (stream, avoid, barred)
+        self.looking[stream.handle] = (stream, avoid, forbidden)
 
     def cancel(self, stream: Stream) -> None:
         self.looking.pop(stream.handle, None)
@@ -116,8 +117,8 @@ class Model:
 
     def place(self) -> None:
         """Whoever looks for an instance finds the one with fewest streams."""
-        for stream, avoid, barred in list(self.looking.values()):
-            free = [name for name in self.attached() if name not in barred()]
+        for stream, avoid, forbidden in list(self.looking.values()):
+            free = [name for name in self.attached() if name not in forbidden()]
             chosen = min(
                 [name for name in free if name not in avoid] or free,
                 key=lambda name: (self.table.count_owned(name), name),
@@ -126,7 +127,7 @@ class Model:
             if chosen is not None:
                 del self.looking[stream.handle]
                 self.table.assign(stream, chosen)
-                self.table.note_taken(chosen, stream.handle, stream.epoch)
+                self.table.confirm_on_engine(chosen, stream.handle, stream.epoch)
                 self.placements[stream.request_id] += 1
 
     def step(self) -> None:
@@ -148,7 +149,7 @@ class Model:
                 if stream.accepted == LENGTH:
                     self.finished.add(stream.request_id)
                     self.table.close(stream)
-        self.recovery.progress()
+        self.recovery.check_progress()
         self.recovery.tick()
 
     def die(self, engine: Engine) -> None:
@@ -248,7 +249,7 @@ def test_a_machine_that_fails_with_all_its_engines_ends_nobody() -> None:
             model.table.assign(stream, into)
     assert model.ended == {}
     for stream in model.table:
-        model.table.note_taken(stream.owner or "", stream.handle, stream.epoch)
+        model.table.confirm_on_engine(stream.owner or "", stream.handle, stream.epoch)
     model.run(30)
     assert model.ended == {} and model.finished == set(names)
 
@@ -258,7 +259,7 @@ def test_engines_that_die_for_other_reasons_end_nobody() -> None:
     model = Model(3, {})
     names = neighbours(model, 30)
     for number in range(12):
-        for _ in range(GOT_ON_TOKENS * 12):
+        for _ in range(PROGRESS_TOKENS * 12):
             model.step()
             if all(stream.accepted > LENGTH - 3 for stream in model.table):
                 break
@@ -266,7 +267,7 @@ def test_engines_that_die_for_other_reasons_end_nobody() -> None:
             for stream in model.table:
                 while stream.accepted > 6:
                     stream.token_ids.pop()
-                stream.lost_at = min(stream.lost_at, stream.accepted - GOT_ON_TOKENS)
+                stream.tokens_at_loss = min(stream.tokens_at_loss, stream.accepted - PROGRESS_TOKENS)
         engine = model.engines[f"w{number % 3}"]
         model.die(engine)
         engine.attached, engine.dead = True, False
@@ -322,7 +323,7 @@ def test_without_news_of_the_instance_nothing_is_held_against_its_streams() -> N
         model.place()
     # The second time it is held until more is known.
     assert stream.owner is None and stream.handle not in model.looking
-    model.now_s += VERDICT_S + 0.1
+    model.now_s += EXPLAIN_S + 0.1
     model.recovery.tick()
     model.place()
     assert stream.owner is not None and stream.deaths == 0
@@ -337,7 +338,7 @@ def test_very_many_suspects_are_not_kept_waiting_one_by_one() -> None:
     model.run(60)
     assert model.finished == set(names) and model.ended == {}
     # 200 one after the other on each of two would take 100 * GOT_ON_TOKENS steps.
-    assert model.now_s - began_s < 100 * GOT_ON_TOKENS * STEP_S + WIDEN_S
+    assert model.now_s - began_s < 100 * PROGRESS_TOKENS * STEP_S + WIDEN_S
 
 
 def test_a_single_instance_that_comes_back_gets_its_streams_back() -> None:

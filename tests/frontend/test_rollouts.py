@@ -10,10 +10,11 @@ import pytest
 from msgspec.structs import replace
 
 from frontend_svc.admission import CANNOT_GO_ON, AdmissionState, Refusal
-from frontend_svc.placement import Fleet, ServedModel, prefix_of
+from frontend_svc.fleet import Fleet, ServedModel
+from frontend_svc.placement import prefix_of
 from frontend_svc.settings import Limits
 from frontend_svc.streams import StreamTable
-from scheduler_svc.decisions import rollout_to_tell
+from scheduler_svc.decisions import newer_rollout
 from tailrace.adapter_versions import AdapterVersions
 from tailrace.cache.names import ALGORITHM, Keys, Naming, block_names
 from tailrace.model_identity import ModelIdentity
@@ -31,7 +32,7 @@ from tests.frontend.test_placement import Scheduler, scheduler
 from tests.frontend.test_relocation import hand_back
 
 OLD, NEW = ModelIdentity("text", "old", "bf16"), ModelIdentity("text", "new", "bf16")
-SERVED = ServedModel("/models/old", ModelIdentity("text", "old"), "chat")
+SERVED_ROUTES = ServedModel("/models/old", ModelIdentity("text", "old"), "chat")
 
 
 def rollout(
@@ -49,7 +50,7 @@ def told() -> list[frozenset[str]]:
 
 @pytest.fixture
 async def rig(tmp_path: Path, told: list[frozenset[str]]) -> AsyncIterator[Rig]:
-    async with open_rig(tmp_path, Limits(), served=SERVED, on_models=told.append) as opened:
+    async with open_rig(tmp_path, Limits(), served=SERVED_ROUTES, on_models=told.append) as opened:
         yield opened
 
 
@@ -250,7 +251,7 @@ async def test_a_front_end_cut_off_from_etcd_follows_what_a_scheduler_tells(rig:
         return scheduler_pb2.PlaceReply(
             instance_id=of_model if taken and not gone else "",
             refusal="" if taken and not gone else "none",
-            rollout=rollout_to_tell(request, rollouts),
+            rollout=newer_rollout(request, rollouts),
         )
 
     async with scheduler(rig.members, "s0", Scheduler(place)):
@@ -289,11 +290,11 @@ def test_which_rollouts_that_a_scheduler_tells_are_followed(told: RolloutRecord,
     members.instances["old"] = running(OLD, instance_id="old")
     members.instances["new"] = running(NEW, instance_id="new")
     members.rollouts["chat"] = rollout(RolloutState.PREPARING)
-    fleet = Fleet(members, SERVED)
-    assert fleet.told(told) is follows
+    fleet = Fleet(members, SERVED_ROUTES)
+    assert fleet.learn_rollout(told) is follows
     assert fleet.model == (NEW if follows else OLD).key
     # It is no news.
-    assert not fleet.told(told)
+    assert not fleet.learn_rollout(told)
 
 
 @pytest.mark.parametrize(
@@ -313,14 +314,14 @@ def test_what_a_front_end_uses(record: RolloutRecord, model: str, names: list[st
     members.instances["old"] = running(OLD, instance_id="old")
     members.instances["new"] = running(NEW, instance_id="new")
     members.rollouts[record.model] = record
-    fleet = Fleet(members, SERVED)
+    fleet = Fleet(members, SERVED_ROUTES)
     assert (fleet.model, sorted(fleet.instances)) == (model, names)
 
 
 def test_an_instance_that_does_not_tell_is_not_used_while_there_are_two_models() -> None:
     members = StaticMembers()
     members.instances["untold"] = running(None, instance_id="untold")
-    fleet = Fleet(members, SERVED)
+    fleet = Fleet(members, SERVED_ROUTES)
     fleet.attached("untold", worker_pb2.WorkerHello(instance_id="untold"))
     assert list(fleet.instances) == ["untold"] and fleet.is_model("untold", OLD.key)
     members.rollouts["chat"] = rollout(RolloutState.PREPARING)

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from frontend_svc.adopt import Commit, Wait, judge
+from frontend_svc.adopt import Commit, Wait, evaluate
 from frontend_svc.streams import (
     FAILED,
     FINISHED,
@@ -152,7 +152,7 @@ class Arbiter(RuleBasedStateMachine):
         )
         for _ in range(ahead):
             self.deliver(source.instance)
-        verdict = judge(self.table, source.stream, to, adopt)
+        verdict = evaluate(self.table, source.stream, to, adopt)
         if isinstance(verdict, Commit):
             assert source.stream.accepted == source.index
             assert verdict.source == source.instance
@@ -283,7 +283,7 @@ def test_a_new_stream_has_no_past() -> None:
     stream = StreamTable().open("r")
     assert (stream.owner, stream.epoch, stream.accepted) == (None, 0, 0)
     assert (stream.failures, stream.losses, stream.deaths) == (0, 0, 0)
-    assert (stream.lost_at, stream.placed_at) == (0, 0)
+    assert (stream.tokens_at_loss, stream.tokens_at_placement) == (0, 0)
 
 
 def test_of_an_instance_whose_last_stream_has_gone_nothing_is_kept() -> None:

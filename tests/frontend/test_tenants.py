@@ -161,7 +161,7 @@ async def test_tokens_are_counted(door: Door) -> None:
 
 
 async def test_a_large_body_is_refused_unread(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BodyLimit, "most_bytes", 100)
+    monkeypatch.setattr(BodyLimit, "max_bytes", 100)
     assert shape(await door.ask("free", body={"model": "m" * 100})) == (413, "BadRequestError")
 
     async def chunks(count: int) -> AsyncIterator[bytes]:

@@ -59,7 +59,7 @@ def test_a_request_that_is_refused_is_over() -> None:
     observer = StreamObserver(FrontendMetrics(registry, table, list), traces)
     stream = table.open("r", prompt_tokens=3)
     observer.arrived(stream, TRACEPARENT)
-    observer.turned_down(stream, 429)
+    observer.stream_refused(stream, 429)
     assert [span.name for span in exporter.get_finished_spans()] == ["request"]
     assert registry.get_sample_value("tailrace_frontend_requests_total", {"outcome": "refused"}) == 1
     assert registry.get_sample_value("tailrace_frontend_refused_requests_total", {"status": "429"}) == 1

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from frontend_svc.utilities import Utilities
+from frontend_svc.utilities import UtilityCalls
 from tailrace.v1 import worker_pb2
 from tailrace.wire import UtilityCall, utility_failure, utility_result
 
@@ -43,7 +43,7 @@ def answers() -> list[Sequence[bytes]]:
 
 async def test_the_first_success_wins_and_later_answers_are_dropped(answers: list[Sequence[bytes]]) -> None:
     instances = Instances("a", "b", "c")
-    utilities = Utilities(instances, answers.append)
+    utilities = UtilityCalls(instances, answers.append)
     utilities.call(UtilityCall(0, 2**63 + 5, "list_loras", NO_ARGS), [b""])
     call_id = 2**63 + 5
     assert instances.sent == [("a", call_id), ("b", call_id), ("c", call_id)]
@@ -55,7 +55,7 @@ async def test_the_first_success_wins_and_later_answers_are_dropped(answers: lis
 
 
 async def test_when_all_fail_a_failure_is_the_answer(answers: list[Sequence[bytes]]) -> None:
-    utilities = Utilities(Instances("a", "b"), answers.append)
+    utilities = UtilityCalls(Instances("a", "b"), answers.append)
     utilities.call(UtilityCall(0, 7, "add_lora", NO_ARGS), [b""])
     failure = utility_failure(7, "not allowed")
     utilities.result("a", answer(7, failure))
@@ -65,7 +65,7 @@ async def test_when_all_fail_a_failure_is_the_answer(answers: list[Sequence[byte
 
 
 async def test_an_answer_to_another_call_never_reaches_the_api_server(answers: list[Sequence[bytes]]) -> None:
-    utilities = Utilities(Instances("a"), answers.append)
+    utilities = UtilityCalls(Instances("a"), answers.append)
     utilities.call(UtilityCall(0, 7, "list_loras", NO_ARGS), [b""])
     utilities.result("a", answer(7, utility_result(8, True)))
     utilities.result("a", answer(7, [b"junk"]))
@@ -75,7 +75,7 @@ async def test_an_answer_to_another_call_never_reaches_the_api_server(answers: l
 
 async def test_a_call_waits_for_the_first_instance(answers: list[Sequence[bytes]]) -> None:
     instances = Instances()
-    utilities = Utilities(instances, answers.append)
+    utilities = UtilityCalls(instances, answers.append)
     utilities.call(UtilityCall(0, 7, "get_supported_tasks", NO_ARGS), [b""])
     instances.instance_ids.append("a")
     utilities.instance_attached("a")
@@ -95,7 +95,7 @@ async def test_what_controls_a_single_engine_reaches_no_instance(
     method: str, answers: list[Sequence[bytes]]
 ) -> None:
     instances = Instances("a")
-    utilities = Utilities(instances, answers.append)
+    utilities = UtilityCalls(instances, answers.append)
     utilities.call(UtilityCall(0, 7, method, NO_ARGS), [b""])
     assert instances.sent == []
     [[frame]] = answers
@@ -103,16 +103,16 @@ async def test_what_controls_a_single_engine_reaches_no_instance(
 
 
 async def test_calls_beyond_the_bound_fail_at_once(answers: list[Sequence[bytes]]) -> None:
-    utilities = Utilities(Instances("a"), answers.append)
+    utilities = UtilityCalls(Instances("a"), answers.append)
     for call_id in range(1, 258):
         utilities.call(UtilityCall(0, call_id, "reset_prefix_cache", NO_ARGS), [b""])
-    assert len(answers) == 1 and b"under way already" in answers[0][0]
+    assert len(answers) == 1 and b"pending already" in answers[0][0]
     utilities.close()
 
 
 async def test_a_call_that_no_instance_takes_fails_at_once(answers: list[Sequence[bytes]]) -> None:
     instances = Instances("a")
-    utilities = Utilities(instances, answers.append)
+    utilities = UtilityCalls(instances, answers.append)
     utilities.call(UtilityCall(0, 7, "add_lora", NO_ARGS), [b"x" * (2 << 20)])
     assert len(answers) == 1 and b"takes 1048576 at most" in answers[0][0]
     assert instances.sent == []

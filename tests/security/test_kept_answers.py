@@ -14,9 +14,9 @@ from prometheus_client import CollectorRegistry
 
 from frontend_svc.admission import Refusal
 from frontend_svc.answers.calls import OpenCall, Opened, OpenReply, run_name
-from frontend_svc.answers.desk import AnswerDesk, RunRequest
+from frontend_svc.answers.coordinator import AnswerCoordinator, RunRequest
 from frontend_svc.answers.service import answers_servicer, keep_answers
-from frontend_svc.settings import Front, Patience, Settings
+from frontend_svc.settings import Front, Settings, WaitLimits
 from frontend_svc.streams import StreamTable
 from tailrace.records import ServiceRecord
 from tailrace.security.authority import Authority
@@ -37,11 +37,11 @@ class Sink:
         self.tokens: list[int] = []
         self.refused: list[str] = []
 
-    def show(self, handle: int, frames: Sequence[bytes], tokens: int, last: bool) -> None:
+    def send_output(self, handle: int, frames: Sequence[bytes], tokens: int, last: bool) -> None:
         for output in read_outputs(frames).outputs:
             self.tokens += output.new_token_ids
 
-    def cut(self, request_id: str, refusal: Refusal) -> None:
+    def end_request(self, request_id: str, refusal: Refusal) -> None:
         self.refused.append(request_id)
 
     def reply(self, frames: Sequence[bytes]) -> None:
@@ -50,7 +50,7 @@ class Sink:
 
 @dataclass(frozen=True)
 class FrontEnd:
-    desk: AnswerDesk
+    coordinator: AnswerCoordinator
     sink: Sink
     address: str
 
@@ -59,9 +59,9 @@ class FrontEnd:
         assert reply.opened is not None, reply
         opened = reply.opened
         name = f"x-{opened.run:08}"
-        request = self.desk.join(run_name(opened.answer_id, opened.run), name, "x")
+        request = self.coordinator.join_run(run_name(opened.answer_id, opened.run), name, "x")
         assert isinstance(request, RunRequest)
-        self.desk.tell(request)
+        self.coordinator.deliver(request)
         return opened, request
 
 
@@ -77,22 +77,22 @@ async def front_end(members: StaticMembers, name: str, authority: Authority) -> 
         vllm_arguments=(),
         vllm_rs=Path(),
         ipc_folder=None,
-        patience=Patience(),
+        wait_limits=WaitLimits(),
         keep_answers_s=60.0,
     )
     own = transport(authority, Role.FRONTEND, name)
     channels = Channels(own)
-    desk = keep_answers(settings, "same", members, channels, CollectorRegistry())
+    coordinator = keep_answers(settings, "same", members, channels, CollectorRegistry())
     sink = Sink()
-    desk.bind(sink)
-    async with serve_grpc("127.0.0.1:0", [answers_servicer(desk)], own) as server:
+    coordinator.bind(sink)
+    async with serve_grpc("127.0.0.1:0", [answers_servicer(coordinator)], own) as server:
         members.services["frontend", name] = ServiceRecord(
             kind="frontend", service_id=name, incarnation=name, address=server.address, answers="same"
         )
         try:
-            yield FrontEnd(desk, sink, server.address)
+            yield FrontEnd(coordinator, sink, server.address)
         finally:
-            await desk.close()
+            await coordinator.close()
             await channels.close()
 
 
@@ -123,23 +123,25 @@ def call(tenant: str = "t", key: str = "", event: str = "", digest: bytes = b"d"
 
 async def test_another_front_end_goes_on_with_it(two: tuple[FrontEnd, FrontEnd]) -> None:
     first, second = two
-    opened, request = first.run(await first.desk.open(call(key="k")))
+    opened, request = first.run(await first.coordinator.open_answer(call(key="k")))
     stream = StreamTable().open("x-00000001")
-    first.desk.carries(stream, request)
+    first.coordinator.attach_stream(stream, request)
     for token_id in (7, 8):
         stream.token_ids.append(token_id)
-        first.desk.put(stream.handle, encode_outputs([EngineCoreOutput("x", [token_id])]), [token_id], 0)
+        first.coordinator.append_output(
+            stream.handle, encode_outputs([EngineCoreOutput("x", [token_id])]), [token_id], 0
+        )
     await eventually(lambda: first.sink.tokens == [7, 8])
     # Nobody else's: neither by id nor by key.
     event = f"{opened.answer_id}.1.1"
-    denied = (await second.desk.open(call("other", event=event))).denied
+    denied = (await second.coordinator.open_answer(call("other", event=event))).denied
     assert denied is not None and denied.status == 404
-    denied = (await second.desk.open(call(key="k", digest=b"other"))).denied
+    denied = (await second.coordinator.open_answer(call(key="k", digest=b"other"))).denied
     assert denied is not None and denied.status == 422
     assert first.sink.refused == []
-    others, _ = second.run(await second.desk.open(call("other", key="k")))
+    others, _ = second.run(await second.coordinator.open_answer(call("other", key="k")))
     assert others.answer_id != opened.answer_id
-    again, request = second.run(await second.desk.open(call(event=event)))
+    again, request = second.run(await second.coordinator.open_answer(call(event=event)))
     assert (again.skip, again.skip_tokens, again.body) == (1, 2, b"{}" * 500_000) and again.run > 1
     assert second.sink.tokens == [7, 8] and list(request.progress.token_ids) == [7, 8]
     assert first.sink.refused == ["x-00000001"]
@@ -148,7 +150,7 @@ async def test_another_front_end_goes_on_with_it(two: tuple[FrontEnd, FrontEnd])
 @pytest.mark.parametrize("role", sorted(set(Role) - {Role.FRONTEND}))
 async def test_nobody_else_may_call(two: tuple[FrontEnd, FrontEnd], authority: Authority, role: Role) -> None:
     first, _ = two
-    opened, _ = first.run(await first.desk.open(call()))
+    opened, _ = first.run(await first.coordinator.open_answer(call()))
     channels = Channels(transport(authority, role))
     stub = answers_pb2_grpc.AnswersStub(channels.get(first.address, Role.FRONTEND))
     calls = (

@@ -82,10 +82,10 @@ class Turns(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.queue) == 0)
     @rule()
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         with pytest.raises(IndexError):
             self.queue.pop()
-        self.queue.begin_anew()
+        self.queue.reset()
 
     def count(self, served: str, other: str, share: float) -> None:
         pair = (min(served, other), max(served, other))
@@ -150,11 +150,11 @@ def test_what_went_at_once_is_counted_until_all_is_done() -> None:
     for tenant in "ab":
         queue.push(1, tenant, 1.0, 100)
     assert [queue.pop().tenant for _ in range(2)] == ["b", "a"]
-    queue.begin_anew()
+    queue.reset()
     for tenant in "ab":
         queue.push(2, tenant, 1.0, 100)
     with pytest.raises(ValueError):
-        queue.begin_anew()
+        queue.reset()
     assert queue.pop().tenant == "a"
 
 

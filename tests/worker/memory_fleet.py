@@ -21,7 +21,7 @@ from tailrace.v1 import cache_pb2, types_pb2, worker_pb2
 from tests.worker.simulated import request_frames
 from worker_agent.attach import AttachStreams
 from worker_agent.carried import CarriedRequests
-from worker_agent.dispatch import Admission, Dispatch
+from worker_agent.dispatch import Admission, Dispatcher
 from worker_agent.engine.base import RequestKey, Submission
 from worker_agent.engine.simulated import SimulatedEngine, SimulatedSettings
 from worker_agent.faults import Faults
@@ -274,7 +274,7 @@ class Node:
             ),
             lambda address, seconds: MemorySourceLink(self._fleet.links, self._fleet.alive(int(address))),
         )
-        dispatch = Dispatch(
+        dispatch = Dispatcher(
             self.engine,
             admission,
             self.exports,

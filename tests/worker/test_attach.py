@@ -17,7 +17,7 @@ from tailrace.v1 import worker_pb2
 from tests.worker.simulated import SMALL, request_frames
 from worker_agent.attach import AttachStreams
 from worker_agent.carried import CarriedRequests
-from worker_agent.dispatch import Admission, Dispatch
+from worker_agent.dispatch import Admission, Dispatcher
 from worker_agent.engine.base import OutputFlag, RequestKey, StepColumns, Submission
 from worker_agent.engine.simulated import SimulatedEngine
 from worker_agent.frontends import HEARTBEAT_S, STALL_S, AttachRefused, FrontEnd, FrontEnds, beat
@@ -28,7 +28,7 @@ from worker_agent.sink import FrontEndSink
 HELLO = worker_pb2.WorkerHello(instance_id="w", incarnation="1", ready_response=b"ready")
 
 
-class Recorder(Dispatch):
+class Recorder(Dispatcher):
     """A dispatch that keeps what it is given."""
 
     def __init__(self) -> None:
@@ -399,7 +399,7 @@ async def test_calls_of_engine_methods_have_a_bound(monkeypatch: pytest.MonkeyPa
     engine = SimulatedEngine(SMALL)
     # It answers nothing.
     monkeypatch.setattr(engine, "utility", lambda client, call_id, frames: None)
-    dispatch = Dispatch.__new__(Dispatch)
+    dispatch = Dispatcher.__new__(Dispatcher)
     dispatch._engine = engine
     front = await attached(worker, "a")
     for call_id in range(65):

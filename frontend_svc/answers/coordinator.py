@@ -1,0 +1,569 @@
+"""Coordinate the kept answers of one front end.
+
+Three sides meet here: utility calls of the API server (open, note and close an answer), the engine outputs of
+the streams that produce answers, and requests of other front ends (copies, look-ups, hand-overs). The logs
+themselves are in store.py, copies to the second front end in replication.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import msgspec
+
+from frontend_svc.admission import Refusal
+from frontend_svc.answers.calls import (
+    CLOSE,
+    NOTE,
+    OPEN,
+    UNLIMITED,
+    CloseCall,
+    Denial,
+    NoteCall,
+    OpenCall,
+    Opened,
+    OpenReply,
+    parse_event_id,
+    parse_run_name,
+)
+from frontend_svc.answers.delivery import Delivery, Progress, progress_of
+from frontend_svc.answers.locate import AnswerHolders, AnswerQuery, Fetched, fetch, locate
+from frontend_svc.answers.messages import REFUSAL_REASONS, decode_part, encode_part
+from frontend_svc.answers.metrics import AnswerMetrics
+from frontend_svc.answers.replication import ReplicaPeers, Replication
+from frontend_svc.answers.store import (
+    Answer,
+    AnswerStore,
+    AnswerTooLarge,
+    Entry,
+    Head,
+    PartRefusal,
+    RemovalReason,
+    StoreFull,
+)
+from frontend_svc.streams import FINISHED, Stream
+from tailrace.service.tasks import task_error
+from tailrace.v1 import answers_pb2
+from tailrace.wire import UtilityCall, detach_buffers, rename_output, utility_failure, utility_result
+
+log = logging.getLogger(__name__)
+
+# Deadline of an API server's call, and how many calls may be pending.
+_CALL_S: Final = 15.0
+_CALLS_MAX: Final = 4_096
+# Attempts to resolve a key that two front ends were given at the same time.
+_ATTEMPTS: Final = 4
+
+SUPERSEDED: Final = Refusal(409, "This answer is being resumed by a later request.")
+_NO_ROOM: Final = Denial(
+    status=503, kind="ServiceUnavailableError", message="No room to keep this answer now; try again later."
+)
+
+
+def _denial(status: int, message: str) -> Denial:
+    kinds = {404: "NotFoundError", 409: "ConflictError", 410: "GoneError", 422: "UnprocessableEntityError"}
+    return Denial(status=status, kind=kinds.get(status, "BadRequestError"), message=message)
+
+
+_TOO_LARGE: Final = _denial(
+    413, "This request is too large to be kept, whatever else is: send it without Idempotency-Key."
+)
+_UNKNOWN: Final = _denial(404, "No answer with this Last-Event-ID is known here.")
+_EXPIRED: Final = _denial(410, "The answer with this Last-Event-ID is not kept any more.")
+_OTHER_BODY: Final = _denial(422, "This Idempotency-Key was used for another request.")
+_SUPERSEDED_DENIAL: Final = _denial(409, SUPERSEDED.message)
+_LOST: Final = _denial(
+    409,
+    "The front end that had the rest of this answer is gone: what is kept ends before this Last-Event-ID.",
+)
+
+
+def _new_id() -> str:
+    return secrets.token_hex(16)
+
+
+class ApiServerSink(Protocol):
+    """Send outputs to the API server and end requests of earlier runs (implemented by the carrier)."""
+
+    def send_output(self, handle: int, frames: Sequence[bytes], tokens: int, last: bool) -> None:
+        """Send one output; `handle` 0: no stream carries it."""
+
+    def end_request(self, request_id: str, refusal: Refusal) -> None:
+        """End this request with an error, wherever it runs."""
+
+    def reply(self, frames: Sequence[bytes]) -> None:
+        """Send a utility call's result."""
+
+
+class AnswerPeers(ReplicaPeers, AnswerHolders, Protocol):
+    """The other front ends (the used part of peers.Peers)."""
+
+    def tick(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunRequest:
+    """An engine request that belongs to an answer's run."""
+
+    delivery: Delivery
+    part: str
+    progress: Progress
+
+
+class AnswerCoordinator:
+    """Implement kept answers, except for gRPC. Called on the event loop."""
+
+    def __init__(
+        self,
+        frontend_id: str,
+        keep_s: float,
+        store: AnswerStore,
+        peers: AnswerPeers,
+        metrics: AnswerMetrics,
+        clock: Callable[[], float] = time.monotonic,
+        new_id: Callable[[], str] = _new_id,
+    ) -> None:
+        """`keep_s`: seconds after which an unused answer is removed. `clock`: seconds. `new_id`: returns an
+        unguessable id."""
+        self._new_id = new_id
+        self._keep_s = keep_s
+        self.store = store
+        self._peers = peers
+        self._metrics = metrics
+        self._clock = clock
+        self._sink: ApiServerSink | None = None
+        self._replication = Replication(
+            frontend_id,
+            store,
+            peers,
+            self._on_released,
+            self._on_superseded,
+            metrics.copied,
+            keep_s / 3,
+            clock,
+        )
+        metrics.watch(store, lambda: len(peers.reachable()), self._replication)
+        self._deliveries: dict[str, Delivery] = {}
+        # Streams that produce answers, by handle, until their last output.
+        self._streams: dict[int, tuple[Stream, Delivery, str]] = {}
+        # Notes that the second front end does not have yet: the entry number, and the future that waits for
+        # it.
+        self._pending_notes: dict[str, list[tuple[int, asyncio.Future[None]]]] = {}
+        self._calls: set[asyncio.Task[None]] = set()
+        self._arrivals = itertools.count(1)
+
+    def bind(self, sink: ApiServerSink) -> None:
+        """Set the sink. Must be called before anything else."""
+        self._sink = sink
+
+    async def close(self) -> None:
+        """Cancel all pending calls and copies."""
+        tasks = list(self._calls)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._replication.close()
+        await self._peers.close()
+
+    def tick(self) -> None:
+        """Expire answers and advance replication. Called every half second."""
+        for answer in self.store.expire(self._clock(), self._keep_s):
+            self._replication.discard(answer)
+        self._peers.tick()
+        self._replication.tick()
+
+    # ---- streams that produce answers
+
+    def join_run(self, name: str, request_id: str, external_id: str) -> RunRequest | Refusal:
+        """Register an engine request with the run of this name; return a refusal if the run was superseded.
+
+        `request_id`: vLLM's internal id, which contains `external_id` and differs in each run.
+        """
+        found = parse_run_name(name)
+        delivery = None if found is None else self._deliveries.get(found[0])
+        if found is None or delivery is None or delivery.run != found[1] or not delivery.current:
+            return SUPERSEDED
+        part = request_id[: request_id.find(external_id) + len(external_id)]
+        delivery.request_ids[part] = request_id
+        progress = progress_of(delivery.answer, part)
+        return RunRequest(delivery, part, progress)
+
+    def attach_stream(self, stream: Stream, request: RunRequest) -> None:
+        """Let this stream produce what is missing of the request."""
+        request.delivery.handles[request.part] = stream.handle
+        self._streams[stream.handle] = (stream, request.delivery, request.part)
+
+    def deliver(self, request: RunRequest) -> None:
+        """Send the API server what is already in the log for this request."""
+        self._deliver_due(request.delivery)
+
+    def __bool__(self) -> bool:
+        """Return whether any stream produces an answer."""
+        return bool(self._streams)
+
+    def keeps(self, handle: int) -> bool:
+        """Return whether outputs of this stream must go to `append_output`."""
+        return handle in self._streams
+
+    def append_output(
+        self, handle: int, frames: Sequence[bytes], token_ids: Sequence[int], flags: int
+    ) -> None:
+        """Append an accepted output of a stream; it is sent on once the second front end has it."""
+        stream, delivery, part = self._streams[handle]
+        answer = delivery.answer
+        if flags & FINISHED:
+            del self._streams[handle]
+        if not delivery.current:
+            return
+        if answer.removed:
+            self._show(delivery, part, frames, len(token_ids), bool(flags & FINISHED))
+            return
+        model = stream.model if stream.accepted == len(token_ids) else ""
+        self._append(answer, Entry(part, tuple(token_ids), flags, tuple(detach_buffers(frames)), model))
+
+    def stream_ended(self, handle: int) -> None:
+        """Drop a stream that ended without a last output: its client disconnected, or it was given up."""
+        self._streams.pop(handle, None)
+
+    def stream_failed(self, handle: int) -> None:
+        """Drop a stream and remove its answer, which must not be run again."""
+        found = self._streams.pop(handle, None)
+        if found is not None:
+            self._remove(found[1].answer, RemovalReason.FAILED)
+
+    # ---- calls of the API server
+
+    def handle_call(self, call: UtilityCall) -> None:
+        """Handle one of calls.METHODS."""
+        # An answer whose run is not closed would be kept for ever: closing is cheap and never refused.
+        if len(self._calls) >= _CALLS_MAX and call.method != CLOSE:
+            self._reply(utility_failure(call.call_id, f"{_CALLS_MAX} calls are pending already"))
+            return
+        try:
+            work = self._call_coroutine(call)
+        except msgspec.DecodeError as error:
+            self._reply(utility_failure(call.call_id, f"malformed call: {error}"))
+            return
+        task = asyncio.create_task(self._run_call(call.call_id, work), name=call.method)
+        self._calls.add(task)
+        task.add_done_callback(lambda done: self._call_done(call.call_id, done))
+
+    def _call_coroutine(self, call: UtilityCall) -> Coroutine[None, None, OpenReply | None]:
+        match call.method:
+            case method if method == OPEN:
+                return self.open_answer(msgspec.msgpack.decode(call.args, type=tuple[OpenCall])[0])
+            case method if method == NOTE:
+                return self.add_note(msgspec.msgpack.decode(call.args, type=tuple[NoteCall])[0])
+            case _:
+                return self.close_run(msgspec.msgpack.decode(call.args, type=tuple[CloseCall])[0])
+
+    async def _run_call(self, call_id: int, work: Coroutine[None, None, OpenReply | None]) -> None:
+        try:
+            async with asyncio.timeout(_CALL_S):
+                result = await work
+        except TimeoutError:
+            self._reply(utility_failure(call_id, f"it took more than {_CALL_S:g} s"))
+            return
+        self._reply(utility_result(call_id, msgspec.to_builtins(result, builtin_types=(bytes,))))
+
+    def _call_done(self, call_id: int, task: asyncio.Task[None]) -> None:
+        self._calls.discard(task)
+        if (error := task_error(task)) is not None:
+            log.error("a call of the API server failed", exc_info=error)
+            self._reply(utility_failure(call_id, "internal error"))
+
+    async def open_answer(self, call: OpenCall) -> OpenReply:
+        """Begin to keep a new request's answer, or resume a kept one."""
+        arrival = next(self._arrivals)
+        outcome = await (
+            self._resume(call, arrival) if call.last_event_id else self._open_by_key(call, arrival)
+        )
+        if isinstance(outcome, Denial):
+            self._metrics.denied[str(outcome.status)] += 1
+            return OpenReply(denied=outcome)
+        return OpenReply(opened=outcome)
+
+    async def _resume(self, call: OpenCall, arrival: int) -> Opened | Denial:
+        event = parse_event_id(call.last_event_id)
+        if event is None:
+            return _denial(400, "This Last-Event-ID is not one of an answer that is kept.")
+        answer_id, run, number = event
+        query = AnswerQuery(call.tenant, answer_id)
+        located = await locate(query, self.store, self._peers)
+        locations = [
+            location for location in located.locations if location.tenant == call.tenant and location.streams
+        ]
+        if not locations:
+            return _EXPIRED if located.expired else _UNKNOWN
+        if locations[0].path != call.path or (call.body and locations[0].digest != call.digest):
+            return _denial(422, "The answer with this Last-Event-ID is one to another request.")
+        if call.key and call.key != locations[0].key:
+            return _OTHER_BODY
+        for location in locations:
+            # Every check must come before the fetch, because fetching ends the run in progress.
+            if run not in location.runs:
+                return _LOST
+            if self._is_superseded(location.answer_id, arrival):
+                return _SUPERSEDED_DENIAL
+            fetched = await fetch(location, self.store, self._peers, self._clock())
+            if fetched is not None:
+                return self._begin_fetched(fetched, arrival, number, fetched.answer.ended.get(run, 0))
+        return _EXPIRED
+
+    async def _open_by_key(self, call: OpenCall, arrival: int) -> Opened | Denial | None:
+        for _ in range(_ATTEMPTS):
+            if call.key:
+                located = await locate(AnswerQuery(call.tenant, key=call.key), self.store, self._peers)
+                for location in located.locations:
+                    if (location.path, location.digest) != (call.path, call.digest):
+                        return _OTHER_BODY
+                    if self._is_superseded(location.answer_id, arrival):
+                        return _SUPERSEDED_DENIAL
+                    fetched = await fetch(location, self.store, self._peers, self._clock())
+                    if fetched is not None:
+                        opened = self._begin_fetched(fetched, arrival, 0, UNLIMITED)
+                        if fetched.answer.key_confirmed:
+                            return opened
+                        if (settled := await self._confirm_key(fetched.answer)) is not None:
+                            return settled
+                if self.store.find_by_key(call.tenant, call.key) is not None:
+                    continue
+            answer_id = self._new_id()
+            head = Head(
+                answer_id,
+                call.tenant,
+                call.key,
+                call.path,
+                call.body,
+                call.digest,
+                call.request_name or answer_id,
+                int(time.time()),
+                call.streams,
+            )
+            try:
+                answer = self.store.open(head, self._clock())
+            except AnswerTooLarge:
+                return _TOO_LARGE if call.key else None
+            except StoreFull:
+                # The client did not ask for it to be kept, so it is served without.
+                return _NO_ROOM if call.key else None
+            self._metrics.begun["new"] += 1
+            self._begin(answer, arrival, "", None)
+            if answer.key_confirmed:
+                return self._opened(answer, 0, UNLIMITED)
+            settled = await self._confirm_key(answer)
+            if settled is not None:
+                return settled
+        return _denial(409, "Another request with this Idempotency-Key has just come; try again.")
+
+    async def _confirm_key(self, answer: Answer) -> Opened | Denial | None:
+        """Open the answer's run once no other front end has its key. Return None if another one has it."""
+        run = answer.run
+        try:
+            confirmed = await self._replication.confirm_key(answer)
+            if answer.run != run or not answer.served_here:
+                return _SUPERSEDED_DENIAL
+            if confirmed and not answer.removed:
+                answer.key_confirmed = True
+                return self._opened(answer, 0, UNLIMITED)
+            return None
+        finally:
+            if not answer.key_confirmed and answer.served_here and answer.run == run:
+                self._end_current_run(answer.head.answer_id)
+                self._remove(answer, None)
+
+    def _is_superseded(self, answer_id: str, arrival: int) -> bool:
+        """Return whether a later request has begun a run already, while this one was still looking for the
+        answer."""
+        delivery = self._deliveries.get(answer_id)
+        return delivery is not None and delivery.current and delivery.arrival > arrival
+
+    def _begin_fetched(self, fetched: Fetched, arrival: int, skip: int, skip_tokens: int) -> Opened:
+        answer = fetched.answer
+        self._metrics.begun["claimed" if fetched.replica else "here"] += 1
+        # The front end that handed it over has all of it.
+        self._begin(answer, arrival, fetched.replica, len(answer.entries) if fetched.replica else None)
+        return self._opened(answer, skip, skip_tokens)
+
+    def _begin(self, answer: Answer, arrival: int, replica: str, has: int | None) -> None:
+        self._end_current_run(answer.head.answer_id)
+        self._deliveries[answer.head.answer_id] = Delivery(answer, arrival)
+        self._replication.begin(answer, replica, has)
+
+    def _opened(self, answer: Answer, skip: int, skip_tokens: int) -> Opened:
+        head = answer.head
+        return Opened(
+            answer_id=head.answer_id,
+            run=answer.run,
+            skip=skip,
+            skip_tokens=skip_tokens,
+            tokens=answer.tokens,
+            notes=[entry.frames[0] for entry in answer.entries if not entry.part],
+            body=head.body,
+            request_name=head.request_name,
+            created_s=head.created_s,
+        )
+
+    async def add_note(self, call: NoteCall) -> None:
+        """Append a note and wait until the second front end has it."""
+        delivery = self._deliveries.get(call.answer_id)
+        if delivery is None or delivery.run != call.run or not delivery.current or delivery.answer.removed:
+            return
+        answer = delivery.answer
+        future = asyncio.get_running_loop().create_future()
+        self._pending_notes.setdefault(call.answer_id, []).append((len(answer.entries) + 1, future))
+        self._append(answer, Entry("", (), 0, (call.note,)))
+        await future
+
+    async def close_run(self, call: CloseCall) -> None:
+        """End a run whose HTTP response has ended."""
+        delivery = self._deliveries.get(call.answer_id)
+        if delivery is None or delivery.run != call.run:
+            return
+        self._close_delivery(delivery)
+        answer = delivery.answer
+        if not delivery.current or answer.removed:
+            return
+        if not call.begun and not answer.entries:
+            # Refused or malformed: there is no answer, and the key becomes free.
+            self._remove(answer, None)
+            return
+        self.store.end_run(answer, call.run, call.complete, self._clock())
+        self._replication.appended(answer)
+
+    # ---- other front ends
+
+    def handle_keep(self, request: answers_pb2.KeepRequest) -> answers_pb2.KeepReply:
+        """Apply parts of answers that another front end serves."""
+        reply = answers_pb2.KeepReply()
+        # Removals first: an answer may have been begun again there since, and be among the parts.
+        for answer_id in request.forgotten:
+            answer = self.store.get(answer_id)
+            if answer is not None and not answer.served_here and answer.frontend_id == request.frontend_id:
+                self.store.remove(answer, RemovalReason.EXPIRED)
+        for message in request.parts:
+            part = decode_part(message)
+            here = self.store.get(part.answer_id)
+            served = here is not None and here.served_here
+            taken = self.store.apply_part(part, self._clock())
+            if isinstance(taken, PartRefusal):
+                reply.refused.add(answer_id=part.answer_id, reason=REFUSAL_REASONS[taken])
+            if served and here is not None and not here.served_here:
+                # Also if the part itself was refused for lack of room.
+                self._replication.stop(here)
+                self._end_current_run(part.answer_id)
+        return reply
+
+    def handle_find(self, request: answers_pb2.FindAnswerRequest) -> answers_pb2.FindAnswerReply:
+        """Return what is known here of an answer."""
+        answer = AnswerQuery(request.tenant, request.answer_id, request.idempotency_key).local(self.store)
+        if answer is None:
+            expired = (
+                bool(request.answer_id)
+                and self.store.removal_reason(request.tenant, request.answer_id) is not None
+            )
+            return answers_pb2.FindAnswerReply(expired=expired)
+        head = answer.head
+        return answers_pb2.FindAnswerReply(
+            answer_id=head.answer_id,
+            run=answer.run,
+            entries=len(answer.entries),
+            serves=answer.served_here,
+            tenant=head.tenant,
+            path=head.path,
+            digest=head.digest,
+            streams=head.streams,
+            idempotency_key=head.key,
+            ended_runs=answer.ended,
+        )
+
+    def handle_claim(self, request: answers_pb2.ClaimAnswerRequest) -> answers_pb2.ClaimAnswerReply:
+        """Hand an answer over to another front end."""
+        answer = self.store.get(request.answer_id)
+        if answer is None:
+            return answers_pb2.ClaimAnswerReply()
+        if answer.served_here:
+            if self._replication.copied_to(answer) == request.frontend_id:
+                self._replication.stop(answer)
+            else:
+                self._replication.discard(answer)
+        part = self.store.hand_over(answer, request.frontend_id, self._clock())
+        self._end_current_run(request.answer_id)
+        self._metrics.handed_over += 1
+        return answers_pb2.ClaimAnswerReply(part=encode_part(part))
+
+    # ---- internal
+
+    def _append(self, answer: Answer, entry: Entry) -> None:
+        self.store.append(answer, entry, self._clock())
+        if answer.removed:
+            log.info("answer %s is too long to be kept", answer.head.answer_id)
+            self._replication.discard(answer)
+            self._on_released(answer, len(answer.entries))
+        else:
+            self._replication.appended(answer)
+
+    def _on_released(self, answer: Answer, entries: int) -> None:
+        answer_id = answer.head.answer_id
+        delivery = self._deliveries.get(answer_id)
+        if delivery is not None and delivery.answer is answer and delivery.current:
+            delivery.released = max(delivery.released, entries)
+            self._deliver_due(delivery)
+        waiting = self._pending_notes.pop(answer_id, [])
+        for number, future in waiting:
+            if number > entries:
+                self._pending_notes.setdefault(answer_id, []).append((number, future))
+            elif not future.done():
+                future.set_result(None)
+
+    def _on_superseded(self, answer: Answer) -> None:
+        """Drop an answer that another front end serves by now; this branch of its log must not be
+        continued."""
+        self._metrics.superseded += 1
+        self._end_current_run(answer.head.answer_id)
+        self.store.remove(answer, None)
+
+    def _deliver_due(self, delivery: Delivery) -> None:
+        for part, entry in delivery.take_due():
+            frames = rename_output(entry.frames, delivery.request_ids[part])
+            self._show(delivery, part, frames, len(entry.token_ids), bool(entry.flags & FINISHED))
+
+    def _show(self, delivery: Delivery, part: str, frames: Sequence[bytes], tokens: int, last: bool) -> None:
+        assert self._sink is not None
+        self._sink.send_output(delivery.handles.get(part, 0), frames, tokens, last)
+
+    def _end_current_run(self, answer_id: str) -> None:
+        """End the requests that an earlier run still has in progress."""
+        delivery = self._deliveries.get(answer_id)
+        if delivery is None:
+            return
+        self._close_delivery(delivery)
+        assert self._sink is not None
+        for name in delivery.request_ids.values():
+            self._sink.end_request(name, SUPERSEDED)
+
+    def _close_delivery(self, delivery: Delivery) -> None:
+        answer_id = delivery.answer.head.answer_id
+        if self._deliveries.get(answer_id) is delivery:
+            del self._deliveries[answer_id]
+        for handle in delivery.handles.values():
+            self._streams.pop(handle, None)
+        for _, future in self._pending_notes.pop(answer_id, []):
+            if not future.done():
+                future.set_result(None)
+
+    def _remove(self, answer: Answer, why: RemovalReason | None) -> None:
+        self._replication.discard(answer)
+        self.store.remove(answer, why)
+
+    def _reply(self, frames: Sequence[bytes]) -> None:
+        assert self._sink is not None
+        self._sink.reply(frames)
