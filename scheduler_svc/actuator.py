@@ -1,4 +1,5 @@
-"""Carries out what a policy decided."""
+"""Carry out the actions of a policy: migrations, offers, hand-backs, prefix copies, pool and stage
+changes."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from typing import Final
 
 import grpc
 
-from scheduler_svc.admin.errors import Refused
+from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.copies import Copier
 from scheduler_svc.metrics import SchedulerMetrics
-from scheduler_svc.migrations import CannotNegotiate, MigrationStarter, Negotiator, Recaller
+from scheduler_svc.migrations import BidAskUnsupported, MigrationStarter, Negotiator, Recaller
 from scheduler_svc.settings import Settings
 from tailrace.actions import Action, CopyPrefix, HandBack, Migrate, Offer, SetPool, SetStages, WhenFull
 from tailrace.cluster import RequestView, Stage
@@ -22,20 +23,21 @@ from tailrace.v1 import migration_pb2, types_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
 
-# Actions under way at once. Migrations beyond the migration service's own limits wait there, not here.
+# Concurrent actions. Migrations beyond the migration service's own limits wait there, not here.
 _OPEN_MAX: Final = 512
-# What etcd's watch has not told by then it will not tell.
-_TOLD_S: Final = 5.0
+# Seconds within which etcd's watch delivers a write, or will not deliver it.
+_ETCD_LAG_S: Final = 5.0
 _PRECONDITION: Final = grpc.StatusCode.FAILED_PRECONDITION
 
 
 class Actuator:
-    """Owns one task an action. One that cannot be done is dropped: the policy will see and decide anew."""
+    """Run one task per action. An action that cannot be carried out is dropped: the policy sees that and
+    decides again."""
 
     def __init__(
         self,
         state: ReportedCluster,
-        mover: MigrationStarter,
+        migration_starter: MigrationStarter,
         negotiator: Negotiator,
         recaller: Recaller,
         copier: Copier,
@@ -46,14 +48,17 @@ class Actuator:
         self._negotiator = negotiator
         self._recaller = recaller
         self._copier = copier
-        self._mover = mover
+        self._migration_starter = migration_starter
         self._settings = settings
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
 
     def submit(self, actions: Sequence[Action], policy: str, when_full: WhenFull = WhenFull.REFUSE) -> None:
-        """Begin to carry out what was decided in one go; no wait. Pools and migrations count at once: what is
-        decided next, in the same report even, goes by them. `when_full`: of the migrations among them."""
+        """Begin to carry out actions that were decided together; does not wait.
+
+        Pool moves and migrations are in the model at once, so that the next decision, even one on the same
+        report, takes them into account. `when_full` applies to the migrations.
+        """
         for action in without_swaps(actions):
             kind = type(action).__name__
             if len(self._tasks) >= _OPEN_MAX:
@@ -61,11 +66,11 @@ class Actuator:
                 continue
             try:
                 work = self._begin(action, policy, when_full)
-            except Refused as error:
-                self._refused(kind, policy, error)
+            except AdminError as error:
+                self._record_refusal(kind, policy, error)
                 continue
             except Exception:
-                # A mistake of ours, here and below: said, counted as failed, and the next action goes on.
+                # A bug, here and below: logged and counted as failed, and the next action is carried out.
                 log.exception("%s by %s failed", kind, policy)
                 self._metrics.actions.labels(kind, "failed").inc()
                 continue
@@ -74,14 +79,17 @@ class Actuator:
             task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Stop. Migrations go on in the migration service."""
+        """Cancel all actions. Migrations continue in the migration service."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _begin(self, action: Action, policy: str, when_full: WhenFull) -> Coroutine[None, None, str]:
-        """Count it in; what is left to do, and how that ends. Raises Refused."""
+        """Enter the action into the model; return a coroutine that carries it out and returns its outcome.
+
+        Raise AdminError.
+        """
         match action:
             case Migrate():
                 return self._begin_migration(action, policy, when_full)
@@ -94,7 +102,7 @@ class Actuator:
             case SetPool():
                 order = self._state.pool_ordered(action.instance_id, action.pool)
                 if order is None:
-                    raise Refused(_PRECONDITION, f"{action.instance_id} is gone or under another order")
+                    raise AdminError(_PRECONDITION, f"{action.instance_id} is gone or under another order")
                 return self._set_pool(order)
             case SetStages():
                 return self._set_stages(action, self._state.view().stages)
@@ -103,14 +111,14 @@ class Actuator:
         outcome = "failed"
         try:
             outcome = await work
-        except (Refused, StoreUnavailable) as error:
-            self._refused(kind, policy, error)
+        except (AdminError, StoreUnavailable) as error:
+            self._record_refusal(kind, policy, error)
             return
         except Exception:
             log.exception("%s by %s failed", kind, policy)
         self._metrics.actions.labels(kind, outcome).inc()
 
-    def _refused(self, kind: str, policy: str, error: Exception) -> None:
+    def _record_refusal(self, kind: str, policy: str, error: Exception) -> None:
         log.info("%s by %s: %s", kind, policy, error)
         self._metrics.actions.labels(kind, "refused").inc()
 
@@ -125,8 +133,8 @@ class Actuator:
         finally:
             if not written:
                 self._state.pool_settled(order)
-        # Etcd's watch tells of it in a moment, unless somebody has put the instance back in that moment.
-        asyncio.get_running_loop().call_later(_TOLD_S, self._state.pool_settled, order)
+        # Etcd's watch delivers the move in a moment, unless another writer has reverted it meanwhile.
+        asyncio.get_running_loop().call_later(_ETCD_LAG_S, self._state.pool_settled, order)
         return "done"
 
     async def _set_stages(self, action: SetStages, before: tuple[Stage, ...]) -> str:
@@ -139,7 +147,7 @@ class Actuator:
         request = self._state.request(action.request_id)
         if request is None or request.instance_id != action.source_id:
             return _outdated()
-        return _ended(self._move(request, action, policy, when_full))
+        return _final_outcome(self._move(request, action, policy, when_full))
 
     def _begin_offer(self, action: Offer, policy: str, when_full: WhenFull) -> Coroutine[None, None, str]:
         request = self._state.request(action.request_id)
@@ -158,24 +166,24 @@ class Actuator:
     ) -> str:
         try:
             return "committed" if await offered else "aborted"
-        except CannotNegotiate as error:
-            log.debug("%s does not negotiate; its request goes where the view says", error)
+        except BidAskUnsupported as error:
+            log.debug("%s does not support bid-ask; migrating to the first receiver instead", error)
         first = Migrate(action.request_id, action.source_id, action.receiver_ids[0], action.reason)
-        return await _ended(self._move(request, first, policy, when_full))
+        return await _final_outcome(self._move(request, first, policy, when_full))
 
     def _move(
         self, request: RequestView, action: Migrate, policy: str, when_full: WhenFull
     ) -> AsyncGenerator[migration_pb2.MigrationRecord]:
         mode = worker_pb2.COPY_MODE_PRE_COPY
-        return self._mover.move(request, action.target_id, action.reason, policy, mode, when_full)
+        return self._migration_starter.move(request, action.target_id, action.reason, policy, mode, when_full)
 
 
 async def _outdated() -> str:
     return "outdated"
 
 
-async def _ended(records: AsyncGenerator[migration_pb2.MigrationRecord]) -> str:
-    """How the migration of these records ended."""
+async def _final_outcome(records: AsyncGenerator[migration_pb2.MigrationRecord]) -> str:
+    """Return how the migration of these records ended."""
     last = types_pb2.MIGRATION_STATE_UNSPECIFIED
     async for record in records:
         last = record.state
@@ -183,7 +191,7 @@ async def _ended(records: AsyncGenerator[migration_pb2.MigrationRecord]) -> str:
 
 
 def without_swaps(actions: Sequence[Action]) -> list[Action]:
-    """Leave out a migration B->A where A->B was decided before it, and a second one of the same request."""
+    """Drop each migration B->A decided after one A->B, and any second one of the same request."""
     pairs: set[tuple[str, str]] = set()
     requests: set[str] = set()
     kept: list[Action] = []

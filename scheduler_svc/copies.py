@@ -1,4 +1,4 @@
-"""Has an instance copy a hot prefix from another one, ahead of need."""
+"""Have an instance copy a hot prefix from another one ahead of need."""
 
 from __future__ import annotations
 
@@ -8,32 +8,35 @@ from typing import Final
 
 import grpc
 
-from scheduler_svc.admin.errors import Refused
+from scheduler_svc.admin.errors import AdminError
 from tailrace.actions import CopyPrefix
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.v1 import cache_pb2, cache_pb2_grpc
 
-# Longer than a worker's pull may take by default; the worker ends it when the call ends.
+# Longer than a worker's default limit of a pull; the worker stops when the call ends.
 _COPY_S: Final = 10.0
 
 
 class Copier:
-    """At most one copy to an instance at a time."""
+    """Order prefix copies, at most one per target at a time."""
 
     def __init__(self, state: ReportedCluster, channels: Channels) -> None:
         self._state = state
         self._channels = channels
 
     def copy(self, copy: CopyPrefix) -> Coroutine[None, None, str]:
-        """Count the copy in at once; to await: how it ended, in the worker's word. Raises Refused, at once
-        too."""
+        """Enter the copy into the model; return a coroutine that carries it out and returns the worker's
+        outcome.
+
+        Raise AdminError, immediately or when awaited.
+        """
         holder, target = self._state.tracked(copy.holder_id), self._state.tracked(copy.target_id)
         if holder is None or target is None or not self._state.copy_ordered(copy, time.monotonic()):
-            raise Refused(
+            raise AdminError(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"{copy.target_id} gets a copy already, or {copy.holder_id} has no {copy.request_id}",
+                f"{copy.target_id} is receiving a copy already, or {copy.holder_id} has no {copy.request_id}",
             )
         request = cache_pb2.CopyRequest(
             request_id=copy.request_id,
@@ -48,7 +51,7 @@ class Copier:
         try:
             reply = await stub.Copy(request, timeout=_COPY_S)
         except grpc.aio.AioRpcError as error:
-            raise Refused(error.code(), error.details() or error.code().name) from error
+            raise AdminError(error.code(), error.details() or error.code().name) from error
         finally:
             self._state.copy_settled(target_id, time.monotonic())
         return reply.outcome

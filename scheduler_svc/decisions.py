@@ -1,4 +1,5 @@
-"""What the scheduler decides on: arrivals, whoever leads; reports and ticks, while it leads."""
+"""The scheduler's entry points into the policy: placements on every scheduler, reports and ticks on the
+leader."""
 
 from __future__ import annotations
 
@@ -28,14 +29,13 @@ _TRACEPARENTS_MAX: Final = 20_000
 
 
 class Traceparents:
-    """The trace contexts of the last so many requests that were placed here, by request id: for what happens
-    to them later."""
+    """Remember the trace contexts of the most recently placed requests, for later events of theirs."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, str] = OrderedDict()
 
-    def note(self, request_id: str, traceparent: str) -> None:
-        """Remember; the empty one is none."""
+    def remember(self, request_id: str, traceparent: str) -> None:
+        """Remember a request's traceparent unless it is empty."""
         if not traceparent:
             return
         self._known[request_id] = traceparent
@@ -43,38 +43,40 @@ class Traceparents:
             self._known.popitem(last=False)
 
     def get(self, request_id: str) -> str:
-        """The traceparent, or "" when none is known."""
+        """Return the traceparent; "" if unknown."""
         return self._known.get(request_id, "")
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Which instance gets a request. `instance_id` is empty exactly when `refusal` is not. `seconds` is what
-    deciding took."""
+    """The instance for a request, or the refusal. Exactly one of `instance_id` and `refusal` is empty.
+
+    `seconds` is how long the decision took.
+    """
 
     instance_id: str
     policy: str
     refusal: str
     seconds: float
-    # The refusal stands: to ask again is of no use.
+    # The refusal is final: asking again is pointless.
     final: bool = False
-    # Of the request, that the instance is known to hold, what is to come included.
+    # Tokens of the request that the instance is known to hold, including those about to arrive.
     cached_tokens: int = 0
-    # The instance that has the KV to be fetched, its worker's address, and how many tokens it has.
+    # The instance from which to pull KV, its worker's address, and how many tokens it has.
     pull_from: str = ""
     pull_address: str = ""
     pull_tokens: int = 0
 
 
 class Placer:
-    """Decides on arrivals: which instance gets a request. Times and counts placements."""
+    """Place requests on instances, timed and counted."""
 
     def __init__(self, control: LiveControl, metrics: SchedulerMetrics) -> None:
         self._control = control
         self._metrics = metrics
 
     def place(self, incoming: Incoming) -> Decision:
-        """Decide, and count the placement in. Waits for no I/O: works on the last known state."""
+        """Decide and enter the placement into the model. Does no I/O: works on the last known state."""
         began_s = time.perf_counter()
         policy = self._control.active.name
         arrival, placement = self._control.arrived(incoming, Moment(time.monotonic(), time.time()))
@@ -101,25 +103,26 @@ class Placer:
 
 
 class Members(Protocol):
-    """The part of tailrace.store.membership.Membership that placing looks at itself."""
+    """The used part of tailrace.store.membership.Membership."""
 
     @property
     def rollouts(self) -> Mapping[str, RolloutRecord]: ...
 
 
-def rollout_to_tell(request: scheduler_pb2.PlaceRequest, rollouts: Mapping[str, RolloutRecord]) -> bytes:
-    """PlaceReply.rollout: the record by which the front end asks for the wrong model; empty: it does not."""
+def newer_rollout(request: scheduler_pb2.PlaceRequest, rollouts: Mapping[str, RolloutRecord]) -> bytes:
+    """Return PlaceReply.rollout: the encoded record if the front end asks for a model that it replaced, else
+    empty."""
     record = rollouts.get(request.served_name) if request.served_name else None
     if record is None or not record.steers(request.model) or covers(record.in_force, request.model):
         return b""
     return msgspec.json.encode(record)
 
 
-_NOTHING_EXCLUDED: Final[frozenset[str]] = frozenset()
+_NONE_EXCLUDED: Final[frozenset[str]] = frozenset()
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
-    """Served by leader and standby alike: placing needs the last known state, not leadership."""
+    """Serve placements on leader and standby alike: they need the last known state, not leadership."""
 
     def __init__(
         self, placer: Placer, members: Members, traceparents: Traceparents, tracing: Tracing
@@ -135,7 +138,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         request: scheduler_pb2.PlaceRequest,
         context: grpc.aio.ServicerContext[scheduler_pb2.PlaceRequest, scheduler_pb2.PlaceReply],
     ) -> scheduler_pb2.PlaceReply:
-        """An instance, or a refusal."""
+        """Place one request; reply with an instance or a refusal."""
         if not request.request_id:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "request_id: must not be empty")
         return self._place(request)
@@ -145,7 +148,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         request: scheduler_pb2.PlaceManyRequest,
         context: grpc.aio.ServicerContext[scheduler_pb2.PlaceManyRequest, scheduler_pb2.PlaceManyReply],
     ) -> scheduler_pb2.PlaceManyReply:
-        """An instance or a refusal for each."""
+        """Place several requests in order."""
         for number, each in enumerate(request.requests):
             if not each.request_id:
                 await context.abort(
@@ -162,7 +165,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                 request.prompt_tokens,
                 request.output_tokens,
                 request.max_tokens,
-                frozenset(excluded) if excluded else _NOTHING_EXCLUDED,
+                frozenset(excluded) if excluded else _NONE_EXCLUDED,
                 request.model,
                 tuple(request.block_names),
                 request.block_tokens,
@@ -170,7 +173,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                 request.admitted,
             )
         )
-        self._traceparents.note(request.request_id, request.traceparent)
+        self._traceparents.remember(request.request_id, request.traceparent)
         if self._tracing.continues(request.traceparent):
             self._trace(request, decision)
         return scheduler_pb2.PlaceReply(
@@ -183,7 +186,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             pull_address=decision.pull_address,
             pull_tokens=decision.pull_tokens,
             final=decision.final,
-            rollout=rollout_to_tell(request, self._members.rollouts),
+            rollout=newer_rollout(request, self._members.rollouts),
         )
 
     def _trace(self, request: scheduler_pb2.PlaceRequest, decision: Decision) -> None:
@@ -206,23 +209,23 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         )
 
 
-# How soon a policy with another tick, set meanwhile, is noticed.
+# How soon a newly set policy with another tick interval is noticed.
 _POLL_S: Final = 1.0
 
 
 class Decider:
-    """Brings reports and ticks to the policy's decision points. Only the leader decides."""
+    """Pass reports and ticks to the policy. Only the leader decides."""
 
     def __init__(self, control: LiveControl, leading: asyncio.Event) -> None:
         self._control = control
         self._leading = leading
 
-    def take(self, report: monitor_pb2.WorkerReport, now_s: float) -> None:
-        """Apply a report and decide on what it tells."""
+    def handle_report(self, report: monitor_pb2.WorkerReport, now_s: float) -> None:
+        """Apply a report and decide on the changes that it shows."""
         self._control.reported(report, Moment(now_s, time.time()), deciding=self._leading.is_set())
 
     async def run_ticks(self) -> None:
-        """Call on_tick as often as the policy wants, while leading; until cancelled."""
+        """Call on_tick at the policy's interval while leading; run until cancelled."""
         ticked_s = time.monotonic()
         while True:
             if not self._leading.is_set():
@@ -240,5 +243,5 @@ class Decider:
             self.tick()
 
     def tick(self) -> None:
-        """One tick."""
+        """Run one tick now."""
         self._control.tick(Moment(time.monotonic(), time.time()))

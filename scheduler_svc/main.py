@@ -25,7 +25,7 @@ from scheduler_svc.drainer import Drainer
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.migrations import Migrations, MigrationStarter, Negotiator, Recaller
 from scheduler_svc.monitor_watch import MonitorWatch
-from scheduler_svc.orphans import remove_orphans
+from scheduler_svc.orphans import remove_orphaned_records
 from scheduler_svc.recorder import Recorder
 from scheduler_svc.rollouts import Rollouts
 from scheduler_svc.settings import Settings
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 KIND: Final = "scheduler"
 DEFAULT_POLICY: Final = "least_loaded"
-# Handing leadership over is two calls to etcd.
+# Resigning leadership takes two calls to etcd.
 _DRAIN_S: Final = 10.0
 
 
@@ -93,7 +93,7 @@ def command(common: CommonOptions, policy: str, assignments: tuple[str, ...], au
 async def serve(
     common: CommonOptions, policy: PolicyRecord, shutdown: Shutdown, audit_log: Path | None = None
 ) -> None:
-    """Until cancelled. Raises StoreUnavailable, ListenError, OSError."""
+    """Run the scheduler until cancelled. Raise StoreUnavailable, ListenError or OSError."""
     async with open_frame(KIND, common) as frame:
         leading = Leadership()
         parts = Parts(frame, policy, leading)
@@ -111,7 +111,7 @@ async def serve(
             membership.push_async_callback(election.close)
 
             async def drain() -> None:
-                # Another leads, and front ends ask another, before this one stops answering.
+                # Let another scheduler lead and serve front ends before this one stops answering.
                 await server.set_serving(False)
                 await membership.aclose()
 
@@ -125,7 +125,7 @@ async def serve(
 
 @asynccontextmanager
 async def auditing(name: str, path: Path | None) -> AsyncIterator[Auditing]:
-    """Raises OSError when the file cannot be appended to."""
+    """Open the audit log. Raise OSError if the file cannot be appended to."""
     file = AuditFile(path)
     export = audit_export(KIND, name)
     try:
@@ -137,7 +137,7 @@ async def auditing(name: str, path: Path | None) -> AsyncIterator[Auditing]:
 
 
 class Parts:
-    """The scheduler's parts, put together."""
+    """Build and connect the scheduler's parts."""
 
     def __init__(self, frame: Frame, policy: PolicyRecord, leading: asyncio.Event) -> None:
         self.metrics = SchedulerMetrics(frame.registry)
@@ -152,11 +152,13 @@ class Parts:
         settings = self._settings = Settings(frame.store)
         traceparents = Traceparents()
         migrations = Migrations(frame.members, frame.channels)
-        mover = MigrationStarter(self.state, migrations, traceparents)
+        migration_starter = MigrationStarter(self.state, migrations, traceparents)
         negotiator = Negotiator(self.state, frame.channels, traceparents)
         recaller = Recaller(self.state, frame.channels)
         copier = Copier(self.state, frame.channels)
-        self.actuator = Actuator(self.state, mover, negotiator, recaller, copier, settings, self.metrics)
+        self.actuator = Actuator(
+            self.state, migration_starter, negotiator, recaller, copier, settings, self.metrics
+        )
         self.control = LiveControl(self.state, self.active, self.actuator, GuardedCalls(self.metrics))
         self._follow_members()
         frame.members.add_listener(self._follow_members)
@@ -164,7 +166,7 @@ class Parts:
         self._drainer = Drainer(self.state, self.actuator, leading)
         name = frame.common.member_id
         self._watch = MonitorWatch(
-            name, frame.members, frame.channels, self.state, self._decider.take, self.metrics
+            name, frame.members, frame.channels, self.state, self._decider.handle_report, self.metrics
         )
         self._cache_sync = CacheSync(self.state, frame.channels)
         self._rollouts = Rollouts(frame.members, self.state, settings.swap_rollout, leading)
@@ -176,7 +178,7 @@ class Parts:
             self.active,
             self.control.follow,
             settings,
-            mover,
+            migration_starter,
             migrations,
             Recorder(self.control),
             Shadowing(self.control, self.metrics),
@@ -192,7 +194,7 @@ class Parts:
         ]
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(warm_up(), name="policies")
             tasks.create_task(self._watch.run(), name="monitor")
@@ -201,7 +203,8 @@ class Parts:
             tasks.create_task(self._drainer.run(), name="drains")
             tasks.create_task(self._rollouts.run(), name="rollouts")
             tasks.create_task(
-                remove_orphans(self._members, self._settings.forget, self._leading), name="orphaned records"
+                remove_orphaned_records(self._members, self._settings.delete_orphaned_records, self._leading),
+                name="orphaned records",
             )
 
     def _follow_members(self) -> None:

@@ -1,4 +1,4 @@
-"""What the scheduler counts."""
+"""Metrics of the scheduler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SECONDS: Final = (10e-6, 20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3
 
 
 class SchedulerMetrics:
-    """One scheduler's metrics."""
+    """Hold one scheduler's metrics."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.placements = Counter(
@@ -87,10 +87,10 @@ class SchedulerMetrics:
             "tailrace_scheduler_monitor_connected", "1 while a monitor's watch is open.", registry=registry
         )
 
-    def took(self, point: Point, seconds: float) -> None:
-        """A policy was asked there and took so long."""
+    def observe_duration(self, point: Point, seconds: float) -> None:
+        """Record how long a call of the policy took."""
         self.decision_seconds.labels(point.value).observe(seconds)
 
     def failed(self, policy: str, point: Point) -> None:
-        """A policy raised there, or named an instance that it must not."""
+        """Count a call of the policy that raised, or placed on an instance that it must not use."""
         self.policy_errors.labels(policy, point.value).inc()

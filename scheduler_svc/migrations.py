@@ -1,4 +1,4 @@
-"""What moves a request: a migration, bids for it, and a waiting prompt's way back."""
+"""The ways to move a request: a migration, a bid-ask offer, and the recall of a waiting prompt."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 import grpc
 
-from scheduler_svc.admin.errors import Refused
+from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.decisions import Traceparents
 from tailrace.actions import Offer, WhenFull
 from tailrace.bid_ask import OFFER_S
@@ -27,13 +27,13 @@ log = logging.getLogger(__name__)
 
 
 KIND: Final = "migration"
-# Longer than a migration may wait and take; the service ends it by itself before.
+# Longer than a migration may wait and run; the service ends it before.
 _MIGRATE_S: Final = 180.0
 _LIST_S: Final = 3.0
 
 
 class Migrations:
-    """Asks the migration service that leads, then the others: all schedulers ask the same one."""
+    """Call the migration service, the leader first, so that all schedulers use the same one."""
 
     def __init__(self, members: Membership, channels: Channels) -> None:
         self._members = members
@@ -42,30 +42,33 @@ class Migrations:
     async def migrate(
         self, request: migration_pb2.MigrateRequest
     ) -> AsyncGenerator[migration_pb2.MigrationRecord]:
-        """Records until the migration is over. Ending early does not end it. Raises Refused."""
+        """Yield records until the migration is over. Closing the generator does not abort the migration.
+
+        Raise AdminError.
+        """
         failure: grpc.aio.AioRpcError | None = None
         for service in preferred(self._members, KIND):
-            heard = False
+            received = False
             call = MigrationStub(self._channels.get(service.address, Role.MIGRATION)).Migrate(
                 request, timeout=_MIGRATE_S
             )
             try:
                 async for record in call:
-                    heard = True
+                    received = True
                     yield record
                 return
             except grpc.aio.AioRpcError as error:
-                # Once it has begun there, another service must not begin it again.
-                if heard or error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    raise Refused(error.code(), error.details() or error.code().name) from error
+                # Once it has begun there, it must not be started on another service.
+                if received or error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise AdminError(error.code(), error.details() or error.code().name) from error
                 log.warning("migration service %s: %s", service.service_id, error.details())
                 failure = error
             finally:
                 call.cancel()
-        raise _none(failure)
+        raise _unavailable(failure)
 
     async def recent(self, request: migration_pb2.ListMigrationsRequest) -> migration_pb2.ListMigrationsReply:
-        """The last migrations. Raises Refused."""
+        """Return the most recent migrations. Raise AdminError."""
         failure: grpc.aio.AioRpcError | None = None
         for service in preferred(self._members, KIND):
             stub = MigrationStub(self._channels.get(service.address, Role.MIGRATION))
@@ -73,19 +76,19 @@ class Migrations:
                 return await stub.ListMigrations(request, timeout=_LIST_S)
             except grpc.aio.AioRpcError as error:
                 failure = error
-        raise _none(failure)
+        raise _unavailable(failure)
 
 
-def _none(failure: grpc.aio.AioRpcError | None) -> Refused:
+def _unavailable(failure: grpc.aio.AioRpcError | None) -> AdminError:
     why = "none is registered" if failure is None else failure.details() or failure.code().name
-    return Refused(grpc.StatusCode.UNAVAILABLE, f"no migration service answers: {why}")
+    return AdminError(grpc.StatusCode.UNAVAILABLE, f"no migration service answers: {why}")
 
 
 _PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
 
 
 class MigrationStarter:
-    """At most one open migration a request."""
+    """Start migrations, at most one open migration per request."""
 
     def __init__(self, state: ReportedCluster, migrations: Migrations, traceparents: Traceparents) -> None:
         self._state = state
@@ -101,13 +104,14 @@ class MigrationStarter:
         mode: worker_pb2.CopyMode.ValueType,
         when_full: WhenFull = WhenFull.REFUSE,
     ) -> AsyncGenerator[migration_pb2.MigrationRecord]:
-        """Count the migration in at once; records until it is over. Raises Refused, at once too.
+        """Enter the migration into the model; return a generator of its records until it is over.
 
-        `when_full` HOST is as REFUSE here: whether host memory takes a request, its target's order says.
+        Raise AdminError, immediately or while iterating. `when_full` HOST acts like REFUSE here: whether host
+        memory may take a request is up to the target's batch order.
         """
         self.check(request, target_id)
         if not self._state.migration_opened(request, target_id):
-            raise Refused(_PRECONDITION, f"request {request.request_id}: a migration of it is open")
+            raise AdminError(_PRECONDITION, f"request {request.request_id}: a migration of it is open")
         return self._migrate(
             migration_pb2.MigrateRequest(
                 request_id=request.request_id,
@@ -124,55 +128,58 @@ class MigrationStarter:
         )
 
     async def _migrate(
-        self, asked: migration_pb2.MigrateRequest
+        self, request: migration_pb2.MigrateRequest
     ) -> AsyncGenerator[migration_pb2.MigrationRecord]:
-        records = self._migrations.migrate(asked)
+        records = self._migrations.migrate(request)
         try:
             async for record in records:
                 yield record
         finally:
             await records.aclose()
-            self._state.migration_closed(asked.request_id)
+            self._state.migration_closed(request.request_id)
 
     def check(self, request: RequestView, target_id: str) -> None:
-        """Whether the request can go there now. Raises Refused."""
+        """Check that the request can move to the target now. Raise AdminError."""
         view = self._state.view()
         target, tracked = view.instances.get(target_id), self._state.tracked(target_id)
         source = self._state.tracked(request.instance_id)
         if target is None or tracked is None or source is None:
-            raise Refused(grpc.StatusCode.NOT_FOUND, f"target_instance_id: no instance {target_id!r}")
+            raise AdminError(grpc.StatusCode.NOT_FOUND, f"target_instance_id: no instance {target_id!r}")
         if target_id == request.instance_id:
-            raise Refused(_PRECONDITION, f"request {request.request_id} is already on {target_id}")
+            raise AdminError(_PRECONDITION, f"request {request.request_id} is already on {target_id}")
         if target.state is not InstanceState.ACTIVE:
-            raise Refused(_PRECONDITION, f"instance {target_id} is {target.state.value}; it gets nothing new")
+            raise AdminError(
+                _PRECONDITION, f"instance {target_id} is {target.state.value}; it gets no new requests"
+            )
         if between(source.record.handover, tracked.record.handover).way is Way.STAYS:
             stays = between(source.record.handover, tracked.record.handover)
-            raise Refused(_PRECONDITION, f"request {request.request_id} is not moved: {stays.reason}")
+            raise AdminError(_PRECONDITION, f"request {request.request_id} cannot move: {stays.reason}")
         if tracked.record.model_fingerprint != source.record.model_fingerprint:
-            # By replay, then; that needs the same model.
+            # The move is by replay, which needs the same model.
             models = difference(source.record.model_identity, tracked.record.model_identity)
             if models:
-                raise Refused(_PRECONDITION, f"{request.instance_id} and {target_id}: {models}")
+                raise AdminError(_PRECONDITION, f"{request.instance_id} and {target_id}: {models}")
         if request.migrating:
-            raise Refused(_PRECONDITION, f"request {request.request_id}: a migration of it is open")
+            raise AdminError(_PRECONDITION, f"request {request.request_id}: a migration of it is open")
         if request.phase is Phase.PREFILL:
-            raise Refused(
+            raise AdminError(
                 _PRECONDITION, f"request {request.request_id} is in prefill; it can move once it is decoded"
             )
 
 
-# Longer than a worker keeps a request on offer.
+# Longer than a worker keeps an offer open.
 _OFFER_S: Final = OFFER_S + 15.0
 
 
-class CannotNegotiate(Exception):
-    """The request's worker does not speak bid-ask."""
+class BidAskUnsupported(Exception):
+    """The request's worker does not implement bid-ask."""
 
 
 class Negotiator:
-    """Has a request's worker find who takes it over (bid-ask), where the policy leaves that to the workers.
+    """Have a request's worker find the instance that takes it over by bid-ask, if the policy leaves that to
+    workers.
 
-    At most one open migration a request, whoever settles it.
+    At most one open migration per request.
     """
 
     def __init__(self, state: ReportedCluster, channels: Channels, traceparents: Traceparents) -> None:
@@ -181,9 +188,10 @@ class Negotiator:
         self._traceparents = traceparents
 
     def offer(self, request: RequestView, offer: Offer, policy: str) -> Coroutine[None, None, bool]:
-        """Count the migration in at once; to await: whether one of those who are asked has the request.
+        """Enter the migration into the model; return a coroutine for whether one of the receivers took the
+        request.
 
-        Raises Refused, at once too; CannotNegotiate when awaited.
+        Raise AdminError, immediately or when awaited; BidAskUnsupported when awaited.
         """
         source = self._state.tracked(request.instance_id)
         receivers = [
@@ -193,9 +201,9 @@ class Negotiator:
             and self._state.can_exchange_kv(request.instance_id, name)
         ]
         if source is None or not receivers:
-            raise Refused(grpc.StatusCode.NOT_FOUND, "nobody to offer the request to")
+            raise AdminError(grpc.StatusCode.NOT_FOUND, "no instance to offer the request to")
         if not self._state.migration_opened(request, None):
-            raise Refused(
+            raise AdminError(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"request {request.request_id}: a migration of it is open",
             )
@@ -218,8 +226,8 @@ class Negotiator:
             reply = await stub.Offer(offered, timeout=_OFFER_S)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise CannotNegotiate(source.instance_id) from error
-            raise Refused(error.code(), error.details() or error.code().name) from error
+                raise BidAskUnsupported(source.instance_id) from error
+            raise AdminError(error.code(), error.details() or error.code().name) from error
         finally:
             self._state.migration_closed(offered.request_id)
         if not reply.taker_instance_id:
@@ -231,9 +239,10 @@ _CALL_S: Final = 2.0
 
 
 class Recaller:
-    """Has instances hand back prompts that wait there, to be placed where the policy now wants them.
+    """Have instances hand back waiting prompts, to be placed where the policy now wants them.
 
-    The worker asks the front ends, and those the scheduler: each prompt waits where it is until then.
+    The worker hands them to the front ends, which ask the scheduler; each prompt stays in its queue until
+    then.
     """
 
     def __init__(self, state: ReportedCluster, channels: Channels) -> None:
@@ -241,15 +250,15 @@ class Recaller:
         self._channels = channels
 
     async def recall(self, instance_id: str, request_ids: tuple[str, ...]) -> int:
-        """How many the instance hands back: those that still wait. Raises Refused."""
+        """Return how many prompts the instance hands back: those that still wait. Raise AdminError."""
         tracked = self._state.tracked(instance_id)
         if tracked is None:
-            raise Refused(grpc.StatusCode.NOT_FOUND, f"{instance_id} is gone")
+            raise AdminError(grpc.StatusCode.NOT_FOUND, f"{instance_id} is gone")
         stub = worker_pb2_grpc.WorkerStub(self._channels.get(tracked.record.address, Role.WORKER))
         try:
             reply = await stub.HandBackPrompts(
                 worker_pb2.HandBackPromptsRequest(request_ids=request_ids), timeout=_CALL_S
             )
         except grpc.aio.AioRpcError as error:
-            raise Refused(error.code(), error.details() or error.code().name) from error
+            raise AdminError(error.code(), error.details() or error.code().name) from error
         return int(reply.handed_back)

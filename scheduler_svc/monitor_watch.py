@@ -1,4 +1,4 @@
-"""What the monitors tell: several streams of reports, made one."""
+"""Watch all monitors and merge their streams of worker reports into one."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Latest:
-    """The latest report of an instance that was taken, and which monitor told it."""
+class _LatestReport:
+    """The latest accepted report of an instance, and the monitor that sent it."""
 
     incarnation: str
     seq: int
@@ -33,63 +33,66 @@ class _Latest:
 
 
 class MergedReports:
-    """Which reports are news, and who is silent.
+    """Decide which reports are new and which instances are silent.
 
-    A worker tells one monitor at a time. When it turns to another, the one before goes on holding its last
-    report, sends it to who watches anew, and soon calls the worker silent.
+    A worker reports to one monitor at a time. When it switches, the previous monitor keeps its last report,
+    sends it to new subscribers, and soon declares the worker silent.
     """
 
     def __init__(self) -> None:
-        self._latest: dict[str, _Latest] = {}
-        # By monitor that is connected: whom it has heard of, and who of these is silent to it.
-        self._heard: dict[str, set[str]] = {}
+        self._latest: dict[str, _LatestReport] = {}
+        # By connected monitor: the instances that it knows, and those of them that are silent to it.
+        self._reporting: dict[str, set[str]] = {}
         self._silent: dict[str, frozenset[str]] = {}
 
     @property
     def connected(self) -> bool:
-        """Whether any monitor tells us anything."""
+        """Return whether any monitor is connected."""
         return bool(self._silent)
 
     @property
     def silent(self) -> frozenset[str]:
-        """Instances that no connected monitor hears, of those that one has heard of."""
+        """Return instances that are silent to every connected monitor that knows them."""
         named = frozenset[str]().union(*self._silent.values())
         return frozenset(
             name
             for name in named
-            if all(name in silent for monitor, silent in self._silent.items() if name in self._heard[monitor])
+            if all(
+                name in silent for monitor, silent in self._silent.items() if name in self._reporting[monitor]
+            )
         )
 
-    def fresh(self, monitor: str, delta: monitor_pb2.StateDelta) -> Iterator[monitor_pb2.WorkerReport]:
-        """Take a monitor's delta in; those of its reports that are news."""
-        heard = self._heard.setdefault(monitor, set())
+    def new_reports(self, monitor: str, delta: monitor_pb2.StateDelta) -> Iterator[monitor_pb2.WorkerReport]:
+        """Apply a monitor's delta; yield those of its reports that are new."""
+        reporting = self._reporting.setdefault(monitor, set())
         if delta.snapshot:
-            heard.clear()
+            reporting.clear()
         self._silent[monitor] = frozenset(delta.silent_instance_ids)
         for report in delta.reports:
-            heard.add(report.instance_id)
-            if self._is_news(monitor, report):
+            reporting.add(report.instance_id)
+            if self._is_new(monitor, report):
                 yield report
 
     def disconnected(self, monitor: str) -> None:
-        """The monitor tells nothing any more."""
-        self._heard.pop(monitor, None)
+        """Remove a monitor whose watch has ended."""
+        self._reporting.pop(monitor, None)
         self._silent.pop(monitor, None)
 
     def keep_only(self, instance_ids: Collection[str]) -> None:
-        """Forget instances that have left."""
+        """Drop instances that have left the cluster."""
         for name in self._latest.keys() - set(instance_ids):
             del self._latest[name]
 
-    def _is_news(self, monitor: str, report: monitor_pb2.WorkerReport) -> bool:
+    def _is_new(self, monitor: str, report: monitor_pb2.WorkerReport) -> bool:
         latest = self._latest.get(report.instance_id)
         if latest is not None and latest.incarnation == report.incarnation:
-            # Of the same monitor all is news, also what it tells again in a snapshot: with events merged in.
+            # From the same monitor every report is new, even one repeated in a snapshot: it includes the
+            # events since.
             if latest.monitor != monitor and report.seq <= latest.seq:
                 return False
             latest.seq, latest.monitor = max(latest.seq, report.seq), monitor
             return True
-        self._latest[report.instance_id] = _Latest(report.incarnation, report.seq, monitor)
+        self._latest[report.instance_id] = _LatestReport(report.incarnation, report.seq, monitor)
         return True
 
 
@@ -98,7 +101,7 @@ _RETRY_S: Final = 0.25
 
 
 class MonitorWatch:
-    """Keeps the last known state while no monitor answers."""
+    """Feed reports to the scheduler; while no monitor answers, the last known state is kept."""
 
     def __init__(
         self,
@@ -106,21 +109,21 @@ class MonitorWatch:
         members: Membership,
         channels: Channels,
         state: ReportedCluster,
-        take: Callable[[monitor_pb2.WorkerReport, float], None],
+        on_report: Callable[[monitor_pb2.WorkerReport, float], None],
         metrics: SchedulerMetrics,
     ) -> None:
         self._subscriber = subscriber
         self._members = members
         self._channels = channels
         self._state = state
-        self._take = take
+        self._on_report = on_report
         self._metrics = metrics
         self._merged = MergedReports()
         self._changed = asyncio.Event()
         members.add_listener(self._changed.set)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         watches: dict[str, asyncio.Task[None]] = {}
         try:
             while True:
@@ -128,23 +131,23 @@ class MonitorWatch:
                 addresses = {record.address for record in preferred(self._members, KIND)}
                 for address in addresses - watches.keys():
                     watches[address] = asyncio.create_task(self._watch(address), name=f"watch of {address}")
-                gone = [watches.pop(address) for address in watches.keys() - addresses]
-                await _end(gone)
+                removed = [watches.pop(address) for address in watches.keys() - addresses]
+                await _cancel(removed)
                 self._merged.keep_only(self._members.instances.keys())
                 await self._changed.wait()
         finally:
-            await _end(list(watches.values()))
+            await _cancel(list(watches.values()))
 
     async def _watch(self, address: str) -> None:
-        """One monitor, until cancelled."""
+        """Watch one monitor until cancelled."""
         while True:
             reading = asyncio.create_task(self._read(address), name=f"reading {address}")
             try:
                 await asyncio.wait([reading])
             finally:
-                await _end([reading])
+                await _cancel([reading])
                 if (error := task_error(reading)) is not None:
-                    # A report that we cannot take: the next watch begins with a snapshot.
+                    # A report could not be processed: the next watch begins with a snapshot.
                     log.error("reading the monitor at %s failed", address, exc_info=error)
                 self._merged.disconnected(address)
                 self._update_silent()
@@ -159,8 +162,8 @@ class MonitorWatch:
                 if delta.snapshot:
                     log.info("watching the monitor at %s", address)
                 now_s = time.monotonic()
-                for report in self._merged.fresh(address, delta):
-                    self._take(report, now_s)
+                for report in self._merged.new_reports(address, delta):
+                    self._on_report(report, now_s)
                 self._update_silent()
         except grpc.aio.AioRpcError as error:
             log.debug("monitor at %s: %s", address, error.code().name)
@@ -169,12 +172,12 @@ class MonitorWatch:
 
     def _update_silent(self) -> None:
         self._metrics.monitor_connected.set(float(self._merged.connected))
-        # Without a monitor nobody knows who is silent: what was known holds.
+        # Without a monitor it is unknown who is silent; the last known state is kept.
         if self._merged.connected:
             self._state.set_silent(self._merged.silent)
 
 
-async def _end(tasks: list[asyncio.Task[None]]) -> None:
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     if tasks:

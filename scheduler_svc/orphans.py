@@ -1,5 +1,7 @@
-"""Removes the drains and pools of instances that are gone for good, for as long as this scheduler leads, and
-warns of rollouts of names that nobody serves any more."""
+"""Remove drains and pools of instances that are gone for good, and warn of rollouts that no front end serves.
+
+Runs on the leading scheduler only.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,13 @@ from tailrace.store.client import StoreUnavailable
 log = logging.getLogger(__name__)
 
 KEEP_S: Final = 600.0
-"""How long an instance may be gone and come back to its drain and its pool: a restart, an upgrade, a
-reboot."""
+"""Seconds for which the drain and pool of an absent instance are kept: a restart, an upgrade, a reboot."""
 
 _POLL_S: Final = 10.0
 
 
 class Members(Protocol):
-    """The part of tailrace.store.membership.Membership that is used here."""
+    """The used part of tailrace.store.membership.Membership."""
 
     @property
     def instances(self) -> Mapping[str, InstanceRecord]: ...
@@ -38,24 +39,25 @@ class Members(Protocol):
     def rollouts(self) -> Mapping[str, RolloutRecord]: ...
 
 
-class Orphans:
-    """Knows since when the owner of each record is gone, as far as this scheduler has seen."""
+class OrphanedRecords:
+    """Track since when the owner of each record is gone, as seen by this scheduler."""
 
     def __init__(self, keep_s: float = KEEP_S) -> None:
         self._keep_s = keep_s
         self._gone_since: dict[str, float] = {}
 
     def due(self, members: Members, now_s: float) -> list[str]:
-        """Ids of instances whose records are to go. An instance held on suspicion is not gone."""
+        """Return ids of instances whose records must be removed. A suspect instance is not gone."""
         gone = (members.drained | members.pools.keys()) - members.instances.keys()
         self._gone_since = {name: self._gone_since.get(name, now_s) for name in gone}
         return sorted(name for name, since_s in self._gone_since.items() if now_s - since_s >= self._keep_s)
 
 
 class UnservedRollouts:
-    """Knows since when no front end serves the name of each rollout that is over, and warns of each once.
+    """Track since when no front end serves the name of each finished rollout; warn of each once.
 
-    They are not removed: front ends that come back with an old --model would send requests to the old model.
+    The records are not removed: front ends that return with an old --model would send requests to the old
+    model.
     """
 
     def __init__(self, keep_s: float = KEEP_S) -> None:
@@ -64,7 +66,7 @@ class UnservedRollouts:
         self._warned: set[str] = set()
 
     def due(self, members: Members, now_s: float) -> list[str]:
-        """Names to warn of now."""
+        """Return the names to warn of now."""
         served = {service.model_name for service in members.services.values() if service.model_name}
         over = {name for name, rollout in members.rollouts.items() if not rollout.under_way}
         since = self._unserved_since
@@ -75,19 +77,19 @@ class UnservedRollouts:
         return new
 
 
-async def remove_orphans(
+async def remove_orphaned_records(
     members: Members,
-    forget: Callable[[str], Awaitable[bool]],
+    delete_records: Callable[[str], Awaitable[bool]],
     leading: asyncio.Event,
     keep_s: float = KEEP_S,
-    look_s: float = _POLL_S,
+    poll_s: float = _POLL_S,
 ) -> None:
-    """Look from time to time, until cancelled.
+    """Check every `poll_s` seconds until cancelled.
 
-    `forget` deletes an instance's records unless the instance is there (False): etcd decides, whatever this
-    scheduler believes. It may raise StoreUnavailable.
+    `delete_records` deletes an instance's records unless the instance exists (then it returns False): etcd
+    decides, whatever this scheduler believes. It may raise StoreUnavailable.
     """
-    orphans, unserved = Orphans(keep_s), UnservedRollouts(keep_s)
+    orphans, unserved = OrphanedRecords(keep_s), UnservedRollouts(keep_s)
     while True:
         for name in unserved.due(members, time.monotonic()) if leading.is_set() else ():
             log.warning("no front end serves %s, which has a rollout: tailrace rollout forget %s", name, name)
@@ -95,8 +97,8 @@ async def remove_orphans(
             if not leading.is_set():
                 break
             try:
-                if await forget(name):
-                    log.info("removed the drain and pool of %s, which is gone for %.0f s", name, keep_s)
+                if await delete_records(name):
+                    log.info("removed the drain and pool of %s, which has been gone for %.0f s", name, keep_s)
             except StoreUnavailable as error:
                 log.debug("records of %s: %s", name, error)
-        await asyncio.sleep(look_s)
+        await asyncio.sleep(poll_s)

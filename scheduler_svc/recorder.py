@@ -1,4 +1,4 @@
-"""Records what this scheduler's model is fed and what is decided, for one reader at a time."""
+"""Record the inputs of this scheduler's model and the decisions on them, for one reader at a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 
 import grpc
 
-from scheduler_svc.admin.errors import Refused
+from scheduler_svc.admin.errors import AdminError
 from tailrace.actions import Action, Placement
 from tailrace.control.live import LiveControl
 from tailrace.control.recording import (
@@ -22,41 +22,44 @@ from tailrace.control.recording import (
 )
 from tailrace.control.runner import PlaceQuestion, Point, Question
 
-# Not read yet. A reader that is slower than that gets no recording with a gap, but the end of it.
+# Unread bytes. A reader that is slower gets the end of the recording, not one with a gap.
 _BYTES_MAX: Final = 128 * 1024 * 1024
 
 
 class Recorder:
-    """Costs nothing while nobody records."""
+    """Record on request; costs nothing otherwise."""
 
     def __init__(self, control: LiveControl, bytes_max: int = _BYTES_MAX) -> None:
         self._control = control
         self._bytes_max = bytes_max
         self._lines: list[bytes] = []
         self._bytes = 0
-        self._more = asyncio.Event()
+        self._lines_added = asyncio.Event()
         self._recording = False
-        self._full = False
+        self._overflowed = False
 
     async def record(self, seconds: float) -> AsyncGenerator[list[bytes]]:
-        """Lines as they come, for so long. Raises Refused while there is a recording under way: to begin one,
-        the model counts anew, which another's replay would know nothing of."""
+        """Yield lines for `seconds` seconds. Raise AdminError while another recording is in progress.
+
+        Starting a recording makes the model recount its state, which a replay of another recording would not
+        know of.
+        """
         if self._recording:
-            raise Refused(grpc.StatusCode.FAILED_PRECONDITION, "a recording is under way already")
-        self._recording, self._full = True, False
+            raise AdminError(grpc.StatusCode.FAILED_PRECONDITION, "a recording is in progress already")
+        self._recording, self._overflowed = True, False
         self._lines, self._bytes = [], 0
         model, watchers = self._control.model, self._control.runner.watchers
-        # First of all watchers: the replay has the decision before any other sees it.
+        # First of all watchers: the decision is recorded before any other watcher sees it.
         lines = [encode(event) for event in self._control.state(time.monotonic())]
         model.tap = self.tap
         watchers.insert(0, self)
         try:
             yield lines
             end_s = time.monotonic() + seconds
-            while not self._full and (left_s := end_s - time.monotonic()) > 0:
+            while not self._overflowed and (left_s := end_s - time.monotonic()) > 0:
                 try:
                     async with asyncio.timeout(left_s):
-                        await self._more.wait()
+                        await self._lines_added.wait()
                 except TimeoutError:
                     break
                 yield self._take()
@@ -69,26 +72,26 @@ class Recorder:
 
     def _take(self) -> list[bytes]:
         lines, self._lines, self._bytes = self._lines, [], 0
-        self._more.clear()
+        self._lines_added.clear()
         return lines
 
     def tap(self, event: Event) -> None:
-        """Something happened."""
-        if self._full:
+        """Record an event."""
+        if self._overflowed:
             return
         if self._bytes > self._bytes_max:
-            self._full, event = True, TooMuch()
+            self._overflowed, event = True, TooMuch()
         line = encode(event)
         self._lines.append(line)
         self._bytes += len(line)
-        self._more.set()
+        self._lines_added.set()
 
     def placed(self, policy: str, question: PlaceQuestion, placement: Placement) -> None:
-        """A request was placed."""
+        """Record a placement."""
         request_id = question.arrival.request_id
         self.tap(Decided(Point.PLACE.value, policy, request_id, recorded_placement(placement)))
 
     def decided(self, policy: str, question: Question, actions: Sequence[Action] | None) -> None:
-        """Anything else was decided."""
+        """Record any other decision."""
         request_id = "" if question.request is None else question.request.request_id
         self.tap(Decided(question.point.value, policy, request_id, recorded_actions(actions)))

@@ -1,4 +1,4 @@
-"""Carries rollouts on, for as long as this scheduler leads: what is written in etcd is the whole state."""
+"""Advance rollouts while this scheduler leads; the records in etcd are the whole state."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from tailrace.store.membership import Membership, front_ends
 log = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.25
-# A request placed just before an instance began to drain shows in a report by then.
-_SETTLED_S: Final = 1.0
+# Seconds after which a request placed just before an instance began to drain appears in a report.
+_REPORT_LAG_S: Final = 1.0
 
 
 class Swap(Protocol):
-    """Writes a record in place of the one that it follows from (Settings.swap_rollout)."""
+    """Replace a rollout record by compare-and-swap (Settings.swap_rollout)."""
 
     def __call__(self, model: str, expected: RolloutRecord | None, record: RolloutRecord) -> Awaitable[None]:
-        """Raises Conflict, StoreUnavailable."""
+        """Replace `expected` by `record`. Raise Conflict or StoreUnavailable."""
 
 
 class Rollouts:
-    """Knows the facts that rollouts go by, and takes the next step of each."""
+    """Collect the facts that rollouts depend on, and take the next step of each."""
 
     def __init__(
         self,
@@ -49,16 +49,16 @@ class Rollouts:
         self._swap = swap
         self._leading = leading
         self._wall_s = wall_s
-        # Since when each instance is known to drain, by this scheduler's monotonic clock.
+        # Since when each instance has been draining, by this scheduler's monotonic clock.
         self._draining_since: dict[str, float] = {}
-        # By name, the step that each rollout waits for, and since when this scheduler has known that.
+        # The current step of each rollout by name, and since when this scheduler has known it.
         self._steps: dict[str, tuple[tuple[float, RolloutState, float], float]] = {}
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         while True:
             if not self._leading.is_set():
-                # Whoever led before measured by a clock of its own; each step has its whole time again.
+                # The previous leader measured with its own clock; each step gets its full time again.
                 self._steps.clear()
                 await self._leading.wait()
             for record in list(self._members.rollouts.values()):
@@ -67,7 +67,7 @@ class Rollouts:
             await asyncio.sleep(_POLL_S)
 
     def facts(self) -> FleetFacts:
-        """The fleet as it is now."""
+        """Return the state of the fleet now."""
         now_s = time.monotonic()
         draining = self._members.draining
         self._draining_since = {name: self._draining_since.get(name, now_s) for name in draining}
@@ -75,20 +75,20 @@ class Rollouts:
         return FleetFacts(instances, front_ends(self._members.services), self._members.rollouts)
 
     async def _step(self, record: RolloutRecord) -> None:
-        following = advance(record, self.facts(), self._wall_s(), self._waited_s(record))
+        following = advance(record, self.facts(), self._wall_s(), self._step_duration_s(record))
         if following == record:
             return
         try:
             await self._swap(record.model, record, following)
         except (Conflict, StoreUnavailable) as error:
-            # Somebody was quicker, or etcd is away: the next look decides by what is there then.
+            # Another writer was faster, or etcd is unreachable: decide again from what is there next time.
             log.debug("rollout of %s: %s", record.model, error)
             return
         if following.state is not record.state:
             log.info("rollout of %s: %s", record.model, describe(following, self.facts()))
 
-    def _waited_s(self, record: RolloutRecord) -> float:
-        """How long it has been at its present step, as far as this leader has seen."""
+    def _step_duration_s(self, record: RolloutRecord) -> float:
+        """Return for how many seconds the rollout has been at its current step, as seen by this leader."""
         now_s = time.monotonic()
         step, since_s = self._steps.get(record.model, (record.step, now_s))
         if step != record.step:
@@ -107,14 +107,14 @@ class Rollouts:
             requests=len(requests),
             moving=sum(request.migrating for request in requests),
             takes_adapters=record.takes_adapters,
-            empty=not requests and tracked is not None and self._settled(name, tracked),
+            empty=not requests and tracked is not None and self._is_drained(name, tracked),
         )
 
-    def _settled(self, name: str, tracked: ReportedInstance) -> bool:
+    def _is_drained(self, name: str, tracked: ReportedInstance) -> bool:
         since_s = self._draining_since.get(name)
         return (
             since_s is not None
-            and tracked.heard_s > since_s + _SETTLED_S
+            and tracked.heard_s > since_s + _REPORT_LAG_S
             and name not in self._members.suspects
         )
 

@@ -1,4 +1,4 @@
-"""What the scheduler writes to etcd: pools, stages, policy, SLOs, drains, rollouts; by compare-and-swap."""
+"""Write cluster settings to etcd by compare-and-swap: pools, stages, policy, SLOs, drains and rollouts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 import grpc
 import msgspec
 
-from scheduler_svc.admin.errors import Refused
+from scheduler_svc.admin.errors import AdminError
 from tailrace.cluster import Pool, Stage
 from tailrace.records import (
     PolicyRecord,
@@ -22,31 +22,31 @@ from tailrace.rollout.record import RolloutRecord
 from tailrace.slo import Slo, changed_slo
 from tailrace.store.store import Store
 
-_TRIES: Final = 5
+_ATTEMPTS: Final = 5
 
 
-class Conflict(Refused):
-    """Somebody else wrote meanwhile."""
+class Conflict(AdminError):
+    """Another writer changed the value meanwhile."""
 
     def __init__(self, what: str) -> None:
-        super().__init__(grpc.StatusCode.ABORTED, f"{what} was changed by somebody else meanwhile; try again")
+        super().__init__(grpc.StatusCode.ABORTED, f"{what} was changed concurrently; try again")
 
 
 class Settings:
-    """Every method raises StoreUnavailable."""
+    """Read and write settings. Every method raises StoreUnavailable."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     async def swap_pool(self, instance_id: str, expected: Pool | None, pool: Pool | None) -> None:
-        """Move an instance between pools if it is still where it was thought to be. Raises Conflict."""
+        """Move an instance between pools if it is still in the expected one. Raise Conflict."""
         key = f"pools/{instance_id}"
         before = None if expected is None else expected.value.encode()
         if not await self._swap(key, before, None if pool is None else pool.value.encode()):
             raise Conflict(f"the pool of {instance_id}")
 
     async def set_pool(self, instance_id: str, pool: Pool | None) -> Pool | None:
-        """Move an instance between pools, from wherever it is; where it was. Raises Conflict."""
+        """Move an instance to a pool from any other; return the previous one. Raise Conflict."""
         previous = await self._replace(f"pools/{instance_id}", None if pool is None else pool.value.encode())
         try:
             return Pool(previous.decode()) if previous else None
@@ -54,17 +54,18 @@ class Settings:
             return None
 
     async def swap_stages(self, expected: tuple[Stage, ...], stages: tuple[Stage, ...]) -> None:
-        """Replace the stages if they are still as thought. Raises Conflict."""
+        """Replace the stages if they are still the expected ones. Raise Conflict."""
         present = await self._store.get("stages")
         if _decode(present) != expected or not await self._swap("stages", present, _encode(stages)):
             raise Conflict("stages")
 
     async def set_stages(self, stages: tuple[Stage, ...]) -> None:
-        """Replace the stages. Raises Conflict."""
+        """Replace the stages. Raise Conflict."""
         await self._replace("stages", _encode(stages))
 
     async def set_policy(self, record: PolicyRecord) -> PolicyRecord | None:
-        """Set the policy and its parameters at once; those before (None: none). Raises Conflict."""
+        """Set the policy and its parameters in one step; return the previous record or None. Raise
+        Conflict."""
         previous = await self._replace("policy", encode_policy(record))
         try:
             return decode_policy(previous or b"")
@@ -72,11 +73,11 @@ class Settings:
             return None
 
     async def change_slo(self, given: Mapping[str, float]) -> tuple[Slo, Slo]:
-        """Change objectives by their names (`tailrace.slo.OBJECTIVES`); the SLOs before and now.
+        """Change objectives by name (`tailrace.slo.OBJECTIVES`); return the SLOs before and after.
 
-        Raises Conflict, ParameterError.
+        Raise Conflict or ParameterError.
         """
-        for _ in range(_TRIES):
+        for _ in range(_ATTEMPTS):
             present = await self._store.get("slo")
             before = _slo(present)
             slo = changed_slo(before, given)
@@ -85,35 +86,37 @@ class Settings:
         raise Conflict("slo")
 
     async def drain(self, instance_id: str) -> None:
-        """Place nothing new there from now on, and hand over what runs there."""
+        """Mark an instance as drained: it gets no new requests, and its own are migrated away."""
         await self._store.put(f"drains/{instance_id}", b"1")
 
     async def undrain(self, instance_id: str) -> None:
-        """Take it back."""
+        """Remove the mark of `drain`."""
         await self._store.delete(f"drains/{instance_id}")
 
     async def rollout(self, model: str) -> RolloutRecord | None:
-        """The rollout of a model, as etcd has it now. Raises Refused when it cannot be read."""
+        """Return the rollout of a model from etcd. Raise AdminError if it cannot be read."""
         return _rollout(model, await self._store.get(f"rollouts/{model}"))
 
     async def swap_rollout(
         self, model: str, expected: RolloutRecord | None, record: RolloutRecord | None
     ) -> None:
-        """Write the rollout of a model (None: remove it) if it is still as thought. Raises Conflict,
-        and Refused when what is there cannot be read."""
+        """Replace the rollout of a model (None: remove it) if it is still the expected one.
+
+        Raise Conflict, or AdminError if the present record cannot be read.
+        """
         key = f"rollouts/{model}"
         present = await self._store.get(key)
         value = None if record is None else msgspec.json.encode(record)
         if _rollout(model, present) != expected or not await self._swap(key, present, value):
             raise Conflict(f"the rollout of {model}")
 
-    async def forget(self, instance_id: str) -> bool:
-        """Delete the drain and the pool of an instance that is not there; False: it is."""
+    async def delete_orphaned_records(self, instance_id: str) -> bool:
+        """Delete the drain and the pool of an instance that does not exist; return False if it does."""
         records = [f"drains/{instance_id}", f"pools/{instance_id}"]
         return await self._store.delete_orphaned(records, f"instances/{instance_id}")
 
     async def _replace(self, key: str, value: bytes | None) -> bytes | None:
-        for _ in range(_TRIES):
+        for _ in range(_ATTEMPTS):
             present = await self._store.get(key)
             if present == value or await self._swap(key, present, value):
                 return present
@@ -129,7 +132,7 @@ def _slo(value: bytes | None) -> Slo:
     try:
         return decode_slo(value) if value else Slo()
     except msgspec.MsgspecError:
-        # What cannot be read is replaced.
+        # An unreadable value is replaced.
         return Slo()
 
 
@@ -137,8 +140,8 @@ def _rollout(model: str, value: bytes | None) -> RolloutRecord | None:
     try:
         return msgspec.json.decode(value, type=RolloutRecord) if value else None
     except msgspec.MsgspecError as error:
-        # A later version's: to write over it would send requests to another model than it says.
-        raise Refused(
+        # Probably of a later version: overwriting it would send requests to another model than it says.
+        raise AdminError(
             grpc.StatusCode.FAILED_PRECONDITION,
             f"the rollout of {model} (rollouts/{model} in etcd) cannot be read by this version: {error}; "
             "use schedulers of the version that wrote it",

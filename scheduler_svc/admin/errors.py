@@ -1,4 +1,4 @@
-"""What the admin API raises, and the status of the call that it becomes."""
+"""The error of the admin API, and how exceptions become gRPC statuses."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tailrace.v1 import admin_pb2
 
 SERVICE: Final = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
 ADMIN: Final = f"/{SERVICE.full_name}/"
-"""What the names of all methods begin with, as gRPC has them."""
+"""Prefix of the gRPC names of all methods."""
 
 
-class Refused(Exception):
-    """`details` says in one line what is wrong, and names the field where there is one."""
+class AdminError(Exception):
+    """A call that fails with a gRPC status. `details` is one line that names the field, if there is one."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
         super().__init__(details)
@@ -29,30 +29,30 @@ class Refused(Exception):
 
 
 class AdminErrors(grpc.aio.ServerInterceptor):
-    """Ends a call that raised with the status of what was raised, marked as the server's own answer."""
+    """Abort calls that raised with the matching status, marked as this server's own reply."""
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """See grpc.aio.ServerInterceptor."""
+        """Wrap the handlers of the admin API; see grpc.aio.ServerInterceptor."""
         handler = await continuation(handler_call_details)
         if handler is None or not handler_call_details.method.startswith(ADMIN):
             return handler
-        return wrap_handler(handler, _answered)
+        return wrap_handler(handler, _abort_on_error)
 
 
 @asynccontextmanager
-async def _answered(request: object, context: Context) -> AsyncIterator[None]:
+async def _abort_on_error(request: object, context: Context) -> AsyncIterator[None]:
     try:
         yield
-    except Refused as error:
+    except AdminError as error:
         await context.abort(error.code, error.details, (ANSWERED,))
     except ParameterError as error:
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error), (ANSWERED,))
     except StoreUnavailable as error:
         await context.abort(grpc.StatusCode.UNAVAILABLE, str(error), (ANSWERED,))
     except grpc.aio.AioRpcError as error:
-        # From a service that was asked in turn.
+        # From another service that this call used.
         await context.abort(error.code(), error.details() or error.code().name, (ANSWERED,))

@@ -1,4 +1,4 @@
-"""Calls of the admin API that are the leader's: a standby passes them on."""
+"""Forward the admin calls that only the leader can carry out from a standby to the leader."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import grpc
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from scheduler_svc.admin.errors import ADMIN, SERVICE, Refused
+from scheduler_svc.admin.errors import ADMIN, SERVICE, AdminError
 from tailrace.security.audit import ON_BEHALF_OF, caller_name
 from tailrace.security.handlers import Context, Handler
 from tailrace.security.roles import Role
@@ -20,12 +20,12 @@ from tailrace.service.channels import Channels
 from tailrace.store.membership import Membership
 
 RECORD_S: Final = 3_600.0
-"""Longest recording."""
+"""Longest recording, in seconds."""
 
 _WRITE_S: Final = 10.0
 _STREAM_S: Final = 1_800.0
 
-OF_LEADER: Final[Mapping[str, float]] = MappingProxyType(
+LEADER_METHODS: Final[Mapping[str, float]] = MappingProxyType(
     {
         f"{ADMIN}{method}": timeout_s
         for method, timeout_s in {
@@ -44,19 +44,19 @@ OF_LEADER: Final[Mapping[str, float]] = MappingProxyType(
         }.items()
     }
 )
-"""Methods that the leading scheduler alone carries out, with the seconds that one may take."""
+"""Methods that only the leading scheduler carries out, with their deadlines in seconds."""
 
 
 KIND: Final = "scheduler"
 FORWARDED: Final = ("tailrace-forwarded", "1")
-"""Metadata of a call that a standby passed on; it is not passed on again."""
+"""Metadata of a forwarded call, which is not forwarded again."""
 
 _Unary: TypeAlias = "Callable[[Message, Context], Awaitable[Message]]"
 _Stream: TypeAlias = "Callable[[Message, Context], AsyncGenerator[Message]]"
 
 
 class LeaderRoute:
-    """Where a call that is the leader's is to be carried out."""
+    """Decide where a call for the leader is carried out."""
 
     def __init__(
         self, service_id: str, members: Membership, channels: Channels, leading: asyncio.Event
@@ -66,15 +66,16 @@ class LeaderRoute:
         self._channels = channels
         self._leading = leading
 
-    def elsewhere(self, metadata: grpc.aio.Metadata | None) -> grpc.aio.Channel | None:
-        """The way to the leader; None: it is us. Raises Refused when nobody is known to lead."""
+    def channel_to_leader(self, metadata: grpc.aio.Metadata | None) -> grpc.aio.Channel | None:
+        """Return the channel to the leader; None if this scheduler leads. Raise AdminError if no leader is
+        known."""
         if self._leading.is_set():
             return None
         leader = self._members.leaders.get(KIND)
         forwarded = metadata is not None and FORWARDED in tuple(metadata)
         if leader is None or leader.service_id == self._service_id or forwarded:
             named = leader.service_id if leader is not None else "none"
-            raise Refused(
+            raise AdminError(
                 grpc.StatusCode.UNAVAILABLE,
                 f"scheduler {self._service_id} does not lead (leader known here: {named}); "
                 "try again in some seconds",
@@ -83,7 +84,7 @@ class LeaderRoute:
 
 
 class LeaderForwarding(grpc.aio.ServerInterceptor):
-    """Carries out the leader's methods on the leader, whichever scheduler is called."""
+    """Carry out the leader's methods on the leader, whichever scheduler is called."""
 
     def __init__(self, route: LeaderRoute) -> None:
         self._route = route
@@ -93,10 +94,10 @@ class LeaderForwarding(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """See grpc.aio.ServerInterceptor."""
+        """Wrap the handlers of LEADER_METHODS; see grpc.aio.ServerInterceptor."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or method not in OF_LEADER:
+        if handler is None or method not in LEADER_METHODS:
             return handler
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(
@@ -110,36 +111,36 @@ class LeaderForwarding(grpc.aio.ServerInterceptor):
             response_serializer=handler.response_serializer,
         )
 
-    def _unary(self, method: str, here: _Unary) -> _Unary:
+    def _unary(self, method: str, local: _Unary) -> _Unary:
         async def reply(request: Message, context: Context) -> Message:
-            leader = self._route.elsewhere(context.invocation_metadata())
+            leader = self._route.channel_to_leader(context.invocation_metadata())
             if leader is None:
-                return await here(request, context)
+                return await local(request, context)
             call = leader.unary_unary(method, _serialized, _reply_class(method).FromString)
             try:
-                return await call(request, timeout=OF_LEADER[method], metadata=_metadata(context))
+                return await call(request, timeout=LEADER_METHODS[method], metadata=_metadata(context))
             except grpc.aio.AioRpcError as error:
-                raise _refused(error) from error
+                raise _leader_error(error) from error
 
         return reply
 
-    def _stream(self, method: str, here: _Stream) -> _Stream:
+    def _stream(self, method: str, local: _Stream) -> _Stream:
         async def replies(request: Message, context: Context) -> AsyncGenerator[Message]:
-            leader = self._route.elsewhere(context.invocation_metadata())
+            leader = self._route.channel_to_leader(context.invocation_metadata())
             if leader is None:
-                async with aclosing(here(request, context)) as stream:
+                async with aclosing(local(request, context)) as stream:
                     async for reply in stream:
                         yield reply
                 return
             stub = leader.unary_stream(method, _serialized, _reply_class(method).FromString)
-            call = stub(request, timeout=OF_LEADER[method], metadata=_metadata(context))
+            call = stub(request, timeout=LEADER_METHODS[method], metadata=_metadata(context))
             try:
                 async for reply in call:
                     yield reply
             except grpc.aio.AioRpcError as error:
-                raise _refused(error) from error
+                raise _leader_error(error) from error
             finally:
-                # A caller who goes away is gone for the leader, too.
+                # Cancel the leader's call when the caller disconnects.
                 call.cancel()
 
         return replies
@@ -154,14 +155,14 @@ def _reply_class(method: str) -> type[Message]:
 
 
 def _metadata(context: Context) -> tuple[tuple[str, str], ...]:
-    """That it was passed on, and for whom, if that is known."""
-    who = caller_name(context)
-    return (FORWARDED, (ON_BEHALF_OF, who)) if who else (FORWARDED,)
+    """Return the metadata of a forwarded call: the mark, and the original caller if known."""
+    caller = caller_name(context)
+    return (FORWARDED, (ON_BEHALF_OF, caller)) if caller else (FORWARDED,)
 
 
-def _refused(error: grpc.aio.AioRpcError) -> Refused:
-    """What the leader said, or that it did not answer."""
+def _leader_error(error: grpc.aio.AioRpcError) -> AdminError:
+    """Return the leader's error, or one that says that it did not answer."""
     details = error.details() or error.code().name
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         details = f"the leading scheduler does not answer; another one leads within seconds ({details})"
-    return Refused(error.code(), details)
+    return AdminError(error.code(), details)

@@ -1,4 +1,4 @@
-"""The cluster's state as the admin API's messages."""
+"""Convert the cluster's state to the admin API's messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tailrace.v1 import admin_pb2, monitor_pb2, types_pb2
 
 
 def instance_infos(state: ReportedCluster, now_s: float) -> list[admin_pb2.InstanceInfo]:
-    """Every instance; `now_s` is the scheduler's monotonic clock."""
+    """Return all instances; `now_s` is the scheduler's monotonic clock."""
     return [_instance_info(state, name, now_s) for name in state.view().instances]
 
 
@@ -24,7 +24,7 @@ def _instance_info(state: ReportedCluster, name: str, now_s: float) -> admin_pb2
     view, tracked = state.view().instances[name], state.tracked(name)
     assert tracked is not None
     record = tracked.record
-    # Not reported yet: zeros, of capacity too.
+    # Not reported yet: all zero, including the capacity.
     load = tracked.load if tracked.load is not None else monitor_pb2.InstanceLoad()
     phases = Counter(request.phase for request in state.requests_on(name))
     return admin_pb2.InstanceInfo(
@@ -64,7 +64,7 @@ def _instance_info(state: ReportedCluster, name: str, now_s: float) -> admin_pb2
 
 
 def request_info(state: ReportedCluster, request: RequestView, wall_s: float) -> admin_pb2.RequestInfo:
-    """One request; `wall_s` is the time of day."""
+    """Return one request; `wall_s` is the time of day."""
     tracked = state.tracked(request.instance_id)
     block_tokens = tracked.block_tokens if tracked is not None else 1
     return admin_pb2.RequestInfo(
@@ -90,8 +90,10 @@ def request_info(state: ReportedCluster, request: RequestView, wall_s: float) ->
 
 
 def policy_infos(active: str, values: Mapping[str, Value]) -> list[admin_pb2.PolicyInfo]:
-    """Everything that is installed; `values`: the parameters of the active policy. One that cannot be loaded
-    is listed with the reason."""
+    """Return all installed policies; `values`: the parameters of the active one.
+
+    A policy that cannot be loaded is listed with the reason.
+    """
     infos = []
     for name in registry.names():
         info = admin_pb2.PolicyInfo(name=name, active=name == active)
@@ -112,9 +114,8 @@ def policy_infos(active: str, values: Mapping[str, Value]) -> list[admin_pb2.Pol
     return infos
 
 
-def listed(info: admin_pb2.PolicyInfo) -> bool:
-    """Return whether a policy is listed without being asked for: in force, or neither baseline nor variant.
-    Return whether a policy is listed without being asked for: in force, or neither baseline nor variant."""
+def listed_by_default(info: admin_pb2.PolicyInfo) -> bool:
+    """Return whether a policy is listed without `all`: active, or neither a baseline nor a variant."""
     return info.active or not (info.baseline_of or info.stands_for)
 
 
@@ -132,12 +133,12 @@ def _parameter(parameter: Parameter, value: Value | None) -> admin_pb2.PolicyPar
 
 
 def stage_messages(stages: tuple[Stage, ...]) -> list[types_pb2.Stage]:
-    """The stages."""
+    """Return the stages as messages."""
     return [types_pb2.Stage(lo=s.lo, hi=s.hi, instance_ids=s.instance_ids) for s in stages]
 
 
 def service_infos(members: Membership) -> list[admin_pb2.ServiceInfo]:
-    """Every service, by kind and id."""
+    """Return all services by kind and id."""
     return [
         admin_pb2.ServiceInfo(
             kind=record.kind,

@@ -1,4 +1,4 @@
-"""Calls of the admin API that another service answers: traces by monitors, measurements by workers."""
+"""Relay admin calls that another service answers: traces by monitors, profiling by workers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 import grpc
 
-from scheduler_svc.admin.errors import Refused
+from scheduler_svc.admin.errors import AdminError
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels, preferred
 from tailrace.store.membership import Membership
@@ -23,21 +23,21 @@ _DEADLINE_S: Final = 3.0
 async def fetch_trace(
     members: Membership, channels: Channels, request: admin_pb2.GetTraceRequest
 ) -> admin_pb2.GetTraceReply:
-    """From the first monitor, the leader before the others, that has it. Raises Refused."""
-    refused = Refused(grpc.StatusCode.UNAVAILABLE, "no monitor is registered")
+    """Return a trace from the first monitor that has it, the leader first. Raise AdminError."""
+    refused = AdminError(grpc.StatusCode.UNAVAILABLE, "no monitor is registered")
     for monitor in preferred(members, _KIND):
         try:
             return await MonitorStub(channels.get(monitor.address, Role.MONITOR)).GetTrace(
                 request, timeout=_DEADLINE_S
             )
         except grpc.aio.AioRpcError as error:
-            # That one monitor does not have it says more than that another does not answer.
+            # NOT_FOUND from one monitor says more than that another one cannot be reached.
             if refused.code is not grpc.StatusCode.NOT_FOUND:
-                refused = Refused(error.code(), error.details() or error.code().name)
+                refused = AdminError(error.code(), error.details() or error.code().name)
     raise refused
 
 
-# The worker's own default; what it takes besides measuring.
+# The worker's default budget, and the time that it needs besides measuring.
 _BUDGET_S: Final = 60.0
 _MARGIN_S: Final = 60.0
 
@@ -45,12 +45,12 @@ _MARGIN_S: Final = 60.0
 async def profile_events(
     members: Membership, channels: Channels, request: admin_pb2.AdminProfileRequest
 ) -> AsyncGenerator[profile_pb2.ProfileEvent]:
-    """The worker's events. Ending early ends the measuring. Raises Refused."""
+    """Yield the worker's events. Closing the generator stops the profiling. Raise AdminError."""
     record = members.instances.get(request.instance_id)
     if record is None:
-        raise Refused(grpc.StatusCode.NOT_FOUND, f"instance_id: {request.instance_id!r} is gone")
+        raise AdminError(grpc.StatusCode.NOT_FOUND, f"instance_id: {request.instance_id!r} is gone")
     if not 0.0 <= request.budget_s < math.inf:
-        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "budget_s: must be seconds; 0: the default")
+        raise AdminError(grpc.StatusCode.INVALID_ARGUMENT, "budget_s: must be seconds; 0: the default")
     call = WorkerStub(channels.get(record.address, Role.WORKER)).Profile(
         profile_pb2.ProfileRequest(force=request.force, budget_s=request.budget_s),
         timeout=(request.budget_s or _BUDGET_S) + _MARGIN_S,
@@ -61,8 +61,8 @@ async def profile_events(
     except grpc.aio.AioRpcError as error:
         code, details = error.code(), error.details() or error.code().name
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-            # To the caller that would be the scheduler, which is there.
+            # UNAVAILABLE would tell the caller that the scheduler cannot be reached.
             code, details = grpc.StatusCode.ABORTED, f"{request.instance_id} does not answer: {details}"
-        raise Refused(code, details) from error
+        raise AdminError(code, details) from error
     finally:
         call.cancel()

@@ -1,4 +1,4 @@
-"""What operators ask of rollouts, and what they are told."""
+"""The admin API's calls about rollouts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 
 import grpc
 
-from scheduler_svc.admin.errors import Refused
+from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.rollouts import Rollouts
 from scheduler_svc.settings import Settings
 from tailrace.model_identity import covers, fingerprint, text_of
@@ -32,13 +32,13 @@ _STATES: Final = {
     RolloutState.DONE: admin_pb2.ROLLOUT_STATE_DONE,
     RolloutState.FAILED: admin_pb2.ROLLOUT_STATE_FAILED,
 }
-# Between two looks of a caller who watches.
+# Seconds between two checks for a watching caller.
 _POLL_S: Final = 0.2
-_PREPARE_MOST_S: Final = 3_600.0
+_PREPARE_MAX_S: Final = 3_600.0
 
 
 class RolloutCalls:
-    """Of the leader, but for `models`."""
+    """Implement the calls. All but `models` run on the leader."""
 
     def __init__(self, rollouts: Rollouts, members: Membership, settings: Settings) -> None:
         self._rollouts = rollouts
@@ -46,7 +46,8 @@ class RolloutCalls:
         self._settings = settings
 
     async def begin(self, request: admin_pb2.RolloutRequest) -> admin_pb2.RolloutInfo:
-        """Begin, or change nothing of what is under way. Raises Refused, StoreUnavailable."""
+        """Begin a rollout; one in progress with the same goal stays as it is. Raise AdminError or
+        StoreUnavailable."""
         _check("model", request.model)
         _check("to", request.to)
         prepare_s = _prepare_s(request.prepare_s)
@@ -59,7 +60,7 @@ class RolloutCalls:
         return await self._write(present, record, facts)
 
     async def undo(self, request: admin_pb2.UndoRolloutRequest) -> admin_pb2.RolloutInfo:
-        """Take the last one back. Raises Refused, StoreUnavailable."""
+        """Roll the last one back. Raise AdminError or StoreUnavailable."""
         _check("model", request.model)
         prepare_s = _prepare_s(request.prepare_s)
         present = await self._settings.rollout(request.model)
@@ -69,7 +70,7 @@ class RolloutCalls:
         return await self._write(present, record, facts)
 
     async def forget(self, model: str) -> None:
-        """Remove its record. Raises Refused, StoreUnavailable."""
+        """Remove a rollout's record. Raise AdminError or StoreUnavailable."""
         _check("model", model)
         present = await self._settings.rollout(model)
         with _refusals():
@@ -77,37 +78,44 @@ class RolloutCalls:
         await self._settings.swap_rollout(model, present, None)
 
     async def events(self, request: admin_pb2.WatchRolloutRequest) -> AsyncGenerator[admin_pb2.RolloutEvent]:
-        """How far it is, at each change, the last one when it is over. Raises Refused."""
+        """Yield the progress at each change, the last event when the rollout is over. Raise AdminError."""
         _check("model", request.model)
-        told: RolloutRecord | None = None
-        said = ""
-        while told is None or told.under_way:
-            record = self._watched(request, seen=told is not None)
+        sent_record: RolloutRecord | None = None
+        sent_message = ""
+        while sent_record is None or sent_record.under_way:
+            record = self._current_rollout(request, found_before=sent_record is not None)
             if record is not None:
                 message = describe(record, self._rollouts.facts())
-                if (record, message) != (told, said):
-                    told, said = record, message
+                if (record, message) != (sent_record, sent_message):
+                    sent_record, sent_message = record, message
                     yield admin_pb2.RolloutEvent(rollout=_info(record, message), done=not record.under_way)
                 if not record.under_way:
                     return
             await asyncio.sleep(_POLL_S)
 
-    def _watched(self, request: admin_pb2.WatchRolloutRequest, seen: bool) -> RolloutRecord | None:
-        """None: etcd's watch has not told of it yet; `seen`: it has. Raises Refused."""
+    def _current_rollout(
+        self, request: admin_pb2.WatchRolloutRequest, found_before: bool
+    ) -> RolloutRecord | None:
+        """Return the rollout, or None while etcd's watch has not delivered it.
+
+        `found_before`: it has been delivered before. Raise AdminError.
+        """
         record = self._members.rollouts.get(request.model)
         if record is None and not request.begun_s:
-            raise Refused(grpc.StatusCode.NOT_FOUND, f"there is no rollout of {request.model}")
-        if record is None and seen:
-            raise Refused(grpc.StatusCode.ABORTED, f"the rollout of {request.model} was removed meanwhile")
-        # Clocks of two leaders may differ: another one can have begun earlier.
-        if record is None or (record.begun_s < request.begun_s and not seen):
+            raise AdminError(grpc.StatusCode.NOT_FOUND, f"there is no rollout of {request.model}")
+        if record is None and found_before:
+            raise AdminError(grpc.StatusCode.ABORTED, f"the rollout of {request.model} was removed meanwhile")
+        # The clocks of two leaders may differ: a rollout of the other one may have begun earlier.
+        if record is None or (record.begun_s < request.begun_s and not found_before):
             return None
         if request.begun_s and record.begun_s != request.begun_s:
-            raise Refused(grpc.StatusCode.ABORTED, f"another rollout of {request.model} has begun meanwhile")
+            raise AdminError(
+                grpc.StatusCode.ABORTED, f"another rollout of {request.model} has begun meanwhile"
+            )
         return record
 
     def models(self) -> list[admin_pb2.ModelInfo]:
-        """Every name that a front end serves, or that has a rollout."""
+        """Return every name that a front end serves or that has a rollout."""
         facts = self._rollouts.facts()
         names = {front.name for front in facts.frontends.values() if front.name}
         rollouts = self._members.rollouts
@@ -128,7 +136,7 @@ def _refusals() -> Iterator[None]:
     try:
         yield
     except RolloutRefused as refused:
-        raise Refused(_CODES[refused.problem], str(refused)) from refused
+        raise AdminError(_CODES[refused.problem], str(refused)) from refused
 
 
 def _model(name: str, facts: FleetFacts, rollout: RolloutRecord | None) -> admin_pb2.ModelInfo:
@@ -143,7 +151,7 @@ def _model(name: str, facts: FleetFacts, rollout: RolloutRecord | None) -> admin
         for instance in facts.instances.values()
         if instance.key and (taken(instance.key) or (rollout is not None and rollout.has_model(instance.key)))
     }
-    # What could be rolled out: front ends can speak to it.
+    # Candidates for a rollout: models with the front ends' tokenizer.
     keys |= {
         instance.key
         for instance in facts.instances.values()
@@ -189,10 +197,10 @@ def _info(record: RolloutRecord, message: str) -> admin_pb2.RolloutInfo:
 
 def _check(field: str, value: str) -> None:
     if not value:
-        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: must not be empty")
+        raise AdminError(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: must not be empty")
 
 
 def _prepare_s(given: float) -> float:
-    if not 0 <= given <= _PREPARE_MOST_S:
-        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"prepare_s: from 0 to {_PREPARE_MOST_S:.0f}")
+    if not 0 <= given <= _PREPARE_MAX_S:
+        raise AdminError(grpc.StatusCode.INVALID_ARGUMENT, f"prepare_s: from 0 to {_PREPARE_MAX_S:.0f}")
     return given or PREPARE_S

@@ -1,6 +1,6 @@
-"""The Admin service, as the leader carries it out.
+"""Implement the Admin service.
 
-Calls that are the leader's alone come here on the leader alone (`forward.py`); what is raised becomes the
+Calls that only the leader may carry out arrive here on the leader only (`forward.py`); exceptions become the
 call's status (`errors.py`).
 """
 
@@ -14,7 +14,7 @@ from typing import Final
 import grpc
 
 from scheduler_svc.admin import listing
-from scheduler_svc.admin.errors import Refused
+from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.admin.forward import RECORD_S
 from scheduler_svc.admin.relay import fetch_trace, profile_events
 from scheduler_svc.admin.rollout_calls import RolloutCalls
@@ -23,11 +23,11 @@ from scheduler_svc.admin.validation import (
     check_drained,
     check_instance,
     find_request,
-    parameter_words,
+    format_parameters,
     policy_record,
     read_stages,
 )
-from scheduler_svc.drainer import progress
+from scheduler_svc.drainer import drain_events
 from scheduler_svc.migrations import Migrations, MigrationStarter
 from scheduler_svc.recorder import Recorder
 from scheduler_svc.settings import Settings
@@ -40,11 +40,11 @@ from tailrace.slo import Slo
 from tailrace.store.membership import Membership
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, profile_pb2, types_pb2, worker_pb2
 
-_OPERATOR: Final = "operator"
+OPERATOR: Final = "operator"
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):
-    """Each method checks, does, and tells."""
+    """Check each request, carry it out, and reply."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         active: ActivePolicy,
         follow: Callable[[PolicyRecord | None, Slo], None],
         settings: Settings,
-        mover: MigrationStarter,
+        migration_starter: MigrationStarter,
         migrations: Migrations,
         recorder: Recorder,
         shadowing: Shadowing,
@@ -66,7 +66,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         self._active = active
         self._follow = follow
         self._settings = settings
-        self._mover = mover
+        self._migration_starter = migration_starter
         self._migrations = migrations
         self._recorder = recorder
         self._shadowing = shadowing
@@ -79,7 +79,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.ListInstancesRequest,
         context: grpc.aio.ServicerContext[admin_pb2.ListInstancesRequest, admin_pb2.ListInstancesReply],
     ) -> admin_pb2.ListInstancesReply:
-        """In id order."""
+        """List instances in id order."""
         return admin_pb2.ListInstancesReply(instances=listing.instance_infos(self._state, time.monotonic()))
 
     async def ListRequests(
@@ -87,7 +87,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.ListRequestsRequest,
         context: grpc.aio.ServicerContext[admin_pb2.ListRequestsRequest, admin_pb2.ListRequestsReply],
     ) -> admin_pb2.ListRequestsReply:
-        """All, or those of one instance (NOT_FOUND when there is no such)."""
+        """List all requests, or those of one instance (NOT_FOUND if it does not exist)."""
         if request.instance_id:
             check_instance(self._state, "instance_id", request.instance_id)
             requests = self._state.requests_on(request.instance_id)
@@ -104,7 +104,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             migration_pb2.ListMigrationsRequest, migration_pb2.ListMigrationsReply
         ],
     ) -> migration_pb2.ListMigrationsReply:
-        """Latest first, from the migration service."""
+        """List migrations, latest first, from the migration service."""
         return await self._migrations.recent(request)
 
     async def ListPolicies(
@@ -112,9 +112,9 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.ListPoliciesRequest,
         context: grpc.aio.ServicerContext[admin_pb2.ListPoliciesRequest, admin_pb2.ListPoliciesReply],
     ) -> admin_pb2.ListPoliciesReply:
-        """Installed ones; without `all` neither mere baselines nor variants."""
+        """List installed policies; without `all` neither baselines nor variants."""
         infos = listing.policy_infos(self._active.name, self._active.values)
-        wanted = [info for info in infos if request.all or listing.listed(info)]
+        wanted = [info for info in infos if request.all or listing.listed_by_default(info)]
         return admin_pb2.ListPoliciesReply(policies=wanted)
 
     async def ListStages(
@@ -122,7 +122,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.ListStagesRequest,
         context: grpc.aio.ServicerContext[admin_pb2.ListStagesRequest, admin_pb2.ListStagesReply],
     ) -> admin_pb2.ListStagesReply:
-        """In order of length."""
+        """List stages in order of length."""
         return admin_pb2.ListStagesReply(stages=listing.stage_messages(self._state.view().stages))
 
     async def ListServices(
@@ -130,7 +130,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.ListServicesRequest,
         context: grpc.aio.ServicerContext[admin_pb2.ListServicesRequest, admin_pb2.ListServicesReply],
     ) -> admin_pb2.ListServicesReply:
-        """By kind and id."""
+        """List services by kind and id."""
         return admin_pb2.ListServicesReply(services=listing.service_infos(self._members))
 
     async def GetTrace(
@@ -138,7 +138,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.GetTraceRequest,
         context: grpc.aio.ServicerContext[admin_pb2.GetTraceRequest, admin_pb2.GetTraceReply],
     ) -> admin_pb2.GetTraceReply:
-        """From the monitor's trace store."""
+        """Fetch a trace from the monitors' store."""
         return await fetch_trace(self._members, self._channels, request)
 
     async def ListProfiles(
@@ -146,7 +146,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.ListProfilesRequest,
         context: grpc.aio.ServicerContext[admin_pb2.ListProfilesRequest, admin_pb2.ListProfilesReply],
     ) -> admin_pb2.ListProfilesReply:
-        """By kind."""
+        """List profiles by kind."""
         records = [record for _, record in sorted(self._members.profiles.items())]
         return admin_pb2.ListProfilesReply(profiles=map(profile_message, records))
 
@@ -155,9 +155,9 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.RecordRequest,
         context: grpc.aio.ServicerContext[admin_pb2.RecordRequest, admin_pb2.RecordedLines],
     ) -> AsyncIterator[admin_pb2.RecordedLines]:
-        """Of the leader; a caller who goes away ends it."""
+        """Record on the leader; ends when the caller disconnects."""
         if not 0 < request.seconds <= RECORD_S:
-            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"seconds: from 0 to {RECORD_S:.0f}")
+            raise AdminError(grpc.StatusCode.INVALID_ARGUMENT, f"seconds: from 0 to {RECORD_S:.0f}")
         async with aclosing(self._recorder.record(request.seconds)) as recording:
             async for lines in recording:
                 yield admin_pb2.RecordedLines(lines=lines)
@@ -167,7 +167,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.GetShadowRequest,
         context: grpc.aio.ServicerContext[admin_pb2.GetShadowRequest, admin_pb2.Shadow],
     ) -> admin_pb2.Shadow:
-        """The leader's."""
+        """Return the leader's shadow policy."""
         return self._shadowing.message()
 
     async def ListModels(
@@ -175,7 +175,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.ListModelsRequest,
         context: grpc.aio.ServicerContext[admin_pb2.ListModelsRequest, admin_pb2.ListModelsReply],
     ) -> admin_pb2.ListModelsReply:
-        """By the name that users call them."""
+        """List models by their public name."""
         return admin_pb2.ListModelsReply(models=self._rollouts.models())
 
     async def WatchRollout(
@@ -183,7 +183,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.WatchRolloutRequest,
         context: grpc.aio.ServicerContext[admin_pb2.WatchRolloutRequest, admin_pb2.RolloutEvent],
     ) -> AsyncIterator[admin_pb2.RolloutEvent]:
-        """Until it is over; a caller who goes away does not end it."""
+        """Stream a rollout's progress; disconnecting does not end the rollout."""
         async with aclosing(self._rollouts.events(request)) as events:
             async for event in events:
                 yield event
@@ -195,7 +195,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.SetShadowRequest,
         context: grpc.aio.ServicerContext[admin_pb2.SetShadowRequest, admin_pb2.SetShadowReply],
     ) -> admin_pb2.SetShadowReply:
-        """On the leader, until it ends or leads no more."""
+        """Set the shadow policy on the leader; it ends with the leadership."""
         previous = self._shadowing.set(request)
         return admin_pb2.SetShadowReply(previous=previous)
 
@@ -204,12 +204,12 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.SetPolicyRequest,
         context: grpc.aio.ServicerContext[admin_pb2.SetPolicyRequest, admin_pb2.SetPolicyReply],
     ) -> admin_pb2.SetPolicyReply:
-        """Takes effect here at once, on other schedulers with etcd's next word."""
+        """Set the policy: immediately here, on other schedulers once etcd's watch delivers it."""
         record, default = policy_record(request, self._active.slo), self._active.record
         previous = await self._settings.set_policy(record) or default
         self._follow(record, self._active.slo)
         return admin_pb2.SetPolicyReply(
-            previous=previous.name, previous_parameters=parameter_words(previous.parameters)
+            previous=previous.name, previous_parameters=format_parameters(previous.parameters)
         )
 
     async def GetSlo(
@@ -217,7 +217,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.GetSloRequest,
         context: grpc.aio.ServicerContext[admin_pb2.GetSloRequest, admin_pb2.GetSloReply],
     ) -> admin_pb2.GetSloReply:
-        """The objectives that are in force."""
+        """Return the SLOs in force."""
         return admin_pb2.GetSloReply(slo=slo_message(self._active.slo))
 
     async def SetSlo(
@@ -225,7 +225,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.SetSloRequest,
         context: grpc.aio.ServicerContext[admin_pb2.SetSloRequest, admin_pb2.SetSloReply],
     ) -> admin_pb2.SetSloReply:
-        """Takes effect here at once, elsewhere with etcd's next word."""
+        """Change SLOs: immediately here, on other schedulers once etcd's watch delivers them."""
         previous, slo = await self._settings.change_slo(given_objectives(request.slo))
         self._follow(self._active.record, slo)
         return admin_pb2.SetSloReply(slo=slo_message(slo), previous=slo_message(previous))
@@ -235,13 +235,13 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.SetPoolRequest,
         context: grpc.aio.ServicerContext[admin_pb2.SetPoolRequest, admin_pb2.SetPoolReply],
     ) -> admin_pb2.SetPoolReply:
-        """UNSPECIFIED takes the instance out of all pools."""
-        # What is left of an instance that is gone may be removed.
-        taken_out = request.pool == types_pb2.POOL_UNSPECIFIED
-        if not (taken_out and request.instance_id in self._members.pools):
+        """Move an instance to a pool; UNSPECIFIED removes it from all."""
+        # The pool record of an instance that is gone may be removed.
+        removes = request.pool == types_pb2.POOL_UNSPECIFIED
+        if not (removes and request.instance_id in self._members.pools):
             check_instance(self._state, "instance_id", request.instance_id)
         if request.pool != types_pb2.POOL_UNSPECIFIED and request.pool not in POOLS:
-            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"pool: there is no pool {request.pool}")
+            raise AdminError(grpc.StatusCode.INVALID_ARGUMENT, f"pool: there is no pool {request.pool}")
         previous = await self._settings.set_pool(request.instance_id, POOLS.get(request.pool))
         return admin_pb2.SetPoolReply(previous=pool_number(previous))
 
@@ -250,7 +250,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.SetStagesRequest,
         context: grpc.aio.ServicerContext[admin_pb2.SetStagesRequest, admin_pb2.SetStagesReply],
     ) -> admin_pb2.SetStagesReply:
-        """Replaces all."""
+        """Replace all stages."""
         await self._settings.set_stages(read_stages(self._state, request.stages))
         return admin_pb2.SetStagesReply()
 
@@ -259,14 +259,14 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.AdminMigrateRequest,
         context: grpc.aio.ServicerContext[admin_pb2.AdminMigrateRequest, migration_pb2.MigrationRecord],
     ) -> AsyncIterator[migration_pb2.MigrationRecord]:
-        """Records until it is over; a caller who goes away does not end it."""
+        """Migrate a request and stream its records; disconnecting does not abort the migration."""
         found = find_request(self._state, request.request_id)
         check_instance(self._state, "target_instance_id", request.target_instance_id)
-        records = self._mover.move(
+        records = self._migration_starter.move(
             found,
             request.target_instance_id,
-            request.reason or _OPERATOR,
-            _OPERATOR,
+            request.reason or OPERATOR,
+            OPERATOR,
             request.mode or worker_pb2.COPY_MODE_PRE_COPY,
         )
         async for record in records:
@@ -277,7 +277,8 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.AdminProfileRequest,
         context: grpc.aio.ServicerContext[admin_pb2.AdminProfileRequest, profile_pb2.ProfileEvent],
     ) -> AsyncIterator[profile_pb2.ProfileEvent]:
-        """Any scheduler passes it to the worker, which writes to etcd; a caller who goes away ends it."""
+        """Profile an instance; any scheduler relays the call to the worker. Ends when the caller
+        disconnects."""
         check_instance(self._state, "instance_id", request.instance_id)
         async for event in profile_events(self._members, self._channels, request):
             yield event
@@ -287,7 +288,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.DrainRequest,
         context: grpc.aio.ServicerContext[admin_pb2.DrainRequest, admin_pb2.DrainEvent],
     ) -> AsyncIterator[admin_pb2.DrainEvent]:
-        """Progress until the instance is empty; a caller who goes away does not end the draining."""
+        """Drain an instance and stream the progress; disconnecting does not stop the draining."""
         if request.undrain:
             check_drained(self._state, self._members.drained, request.instance_id)
             await self._settings.undrain(request.instance_id)
@@ -295,7 +296,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             return
         check_instance(self._state, "instance_id", request.instance_id)
         await self._settings.drain(request.instance_id)
-        async for event in progress(self._state, request.instance_id):
+        async for event in drain_events(self._state, request.instance_id):
             yield event
 
     async def Rollout(
@@ -303,7 +304,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.RolloutRequest,
         context: grpc.aio.ServicerContext[admin_pb2.RolloutRequest, admin_pb2.RolloutInfo],
     ) -> admin_pb2.RolloutInfo:
-        """Begins; what follows the leading scheduler does by itself."""
+        """Begin a rollout, which the leader then advances by itself."""
         return await self._rollouts.begin(request)
 
     async def UndoRollout(
@@ -311,7 +312,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.UndoRolloutRequest,
         context: grpc.aio.ServicerContext[admin_pb2.UndoRolloutRequest, admin_pb2.RolloutInfo],
     ) -> admin_pb2.RolloutInfo:
-        """The same the other way round."""
+        """Begin a rollout back to the previous model."""
         return await self._rollouts.undo(request)
 
     async def ForgetRollout(
@@ -319,6 +320,6 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.ForgetRolloutRequest,
         context: grpc.aio.ServicerContext[admin_pb2.ForgetRolloutRequest, admin_pb2.ForgetRolloutReply],
     ) -> admin_pb2.ForgetRolloutReply:
-        """Only of one that is over, and where front ends go on as they do."""
+        """Remove the record of a finished rollout, if the front ends' behaviour does not change with it."""
         await self._rollouts.forget(request.model)
         return admin_pb2.ForgetRolloutReply()

@@ -1,8 +1,8 @@
-"""The shadow policy, as the admin API sets and shows it."""
+"""The admin API's calls about the shadow policy."""
 
 from __future__ import annotations
 
-from scheduler_svc.admin.validation import parameter_words, policy_record
+from scheduler_svc.admin.validation import format_parameters, policy_record
 from scheduler_svc.metrics import SchedulerMetrics
 from tailrace.control.live import LiveControl
 from tailrace.control.runner import Point
@@ -11,19 +11,22 @@ from tailrace.v1 import admin_pb2
 
 
 class Shadowing:
-    """Of this scheduler alone: it ends with it, and with its leading."""
+    """Set and report this scheduler's shadow policy; it ends with the scheduler's leadership."""
 
     def __init__(self, control: LiveControl, metrics: SchedulerMetrics) -> None:
         self._control = control
         self._metrics = metrics
 
     def set(self, request: admin_pb2.SetShadowRequest) -> str:
-        """The name of the one before; "": there was none. Raises Refused."""
+        """Replace the shadow policy; return the name of the previous one, "" if there was none. Raise
+        AdminError."""
         before = self._control.shadow
         shadow: Shadow | None = None
         if request.name:
-            asked = admin_pb2.SetPolicyRequest(name=request.name, parameters=dict(request.parameters))
-            record = policy_record(asked, self._control.active.slo)
+            policy_request = admin_pb2.SetPolicyRequest(
+                name=request.name, parameters=dict(request.parameters)
+            )
+            record = policy_record(policy_request, self._control.active.slo)
             name = record.name
 
             def count(compared: Compared) -> None:
@@ -35,14 +38,14 @@ class Shadowing:
         return "" if before is None else before.active.name
 
     def message(self) -> admin_pb2.Shadow:
-        """What there is, with its counts."""
+        """Return the shadow policy with its counts."""
         shadow = self._control.shadow
         if shadow is None:
             return admin_pb2.Shadow(policy=self._control.active.name)
         counts = shadow.counts
         return admin_pb2.Shadow(
             name=shadow.active.name,
-            parameters=parameter_words(shadow.active.record.parameters),
+            parameters=format_parameters(shadow.active.record.parameters),
             policy=self._control.active.name,
             counts=[
                 admin_pb2.ShadowCount(

@@ -1,4 +1,4 @@
-"""What an operator names and sets, checked."""
+"""Validate what operators name and set."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 import grpc
 
-from scheduler_svc.admin.errors import Refused
+from scheduler_svc.admin.errors import AdminError
 from tailrace.cluster import RequestView, Stage
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.policy.parameters import ParameterError, Value, format_value
@@ -16,26 +16,26 @@ from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
 from tailrace.v1 import admin_pb2, types_pb2
 
-_SHOWN: Final = 3
+_IDS_SHOWN: Final = 3
 
 
 def find_request(state: ReportedCluster, text: str) -> RequestView:
-    """The one running request with this id, or the only one whose id has this part.
+    """Return the running request with this id, or the only one whose id contains the text.
 
-    Raises Refused: INVALID_ARGUMENT for an empty or ambiguous text, NOT_FOUND.
+    Raise AdminError: INVALID_ARGUMENT for an empty or ambiguous text, NOT_FOUND.
     """
     if not text:
-        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "request_id: must not be empty")
+        raise AdminError(grpc.StatusCode.INVALID_ARGUMENT, "request_id: must not be empty")
     exact = state.request(text)
     if exact is not None:
         return exact
     matches = sorted((r for r in state.requests() if text in r.request_id), key=lambda r: r.request_id)
     if not matches:
-        raise Refused(grpc.StatusCode.NOT_FOUND, f"request_id: no running request {text!r}")
+        raise AdminError(grpc.StatusCode.NOT_FOUND, f"request_id: no running request {text!r}")
     if len(matches) > 1:
-        more = f" and {len(matches) - _SHOWN} more" if len(matches) > _SHOWN else ""
-        shown = ", ".join(r.request_id for r in matches[:_SHOWN])
-        raise Refused(
+        more = f" and {len(matches) - _IDS_SHOWN} more" if len(matches) > _IDS_SHOWN else ""
+        shown = ", ".join(r.request_id for r in matches[:_IDS_SHOWN])
+        raise AdminError(
             grpc.StatusCode.INVALID_ARGUMENT,
             f"request_id: {text!r} is part of several request ids: {shown}{more}",
         )
@@ -43,51 +43,53 @@ def find_request(state: ReportedCluster, text: str) -> RequestView:
 
 
 def check_instance(state: ReportedCluster, field: str, instance_id: str) -> None:
-    """Whether there is such an instance. Raises Refused: INVALID_ARGUMENT, NOT_FOUND."""
+    """Check that the instance exists. Raise AdminError: INVALID_ARGUMENT or NOT_FOUND."""
     if not instance_id:
-        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: must not be empty")
+        raise AdminError(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: must not be empty")
     if state.tracked(instance_id) is None:
         known = ", ".join(state.view().instances) or "none"
-        raise Refused(grpc.StatusCode.NOT_FOUND, f"{field}: no instance {instance_id!r}; there are: {known}")
+        raise AdminError(
+            grpc.StatusCode.NOT_FOUND, f"{field}: no instance {instance_id!r}; there are: {known}"
+        )
 
 
 def check_drained(state: ReportedCluster, drained: Collection[str], instance_id: str) -> None:
-    """Whether there is such an instance, or a drain of one that is gone. Raises Refused as check_instance."""
+    """Check that the instance exists, or that a drain of it is left. Raise AdminError as check_instance
+    does."""
     if instance_id in drained:
         return
     try:
         check_instance(state, "instance_id", instance_id)
-    except Refused as error:
+    except AdminError as error:
         named = ", ".join(sorted(drained)) or "none"
-        raise Refused(error.code, f"{error.details}; drained: {named}") from error
+        raise AdminError(error.code, f"{error.details}; drained: {named}") from error
 
 
 def policy_record(request: admin_pb2.SetPolicyRequest, slo: Slo) -> PolicyRecord:
-    """What is to be stored: a policy that can be had, with the given parameters in their types.
-
-    Raises Refused.
-    """
+    """Return the record to store: an installed policy with its parameters as typed values. Raise
+    AdminError."""
     try:
         load(request.name, parameters=dict(request.parameters), slo=slo)
         values = all_parameters(request.name, dict(request.parameters))
     except UnknownPolicyError as error:
-        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"name: {error}") from error
+        raise AdminError(grpc.StatusCode.INVALID_ARGUMENT, f"name: {error}") from error
     except UnusablePolicyError as error:
-        raise Refused(grpc.StatusCode.FAILED_PRECONDITION, f"name: {error}") from error
+        raise AdminError(grpc.StatusCode.FAILED_PRECONDITION, f"name: {error}") from error
     except ParameterError as error:
-        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"parameters: {error}") from error
+        raise AdminError(grpc.StatusCode.INVALID_ARGUMENT, f"parameters: {error}") from error
     return PolicyRecord(name=request.name, parameters={name: values[name] for name in request.parameters})
 
 
-def parameter_words(parameters: Mapping[str, Value]) -> dict[str, str]:
-    """As a user types them."""
+def format_parameters(parameters: Mapping[str, Value]) -> dict[str, str]:
+    """Return the parameters as a user types them."""
     return {name: format_value(value) for name, value in parameters.items()}
 
 
 def read_stages(state: ReportedCluster, messages: Sequence[types_pb2.Stage]) -> tuple[Stage, ...]:
-    """Ranges that follow each other without overlap, each with known instances; [] takes stages away.
+    """Return the stages; ranges must ascend without overlap, each with known instances. [] removes all
+    stages.
 
-    Raises Refused, naming the field.
+    Raise AdminError that names the field.
     """
     stages: list[Stage] = []
     for number, message in enumerate(messages):
@@ -106,5 +108,5 @@ def read_stages(state: ReportedCluster, messages: Sequence[types_pb2.Stage]) -> 
     return tuple(stages)
 
 
-def _invalid(details: str) -> Refused:
-    return Refused(grpc.StatusCode.INVALID_ARGUMENT, details)
+def _invalid(details: str) -> AdminError:
+    return AdminError(grpc.StatusCode.INVALID_ARGUMENT, details)

@@ -28,7 +28,7 @@ from simulator.cli.options import (
 )
 from simulator.comparison import BETTER, Cell, Comparison, Group, Plan, compare, stretches_s
 from simulator.report.side_by_side import comparison_report
-from simulator.report.words import parameter_words
+from simulator.report.words import format_parameters
 from simulator.workloads.resolve import WorkloadOptions, resolve_workload
 from tailrace.cli.errors import UsageProblem
 from tailrace.cli.output import Output, console, note, output_option, print_figures, print_json
@@ -135,7 +135,7 @@ def compare_command(
                 click.echo()
             for name in policies:
                 if plan.parameters[name]:
-                    click.echo(f"{name}: {parameter_words(plan.parameters[name])}")
+                    click.echo(f"{name}: {format_parameters(plan.parameters[name])}")
             click.echo(f"SLO: {plan.slo.words()}; seeds: {seeds}; ± half of a 95% interval (Student's t)")
             click.echo("*: the best mean; =: cannot be told from it, seed by seed")
 
@@ -215,7 +215,7 @@ def _csv(comparison: Comparison) -> str:
             "workload": group.workload,
             "asked_rate_per_s": group.rate,
             "policy": cell.policy,
-            "parameters": parameter_words(cell.outcomes[0].scenario.parameters),
+            "parameters": format_parameters(cell.outcomes[0].scenario.parameters),
             "seed": seed,
             **plain(outcome.figures.as_dict()),
         }

@@ -26,7 +26,7 @@ from simulator.cli.options import (
     write_report,
 )
 from simulator.report.run import run_report
-from simulator.report.words import parameter_words
+from simulator.report.words import format_parameters
 from simulator.scenario import Outcome, Scenario, run_scenario
 from simulator.summary import summary_rows
 from simulator.workloads.resolve import WorkloadOptions
@@ -116,7 +116,7 @@ def simulate_command(
 
 
 def _called(scenario: Scenario) -> str:
-    given = parameter_words(scenario.parameters)
+    given = format_parameters(scenario.parameters)
     return f"{scenario.policy} ({given})" if given else scenario.policy
 
 
@@ -148,7 +148,7 @@ def _plain(outcome: Outcome) -> dict[str, JsonValue]:
 def _csv(outcome: Outcome) -> str:
     text = io.StringIO()
     figures = plain(outcome.figures.as_dict())
-    given = parameter_words(outcome.scenario.parameters)
+    given = format_parameters(outcome.scenario.parameters)
     columns = {
         "policy": outcome.scenario.policy,
         "parameters": given,

@@ -24,7 +24,7 @@ def setup_rows(scenario: Scenario) -> list[tuple[str, str]]:
     share = setup.prefill_share
     rows = [
         ("Policy", scenario.policy),
-        ("Parameters", parameter_words(scenario.parameters) or "defaults"),
+        ("Parameters", format_parameters(scenario.parameters) or "defaults"),
         ("Order inside an instance", setup.intra_name),
         ("Pools at the start", "none" if share is None else f"{share:.0%} of the instances prefill"),
         ("A migration's target is full", setup.migration.when_full.value),
@@ -36,6 +36,6 @@ def setup_rows(scenario: Scenario) -> list[tuple[str, str]]:
     return rows
 
 
-def parameter_words(parameters: Iterable[tuple[str, Value]]) -> str:
+def format_parameters(parameters: Iterable[tuple[str, Value]]) -> str:
     """As `--set` takes them."""
     return ", ".join(f"{name}={format_value(value)}" for name, value in parameters)

@@ -81,7 +81,7 @@ class _Events:
 
 
 class _NoMetrics:
-    def took(self, point: Point, seconds: float) -> None:
+    def observe_duration(self, point: Point, seconds: float) -> None:
         """Of no interest."""
 
     def failed(self, policy: str, point: Point) -> None:

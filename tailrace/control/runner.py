@@ -300,7 +300,7 @@ class PolicyRunner:
 class CallMetrics(Protocol):
     """Counts calls of policies."""
 
-    def took(self, point: Point, seconds: float) -> None: ...
+    def observe_duration(self, point: Point, seconds: float) -> None: ...
     def failed(self, policy: str, point: Point) -> None: ...
 
 
@@ -328,7 +328,7 @@ class GuardedCalls:
                 return placement
             log.error("policy %s placed on %s, which it must not", deciding.name, placement.instance_id)
         finally:
-            self._metrics.took(Point.PLACE, time.perf_counter() - began_s)
+            self._metrics.observe_duration(Point.PLACE, time.perf_counter() - began_s)
         self._metrics.failed(deciding.name, Point.PLACE)
         return question.put_to(self._stand_in)
 
@@ -342,7 +342,7 @@ class GuardedCalls:
             self._metrics.failed(deciding.name, question.point)
             return None
         finally:
-            self._metrics.took(question.point, time.perf_counter() - began_s)
+            self._metrics.observe_duration(question.point, time.perf_counter() - began_s)
 
 
 def may_place(view: ClusterView, arrival: Arrival, instance_id: str) -> bool:

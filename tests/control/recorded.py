@@ -32,7 +32,7 @@ POOLS = {"a": Pool.PREFILL, "b": Pool.DECODE, "c": Pool.DECODE, "d": Pool.PREFIL
 class NoMetrics:
     """Counts nothing."""
 
-    def took(self, point: Point, seconds: float) -> None:
+    def observe_duration(self, point: Point, seconds: float) -> None:
         """Of no interest."""
 
     def failed(self, policy: str, point: Point) -> None:

@@ -123,7 +123,7 @@ class CallLog:
         self.calls: list[Point] = []
         self.failures: list[tuple[str, Point]] = []
 
-    def took(self, point: Point, seconds: float) -> None:
+    def observe_duration(self, point: Point, seconds: float) -> None:
         assert 0.0 <= seconds < 60.0
         self.calls.append(point)
 

@@ -119,7 +119,7 @@ async def scheduler(etcd: str, cluster: str) -> AsyncIterator[Scheduler]:
 async def test_two_prefills_that_end_at_once_flip_one_instance_and_go_two_ways(scheduler: Scheduler) -> None:
     both = event("a", "r", REASONING)
     both.phase_events.extend(event("a", "q", REASONING).phase_events)
-    scheduler.decider.take(both, 2.0)
+    scheduler.decider.handle_report(both, 2.0)
     # Neither etcd nor anybody else has been heard of.
     assert scheduler.pools == [Pool.DECODE, Pool.PREFILL, Pool.PREFILL]
     assert scheduler.coming == [0, 1, 1]
@@ -134,7 +134,7 @@ async def test_two_that_outgrow_a_stage_in_one_report_go_two_ways(scheduler: Sch
     members = told(dict.fromkeys("abc", Pool.PREFILL))
     members.stages = (Stage(0, 50, ("a",)), Stage(50, 1_000, ("b", "c")))
     scheduler.state.set_members(members, 1.5)
-    scheduler.decider.take(steady("a", [request("r"), request("q")]), 2.0)
+    scheduler.decider.handle_report(steady("a", [request("r"), request("q")]), 2.0)
     assert scheduler.coming == [0, 1, 1]
     await scheduler.ended()
 

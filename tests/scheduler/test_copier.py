@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from scheduler_svc.admin.errors import Refused
+from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.copies import Copier
 from tailrace.actions import CopyPrefix
 from tailrace.cluster import Arrival
@@ -58,7 +58,7 @@ async def test_the_target_is_told_and_the_copy_counts() -> None:
         (prefix,) = hot.prefixes
         assert (prefix.tokens, prefix.hits, prefix.requests) == (48, 2, {"a": "q"})
         assert prefix.cached["b"].device == 48 and not prefix.cached["b"].told
-        with pytest.raises(Refused, match="gets a copy already"):
+        with pytest.raises(AdminError, match="is receiving a copy already"):
             await copier.copy(COPY)
         assert await work == "pulled"
         (told,) = target.told
@@ -77,7 +77,7 @@ async def test_the_target_is_told_and_the_copy_counts() -> None:
 )
 async def test_what_is_out_of_date_is_refused(copy: CopyPrefix) -> None:
     channels = Channels()
-    with pytest.raises(Refused):
+    with pytest.raises(AdminError):
         await Copier(known("127.0.0.1:9"), channels).copy(copy)
     await channels.close()
 
@@ -86,7 +86,7 @@ async def test_a_target_that_is_gone_counts_no_longer() -> None:
     channels = Channels()
     async with serve_grpc("127.0.0.1:0", []) as server:
         state = known(server.address)
-        with pytest.raises(Refused):
+        with pytest.raises(AdminError):
             await Copier(state, channels).copy(COPY)
     (copy,) = state.hot.copies
     hot = state.hot_prefixes(copy.until_s)

@@ -96,21 +96,21 @@ def scheduler() -> Scheduler:
 
 def test_phases_in_order(scheduler: Scheduler) -> None:
     scheduler.place()
-    scheduler.decider.take(event("a", "r", REASONING), 1.0)
-    scheduler.decider.take(event("a", "r", ANSWERING, output_tokens=9), 2.0)
+    scheduler.decider.handle_report(event("a", "r", REASONING), 1.0)
+    scheduler.decider.handle_report(event("a", "r", ANSWERING, output_tokens=9), 2.0)
     assert scheduler.policy.asked == [("prefill_done", "r"), ("reasoning_ended", "r")]
     assert scheduler.executor.actions == [Migrate("r", "a", "b", "test")]
 
 
 def test_without_reasoning(scheduler: Scheduler) -> None:
     scheduler.place()
-    scheduler.decider.take(event("a", "r", ANSWERING), 1.0)
+    scheduler.decider.handle_report(event("a", "r", ANSWERING), 1.0)
     assert scheduler.policy.asked == [("prefill_done", "r")]
 
 
 def test_a_standby_follows_but_does_not_decide(scheduler: Scheduler) -> None:
     scheduler.leading.clear()
-    scheduler.decider.take(event("a", "r", REASONING), 1.0)
+    scheduler.decider.handle_report(event("a", "r", REASONING), 1.0)
     assert scheduler.policy.asked == []
     assert scheduler.state.request("r") is not None
     assert scheduler.place("q") == ("a", "")
@@ -147,13 +147,13 @@ def test_a_tick_sees_the_lengths_that_its_policy_asks_for(scheduler: Scheduler) 
     scheduler.active.policy = Plans()
     # A standby counts, too.
     scheduler.leading.clear()
-    scheduler.decider.take(steady("a"), time.monotonic())
+    scheduler.decider.handle_report(steady("a"), time.monotonic())
     scheduler.place("r")
     scheduler.leading.set()
     scheduler.decider.tick()
     assert told == [1]
     scheduler.active.policy = Recorder()
-    scheduler.decider.take(steady("a"), time.monotonic())
+    scheduler.decider.handle_report(steady("a"), time.monotonic())
     assert scheduler.state.lengths(time.monotonic()) is None
 
 
@@ -196,12 +196,12 @@ def test_an_outgrown_stage_is_told_of_once(scheduler: Scheduler) -> None:
     facts = members("a", "b")
     facts.stages = (Stage(0, 120, ("a",)), Stage(120, 4096, ("b",)))
     scheduler.state.set_members(facts, 0.0)
-    scheduler.decider.take(steady("a", [request("r", output_tokens=19)]), 1.0)
+    scheduler.decider.handle_report(steady("a", [request("r", output_tokens=19)]), 1.0)
     assert scheduler.policy.asked == []
     for second in (2.0, 3.0):
-        scheduler.decider.take(steady("a", [request("r", output_tokens=20)]), second)
+        scheduler.decider.handle_report(steady("a", [request("r", output_tokens=20)]), second)
     assert scheduler.policy.asked == [("length_boundary", "r")]
-    scheduler.decider.take(steady("b", [request("r", epoch=1, output_tokens=5000)]), 4.0)
+    scheduler.decider.handle_report(steady("b", [request("r", epoch=1, output_tokens=5000)]), 4.0)
     assert scheduler.policy.asked == [("length_boundary", "r")] * 2
 
 
@@ -260,29 +260,29 @@ def _draining(scheduler: Scheduler, count: int) -> Drainer:
 
 def test_draining_moves_what_is_decoded_and_goes_on_trying(scheduler: Scheduler) -> None:
     drainer = _draining(scheduler, 4)
-    drainer.look(1.0)
+    drainer.run_once(1.0)
     moves = [a for a in scheduler.executor.actions if isinstance(a, Migrate)]
     assert sorted(m.request_id for m in moves) == ["r0", "r1", "r2", "r3"]
     assert sorted(m.target_id for m in moves) == ["b", "b", "c", "c"]
     # After 2, 4, 8, 16 and then always 16 seconds.
     for second, tries in ((2.5, 1), (3.0, 2), (6.5, 2), (7.0, 3), (15.0, 4), (31.0, 5), (47.0, 6), (63.0, 7)):
-        drainer.look(second)
+        drainer.run_once(second)
         assert len(scheduler.executor.actions) == 4 * tries
 
 
 def test_draining_orders_a_few_migrations_at_a_time(scheduler: Scheduler) -> None:
     drainer = _draining(scheduler, 20)
-    drainer.look(1.0)
+    drainer.run_once(1.0)
     assert len(scheduler.executor.actions) == 8
     for action in scheduler.executor.actions:
         assert isinstance(action, Migrate)
         moving = scheduler.state.request(action.request_id)
         assert moving is not None
         scheduler.state.migration_opened(moving, action.target_id)
-    drainer.look(1.5)
+    drainer.run_once(1.5)
     assert len(scheduler.executor.actions) == 8
     scheduler.state.migration_closed("r0")
-    drainer.look(1.6)
+    drainer.run_once(1.6)
     # Its own turn comes again later; another one's has come.
     assert [a.request_id for a in scheduler.executor.actions if isinstance(a, Migrate)][8:] == ["r8"]
 
@@ -294,7 +294,7 @@ def test_draining_moves_nothing_to_where_its_kv_does_not_fit(scheduler: Schedule
     other = msgspec.structs.replace(facts.instances["b"], model_fingerprint="other")
     facts.instances = {**facts.instances, "b": other}
     scheduler.state.set_members(facts, 2.0)
-    drainer.look(2.0)
+    drainer.run_once(2.0)
     assert {a.target_id for a in scheduler.executor.actions if isinstance(a, Migrate)} == {"c"}
 
 
@@ -303,7 +303,7 @@ def test_a_prompt_that_waits_is_not_migrated(scheduler: Scheduler) -> None:
     waiting = request("w")
     waiting.state = types_pb2.REQUEST_STATE_WAITING
     scheduler.state.apply(steady("a", [request("p", phase=PREFILL), waiting]), 1.0)
-    drainer.look(1.0)
+    drainer.run_once(1.0)
     assert scheduler.executor.actions == []
 
 
@@ -311,8 +311,8 @@ def test_another_policy_is_asked_about_what_has_outgrown_its_stage(scheduler: Sc
     facts = members("a", "b")
     facts.stages = (Stage(0, 120, ("a",)), Stage(120, 4096, ("b",)))
     scheduler.state.set_members(facts, 0.0)
-    scheduler.decider.take(steady("a", [request("r", output_tokens=20)]), 1.0)
+    scheduler.decider.handle_report(steady("a", [request("r", output_tokens=20)]), 1.0)
     successor = scheduler.active.policy = Recorder()
     for second in (2.0, 3.0):
-        scheduler.decider.take(steady("a", [request("r", output_tokens=20)]), second)
+        scheduler.decider.handle_report(steady("a", [request("r", output_tokens=20)]), second)
     assert successor.asked == [("length_boundary", "r")]

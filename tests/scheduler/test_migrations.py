@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from scheduler_svc.admin.errors import Refused
+from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.decisions import Traceparents
 from scheduler_svc.drainer import Drainer
 from scheduler_svc.migrations import Migrations, MigrationStarter
@@ -73,7 +73,7 @@ async def test_a_request_may_go_to_whoever_can_go_on_with_it(
 async def test_what_is_in_the_way_is_named_before_anything_is_asked(
     mover: tuple[MigrationStarter, RequestView], target: str, reason: str
 ) -> None:
-    with pytest.raises(Refused, match=reason):
+    with pytest.raises(AdminError, match=reason):
         mover[0].check(mover[1], target)
 
 
@@ -87,7 +87,7 @@ def drained(*others: InstanceRecord) -> str:
     scheduler.state.apply(steady("a", [request("r")]), 1.0)
     leading = asyncio.Event()
     leading.set()
-    Drainer(scheduler.state, scheduler.executor, leading).look(1.0)
+    Drainer(scheduler.state, scheduler.executor, leading).run_once(1.0)
     return next((each.target_id for each in scheduler.executor.actions if isinstance(each, Migrate)), "")
 
 

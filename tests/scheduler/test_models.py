@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from scheduler_svc.admin.errors import Refused
+from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.decisions import Traceparents
 from scheduler_svc.migrations import Negotiator
 from tailrace.actions import Offer
@@ -122,7 +122,7 @@ def test_a_policy_sees_where_a_request_can_move() -> None:
     scheduler = Scheduler()
     scheduler.state.set_members(two_models(), 0.0)
     scheduler.place()
-    scheduler.decider.take(event("a", "r", REASONING), 1.0)
+    scheduler.decider.handle_report(event("a", "r", REASONING), 1.0)
     assert [list(view.instances) for view in scheduler.policy.seen] == [["a", "c"]]
 
 
@@ -132,7 +132,7 @@ async def test_only_those_of_its_model_are_asked_to_take_a_request_over(state: R
     state.apply(steady("a", [request("r")]), 1.0)
     moving = state.request("r")
     assert moving is not None
-    with pytest.raises(Refused, match="nobody to offer"):
+    with pytest.raises(AdminError, match="no instance to offer"):
         await negotiator.offer(moving, Offer("r", "a", ("b", "d"), "load"), "cascade")
     await channels.close()
 

@@ -26,29 +26,29 @@ def delta(
 def test_a_worker_that_turned_to_another_monitor_is_not_silent() -> None:
     merged = MergedReports()
     assert not merged.connected
-    assert len(list(merged.fresh("m1", delta([report("w", 1)], snapshot=True)))) == 1
-    list(merged.fresh("m2", delta(snapshot=True)))
-    list(merged.fresh("m2", delta([report("w", 2)])))
-    list(merged.fresh("m1", delta(silent=["w"])))
+    assert len(list(merged.new_reports("m1", delta([report("w", 1)], snapshot=True)))) == 1
+    list(merged.new_reports("m2", delta(snapshot=True)))
+    list(merged.new_reports("m2", delta([report("w", 2)])))
+    list(merged.new_reports("m1", delta(silent=["w"])))
     assert merged.silent == frozenset()
-    list(merged.fresh("m2", delta(silent=["w"])))
+    list(merged.new_reports("m2", delta(silent=["w"])))
     assert merged.silent == {"w"}, "now nobody hears it"
-    list(merged.fresh("m1", delta([report("w", 3)])))
+    list(merged.new_reports("m1", delta([report("w", 3)])))
     assert merged.silent == frozenset()
 
 
 def test_a_monitor_that_never_heard_of_it_vouches_for_nobody() -> None:
     merged = MergedReports()
-    list(merged.fresh("m1", delta([report("w", 1)], snapshot=True)))
-    list(merged.fresh("m2", delta(snapshot=True)))
-    list(merged.fresh("m1", delta(silent=["w"])))
+    list(merged.new_reports("m1", delta([report("w", 1)], snapshot=True)))
+    list(merged.new_reports("m2", delta(snapshot=True)))
+    list(merged.new_reports("m1", delta(silent=["w"])))
     assert merged.silent == {"w"}
 
 
 def test_a_monitor_that_is_gone_is_not_asked() -> None:
     merged = MergedReports()
-    list(merged.fresh("m1", delta([report("w", 1)], ["w"], snapshot=True)))
-    list(merged.fresh("m2", delta([report("w", 2)], snapshot=True)))
+    list(merged.new_reports("m1", delta([report("w", 1)], ["w"], snapshot=True)))
+    list(merged.new_reports("m2", delta([report("w", 2)], snapshot=True)))
     assert merged.silent == frozenset()
     merged.disconnected("m2")
     assert merged.connected and merged.silent == {"w"}
@@ -58,12 +58,12 @@ def test_a_monitor_that_is_gone_is_not_asked() -> None:
 
 def test_an_old_snapshot_does_not_take_a_worker_back() -> None:
     merged = MergedReports()
-    list(merged.fresh("m1", delta([report("w", 5)], snapshot=True)))
-    list(merged.fresh("m2", delta([report("w", 6)], snapshot=True)))
-    assert list(merged.fresh("m1", delta([report("w", 5)], snapshot=True))) == []
-    again = merged.fresh("m2", delta([report("w", 6)], snapshot=True))
+    list(merged.new_reports("m1", delta([report("w", 5)], snapshot=True)))
+    list(merged.new_reports("m2", delta([report("w", 6)], snapshot=True)))
+    assert list(merged.new_reports("m1", delta([report("w", 5)], snapshot=True))) == []
+    again = merged.new_reports("m2", delta([report("w", 6)], snapshot=True))
     assert len(list(again)) == 1, "its own monitor's snapshot may carry events that were missed"
-    restarted = merged.fresh("m1", delta([report("w", 1, "2")]))
+    restarted = merged.new_reports("m1", delta([report("w", 1, "2")]))
     assert len(list(restarted)) == 1, "another run of the worker counts anew"
 
 
@@ -72,7 +72,7 @@ def test_between_monitors_reports_never_go_back(told: list[tuple[str, int]]) -> 
     merged = MergedReports()
     taken: list[tuple[str, int]] = []
     for monitor, seq in told:
-        taken += [(monitor, r.seq) for r in merged.fresh(monitor, delta([report("w", seq)]))]
+        taken += [(monitor, r.seq) for r in merged.new_reports(monitor, delta([report("w", seq)]))]
     for number, (monitor, seq) in enumerate(taken[1:], 1):
         before = taken[:number]
         assert monitor == before[-1][0] or seq > max(s for _, s in before)

@@ -7,9 +7,9 @@ import dataclasses
 import grpc
 import pytest
 
-from scheduler_svc.admin.errors import Refused
+from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.decisions import Traceparents
-from scheduler_svc.migrations import CannotNegotiate, Negotiator
+from scheduler_svc.migrations import BidAskUnsupported, Negotiator
 from tailrace.actions import Offer
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.service.channels import Channels
@@ -72,7 +72,7 @@ async def test_the_source_is_told_all_that_it_needs(taker: str) -> None:
         assert (offer.reason, offer.policy, offer.traceparent) == ("length boundary", "cascade", "00-1-2-01")
         # It may be moved again.
         assert state.migration_opened(moving, None)
-        with pytest.raises(Refused, match="is open"):
+        with pytest.raises(AdminError, match="is open"):
             await negotiator.offer(dataclasses.replace(moving), Offer("r", "a", ("b",), "load"), "cascade")
     await channels.close()
 
@@ -83,7 +83,7 @@ async def test_a_worker_that_knows_no_bid_ask() -> None:
         state = cluster(server.address)
         moving = state.request("r")
         assert moving is not None
-        with pytest.raises(CannotNegotiate):
+        with pytest.raises(BidAskUnsupported):
             await Negotiator(state, channels, Traceparents()).offer(
                 moving, Offer("r", "a", ("b",), "load"), "cascade"
             )

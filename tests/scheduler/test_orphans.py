@@ -11,7 +11,7 @@ import grpc
 import msgspec
 import pytest
 
-from scheduler_svc.orphans import Orphans, UnservedRollouts, remove_orphans
+from scheduler_svc.orphans import OrphanedRecords, UnservedRollouts, remove_orphaned_records
 from scheduler_svc.settings import Settings
 from tailrace.cluster import Pool
 from tailrace.records import InstanceRecord, ServiceRecord
@@ -38,7 +38,7 @@ class Fleet:
 
 
 def test_a_restart_keeps_its_drain_and_its_pool() -> None:
-    orphans = Orphans(keep_s=600)
+    orphans = OrphanedRecords(keep_s=600)
     gone = Fleet(drained=frozenset({"a"}), pools={"a": Pool.DECODE})
     there = Fleet({"a": instance("a")}, gone.drained, gone.pools)
     assert orphans.due(gone, 0) == []
@@ -50,7 +50,7 @@ def test_a_restart_keeps_its_drain_and_its_pool() -> None:
 
 
 def test_only_who_is_gone_is_forgotten() -> None:
-    orphans = Orphans(keep_s=0)
+    orphans = OrphanedRecords(keep_s=0)
     fleet = Fleet({"a": instance("a")}, frozenset({"a", "b"}), {"a": Pool.DECODE, "c": Pool.PREFILL})
     assert orphans.due(fleet, 1) == ["b", "c"]
 
@@ -78,10 +78,10 @@ async def test_etcd_decides_who_is_gone(store: Store) -> None:
     await store.put("drains/a", b"1")
     await store.put("pools/a", b"decode")
     await store.put("instances/a", msgspec.json.encode(instance("a")))
-    assert not await Settings(store).forget("a")
+    assert not await Settings(store).delete_orphaned_records("a")
     assert await store.get("drains/a") == b"1"
     await store.delete("instances/a")
-    assert await Settings(store).forget("a")
+    assert await Settings(store).delete_orphaned_records("a")
     assert await store.get_prefix("") == {}
 
 
@@ -93,7 +93,9 @@ async def test_the_leader_alone_removes_them(store: Store) -> None:
     members = await Membership.start(store)
     leading = asyncio.Event()
     removing = asyncio.create_task(
-        remove_orphans(members, Settings(store).forget, leading, keep_s=0, look_s=0.01)
+        remove_orphaned_records(
+            members, Settings(store).delete_orphaned_records, leading, keep_s=0, poll_s=0.01
+        )
     )
     try:
         await store.put("policy", b"seen by members after the rest")

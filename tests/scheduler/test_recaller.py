@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from scheduler_svc.admin.errors import Refused
+from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.migrations import Recaller
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.service.channels import Channels
@@ -40,7 +40,7 @@ async def test_the_instance_is_told_which() -> None:
         recaller = Recaller(state, channels)
         assert await recaller.recall("a", ("r", "q", "p")) == 2
         assert worker.asked == [["r", "q", "p"]]
-        with pytest.raises(Refused, match="gone"):
+        with pytest.raises(AdminError, match="gone"):
             await recaller.recall("b", ("r",))
     await channels.close()
 
@@ -50,6 +50,6 @@ async def test_a_worker_that_cannot_do_so() -> None:
     async with serve_grpc("127.0.0.1:0", []) as server:
         state = ReportedCluster()
         state.set_members(Members(instances={"a": instance("a", server.address)}), 0.0)
-        with pytest.raises(Refused):
+        with pytest.raises(AdminError):
             await Recaller(state, channels).recall("a", ("r",))
     await channels.close()

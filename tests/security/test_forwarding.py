@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import grpc
 import pytest
 
-from scheduler_svc.admin.errors import AdminErrors, Refused
+from scheduler_svc.admin.errors import AdminError, AdminErrors
 from scheduler_svc.admin.forward import LeaderForwarding, LeaderRoute
 from tailrace.records import ServiceRecord
 from tailrace.security.audit import Auditing
@@ -37,7 +37,7 @@ class Admin:
         context: grpc.aio.ServicerContext[admin_pb2.SetPoolRequest, admin_pb2.SetPoolReply],
     ) -> admin_pb2.SetPoolReply:
         if request.instance_id == "none":
-            raise Refused(grpc.StatusCode.NOT_FOUND, f"{self._name} has no such instance")
+            raise AdminError(grpc.StatusCode.NOT_FOUND, f"{self._name} has no such instance")
         if request.instance_id == "unstored":
             raise StoreUnavailable(f"{self._name} has no etcd")
         return admin_pb2.SetPoolReply(previous=types_pb2.POOL_PREFILL)
@@ -49,7 +49,7 @@ class Admin:
     ) -> AsyncIterator[admin_pb2.DrainEvent]:
         yield admin_pb2.DrainEvent(message=self._name)
         if request.instance_id == "none":
-            raise Refused(grpc.StatusCode.NOT_FOUND, f"{self._name} has no such instance")
+            raise AdminError(grpc.StatusCode.NOT_FOUND, f"{self._name} has no such instance")
         yield admin_pb2.DrainEvent(message=self._name, done=True)
 
     async def ListServices(
