@@ -28,7 +28,7 @@ from simulator.workloads.arrivals import poisson_requests
 from simulator.workloads.lengths import Lengths, lognormal, tokens
 from tailrace.control.recording import decode
 from tailrace.control.replay import Replay
-from tailrace.control.shadow import Compared, Shadow, Verdict
+from tailrace.control.shadow import Comparison, Shadow, Verdict
 from tailrace.records import PolicyRecord
 from tailrace.v1 import admin_pb2
 
@@ -102,7 +102,7 @@ def replayed(policy: str, lines: Sequence[bytes]) -> Run:
     others: Counter[str] = Counter()
 
     def shadow(name: str) -> Shadow:
-        def count(compared: Compared) -> None:
+        def count(compared: Comparison) -> None:
             others[name] += compared.verdict is not Verdict.SAME
 
         return Shadow(PolicyRecord(name=name), run.control.active.slo, count)

@@ -60,7 +60,7 @@ class Drainer:
             requests = self._state.requests_on(instance.instance_id)
             # Prefer active instances that can take the KV; if there are none, those that can recompute it.
             targets = self._state.view_of_kv(instance.instance_id).placeable()
-            targets = targets or self._state.view_of_answers(instance.instance_id).placeable()
+            targets = targets or self._state.view_for_replay(instance.instance_id).placeable()
             allowed = _OPEN_MAX - sum(request.migrating for request in requests)
             for request in requests:
                 if len(moves) >= allowed:
@@ -112,7 +112,7 @@ async def drain_events(state: ReportedCluster, instance_id: str) -> AsyncIterato
         moving = sum(request.migrating for request in requests)
         view = state.view().instances[instance_id]
         suspect = view.state is InstanceState.SUSPECT
-        if not requests and not suspect and tracked.heard_s > began_s + _REPORT_LAG_S:
+        if not requests and not suspect and tracked.last_report_s > began_s + _REPORT_LAG_S:
             yield admin_pb2.DrainEvent(remaining=0, message=f"{instance_id} is empty", done=True)
             return
         if (len(requests), moving, suspect) != last_sent:

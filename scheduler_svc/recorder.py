@@ -15,7 +15,7 @@ from tailrace.control.live import LiveControl
 from tailrace.control.recording import (
     Decided,
     Event,
-    TooMuch,
+    RecordingOverflow,
     encode,
     recorded_actions,
     recorded_placement,
@@ -80,7 +80,7 @@ class Recorder:
         if self._overflowed:
             return
         if self._bytes > self._bytes_max:
-            self._overflowed, event = True, TooMuch()
+            self._overflowed, event = True, RecordingOverflow()
         line = encode(event)
         self._lines.append(line)
         self._bytes += len(line)

@@ -114,7 +114,7 @@ class Rollouts:
         since_s = self._draining_since.get(name)
         return (
             since_s is not None
-            and tracked.heard_s > since_s + _REPORT_LAG_S
+            and tracked.last_report_s > since_s + _REPORT_LAG_S
             and name not in self._members.suspects
         )
 

@@ -141,12 +141,12 @@ class Bidding:
         source, job = offered.source, offered.job
         sender = self._parties[action.source_id].sender
         tokens = job.prompt + job.tokens_at(source.begun_boundary(now))
-        asks = sender.offer(action.request_id, tokens, action.receiver_ids, action.most_tokens)
+        has_handler = sender.offer(action.request_id, tokens, action.receiver_ids, action.most_tokens)
         if not sender.has(action.request_id):
             self._end(offered)
             return
         self._events.at(now + OFFER_S, lambda then: self._withdraw(offered, then))
-        self._post_all(action.source_id, asks, now)
+        self._post_all(action.source_id, has_handler, now)
 
     def _withdraw(self, offered: _Offered, now: float) -> None:
         """The request is done, or has been on offer for too long."""

@@ -26,7 +26,7 @@ class KnownPrefixes:
         if instance.cache is not None:
             self._placed.place(instance.instance_id, names, now_s)
 
-    # ---- KnowsPrefixes (tailrace/control/hot_prefixes.py)
+    # ---- PrefixSource (tailrace/control/hot_prefixes.py)
 
     def located(self, request_id: str) -> str | None:
         """The instance that has the request."""

@@ -103,7 +103,7 @@ class Simulation:
         self._placements = 0
         self._idle_ticks = 0
         self._views.keep_lengths(policy.lengths_period_s, 0.0)
-        self._views.hot.keep(policy.prefixes_period_s)
+        self._views.hot.track(policy.prefixes_period_s)
         # The monitor's clock is not the workload's.
         self._report_offset_s = random.Random(seed).random() * max(0.0, spec.report.interval_s)
         self._set_stage_ends(0.0)
@@ -152,7 +152,7 @@ class Simulation:
         self.migrations.finished(job, now)
         self.bidding.finished(job, now)
         self._views.left(job, instance)
-        self._views.note_finished(job.prompt, job.total, now)
+        self._views.count_finish(job.prompt, job.total, now)
         self._conclude(job)
 
     def preempted(self, instance: Instance, job: Job, now: float) -> None:
@@ -207,7 +207,7 @@ class Simulation:
         if refusal:
             self._refuse(job, refusal)
             return
-        self._views.note_arrived(job.prompt, now)
+        self._views.count_arrival(job.prompt, now)
         self._submit(job, instance, placement, arrival, now)
 
     def _arrival(self, job: Job, now: float) -> Arrival:
@@ -252,7 +252,7 @@ class Simulation:
     def _tell(self, instance: Instance, job: Job, point: Point, now: float) -> None:
         tokens = job.tokens_at(instance.boundary)
         request = None
-        if self._runner.asks(point):
+        if self._runner.has_handler(point):
             interval_s = instance.token_interval_s(now)
             request = self._views.request_view(job, instance, tokens, JobState.DECODING, -1, interval_s, now)
 
@@ -329,14 +329,14 @@ class Simulation:
 
     def _copy_prefix(self, action: CopyPrefix, now: float) -> None:
         hot, target = self._views.hot, self._instance(action.target_id)
-        if hot.ordered(action, now):
+        if hot.add_copy(action, now):
             self.pulls.copy(
                 self._job(action.request_id).request,
                 self._instance(action.holder_id),
                 target,
                 action.tokens,
                 now,
-                lambda then: hot.settled(target.instance_id, then),
+                lambda then: hot.end_copy(target.instance_id, then),
             )
 
     def _place_elsewhere(self, job: Job, source: Instance, now: float) -> None:

@@ -24,8 +24,8 @@ from simulator.migration import Migration
 from simulator.reports import Report, Row, blocks_of, foresee
 from tailrace.actions import WhenFull
 from tailrace.cluster import ClusterView, InstanceView, Phase, PhaseLoad, RequestState, RequestView, Stage
-from tailrace.control.cluster_model import ClusterModel, Corrections, Counted, Pending
-from tailrace.control.hot_prefixes import HotTracker, KnowsPrefixes
+from tailrace.control.cluster_model import ClusterModel, Corrections, CountedRequest, Pending
+from tailrace.control.hot_prefixes import HotTracker, PrefixSource
 from tailrace.intra.base import IntraPolicy
 from tailrace.lengths import limited, tokens_left
 from tailrace.perf.ttft import TtftPredictor
@@ -45,7 +45,7 @@ _STATES: Mapping[JobState, RequestState] = {
 # As ReportedInstance has it: what is paused has its seat.
 _WAITING = frozenset({JobState.QUEUED, JobState.SWAPPED})
 
-_NOTHING_TOLD: Mapping[Job, Counted] = MappingProxyType({})
+_NOTHING_TOLD: Mapping[Job, CountedRequest] = MappingProxyType({})
 
 
 class ReportedRequests(CountsPhases, ListsPrompts, Sequence[RequestView]):
@@ -58,7 +58,7 @@ class ReportedRequests(CountsPhases, ListsPrompts, Sequence[RequestView]):
         views: Views,
         instance: Instance,
         report: Report,
-        told: Mapping[Job, Counted],
+        told: Mapping[Job, CountedRequest],
         pending: Sequence[Job],
     ) -> None:
         self._views = views
@@ -116,7 +116,7 @@ class _Known(Corrections[Job, Pending]):
         # Seconds that the prompts of pending placements take.
         self.pending_s = 0.0
         # Requests that came to be decoding here, or entered a phase, as they were then.
-        self.told: dict[Job, Counted] = {}
+        self.told: dict[Job, CountedRequest] = {}
         # Requests of the report that have gone.
         self.ended: set[Job] = set()
 
@@ -132,7 +132,7 @@ class _Known(Corrections[Job, Pending]):
         self.pending_s = self.pending_s - self._prefill_s(job) if self.pending else 0.0
         return True
 
-    def counted(self, job: Job) -> Counted | None:
+    def counted(self, job: Job) -> CountedRequest | None:
         """The request as the counts have it; None: they do not."""
         told = self.told.get(job)
         if told is not None:
@@ -142,7 +142,7 @@ class _Known(Corrections[Job, Pending]):
             return None
         _, tokens, state, _ = row
         size = self.instance.block_tokens
-        return Counted(job.prompt + tokens, blocks_of(row, size) * size, state not in _WAITING)
+        return CountedRequest(job.prompt + tokens, blocks_of(row, size) * size, state not in _WAITING)
 
     def decodes(self, job: Job, tokens: int) -> None:
         """The request is decoding here, and has made so many output tokens."""
@@ -152,7 +152,7 @@ class _Known(Corrections[Job, Pending]):
             after = self._decoding(context)
             self.add_request(job, after)
         else:
-            after = Counted(max(context, before.context_tokens), before.kv_tokens, seated=True)
+            after = CountedRequest(max(context, before.context_tokens), before.kv_tokens, seated=True)
             self.change_request(before, after)
         self.told[job] = after
 
@@ -171,9 +171,9 @@ class _Known(Corrections[Job, Pending]):
             self.told.pop(job, None)
             self.ended.add(job)
 
-    def _decoding(self, context_tokens: int) -> Counted:
+    def _decoding(self, context_tokens: int) -> CountedRequest:
         size = self.instance.block_tokens
-        return Counted(context_tokens, blocks_for(context_tokens, size) * size, seated=True)
+        return CountedRequest(context_tokens, blocks_for(context_tokens, size) * size, seated=True)
 
     def _prefill_s(self, job: Job) -> float:
         """Of what its placement did not count on finding."""
@@ -200,7 +200,7 @@ class Views(ClusterModel[_Known]):
         spec: ClusterSpec,
         instances: Sequence[Instance],
         intra: IntraPolicy,
-        prefixes: KnowsPrefixes,
+        prefixes: PrefixSource,
     ) -> None:
         super().__init__()
         self.hot = HotTracker(prefixes)
@@ -251,7 +251,7 @@ class Views(ClusterModel[_Known]):
             if quiet:
                 continue
             known.report = report
-            known.forget_changes()
+            known.reset_changes()
             known.told = {}
             known.ended = set()
             for job in known.coming:
@@ -403,7 +403,7 @@ class Views(ClusterModel[_Known]):
         )
 
     def make(
-        self, instance: Instance, report: Report, told: Mapping[Job, Counted], pending: Sequence[Job]
+        self, instance: Instance, report: Report, told: Mapping[Job, CountedRequest], pending: Sequence[Job]
     ) -> tuple[RequestView, ...]:
         """The requests of a report that are still there, moved on by events, and those come since."""
         return tuple(
@@ -412,7 +412,7 @@ class Views(ClusterModel[_Known]):
         )
 
     def rows(
-        self, instance: Instance, report: Report, told: Mapping[Job, Counted], pending: Sequence[Job]
+        self, instance: Instance, report: Report, told: Mapping[Job, CountedRequest], pending: Sequence[Job]
     ) -> Iterator[Row]:
         """The same, before views are made of them."""
         rows: Iterable[Row] = report.rows

@@ -46,7 +46,7 @@ def _instance_info(state: ReportedCluster, name: str, now_s: float) -> admin_pb2
         token_interval_ms=load.token_interval_ms_mean,
         migrations_in=load.migrations_in,
         migrations_out=load.migrations_out,
-        report_age_s=now_s - tracked.heard_s,
+        report_age_s=now_s - tracked.last_report_s,
         generated_tokens=load.generated_tokens,
         preemptions=load.preemptions,
         profile_kind=record.profile_kind,

@@ -6,7 +6,7 @@ from scheduler_svc.admin.validation import format_parameters, policy_record
 from scheduler_svc.metrics import SchedulerMetrics
 from tailrace.control.live import LiveControl
 from tailrace.control.runner import Point
-from tailrace.control.shadow import Compared, Shadow, Verdict
+from tailrace.control.shadow import Comparison, Shadow, Verdict
 from tailrace.v1 import admin_pb2
 
 
@@ -29,7 +29,7 @@ class Shadowing:
             record = policy_record(policy_request, self._control.active.slo)
             name = record.name
 
-            def count(compared: Compared) -> None:
+            def count(compared: Comparison) -> None:
                 labels = compared.policy, name, compared.point.value, compared.verdict.value
                 self._metrics.shadow_decisions.labels(*labels).inc()
 

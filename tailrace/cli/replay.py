@@ -16,14 +16,14 @@ from tailrace.cli.output import Output, note, output_option, print_figures, prin
 from tailrace.cli.plain import JsonValue
 from tailrace.control.recording import (
     FAILED,
-    BadRecordingError,
     Event,
+    InvalidRecordingError,
     decode,
     recorded_actions,
     recorded_placement,
 )
 from tailrace.control.replay import Replay, Replayed, points
-from tailrace.control.shadow import Answer, Compared, Shadow, Verdict
+from tailrace.control.shadow import Answer, Comparison, Shadow, Verdict
 from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, all_parameters
 from tailrace.records import PolicyRecord
@@ -72,7 +72,7 @@ def replay(file: Path, policy: str | None, assignments: tuple[str, ...], show: i
         raise UsageProblem("--set: it is for --policy")
     record = None if policy is None else _policy(policy, assignments)
     told = _Differences(show)
-    with file_errors(BadRecordingError), file.open("rb") as lines:
+    with file_errors(InvalidRecordingError), file.open("rb") as lines:
         run, different = (
             _again(decode(lines), told) if record is None else _other(decode(lines), record, told)
         )
@@ -113,7 +113,7 @@ def _other(events: Iterator[Event], record: PolicyRecord, told: _Differences) ->
     """Another one, in the shadow of the one that decided then."""
     different: Counter[str] = Counter()
 
-    def heard(compared: Compared) -> None:
+    def heard(compared: Comparison) -> None:
         if compared.verdict is not Verdict.SAME:
             point = compared.point.value
             different[point] += 1

@@ -1,10 +1,10 @@
-"""What is known of a cluster, as a view for policies with all that was decided since already in it.
+"""The model of a cluster: views for policies that already include every decision made since the last reports.
 
-One interface for two clocks: `ReportedCluster` is fed with the messages of live workers, the simulator's
-model (simulator/views.py) with its own instances, which it counts only when a policy looks. Both correct an
-instance's last report with the same code, so that a burst of decisions between two reports does not pile up
-on one instance. They differ in how they name a request (by id; by the job itself) and in when they know that
-a report has a placement in it.
+One interface for two clocks: `ReportedCluster` is fed with messages of live workers, the simulator's model
+(simulator/views.py) with its own instances, which it counts only when a policy asks. Both correct an
+instance's last report with the same code (`Corrections`), so that a burst of decisions between two reports
+does not pile up on one instance. They differ in how they identify a request (by id; by the job itself) and in
+when they know that a report includes a placement.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ C = TypeVar("C")
 
 
 class ClusterModel(ABC, Generic[C]):
-    """Views of instances, made anew only where something has changed. `now_s` is the model's own clock: the
-    scheduler's monotonic one, or the simulated one."""
+    """Build views of instances, again only where something changed.
 
-    # Prefixes that arrivals share, and copies of them.
+    `now_s` is the model's own clock: the scheduler's monotonic one, or the simulated one.
+    """
+
+    # Tracks prefixes that arrivals share, and copies of them.
     hot: HotTracker
 
     def __init__(self) -> None:
@@ -37,53 +39,53 @@ class ClusterModel(ABC, Generic[C]):
         self._stages: tuple[Stage, ...] = ()
         self._views: dict[str, InstanceView] = {}
         self._dirty: set[str] = set()
-        # None: no policy wants to know.
+        # None: no policy uses them.
         self._lengths: LengthWindow | None = None
 
     # ---- what a policy sees
 
     @abstractmethod
     def view_at(self, now_s: float) -> ClusterView:
-        """The whole cluster."""
+        """Return the view of the whole cluster."""
 
     def view_for_arrival(self, model: str, now_s: float) -> ClusterView:
-        """The cluster as a request for this model may see it; empty: any model."""
+        """Return the instances on which a request for this model may run; empty: any model."""
         return self.view_at(now_s)
 
     def view_for_request(self, instance_id: str, now_s: float) -> ClusterView:
-        """The cluster as a request on this instance may see it."""
+        """Return the instances to which a request on this instance may move."""
         return self.view_at(now_s)
 
     def lengths(self, now_s: float) -> LengthStatistics | None:
-        """Lengths of recent requests, if they are kept; never change once given."""
+        """Return statistics of recent request lengths, immutable; None if they are not kept."""
         return self._lengths.statistics(now_s) if self._lengths is not None else None
 
     def hot_prefixes(self, now_s: float) -> HotPrefixes | None:
-        """Prefixes that recent arrivals share, if they are kept; never change once given."""
+        """Return prefixes that recent arrivals share, immutable; None if they are not kept."""
         return self.hot.view(now_s)
 
     # ---- what happens
 
     def keep_lengths(self, period_s: float | None, now_s: float) -> None:
-        """Keep the lengths of the requests of so many seconds from now on; None: of none."""
+        """Keep the request lengths of the last `period_s` seconds from now on; None: keep none."""
         if period_s != (self._lengths.period_s if self._lengths is not None else None):
             self._lengths = LengthWindow(period_s, now_s) if period_s is not None else None
 
-    def note_arrived(self, prompt_tokens: int, now_s: float) -> None:
-        """A request came to the cluster."""
+    def count_arrival(self, prompt_tokens: int, now_s: float) -> None:
+        """Count a request that arrived at the cluster."""
         if self._lengths is not None:
             self._lengths.arrived(prompt_tokens, now_s)
 
-    def note_finished(self, prompt_tokens: int, output_tokens: int, now_s: float) -> None:
-        """A request made its last token."""
+    def count_finish(self, prompt_tokens: int, output_tokens: int, now_s: float) -> None:
+        """Count a request that made its last token."""
         if self._lengths is not None:
             self._lengths.finished(prompt_tokens, output_tokens, now_s)
 
-    # ---- for the models
+    # ---- for subclasses
 
     @abstractmethod
     def _instance_view(self, instance_id: str) -> InstanceView:
-        """One instance now."""
+        """Return the current view of one instance."""
 
     def _renew(self, instance_ids: Iterable[str]) -> None:
         for instance_id in instance_ids:
@@ -91,12 +93,12 @@ class ClusterModel(ABC, Generic[C]):
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
-    """A request on an instance, as the counts have it: in the last report, or added since."""
+class CountedRequest:
+    """A request on an instance as included in the counts: of the last report, or added since."""
 
     context_tokens: int
     kv_tokens: int
-    # It runs or is paused; False: it waits for a seat.
+    # Running or paused; False: waiting for a seat in the batch.
     seated: bool
 
 
@@ -104,10 +106,10 @@ class Counted:
 class Pending:
     """A request placed on an instance that no report shows yet."""
 
-    # Context to be prefilled, and what of it was found in the prefix cache.
+    # Context to be prefilled, and the part of it found in the prefix cache.
     tokens: int
     cached_tokens: int
-    # When it was placed: whatever the model orders placements and reports by.
+    # When it was placed, in whatever the model orders placements and reports by.
     placed: float
 
 
@@ -116,12 +118,10 @@ P = TypeVar("P", bound=Pending)
 
 
 class Corrections(Generic[K, P]):
-    """What was decided and heard of one instance since its last report, and is not in that report: changes to
-    its counts, zero when a report has just come. Tokens unless named otherwise.
+    """Correct one instance's last report by what was decided and received since: changes to its counts, in
+    tokens unless named otherwise, all zero right after a report.
 
-    Live scheduler and simulator correct an instance's last report with this same code, so that a burst of
-    decisions between two reports does not pile up on one instance. They differ in how they name a request (by
-    id; by the job itself) and in when they know that a report has a placement in it.
+    The live scheduler and the simulator share this code; see the module.
     """
 
     __slots__ = (
@@ -141,18 +141,19 @@ class Corrections(Generic[K, P]):
         self.pending: dict[K, P] = {}
         self.pending_tokens = 0
         self.pending_cached_tokens = 0
-        # Open migrations to here: the room that they will take, as far as no report counts it; and the
-        # context that they bring.
+        # Open migrations to this instance: the KV that they will take beyond what a report counts, and their
+        # context.
         self.coming: dict[K, int] = {}
         self.coming_context: dict[K, int] = {}
-        # Open migrations from here.
+        # Open migrations from this instance.
         self.leaving: set[K] = set()
-        self.forget_changes()
+        self.reset_changes()
 
     # ---- reports
 
-    def forget_changes(self) -> None:
-        """A new report has them. Placements and migrations stay until that report shows them."""
+    def reset_changes(self) -> None:
+        """Reset the changes, which a new report includes. Placements and migrations stay until that report
+        shows them."""
         self.running_change = 0
         self.waiting_change = 0
         self.context_change = 0
@@ -161,7 +162,7 @@ class Corrections(Generic[K, P]):
     def counts(
         self, running: int, waiting: int, context_tokens: int, kv_tokens: int
     ) -> tuple[int, int, int, int]:
-        """The same four counts of the last report, corrected; none is less than 0."""
+        """Return the last report's four counts, corrected; none is below 0."""
         running += self.running_change
         waiting += self.waiting_change
         context_tokens += self.context_change + self.pending_tokens
@@ -178,13 +179,13 @@ class Corrections(Generic[K, P]):
     # ---- placements
 
     def add_pending(self, key: K, pending: P) -> None:
-        """The request was placed here. It must not be pending already."""
+        """Add a request that was placed here. It must not be pending already."""
         self.pending[key] = pending
         self.pending_tokens += pending.tokens
         self.pending_cached_tokens += pending.cached_tokens
 
     def remove_pending(self, key: K) -> P | None:
-        """The request has begun, or has gone, or a report shows it; None: it was not pending."""
+        """Remove a request that has begun, has gone, or is in a report; return None if it was not pending."""
         pending = self.pending.pop(key, None)
         if pending is not None:
             self.pending_tokens -= pending.tokens
@@ -193,9 +194,11 @@ class Corrections(Generic[K, P]):
 
     # ---- requests on the instance
 
-    def add_request(self, key: K, request: Counted) -> None:
-        """The request is here, and the counts do not have it. KV that was set aside for its migration, and
-        that a report shows, is not counted again."""
+    def add_request(self, key: K, request: CountedRequest) -> None:
+        """Add a request that is here but not in the counts.
+
+        KV that was reserved for its migration and is in a report is not counted again.
+        """
         self._count_seat(request, 1)
         self.context_change += request.context_tokens
         reserved = self.coming.get(key)
@@ -204,19 +207,19 @@ class Corrections(Generic[K, P]):
         if reserved is not None:
             self.coming[key] = 0
 
-    def change_request(self, before: Counted, after: Counted) -> None:
-        """A request that the counts have is now so. Its KV stays as it was counted until the next report."""
+    def change_request(self, before: CountedRequest, after: CountedRequest) -> None:
+        """Update a request that is in the counts. Its KV stays as counted until the next report."""
         self._count_seat(before, -1)
         self._count_seat(after, 1)
         self.context_change += after.context_tokens - before.context_tokens
 
-    def remove_request(self, request: Counted) -> None:
-        """A request that the counts have has gone."""
+    def remove_request(self, request: CountedRequest) -> None:
+        """Remove a request that is in the counts."""
         self._count_seat(request, -1)
         self.context_change -= request.context_tokens
         self.kv_change -= request.kv_tokens
 
-    def _count_seat(self, request: Counted, by: int) -> None:
+    def _count_seat(self, request: CountedRequest, by: int) -> None:
         if request.seated:
             self.running_change += by
         else:
@@ -225,60 +228,60 @@ class Corrections(Generic[K, P]):
     # ---- migrations
 
     def open_arrival(self, key: K, kv_tokens: int, context_tokens: int) -> None:
-        """A migration of the request to here was opened: it will need the room."""
+        """Reserve KV for a migration to this instance that was opened."""
         self.coming[key] = kv_tokens
         self.coming_context[key] = context_tokens
 
     def open_departure(self, key: K) -> None:
-        """A migration of the request from here was opened."""
+        """Record a migration from this instance that was opened."""
         self.leaving.add(key)
 
     def close_migration(self, key: K) -> None:
-        """The migration of the request, to here or from here, is over."""
+        """Remove a migration to or from this instance that is over."""
         self.coming.pop(key, None)
         self.coming_context.pop(key, None)
         self.leaving.discard(key)
 
 
-_NOBODY: Final[frozenset[str]] = frozenset()
-# Keys of models that were asked for; front ends of one cluster ask for few.
-_ASKED_MAX: Final = 256
+_NO_INSTANCES: Final[frozenset[str]] = frozenset()
+# Models whose instances are cached; front ends of one cluster request few.
+_CACHED_MODELS_MAX: Final = 256
 
 
 class ModelGroups:
-    """Of one membership. Pure."""
+    """Group the instances of one membership by what they can exchange. Pure."""
 
     def __init__(self, instances: Mapping[str, InstanceRecord]) -> None:
         self._instances = instances
-        self._asked: dict[str, frozenset[str]] = {}
-        self._going_on: dict[str, frozenset[str]] = {}
+        self._by_model: dict[str, frozenset[str]] = {}
+        self._by_continuation: dict[str, frozenset[str]] = {}
         by_kv: dict[str, set[str]] = defaultdict(set)
         for name, record in instances.items():
             by_kv[record.model_fingerprint].add(name)
         self._by_kv = {fingerprint: frozenset(names) for fingerprint, names in by_kv.items()}
 
     def running(self, model: str) -> frozenset[str]:
-        """Instances that run the model of this key (tailrace.model_identity)."""
-        found = self._asked.get(model)
+        """Return the instances that run the model of this key (tailrace.model_identity)."""
+        found = self._by_model.get(model)
         if found is None:
             found = frozenset(n for n, r in self._instances.items() if is_model(r.model_identity, model))
-            if len(self._asked) < _ASKED_MAX:
-                self._asked[model] = found
+            if len(self._by_model) < _CACHED_MODELS_MAX:
+                self._by_model[model] = found
         return found
 
-    def going_on(self, instance_id: str) -> frozenset[str]:
-        """Instances that can go on with this one's answers, by replay if not live; itself among them."""
-        found = self._going_on.get(instance_id)
+    def able_to_continue(self, instance_id: str) -> frozenset[str]:
+        """Return the instances that can continue this one's answers, live or by replay; itself among them."""
+        found = self._by_continuation.get(instance_id)
         if found is None:
             record = self._instances.get(instance_id)
             if record is None:
-                return _NOBODY
+                return _NO_INSTANCES
             identity = record.model_identity
             alike = {n for n, r in self._instances.items() if not difference(identity, r.model_identity)}
-            found = self._going_on[instance_id] = self.exchanging_kv(instance_id) | alike
+            found = self._by_continuation[instance_id] = self.exchanging_kv(instance_id) | alike
         return found
 
     def exchanging_kv(self, instance_id: str) -> frozenset[str]:
-        """Instances that can take KV from this one, itself among them."""
+        """Return the instances that can take KV from this one; itself among them."""
         record = self._instances.get(instance_id)
-        return _NOBODY if record is None else self._by_kv[record.model_fingerprint]
+        return _NO_INSTANCES if record is None else self._by_kv[record.model_fingerprint]

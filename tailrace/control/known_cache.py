@@ -1,4 +1,8 @@
-"""Where prefixes are, as workers tell in their reports, and what of an arrival each instance holds. Pure."""
+"""Which prefixes are cached where, according to the workers' reports, and how much of an arrival each
+instance holds.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ _TIERS: Final = {cache_pb2.CACHE_TIER_DEVICE: Tier.DEVICE, cache_pb2.CACHE_TIER_
 
 
 class KnownCache:
-    """The index, followed from reports."""
+    """Maintain the cache index from reports."""
 
     def __init__(self) -> None:
         self.follower = CacheFollower(CacheIndex())
@@ -25,39 +29,40 @@ class KnownCache:
 
     @property
     def index(self) -> CacheIndex:
-        """The index itself."""
+        """Return the index."""
         return self.follower.index
 
     def set_instances(self, records: Mapping[str, InstanceRecord]) -> None:
-        """These are the members of the fleet."""
+        """Drop instances that are not members, or that restarted."""
         self.follower.keep({name: record.incarnation for name, record in records.items()})
 
     def apply(self, report: monitor_pb2.WorkerReport) -> None:
-        """Take one report in."""
+        """Apply a report's cache update."""
         if report.HasField("cache"):
             update = report.cache
             changes = read_changes(update.changes)
             self.follower.update(report.instance_id, report.incarnation, update.seq, changes)
 
     def listed(self, instance_id: str, reply: cache_pb2.ListCacheReply) -> None:
-        """An instance has told all that it holds."""
+        """Apply a full listing of an instance's cache."""
         self.follower.snapshot(instance_id, reply.incarnation, reply.seq, read_changes(reply.held))
 
     def placed(self, instance_id: str, names: Sequence[int], now_s: float) -> None:
-        """A request that begins with these blocks was placed there."""
+        """Record that a request that begins with these blocks was placed there."""
         self._placed.place(instance_id, names, now_s)
 
     @property
     def recent(self) -> list[tuple[float, str, Sequence[int]]]:
-        """(when, instance, names) of placements that count, oldest first."""
+        """Return (time, instance, names) of the placements that count, oldest first."""
         return self._placed.placed
 
     def of_arrival(
         self, names: Sequence[int], block_tokens: int, prompt_tokens: int, now_s: float
     ) -> Mapping[str, CachedTokens]:
-        """Tokens of a prompt with these blocks that each instance holds; those that hold none are not in it.
+        """Return the tokens of a prompt with these blocks that each instance holds, without those that hold
+        none.
 
-        The last token of a prompt is computed in any case.
+        The last token of a prompt is always computed.
         """
         if not names or block_tokens < 1:
             return NOTHING_CACHED
@@ -68,7 +73,7 @@ class KnownCache:
 
 
 def read_changes(messages: Iterable[cache_pb2.CacheChange]) -> list[Change]:
-    """Of tiers that are known."""
+    """Decode changes, ignoring unknown tiers."""
     return [
         Change(tier, message.stored, message.removed)
         for message in messages

@@ -1,7 +1,8 @@
-"""The deciding half of a scheduler: its model of the cluster, the policy in force, and what asks it.
+"""The decision core of a scheduler: the cluster model, the policy in force, and the events that make it
+decide.
 
-Pure but for the policies' calls being timed: whoever calls brings both times, so that a recording of what was
-fed in gives the same decisions again.
+Pure except that policy calls are timed: callers pass both times, so that a recording of the inputs gives the
+same decisions again.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
 from tailrace.v1 import monitor_pb2
 
-_LEFT: Final = {Phase.PREFILL: Point.PREFILL_DONE, Phase.REASONING: Point.REASONING_ENDED}
+_POINT_OF_PHASE_END: Final = {Phase.PREFILL: Point.PREFILL_DONE, Phase.REASONING: Point.REASONING_ENDED}
 
 
 class LiveControl:
-    """Feeds what happens to the model and asks the policy about it."""
+    """Feed events to the model and ask the policy about them."""
 
     def __init__(
         self, model: ReportedCluster, active: ActivePolicy, executor: Executor, calls: Calls
@@ -49,22 +50,22 @@ class LiveControl:
         self._executor = executor
         # Placements made so far.
         self._placements = 0
-        # Requests that have outgrown the stage of their instance: a policy is asked once about each.
+        # Requests that have outgrown their instance's stage: the policy is asked once about each.
         self._outgrown: dict[str, str] = {}
-        self._asked: Policy = active.policy
+        self._outgrown_policy: Policy = active.policy
 
     def follow(self, record: PolicyRecord | None, slo: Slo) -> None:
-        """Decide by that policy, or the default, and for these SLOs."""
+        """Decide by this policy (None: the default) and for these SLOs from now on."""
         if self.model.tap is not None:
-            self.model.tap(PolicyFollowed(None if record is None else _recorded(record), slo))
+            self.model.tap(PolicyFollowed(None if record is None else _recorded_policy(record), slo))
         self.active.follow(record, slo)
         if self.shadow is not None:
             self.shadow.follow_slo(slo)
-        self.model.count_fresh_by(self.active.quantum_tokens)
-        self.model.hot.keep(self.active.policy.prefixes_period_s)
+        self.model.set_quantum(self.active.quantum_tokens)
+        self.model.hot.track(self.active.policy.prefixes_period_s)
 
     def follow_shadow(self, shadow: Shadow | None) -> None:
-        """Ask this one the same questions from now on; None: nobody."""
+        """Ask this shadow policy the same questions from now on; None: ask none."""
         if self.shadow is not None:
             self.runner.watchers.remove(self.shadow)
         if shadow is not None:
@@ -72,8 +73,11 @@ class LiveControl:
         self.shadow = shadow
 
     def arrived(self, incoming: Incoming, at: Moment) -> tuple[Arrival, Place | Refuse]:
-        """Place a request, count the placement in, and submit what the policy decided beside it, such as a
-        pool move. Any scheduler may: pool moves are compare-and-swap, so that it need not lead."""
+        """Place a request, enter the placement into the model, and submit the actions decided with it, such
+        as a pool move.
+
+        Any scheduler may do that, leader or not, because pool moves are compare-and-swap.
+        """
         if self.model.tap is not None:
             self.model.tap(Arrived(incoming, at.model_s, at.policy_s))
         arrival = Arrival(
@@ -95,7 +99,7 @@ class LiveControl:
         )
         self._placements += 1
         policy = self.active.name
-        placement = self._without_foreign_pull(self.runner.place(arrival, incoming.model, at))
+        placement = self._drop_impossible_pull(self.runner.place(arrival, incoming.model, at))
         if isinstance(placement, Place):
             self.model.place(
                 arrival, placement.instance_id, incoming.frontend_id, at.model_s, placement.pull_from
@@ -106,8 +110,10 @@ class LiveControl:
         return arrival, placement
 
     def reported(self, report: monitor_pb2.WorkerReport, at: Moment, *, deciding: bool) -> None:
-        """Apply a report and decide on what it tells; a standby, which does not decide, keeps the lengths,
-        too: it may lead in a moment."""
+        """Apply a report and decide on the changes that it shows.
+
+        A standby does not decide, but keeps lengths as well, because it may lead in a moment.
+        """
         if self.model.tap is not None:
             self.model.tap(Reported(report.SerializeToString(), deciding, at.model_s, at.policy_s))
         self.model.keep_lengths(self.active.policy.lengths_period_s, at.model_s)
@@ -123,13 +129,13 @@ class LiveControl:
             self._outgrown.clear()
 
     def tick(self, at: Moment) -> None:
-        """One tick."""
+        """Run one tick."""
         if self.model.tap is not None:
             self.model.tap(Ticked(at.model_s, at.policy_s))
         self.runner.tick(at)
 
     def forget_ticks(self) -> None:
-        """Another scheduler leads and ticks: when, is not known here."""
+        """Drop the time of the last tick: another scheduler leads, and when it ticks is unknown here."""
         if self.model.tap is not None:
             self.model.tap(TicksForgotten())
         self.runner.last_tick_s = None
@@ -137,17 +143,17 @@ class LiveControl:
     # ---- recordings
 
     def state(self, now_s: float) -> list[Event]:
-        """All that is known, as the first lines of a recording."""
+        """Return the complete state as the first lines of a recording."""
         model, instances = self.model.state()
         active = self.active
-        # Asked under another policy: that counts no longer.
-        outgrown = self._outgrown if self._asked is active.policy else {}
+        # Questions put to another policy do not count.
+        outgrown = self._outgrown if self._outgrown_policy is active.policy else {}
         started = Started(
             format=FORMAT,
             version=__version__,
             now_s=now_s,
-            policy=_recorded(active.record),
-            default=_recorded(active.default),
+            policy=_recorded_policy(active.record),
+            default=_recorded_policy(active.default),
             slo=active.slo,
             placements=self._placements,
             outgrown=dict(outgrown),
@@ -160,25 +166,28 @@ class LiveControl:
     def restored(
         started: Started, instances: Sequence[InstanceKnown], executor: Executor, calls: Calls
     ) -> LiveControl:
-        """Go on from there. Raises UnknownPolicyError, UnusablePolicyError, ParameterError."""
+        """Build a control from a recorded state. Raise UnknownPolicyError, UnusablePolicyError or
+        ParameterError."""
         policy, default = (
             PolicyRecord(name=record.name, parameters=record.parameters)
             for record in (started.policy, started.default)
         )
         control = LiveControl(ReportedCluster(), ActivePolicy(default, started.slo), executor, calls)
         control.active.switch(policy, started.slo)
-        control.model.count_fresh_by(control.active.quantum_tokens)
+        control.model.set_quantum(control.active.quantum_tokens)
         control.model.restore(started.model, instances, started.now_s)
         control._placements = started.placements
-        control._asked, control._outgrown = control.active.policy, dict(started.outgrown)
+        control._outgrown_policy, control._outgrown = control.active.policy, dict(started.outgrown)
         control.runner.last_tick_s = started.last_tick_s
         return control
 
-    # ---- inside
+    # ---- internal
 
-    def _without_foreign_pull(self, placement: Place | Refuse) -> Place | Refuse:
-        """What another model, or another layout, has computed is refused by the worker that asks for it: it
-        need not ask. Blocks are named by their tokens alone."""
+    def _drop_impossible_pull(self, placement: Place | Refuse) -> Place | Refuse:
+        """Drop a pull from an instance of another model or KV layout, which the worker would refuse.
+
+        Blocks are named by their tokens alone, so a policy may choose such an instance.
+        """
         if isinstance(placement, Refuse) or not placement.pull_from:
             return placement
         if self.model.can_exchange_kv(placement.instance_id, placement.pull_from):
@@ -186,14 +195,14 @@ class LiveControl:
         return replace(placement, pull_from="")
 
     def _phase_changed(self, change: PhaseChange, at: Moment) -> None:
-        point = _LEFT.get(change.left)
+        point = _POINT_OF_PHASE_END.get(change.left)
         if point is not None:
             self.runner.request_changed(point, change.request, at)
 
     def _check_lengths(self, view: ClusterView, instance_id: str, at: Moment) -> None:
-        if self._asked is not self.active.policy:
-            # Another policy decides now, and has not been asked about any.
-            self._asked = self.active.policy
+        if self._outgrown_policy is not self.active.policy:
+            # The policy has changed and has not been asked about any request.
+            self._outgrown_policy = self.active.policy
             self._outgrown.clear()
         instance = view.instances.get(instance_id)
         bound = length_bounds(view.stages).get(instance_id)
@@ -205,14 +214,14 @@ class LiveControl:
             if self._outgrown.get(request.request_id) == instance_id:
                 continue
             self._outgrown[request.request_id] = instance_id
-            # What was decided about the one before counts in the view for this one.
+            # The view for this request includes the decision about the previous one.
             self.runner.request_changed(Point.LENGTH_BOUNDARY, request, at)
         here = {request.request_id for request in instance.requests}
         for request_id, where in list(self._outgrown.items()):
-            # Gone from here, or here itself is gone.
+            # The request has left the instance, or the instance has left.
             if where not in view.instances or (where == instance_id and request_id not in here):
                 del self._outgrown[request_id]
 
 
-def _recorded(record: PolicyRecord) -> RecordedPolicy:
+def _recorded_policy(record: PolicyRecord) -> RecordedPolicy:
     return RecordedPolicy(record.name, dict(record.parameters))

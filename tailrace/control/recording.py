@@ -1,8 +1,9 @@
-"""A recording of a live scheduler: what its model was fed, in order, and what was decided on it. JSON lines.
+"""The format of recordings of a live scheduler: the model's inputs, in order, and the decisions on them. JSON
+lines.
 
-It begins with all that the model knew (`Started`, `InstanceKnown`), so that recording can begin at any time.
-There is no text of prompts or answers in it: requests are ids, lengths, phases, and 64-bit names of
-their KV blocks.
+It begins with everything that the model knew (`Started`, `InstanceKnown`), so recording can begin at any
+time. It contains no text of prompts or answers: requests are ids, lengths, phases, and 64-bit names of their
+KV blocks.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from tailrace.actions import Action, CopyPrefix, Place, Placement, Refuse
 from tailrace.cache.follow import CacheState
 from tailrace.cache.recent import PrefixArrival
 from tailrace.cluster import Incoming, Phase, Pool, RequestView, Stage
-from tailrace.control.hot_prefixes import CopyUnderWay
+from tailrace.control.hot_prefixes import OpenCopy
 from tailrace.lengths import LengthWindowState
 from tailrace.policy.parameters import Value
 from tailrace.records import InstanceRecord, ProfileRecord
 from tailrace.slo import Slo
 
 FORMAT: Final = 1
-"""Raised when an older reader would misread what is written."""
+"""Version of the format; incremented when an older reader would misread the new one."""
 
 
-class BadRecordingError(ValueError):
-    """A file is no recording, or one of another format; the message says where."""
+class InvalidRecordingError(ValueError):
+    """The file is not a recording, or one of another format; the message names the line."""
 
 
 class _Event(msgspec.Struct, frozen=True, tag_field="event"):
@@ -35,7 +36,7 @@ class _Event(msgspec.Struct, frozen=True, tag_field="event"):
 
 
 class RecordedMembers(msgspec.Struct, frozen=True):
-    """Membership as the model takes it over (tailrace.control.reported_cluster.Members)."""
+    """Membership as passed to the model (tailrace.control.reported_cluster.Members)."""
 
     instances: dict[str, InstanceRecord]
     pools: dict[str, Pool]
@@ -49,14 +50,14 @@ class RecordedMembers(msgspec.Struct, frozen=True):
 
 
 class RecordedPolicy(msgspec.Struct, frozen=True):
-    """A policy by name, with those of its parameters that are not at their defaults."""
+    """A policy by name, with the parameters that differ from their defaults."""
 
     name: str
     parameters: dict[str, Value] = {}
 
 
 class RecordedWhere(msgspec.Struct, frozen=True):
-    """Who has a request."""
+    """The location of a request."""
 
     request_id: str
     instance_id: str
@@ -73,7 +74,7 @@ class RecordedPending(msgspec.Struct, frozen=True):
 
 
 class RecordedPlacement(msgspec.Struct, frozen=True):
-    """Blocks that an instance is about to hold."""
+    """Blocks that an instance will hold soon."""
 
     placed_s: float
     instance_id: str
@@ -81,27 +82,27 @@ class RecordedPlacement(msgspec.Struct, frozen=True):
 
 
 class RecentState(msgspec.Struct, frozen=True):
-    """What arrivals of the last seconds began with, oldest first."""
+    """The prefixes of recent arrivals, oldest first."""
 
     period_s: float
     arrivals: list[PrefixArrival]
 
 
 class ModelKnown(msgspec.Struct, frozen=True):
-    """What the model knows that belongs to no one instance."""
+    """The model's state that does not belong to a single instance."""
 
     members: RecordedMembers
     silent: frozenset[str]
     where: list[RecordedWhere]
-    # Open migrations: from where, and to where if that is known.
+    # Open migrations by request: source, and target if known.
     migrating: dict[str, tuple[str, str | None]]
-    # Pool moves that etcd does not tell of yet: instance, before, after.
+    # Pool moves that etcd's watch has not delivered yet: instance, before, after.
     ordered: list[tuple[str, Pool | None, Pool | None]]
     lengths: LengthWindowState | None
     placed: list[RecordedPlacement]
-    # Kept only for a policy that copies prefixes ahead; and such copies that count.
+    # Tracked only for a policy that copies prefixes ahead of need; and its open copies.
     recent: RecentState | None = None
-    copies: list[CopyUnderWay] = []
+    copies: list[OpenCopy] = []
 
 
 class Started(_Event, frozen=True, tag="started"):
@@ -120,7 +121,7 @@ class Started(_Event, frozen=True, tag="started"):
 
 
 class InstanceKnown(_Event, frozen=True, tag="instance"):
-    """One line an instance: its last report and what corrects it. `load`: the message."""
+    """One line per instance: its last report (`load`: the encoded message) and the corrections to it."""
 
     instance_id: str
     load: bytes | None
@@ -148,7 +149,7 @@ class MembersChanged(_Event, frozen=True, tag="members"):
 
 
 class PolicyFollowed(_Event, frozen=True, tag="policy"):
-    """Another policy, or other SLOs; policy None: the default."""
+    """The policy or the SLOs changed; policy None: the default."""
 
     policy: RecordedPolicy | None
     slo: Slo
@@ -192,7 +193,7 @@ class Ticked(_Event, frozen=True, tag="tick"):
 
 
 class TicksForgotten(_Event, frozen=True, tag="no_ticks"):
-    """Another scheduler came to lead."""
+    """Another scheduler became leader."""
 
 
 class MigrationOpened(_Event, frozen=True, tag="migration_opened"):
@@ -203,7 +204,7 @@ class MigrationOpened(_Event, frozen=True, tag="migration_opened"):
 
 
 class MigrationClosed(_Event, frozen=True, tag="migration_closed"):
-    """It is over."""
+    """A migration is over."""
 
     request_id: str
 
@@ -216,7 +217,7 @@ class PoolOrdered(_Event, frozen=True, tag="pool_ordered"):
 
 
 class PoolSettled(_Event, frozen=True, tag="pool_settled"):
-    """It counts no longer."""
+    """A pool order does not count any more."""
 
     instance_id: str
 
@@ -229,24 +230,24 @@ class CopyOrdered(_Event, frozen=True, tag="copy_ordered"):
 
 
 class CopySettled(_Event, frozen=True, tag="copy_settled"):
-    """It is over."""
+    """A copy of a prefix is over."""
 
     target_id: str
     now_s: float
 
 
 class Decided(_Event, frozen=True, tag="decided"):
-    """What the policy answered to the input before it. `answer` null: it failed."""
+    """The policy's answer to the preceding input. `answer` null: the policy failed."""
 
     point: str
     policy: str
-    # The request that it is about; empty: a tick.
+    # The request; empty for a tick.
     request_id: str
     answer: msgspec.Raw
 
 
-class TooMuch(_Event, frozen=True, tag="too_much"):
-    """The last line, where whoever reads the recording could not keep up with it."""
+class RecordingOverflow(_Event, frozen=True, tag="too_much"):
+    """The last line, if the reader was too slow."""
 
 
 Event: TypeAlias = (
@@ -267,7 +268,7 @@ Event: TypeAlias = (
     | CopyOrdered
     | CopySettled
     | Decided
-    | TooMuch
+    | RecordingOverflow
 )
 Tap: TypeAlias = Callable[[Event], None]
 
@@ -277,14 +278,14 @@ _DECODER: Final = msgspec.json.Decoder(Event)
 
 
 def decode(lines: Iterable[bytes]) -> Iterator[Event]:
-    """Raises BadRecordingError, naming the line."""
+    """Decode a recording's lines. Raise InvalidRecordingError, which names the line."""
     for number, line in enumerate(lines, 1):
         try:
             event: Event = _DECODER.decode(line)
         except msgspec.MsgspecError as error:
-            raise BadRecordingError(f"line {number}: {error}") from error
+            raise InvalidRecordingError(f"line {number}: {error}") from error
         if isinstance(event, Started) and event.format != FORMAT:
-            raise BadRecordingError(
+            raise InvalidRecordingError(
                 f"format {event.format}, of Tailrace {event.version}; this one reads {FORMAT}"
             )
         yield event
@@ -294,7 +295,7 @@ FAILED: Final = msgspec.Raw(b"null")
 
 
 def recorded_placement(placement: Placement) -> msgspec.Raw:
-    """A placement as it stands in a recording."""
+    """Encode a placement for a recording."""
     match placement:
         case Refuse():
             return msgspec.Raw(encode({"refuse": placement.reason}))
@@ -305,7 +306,7 @@ def recorded_placement(placement: Placement) -> msgspec.Raw:
 
 
 def recorded_actions(actions: Sequence[Action] | None) -> msgspec.Raw:
-    """Actions as they stand in a recording; None: the policy failed."""
+    """Encode actions for a recording; None: the policy failed."""
     return FAILED if actions is None else msgspec.Raw(encode(_plain(actions)))
 
 

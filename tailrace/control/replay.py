@@ -1,4 +1,4 @@
-"""Feeds a recording to the model again, and asks a policy again."""
+"""Replay a recording: feed its inputs to the model, ask the policy again, and compare the decisions."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from tailrace.actions import Action, Placement, WhenFull
 from tailrace.control.live import LiveControl
 from tailrace.control.recording import (
     Arrived,
-    BadRecordingError,
     CacheListed,
     CopyOrdered,
     CopySettled,
     Decided,
     Event,
     InstanceKnown,
+    InvalidRecordingError,
     MembersChanged,
     MigrationClosed,
     MigrationOpened,
     PolicyFollowed,
     PoolOrdered,
     PoolSettled,
+    RecordingOverflow,
     Reported,
     ReportsStopped,
     Started,
     Ticked,
     TicksForgotten,
-    TooMuch,
     recorded_actions,
     recorded_placement,
 )
@@ -41,7 +41,7 @@ from tailrace.v1 import cache_pb2, monitor_pb2
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """One decision, as it was recorded and as it came out again; None: it was not asked for then, or now."""
+    """One decision as recorded and as replayed; None: there was none then, or now."""
 
     point: str
     request_id: str
@@ -51,12 +51,12 @@ class Replayed:
 
     @property
     def same(self) -> bool:
-        """To the last byte."""
+        """Return whether both are equal, byte for byte."""
         return self.recorded == self.replayed
 
     @property
-    def acts(self) -> bool:
-        """Whether something was decided, then or now: not an empty list of actions."""
+    def acted(self) -> bool:
+        """Return whether either decision was anything but an empty list of actions."""
         return any(answer not in (None, _NO_ACTIONS) for answer in (self.recorded, self.replayed))
 
 
@@ -64,7 +64,7 @@ _NO_ACTIONS = msgspec.Raw(b"[]")
 
 
 class _Events:
-    """The recording, with a look at the next line."""
+    """Iterate over the events with one event of look-ahead."""
 
     def __init__(self, events: Iterator[Event]) -> None:
         self._events = events
@@ -82,33 +82,33 @@ class _Events:
 
 class _NoMetrics:
     def observe_duration(self, point: Point, seconds: float) -> None:
-        """Of no interest."""
+        """Ignore durations."""
 
     def failed(self, policy: str, point: Point) -> None:
-        """The comparison shows it."""
+        """Ignore failures, which the comparison shows."""
 
 
 class Replay:
-    """One pass over a recording. `counts` and `different` are by decision point."""
+    """Replay a recording once. The counters are by decision point."""
 
-    def __init__(self, events: Iterator[Event], heard: Callable[[Replayed], None]) -> None:
-        """`heard` gets each decision as it is compared."""
+    def __init__(self, events: Iterator[Event], on_compared: Callable[[Replayed], None]) -> None:
+        """`on_compared` is called with each decision as it is compared."""
         self._events = _Events(events)
-        self._heard = heard
+        self._on_compared = on_compared
         self.decisions: Counter[str] = Counter()
         self.acting: Counter[str] = Counter()
         self.different: Counter[str] = Counter()
         self._policies: dict[str, None] = {}
-        # Seconds from the first line to the last.
+        # Recorded seconds so far.
         self.seconds = 0.0
-        # Whether the recording ends because its reader could not keep up.
+        # Whether the recording ended because its reader was too slow.
         self.cut_short = False
         self.control = self._start()
 
     def _start(self) -> LiveControl:
         started = self._events.pop()
         if not isinstance(started, Started):
-            raise BadRecordingError("line 1: not the beginning of a recording")
+            raise InvalidRecordingError("line 1: not the beginning of a recording")
         instances: list[InstanceKnown] = []
         while isinstance(event := self._events.peek(), InstanceKnown):
             instances.append(event)
@@ -120,15 +120,15 @@ class Replay:
 
     @property
     def policies(self) -> str:
-        """Those that decided, in their order."""
+        """Return the names of the policies that decided, in order."""
         return ", ".join(self._policies)
 
     def watch(self, watcher: Watcher) -> None:
-        """Have this one see every question, too."""
+        """Add a watcher that sees every question as well."""
         self.control.runner.watchers.append(watcher)
 
     def run(self) -> None:
-        """To the end. Raises BadRecordingError."""
+        """Replay to the end. Raise InvalidRecordingError."""
         while (event := self._events.pop()) is not None:
             self._feed(event)
 
@@ -165,49 +165,49 @@ class Replay:
             case CopySettled():
                 model.copy_settled(event.target_id, event.now_s)
             case Decided():
-                # Nobody has asked for it now.
-                self._compared(Replayed(event.point, event.request_id, event.policy, event.answer, None))
-            case TooMuch():
+                # The policy was not asked in the replay.
+                self._count(Replayed(event.point, event.request_id, event.policy, event.answer, None))
+            case RecordingOverflow():
                 self.cut_short = True
             case Started() | InstanceKnown():
-                raise BadRecordingError("a second beginning")
+                raise InvalidRecordingError("a second beginning")
 
     def _at(self, event: Reported | Arrived | Ticked) -> Moment:
         self.seconds = event.now_s - self._began_s
         return Moment(event.now_s, event.wall_s)
 
-    # ---- Watcher: the policy has been asked again
+    # ---- Watcher: called when the policy has decided again
 
     def placed(self, policy: str, question: PlaceQuestion, placement: Placement) -> None:
-        """An arrival."""
+        """Compare a placement."""
         request_id = question.arrival.request_id
-        self._answered(Point.PLACE, request_id, policy, recorded_placement(placement))
+        self._match_recorded(Point.PLACE, request_id, policy, recorded_placement(placement))
 
     def decided(self, policy: str, question: Question, actions: Sequence[Action] | None) -> None:
-        """Any other decision."""
+        """Compare any other decision."""
         request_id = "" if question.request is None else question.request.request_id
-        self._answered(question.point, request_id, policy, recorded_actions(actions))
+        self._match_recorded(question.point, request_id, policy, recorded_actions(actions))
 
-    def _answered(self, point: Point, request_id: str, policy: str, answer: msgspec.Raw) -> None:
+    def _match_recorded(self, point: Point, request_id: str, policy: str, answer: msgspec.Raw) -> None:
         recorded = self._events.peek()
         then: msgspec.Raw | None = None
         asked = point.value, request_id
         if isinstance(recorded, Decided) and (recorded.point, recorded.request_id) == asked:
             self._events.pop()
             then = recorded.answer
-        self._compared(Replayed(point.value, request_id, policy, then, answer))
+        self._count(Replayed(point.value, request_id, policy, then, answer))
 
-    def _compared(self, replayed: Replayed) -> None:
+    def _count(self, replayed: Replayed) -> None:
         self._policies[replayed.policy] = None
         self.decisions[replayed.point] += 1
-        self.acting[replayed.point] += replayed.acts
+        self.acting[replayed.point] += replayed.acted
         self.different[replayed.point] += not replayed.same
-        self._heard(replayed)
+        self._on_compared(replayed)
 
-    # ---- Executor: applies the recorded actions, whatever was decided now
+    # ---- Executor: applies the recorded orders, whatever was decided now
 
     def submit(self, actions: Sequence[Action], policy: str, when_full: WhenFull = WhenFull.REFUSE) -> None:
-        """Feed the orders that went out with the recorded decision."""
+        """Feed the orders that were given with the recorded decision."""
         while isinstance(event := self._events.peek(), (MigrationOpened, PoolOrdered, CopyOrdered)):
             self._events.pop()
             self._feed(event)
@@ -221,6 +221,6 @@ def _policy(event: PolicyFollowed) -> PolicyRecord | None:
 
 
 def points(counts: Iterable[str]) -> list[str]:
-    """Decision points in their order."""
+    """Return decision points in their order."""
     found = set(counts)
     return [point.value for point in Point if point.value in found]

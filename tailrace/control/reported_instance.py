@@ -8,7 +8,7 @@ from typing import Final
 
 from tailrace.cache.follow import CacheState
 from tailrace.cluster import InstanceState, InstanceView, Phase, Pool, RequestState, RequestView
-from tailrace.control.cluster_model import Corrections, Counted, Pending
+from tailrace.control.cluster_model import Corrections, CountedRequest, Pending
 from tailrace.control.recording import InstanceKnown, RecordedPending
 from tailrace.intra.base import QUANTUM_TOKENS
 from tailrace.messages import PHASES, REQUEST_STATES, predicted_remaining, request_view
@@ -19,9 +19,9 @@ from tailrace.policy.phase_load import PhaseCounts
 from tailrace.records import InstanceRecord
 from tailrace.v1 import monitor_pb2
 
-# A placed request that a report does not show by then never came, or has already gone.
+# Seconds after which a placed request that no report shows has never arrived, or has already gone.
 _PENDING_S: Final = 2.0
-# Placements remembered while no report comes.
+# Pending placements that are kept while no report arrives.
 _PENDING_MAX: Final = 1_024
 
 _NO_LOAD: Final = monitor_pb2.InstanceLoad()
@@ -31,21 +31,21 @@ _RUNNING: Final = frozenset({RequestState.RUNNING, RequestState.PAUSED})
 
 @dataclasses.dataclass(slots=True)
 class PendingRequest(Pending):
-    """`placed`: when, by the scheduler's monotonic clock."""
+    """A pending placement; `placed` is the scheduler's monotonic time."""
 
     request: RequestView
 
 
 class ReportedInstance(Corrections[str, PendingRequest]):
-    """Counts are those of the last steady report, moved on by phase events and placements."""
+    """Hold the counts of the last steady report, updated by phase events and placements."""
 
     def __init__(self, record: InstanceRecord, now_s: float, quantum_tokens: int = QUANTUM_TOKENS) -> None:
-        """`quantum_tokens`: that the policy counts fresh answers by."""
+        """`quantum_tokens`: the quantum by which the policy counts fresh answers."""
         super().__init__()
         self.record = record
         # None until the first steady report of this incarnation.
         self.load: monitor_pb2.InstanceLoad | None = None
-        self.heard_s = now_s
+        self.last_report_s = now_s
         self.requests: dict[str, RequestView] = {}
         # Trace contexts of requests that are traced.
         self.traceparents: dict[str, str] = {}
@@ -53,20 +53,20 @@ class ReportedInstance(Corrections[str, PendingRequest]):
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of one KV block."""
+        """Return the tokens per KV block."""
         return max(1, self.record.block_tokens)
 
     # ---- what happens
 
-    def count_by(self, quantum_tokens: int) -> None:
+    def set_quantum(self, quantum_tokens: int) -> None:
         """Count fresh answers by another quantum from now on."""
         self._phases = PhaseCounts(quantum_tokens)
-        self._phases.reset(self._held())
+        self._phases.reset(self._all_requests())
 
     def report(self, report: monitor_pb2.WorkerReport, migrating: Collection[str], now_s: float) -> set[str]:
-        """A steady report; the ids of requests that were here and are no longer."""
+        """Apply a steady report; return the ids of requests that were here and are not any more."""
         load = self.load = report.load
-        self.heard_s = now_s
+        self.last_report_s = now_s
         before = self.requests.keys() | self.pending.keys()
         block_tokens = load.block_tokens or self.block_tokens
         self.requests = {
@@ -83,16 +83,19 @@ class ReportedInstance(Corrections[str, PendingRequest]):
         for request_id, pending in list(self.pending.items()):
             if request_id in self.requests or now_s - pending.placed > _PENDING_S:
                 self.remove_pending(request_id)
-        self._phases.reset(self._held())
-        # What an import has reserved is in kv_blocks_used from when it began.
+        self._phases.reset(self._all_requests())
+        # The KV that an import reserves is in kv_blocks_used from its beginning.
         for request_id in list(self.coming)[: load.migrations_in]:
             self.coming[request_id] = 0
-        self.forget_changes()
+        self.reset_changes()
         return before - self.requests.keys() - self.pending.keys()
 
     def place(self, request: RequestView, now_s: float, cached_tokens: int = 0) -> str | None:
-        """The request was placed here and will arrive in a moment; so many of its tokens are cached here. The
-        id of one that had to be forgotten for it, if any: no report has come for long."""
+        """Add a request that was placed here and will arrive soon, of which `cached_tokens` are cached.
+
+        Return the id of a pending one that had to be dropped for it because no report has arrived for long,
+        or None.
+        """
         self.unplace(request.request_id)
         forgotten = None
         if len(self.pending) >= _PENDING_MAX:
@@ -104,14 +107,15 @@ class ReportedInstance(Corrections[str, PendingRequest]):
         return forgotten
 
     def unplace(self, request_id: str) -> PendingRequest | None:
-        """The request was placed elsewhere after all, or has begun; None: it was not pending."""
+        """Remove a pending request that has begun or was placed elsewhere; return None if it was not
+        pending."""
         pending = self.remove_pending(request_id)
         if pending is not None:
             self._phases.remove(pending.request)
         return pending
 
     def event(self, event: monitor_pb2.PhaseEvent) -> RequestView | None:
-        """The request entered a phase; None: the event names none that is known."""
+        """Apply a phase event; return the request, or None if the phase is unknown."""
         phase = PHASES.get(event.phase)
         if phase is None:
             return None
@@ -119,7 +123,7 @@ class ReportedInstance(Corrections[str, PendingRequest]):
             self.traceparents[event.request_id] = event.traceparent
         known = self.requests.get(event.request_id)
         if known is None:
-            return self._arrived(event, phase)
+            return self._add_from_event(event, phase)
         grown = max(0, event.output_tokens - known.output_tokens)
         moved = dataclasses.replace(
             known,
@@ -128,36 +132,36 @@ class ReportedInstance(Corrections[str, PendingRequest]):
             epoch=event.epoch,
             output_tokens=known.output_tokens + grown,
             phase_tokens=event.phase_tokens,
-            predicted_remaining_tokens=self._predicted(event, known, grown),
+            predicted_remaining_tokens=self._predicted_remaining(event, known, grown),
         )
         self._phases.remove(known)
         self._phases.add(moved)
-        self.change_request(_counted(known), _counted(moved))
+        self.change_request(_as_counted(known), _as_counted(moved))
         self.requests[event.request_id] = moved
         return moved
 
-    def gone(self, request_id: str) -> None:
-        """The request finished here or left."""
+    def finish(self, request_id: str) -> None:
+        """Remove a request that finished here or left."""
         self.unplace(request_id)
         self.traceparents.pop(request_id, None)
         request = self.requests.pop(request_id, None)
         if request is None:
             return
         self._phases.remove(request)
-        self.remove_request(_counted(request))
+        self.remove_request(_as_counted(request))
 
-    def expect(self, request_id: str, context_tokens: int) -> None:
-        """A migration of the request to here was opened: it will need the room."""
+    def reserve(self, request_id: str, context_tokens: int) -> None:
+        """Reserve KV for a migration to this instance that was opened."""
         self.open_arrival(request_id, kv_needed_tokens(context_tokens, self.block_tokens), context_tokens)
 
-    def mark(self, request_id: str, migrating: bool) -> None:
-        """A migration of the request was opened or is over."""
+    def set_migrating(self, request_id: str, migrating: bool) -> None:
+        """Set whether a migration of the request is open."""
         request = self.requests.get(request_id)
         if request is not None:
             self.requests[request_id] = dataclasses.replace(request, migrating=migrating)
 
-    def _arrived(self, event: monitor_pb2.PhaseEvent, phase: Phase) -> RequestView:
-        """Not in a report yet: placed here a moment ago, or handed over to here."""
+    def _add_from_event(self, event: monitor_pb2.PhaseEvent, phase: Phase) -> RequestView:
+        """Add a request that is not in a report yet: placed a moment ago, or handed over to this instance."""
         pending = self.unplace(event.request_id)
         context = event.prompt_tokens + event.output_tokens
         blocks = -(-context // self.block_tokens)
@@ -178,23 +182,25 @@ class ReportedInstance(Corrections[str, PendingRequest]):
         )
         self._phases.add(request)
         self.requests[event.request_id] = request
-        self.add_request(event.request_id, _counted(request))
+        self.add_request(event.request_id, _as_counted(request))
         return request
 
-    def _predicted(self, event: monitor_pb2.PhaseEvent, known: RequestView, grown: int) -> float | None:
-        """As the event tells; if it tells nothing, what is left of what was known."""
-        told = predicted_remaining(event, self.record.max_model_len)
-        if told is not None or known.predicted_remaining_tokens is None:
-            return told
+    def _predicted_remaining(
+        self, event: monitor_pb2.PhaseEvent, known: RequestView, grown: int
+    ) -> float | None:
+        """Return the event's prediction, or else what is left of the previous one."""
+        predicted = predicted_remaining(event, self.record.max_model_len)
+        if predicted is not None or known.predicted_remaining_tokens is None:
+            return predicted
         return max(0.0, known.predicted_remaining_tokens - grown)
 
-    def _held(self) -> Iterator[RequestView]:
+    def _all_requests(self) -> Iterator[RequestView]:
         yield from self.requests.values()
         for pending in self.pending.values():
             yield pending.request
 
     def find(self, request_id: str) -> RequestView | None:
-        """A request as it was reported last, or placed; None: it is not here."""
+        """Return a request as last reported, or placed; None if it is not here."""
         found = self.requests.get(request_id)
         if found is None and (pending := self.pending.get(request_id)) is not None:
             found = pending.request
@@ -203,11 +209,11 @@ class ReportedInstance(Corrections[str, PendingRequest]):
     # ---- recordings
 
     def state(self, cache: CacheState | None) -> InstanceKnown:
-        """All that is known of it, in a form that `restore` takes; traces are not."""
+        """Return the state that `restore` takes, without traces."""
         return InstanceKnown(
             instance_id=self.record.instance_id,
             load=None if self.load is None else self.load.SerializeToString(),
-            heard_s=self.heard_s,
+            heard_s=self.last_report_s,
             requests=list(self.requests.values()),
             pending=[RecordedPending(p.request, p.placed, p.cached_tokens) for p in self.pending.values()],
             coming=dict(self.coming),
@@ -221,9 +227,9 @@ class ReportedInstance(Corrections[str, PendingRequest]):
         )
 
     def restore(self, state: InstanceKnown) -> None:
-        """Go on from there; it must be new."""
+        """Continue from a recorded state. The instance must be new."""
         self.load = None if state.load is None else monitor_pb2.InstanceLoad.FromString(state.load)
-        self.heard_s = state.heard_s
+        self.last_report_s = state.heard_s
         self.requests = {request.request_id: request for request in state.requests}
         for known in state.pending:
             request = known.request
@@ -234,17 +240,17 @@ class ReportedInstance(Corrections[str, PendingRequest]):
         self.leaving.update(state.leaving)
         self.running_change, self.waiting_change = state.running_change, state.waiting_change
         self.context_change, self.kv_change = state.context_change, state.kv_change
-        self._phases.reset(self._held())
+        self._phases.reset(self._all_requests())
 
     # ---- what a policy sees
 
     def view(self, state: InstanceState, pool: Pool | None, measured: Measured | None = None) -> InstanceView:
-        """The instance now; `measured`: what was measured of its kind."""
+        """Return the instance now; `measured`: measurements of its kind."""
         load = self.load if self.load is not None else _NO_LOAD
         blocks = load.kv_blocks_total or self.record.kv_blocks_total
         kv_bytes = max(1, self.record.kv_bytes_per_token)
-        requests = tuple(self._held())
-        curve = _curve(load)
+        requests = tuple(self._all_requests())
+        predictor = _ttft_predictor(load)
         running, waiting, context_tokens, kv_used_tokens = self.counts(
             load.running + load.paused,
             load.waiting,
@@ -269,8 +275,8 @@ class ReportedInstance(Corrections[str, PendingRequest]):
             token_interval_s=load.token_interval_ms_mean / 1e3,
             host_kv_tokens=load.host_kv_bytes_used // kv_bytes,
             host_kv_capacity_tokens=load.host_kv_bytes_total // kv_bytes,
-            prefill_delay_s=None if curve is None else self._prefill_delay_s(load, curve),
-            ttft=curve,
+            prefill_delay_s=None if predictor is None else self._prefill_delay_s(load, predictor),
+            ttft=predictor,
             max_running_tokens=load.max_running_tokens if load.HasField("max_running_tokens") else None,
             future_load=tuple(load.future_load),
             phase_load=self._phases.load(requests),
@@ -289,22 +295,22 @@ class ReportedInstance(Corrections[str, PendingRequest]):
             requests=requests,
         )
 
-    def _prefill_delay_s(self, load: monitor_pb2.InstanceLoad, curve: TtftPredictor) -> float:
-        """As reported, and for what was placed since."""
+    def _prefill_delay_s(self, load: monitor_pb2.InstanceLoad, predictor: TtftPredictor) -> float:
+        """Return the reported delay plus that of the placements since, in seconds."""
         waiting = self.pending.values()
-        placed_s = curve.queue_s(pending.tokens for pending in waiting)
+        placed_s = predictor.queue_s(pending.tokens for pending in waiting)
         cached_s = sum(
-            curve.computed_s(pending.cached_tokens) for pending in waiting if pending.cached_tokens
+            predictor.computed_s(pending.cached_tokens) for pending in waiting if pending.cached_tokens
         )
         return load.prefill_delay_s + placed_s - cached_s
 
 
-def _curve(load: monitor_pb2.InstanceLoad) -> TtftPredictor | None:
-    """What the worker's profile says of prompts; None: it has none."""
+def _ttft_predictor(load: monitor_pb2.InstanceLoad) -> TtftPredictor | None:
+    """Return the TTFT predictor of the worker's profile, or None if it has none."""
     if not load.HasField("prefill_delay_s"):
         return None
     return TtftPredictor(load.prefill_base_s, load.prefill_s_per_token, load.prefill_s_per_token_squared)
 
 
-def _counted(request: RequestView) -> Counted:
-    return Counted(request.context_tokens, request.kv_tokens, request.state in _RUNNING)
+def _as_counted(request: RequestView) -> CountedRequest:
+    return CountedRequest(request.context_tokens, request.kv_tokens, request.state in _RUNNING)

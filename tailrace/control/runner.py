@@ -1,4 +1,4 @@
-"""Which policy decides, and how it is asked, on whatever model and clock there is."""
+"""Which policy is in force, and how it is called, independent of model and clock."""
 
 from __future__ import annotations
 
@@ -32,45 +32,46 @@ log = logging.getLogger(__name__)
 
 
 class ActivePolicy:
-    """Follows the record in etcd and the deployment's SLOs; without a record, the default given at start."""
+    """Follow the policy record in etcd and the deployment's SLOs; without a record, the default given at
+    start."""
 
     def __init__(self, default: PolicyRecord, slo: Slo | None = None) -> None:
-        """Raises UnknownPolicyError, UnusablePolicyError, ParameterError."""
+        """Load the default. Raise UnknownPolicyError, UnusablePolicyError or ParameterError."""
         self.slo = slo or Slo()
         self.record = self.default = default
         self.policy: Policy = load(default.name, parameters=default.parameters, slo=self.slo)
-        # All parameters that are in force, those of the batch order included.
+        # All parameters in force, including those of the batch order.
         self.values: Mapping[str, Value] = all_parameters(default.name, default.parameters)
         self._refused: PolicyRecord | None = None
 
     @property
     def name(self) -> str:
-        """Of the policy."""
+        """Return the policy's name."""
         return self.record.name
 
     @property
     def admission(self) -> TtftAdmission | None:
-        """Which requests are refused, by what was measured of their instances; None: none is."""
+        """Return the rule by which requests are refused as too late; None if none is refused."""
         return TtftAdmission.of(self.slo)
 
     @property
     def quantum_tokens(self) -> int:
-        """The quantum by which the policy counts fresh answers; the usual one if it has none."""
+        """Return the quantum by which the policy counts fresh answers; the default if it has none."""
         return int(self.values.get(QUANTUM.name, QUANTUM.default))
 
     def follow(self, record: PolicyRecord | None, slo: Slo) -> None:
-        """Decide by that policy and for those SLOs. A policy that cannot be had leaves the present one in
-        force, for the new SLOs."""
-        wanted = record or self.default
-        if wanted == self._refused:
-            # Logged once, not at every change of anything in etcd.
-            wanted = self.record
-        if not self._can_switch(wanted, slo):
-            self._refused = wanted
-            self._can_switch(self.record, slo)
+        """Decide by this policy and for these SLOs. If the policy cannot be loaded, the present one continues
+        with the SLOs."""
+        requested = record or self.default
+        if requested == self._refused:
+            # Refused before: logged once, not at every change in etcd.
+            requested = self.record
+        if not self._try_switch(requested, slo):
+            self._refused = requested
+            self._try_switch(self.record, slo)
 
-    def _can_switch(self, record: PolicyRecord, slo: Slo) -> bool:
-        """Switch if that policy can be had; whether it can."""
+    def _try_switch(self, record: PolicyRecord, slo: Slo) -> bool:
+        """Switch if the policy can be loaded; return whether it could."""
         try:
             self.switch(record, slo)
         except (UnknownPolicyError, UnusablePolicyError, ParameterError) as error:
@@ -79,27 +80,27 @@ class ActivePolicy:
         return True
 
     def switch(self, record: PolicyRecord, slo: Slo) -> None:
-        """Decide by that policy and for those SLOs.
+        """Decide by this policy and for these SLOs.
 
-        Raises UnknownPolicyError, UnusablePolicyError, ParameterError; nothing has changed then.
+        Raise UnknownPolicyError, UnusablePolicyError or ParameterError; then nothing has changed.
         """
         if (record, slo) == (self.record, self.slo):
             return
         policy = load(record.name, parameters=record.parameters, slo=slo)
         values = all_parameters(record.name, record.parameters)
-        log.info("policy %s -> %s; SLO: %s", _words(self.record), _words(record), slo.words())
+        log.info("policy %s -> %s; SLO: %s", _format_record(self.record), _format_record(record), slo.words())
         if record != self.record:
             self._refused = None
         self.record, self.policy, self.values, self.slo = record, policy, values, slo
 
 
-def _words(record: PolicyRecord) -> str:
+def _format_record(record: PolicyRecord) -> str:
     return " ".join([record.name, *(f"{name}={format_value(v)}" for name, v in record.parameters.items())])
 
 
 async def warm_up() -> None:
-    """Import all policies in a thread, so that the first switch to one holds no placement up for as long as
-    its modules take."""
+    """Import all policies in a thread, so that the first switch to one does not delay placements by its
+    import."""
     for name in await asyncio.to_thread(names):
         try:
             await asyncio.to_thread(load, name)
@@ -108,7 +109,7 @@ async def warm_up() -> None:
 
 
 class Point(enum.Enum):
-    """The decision points, as metrics and recordings name them."""
+    """The decision points, as named in metrics and recordings."""
 
     PLACE = "place"
     PREFILL_DONE = "prefill_done"
@@ -118,8 +119,10 @@ class Point(enum.Enum):
 
 
 class Moment(NamedTuple):
-    """The same moment by two clocks: the model's, which never goes back, and the policies', which is the time
-    of day. In the simulator they are one."""
+    """One moment on two clocks: the model's, which is monotonic, and the policies', which is the time of day.
+
+    In the simulator both are the simulated clock.
+    """
 
     model_s: float
     policy_s: float
@@ -127,28 +130,28 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlaceQuestion:
-    """Where to prefill."""
+    """The question where to prefill an arrival."""
 
     view: ClusterView
     arrival: Arrival
     now_s: float
 
-    def put_to(self, policy: Policy) -> Placement:
-        """What the policy decides."""
+    def ask(self, policy: Policy) -> Placement:
+        """Return the policy's placement."""
         return policy.place(self.view, self.arrival, self.now_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Any other decision point; `request` is None at a tick alone."""
+    """The question at any other decision point; `request` is None at ticks only."""
 
     point: Point
     view: ClusterView
     request: RequestView | None
     now_s: float
 
-    def put_to(self, policy: Policy) -> Sequence[Action]:
-        """What the policy decides."""
+    def ask(self, policy: Policy) -> Sequence[Action]:
+        """Return the policy's actions."""
         request = self.request
         if request is None:
             return policy.on_tick(self.view, self.now_s)
@@ -170,7 +173,7 @@ _METHODS: Final = {
 
 
 class Model(Protocol):
-    """The part of ClusterModel that a policy is asked on."""
+    """The cluster model (the used part of ClusterModel)."""
 
     def view_at(self, now_s: float) -> ClusterView: ...
     def view_for_arrival(self, model: str, now_s: float) -> ClusterView: ...
@@ -179,8 +182,8 @@ class Model(Protocol):
     def hot_prefixes(self, now_s: float) -> HotPrefixes | None: ...
 
 
-class Deciding(Protocol):
-    """Which policy decides now, and which of its placements are refused as too late."""
+class PolicyInForce(Protocol):
+    """The policy that decides now, and the rule by which its placements are refused as too late."""
 
     @property
     def name(self) -> str: ...
@@ -191,7 +194,7 @@ class Deciding(Protocol):
 
 
 class Executor(Protocol):
-    """Books actions into the model and carries them out."""
+    """Enter actions into the model and carry them out."""
 
     def submit(
         self, actions: Sequence[Action], policy: str, when_full: WhenFull = WhenFull.REFUSE
@@ -199,80 +202,85 @@ class Executor(Protocol):
 
 
 class Calls(Protocol):
-    """How a policy is called: what happens when it raises, or names what it must not."""
+    """Call a policy; decides what happens if it raises, or chooses an instance that it must not use."""
 
-    def place(self, deciding: Deciding, question: PlaceQuestion) -> Placement: ...
-    def decide(self, deciding: Deciding, question: Question) -> Sequence[Action] | None:
-        """None: it failed."""
+    def place(self, policy_in_force: PolicyInForce, question: PlaceQuestion) -> Placement: ...
+    def decide(self, policy_in_force: PolicyInForce, question: Question) -> Sequence[Action] | None:
+        """Return the policy's actions; None if it failed."""
         ...
 
 
 class Watcher(Protocol):
-    """Sees each question with the answer to it, before the answer is carried out."""
+    """See each question with its answer before the answer is carried out."""
 
     def placed(self, policy: str, question: PlaceQuestion, placement: Placement) -> None: ...
     def decided(self, policy: str, question: Question, actions: Sequence[Action] | None) -> None: ...
 
 
 class PlainCalls:
-    """What a policy raises ends the run."""
+    """Call the policy directly: an exception ends the run."""
 
-    def place(self, deciding: Deciding, question: PlaceQuestion) -> Placement:
-        """The policy's placement."""
-        return question.put_to(deciding.policy)
+    def place(self, policy_in_force: PolicyInForce, question: PlaceQuestion) -> Placement:
+        """Return the policy's placement."""
+        return question.ask(policy_in_force.policy)
 
-    def decide(self, deciding: Deciding, question: Question) -> Sequence[Action] | None:
-        """The policy's actions."""
-        return question.put_to(deciding.policy)
+    def decide(self, policy_in_force: PolicyInForce, question: Question) -> Sequence[Action] | None:
+        """Return the policy's actions."""
+        return question.ask(policy_in_force.policy)
 
 
 class PolicyRunner:
-    """Decides by whichever policy is in force when it is asked."""
+    """Ask whichever policy is in force at each decision point."""
 
-    def __init__(self, model: Model, deciding: Deciding, executor: Executor, calls: Calls) -> None:
+    def __init__(
+        self, model: Model, policy_in_force: PolicyInForce, executor: Executor, calls: Calls
+    ) -> None:
         self._model = model
-        self._deciding = deciding
+        self._policy_in_force = policy_in_force
         self._executor = executor
         self._calls = calls
-        # When the last tick was, and whose.
-        self._ticked: tuple[Policy, float] | None = None
+        # The policy and time of the last tick.
+        self._last_tick: tuple[Policy, float] | None = None
         self.watchers: list[Watcher] = []
 
-    def asks(self, point: Point) -> bool:
-        """Whether anybody is to be asked there: a point that the policy leaves empty needs no view."""
+    def has_handler(self, point: Point) -> bool:
+        """Return whether the policy or a watcher handles this point; if not, no view is needed."""
         if self.watchers:
             return True
         method = _METHODS[point]
-        return getattr(type(self._deciding.policy), method) is not getattr(Policy, method)
+        return getattr(type(self._policy_in_force.policy), method) is not getattr(Policy, method)
 
     def place(self, arrival: Arrival, model: str, at: Moment) -> Placement:
-        """Where an arrival for this model (its key; empty: any) goes. The caller books it, then submits what
-        goes with it; what goes with a placement that is refused as too late is submitted here."""
+        """Return where an arrival for this model (its key; empty: any) goes.
+
+        The caller enters the placement into the model, then submits its additional actions. Those of a
+        placement that is refused as too late are submitted here.
+        """
         view = self._model.view_for_arrival(model, at.model_s)
         question = PlaceQuestion(view, arrival, at.policy_s)
-        placement = self._calls.place(self._deciding, question)
+        placement = self._calls.place(self._policy_in_force, question)
         for watcher in self.watchers:
-            watcher.placed(self._deciding.name, question, placement)
-        admission = self._deciding.admission
+            watcher.placed(self._policy_in_force.name, question, placement)
+        admission = self._policy_in_force.admission
         if admission is None or isinstance(placement, Refuse):
             return placement
-        judged = admission.judge(view, arrival, placement)
-        if isinstance(judged, Refuse) and placement.also:
-            # Such as the pool move that the next request needs.
-            self._executor.submit(placement.also, self._deciding.name)
-        return judged
+        evaluated = admission.evaluate(view, arrival, placement)
+        if isinstance(evaluated, Refuse) and placement.also:
+            # For instance the pool move that the next request needs.
+            self._executor.submit(placement.also, self._policy_in_force.name)
+        return evaluated
 
     def request_changed(self, point: Point, request: RequestView, at: Moment) -> None:
-        """The request has come to this decision point."""
-        if self.asks(point):
+        """Ask the policy about a request that has reached this decision point."""
+        if self.has_handler(point):
             view = self._model.view_for_request(request.instance_id, at.model_s)
             self._decide(Question(point, view, request, at.policy_s))
 
     def tick(self, at: Moment) -> None:
-        """One tick. The view tells when this policy's last one was."""
-        policy = self._deciding.policy
+        """Run one tick. The view contains the time of the policy's previous one."""
+        policy = self._policy_in_force.policy
         last_s = self.last_tick_s
-        self._ticked = policy, at.policy_s
+        self._last_tick = policy, at.policy_s
         lengths = self._model.lengths(at.model_s)
         hot = self._model.hot_prefixes(at.model_s)
         view = replace(self._model.view_at(at.model_s), last_tick_s=last_s, lengths=lengths, hot=hot)
@@ -280,73 +288,75 @@ class PolicyRunner:
 
     @property
     def last_tick_s(self) -> float | None:
-        """When the policy in force was called last, by its clock; None: not by this runner."""
-        ticked = self._ticked
-        return ticked[1] if ticked is not None and ticked[0] is self._deciding.policy else None
+        """Return when this runner last ticked the policy in force, by the policy's clock; None if never."""
+        ticked = self._last_tick
+        return ticked[1] if ticked is not None and ticked[0] is self._policy_in_force.policy else None
 
     @last_tick_s.setter
     def last_tick_s(self, now_s: float | None) -> None:
-        self._ticked = None if now_s is None else (self._deciding.policy, now_s)
+        self._last_tick = None if now_s is None else (self._policy_in_force.policy, now_s)
 
     def _decide(self, question: Question) -> None:
-        actions = self._calls.decide(self._deciding, question)
-        name = self._deciding.name
+        actions = self._calls.decide(self._policy_in_force, question)
+        name = self._policy_in_force.name
         for watcher in self.watchers:
             watcher.decided(name, question, actions)
         if actions:
-            self._executor.submit(actions, name, self._deciding.policy.when_full)
+            self._executor.submit(actions, name, self._policy_in_force.policy.when_full)
 
 
 class CallMetrics(Protocol):
-    """Counts calls of policies."""
+    """Count calls of policies."""
 
     def observe_duration(self, point: Point, seconds: float) -> None: ...
     def failed(self, policy: str, point: Point) -> None: ...
 
 
 class GuardedCalls:
-    """How a live scheduler calls a policy: every request gets a place, whatever the policy does.
+    """Call a policy in a live scheduler, where every request needs a placement whatever the policy does.
 
-    One that fails, or places where it must not, is stood in for.
+    If the policy fails, or chooses an instance that it must not use, `least_loaded` decides instead.
     """
 
     def __init__(self, metrics: CallMetrics) -> None:
         self._metrics = metrics
-        self._stand_in = LeastLoaded()
+        self._fallback = LeastLoaded()
 
-    def place(self, deciding: Deciding, question: PlaceQuestion) -> Placement:
-        """The policy's placement, or that of `least_loaded`."""
+    def place(self, policy_in_force: PolicyInForce, question: PlaceQuestion) -> Placement:
+        """Return the policy's placement, or that of `least_loaded`."""
         began_s = time.perf_counter()
         try:
-            placement = question.put_to(deciding.policy)
+            placement = question.ask(policy_in_force.policy)
         except Exception:
-            log.exception("policy %s failed to place; least_loaded stands in", deciding.name)
+            log.exception("policy %s failed to place; using least_loaded instead", policy_in_force.name)
         else:
             if not isinstance(placement, Place) or may_place(
                 question.view, question.arrival, placement.instance_id
             ):
                 return placement
-            log.error("policy %s placed on %s, which it must not", deciding.name, placement.instance_id)
+            log.error(
+                "policy %s chose %s, which may not be used", policy_in_force.name, placement.instance_id
+            )
         finally:
             self._metrics.observe_duration(Point.PLACE, time.perf_counter() - began_s)
-        self._metrics.failed(deciding.name, Point.PLACE)
-        return question.put_to(self._stand_in)
+        self._metrics.failed(policy_in_force.name, Point.PLACE)
+        return question.ask(self._fallback)
 
-    def decide(self, deciding: Deciding, question: Question) -> Sequence[Action] | None:
-        """The policy's actions; None: it failed."""
+    def decide(self, policy_in_force: PolicyInForce, question: Question) -> Sequence[Action] | None:
+        """Return the policy's actions; None if it failed."""
         began_s = time.perf_counter()
         try:
-            return question.put_to(deciding.policy)
+            return question.ask(policy_in_force.policy)
         except Exception:
-            log.exception("policy %s failed at %s", deciding.name, question.point.value)
-            self._metrics.failed(deciding.name, question.point)
+            log.exception("policy %s failed at %s", policy_in_force.name, question.point.value)
+            self._metrics.failed(policy_in_force.name, question.point)
             return None
         finally:
             self._metrics.observe_duration(question.point, time.perf_counter() - began_s)
 
 
 def may_place(view: ClusterView, arrival: Arrival, instance_id: str) -> bool:
-    """Whether the arrival may go to this instance."""
+    """Return whether the arrival may go to this instance."""
     instance = view.instances.get(instance_id)
     return (
         instance is not None

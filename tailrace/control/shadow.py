@@ -1,4 +1,5 @@
-"""Another policy that is asked the same questions as the one in force, and whose answers are only counted."""
+"""A shadow policy: asked the same questions as the policy in force; its answers are only compared and
+counted."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ Answer = Placement | Sequence[Action] | None
 
 
 class Verdict(enum.Enum):
-    """How the shadow's answer compares; why something is done (`reason`) is not compared."""
+    """How the shadow's answer compares; the `reason` of an action is not compared."""
 
     SAME = "same"
     DIFFERENT = "different"
@@ -30,8 +31,8 @@ class Verdict(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """One question, put to both."""
+class Comparison:
+    """One question with both policies' answers."""
 
     point: Point
     request_id: str
@@ -42,13 +43,17 @@ class Compared:
 
 
 class Shadow:
-    """A watcher of a PolicyRunner. It is asked at the ticks of the policy in force, and sees its lengths."""
+    """Watch a PolicyRunner and ask another policy. Ticks and length statistics are those of the policy in
+    force."""
 
-    def __init__(self, record: PolicyRecord, slo: Slo, heard: Callable[[Compared], None]) -> None:
-        """Raises UnknownPolicyError, UnusablePolicyError, ParameterError. `heard` gets each comparison."""
+    def __init__(self, record: PolicyRecord, slo: Slo, on_compared: Callable[[Comparison], None]) -> None:
+        """`on_compared` is called with each comparison.
+
+        Raise UnknownPolicyError, UnusablePolicyError or ParameterError.
+        """
         self.active = ActivePolicy(record, slo)
         self.counts: Counter[tuple[Point, Verdict]] = Counter()
-        self._heard = heard
+        self._on_compared = on_compared
         self._logged: set[Point] = set()
 
     def follow_slo(self, slo: Slo) -> None:
@@ -56,13 +61,13 @@ class Shadow:
         self.active.follow(None, slo)
 
     def placed(self, policy: str, question: PlaceQuestion, placement: Placement) -> None:
-        """A request was placed."""
-        other = self._ask(Point.PLACE, lambda: question.put_to(self.active.policy))
+        """Compare a placement."""
+        other = self._ask(Point.PLACE, lambda: question.ask(self.active.policy))
         self._compare(Point.PLACE, question.arrival.request_id, policy, placement, other)
 
     def decided(self, policy: str, question: Question, actions: Sequence[Action] | None) -> None:
-        """Anything else was decided."""
-        other = self._ask(question.point, lambda: question.put_to(self.active.policy))
+        """Compare any other decision."""
+        other = self._ask(question.point, lambda: question.ask(self.active.policy))
         request_id = "" if question.request is None else question.request.request_id
         self._compare(question.point, request_id, policy, actions, other)
 
@@ -72,10 +77,10 @@ class Shadow:
         else:
             verdict = Verdict.SAME if outcome(decided) == outcome(shadow) else Verdict.DIFFERENT
         self.counts[point, verdict] += 1
-        self._heard(Compared(point, request_id, policy, decided, shadow, verdict))
+        self._on_compared(Comparison(point, request_id, policy, decided, shadow, verdict))
 
     def _ask(self, point: Point, ask: Callable[[], T]) -> T | None:
-        """None: it raised, which is logged once for each decision point."""
+        """Return the answer, or None if the policy raised, which is logged once per decision point."""
         try:
             return ask()
         except Exception:
@@ -85,14 +90,14 @@ class Shadow:
             return None
 
 
-_NOTHING: Final = ""
+_NO_REASON: Final = ""
 
 
 def outcome(answer: Placement | Sequence[Action]) -> object:
-    """What is done, without why."""
+    """Return the answer without the reasons."""
     match answer:
         case Refuse():
-            return Refuse(_NOTHING)
+            return Refuse(_NO_REASON)
         case Place():
             return replace(answer, also=tuple(map(_without_reason, answer.also)))
         case _:
@@ -100,4 +105,4 @@ def outcome(answer: Placement | Sequence[Action]) -> object:
 
 
 def _without_reason(action: Action) -> Action:
-    return replace(action, reason=_NOTHING) if isinstance(action, (Migrate, Offer, CopyPrefix)) else action
+    return replace(action, reason=_NO_REASON) if isinstance(action, (Migrate, Offer, CopyPrefix)) else action

@@ -40,8 +40,8 @@ def test_objectives_that_ask_for_no_refusals_make_no_judge() -> None:
 
 def test_who_comes_too_late_is_refused_for_good_and_told_by_how_much() -> None:
     early, late = cluster(waiting(900)), cluster(waiting(900, 200))
-    assert ADMISSION.judge(early, ARRIVAL, Place("a")) == Place("a")
-    assert ADMISSION.judge(late, ARRIVAL, Place("a")) == Refuse(
+    assert ADMISSION.evaluate(early, ARRIVAL, Place("a")) == Place("a")
+    assert ADMISSION.evaluate(late, ARRIVAL, Place("a")) == Refuse(
         "its first token would come in 2.1 s, and has to within 2 s", final=True
     )
 
@@ -57,34 +57,34 @@ def test_who_comes_too_late_is_refused_for_good_and_told_by_how_much() -> None:
 )
 def test_who_is_taken_all_the_same(arrival: Arrival) -> None:
     view = cluster(waiting(900, 200))
-    assert ADMISSION.judge(view, arrival, Place("a")) == Place("a")
+    assert ADMISSION.evaluate(view, arrival, Place("a")) == Place("a")
 
 
 def test_a_prefix_that_is_to_be_fetched_counts_as_found() -> None:
     view = cluster(waiting(900, 200), instance("b"))
     arrival = replace(ARRIVAL, cached={"b": CachedTokens(500, 500, 500)})
-    assert ADMISSION.judge(view, arrival, Place("a", pull_from="b")) == Place("a", pull_from="b")
-    assert isinstance(ADMISSION.judge(view, arrival, Place("a")), Refuse)
+    assert ADMISSION.evaluate(view, arrival, Place("a", pull_from="b")) == Place("a", pull_from="b")
+    assert isinstance(ADMISSION.evaluate(view, arrival, Place("a")), Refuse)
 
 
 def test_what_the_worker_reports_goes_before_what_follows_from_its_backlog() -> None:
     view = cluster(replace(waiting(900, 200), prefill_delay_s=0.3))
-    assert ADMISSION.judge(view, ARRIVAL, Place("a")) == Place("a")
-    assert isinstance(ADMISSION.judge(view, ARRIVAL, Place("unknown")), Place)
+    assert ADMISSION.evaluate(view, ARRIVAL, Place("a")) == Place("a")
+    assert isinstance(ADMISSION.evaluate(view, ARRIVAL, Place("unknown")), Place)
 
 
 def test_an_instance_of_which_nobody_knows_how_fast_it_is_takes_everything() -> None:
     unknown = replace(waiting(900_000), ttft=None)
-    assert ADMISSION.judge(cluster(unknown), ARRIVAL, Place("a")) == Place("a")
+    assert ADMISSION.evaluate(cluster(unknown), ARRIVAL, Place("a")) == Place("a")
     nominal = load_profile("llama-3.1-8b-h100")
     measured = Measured(nominal, TTFT, StepModel.of_profile(nominal), QoeModel.of_profile(nominal))
     assert isinstance(
-        ADMISSION.judge(cluster(replace(unknown, measured=measured)), ARRIVAL, Place("a")), Refuse
+        ADMISSION.evaluate(cluster(replace(unknown, measured=measured)), ARRIVAL, Place("a")), Refuse
     )
 
 
 def test_a_policys_own_refusal_is_its_own() -> None:
-    assert ADMISSION.judge(cluster(waiting()), ARRIVAL, Refuse("full")) == Refuse("full")
+    assert ADMISSION.evaluate(cluster(waiting()), ARRIVAL, Refuse("full")) == Refuse("full")
 
 
 def test_kv_that_must_be_freed_first() -> None:
@@ -118,13 +118,13 @@ def test_what_others_hold_of_the_prompt_needs_no_room() -> None:
 def test_a_prefix_of_another_model_is_none() -> None:
     arrival = replace(ARRIVAL, cached={"other": CachedTokens(900, 900, 900)})
     placement = Place("a", pull_from="other")
-    assert isinstance(ADMISSION.judge(cluster(waiting(900, 200)), arrival, placement), Refuse)
+    assert isinstance(ADMISSION.evaluate(cluster(waiting(900, 200)), arrival, placement), Refuse)
 
 
 def test_a_prompt_that_fits_nowhere_waits_for_ever() -> None:
     empty = replace(instance("a", capacity=500), ttft=TTFT)
     assert kv_wait_s(empty, 1_000) == math.inf
-    judged = ADMISSION.judge(cluster(empty), replace(ARRIVAL, prompt_tokens=1_000), Place("a"))
+    judged = ADMISSION.evaluate(cluster(empty), replace(ARRIVAL, prompt_tokens=1_000), Place("a"))
     assert isinstance(judged, Refuse) and "at no time that can be told" in judged.reason
     # Prompts under way hold it, and nothing decodes: what computing takes is in the delay.
     assert kv_wait_s(replace(empty, kv_used_tokens=500), 400) == 0.0

@@ -8,14 +8,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tailrace.control.cluster_model import Corrections, Counted, Pending
+from tailrace.control.cluster_model import Corrections, CountedRequest, Pending
 
 
 @dataclass
 class Cluster:
     """What a report says: requests, and room set aside by name."""
 
-    held: dict[int, Counted] = field(default_factory=dict)
+    held: dict[int, CountedRequest] = field(default_factory=dict)
     reserved: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -55,7 +55,7 @@ class Machine(RuleBasedStateMachine):
         context = self.pending.pop(key) + made
         assert self.corrections.remove_pending(key) is not None
         assert self.corrections.remove_pending(key) is None
-        self.now.held[key] = Counted(context, context, seated)
+        self.now.held[key] = CountedRequest(context, context, seated)
         self.corrections.add_request(key, self.now.held[key])
 
     @precondition(lambda self: self.now.held)
@@ -69,7 +69,7 @@ class Machine(RuleBasedStateMachine):
     def change(self, data: st.DataObject, made: int, seated: bool) -> None:
         key = data.draw(st.sampled_from(sorted(self.now.held)))
         before = self.now.held[key]
-        after = self.now.held[key] = Counted(before.context_tokens + made, before.kv_tokens, seated)
+        after = self.now.held[key] = CountedRequest(before.context_tokens + made, before.kv_tokens, seated)
         self.corrections.change_request(before, after)
 
     @rule(tokens=st.integers(1, 500))
@@ -85,7 +85,7 @@ class Machine(RuleBasedStateMachine):
         tokens = self.coming.pop(key)
         del self.now.reserved[key]
         if committed:
-            self.now.held[key] = Counted(tokens, tokens, seated=True)
+            self.now.held[key] = CountedRequest(tokens, tokens, seated=True)
             self.corrections.add_request(key, self.now.held[key])
         elif key in self.reported.reserved:
             # The report has counted room that is free again; the next one tells.
@@ -95,7 +95,7 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def report(self) -> None:
         self.reported = Cluster(dict(self.now.held), dict(self.now.reserved))
-        self.corrections.forget_changes()
+        self.corrections.reset_changes()
         for key in self.corrections.coming:
             self.corrections.coming[key] = 0
 
@@ -127,14 +127,14 @@ TestCorrections.settings = settings(max_examples=60, stateful_step_count=40, dea
 def test_no_count_is_less_than_nothing() -> None:
     """An end may be told of that the report has counted already."""
     corrections: Corrections[str, Pending] = Corrections()
-    corrections.remove_request(Counted(10, 16, seated=True))
-    corrections.remove_request(Counted(10, 16, seated=False))
+    corrections.remove_request(CountedRequest(10, 16, seated=True))
+    corrections.remove_request(CountedRequest(10, 16, seated=False))
     assert corrections.counts(0, 0, 0, 0) == (0, 0, 0, 0)
 
 
 def test_each_count_is_bounded_by_itself() -> None:
     corrections: Corrections[str, Pending] = Corrections()
-    corrections.remove_request(Counted(10, 16, seated=True))
+    corrections.remove_request(CountedRequest(10, 16, seated=True))
     assert corrections.counts(1, 1, 10, 16) == (0, 1, 0, 0)
     assert corrections.counts(2, 1, 11, 17) == (1, 1, 1, 1)
     corrections.add_pending("p", Pending(5, 2, 0.0))
@@ -148,8 +148,8 @@ def test_a_report_leaves_placements_and_migrations_to_those_who_know() -> None:
     corrections.add_pending("p", Pending(5, 2, 0.0))
     corrections.open_arrival("in", 32, 20)
     corrections.open_departure("out")
-    corrections.add_request("r", Counted(7, 16, seated=False))
-    corrections.forget_changes()
+    corrections.add_request("r", CountedRequest(7, 16, seated=False))
+    corrections.reset_changes()
     assert (corrections.pending_tokens, corrections.pending_cached_tokens) == (5, 2)
     assert (corrections.coming, corrections.coming_context, corrections.leaving) == (
         {"in": 32},

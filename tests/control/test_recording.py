@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tailrace.actions import Action, Migrate, Place, Refuse
 from tailrace.cluster import Arrival, ClusterView
 from tailrace.control.recording import (
-    BadRecordingError,
     Decided,
+    InvalidRecordingError,
     Started,
     decode,
     encode,
@@ -21,7 +21,7 @@ from tailrace.control.recording import (
     recorded_placement,
 )
 from tailrace.control.replay import Replay, Replayed
-from tailrace.control.shadow import Compared, Shadow, Verdict, outcome
+from tailrace.control.shadow import Comparison, Shadow, Verdict, outcome
 from tailrace.policy.least_loaded import LeastLoaded
 from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
@@ -101,7 +101,7 @@ def test_a_question_that_was_not_asked_is_told() -> None:
 
 def test_a_shadow_sees_what_the_policy_in_force_sees() -> None:
     run = run_of("round_robin", 3)
-    compared: list[Compared] = []
+    compared: list[Comparison] = []
     replay = Replay(decode(run.lines), lambda replayed: None)
     replay.watch(Shadow(PolicyRecord(name="least_loaded"), Slo(), compared.append))
     replay.run()
@@ -144,11 +144,11 @@ def test_why_something_is_done_is_not_compared() -> None:
 
 def test_what_is_no_recording_is_said_with_its_line() -> None:
     run = run_of("least_loaded", 5, 0, 3)
-    with pytest.raises(BadRecordingError, match="line 2: "):
+    with pytest.raises(InvalidRecordingError, match="line 2: "):
         list(decode([run.lines[0], b"{}"]))
-    with pytest.raises(BadRecordingError, match="line 1: not the beginning"):
+    with pytest.raises(InvalidRecordingError, match="line 1: not the beginning"):
         Replay(decode(run.lines[-1:]), lambda replayed: None)
     later = run.lines[0].replace(b'"format":1', b'"format":2')
-    with pytest.raises(BadRecordingError, match=r"format 2, of Tailrace .*; this one reads 1"):
+    with pytest.raises(InvalidRecordingError, match=r"format 2, of Tailrace .*; this one reads 1"):
         list(decode([later]))
     assert isinstance(next(decode(run.lines)), Started)

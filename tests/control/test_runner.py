@@ -139,13 +139,13 @@ def runner_of(policy: Policy) -> tuple[PolicyRunner, Model, InForce, Log]:
 def test_a_point_that_the_policy_leaves_empty_needs_no_view() -> None:
     runner, model, _, log = runner_of(Placing())
     for point in (Point.PREFILL_DONE, Point.REASONING_ENDED, Point.LENGTH_BOUNDARY):
-        assert not runner.asks(point)
+        assert not runner.has_handler(point)
         runner.request_changed(point, REQUEST, Moment(1.0, 2.0))
-    assert not runner.asks(Point.TICK)
+    assert not runner.has_handler(Point.TICK)
     assert (model.asked, log.lines) == ([], [])
     # Somebody watches: each question is put.
     runner.watchers.append(log)
-    assert runner.asks(Point.TICK)
+    assert runner.has_handler(Point.TICK)
     runner.request_changed(Point.PREFILL_DONE, REQUEST, Moment(1.0, 2.0))
     assert model.asked == [("request on a", 1.0)]
     # Nothing was decided, and nothing is submitted.
@@ -160,7 +160,7 @@ def test_each_point_has_its_method_and_its_answer_is_submitted_after_it_was_watc
         (Point.REASONING_ENDED, "reasoning ended"),
         (Point.LENGTH_BOUNDARY, "length boundary"),
     ):
-        assert runner.asks(point)
+        assert runner.has_handler(point)
         log.lines.clear()
         runner.request_changed(point, REQUEST, Moment(1.0, 2.0))
         assert log.lines == [

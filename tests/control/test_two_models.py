@@ -25,7 +25,7 @@ from simulator.simulation import simulate
 from simulator.views import Views
 from tailrace.actions import WhenFull
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, RequestState
-from tailrace.control.hot_prefixes import KnowsPrefixes
+from tailrace.control.hot_prefixes import PrefixSource
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.intra.base import IntraPolicy
 from tailrace.messages import PHASE_NUMBERS, REQUEST_STATE_NUMBERS
@@ -57,7 +57,7 @@ class Mirrored(Views):
         spec: ClusterSpec,
         instances: Sequence[Instance],
         intra: IntraPolicy,
-        prefixes: KnowsPrefixes,
+        prefixes: PrefixSource,
     ) -> None:
         super().__init__(spec, instances, intra, prefixes)
         self.live = ReportedCluster()

@@ -11,7 +11,7 @@ import pytest
 
 from tailrace.control.recording import Decided, decode
 from tailrace.control.replay import Replay, Replayed
-from tailrace.control.shadow import Compared, Shadow, Verdict
+from tailrace.control.shadow import Comparison, Shadow, Verdict
 from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
 from tailrace.v1 import admin_pb2
@@ -55,7 +55,7 @@ async def test_every_decision_comes_out_the_same(fleet: Fleet, policy: str) -> N
     shadows = {name: Counter[Verdict]() for name in POLICIES}
 
     def counting(name: str) -> Shadow:
-        def count(compared: Compared) -> None:
+        def count(compared: Comparison) -> None:
             shadows[name][compared.verdict] += 1
 
         return Shadow(PolicyRecord(name=name), Slo(), count)

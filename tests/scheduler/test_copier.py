@@ -38,7 +38,7 @@ def known(address: str) -> ReportedCluster:
     state = ReportedCluster()
     members = {"a": instance("a", "127.0.0.1:7"), "b": instance("b", address), "c": instance("c", address)}
     state.set_members(Members(instances=members), 0.0)
-    state.hot.keep(1e9)
+    state.hot.track(1e9)
     for name in "rq":
         arrival = Arrival(name, 50, 100, 0, block_names=(1, 2, 3))
         state.place(arrival, "a", "f", 0.0)

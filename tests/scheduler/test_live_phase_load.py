@@ -81,7 +81,7 @@ def test_fresh_answers_are_counted_by_the_quantum_of_the_policy() -> None:
     told = request("r", ANSWERING, output_tokens=400)
     told.phase_tokens, told.pacer_slack_tokens = 300, -2.0
     state = cluster(steady("a", [told]))
-    state.count_fresh_by(200)
+    state.set_quantum(200)
     seen = state.view().instances["a"]
     assert seen.phase_load == PhaseLoad(0, 0, -2.0, quantum_tokens=200)
     # Also for what comes from now on, and for other instances.

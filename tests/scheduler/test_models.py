@@ -146,4 +146,4 @@ def test_groups_are_remembered_but_not_of_however_many_keys() -> None:
     for number in range(1_000):
         assert groups.running(f"no such model {number}") == frozenset()
     assert groups.running("t:first") is first
-    assert len(groups._asked) == 256
+    assert len(groups._by_model) == 256

@@ -342,8 +342,8 @@ def test_placements_that_no_report_ever_shows_do_not_pile_up() -> None:
     # The monitor is away: nothing says what became of them.
     for number in range(5_000):
         state.place(arrival(f"r{number}"), "a", "f", 0.0)
-    assert len(state.requests_on("a")) == 1_024 == len(state._where)
+    assert len(state.requests_on("a")) == 1_024 == len(state._locations)
     # It is back, and one of those that were forgotten is running.
     state.apply(steady("a", [request("r0")]), 10.0)
     assert [r.request_id for r in state.requests()] == ["r0"]
-    assert list(state._where) == ["r0"]
+    assert list(state._locations) == ["r0"]
