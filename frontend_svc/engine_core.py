@@ -84,7 +84,7 @@ class PushSocket:
         writer = self._writer
         if (
             writer is None
-            or writer.kept_bytes > _UNSENT_LIMIT_BYTES
+            or writer.buffered_bytes > _UNSENT_LIMIT_BYTES
             or writer.stalled_s(time.monotonic()) > STALL_S
         ):
             self._on_stuck()

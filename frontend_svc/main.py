@@ -39,7 +39,7 @@ from tailrace.records import ServiceRecord
 from tailrace.service.channels import Channels
 from tailrace.service.durations import KEPT_ANSWERS
 from tailrace.service.message_stream import MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES
-from tailrace.service.options import CommonOptions, common_options, fresh_incarnation
+from tailrace.service.options import CommonOptions, common_options, new_incarnation
 from tailrace.service.runtime import Shutdown, run_service
 from tailrace.service.server import serve_grpc
 from tailrace.store.membership import Membership
@@ -47,7 +47,7 @@ from tailrace.store.registration import register
 from tailrace.store.store import Store
 from tailrace.telemetry.metrics import new_registry, serve_metrics
 from tailrace.telemetry.tracing import configure
-from tailrace.tenancy.file import KeyFileUnusable, read_book
+from tailrace.tenancy.file import KeyFileUnusable, read_keys
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 
 log = logging.getLogger(__name__)
@@ -279,7 +279,7 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
         record = ServiceRecord(
             kind=KIND,
             service_id=common.member_id,
-            incarnation=fresh_incarnation(),
+            incarnation=new_incarnation(),
             address=common.advertised(server.address),
             metrics_address=common.advertised(metrics.address),
             http_address=common.advertised(_host_port(http.getsockname())),
@@ -332,7 +332,7 @@ def _check_keys(file: Path, front: Front, vllm_arguments: tuple[str, ...]) -> No
     if _asks_for_key(vllm_arguments):
         raise click.UsageError("--api-keys: vLLM's own key (VLLM_API_KEY, --api-key) would be asked for, too")
     try:
-        read_book(file)
+        read_keys(file)
     except KeyFileUnusable as error:
         raise click.ClickException(str(error)) from error
 

@@ -18,7 +18,7 @@ from migration_svc.runs import History, Runs
 from migration_svc.servicer import MigrationServicer
 from migration_svc.traces import MigrationTraces
 from tailrace.service.options import CommonOptions, common_options
-from tailrace.service.runtime import Shutdown, open_frame, run_service
+from tailrace.service.runtime import Shutdown, open_service, run_service
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.store.election import Election
 from tailrace.v1.migration_pb2_grpc import add_MigrationServicer_to_server
@@ -104,7 +104,7 @@ async def serve(
     shutdown: Shutdown,
 ) -> None:
     """Until cancelled. Raises StoreUnavailable, ListenError, JournalDamaged, OSError."""
-    async with open_frame(KIND, common) as frame:
+    async with open_service(KIND, common) as frame:
         journal, history = Journal(journal_path), History()
         metrics = MigrationMetrics(frame.registry, lambda: len(runs), lambda: admission.waiting)
         traces = MigrationTraces(frame.tracing)

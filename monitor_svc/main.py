@@ -16,7 +16,7 @@ from monitor_svc.reports import Reports
 from monitor_svc.servicer import MonitorServicer
 from monitor_svc.traces import OTLP_SERVICE, OtlpServicer, TraceStore
 from tailrace.service.options import CommonOptions, common_options
-from tailrace.service.runtime import Shutdown, open_frame, run_service
+from tailrace.service.runtime import Shutdown, open_service, run_service
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.store.election import Election
 from tailrace.v1.monitor_pb2_grpc import add_MonitorServicer_to_server
@@ -52,7 +52,7 @@ def command(common: CommonOptions, patience: float, trace_spans: int) -> None:
 
 async def serve(common: CommonOptions, patience_s: float, trace_spans: int, shutdown: Shutdown) -> None:
     """Until cancelled. Raises StoreUnavailable, ListenError, OSError."""
-    async with open_frame(KIND, common) as frame:
+    async with open_service(KIND, common) as frame:
         members = frame.members
         reports = Reports(patience_s)
         feed = Feed(reports)

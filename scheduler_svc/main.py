@@ -37,7 +37,7 @@ from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, al
 from tailrace.records import PolicyRecord
 from tailrace.security.audit import AuditFile, Auditing
 from tailrace.service.options import CommonOptions, common_options
-from tailrace.service.runtime import Frame, Shutdown, open_frame, run_service
+from tailrace.service.runtime import ServiceContext, Shutdown, open_service, run_service
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.store.election import Election
 from tailrace.store.leadership import Leadership
@@ -94,7 +94,7 @@ async def serve(
     common: CommonOptions, policy: PolicyRecord, shutdown: Shutdown, audit_log: Path | None = None
 ) -> None:
     """Run the scheduler until cancelled. Raise StoreUnavailable, ListenError or OSError."""
-    async with open_frame(KIND, common) as frame:
+    async with open_service(KIND, common) as frame:
         leading = Leadership()
         parts = Parts(frame, policy, leading)
         route = LeaderRoute(common.member_id, frame.members, frame.channels, leading)
@@ -139,7 +139,7 @@ async def auditing(name: str, path: Path | None) -> AsyncIterator[Auditing]:
 class Parts:
     """Build and connect the scheduler's parts."""
 
-    def __init__(self, frame: Frame, policy: PolicyRecord, leading: asyncio.Event) -> None:
+    def __init__(self, frame: ServiceContext, policy: PolicyRecord, leading: asyncio.Event) -> None:
         self.metrics = SchedulerMetrics(frame.registry)
         self.metrics.leading.set_function(lambda: float(leading.is_set()))
         self.state = ReportedCluster()

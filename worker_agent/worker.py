@@ -15,7 +15,7 @@ from tailrace.security.roles import Role
 from tailrace.service.channels import Channels, first_address, preferred
 from tailrace.service.message_stream import Admission as StreamAdmission
 from tailrace.service.message_stream import serve_streams
-from tailrace.service.options import fresh_incarnation
+from tailrace.service.options import new_incarnation
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.service.tasks import task_error
 from tailrace.store.membership import Membership
@@ -153,7 +153,7 @@ class _Assembly:
         self._settings = settings
         self._died = died
         self._stack = stack
-        self._incarnation = fresh_incarnation()
+        self._incarnation = new_incarnation()
         self._faults = Faults.from_environment(instance_id)
         self._front_ends = FrontEnds()
         self._carried = CarriedRequests(lambda: shared.membership.slo.reading_s)

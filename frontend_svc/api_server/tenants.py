@@ -142,10 +142,10 @@ class TenantAdmission:
                 await send_error(send, HTTPStatus.FORBIDDEN, "PermissionDeniedError", message)
                 return
             receive = replay_body(body, receive)
-        excess = tenants.meter.begin(tenant, tenants.now_s())
-        if excess is not None:
-            message = f"Limit of this key exceeded: {excess.reason}."
-            later = {"retry-after": str(excess.retry_after_s)}
+        exceeded = tenants.meter.begin(tenant, tenants.now_s())
+        if exceeded is not None:
+            message = f"Limit of this key exceeded: {exceeded.reason}."
+            later = {"retry-after": str(exceeded.retry_after_s)}
             await send_error(send, HTTPStatus.TOO_MANY_REQUESTS, "RateLimitError", message, later)
             return
         token = tenant_of_call.set(tenant)

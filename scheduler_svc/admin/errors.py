@@ -10,7 +10,7 @@ import grpc
 
 from tailrace.policy.parameters import ParameterError
 from tailrace.security.handlers import Context, Handler, wrap_handler
-from tailrace.service.channels import ANSWERED
+from tailrace.service.channels import FROM_SERVER
 from tailrace.store.client import StoreUnavailable
 from tailrace.v1 import admin_pb2
 
@@ -48,11 +48,11 @@ async def _abort_on_error(request: object, context: Context) -> AsyncIterator[No
     try:
         yield
     except AdminError as error:
-        await context.abort(error.code, error.details, (ANSWERED,))
+        await context.abort(error.code, error.details, (FROM_SERVER,))
     except ParameterError as error:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error), (ANSWERED,))
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error), (FROM_SERVER,))
     except StoreUnavailable as error:
-        await context.abort(grpc.StatusCode.UNAVAILABLE, str(error), (ANSWERED,))
+        await context.abort(grpc.StatusCode.UNAVAILABLE, str(error), (FROM_SERVER,))
     except grpc.aio.AioRpcError as error:
         # From another service that this call used.
-        await context.abort(error.code(), error.details() or error.code().name, (ANSWERED,))
+        await context.abort(error.code(), error.details() or error.code().name, (FROM_SERVER,))

@@ -15,7 +15,7 @@ from scheduler_svc.rollouts import Rollouts
 from scheduler_svc.settings import Settings
 from tailrace.model_identity import covers, fingerprint, text_of
 from tailrace.rollout.facts import FleetFacts
-from tailrace.rollout.progress import describe, few_warm
+from tailrace.rollout.progress import capacity_warning, describe
 from tailrace.rollout.record import PREPARE_S, RolloutRecord, RolloutState
 from tailrace.rollout.requests import Problem, RolloutRefused, begin, check_forgettable, undo
 from tailrace.store.membership import Membership
@@ -127,7 +127,7 @@ class RolloutCalls:
         if record != present:
             await self._settings.swap_rollout(record.model, present, record)
         info = _info(record, describe(record, facts))
-        info.warning = few_warm(record, facts)
+        info.warning = capacity_warning(record, facts)
         return info
 
 

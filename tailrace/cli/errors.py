@@ -9,7 +9,7 @@ from typing import IO, Any
 import click
 import grpc
 
-from tailrace.service.channels import server_answered
+from tailrace.service.channels import is_from_server
 
 
 class CliError(click.ClickException):
@@ -63,7 +63,7 @@ def _translate(error: grpc.RpcError, address: str, hint: str, diagnose: Callable
         return CliError(f"the admin API at {address} failed: {error}")
     code, details = error.code(), (error.details() or "").strip().rstrip(".")
     match code:
-        case grpc.StatusCode.UNAVAILABLE if server_answered(error):
+        case grpc.StatusCode.UNAVAILABLE if is_from_server(error):
             return CliError(details)
         case grpc.StatusCode.UNAVAILABLE if problem := diagnose():
             return Unreachable(f"no connection to the admin API at {address}: {problem}")

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from tailrace.cli.errors import UsageProblem, file_errors
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
-from tailrace.tenancy.book import LARGEST_WEIGHT, SMALLEST_WEIGHT, KeyBook, Tenant
-from tailrace.tenancy.file import KeyFileUnusable, changing, read_book
+from tailrace.tenancy.book import MAX_WEIGHT, MIN_WEIGHT, Tenant, TenantKeys
+from tailrace.tenancy.file import KeyFileUnusable, locked_key_file, read_keys
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -50,7 +50,7 @@ def _file_option(function: F) -> F:
 @click.option("--longest-prompt", type=click.IntRange(min=0), help="In tokens; 0: no limit.")
 @click.option(
     "--weight",
-    type=click.FloatRange(SMALLEST_WEIGHT, LARGEST_WEIGHT),
+    type=click.FloatRange(MIN_WEIGHT, MAX_WEIGHT),
     help="Its share beside other tenants that wait, where front ends have them wait (--fair-backlog); 1 if "
     "never given.",
 )
@@ -66,8 +66,8 @@ def make(tenant: str, models: str | None, no_key: bool, file: Path, **limits: fl
         given["models"] = tuple(part.strip() for part in models.split(",") if part.strip())
     if not tenant or len(tenant) > 100:
         raise UsageProblem("a tenant's name has 1 to 100 characters")
-    with file_errors(KeyFileUnusable), changing(file) as replace:
-        book = read_book(file) if file.exists() else KeyBook()
+    with file_errors(KeyFileUnusable), locked_key_file(file) as replace:
+        book = read_keys(file) if file.exists() else TenantKeys()
         before = book.tenant(tenant)
         if no_key and before is None:
             raise UsageProblem(f"there is no tenant {tenant!r}")
@@ -89,7 +89,7 @@ def make(tenant: str, models: str | None, no_key: bool, file: Path, **limits: fl
 def list_(file: Path, output: Output) -> None:
     """Show tenants, their limits and the ids of their keys."""
     with file_errors(KeyFileUnusable):
-        book = read_book(file)
+        book = read_keys(file)
     if output is Output.JSON:
         print_json(
             {
@@ -131,9 +131,9 @@ def list_(file: Path, output: Output) -> None:
 @_file_option
 def revoke(key_id: str, file: Path) -> None:
     """Take a key back, by its id; front ends refuse it within a second. Requests under way go on."""
-    with file_errors(KeyFileUnusable), changing(file) as replace:
+    with file_errors(KeyFileUnusable), locked_key_file(file) as replace:
         try:
-            replace(read_book(file).without_key(key_id))
+            replace(read_keys(file).without_key(key_id))
         except KeyError:
             raise UsageProblem(f"there is no key {key_id!r} (tailrace keys list)") from None
     note(f"{key_id}: revoked")

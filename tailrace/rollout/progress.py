@@ -1,4 +1,4 @@
-"""What comes next in a rollout, and how far it is, in words. Pure."""
+"""Advance rollouts and describe their progress. Pure."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from typing import Final
 from msgspec.structs import replace
 
 from tailrace.model_identity import covers, fingerprint
-from tailrace.rollout.facts import FleetFacts, InstanceFacts, first_few
+from tailrace.rollout.facts import FleetFacts, InstanceFacts, list_some
 from tailrace.rollout.record import RolloutRecord, RolloutState
 
 STEP_S: Final = 30.0
-"""After so long the next old instance drains, too, although the one before is not empty: one long answer
-must not hold all of them up. The last one drains when the others are empty."""
+"""Seconds after which the next old instance drains although the previous one is not empty, so that one long
+answer does not delay all of them. The last one drains once the others are empty."""
 
 
-def advance(record: RolloutRecord, fleet: FleetFacts, now_s: float, waited_s: float) -> RolloutRecord:
-    """The record after the next step; the same one while there is none.
+def advance(record: RolloutRecord, fleet: FleetFacts, now_s: float, step_duration_s: float) -> RolloutRecord:
+    """Return the record after the next step; the same one if there is none yet.
 
-    `now_s`: seconds since the epoch, which is only written down. `waited_s`: since this leader first saw the
-    present `step`, by a clock that nobody sets: clocks of two leaders may differ.
+    `now_s`: seconds since the epoch, only recorded. `step_duration_s`: since this leader first saw the
+    current `step`, by a monotonic clock, because the clocks of two leaders may differ.
     """
     match record.state:
         case RolloutState.PREPARING:
-            return _prepare(record, fleet, now_s, waited_s)
+            return _prepare(record, fleet, now_s, step_duration_s)
         case RolloutState.DRAINING:
-            return _drain(record, fleet, now_s, waited_s)
+            return _drain(record, fleet, now_s, step_duration_s)
         case _:
             return record
 
 
-def missing(record: RolloutRecord, fleet: FleetFacts) -> str:
-    """What keeps new requests from going to the new model; empty: nothing."""
+def unmet_condition(record: RolloutRecord, fleet: FleetFacts) -> str:
+    """Return why new requests cannot go to the new model yet; empty if they can."""
     if not fleet.warm(record.new):
-        return fleet.cold(record.new)
+        return fleet.why_not_warm(record.new)
     warm = len(fleet.warm(record.new))
     if warm < record.min_warm:
         return f"{warm} of {record.min_warm} instances of {fingerprint(record.new)} are warm (--min-warm)"
@@ -43,12 +43,12 @@ def missing(record: RolloutRecord, fleet: FleetFacts) -> str:
         if record.steers(front.key) and not any(covers(record.new, key) for key in front.connected)
     )
     if waiting:
-        return f"{first_few(waiting)}: connected to no instance of {fingerprint(record.new)}"
+        return f"{list_some(waiting)}: connected to no instance of {fingerprint(record.new)}"
     return ""
 
 
-def few_warm(record: RolloutRecord, fleet: FleetFacts) -> str:
-    """A warning where fewer instances are to take new requests than do now; empty: there are enough."""
+def capacity_warning(record: RolloutRecord, fleet: FleetFacts) -> str:
+    """Return a warning if fewer instances will take new requests than do now; empty otherwise."""
     new, old = len(fleet.warm(record.new)), len(fleet.warm_retiring(record.before, record.new))
     if record.state is not RolloutState.PREPARING or new >= old:
         return ""
@@ -59,7 +59,7 @@ def few_warm(record: RolloutRecord, fleet: FleetFacts) -> str:
 
 
 def old_instances(record: RolloutRecord, fleet: FleetFacts) -> dict[str, InstanceFacts]:
-    """Instances of the model that goes, by id; not those that another name uses."""
+    """Return instances of the retiring model by id, without those that another public name uses."""
     return {
         name: instance
         for name, instance in sorted(fleet.instances.items())
@@ -72,63 +72,63 @@ def _shared_by(record: RolloutRecord, instance: InstanceFacts, fleet: FleetFacts
 
 
 def describe(record: RolloutRecord, fleet: FleetFacts) -> str:
-    """How far it is, in one line."""
+    """Return the progress in one line."""
     new, before = fingerprint(record.new), fingerprint(record.before)
     match record.state:
         case RolloutState.PREPARING:
-            lack = missing(record, fleet)
-            return f"preparing: {lack}" if lack else f"prepared: new requests are about to go to {new}"
+            unmet = unmet_condition(record, fleet)
+            return f"preparing: {unmet}" if unmet else f"prepared: new requests are about to go to {new}"
         case RolloutState.DRAINING:
-            return f"new requests go to {new}; {_draining_words(record, fleet)}"
+            return f"new requests go to {new}; {_describe_draining(record, fleet)}"
         case RolloutState.DONE:
             again = " again" if record.undoes else ""
-            stay = _staying(record, fleet)
+            stay = _describe_shared(record, fleet)
             return f"done: new requests go to {new}{again}, and {stay or f'no request of {before} is left'}"
         case RolloutState.FAILED:
             return f"given up: {record.reason}; new requests go to {before} as before"
 
 
-def _staying(record: RolloutRecord, fleet: FleetFacts) -> str:
-    """Instances of the old model that another name uses, in words; empty: there are none."""
+def _describe_shared(record: RolloutRecord, fleet: FleetFacts) -> str:
+    """Describe instances of the old model that another public name uses; empty if there are none."""
     olds = [i for i in fleet.instances.values() if i.key and record.retires(i.key)]
     shared = {i.instance_id: users for i in olds if (users := _shared_by(record, i, fleet))}
     names = sorted({name for users in shared.values() for name in users})
     old = fingerprint(record.before)
-    return f"{first_few(names)} keeps {first_few(sorted(shared))} of {old}" if shared else ""
+    return f"{list_some(names)} keeps {list_some(sorted(shared))} of {old}" if shared else ""
 
 
-def _prepare(record: RolloutRecord, fleet: FleetFacts, now_s: float, waited_s: float) -> RolloutRecord:
-    lack = missing(record, fleet)
-    if not lack:
+def _prepare(record: RolloutRecord, fleet: FleetFacts, now_s: float, step_duration_s: float) -> RolloutRecord:
+    unmet = unmet_condition(record, fleet)
+    if not unmet:
         return replace(record, state=RolloutState.DRAINING, switched_s=now_s)
-    return record if waited_s < record.prepare_s else record.given_up(lack, now_s)
+    return record if step_duration_s < record.prepare_s else record.failed_because(unmet, now_s)
 
 
-def _drain(record: RolloutRecord, fleet: FleetFacts, now_s: float, waited_s: float) -> RolloutRecord:
+def _drain(record: RolloutRecord, fleet: FleetFacts, now_s: float, step_duration_s: float) -> RolloutRecord:
     old = old_instances(record, fleet)
     draining = [name for name in record.draining if name in old]
     left = {name: instance for name, instance in old.items() if name not in draining}
-    waits = any(not old[name].empty for name in draining)
+    waiting = any(not old[name].empty for name in draining)
     if not left:
-        if waits:
+        if waiting:
             return replace(record, draining=draining)
         return replace(record, draining=draining, state=RolloutState.DONE, ended_s=now_s)
-    # Without the new model there is nobody for what old instances hand back, and it may have to be undone.
-    # The last one is where answers go on whose instance is lost: a draining one hands back.
-    if not fleet.warm(record.new) or (waits and (len(left) == 1 or waited_s < STEP_S)):
+    # While the new model is not warm, no instance can take over requests, and an undo may be needed. The
+    # last old instance continues answers whose instance is lost; a draining one hands its requests back.
+    if not fleet.warm(record.new) or (waiting and (len(left) == 1 or step_duration_s < STEP_S)):
         return replace(record, draining=draining)
     following = min(left.values(), key=lambda instance: (instance.requests, instance.instance_id))
     return replace(record, draining=[*draining, following.instance_id], step_s=now_s)
 
 
-def _draining_words(record: RolloutRecord, fleet: FleetFacts) -> str:
+def _describe_draining(record: RolloutRecord, fleet: FleetFacts) -> str:
     if not fleet.warm(record.new):
         back = (
             f"start {record.model} --to {fingerprint(record.before)}"
             if record.undoes
             else f"undo {record.model}"
         )
-        return f"they are refused: {fleet.cold(record.new)}; tailrace rollout {back}"
+        return f"they are refused: {fleet.why_not_warm(record.new)}; tailrace rollout {back}"
     old = old_instances(record, fleet)
     requests = sum(instance.requests for instance in old.values())
     moving = sum(instance.moving for instance in old.values())
@@ -137,5 +137,5 @@ def _draining_words(record: RolloutRecord, fleet: FleetFacts) -> str:
     plural = "" if requests == 1 else "s"
     words = f"{requests} request{plural} left on {fingerprint(record.before)}, {moving} moving"
     if now:
-        words += f"; draining {first_few(now)}"
+        words += f"; draining {list_some(now)}"
     return f"{words}; {len(later)} to drain" if later else words

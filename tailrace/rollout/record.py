@@ -1,8 +1,8 @@
-"""The record of a rolling change of the model behind a served name, as it is in etcd. Pure.
+"""The record of a rollout in etcd: a rolling change of the model behind a public name. Pure.
 
-One name that users call can be carried by instances of two models at once, as long as both have the same
-configuration and tokenizer. The record says which of them takes new requests. A request keeps to the one
-that made its first token.
+Instances of two models can serve one public name at the same time if both have the same configuration and
+tokenizer. The record says which of them takes new requests. A request stays with the model that made its
+first token.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from msgspec.structs import replace
 from tailrace.model_identity import covers, text_of
 
 PREPARE_S: Final = 60.0
-"""How long instances and front ends may take, by default, until new requests can go to the new model."""
+"""Default time, in seconds, for instances and front ends to get ready for the new model."""
 
 
 class RolloutState(enum.StrEnum):
-    """How far it is."""
+    """The state of a rollout."""
 
-    # Front ends connect to instances of the new model; new requests go where they went before.
+    # Front ends connect to instances of the new model; new requests go to the old one.
     PREPARING = "preparing"
-    # New requests go to the new model; the old instances are emptied one after the other.
+    # New requests go to the new model; the old instances are drained one after the other.
     DRAINING = "draining"
     DONE = "done"
-    # It was given up while it was prepared: new requests go where they went before.
+    # It failed while preparing: new requests go to the old model.
     FAILED = "failed"
 
 
@@ -35,22 +35,25 @@ _ORDER: Final = {state: number for number, state in enumerate(RolloutState)}
 
 
 class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """`rollouts/<served name>`: which model takes new requests of that name, since when and instead of
-    which. Keys as in tailrace.model_identity; times are seconds since the epoch, 0: not yet."""
+    """The value of `rollouts/<public name>`: which model takes new requests, since when, and instead of
+    which.
+
+    Keys as in tailrace.model_identity; times are seconds since the epoch, 0: not yet.
+    """
 
     model: str
     before: str
     new: str
     state: RolloutState
-    # Instances of the old model that drain. A worker that comes back under the same name with the new one
-    # does not.
+    # Draining instances of the old model. A worker that returns under the same name with the new model is not
+    # one.
     draining: list[str] = []
-    # It takes another rollout back.
+    # Whether it undoes another rollout.
     undoes: bool = False
     begun_s: float
-    # If it is not prepared after so long, it has failed. Each leader measures that from when it first saw it.
+    # Seconds after which preparing has failed, measured by each leader from when it first saw the rollout.
     prepare_s: float = PREPARE_S
-    # So many instances of the new model must be warm before new requests go there.
+    # Number of instances of the new model that must be warm before new requests go there.
     min_warm: int = 1
     switched_s: float = 0.0
     # When the last instance began to drain.
@@ -61,36 +64,40 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def in_force(self) -> str:
-        """Key of the model that takes new requests."""
+        """Return the key of the model that takes new requests."""
         return self.new if self.state in (RolloutState.DRAINING, RolloutState.DONE) else self.before
 
     @property
     def step(self) -> tuple[float, RolloutState, float]:
-        """Stands for what it waits for now: another one, and the waiting begins anew."""
+        """Return an identity of the current step; when it changes, waiting starts again."""
         return (self.begun_s, self.state, self.step_s)
 
     @property
     def under_way(self) -> bool:
-        """Whether it goes on by itself."""
+        """Return whether the rollout is in progress."""
         return self.state in (RolloutState.PREPARING, RolloutState.DRAINING)
 
     def newer_than(self, other: RolloutRecord) -> bool:
-        """Whether this one, of the same name, was written after the other, as far as it matters to front
-        ends. `begin` and `undo` see to it that `begun_s` grows whatever the clocks of schedulers say."""
+        """Return whether this record was written after the other one of the same name, as far as front ends
+        care.
+
+        `begin` and `undo` make sure that `begun_s` increases whatever the schedulers' clocks say.
+        """
         return (self.begun_s, _ORDER[self.state]) > (other.begun_s, _ORDER[other.state])
 
     def has_model(self, key: str) -> bool:
-        """Whether this is one of its two models."""
+        """Return whether this is one of the rollout's two models."""
         return covers(self.before, key) or covers(self.new, key)
 
     def retires(self, key: str) -> bool:
-        """Whether this is the model that goes."""
+        """Return whether this is the model being replaced."""
         return covers(self.before, key) and not covers(self.new, key)
 
     def steers(self, key: str) -> bool:
-        """Whether it says where a front end of this model sends new requests: it can speak to both models."""
+        """Return whether the rollout decides for a front end of this model, which must have the same
+        tokenizer."""
         return text_of(key) == text_of(self.new)
 
-    def given_up(self, reason: str, now_s: float) -> RolloutRecord:
-        """The same one after it has failed."""
+    def failed_because(self, reason: str, now_s: float) -> RolloutRecord:
+        """Return the record in the state FAILED."""
         return replace(self, state=RolloutState.FAILED, reason=reason, ended_s=now_s)

@@ -1,4 +1,4 @@
-"""Models of the same weights, and the one key that stands for them. Pure."""
+"""Group models by weights, ignoring precision. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tailrace.model_identity import covers
 class SameWeights:
     """Keys of models that differ at most in precision.
 
-    `short` (`text:weights`) stands for all precisions of these weights, whatever `keys` are known. A key that
-    does not tell its precision, as a front end's, is one of `keys`, too.
+    `short` (`text:weights`) covers all precisions of these weights, whatever `keys` are known. A key without
+    a precision, as a front end has, is one of `keys` as well.
     """
 
     short: str
@@ -21,20 +21,20 @@ class SameWeights:
 
     @property
     def key(self) -> str:
-        """The one key that stands for them: exact where there is one alone, else short."""
+        """Return the key that covers them: the exact one if there is only one, else the short one."""
         return next(iter(self.keys)) if len(self.keys) == 1 else self.short
 
     def include(self, key: str) -> bool:
-        """Whether the model of this key has these weights."""
+        """Return whether the model of this key has these weights."""
         return covers(self.short, key)
 
     def without(self, key: str) -> SameWeights:
-        """The others than that of `key`; the same where it is the only one."""
+        """Return the group without `key`, or the same group if that is its only key."""
         return SameWeights(self.short, self.keys - {key} or self.keys)
 
 
 def group_by_weights(keys: Iterable[str]) -> list[SameWeights]:
-    """Each of the weights once, in key order."""
+    """Return one group for each set of weights, in key order."""
     found: dict[str, set[str]] = {}
     for key in keys:
         found.setdefault(":".join(key.split(":")[:2]), set()).add(key)

@@ -23,7 +23,7 @@ Deserializer: TypeAlias = "Callable[[bytes], Any]"
 
 def wrap_handler(handler: Handler, around: Around) -> Handler:
     """The handler with `around` about each of its calls."""
-    return rebuilt(handler, _wrapped(behavior_of(handler), around), handler.request_deserializer)
+    return rebuild_handler(handler, _wrapped(behavior_of(handler), around), handler.request_deserializer)
 
 
 def behavior_of(handler: Handler) -> Behavior:
@@ -40,7 +40,7 @@ def behavior_of(handler: Handler) -> Behavior:
     return cast(Behavior, behavior)
 
 
-def rebuilt(handler: Handler, behavior: Behavior, deserializer: Deserializer | None) -> Handler:
+def rebuild_handler(handler: Handler, behavior: Behavior, deserializer: Deserializer | None) -> Handler:
     """A handler of the same kind with another behavior, and another way to read its requests."""
     make: Callable[..., Handler]
     match (handler.request_streaming, handler.response_streaming):

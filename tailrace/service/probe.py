@@ -1,6 +1,8 @@
-"""`python -m tailrace.service.probe HOST:PORT`: is that service healthy? For containers and units.
+"""`python -m tailrace.service.probe HOST:PORT`: check whether that service is healthy, for containers and
+units.
 
-Asks the standard gRPC health check and, if told to, an HTTP URL. Exit codes: 0 healthy, 1 not, 2 wrong usage.
+Uses the standard gRPC health check and optionally an HTTP URL. Exit codes: 0 healthy, 1 unhealthy, 2 wrong
+usage.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from tailrace.security.transport import PLAIN, TlsTransport, Transport
 
 
 class Unhealthy(Exception):
-    """Why it is not healthy, for people."""
+    """Why the service is unhealthy, for people."""
 
 
 @click.command()
@@ -60,7 +62,7 @@ def main(
 
 
 def _role(transport: Transport, given: str | None) -> Role:
-    """A process mostly probes itself."""
+    """Return the given role, or this process's own: mostly a process probes itself."""
     if given is None and isinstance(transport, TlsTransport):
         return transport.folder.current().identity.role
     return Role(given) if given is not None else Role.WORKER
@@ -73,8 +75,10 @@ def check_grpc(
     transport: Transport = PLAIN,
     role: Role = Role.WORKER,
 ) -> None:
-    """Raise Unhealthy unless the health service at HOST:PORT says SERVING within the time. `role`: of the
-    process there; in the clear any will do."""
+    """Raise Unhealthy unless the health service at HOST:PORT reports SERVING within the time.
+
+    `role`: of the process there; irrelevant without TLS.
+    """
     with transport.blocking_channel(address, role, ()) as channel:
         try:
             reply = HealthStub(channel).Check(HealthCheckRequest(service=service), timeout=timeout_s)
@@ -86,7 +90,7 @@ def check_grpc(
 
 
 def check_http(url: str, timeout_s: float) -> None:
-    """Raise Unhealthy unless a GET of the URL gives 200 within the time."""
+    """Raise Unhealthy unless a GET of the URL returns 200 within the time."""
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as reply:
             status = reply.status

@@ -1,4 +1,4 @@
-"""Which services can be reached: one that failed is asked again in the background, not by who needs it."""
+"""Track which services can be reached; one that failed is probed in the background, not by its callers."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ log = logging.getLogger(__name__)
 
 
 class Backoff:
-    """Doubles from `first_s` to `most_s`, each delay drawn from its upper half.
+    """Double the delay from `first_s` to `max_s`, drawing each from the upper half of its range.
 
-    The draw keeps apart those that lost the same peer at the same moment.
+    The random draw spreads out processes that lost the same peer at the same moment.
     """
 
-    def __init__(self, first_s: float, most_s: float, draw: Callable[[], float] = random.random) -> None:
-        """`draw` gives numbers in [0, 1)."""
+    def __init__(self, first_s: float, max_s: float, draw: Callable[[], float] = random.random) -> None:
+        """`draw` returns numbers in [0, 1)."""
         self._first_s = first_s
-        self._most_s = most_s
+        self._max_s = max_s
         self._draw = draw
         self._failures = 0
 
     def next_s(self) -> float:
-        """Seconds to wait before the next attempt; at most `most_s`."""
-        whole_s = min(self._most_s, self._first_s * 2.0**self._failures)
-        if whole_s < self._most_s:
+        """Return the seconds to wait before the next attempt; at most `max_s`."""
+        whole_s = min(self._max_s, self._first_s * 2.0**self._failures)
+        if whole_s < self._max_s:
             self._failures += 1
         return whole_s * (1.0 + self._draw()) / 2.0
 
     def reset(self) -> None:
-        """An attempt succeeded: begin with the shortest delay again."""
+        """Start with the shortest delay again after a success."""
         self._failures = 0
 
 
 _CHECK_S: Final = 1.0
-# Before a service that failed is asked whether it is back; longer with each failure in a row.
+# Pause before a failed service is probed; longer with each failure in a row.
 _PAUSE_S: Final = 0.5
 _PAUSE_MAX_S: Final = 10.0
 
 
 class Reachability:
-    """A circuit breaker for each address of services of one role.
+    """A circuit breaker for each address of the services of one role.
 
-    An address that failed is unusable until the standard health check says that it serves. One that fails
-    again before it has worked is left alone for longer each time, up to ten seconds: a service whose health
-    check answers while its calls time out costs its callers one deadline in ten seconds.
+    A failed address is unusable until the standard health check reports that it serves. One that fails again
+    before it has worked stays unusable for longer each time, up to ten seconds: a service whose health check
+    answers while its calls time out costs its callers one deadline in ten seconds.
     """
 
     def __init__(
@@ -65,23 +65,23 @@ class Reachability:
         check: Callable[[grpc.aio.Channel], Awaitable[bool]] | None = None,
         pause_s: float = _PAUSE_S,
     ) -> None:
-        """`check`: whether a service serves; the standard health check when not given."""
+        """`check` returns whether a service serves; the standard health check by default."""
         self._channels = channels
         self._role = role
-        self._check = check or serves
+        self._check = check or is_serving
         self._pause_s = pause_s
         self._probes: dict[str, asyncio.Task[None]] = {}
         # Failures in a row by address.
         self._failures: dict[str, int] = {}
-        # Probes that were called off, until they have ended.
-        self._ending: set[asyncio.Task[None]] = set()
+        # Cancelled probes that have not ended yet.
+        self._cancelled: set[asyncio.Task[None]] = set()
 
     def usable(self, address: str) -> bool:
-        """Whether the address may be used now."""
+        """Return whether the address may be used now."""
         return address not in self._probes
 
     def failed(self, address: str) -> None:
-        """A call to the address failed, or it keeps silent."""
+        """Mark an address unusable after a failed call or silence."""
         if address in self._probes:
             return
         self._failures[address] = self._failures.get(address, 0) + 1
@@ -90,28 +90,28 @@ class Reachability:
         task.add_done_callback(_log_failure)
 
     def succeeded(self, address: str) -> None:
-        """The address has worked."""
+        """Record that the address has worked."""
         self._failures.pop(address, None)
 
     def keep_only(self, addresses: Collection[str]) -> None:
-        """Forget all other addresses: services come and go, each with another one."""
+        """Drop all other addresses: services come and go, each with another one."""
         for address in self._failures.keys() - set(addresses):
             del self._failures[address]
             if (task := self._probes.pop(address, None)) is not None:
                 task.cancel()
-                self._ending.add(task)
-                task.add_done_callback(self._ending.discard)
+                self._cancelled.add(task)
+                task.add_done_callback(self._cancelled.discard)
 
     async def close(self) -> None:
-        """End all probes."""
-        tasks = {*self._probes.values(), *self._ending}
+        """Cancel all probes."""
+        tasks = {*self._probes.values(), *self._cancelled}
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
 
     async def _probe(self, address: str) -> None:
-        """Until the address serves."""
+        """Probe until the address serves."""
         failures = self._failures[address]
         try:
             while True:
@@ -125,12 +125,12 @@ class Reachability:
                 del self._probes[address]
 
 
-async def serves(channel: grpc.aio.Channel) -> bool:
-    """Whether the standard health check says so within a second."""
+async def is_serving(channel: grpc.aio.Channel) -> bool:
+    """Return whether the standard health check reports SERVING within a second."""
     try:
         reply = await HealthStub(channel).Check(HealthCheckRequest(), timeout=_CHECK_S)
     except grpc.aio.AioRpcError as error:
-        # It has no health check, but it is there.
+        # The server has no health service, but is reachable.
         return error.code() is grpc.StatusCode.UNIMPLEMENTED
     return bool(reply.status == HealthCheckResponse.SERVING)
 

@@ -1,4 +1,4 @@
-"""A service as a process: its main coroutine, its shutdown, and what every service has around its own."""
+"""Run a service as a process: its main coroutine, its shutdown, and the context that every service needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from tailrace.records import ServiceRecord
 from tailrace.service.channels import Channels
-from tailrace.service.options import CommonOptions, fresh_incarnation
+from tailrace.service.options import CommonOptions, new_incarnation
 from tailrace.service.tasks import task_error
 from tailrace.service.watchdog import watchdog_timeout_s, watched_loop
 from tailrace.store.client import StoreUnavailable
@@ -37,7 +37,7 @@ Drain = Callable[[], Coroutine[None, None, None]]
 
 
 class Shutdown:
-    """Holds the drain of a service that serves: finish or hand over what is under way, take nothing new.
+    """Hold the drain of a service: finish or hand over what is in progress, accept nothing new.
 
     While a service starts, or once it is closing, there is nothing to drain, and a signal ends it at once.
     """
@@ -48,7 +48,7 @@ class Shutdown:
 
     @contextmanager
     def draining(self, drain: Drain, timeout_s: float) -> Iterator[None]:
-        """Within the block the service is drained before it is cancelled; `timeout_s` bounds the draining."""
+        """Drain with `drain` if the service is stopped within the block; `timeout_s` bounds the draining."""
         self._drain, self._timeout_s = drain, timeout_s
         try:
             yield
@@ -56,7 +56,7 @@ class Shutdown:
             self._drain = None
 
     async def run_drain(self) -> None:
-        """Drain what there is to drain. A drain that fails or takes too long is logged, and over."""
+        """Run the drain, if one is set. A drain that fails or takes too long is logged and ends."""
         if self._drain is None:
             return
         try:
@@ -68,7 +68,7 @@ class Shutdown:
             log.exception("draining failed")
 
 
-# What a clean shutdown may take before the process ends anyhow.
+# Longest duration of a clean shutdown before the process exits anyway.
 _GRACE_S: Final = 15.0
 _LEVEL: Final = "TAILRACE_LOG_LEVEL"
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
@@ -78,8 +78,8 @@ def run_service(main: Callable[[Shutdown], Coroutine[None, None, None]]) -> None
     """Run `main` under uvloop until it returns or is told to stop; never returns.
 
     The first SIGTERM or SIGINT runs the drain that `main` has set in its Shutdown, if any, and then cancels
-    `main`, which cleans up; a second one cuts the drain short. Exit codes: 0 it returned or was told to stop;
-    1 it failed, with one line on stderr for what an operator can mend, a traceback for what is our mistake.
+    `main`, which cleans up; a second one cuts the drain short. Exit codes: 0 if it returned or was told to
+    stop; 1 if it failed, with one line on stderr for errors that an operator can fix, a traceback for bugs.
     """
     level = os.environ.get(_LEVEL, "INFO").upper()
     if level not in logging.getLevelNamesMapping():
@@ -93,9 +93,9 @@ def run_service(main: Callable[[Shutdown], Coroutine[None, None, None]]) -> None
         timeout_s = watchdog_timeout_s()
     except ValueError as error:
         sys.exit(str(error))
-    # Where a library crashes, its stack is the only word there is.
+    # If a native library crashes, the stack trace is the only information.
     faulthandler.enable()
-    # It tells of every lost connection again and again; what matters of it is ours to say.
+    # gRPC logs every lost connection repeatedly; Tailrace logs what matters of it.
     logging.getLogger("grpc").setLevel(logging.ERROR)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -126,7 +126,7 @@ async def _run_to_end(main: Callable[[Shutdown], Coroutine[None, None, None]]) -
         if (error := task_error(done)) is not None:
             log.error("draining failed", exc_info=error)
         task.cancel()
-        loop.call_later(_GRACE_S, _give_up)
+        loop.call_later(_GRACE_S, _force_exit)
 
     def stop(signum: int) -> None:
         nonlocal stopping
@@ -152,16 +152,16 @@ async def _run_to_end(main: Callable[[Shutdown], Coroutine[None, None, None]]) -
             await asyncio.gather(stopping, return_exceptions=True)
 
 
-def _give_up() -> None:
+def _force_exit() -> None:
     log.error("did not stop within %.0f s; ending", _GRACE_S)
     os._exit(1)
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
-    """What every control service has around its own work: store, membership, channels, traces, metrics.
+class ServiceContext:
+    """What every control service needs around its own work: store, membership, channels, traces, metrics.
 
-    Open for as long as its block lasts.
+    Valid for the duration of its block.
     """
 
     kind: str
@@ -175,11 +175,11 @@ class Frame:
 
     @asynccontextmanager
     async def announced(self, address: str) -> AsyncIterator[ServiceRecord]:
-        """Be in etcd as a service that listens on HOST:PORT; withdrawn when the block ends."""
+        """Register in etcd as a service that listens on HOST:PORT, until the block ends."""
         record = ServiceRecord(
             kind=self.kind,
             service_id=self.common.member_id,
-            incarnation=fresh_incarnation(),
+            incarnation=new_incarnation(),
             address=self.common.advertised(address),
             metrics_address=self.common.advertised(self.metrics_address),
         )
@@ -193,8 +193,8 @@ class Frame:
 
 
 @asynccontextmanager
-async def open_frame(kind: str, common: CommonOptions) -> AsyncIterator[Frame]:
-    """Connect to etcd and serve metrics. Raises StoreUnavailable; OSError when the metrics port is taken."""
+async def open_service(kind: str, common: CommonOptions) -> AsyncIterator[ServiceContext]:
+    """Connect to etcd and serve metrics. Raise StoreUnavailable, or OSError if the metrics port is in use."""
     async with AsyncExitStack() as stack:
         store = await Store.connect(common.etcd, common.cluster, common.transport)
         stack.push_async_callback(store.close)
@@ -206,4 +206,4 @@ async def open_frame(kind: str, common: CommonOptions) -> AsyncIterator[Frame]:
         registry = new_registry(kind, common.member_id)
         registry.register(MembershipMetrics(members))
         metrics = await stack.enter_async_context(serve_metrics(common.metrics, registry, common.transport))
-        yield Frame(kind, common, store, members, channels, tracing, registry, metrics.address)
+        yield ServiceContext(kind, common, store, members, channels, tracing, registry, metrics.address)

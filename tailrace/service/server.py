@@ -1,4 +1,4 @@
-"""A gRPC server with the standard health and reflection services."""
+"""Run a gRPC server with the standard health and reflection services."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tailrace.service.channels import MESSAGE_BYTES_MAX
 from tailrace.service.decoding import Decoding
 
 _OPTIONS: Final = (
-    # Without this a second process on the same port would silently share it.
+    # Otherwise a second process on the same port would silently share it.
     ("grpc.so_reuseport", 0),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # What our channels ping with is no abuse.
+    # Allow the pings of our own channels.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
-    # For a client to prove itself, once it is connected.
+    # Time for a client to complete the TLS handshake.
     ("grpc.server_handshake_timeout_ms", 5_000),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
@@ -40,25 +40,25 @@ class ListenError(OSError):
 class Servicer:
     """One service: the generated `add_XServicer_to_server`, the object, and its full name."""
 
-    # Each generated function takes its own servicer class; no common type says so.
+    # Each generated function takes its own servicer class; they have no common type.
     add: Callable[[Any, grpc.aio.Server], None]
     servicer: object
     name: str
 
 
 class GrpcServer:
-    """A running server."""
+    """Handle of a running server."""
 
     def __init__(
         self, address: str, health_servicer: health.aio.HealthServicer, names: Sequence[str]
     ) -> None:
-        # HOST:PORT as listened on, with the real port.
+        # HOST:PORT as listened on, with the actual port.
         self.address = address
         self._health = health_servicer
         self._names = ("", *names)
 
     async def set_serving(self, serving: bool) -> None:
-        """What the standard health check says, of every service."""
+        """Set what the standard health check reports for every service."""
         status = health_pb2.HealthCheckResponse
         for name in self._names:
             await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
@@ -72,11 +72,11 @@ async def serve_grpc(
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     inner: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> AsyncIterator[GrpcServer]:
-    """Serve on HOST:PORT (port 0: any free one) until the block ends; SERVING from the start. `interceptors`
-    see calls before it is checked who may make them, `inner` those that may be made.
+    """Serve on HOST:PORT (port 0: any free one) until the block ends; SERVING from the start.
 
-    At the end the health check says NOT_SERVING, calls get half a second, and are then cancelled. Raises
-    ListenError when the address is taken or is none.
+    `interceptors` see calls before authorization, `inner` only authorized ones. At the end the health check
+    reports NOT_SERVING, calls get half a second, and are then cancelled. Raise ListenError if the address is
+    in use or invalid.
     """
     layers = [*interceptors, *transport.interceptors(), Decoding(), *inner]
     server = grpc.aio.server(options=_OPTIONS, interceptors=layers)

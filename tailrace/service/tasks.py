@@ -1,4 +1,4 @@
-"""Tasks that end together, and work that a cancellation does not interrupt."""
+"""Run tasks that end together, and work that cancellation must not interrupt."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Coroutine
 from typing import TypeVar
 
 
-async def first_ended(*works: Coroutine[object, object, None]) -> None:
-    """Run them together; when one ends, cancel the others, and raise what it raised.
+async def first_ended(*coroutines: Coroutine[object, object, None]) -> None:
+    """Run coroutines together; when one ends, cancel the others, and raise what it raised.
 
-    Unlike asyncio.TaskGroup of Python 3.11 and 3.12, this never swallows a cancellation of its caller,
-    and leaves no trace in the caller's `cancelling()` when one of them fails: whether the caller was
-    cancelled is told by CancelledError alone.
+    Unlike asyncio.TaskGroup of Python 3.11 and 3.12, this never swallows a cancellation of its caller, and
+    leaves no trace in the caller's `cancelling()` when a coroutine fails: CancelledError alone says whether
+    the caller was cancelled.
     """
-    tasks = [asyncio.ensure_future(work) for work in works]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -29,13 +29,13 @@ async def first_ended(*works: Coroutine[object, object, None]) -> None:
 T = TypeVar("T")
 
 
-async def run_to_completion(work: Coroutine[object, object, T]) -> T:
-    """Await `work`; when cancelled meanwhile, first let it end, then pass the cancellation on.
+async def run_to_completion(coroutine: Coroutine[object, object, T]) -> T:
+    """Await a coroutine; when cancelled meanwhile, let it finish first, then raise CancelledError.
 
-    For calls to the engine and everything that others must see done: an engine may still be writing into a
-    buffer or a reservation that the canceller is about to free.
+    For engine calls and everything whose end others depend on: an engine may still be writing into a buffer
+    or a reservation that the canceller is about to free.
     """
-    task = asyncio.ensure_future(work)
+    task = asyncio.ensure_future(coroutine)
     cancelled = False
     while not task.done():
         try:
@@ -44,12 +44,13 @@ async def run_to_completion(work: Coroutine[object, object, T]) -> T:
             cancelled = True
     if cancelled:
         if not task.cancelled():
-            # Looked at, so that nobody is told of it as unretrieved.
+            # Retrieved, so that asyncio does not log it.
             task.exception()
         raise asyncio.CancelledError
     return task.result()
 
 
 def task_error(task: asyncio.Task[None]) -> BaseException | None:
-    """Of a task that is done; None: it returned, or was cancelled. To look is what keeps asyncio quiet."""
+    """Return the exception of a finished task; None if it returned or was cancelled. Also keeps asyncio from
+    logging it."""
     return None if task.cancelled() else task.exception()

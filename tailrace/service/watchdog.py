@@ -1,7 +1,8 @@
-"""End a process whose event loop has stopped turning, so that its supervisor starts it again.
+"""Exit a process whose event loop is blocked, so that its supervisor restarts it.
 
-A service that hangs answers nothing, yet its process lives: neither systemd nor a container engine restarts
-it. The timer runs in a C thread of `faulthandler` and needs neither the event loop nor the interpreter lock.
+A service that hangs answers nothing, yet its process is alive: neither systemd nor a container engine
+restarts it. The timer runs in a C thread of `faulthandler` and needs neither the event loop nor the
+interpreter lock.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from contextlib import contextmanager
 from typing import Final
 
 TIMEOUT: Final = "TAILRACE_WATCHDOG_S"
-"""Environment variable: seconds that the event loop may stand still; 0 switches the watchdog off."""
+"""Environment variable: seconds for which the event loop may be blocked; 0 disables the watchdog."""
 
-# Importing an engine keeps the loop for a minute on a slow, shared machine.
+# Importing an engine blocks the loop for a minute on a slow, shared machine.
 _DEFAULT_S: Final = 300.0
 _BEATS: Final = 10
 
 
 def watchdog_timeout_s() -> float:
-    """Return the timeout from the environment. Raises ValueError that names the variable."""
+    """Return the timeout from the environment. Raise ValueError that names the variable."""
     text = os.environ.get(TIMEOUT, "")
     if not text:
         return _DEFAULT_S
@@ -37,10 +38,10 @@ def watchdog_timeout_s() -> float:
 
 @contextmanager
 def watched_loop(timeout_s: float) -> Iterator[None]:
-    """Watch the running event loop during the block; 0 does not.
+    """Watch the running event loop during the block; `timeout_s` 0 disables that.
 
-    When the loop stands still for `timeout_s`, the stacks of all threads go to stderr and the process ends
-    with exit code 1.
+    If the loop is blocked for `timeout_s`, the stacks of all threads go to stderr and the process exits with
+    code 1.
     """
     if timeout_s == 0.0:
         yield

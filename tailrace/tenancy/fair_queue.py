@@ -1,13 +1,13 @@
 """Start-time fair queueing between tenants. Pure: no clock, no I/O.
 
-Goyal, Vin and Cheng, "Start-Time Fair Queuing" (SIGCOMM 1996). A tenant's next request has a start tag:
-the later of the virtual time and of the finish tag of the tenant's request before. The smallest start tag
-goes first; the virtual time is the start tag of the last one that went; a request's finish tag is its start
-tag plus its cost over the tenant's weight.
+Goyal, Vin and Cheng, "Start-Time Fair Queuing" (SIGCOMM 1996). A tenant's next request has a start tag: the
+later of the virtual time and of the finish tag of the tenant's previous request. The smallest start tag goes
+first; the virtual time is the start tag of the last request that went; a request's finish tag is its start
+tag plus its cost divided by the tenant's weight.
 
-Two things follow, whatever comes in between. While two tenants wait, what they get, divided by their
-weights, differs by at most one largest request of each, divided by its weight. And whoever waits for its next
-turn sees at most so much of any other tenant go first.
+Two guarantees follow, whatever arrives in between. While two tenants wait, the service that they get, divided
+by their weights, differs by at most one largest request of each, divided by its weight. And a tenant that
+waits for its next turn sees at most that much of any other tenant go first.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import Final, Generic, TypeVar
 
 T = TypeVar("T")
 
-# Tenants that are remembered before it is looked for the first time which of them need not be.
-_LOOK_AT: Final = 2
+# Number of remembered tenants at which outdated ones are first removed.
+_FIRST_CLEANUP: Final = 2
 
 
 class TenantQueueFull(Exception):
-    """As many requests of the tenant wait as may."""
+    """The tenant's queue is full."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry(Generic[T]):
-    """A request that waits. `cost`: in any unit, positive; of one tenant the smaller `priority` goes first,
-    then who came first."""
+    """A waiting request. `cost`: positive, in any unit. Within a tenant the smaller `priority` goes first,
+    then the older."""
 
     item: T
     tenant: str
@@ -41,8 +41,8 @@ class Entry(Generic[T]):
 
 
 @dataclass(slots=True)
-class _Line(Generic[T]):
-    """Of one tenant, while it has any."""
+class _TenantQueue(Generic[T]):
+    """The queue of one tenant, while it has any requests."""
 
     start: float
     weight: float
@@ -50,91 +50,89 @@ class _Line(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """Requests that wait, a bounded line for each tenant."""
+    """Queue requests, with a bounded queue per tenant."""
 
-    def __init__(self, most_per_tenant: int) -> None:
-        self._most = most_per_tenant
-        # In the order in which they began to wait: the first goes first where start tags are equal.
-        self._lines: dict[str, _Line[T]] = {}
-        # Finish tags of who had something; one that is not beyond the virtual time says nothing.
+    def __init__(self, max_per_tenant: int) -> None:
+        self._max_per_tenant = max_per_tenant
+        # In the order in which they began to wait, which decides between equal start tags.
+        self._queues: dict[str, _TenantQueue[T]] = {}
+        # Finish tags of tenants served before; one that is not beyond the virtual time is irrelevant.
         self._finish: dict[str, float] = {}
         self._virtual = 0.0
         self._length = 0
-        self._look_at = _LOOK_AT
+        self._cleanup_at = _FIRST_CLEANUP
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        """Requests of all tenants."""
+        """Count the requests of all tenants."""
         return self._length
 
     def __iter__(self) -> Iterator[Entry[T]]:
-        return (entry for line in self._lines.values() for entry in line.entries)
+        return (entry for queue in self._queues.values() for entry in queue.entries)
 
     def waiting(self) -> dict[str, int]:
-        """Requests by tenant, of those who have any."""
-        return {tenant: len(line.entries) for tenant, line in self._lines.items()}
+        """Return the number of requests of each tenant that has any."""
+        return {tenant: len(queue.entries) for tenant, queue in self._queues.items()}
 
     def push(self, item: T, tenant: str, weight: float, cost: float, priority: int = 0) -> Entry[T]:
-        """Let a request wait. `weight`: positive, the tenant's from now on. Raises TenantQueueFull."""
-        line = self._lines.get(tenant)
-        if line is None:
-            if self._most < 1:
+        """Queue a request. `weight`: positive, the tenant's from now on. Raise TenantQueueFull."""
+        queue = self._queues.get(tenant)
+        if queue is None:
+            if self._max_per_tenant < 1:
                 raise TenantQueueFull(tenant)
             start = max(self._virtual, self._finish.get(tenant, 0.0))
-            line = self._lines[tenant] = _Line(start, weight)
-        elif len(line.entries) >= self._most:
+            queue = self._queues[tenant] = _TenantQueue(start, weight)
+        elif len(queue.entries) >= self._max_per_tenant:
             raise TenantQueueFull(tenant)
-        line.weight = weight
+        queue.weight = weight
         entry = Entry(item, tenant, cost, priority, next(self._numbers))
-        insort(line.entries, entry, key=_order)
+        insort(queue.entries, entry, key=_order)
         self._length += 1
         return entry
 
     def pop(self) -> Entry[T]:
-        """Take the one whose turn it is; costs a look at each tenant that waits. Raises IndexError."""
-        if not self._lines:
-            raise IndexError("nobody waits")
-        tenant = min(self._lines, key=lambda name: self._lines[name].start)
-        line = self._lines[tenant]
-        entry = line.entries.pop(0)
+        """Remove and return the next request, in time linear in the number of waiting tenants. Raise
+        IndexError if empty."""
+        if not self._queues:
+            raise IndexError("no request waits")
+        tenant = min(self._queues, key=lambda name: self._queues[name].start)
+        queue = self._queues[tenant]
+        entry = queue.entries.pop(0)
         self._length -= 1
-        self._virtual = line.start
-        line.start = self._finish[tenant] = line.start + entry.cost / line.weight
-        if not line.entries:
-            del self._lines[tenant]
-        if len(self._finish) >= self._look_at:
-            self._forget()
+        self._virtual = queue.start
+        queue.start = self._finish[tenant] = queue.start + entry.cost / queue.weight
+        if not queue.entries:
+            del self._queues[tenant]
+        if len(self._finish) >= self._cleanup_at:
+            self._clean_up()
         return entry
 
     def remove(self, entry: Entry[T]) -> None:
-        """It waits no more; its tenant has had nothing for it. Raises KeyError: it does not wait."""
-        line = self._lines.get(entry.tenant)
-        entries = [] if line is None else line.entries
+        """Remove a request without charging its tenant. Raise KeyError if it does not wait."""
+        queue = self._queues.get(entry.tenant)
+        entries = [] if queue is None else queue.entries
         at = bisect_left(entries, _order(entry), key=_order)
         if at == len(entries) or entries[at] is not entry:
             raise KeyError(entry.number)
         del entries[at]
         self._length -= 1
         if not entries:
-            del self._lines[entry.tenant]
+            del self._queues[entry.tenant]
 
     def reset(self) -> None:
-        """All that went is done, so that nobody is owed anything: what each had counts no more.
-
-        Raises ValueError: somebody waits.
-        """
-        if self._lines:
+        """Drop what was charged, once everything admitted is done. Raise ValueError if requests wait."""
+        if self._queues:
             raise ValueError(f"{self._length} requests wait")
         self._finish.clear()
         self._virtual = 0.0
 
-    def _forget(self) -> None:
+    def _clean_up(self) -> None:
         self._finish = {
             tenant: finish
             for tenant, finish in self._finish.items()
-            if finish > self._virtual or tenant in self._lines
+            if finish > self._virtual or tenant in self._queues
         }
-        self._look_at = max(_LOOK_AT, 2 * len(self._finish))
+        self._cleanup_at = max(_FIRST_CLEANUP, 2 * len(self._finish))
 
 
 def _order(entry: Entry[T]) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The file of tenants and keys."""
+"""Read and write the file of tenants and keys."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from typing import Final
 
 import msgspec
 
-from tailrace.tenancy.book import KeyBook, KeyIndex
+from tailrace.tenancy.book import KeyIndex, TenantKeys
 
 log = logging.getLogger(__name__)
 
-# How soon a change is seen, at most.
+# Longest time until a change of the file is noticed.
 _POLL_S: Final = 1.0
 
 
 class KeyFileUnusable(Exception):
-    """The file cannot be read, or is damaged; the message says which."""
+    """The file cannot be read or is damaged; the message says which."""
 
 
 class KeyFile:
-    """Keys that follow their file. One that cannot be used leaves those of before in force."""
+    """Follow the file. While it is unusable, the last usable keys stay in force."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: seconds. Raises KeyFileUnusable."""
+        """Read the file. `clock`: seconds. Raise KeyFileUnusable."""
         self._path = path
         self._clock = clock
         self._stamp = _stamp(path)
-        self._index = KeyIndex(read_book(path))
-        self._look_at_s = clock() + _POLL_S
+        self._index = KeyIndex(read_keys(path))
+        self._next_check_s = clock() + _POLL_S
 
     def index(self) -> KeyIndex:
-        """The keys that are in force now."""
+        """Return the keys in force now."""
         now_s = self._clock()
-        if now_s >= self._look_at_s:
-            self._look_at_s = now_s + _POLL_S
+        if now_s >= self._next_check_s:
+            self._next_check_s = now_s + _POLL_S
             stamp = _stamp(self._path)
             if stamp != self._stamp:
                 self._stamp = stamp
                 try:
-                    self._index = KeyIndex(read_book(self._path))
+                    self._index = KeyIndex(read_keys(self._path))
                 except KeyFileUnusable as error:
-                    log.error("%s; the keys of before stay in force", error)
+                    log.error("%s; the previous keys stay in force", error)
         return self._index
 
 
-def read_book(path: Path) -> KeyBook:
-    """Raises KeyFileUnusable."""
+def read_keys(path: Path) -> TenantKeys:
+    """Read the file. Raise KeyFileUnusable."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=KeyBook)
+        return msgspec.json.decode(path.read_bytes(), type=TenantKeys)
     except OSError as error:
         raise KeyFileUnusable(f"{path}: {error.strerror}") from error
     except msgspec.MsgspecError as error:
@@ -62,12 +62,12 @@ def read_book(path: Path) -> KeyBook:
 
 
 @contextmanager
-def changing(path: Path) -> Iterator[Callable[[KeyBook], None]]:
-    """Hold the file's lock for the block; yields what replaces it, in one step. Raises OSError."""
+def locked_key_file(path: Path) -> Iterator[Callable[[TenantKeys], None]]:
+    """Lock the file for the block; yield a function that replaces it atomically. Raise OSError."""
     with path.with_name(f".{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
 
-        def replace(book: KeyBook) -> None:
+        def replace(book: TenantKeys) -> None:
             partial = path.with_name(f".{path.name}.partial")
             descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o640)
             with open(descriptor, "wb") as file:

@@ -1,4 +1,4 @@
-"""What a tenant has taken, and whether it may take more. No clock: the time is given."""
+"""Meter what tenants use and enforce their limits. Pure: callers pass the time."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Final
 from tailrace.tenancy.book import Tenant
 
 _MINUTE_S: Final = 60.0
-# While requests under way are what is too many, nobody knows when one ends.
+# Retry interval when concurrency is the limit: when a request ends is unknown.
 _BUSY_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Excess:
-    """Why a request is refused now, and in how many seconds it is worth trying again."""
+class LimitExceeded:
+    """Why a request is refused, and after how many seconds it is worth retrying."""
 
     reason: str
     retry_after_s: int
@@ -23,23 +23,23 @@ class Excess:
 
 @dataclass(slots=True)
 class _Bucket:
-    """A minute's worth, filled evenly. May be overdrawn by what is known only afterwards."""
+    """A token bucket of one minute's quota. May be overdrawn by usage that is known only afterwards."""
 
     level: float
-    filled_s: float
+    refilled_s: float
 
-    def fill(self, per_minute: float, now_s: float) -> None:
-        gained = (now_s - self.filled_s) * per_minute / _MINUTE_S
+    def refill(self, per_minute: float, now_s: float) -> None:
+        gained = (now_s - self.refilled_s) * per_minute / _MINUTE_S
         self.level = min(per_minute, self.level + max(0.0, gained))
-        self.filled_s = max(self.filled_s, now_s)
+        self.refilled_s = max(self.refilled_s, now_s)
 
-    def wait_s(self, least: float, per_minute: float) -> int:
-        """Seconds until there is so much."""
-        return max(1, math.ceil((least - self.level) * _MINUTE_S / per_minute))
+    def wait_s(self, needed: float, per_minute: float) -> int:
+        """Return the seconds until the bucket contains `needed`."""
+        return max(1, math.ceil((needed - self.level) * _MINUTE_S / per_minute))
 
 
 @dataclass(slots=True)
-class _Taken:
+class _Usage:
     running: int = 0
     requests: _Bucket | None = None
     tokens: _Bucket | None = None
@@ -47,57 +47,57 @@ class _Taken:
 
 @dataclass(slots=True)
 class Meter:
-    """Of all tenants. A tenant's limits may change from one request to the next."""
+    """Meter all tenants. A tenant's limits may change from one request to the next."""
 
-    _by_tenant: dict[str, _Taken] = field(default_factory=dict)
+    _by_tenant: dict[str, _Usage] = field(default_factory=dict)
 
-    def begin(self, tenant: Tenant, now_s: float) -> Excess | None:
-        """Count a request in; `end` counts it out. Not None: it is refused, and not counted.
+    def begin(self, tenant: Tenant, now_s: float) -> LimitExceeded | None:
+        """Count a request until `end`; return why it is refused, in which case it is not counted, or None.
 
-        Tokens are charged by `charge`, when they are known: a tenant that has overdrawn waits until its
-        minute has made up for it.
+        Tokens are charged once they are known (`charge`): a tenant that has overdrawn waits until the quota
+        has caught up.
         """
-        taken = self._by_tenant.setdefault(tenant.name, _Taken())
-        if tenant.concurrency and taken.running >= tenant.concurrency:
-            return Excess(f"{tenant.concurrency} requests are under way", math.ceil(_BUSY_S))
-        tokens = _filled(taken.tokens, tenant.tokens_per_minute, now_s)
-        taken.tokens = tokens
+        usage = self._by_tenant.setdefault(tenant.name, _Usage())
+        if tenant.concurrency and usage.running >= tenant.concurrency:
+            return LimitExceeded(f"{tenant.concurrency} requests are in progress", math.ceil(_BUSY_S))
+        tokens = _refilled(usage.tokens, tenant.tokens_per_minute, now_s)
+        usage.tokens = tokens
         if tokens is not None and tokens.level <= 0.0:
             wait_s = tokens.wait_s(1.0, tenant.tokens_per_minute)
-            return Excess(f"more than {tenant.tokens_per_minute:g} tokens a minute", wait_s)
-        requests = _filled(taken.requests, tenant.requests_per_minute, now_s)
-        taken.requests = requests
+            return LimitExceeded(f"more than {tenant.tokens_per_minute:g} tokens a minute", wait_s)
+        requests = _refilled(usage.requests, tenant.requests_per_minute, now_s)
+        usage.requests = requests
         if requests is not None:
             if requests.level < 1.0:
                 wait_s = requests.wait_s(1.0, tenant.requests_per_minute)
-                return Excess(f"more than {tenant.requests_per_minute:g} requests a minute", wait_s)
+                return LimitExceeded(f"more than {tenant.requests_per_minute:g} requests a minute", wait_s)
             requests.level -= 1.0
-        taken.running += 1
+        usage.running += 1
         return None
 
     def charge(self, tenant: Tenant, tokens: int, now_s: float) -> None:
-        """So many tokens were read and made."""
-        taken = self._by_tenant.setdefault(tenant.name, _Taken())
-        taken.tokens = _filled(taken.tokens, tenant.tokens_per_minute, now_s)
-        if taken.tokens is not None:
-            taken.tokens.level -= tokens
+        """Charge tokens that were read and generated."""
+        usage = self._by_tenant.setdefault(tenant.name, _Usage())
+        usage.tokens = _refilled(usage.tokens, tenant.tokens_per_minute, now_s)
+        if usage.tokens is not None:
+            usage.tokens.level -= tokens
 
     def end(self, tenant: Tenant) -> None:
-        """A request that began is over."""
+        """End a request that `begin` counted."""
         self._by_tenant[tenant.name].running -= 1
 
     def running(self, tenant: Tenant) -> int:
-        """Requests under way."""
-        taken = self._by_tenant.get(tenant.name)
-        return 0 if taken is None else taken.running
+        """Return the number of requests in progress."""
+        usage = self._by_tenant.get(tenant.name)
+        return 0 if usage is None else usage.running
 
 
-def _filled(bucket: _Bucket | None, per_minute: float, now_s: float) -> _Bucket | None:
-    """None: there is no limit."""
+def _refilled(bucket: _Bucket | None, per_minute: float, now_s: float) -> _Bucket | None:
+    """Return the bucket refilled until now; None without a limit."""
     if not per_minute:
         return None
     if bucket is None:
-        # A minute's worth may be taken at once, and one request always.
+        # A full minute's quota may be used at once, and always at least one request.
         return _Bucket(max(1.0, per_minute), now_s)
-    bucket.fill(max(1.0, per_minute), now_s)
+    bucket.refill(max(1.0, per_minute), now_s)
     return bucket

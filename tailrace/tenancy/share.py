@@ -1,34 +1,34 @@
-"""Whose a request is, and the tenant's weight, as they travel with the request.
+"""The tenant and weight that travel with a request.
 
-vLLM's API server puts them among the request's trace headers, of which a client's own are `traceparent` and
-`tracestate` alone.
+vLLM's API server puts them among the request's trace headers; of a client's own headers it accepts only
+`traceparent` and `tracestate` there.
 """
 
 from __future__ import annotations
 
 from typing import Final, NamedTuple, Self
 
-from tailrace.tenancy.book import LARGEST_WEIGHT, SMALLEST_WEIGHT
+from tailrace.tenancy.book import MAX_WEIGHT, MIN_WEIGHT
 
 SHARE_HEADER: Final = "tailrace-tenant"
 
 
 class Share(NamedTuple):
-    """A tenant's name and weight; nobody's request has neither."""
+    """A tenant's name and weight; the default for requests without a tenant."""
 
     tenant: str = ""
     weight: float = 1.0
 
     def encode(self) -> str:
-        """As the header's value."""
+        """Return the header's value."""
         return f"{self.weight!r} {self.tenant}"
 
     @classmethod
     def decode(cls, value: str) -> Self:
-        """Of a header's value; what is none is nobody's."""
+        """Parse a header's value; return the default if it is invalid."""
         weight, space, tenant = value.partition(" ")
         try:
             share = cls(tenant, float(weight))
         except ValueError:
             return cls()
-        return share if space and SMALLEST_WEIGHT <= share.weight <= LARGEST_WEIGHT else cls()
+        return share if space and MIN_WEIGHT <= share.weight <= MAX_WEIGHT else cls()

@@ -104,13 +104,13 @@ def filter_outputs(frames: Frames, keep: Sequence[bool]) -> list[bytes]:
     dropped = {
         _head.decode(output).request_id for output, kept in zip(outputs, keep, strict=True) if not kept
     }
-    rebuilt: list[msgspec.Raw | list[msgspec.Raw] | list[str] | None] = [*fields]
-    rebuilt[1] = [output for output, kept in zip(outputs, keep, strict=True) if kept]
+    rebuild_handler: list[msgspec.Raw | list[msgspec.Raw] | list[str] | None] = [*fields]
+    rebuild_handler[1] = [output for output, kept in zip(outputs, keep, strict=True) if kept]
     if len(fields) > _FINISHED_REQUESTS:
         finished = _names.decode(fields[_FINISHED_REQUESTS])
         if finished is not None:
-            rebuilt[_FINISHED_REQUESTS] = [name for name in finished if name not in dropped] or None
-    return [_encoder.encode(rebuilt), *frames[1:]]
+            rebuild_handler[_FINISHED_REQUESTS] = [name for name in finished if name not in dropped] or None
+    return [_encoder.encode(rebuild_handler), *frames[1:]]
 
 
 def split_outputs(frames: Frames, apart: Sequence[int]) -> tuple[list[bytes], list[list[bytes]]]:
@@ -204,11 +204,11 @@ def rename_output(frames: Frames, request_id: str) -> list[bytes]:
     (output,) = _raw_list.decode(fields[1])
     values: list[msgspec.Raw | str] = [*_raw_list.decode(output)]
     values[0] = request_id
-    rebuilt: list[msgspec.Raw | list[list[msgspec.Raw | str]] | list[str]] = [*fields]
-    rebuilt[1] = [values]
+    rebuild_handler: list[msgspec.Raw | list[list[msgspec.Raw | str]] | list[str]] = [*fields]
+    rebuild_handler[1] = [values]
     if len(fields) > _FINISHED_REQUESTS and _names.decode(fields[_FINISHED_REQUESTS]) is not None:
-        rebuilt[_FINISHED_REQUESTS] = [request_id]
-    return [_encoder.encode(rebuilt), *frames[1:]]
+        rebuild_handler[_FINISHED_REQUESTS] = [request_id]
+    return [_encoder.encode(rebuild_handler), *frames[1:]]
 
 
 def _buffers(value: object, frames: int) -> set[int]:

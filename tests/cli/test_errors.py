@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from tailrace.cli.main import main
-from tailrace.service.channels import ANSWERED
+from tailrace.service.channels import FROM_SERVER
 from tests.cli.conftest import Run
 from tests.cli.scripted_admin import Script, serving
 
@@ -91,7 +91,7 @@ def test_what_the_server_refuses(
 def test_a_service_behind_the_admin_api_does_not_answer(run: Run, script: Script) -> None:
     details = "no migration service answers: deadline exceeded"
     script.errors["Migrate"] = (grpc.StatusCode.UNAVAILABLE, details)
-    script.error_metadata = (ANSWERED,)
+    script.error_metadata = (FROM_SERVER,)
     result = run("migrate", "x", "--to", "worker-1")
     assert result.exit_code == 1
     assert _one_line(result.stderr) == f"tailrace: {details}"

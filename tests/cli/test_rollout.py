@@ -7,7 +7,7 @@ import json
 import grpc
 import pytest
 
-from tailrace.service.channels import ANSWERED
+from tailrace.service.channels import FROM_SERVER
 from tailrace.v1 import admin_pb2
 from tests.cli.conftest import Run
 from tests.cli.scripted_admin import Script
@@ -101,7 +101,7 @@ def test_one_that_takes_longer_goes_on(run: Run, script: Script) -> None:
 
 def test_a_scheduler_that_is_lost_is_asked_again(run: Run, script: Script) -> None:
     script.errors["WatchRollout"] = (grpc.StatusCode.UNAVAILABLE, "no leader")
-    script.error_metadata = (ANSWERED,)
+    script.error_metadata = (FROM_SERVER,)
     result = run("rollout", "start", "chat", "--to", NEW, "--timeout", "1.5")
     assert result.exit_code == 1
     assert result.stderr.count("chat: no leader; asking again") == 2

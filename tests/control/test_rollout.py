@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tailrace.model_identity import covers, fingerprint
 from tailrace.rollout.facts import FleetFacts, FrontEndFacts, InstanceFacts
-from tailrace.rollout.progress import STEP_S, advance, describe, few_warm, missing
+from tailrace.rollout.progress import STEP_S, advance, capacity_warning, describe, unmet_condition
 from tailrace.rollout.record import RolloutRecord, RolloutState
 from tailrace.rollout.requests import Problem, RolloutRefused, begin, check_forgettable, undo
 
@@ -115,13 +115,13 @@ def test_front_ends_of_the_new_model_beside_those_of_the_old_one() -> None:
             fleet(instance("a"), instance("c", NEW), instance("x", "")),
             "/new",
             Problem.NOT_NOW,
-            "x does not tell which model it runs",
+            "x does not report which model it runs",
         ),
         (
             fleet(*TWO.instances.values(), fronts=(FRONT, FrontEndFacts("f1", "", "", ""))),
             "/new",
             Problem.NOT_NOW,
-            "f1 does not tell what it serves",
+            "f1 does not report what it serves",
         ),
         (
             fleet(instance("a"), instance("c", NEW), instance("d", "text:new:fp8")),
@@ -179,14 +179,14 @@ def test_a_record_of_front_ends_that_are_gone_does_not_count() -> None:
 
 def test_it_is_taken_back() -> None:
     record = started()
-    given_up = undo("chat", TWO, record, 110.0, 60.0)
-    assert (given_up.state, given_up.reason, given_up.in_force) == (
+    failed_because = undo("chat", TWO, record, 110.0, 60.0)
+    assert (failed_because.state, failed_because.reason, failed_because.in_force) == (
         RolloutState.FAILED,
         "an operator took it back",
         OLD,
     )
     with pytest.raises(RolloutRefused, match="has changed nothing"):
-        undo("chat", TWO, given_up, 111.0, 60.0)
+        undo("chat", TWO, failed_because, 111.0, 60.0)
     with pytest.raises(RolloutRefused, match="there is no rollout of chat"):
         undo("chat", TWO, None, 111.0, 60.0)
     back = undo("chat", TWO, replace_record(record, RolloutState.DRAINING), 110.0, 60.0)
@@ -429,7 +429,7 @@ class Operation(RuleBasedStateMachine):
         if after.state is RolloutState.FAILED and before.state is RolloutState.PREPARING:
             assert self.waited_s >= before.prepare_s
         if after.in_force != before.in_force:
-            assert missing(before, facts) == ""
+            assert unmet_condition(before, facts) == ""
         assert set(after.draining) - set(before.draining) <= {
             name for name, key in self.instances.items() if before.retires(key)
         }
@@ -478,10 +478,10 @@ def test_traffic_waits_until_enough_instances_are_warm() -> None:
     facts = fleet(*olds, instance("c", NEW), *cold)
     record = started(facts)
     assert record.min_warm == 3, "half of the old ones, rounded up"
-    assert missing(record, facts) == f"2 of 3 instances of {fingerprint(NEW)} are warm (--min-warm)"
+    assert unmet_condition(record, facts) == f"2 of 3 instances of {fingerprint(NEW)} are warm (--min-warm)"
     assert advance(record, facts, 110.0, 10.0) is record
     said = f"2 warm of {fingerprint(NEW)} are to do what 5 of {fingerprint(OLD)} do now; "
-    assert few_warm(record, facts) == f"{said}new requests go there once 3 are warm (--min-warm)"
+    assert capacity_warning(record, facts) == f"{said}new requests go there once 3 are warm (--min-warm)"
     # An operator may want less, at once or while it waits; later it changes nothing.
     less = begin("chat", "/new", facts, record, 110.0, 60.0, 2)
     assert less == msgspec.structs.replace(record, min_warm=2)
@@ -491,4 +491,4 @@ def test_traffic_waits_until_enough_instances_are_warm() -> None:
     assert begin("chat", "/new", facts, switched, 120.0, 60.0, 9) is switched
     # Taking it back waits for one: the operator is in a hurry.
     assert undo("chat", facts, switched, 120.0, 60.0).min_warm == 1
-    assert few_warm(record, fleet(olds[0], instance("c", NEW))) == ""
+    assert capacity_warning(record, fleet(olds[0], instance("c", NEW))) == ""

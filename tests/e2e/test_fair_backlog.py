@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tailrace.tenancy.book import KeyBook, Tenant
-from tailrace.tenancy.file import changing
+from tailrace.tenancy.book import Tenant, TenantKeys
+from tailrace.tenancy.file import locked_key_file
 from tailrace.tenancy.share import SHARE_HEADER, Share
 from tests.e2e.fleet import MODEL, Fleet
 from tests.e2e.processes import wait_until
@@ -65,11 +65,11 @@ class Door:
 @pytest.fixture(scope="module")
 def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     root = tmp_path_factory.mktemp("fair")
-    book, keys = KeyBook(), {}
+    book, keys = TenantKeys(), {}
     for tenant in "ab":
         book, keys[tenant] = book.with_tenant(Tenant(name=tenant)).with_key(tenant, "now")
     file: Path = root / "keys.json"
-    with changing(file) as replace:
+    with locked_key_file(file) as replace:
         replace(book)
     fleet = Fleet(root, "simulated")
     try:

@@ -12,8 +12,8 @@ import pytest
 
 from frontend_svc.api_server.middleware import Message, Receive, Send
 from frontend_svc.api_server.tenants import BodyLimit, TenantAdmission, Tenants, read_body, tenant_of_call
-from tailrace.tenancy.book import KeyBook, Tenant
-from tailrace.tenancy.file import KeyFile, changing
+from tailrace.tenancy.book import Tenant, TenantKeys
+from tailrace.tenancy.file import KeyFile, locked_key_file
 
 CHAT = "/v1/chat/completions"
 
@@ -66,7 +66,7 @@ class Door:
 
 @pytest.fixture
 def door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
-    book, keys = KeyBook(), {}
+    book, keys = TenantKeys(), {}
     for tenant in (
         Tenant(name="free"),
         Tenant(name="limited", models=("m", "adapter")),
@@ -75,7 +75,7 @@ def door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
     ):
         book, keys[tenant.name] = book.with_tenant(tenant).with_key(tenant.name, "now")
     path = tmp_path / "keys.json"
-    with changing(path) as replace:
+    with locked_key_file(path) as replace:
         replace(book)
     made: list[Door] = []
     tenants = Tenants(KeyFile(path), lambda: made[0].now_s)

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from tailrace.records import PolicyRecord
 from tailrace.security.roles import Role
-from tailrace.service.channels import ANSWERED
+from tailrace.service.channels import FROM_SERVER
 from tailrace.service.etcd import local_etcd
 from tailrace.slo import Slo
 from tailrace.v1 import admin_pb2, migration_pb2, scheduler_pb2, types_pb2
@@ -542,7 +542,7 @@ async def test_no_migration_service(control: Control) -> None:
         await last_record(admin, "one", "b")
     assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
     # The command line tells by this that the admin API itself is well.
-    assert ANSWERED in tuple(failure.value.trailing_metadata())
+    assert FROM_SERVER in tuple(failure.value.trailing_metadata())
     # It is not taken for one that is open.
     assert not (await requests(admin))["one"].migrating
 

@@ -35,7 +35,7 @@ def test_loopback_is_what_nobody_else_reaches(address: str, loopback: bool) -> N
 def test_beyond_loopback_it_wants_a_certificate(kind: str, option: str) -> None:
     done = CliRunner().invoke(main, ["serve", kind, option, "0.0.0.0:7199"])
     assert done.exit_code == 2
-    assert "0.0.0.0:7199 can be reached from elsewhere" in done.stderr
+    assert "0.0.0.0:7199 can be reached from other machines" in done.stderr
     assert "--insecure" in done.stderr
 
 

@@ -17,7 +17,7 @@ from tailrace.security.audit import Auditing
 from tailrace.security.authority import Authority
 from tailrace.security.roles import Role
 from tailrace.security.transport import Transport
-from tailrace.service.channels import ANSWERED, Channels
+from tailrace.service.channels import FROM_SERVER, Channels
 from tailrace.service.server import GrpcServer, Servicer, serve_grpc
 from tailrace.store.client import StoreUnavailable
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, types_pb2
@@ -118,7 +118,7 @@ async def pair(authority: Authority, caller: Role) -> AsyncIterator[Pair]:
 
 def own_answer(error: grpc.aio.AioRpcError) -> bool:
     """Whether the server chose the status."""
-    return ANSWERED in tuple(error.trailing_metadata())
+    return FROM_SERVER in tuple(error.trailing_metadata())
 
 
 async def refused(

@@ -10,7 +10,7 @@ import pytest
 
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
-from tailrace.service.reachability import Reachability, serves
+from tailrace.service.reachability import Reachability, is_serving
 from tailrace.service.server import serve_grpc
 
 WAIT_S = 10.0
@@ -92,20 +92,20 @@ async def test_who_has_left_is_not_asked_for_ever(channels: Channels) -> None:
     reachability.keep_only(["b:1"])
     assert reachability.usable("a:1") and not reachability.usable("b:1")
     await reachability.close()
-    assert not reachability._ending
+    assert not reachability._cancelled
 
 
 async def test_the_standard_health_check(channels: Channels) -> None:
     async with serve_grpc("127.0.0.1:0", []) as server:
-        assert await serves(channels.get(server.address, Role.WORKER))
+        assert await is_serving(channels.get(server.address, Role.WORKER))
         await server.set_serving(False)
-        assert not await serves(channels.get(server.address, Role.WORKER))
-    assert not await serves(channels.get("127.0.0.1:1", Role.WORKER))
+        assert not await is_serving(channels.get(server.address, Role.WORKER))
+    assert not await is_serving(channels.get("127.0.0.1:1", Role.WORKER))
 
 
 async def test_a_service_without_a_health_check_is_there(channels: Channels) -> None:
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    assert await serves(channels.get(f"127.0.0.1:{port}", Role.WORKER))
+    assert await is_serving(channels.get(f"127.0.0.1:{port}", Role.WORKER))
     await server.stop(None)

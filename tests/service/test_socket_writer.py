@@ -36,13 +36,13 @@ async def several_threads_and_a_late_reader() -> list[tuple[int, int]]:
         each.start()
     for each in threads:
         await asyncio.to_thread(each.join, 20)
-    assert writer.kept_bytes > 0, "nobody has read: the kernel cannot have taken all of it"
+    assert writer.buffered_bytes > 0, "nobody has read: the kernel cannot have taken all of it"
     received = b""
     loop = asyncio.get_running_loop()
     while len(received) < _THREADS * _RECORDS * _SIZE:
         received += await loop.sock_recv(theirs, 1 << 20)
     await drained.wait()
-    assert writer.kept_bytes == 0
+    assert writer.buffered_bytes == 0
     writer.close()
     assert await loop.sock_recv(theirs, 1) == b""
     theirs.close()
@@ -80,10 +80,10 @@ async def test_what_is_kept_and_can_never_be_written_is_told() -> None:
     ours.setblocking(False)
     told: asyncio.Future[OSError | None] = asyncio.get_running_loop().create_future()
     writer = SocketWriter(ours, told.set_result)
-    while not writer.kept_bytes:
+    while not writer.buffered_bytes:
         writer.write(b"x" * (1 << 20))
     theirs.close()
     async with asyncio.timeout(10):
         assert isinstance(await told, OSError)
-    assert writer.kept_bytes == 0
+    assert writer.buffered_bytes == 0
     writer.close()

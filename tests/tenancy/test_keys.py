@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tailrace.cli.main import main
-from tailrace.tenancy.book import KeyBook, KeyIndex, Tenant
-from tailrace.tenancy.file import KeyFile, KeyFileUnusable, read_book
+from tailrace.tenancy.book import KeyIndex, Tenant, TenantKeys
+from tailrace.tenancy.file import KeyFile, KeyFileUnusable, read_keys
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def make(file: Path, *arguments: str) -> str:
 
 
 def test_a_key_is_found_and_nothing_near_it() -> None:
-    book, key = KeyBook(tenants=(Tenant(name="a"),)).with_key("a", "now")
+    book, key = TenantKeys(tenants=(Tenant(name="a"),)).with_key("a", "now")
     index = KeyIndex(book)
     owner = index.owner(key)
     assert owner is not None and owner.name == "a"
@@ -50,7 +50,7 @@ def test_limits_are_the_tenants(file: Path) -> None:
     make(file, "a", "--models", "x, y", "--concurrency", "3")
     make(file, "a", "--requests-per-minute", "60")
     assert run(file, "make", "a", "--no-key", "--priority", "2").stdout == ""
-    book = read_book(file)
+    book = read_keys(file)
     wanted = Tenant(name="a", models=("x", "y"), concurrency=3, requests_per_minute=60.0, priority=2)
     assert book.tenants == (wanted,)
     assert len(book.keys) == 2
@@ -60,21 +60,21 @@ def test_limits_are_the_tenants(file: Path) -> None:
 def test_a_weight_is_the_tenants(file: Path) -> None:
     make(file, "a")
     make(file, "b", "--weight", "2.5")
-    assert [tenant.weight for tenant in read_book(file).tenants] == [1.0, 2.5]
+    assert [tenant.weight for tenant in read_keys(file).tenants] == [1.0, 2.5]
     assert "2.5" in run(file, "list").stdout
     assert run(file, "make", "a", "--weight", "0").exit_code == 2
     file.write_text(file.read_text().replace("2.5", "0"))
     with pytest.raises(KeyFileUnusable, match="weight"):
-        read_book(file)
+        read_keys(file)
 
 
 def test_a_revoked_key_is_nobodys(file: Path) -> None:
     first, second = make(file, "a"), make(file, "a")
     assert run(file, "revoke", first.split("-")[2]).exit_code == 0
-    index = KeyIndex(read_book(file))
+    index = KeyIndex(read_keys(file))
     assert index.owner(first) is None and index.owner(second) is not None
     run(file, "revoke", second.split("-")[2])
-    assert read_book(file) == KeyBook()
+    assert read_keys(file) == TenantKeys()
     assert run(file, "revoke", "none").exit_code == 2
 
 
@@ -125,7 +125,7 @@ def test_a_port_for_users_beyond_loopback_wants_keys(file: Path, monkeypatch: py
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     open_to_all = ["serve", "frontend", "--http", "0.0.0.0:8000"]
     done = CliRunner().invoke(main, open_to_all)
-    assert done.exit_code == 2 and "0.0.0.0:8000 can be reached from elsewhere" in done.stderr
+    assert done.exit_code == 2 and "0.0.0.0:8000 can be reached from other machines" in done.stderr
     # With keys it gets as far as the next mistake.
     missing = CliRunner().invoke(main, [*open_to_all, "--api-keys", str(file)])
     assert missing.exit_code == 1 and "keys.json: No such file" in missing.stderr

@@ -86,7 +86,7 @@ class Worker:
         self.front_ends = FrontEnds()
         self.carried = CarriedRequests()
         self.gone: list[int] = []
-        self.given_up: list[RequestKey] = []
+        self.failed_because: list[RequestKey] = []
         self.front_ends.on_gone(self.gone.append)
         self.dispatch = Recorder()
         self.streams = AttachStreams(self.front_ends, self.dispatch, HELLO)
@@ -97,7 +97,7 @@ class Worker:
             PhaseEvents(),
             self.metrics,
             lambda reason: None,
-            self.given_up.append,
+            self.failed_because.append,
         )
 
     def serve(self, peer: Peer) -> asyncio.Task[None]:
@@ -211,7 +211,7 @@ async def test_outputs_that_are_too_large_end_their_request_and_the_others_of_th
     assert outputs.ByteSize() < 2 << 20
     # The engine is told to free it, and nobody was cut.
     await asyncio.sleep(0)
-    assert worker.given_up == [RequestKey(0, 2)] and not front.front_end.closed.is_set()
+    assert worker.failed_because == [RequestKey(0, 2)] and not front.front_end.closed.is_set()
     front.peer.up.put_nowait(None)
     await front.served
 

@@ -43,9 +43,9 @@ async def test_what_the_engine_does_not_have_is_missing_whatever_the_books_say()
     await engine.start(worker.sink)
     exporting: set[RequestKey] = set()
     importing: set[RequestKey] = set()
-    given_up: list[RequestKey] = []
+    failed_because: list[RequestKey] = []
     queries = HeldQueries(
-        engine, worker.carried, exporting.__contains__, importing.__contains__, given_up.append
+        engine, worker.carried, exporting.__contains__, importing.__contains__, failed_because.append
     )
     front = await attached(worker, "a")
     for handle in (1, 2, 3):
@@ -57,7 +57,7 @@ async def test_what_the_engine_does_not_have_is_missing_whatever_the_books_say()
     assert await ask(queries, front, 1, epoch=1) == [1]
     engine.abort([RequestKey(0, 2)])
     assert await ask(queries, front, 1, 2, 3) == [2]
-    assert given_up == [RequestKey(0, 2)]
+    assert failed_because == [RequestKey(0, 2)]
     # On its way in: not the engine's yet.
     importing.add(RequestKey(0, 2))
     assert await ask(queries, front, 1, 2, 3) == []
@@ -76,7 +76,7 @@ async def test_what_is_paused_for_an_export_that_is_over_is_missing(monkeypatch:
     monkeypatch.setattr(engine, "held", held)
     exporting = {key}
     queries = HeldQueries(
-        engine, worker.carried, exporting.__contains__, lambda key: False, worker.given_up.append
+        engine, worker.carried, exporting.__contains__, lambda key: False, worker.failed_because.append
     )
     front = await attached(worker, "a")
     assert await ask(queries, front, 1) == []
@@ -101,7 +101,7 @@ async def test_an_engine_that_does_not_answer_loses_nobody_their_request(
 
     monkeypatch.setattr(engine, "held", held)
     queries = HeldQueries(
-        engine, worker.carried, lambda key: False, lambda key: False, worker.given_up.append
+        engine, worker.carried, lambda key: False, lambda key: False, worker.failed_because.append
     )
     front = await attached(worker, "a")
     queries.ask(front.front_end, worker_pb2.HeldQuery(handles=[1], epochs=[0]))
