@@ -24,22 +24,28 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.models.cell import MOVES, Result
-from benchmarks.models.cells import NAMES, Cell, cells_of
+from benchmarks.models.cells import NAMES, Cell, cells_of, named
 from benchmarks.models.lanes import Lane
 from benchmarks.report import RESULTS, save
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make test-models", description=__doc__)
-    parser.add_argument("names", nargs="*", default=list(NAMES), metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument(
+        "names",
+        nargs="*",
+        default=list(NAMES),
+        metavar="NAME",
+        help=f"architectures ({', '.join(NAMES)}), or cells ('gemma3, V2, async')",
+    )
     parser.add_argument("--streams", type=int, default=20)
     parser.add_argument("--at-a-time", type=int, default=2)
     parser.add_argument("--resume", action="store_true", help="keep what models.json has that is right")
     given = parser.parse_args()
-    unknown = set(given.names) - set(NAMES)
-    if unknown:
-        parser.error(f"no architecture called {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
-    cells = [cell for name in given.names for cell in cells_of(name)]
+    try:
+        cells = named(given.names)
+    except KeyError as error:
+        parser.error(f"no architecture or cell called {error}; there are {', '.join(NAMES)}")
     # By cell; of other names than were asked for, too.
     results = _measured(given.streams) if given.resume else {}
 

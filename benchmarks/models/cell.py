@@ -10,9 +10,9 @@ several ranks there are two, and a request goes to the other and back, from rank
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import random
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -79,19 +79,15 @@ def measure(way: Way) -> Result:
     """In a process that has imported all of `warm.py`, and will end then."""
     begun = time.monotonic()
     if way.tensor * way.stages > 1:
-        _fork_the_ranks()
-    result = asyncio.run(_measured(way))
+        from benchmarks.models.forked_ranks import forked_ranks
+
+        ranks: AbstractContextManager[None] = forked_ranks(way.tensor, way.stages)
+    else:
+        ranks = nullcontext()
+    with ranks:
+        result = asyncio.run(_measured(way))
     result.seconds = round(time.monotonic() - begun, 1)
     return result
-
-
-def _fork_the_ranks() -> None:
-    """From one process that has imported what they need: spawned, as vLLM has it on CPUs, each imports it."""
-    from vllm.v1.executor import multiproc_executor
-
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.models.warm"])
-    multiproc_executor.get_mp_context = lambda: context
 
 
 async def _measured(way: Way) -> Result:

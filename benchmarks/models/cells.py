@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -50,6 +51,21 @@ def cells_of(name: str) -> list[Cell]:
     if name == TINY:
         cells += [Cell(name, v2, async_, stages=2) for v2, async_ in ways]
     return cells
+
+
+def named(names: Sequence[str]) -> list[Cell]:
+    """The cells of these names: of architectures, of cells, or how those of several cells begin.
+
+    Raises KeyError with the first that names none.
+    """
+    known = {str(cell): cell for name in NAMES for cell in cells_of(name)}
+    found: dict[str, Cell] = {}
+    for name in names:
+        part = [name] if name in known else [each for each in known if each.startswith(f"{name},")]
+        if not part:
+            raise KeyError(name)
+        found |= {each: known[each] for each in part}
+    return list(found.values())
 
 
 def folder_of(name: str, folder: Path) -> Path:

@@ -16,6 +16,7 @@ import vllm.v1.executor.multiproc_executor
 import vllm.v1.executor.uniproc_executor
 import vllm.v1.worker.cpu_worker  # noqa: F401
 
+import benchmarks.models.forked_ranks
 import benchmarks.models.moves
 import benchmarks.models.sink  # noqa: F401
 import worker_agent.engine.vllm.engine_ranks
