@@ -22,10 +22,10 @@ from rich.table import Table
 from benchmarks.report import print_json, save
 from tailrace.tiny import MODEL_PATH
 from worker_agent.engine.base import Frames, StepColumns
-from worker_agent.engine.vllm.connector import SwapMetadata
 from worker_agent.engine.vllm.core import EngineParts
 from worker_agent.engine.vllm.engine import VllmEngine
 from worker_agent.engine.vllm.settings import VllmSettings
+from worker_agent.engine.vllm.swaps import SwapMetadata
 from worker_agent.profiling.probes import Probes
 
 _KV_BLOCKS: Final = 220
@@ -84,6 +84,8 @@ class _Watch:
 
     def __init__(self, parts: EngineParts) -> None:
         self.steps: list[Step] = []
+        # Requests alone are measured: nothing that is evicted is kept.
+        parts.core.block_pool.metrics_collector = None
         core = parts.core.core
         self._scheduler = core.scheduler
         self._step = core.step_fn

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 from contextlib import AsyncExitStack
 from typing import Final
 
@@ -107,7 +106,8 @@ class EngineDied(RuntimeError):
 @click.option(
     "--host-kv-bytes",
     type=click.IntRange(0),
-    help="Host memory for the KV of preempted requests; 0: they are recomputed.",
+    help="Host memory for KV, in bytes: preempted requests, and in what they leave prefixes that the device "
+    "evicts; 0: both are recomputed.  [default: 4 GiB, or an eighth of the machine's memory if that is less]",
 )
 @click.option(
     "--stream-port",
@@ -297,17 +297,21 @@ def _profile(name: str | None) -> Profile | None:
 async def _serve_or_say(
     common: CommonOptions, options: EngineOptions, count: int, settings: WorkerSettings, shutdown: Shutdown
 ) -> None:
-    """What an operator can mend is one line, not a traceback. Told to stop, it ends as soon as all is closed:
-    the interpreter would take seconds more to take an engine's modules apart."""
+    """Serve until told to stop or an engine dies; log what an operator can fix as one line.
+
+    Never returns: the process exits as soon as everything is closed. The interpreter would take seconds more
+    to take an engine's modules apart, in which a supervisor cannot start the worker again.
+    """
+    status = 0
     try:
         await serve(common, options, count, settings, shutdown)
     except asyncio.CancelledError:
         log.info("stopped")
-        logging.shutdown()
-        os._exit(0)
     except (BindingError, EngineOptionError, EngineStartError, EngineDied, IdInUse) as error:
         log.error("%s", error)
-        sys.exit(1)
+        status = 1
+    logging.shutdown()
+    os._exit(status)
 
 
 async def serve(

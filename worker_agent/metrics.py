@@ -134,10 +134,18 @@ class WorkerCollector(Collector):
             "Prompt tokens found in the prefix cache.",
             sum(s.cached_prompt_tokens for s in stats),
         )
+        for name, text in _HOST_CACHE:
+            yield _count(name, text, sum(getattr(s, name) for s in stats))
+        cached = sum(s.host_cached_bytes for s in stats)
+        yield GaugeMetricFamily(
+            "tailrace_worker_host_cached_bytes", "Evicted KV in host memory.", value=cached
+        )
         yield _count("steps", "Engine steps.", sum(s.steps for s in stats))
         yield _count("preemptions", "Requests preempted.", sum(s.preemptions for s in stats))
         used, total = sum(s.host_kv_bytes_used for s in stats), sum(s.host_kv_bytes_total for s in stats)
-        yield GaugeMetricFamily("tailrace_worker_host_kv_bytes_used", "Host memory with KV.", value=used)
+        yield GaugeMetricFamily(
+            "tailrace_worker_host_kv_bytes_used", "Host memory with requests' KV.", value=used
+        )
         yield GaugeMetricFamily("tailrace_worker_host_kv_bytes", "Host memory for KV.", value=total)
         for name, text in _SWAPS:
             yield _count(name, text, sum(getattr(s, name) for s in stats))
@@ -148,6 +156,19 @@ _SWAPS: Final = (
     ("swaps_in", "Requests whose KV came back from host memory."),
     ("swaps_refused", "Preempted requests for whose KV host memory had no room."),
     ("host_kv_corrupt_blocks", "Blocks of host memory that were not what they ought to be."),
+)
+
+_HOST_CACHE: Final = (
+    (
+        "host_cached_prompt_tokens",
+        "Prompt tokens found in host memory, which cached_prompt_tokens counts too.",
+    ),
+    (
+        "host_blocks_stored",
+        "Blocks of the prefix cache that went to host memory when the device evicted them.",
+    ),
+    ("host_blocks_loaded", "Blocks that came back to the device."),
+    ("host_blocks_dropped", "Blocks that host memory gave up for others, or for requests."),
 )
 
 _TRANSFER: Final = (

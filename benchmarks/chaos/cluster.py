@@ -182,9 +182,8 @@ class Cluster:
         self.drops_packets = programs is not None
         self.members = self._plan(folder, programs)
         self._monitor = next(m.spec.address for m in self.members.values() if m.tier is Tier.MONITOR)
-        self._engines_may_die = 0
-        # So far, of the poison.
-        self.engines_died = 0
+        self._deaths_left = 0
+        self._deaths_until_s = 0.0
         # Tasks that wait for one process each to be ready.
         self._watching: set[asyncio.Task[None]] = set()
 
@@ -277,10 +276,9 @@ class Cluster:
 
     async def _again(self, member: Member, reason: str) -> None:
         member.set_ready(False)
-        died = member.tier is Tier.WORKER and self._engines_may_die > 0 and "does not bear" in reason
+        died = member.tier is Tier.WORKER and self._may_die() and "does not bear" in reason
         if died:
-            self._engines_may_die -= 1
-            self.engines_died += 1
+            self._deaths_left -= 1
         if not (member.awaited or died):
             self.timeline.broken(f"{member.name} has ended by itself: {reason}")
         member.signal(signal.SIGKILL)
@@ -290,14 +288,12 @@ class Cluster:
 
     # ---- faults
 
-    @contextmanager
-    def engines_die(self, count: int) -> Iterator[None]:
-        """So many engines may die of the poison within the block."""
-        self._engines_may_die = count
-        try:
-            yield
-        finally:
-            self._engines_may_die = 0
+    def allow_deaths(self, count: int, seconds: float) -> None:
+        """Let so many engines die of the poison from now on, within so many seconds."""
+        self._deaths_left, self._deaths_until_s = count, time.monotonic() + seconds
+
+    def _may_die(self) -> bool:
+        return self._deaths_left > 0 and time.monotonic() < self._deaths_until_s
 
     def kill(self, member: Member) -> None:
         """kill -9; it comes back."""

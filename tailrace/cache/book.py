@@ -31,8 +31,8 @@ class CacheBook:
         return len(self._held[tier])
 
     def holds(self, name: int) -> bool:
-        """Whether the device holds it."""
-        return name in self._held[Tier.DEVICE]
+        """Whether it is held, in whichever tier."""
+        return any(name in held for held in self._held.values())
 
     def change(self, stored: Iterable[int], removed: Iterable[int], tier: Tier = Tier.DEVICE) -> None:
         """The engine has gained and lost these; what is in both was lost last."""

@@ -96,6 +96,12 @@ def share_text(part: int, whole: int) -> str:
     return f"{100 * part / whole:.0f}%" if whole else NOTHING
 
 
+def cached_text(instance: InstanceInfo) -> str:
+    """Blocks of prefixes on the device, and after a plus in host memory."""
+    host = instance.cached_host_blocks
+    return f"{instance.cached_blocks}+{host}" if host else str(instance.cached_blocks)
+
+
 INSTANCES = View[InstanceInfo](
     name="instances",
     columns=(
@@ -109,7 +115,7 @@ INSTANCES = View[InstanceInfo](
         Column("ANSWER", lambda i: str(i.answering), figure=True),
         Column("KV BLOCKS", lambda i: f"{i.kv_blocks_used}/{i.kv_blocks_total}", figure=True),
         Column("MS/TOKEN", lambda i: f"{i.token_interval_ms:.1f}", figure=True),
-        Column("CACHED", lambda i: str(i.cached_blocks), figure=True),
+        Column("CACHED", cached_text, figure=True),
         Column("HITS", lambda i: share_text(i.cached_prompt_tokens, i.prompt_tokens), figure=True),
         Column("IN", lambda i: str(i.migrations_in), figure=True),
         Column("OUT", lambda i: str(i.migrations_out), figure=True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import errno
 import logging
 import os
 import time
@@ -65,6 +66,8 @@ class AuditFile:
     def __init__(self, path: Path | None) -> None:
         """Raises OSError when the file cannot be appended to."""
         self._file: int | None = None
+        # The file ends in the middle of a line.
+        self._torn = False
         if path is not None:
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
 
@@ -74,8 +77,14 @@ class AuditFile:
         if self._file is None:
             log.info("%s", line.decode())
             return
+        whole = (b"\n" if self._torn else b"") + line + b"\n"
         try:
-            os.write(self._file, line + b"\n")
+            # A disk that fills up takes a part of the line, and that is no error yet.
+            written = os.write(self._file, whole)
+            if written < len(whole):
+                self._torn = True
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._torn = False
         except OSError as error:
             # What the operator asked for goes on; that it was asked is in this log then.
             log.error("the audit log cannot be written (%s): %s", error.strerror, line.decode())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
 from migration_svc.journal import Closed, Journal, JournalDamaged, Opened
+from tests.full_disk import files_end_at
 
 
 def opened(migration_id: str) -> Opened:
@@ -46,6 +49,50 @@ def test_a_line_cut_short_by_a_kill_is_ignored(tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.write(b'{"type":"closed","migra')
     assert [entry.migration_id for entry in Journal(path).left_open] == ["one"]
+
+
+def test_lines_cut_short_by_a_full_disk_are_skipped(tmp_path: Path) -> None:
+    # As versions before this one left them: the next line went on where one had been cut short.
+    path = tmp_path / "journal"
+    journal = Journal(path)
+    journal.write(opened("one"))
+    journal.close()
+    line = path.read_bytes()
+    path.write_bytes(line + line[:30] + line.replace(b"one", b"two") + line.replace(b"one", b"three"))
+    assert [entry.migration_id for entry in Journal(path).left_open] == ["one", "three"]
+
+
+@pytest.mark.parametrize("room", [0, 1, 40])
+def test_a_full_disk_is_got_over(tmp_path: Path, room: int, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "journal"
+    journal = Journal(path)
+    journal.write(opened("before"))
+    with files_end_at(path.stat().st_size + room):
+        journal.write(opened("within"))
+        journal.write(Closed(migration_id="before", committed=True))
+    assert sum("cannot be written" in record.message for record in caplog.records) == 1
+    journal.write(opened("after"))
+    journal.close()
+    assert [entry.migration_id for entry in Journal(path).left_open] == ["within", "after"]
+
+
+def test_a_start_on_a_full_disk_keeps_what_was_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "journal"
+    journal = Journal(path)
+    journal.write(opened("one"))
+    journal.close()
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", full)
+        journal = Journal(path)
+        journal.write(opened("two"))
+    assert [entry.migration_id for entry in journal.left_open] == ["one"]
+    journal.write(opened("three"))
+    journal.close()
+    assert [entry.migration_id for entry in Journal(path).left_open] == ["one", "two", "three"]
 
 
 def test_something_else_is_not_overwritten(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tailrace.security.transport import PLAIN, Transport
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.telemetry.audit import LOGS_ENDPOINT, audit_export
 from tailrace.v1 import admin_pb2, admin_pb2_grpc
+from tests.full_disk import files_end_at
 from tests.security.conftest import transport
 
 
@@ -155,6 +156,45 @@ async def test_lines_are_json_and_appended(tmp_path: Path) -> None:
     assert [line["what"] for line in lines] == ["SetPool", "SetPool"]
     assert {"time", "who", "peer", "request", "outcome", "seconds"} <= lines[0].keys()
     assert path.stat().st_mode & 0o007 == 0
+
+
+def _entry(what: str) -> AuditEntry:
+    return AuditEntry(
+        time="",
+        who="",
+        peer="",
+        on_behalf_of="",
+        what=what,
+        request={},
+        outcome="OK",
+        details="",
+        seconds=0.0,
+    )
+
+
+def _what(line: str) -> str:
+    """Of an entry; nothing of what is none."""
+    try:
+        return str(json.loads(line)["what"])
+    except ValueError:
+        return ""
+
+
+@pytest.mark.parametrize("room", [0, 1, 40])
+def test_a_full_disk_spoils_no_line_but_its_own(
+    tmp_path: Path, room: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "audit.jsonl"
+    file = AuditFile(path)
+    file.write(_entry("before"))
+    with files_end_at(path.stat().st_size + room):
+        file.write(_entry("within"))
+    file.write(_entry("after"))
+    file.close()
+    read = [_what(line) for line in path.read_text().splitlines()]
+    assert [what for what in read if what] == ["before", "after"]
+    # What the file lacks is in the process's log.
+    assert '"within"' in caplog.text
 
 
 async def test_entries_are_exported_as_opentelemetry_logs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from tailrace.cache.follow import Change
 from tailrace.cache.names import block_names, short
+from tailrace.cache.tiers import Tier
 from tailrace.handover import LIVE, Way
 from tailrace.tiny import MODEL_PATH, PREDICTOR_PATH, REASONING_PARSER
 from tailrace.tiny.task import task
@@ -297,6 +299,10 @@ def pool_names(engine: VllmEngine) -> set[int]:
     return {short(get_block_hash(block.block_hash)) for block in blocks if block.block_hash is not None}
 
 
+def on_device(changes: Sequence[Change]) -> list[Change]:
+    return [change for change in changes if change.tier is Tier.DEVICE]
+
+
 async def test_it_tells_what_its_prefix_cache_holds(
     engine: VllmEngine, front: Front, started: tuple[VllmEngine, Front, EngineInfo]
 ) -> None:
@@ -308,14 +314,14 @@ async def test_it_tells_what_its_prefix_cache_holds(
     async def check() -> None:
         await idle(engine)
         _, changes = book.take()
-        for change in changes:
+        for change in on_device(changes):
             told.difference_update(change.removed)
             told.update(change.stored)
         _, held = book.snapshot()
-        assert told == {name for change in held for name in change.stored} == pool_names(engine)
+        assert told == {name for change in on_device(held) for name in change.stored} == pool_names(engine)
 
     book.take()
-    told.update(*(change.stored for change in book.snapshot()[1]))
+    told.update(*(change.stored for change in on_device(book.snapshot()[1])))
     prompt = [7 * n % 199 for n in range(5 * BLOCK)]
     before = engine.stats()
     first = await front.run(engine, prompt, params(max_tokens=BLOCK))

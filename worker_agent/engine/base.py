@@ -236,6 +236,14 @@ class EngineStats:
     # prefix cache.
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
+    # Of these, those that were in host memory.
+    host_cached_prompt_tokens: int = 0
+    # Evicted blocks in host memory, in bytes, beside `host_kv_bytes_used`; blocks that went there, that came
+    # back to the device, and that had to go for others.
+    host_cached_bytes: int = 0
+    host_blocks_stored: int = 0
+    host_blocks_loaded: int = 0
+    host_blocks_dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from collections.abc import Collection, Sequence
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 
-from worker_agent.engine.vllm.connector import SwapMetadata, TailraceConnector
+from worker_agent.engine.vllm.connector import TailraceConnector
+from worker_agent.engine.vllm.swaps import SwapMetadata
 
 
 def ours_in(connector: KVConnectorBase_V1) -> TailraceConnector:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_events import (
@@ -18,6 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from tailrace.cache.book import CacheBook
 from tailrace.cache.names import Naming, short
+from tailrace.cache.tiers import Tier
 from worker_agent.engine.vllm.load import LoadedCore
 
 
@@ -43,9 +45,14 @@ class CacheWatch(EventPublisher):  # type: ignore[misc]
         if not core.block_pool.enable_caching or core.scheduler.hash_block_size != core.block_tokens:
             return None
         watch = CacheWatch(core.scheduler.kv_event_publisher)
+        core.host.told = watch._on_host
         core.block_pool.enable_kv_cache_events = True
         core.scheduler.kv_event_publisher = watch
         return watch
+
+    def _on_host(self, stored: Sequence[bytes], gone: Sequence[bytes]) -> None:
+        """Host memory has gained and lost these."""
+        self.book.change([short(name) for name in stored], [short(name) for name in gone], Tier.HOST)
 
     def publish(self, events: EventBatch) -> None:
         """EventPublisher.publish."""

@@ -4,12 +4,11 @@ Migrations come in and out through the engine's imports and exports, which write
 and read blocks that are pinned; no step waits for those, and vLLM is never told of them. Swaps are vLLM's to
 time: a preempted request's blocks are copied out at the start of the very step that may overwrite them
 (`handle_preemptions`), and when the request is admitted again its tokens count as external hits that are
-loaded before the forward pass (`start_load_kv`).
+loaded before the forward pass (`start_load_kv`). Prefixes that were evicted come back the same way, but
+beside the steps (`host_tier.py`).
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass, field
 
 import torch
 from vllm.config import VllmConfig
@@ -22,41 +21,27 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from worker_agent.engine.host_ledger import HostLedger
+from worker_agent.engine.vllm.host_loads import HostLoads
 from worker_agent.engine.vllm.host_pool import HostPool
+from worker_agent.engine.vllm.host_tier import HostTier
 from worker_agent.engine.vllm.kv_blocks import KvBlocks
 from worker_agent.engine.vllm.kv_names import kv_names
 from worker_agent.engine.vllm.layouts import layout_name, live_reason, pages
-
-
-@dataclass(frozen=True, slots=True)
-class Swap:
-    """Copy blocks of the device to slots of host memory, or back: entry i of each list belongs together."""
-
-    block_ids: list[int]
-    slots: list[int]
-    # What the blocks hold, by the request's tokens as the scheduler has them now.
-    names: list[bytes]
-
-
-@dataclass(slots=True)
-class SwapMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """One step's swaps: all of `out` before any of `back`, which is what `loaded` requests read."""
-
-    out: list[Swap] = field(default_factory=list)
-    back: list[Swap] = field(default_factory=list)
-    loaded: set[str] = field(default_factory=set)
+from worker_agent.engine.vllm.swaps import Swap, SwapMetadata
 
 
 class TailraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Worker side: `blocks` reads and writes KV by block, `pool` holds what is swapped out.
+    """Worker side: `blocks` reads and writes KV by block, `pool` holds what is in host memory, `loads` brings
+    prefixes back from there.
 
-    Scheduler side: `ledger` says which request has which slot of the pool. Both are attached once the engine
-    is loaded; before, and with no host memory, nothing is swapped. Models with several KV cache groups have
-    none: vLLM cannot be told there which blocks did not come back whole. Nor has an engine of several ranks,
-    whose worker sides are in processes of their own.
+    Scheduler side: `ledger` says who has which slot of the pool, `tier` what comes back of evicted prefixes.
+    All are attached once the engine is loaded; before, and with no host memory, nothing is swapped. Models
+    with several KV cache groups have none: vLLM cannot be told there which blocks did not come back whole.
+    Nor has an engine of several ranks, whose worker sides are in processes of their own.
     """
 
     blocks: KvBlocks | None
@@ -64,7 +49,10 @@ class TailraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # Why requests cannot move live with this layout; empty: they can.
     live_reason: str
     pool: HostPool | None
+    # None: no evicted prefixes are kept.
+    loads: HostLoads | None
     ledger: HostLedger
+    tier: HostTier | None
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -73,7 +61,9 @@ class TailraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.blocks = None
         self.layout_name = self.live_reason = ""
         self.pool = None
+        self.loads = None
         self.ledger = HostLedger(0, 0)
+        self.tier = None
         self._block_tokens: int = vllm_config.cache_config.block_size
         self._swaps = SwapMetadata()
         # Slots that the step in progress reads.
@@ -108,6 +98,19 @@ class TailraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for swap in metadata.back:
             assert self.pool is not None
             self._bad_blocks.update(self.pool.load(swap.slots, swap.block_ids, swap.names))
+        if metadata.loads:
+            assert self.blocks is not None
+            # Of the blocks, vLLM may be about to write zeros to.
+            self.blocks.wait_for_steps()
+        for load in metadata.loads:
+            assert self.loads is not None
+            self.loads.start(load)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        ended = {} if self.loads is None else self.loads.ended()
+        for bad in ended.values():
+            self._bad_blocks.update(bad)
+        return None, set(ended) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         bad, self._bad_blocks = self._bad_blocks, set()
@@ -124,12 +127,18 @@ class TailraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         return
 
+    def shutdown(self) -> None:
+        if self.loads is not None:
+            self.loads.close()
+
     # ---- scheduler side
 
     def step_begins(self) -> None:
         """The last step's loads are complete: what they read may be written."""
         self.ledger.give_back(self._read_slots)
         self._read_slots = []
+        if self.tier is not None:
+            self.tier.step_begins()
 
     def swap_out(self, request: Request, block_ids: list[int]) -> None:
         """A decoding request loses its place: keep its KV if there is room. Only inside a step's schedule."""
@@ -145,17 +154,24 @@ class TailraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if swapped is not None:
             self._swaps.out.append(Swap(block_ids[: len(names)], swapped.slots, names))
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         swapped = self.ledger.get(request.request_id)
-        if swapped is None:
+        if swapped is not None:
+            return max(0, swapped.tokens - num_computed_tokens), False
+        if self.tier is None:
             return 0, False
-        return max(0, swapped.tokens - num_computed_tokens), False
+        kept = self.tier.match(request, num_computed_tokens)
+        return kept, bool(kept)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         swapped = self.ledger.swap_in(request.request_id)
         if swapped is None:
+            if num_external_tokens and self.tier is not None:
+                self.tier.take(request, blocks.get_block_ids()[0])
             return
         self._read_slots += swapped.slots
         if not num_external_tokens:
@@ -168,7 +184,15 @@ class TailraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         swaps, self._swaps = self._swaps, SwapMetadata()
+        if self.tier is not None:
+            saves, swaps.loads = self.tier.step_scheduled()
+            # A slot of theirs may have gone to a request in the same step.
+            swaps.out = [*saves, *swaps.out]
         return swaps
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if self.tier is not None:
+            self.tier.step_ended(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
         self.ledger.drop(request.request_id)

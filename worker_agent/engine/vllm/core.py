@@ -127,6 +127,8 @@ class EngineThread:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         if core.ranked and self._settings.predictor:
             _log.warning("lengths are not predicted on an engine of %d ranks", len(core.ranks))
+        if core.no_tier:
+            _log.info("host memory keeps no evicted prefixes: %s", core.no_tier)
         table = RequestTable()
         writer = OutputWriter(table)
         imports = Imports(core, table, self.post)

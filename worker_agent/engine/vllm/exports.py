@@ -18,10 +18,11 @@ from vllm.v1.request import RequestStatus
 from tailrace.handover import Way
 from worker_agent.engine.base import Exported, ExportedPause
 from worker_agent.engine.errors import EngineRefusal
+from worker_agent.engine.vllm.host_pool import HostSlot
 from worker_agent.engine.vllm.in_use import InUse
 from worker_agent.engine.vllm.layouts import Place
 from worker_agent.engine.vllm.load import LoadedCore
-from worker_agent.engine.vllm.pinned import HostSlot, Pinned
+from worker_agent.engine.vllm.pinned import Pinned
 from worker_agent.engine.vllm.requests import Entry, RequestTable
 from worker_agent.engine.vllm.scheduler import decodes
 
@@ -257,10 +258,7 @@ class Exports:
 
     def _unpin(self, export: Export) -> None:
         def free() -> None:
-            blocks = [block for block in export.pinned if not isinstance(block, HostSlot)]
-            # Last block first, so that it is evicted from the prefix cache before those it builds on.
-            self._core.block_pool.free_blocks(reversed(blocks))
-            self._core.host.give_back([block.slot for block in export.pinned if isinstance(block, HostSlot)])
+            self._core.unpin(export.pinned)
 
         export.reading.close(lambda: self._post(free))
 

@@ -77,13 +77,14 @@ class Fetches:
     def open(self, fetch_id: str, submission: Submission, most_tokens: int) -> list[bytes]:
         """Set blocks aside for what the cache lacks of the request's first `most_tokens`; keep what it has.
 
-        Returns the names of those that are to come; nothing is set aside when there are none. Raises
+        Returns the names of those that are to come; nothing is set aside when there are none, or host memory
+        has all of them, from where they come when the request is admitted. Raises
         EngineRefusal for a request or a layout for which nothing can come, NoRoom.
         """
         core = self._core
         request, held, names = self._found(submission, most_tokens // core.block_tokens)
         lacking = names[len(held) :]
-        if not lacking:
+        if len(core.host.find(lacking)) == len(lacking):
             return []
         pool = core.block_pool
         # Those that nobody uses are free, too, until they are kept.

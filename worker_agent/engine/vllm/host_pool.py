@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -22,6 +23,13 @@ def default_host_bytes() -> int:
     """4 GiB, or an eighth of the machine's memory if that is less."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(_DEFAULT_BYTES, int(memory * _DEFAULT_SHARE))
+
+
+@dataclass(frozen=True, slots=True)
+class HostSlot:
+    """A block in host memory."""
+
+    slot: int
 
 
 class HostPool:

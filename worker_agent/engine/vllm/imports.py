@@ -248,6 +248,8 @@ class Imports:
             raise EngineRefusal(f"request {request_id} is here already")
         if request.num_tokens + len(exported.output_token_ids) >= self._core.max_model_len:
             raise EngineRefusal(f"request {request_id} is longer than this engine's max_model_len")
+        # A former life of it may still hold blocks that KV comes to from host memory.
+        self._core.settle_load(request_id)
         return request
 
     def _enter(self, request: Request, exported: Exported, key: RequestKey, epoch: int) -> None:

@@ -75,7 +75,7 @@ INTERNALS: Final[Uses] = {
     "vllm.v1.engine:EngineCoreOutputs": "outputs utility_output",
     "vllm.v1.engine:UtilityOutput": "call_id result failure_message",
     "vllm.v1.engine:FinishReason": "ERROR",
-    "vllm.v1.metrics.stats:PrefillStats": "num_prompt_tokens num_cached_tokens",
+    "vllm.v1.metrics.stats:PrefillStats": "num_prompt_tokens num_cached_tokens num_external_cached_tokens",
     "vllm.v1.serial_utils": "MsgpackEncoder MsgpackDecoder",
     "vllm.v1.structured_output:StructuredOutputManager": "grammar_init accept_tokens",
     "vllm.multimodal.cache:BaseMultiModalReceiverCache": "get_and_update_features",
@@ -104,7 +104,8 @@ INTERNALS: Final[Uses] = {
         scheduled_cached_reqs""",
     "vllm.v1.core.sched.output:NewRequestData": "req_id",
     "vllm.v1.core.sched.output:CachedRequestData": "resumed_req_ids",
-    "vllm.v1.outputs": "ModelRunnerOutput",
+    "vllm.v1.outputs": "ModelRunnerOutput KVConnectorOutput",
+    "vllm.v1.outputs:KVConnectorOutput": "finished_recving invalid_block_ids",
     "vllm.v1.core.sched.request_queue": "RequestQueue create_request_queue",
     "vllm.v1.core.sched.request_queue:RequestQueue": """
         add_request pop_request peek_request prepend_request prepend_requests remove_request
@@ -115,13 +116,14 @@ INTERNALS: Final[Uses] = {
         schedule(throttle_prefills) update_from_output add_request has_requests has_finished_requests
         running waiting requests finished_req_ids policy scheduler_config max_num_scheduled_tokens
         connector kv_cache_manager kv_cache_config kv_event_publisher hash_block_size needs_kv_cache_zeroing
-        recompute_kv_load_failures get_request_counts
+        recompute_kv_load_failures get_request_counts reset_prefix_cache
         _inflight_prefills _inflight_prefill_reserved_blocks _preempt_request(drop_stale_output)
         _handle_invalid_blocks _free_request""",
     # ---- the KV cache
     "vllm.v1.core.block_pool": "BlockPool",
     "vllm.v1.core.block_pool:BlockPool": """
         num_gpu_blocks get_num_free_blocks enable_caching enable_kv_cache_events touch free_blocks
+        metrics_collector
         get_cached_block(block_hash, kv_cache_group_ids) get_new_blocks
         cache_full_blocks(request, blocks, num_cached_blocks, num_full_blocks, block_size,
             kv_cache_group_id)""",
@@ -134,8 +136,10 @@ INTERNALS: Final[Uses] = {
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": "blocks get_block_ids",
     "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": "single_type_managers",
     "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": "block_size get_num_skipped_tokens",
-    "vllm.v1.core.kv_cache_utils": "KVCacheBlock ExternalBlockHash get_none_hash_seed",
-    "vllm.v1.core.kv_cache_utils:KVCacheBlock": "block_id ref_cnt",
+    "vllm.v1.core.kv_cache_utils": "KVCacheBlock ExternalBlockHash get_block_hash get_none_hash_seed",
+    "vllm.v1.core.kv_cache_utils:KVCacheBlock": "block_id block_hash ref_cnt",
+    "vllm.v1.core.kv_cache_metrics:KVCacheMetricsCollector": """
+        on_block_evicted(block) on_block_allocated(block) on_block_accessed(block) reset""",
     "vllm.v1.kv_cache_interface": """
         KVCacheConfig KVCacheSpec FullAttentionSpec MambaSpec SlidingWindowSpec UniformTypeKVCacheSpecs""",
     "vllm.v1.kv_cache_interface:KVCacheConfig": """
@@ -158,7 +162,8 @@ INTERNALS: Final[Uses] = {
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": """
         _kv_cache_config _get_connector_metadata register_kv_caches handle_preemptions start_load_kv
         get_block_ids_with_load_errors wait_for_layer_load save_kv_layer wait_for_save requires_kv_delivery
-        get_num_new_matched_tokens update_state_after_alloc build_connector_meta request_finished""",
+        get_num_new_matched_tokens update_state_after_alloc build_connector_meta request_finished
+        get_finished update_connector_output shutdown""",
     "vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA": "request_finished_all_groups",
     # ---- the model runner
     "vllm.model_executor.layers.logits_processor": "LogitsProcessor",

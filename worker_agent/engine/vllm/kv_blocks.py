@@ -63,7 +63,9 @@ class KvBlocks:
     def staging(self, num_blocks: int) -> DeviceStaging:
         """A buffer for num_blocks blocks, in the KV's own memory."""
         shape = (num_blocks, self.num_layers, self.layer_block_bytes)
-        return DeviceStaging(torch.empty(shape, dtype=torch.uint8, device=self.device))
+        # Of the stream that uses it: torch would give out memory that a step in flight still works with.
+        with torch.cuda.stream(self._stream):
+            return DeviceStaging(torch.empty(shape, dtype=torch.uint8, device=self.device))
 
     def staging_over(self, memory: npt.NDArray[np.uint8]) -> DeviceStaging | None:
         """A buffer over host memory that is given, a whole number of blocks; None: the KV is on a GPU."""

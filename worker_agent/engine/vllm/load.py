@@ -28,7 +28,9 @@ from worker_agent.engine.vllm.connector import TailraceConnector
 from worker_agent.engine.vllm.grammars import Grammars
 from worker_agent.engine.vllm.handover import handover_of
 from worker_agent.engine.vllm.hidden_states import HiddenStateTap, StepStates
-from worker_agent.engine.vllm.host_pool import HostPool
+from worker_agent.engine.vllm.host_loads import HostLoads
+from worker_agent.engine.vllm.host_pool import HostPool, HostSlot
+from worker_agent.engine.vllm.host_tier import HostTier
 from worker_agent.engine.vllm.kv_blocks import KvBlocks
 from worker_agent.engine.vllm.layouts import Layout, Place
 from worker_agent.engine.vllm.phases import ReasoningMarks, load_marks
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 
 # Far beyond any number of batches that vLLM has in flight.
 _SETTLING_STEPS = 64
-# For another connector's copies of one request's KV to end, and between two looks at them.
+# For copies of one request's KV from or to host memory to end, and between two looks at them.
 _COPIES_S = 5.0
 _COPY_LOOK_S = 0.001
 
@@ -78,12 +80,14 @@ class LoadedCore:
         self.block_pool = self.kv_manager.block_pool
         self.ranks = self._rpc_all("tailrace_facts")
         self.layout = Layout(self.scheduler.kv_cache_config, self.kv_manager)
+        self.block_tokens: int = self.layout.block_tokens
         reason = next((each.live_reason for each in self.ranks if each.live_reason), "")
         if reason and self.handover.way is Way.LIVE:
             self.handover = by_replay(reason)
         self._kv: KvBlocks | None = None
         self.host_pool: HostPool | None = None
         self.host = HostLedger(0, 0)
+        connector: object = None
         if not self.ranked:
             connector = self._rpc("tailrace_connector")
             assert isinstance(connector, TailraceConnector)
@@ -95,11 +99,17 @@ class LoadedCore:
             self.host = HostLedger(pool.slots, pool.block_bytes)
             connector.pool = self.host_pool = pool
         self.scheduler.ours.ledger = self.host
+        # Why evicted prefixes are not kept in host memory; empty: they are.
+        self.no_tier = self._no_tier()
+        if not self.no_tier:
+            assert isinstance(connector, TailraceConnector) and self.host_pool is not None
+            tier = HostTier(self.host, self.kv, self.host_pool, self.block_tokens)
+            self.block_pool.metrics_collector = self.scheduler.ours.tier = tier
+            connector.loads = HostLoads(self.host_pool)
         # The policy that orders the requests; None: vLLM's own order.
         self.intra: IntraPolicy | None = None
         self.marks = load_marks(config)
         self.grammars = Grammars()
-        self.block_tokens: int = self.layout.block_tokens
         self.max_model_len: int = config.model_config.max_model_len
         # Of one request.
         self.max_blocks: int = cdiv(self.max_model_len, self.block_tokens)
@@ -126,6 +136,19 @@ class LoadedCore:
         """Blocks that are not free; what only the prefix cache holds counts as free. Any thread."""
         return self.kv_blocks_total - int(self.block_pool.get_num_free_blocks())
 
+    def _no_tier(self) -> str:
+        if self.ranked:
+            return "several ranks"
+        if self.handover.way is not Way.LIVE:
+            return self.handover.reason
+        if not self.layout.plain:
+            return "several KV cache groups, or none with full attention"
+        if self.scheduler.beside:
+            return "other KV connectors"
+        if not self.finds_by_name:
+            return "no prefix caching, or blocks that are not hashed one by one"
+        return "" if self.host.total else "no host memory for KV"
+
     # ---- steps
 
     @property
@@ -142,14 +165,28 @@ class LoadedCore:
             self.step_now()
         else:
             raise RuntimeError(f"steps of request {request_id} did not end")
-        if self.scheduler.beside:
-            self._settle_beside(request_id)
+        beside = self.scheduler.beside
+        if beside:
+            self._step_while(
+                lambda: beside.remember(request_id) or request_id in self.scheduler.requests,
+                f"another KV connector does not end its work for request {request_id}",
+            )
+        self.settle_load(request_id)
 
-    def _settle_beside(self, request_id: str) -> None:
+    def settle_load(self, request_id: str) -> None:
+        """Step until nothing comes from host memory for a former request of this id. Raises EngineRefusal."""
+        tier = self.scheduler.ours.tier
+        if tier is not None and tier.loading(request_id):
+            self._step_while(
+                lambda: tier.loading(request_id), f"KV of request {request_id} does not come from host memory"
+            )
+
+    def _step_while(self, goes_on: Callable[[], bool], reason: str) -> None:
+        """Step as long as this is so. Raises EngineRefusal with the reason when it takes too long."""
         deadline_s = time.monotonic() + _COPIES_S
-        while self.scheduler.beside.remember(request_id) or request_id in self.scheduler.requests:
+        while goes_on():
             if time.monotonic() > deadline_s:
-                raise EngineRefusal(f"another KV connector does not end its work for request {request_id}")
+                raise EngineRefusal(reason)
             self.step_now()
             time.sleep(_COPY_LOOK_S)
 
@@ -299,6 +336,30 @@ class LoadedCore:
                 break
             found += blocks
         return found
+
+    def held(self, names: Sequence[bytes]) -> list[KVCacheBlock | HostSlot]:
+        """The same, on the device or, where it is not there, in host memory."""
+        found: list[KVCacheBlock | HostSlot] = []
+        while len(found) < len(names):
+            rest = names[len(found) :]
+            more = self.cached(rest) or [HostSlot(slot) for slot in self.host.find(rest)]
+            if not more:
+                break
+            found += more
+        return found
+
+    def pin(self, blocks: Sequence[KVCacheBlock | HostSlot]) -> None:
+        """One user more of each."""
+        self.block_pool.touch([block for block in blocks if not isinstance(block, HostSlot)])
+        for block in blocks:
+            if isinstance(block, HostSlot):
+                self.host.pin(block.slot)
+
+    def unpin(self, blocks: Sequence[KVCacheBlock | HostSlot]) -> None:
+        """One user less of each."""
+        # Last block first, so that it is evicted from the prefix cache before those it builds on.
+        self.block_pool.free_blocks([block for block in reversed(blocks) if not isinstance(block, HostSlot)])
+        self.host.give_back([block.slot for block in blocks if isinstance(block, HostSlot)])
 
     def reserve(self, request: Request, num_blocks: int, cached: Sequence[KVCacheBlock] = ()) -> bool:
         """Give the request at least this many blocks; False, and nothing changed, when there is no room.

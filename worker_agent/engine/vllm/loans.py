@@ -1,4 +1,5 @@
-"""Blocks of the prefix cache that another worker copies. Engine thread, but for reading.
+"""Blocks of the prefix cache, on the device or in host memory, that another worker copies. Engine thread, but
+for reading.
 
 A block has its name from when the step that computes it is scheduled, so a loan is open when the steps that
 were in flight then have ended.
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.vllm.in_use import InUse
 from worker_agent.engine.vllm.load import LoadedCore
-from worker_agent.engine.vllm.pinned import HostSlot, Pinned
+from worker_agent.engine.vllm.pinned import Pinned
 
 Opened = Callable[[int], None]
 
@@ -45,9 +46,9 @@ class Loans:
         they can be read. Raises EngineRefusal."""
         if loan_id in self._loans:
             raise EngineRefusal(f"{loan_id} is open")
-        blocks = self._core.cached(names)
-        self._core.block_pool.touch(blocks)
-        self._loans[loan_id] = Pinned(InUse(loan_id), list(blocks))
+        blocks = self._core.held(names)
+        self._core.pin(blocks)
+        self._loans[loan_id] = Pinned(InUse(loan_id), blocks)
         self._opening.append(_Opening(self._steps(), len(blocks), done))
         self.step_ended()
 
@@ -70,8 +71,7 @@ class Loans:
             return
 
         def free() -> None:
-            blocks = [block for block in loan.pinned if not isinstance(block, HostSlot)]
-            self._core.block_pool.free_blocks(reversed(blocks))
+            self._core.unpin(loan.pinned)
 
         loan.reading.close(lambda: self._post(free))
 

@@ -30,6 +30,8 @@ class OutputWriter:
         # Of requests that have made their first token here.
         self.prompt_tokens = 0
         self.cached_prompt_tokens = 0
+        # Of these, those that came from elsewhere: the host's memory, or another connector.
+        self.loaded_prompt_tokens = 0
         self.intervals = RecentIntervals()
         self.times = StepTimes()
 
@@ -92,6 +94,7 @@ class OutputWriter:
             if output.prefill_stats is not None:
                 self.prompt_tokens += output.prefill_stats.num_prompt_tokens
                 self.cached_prompt_tokens += output.prefill_stats.num_cached_tokens
+                self.loaded_prompt_tokens += output.prefill_stats.num_external_cached_tokens
             if output.finish_reason is not None:
                 flags |= _FINISHED
                 self._table.remove(entry)

@@ -8,16 +8,10 @@ from itertools import groupby
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from worker_agent.engine.errors import EngineRefusal
+from worker_agent.engine.vllm.host_pool import HostSlot
 from worker_agent.engine.vllm.in_use import InUse
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging
 from worker_agent.engine.vllm.load import LoadedCore
-
-
-@dataclass(frozen=True, slots=True)
-class HostSlot:
-    """A pinned block in host memory."""
-
-    slot: int
 
 
 @dataclass(slots=True)

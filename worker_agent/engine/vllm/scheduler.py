@@ -32,6 +32,7 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
     - `use_order`: whom to preempt and whom to admit is decided before vLLM's own `schedule`, which then finds
       its running list in order and its waiting queue open for those who were admitted.
     - preempted requests that decode go to host memory, if the connector has room.
+    - blocks that were evicted come back from there.
     """
 
     ours: TailraceConnector
@@ -269,6 +270,8 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
         vLLM would have them compute the blocks anew where they are. But with async scheduling the next step
         has begun on the bad KV too, and Model Runner V2 does not take back a token that it has made.
         """
+        # Whoever had one may be gone.
+        self.kv_cache_manager.evict_blocks(invalid_block_ids)
         held = [request for request in self.paused.values() if request.status == RequestStatus.RUNNING]
         self.running.extend(held)
         affected: set[str] = super()._handle_invalid_blocks(invalid_block_ids, num_scheduled_tokens)
@@ -300,9 +303,19 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
             self._update_limit()
         return super()._free_request(request, *args, **kwargs)
 
+    def reset_prefix_cache(self, *args: object, **kwargs: object) -> bool:
+        # Whoever asks for it has changed what KV depends on.
+        if self.ours.tier is not None:
+            self.ours.tier.forget_all()
+        done: bool = super().reset_prefix_cache(*args, **kwargs)
+        return done
+
     def has_finished_requests(self) -> bool:
         # vLLM's counts requests in no queue as waiting for a connector's clean-up and would step for them
-        # without end; ours never delays a clean-up, and paused requests are in no queue.
+        # without end. Paused requests are in no queue, and ours delays a clean-up only while KV comes from
+        # host memory for a request that is gone.
+        if self.ours.tier is not None and self.ours.tier.busy:
+            return True
         if self.finished_req_ids or not self.beside:
             return bool(self.finished_req_ids)
         known: int = sum(self.get_request_counts()) + len(self.paused)

@@ -36,8 +36,8 @@ class VllmSettings:
     # KV cache size, in blocks (wins) or bytes. CPU: 1 GiB.
     kv_blocks: int | None = None
     kv_bytes: int | None = None
-    # Host memory for the KV of preempted requests, in bytes; 0: they are recomputed. None: 4 GiB, or an
-    # eighth of the machine's memory if that is less.
+    # Host memory for the KV of preempted requests and of evicted prefixes, in bytes; 0: they are recomputed.
+    # None: 4 GiB, or an eighth of the machine's memory if that is less.
     host_kv_bytes: int | None = None
     # CPU: threads of a step. Threads of one step wait for each other, so when workers share cores more than
     # one each makes a step many times slower.

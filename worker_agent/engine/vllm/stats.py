@@ -23,6 +23,7 @@ def engine_stats(
     backlog = sum(_backlog(core, entry, cache) for entry in entries)
     # vLLM counts what a step computes as computed when the step begins.
     ahead = min(core.config.scheduler_config.max_num_batched_tokens, backlog + len(entries))
+    tier = core.scheduler.ours.tier
     return EngineStats(
         requests=[_request_stats(core, entry) for entry in entries],
         kv_blocks_used=core.kv_blocks_used,
@@ -39,6 +40,11 @@ def engine_stats(
         generated_tokens=writer.generated_tokens,
         prompt_tokens=writer.prompt_tokens,
         cached_prompt_tokens=writer.cached_prompt_tokens,
+        host_cached_prompt_tokens=writer.loaded_prompt_tokens if tier is not None else 0,
+        host_cached_bytes=core.host.kept * core.host.block_bytes,
+        host_blocks_stored=core.host.stored,
+        host_blocks_loaded=tier.loaded_blocks if tier is not None else 0,
+        host_blocks_dropped=core.host.dropped,
         preemptions=core.scheduler.preemptions,
         token_interval_ms_mean=mean_ms,
         token_interval_ms_p99=p99_ms,

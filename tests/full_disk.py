@@ -1,0 +1,19 @@
+"""A disk that fills up, without a disk."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def files_end_at(size: int) -> Iterator[None]:
+    """Let no file of this process grow beyond so many bytes: as on a full disk, a write that reaches them is
+    cut short, and the next one fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
