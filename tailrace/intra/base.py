@@ -33,7 +33,7 @@ QUANTUM: Final = Parameter(
     "quantum_tokens",
     int,
     QUANTUM_TOKENS,
-    "output tokens of one turn; an answer with fewer is fresh",
+    "output tokens per quantum; an answer with fewer is fresh",
     unit="tokens",
     source="PASCAL, section V-A",
     minimum=1,
@@ -42,7 +42,7 @@ WATERMARK: Final = Parameter(
     "watermark",
     float,
     0.01,
-    "share of an instance's KV blocks that an admission leaves free, so that the batch can grow",
+    "share of an instance's KV blocks that admission leaves free, so that the batch can grow",
     source="vLLM 0.6",
     minimum=0.0,
     maximum=1.0,
@@ -51,8 +51,8 @@ PASS_OVER: Final = Parameter(
     "pass_over",
     float,
     0.0,
-    "how many times an instance's KV may be given to later requests of its level past a waiting request that "
-    "does not fit, before that one holds them back",
+    "KV that later requests of the same level may take past a waiting request that does not fit, before "
+    "it blocks them, as a multiple of the instance's KV",
     source="vLLM: admission stops at the first request that does not fit",
     minimum=0.0,
 )

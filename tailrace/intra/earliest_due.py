@@ -42,8 +42,8 @@ class EarliestDue(IntraPolicy):
             "lead_s",
             float,
             LEAD_S,
-            "how much later than that of a request that waits for KV the next token of a running one must be "
-            "due for it to give way",
+            "how much later a running request's next token must be due than that of a request waiting for "
+            "KV, for the running one to be preempted",
             unit="s",
             source="ours",
             minimum=0.0,
@@ -52,7 +52,7 @@ class EarliestDue(IntraPolicy):
             "late_s",
             float,
             LATE_S,
-            "how much later than others a waiting prompt is due that has missed the TTFT SLO",
+            "how long a waiting prompt that has missed the TTFT SLO is postponed",
             unit="s",
             source="ours",
             minimum=0.0,

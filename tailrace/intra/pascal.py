@@ -29,7 +29,7 @@ class PascalQueue(IntraPolicy):
             "demotion_tokens",
             int,
             DEMOTION_TOKENS,
-            "tokens of context beyond which a reasoning request is demoted to the low-priority queue",
+            "context length above which a reasoning request is demoted to the low-priority queue",
             unit="tokens",
             source="PASCAL, section V-A",
             minimum=1,

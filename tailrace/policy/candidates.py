@@ -29,7 +29,7 @@ CACHE_AWARE: Final = Parameter(
     "cache_aware",
     bool,
     False,
-    "whether an arrival counts less, by as many tokens, on an instance that has the KV of its first tokens",
+    "whether the tokens of an arrival's prefix that an instance has cached are subtracted there",
     source="false: the paper, which has no prefix cache; true: ours",
 )
 

@@ -14,8 +14,8 @@ QUEUED_WEIGHT: Final = Parameter(
     "queued_weight",
     float,
     1.0,
-    "weight in an instance's KV footprint (m_i) of prompts sent there that have no KV yet",
-    source="ours; PASCAL's letter is 0",
+    "weight of placed prompts without KV in an instance's KV footprint (m_i)",
+    source="ours; 0 follows PASCAL literally",
     minimum=0.0,
 )
 

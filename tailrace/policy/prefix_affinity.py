@@ -30,7 +30,7 @@ class PrefixAffinity(Policy):
             "overlap_weight",
             float,
             1.0,
-            "what a token to prefill counts against a token of KV in use",
+            "weight of a token to prefill relative to a token of KV in use",
             source="Dynamo's kv_overlap_score_weight",
             minimum=0.0,
         ),

@@ -15,8 +15,8 @@ PULLS: Final = Parameter(
     "pulls",
     bool,
     False,
-    "whether the prefix of an arrival is fetched to where it was placed from another instance that holds "
-    "it, if that takes less than computing it",
+    "whether an arrival's prefix is pulled to its instance from another one that holds it, if that takes "
+    "less time than computing it",
     source="false: the paper, which has no prefix cache; true: ours",
 )
 # Opening a transfer, and a link of 100 Gbit/s, where none has been measured.

@@ -28,7 +28,7 @@ class Session(Policy):
             "blocks",
             int,
             4,
-            "first blocks of a prompt that tell a session, where the client names none",
+            "number of leading blocks of a prompt that identify a session if the client sends no session ID",
             unit="blocks",
             minimum=1,
         ),

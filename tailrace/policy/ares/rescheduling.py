@@ -16,7 +16,7 @@ What the paper leaves open is settled here by parameters of `Rescheduling`:
 - Line 21 adds only N^(r) to the target's load. What is moved has N(r) tokens of KV too: here both are added.
 - A request without prediction is taken to use what its `max_tokens` leaves, and counts with N(r) alone in
   line 21. Without a horizon no prediction is looked at.
-- Line 26's "0" is `least_gain`: a share of the variance that a migration must take away to be worth it.
+- Line 26's "0" is `least_gain`: a minimum share of the variance that a migration must remove.
 - B_s (line 20) holds what the source decodes, and what it has preempted with its KV in host memory: that can
   be sent from there. What was preempted without has no KV to send, and stays until it is recomputed.
 - An instance with a migration out under way is no source: its load is about to change, by how much the view
@@ -89,7 +89,7 @@ PARAMETERS: Final = (
         "copy_tokens_per_s",
         float,
         50_000.0,
-        "speed at which KV is copied to an instance of which none has been measured, part of C_mig",
+        "assumed copy rate of KV to an instance without a measured rate, part of C_mig",
         unit="tokens/s",
         source="ours, of ARES's Algorithm 1, line 20",
         minimum=1.0,
@@ -115,7 +115,7 @@ PARAMETERS: Final = (
         "least_gain",
         float,
         0.0,
-        "share of the variance that a migration must take away to be worth it",
+        "minimum share of the variance that a migration must remove",
         source="ARES, Algorithm 1, line 26",
         minimum=0.0,
     ),

@@ -52,7 +52,7 @@ class MinimalLoad(Policy):
             "dispatch",
             str,
             MINIMAL_LOAD,
-            "within a pool: to the least loaded instance, or to each in turn",
+            "within a pool: the least loaded instance, or round robin",
             source="Arrow, section 7.3",
             choices=(MINIMAL_LOAD, ROUND_ROBIN),
         ),

@@ -49,7 +49,7 @@ PREFILL_SHARE: Final = Parameter(
     "prefill_share",
     float,
     0.5,
-    "share of the instances in no pool that are put into the prefill pool at first",
+    "share of the instances without a pool that are initially assigned to the prefill pool",
     source="Arrow, section 7.3 (4P+4D)",
     minimum=0.0,
     maximum=1.0,
@@ -74,7 +74,7 @@ class Arrow(Policy):
       Conversation's (table 1), the largest of the four traces.
     - `profile`: what TTFT prediction and Max Running Tokens are fitted to, where nothing was measured of an
       instance and it reports neither.
-    - `profiled_context_tokens`: length of the requests that Max Running Tokens is profiled with. It only
+    - `profiled_context_tokens`: request length at which Max Running Tokens is computed. It only
       weighs the cost of a request against that of its tokens; 1,024 is near the traces' mean context.
     - `low_load_share`: "load of decode instances is low" (Alg. 1) if the remaining ones could carry all
       running tokens within this share of Max Running Tokens each, and their mean token interval is within
@@ -93,7 +93,7 @@ class Arrow(Policy):
             "profiled_context_tokens",
             int,
             1024,
-            "length of the requests that Max Running Tokens is profiled with",
+            "request length at which Max Running Tokens is computed",
             unit="tokens",
             source="ours, of Arrow's section 5.3",
             minimum=1,
@@ -102,7 +102,8 @@ class Arrow(Policy):
             "low_load_share",
             float,
             0.5,
-            "decode load is low if the others could carry it within this share of Max Running Tokens",
+            "decode load is low if the other instances could carry it within this share of Max Running "
+            "Tokens",
             source="ours, of Arrow's Algorithm 1 (overload guard)",
             minimum=0.0,
         ),
@@ -112,8 +113,8 @@ class Arrow(Policy):
             "room",
             str,
             QUEUE,
-            "queue: a request waits for KV in line at the decode instance that Algorithm 2 chooses; filter: "
-            "only instances with room are chosen",
+            "queue: a request queues for KV at the decode instance that Algorithm 2 chooses; filter: "
+            "choose only instances with room",
             source="Arrow, Algorithm 2 and section 5.4; filter: ours",
             choices=(QUEUE, FILTER),
         ),
@@ -121,15 +122,15 @@ class Arrow(Policy):
             "kv_wait",
             bool,
             False,
-            "whether a prompt's predicted TTFT counts the wait for KV on the prefill instance",
+            "whether a prompt's predicted TTFT includes the wait for KV on the prefill instance",
             source="false: Arrow, section 5.3; true: ours",
         ),
         Parameter(
             "flips",
             str,
             PAPER,
-            "paper: by Algorithms 1 and 2 and the monitor's rules; attainment: by the requests that are "
-            "predicted to keep their SLOs, prefill and decode together",
+            "paper: flip by Algorithms 1 and 2 and the monitor's rules; attainment: flip by the number of "
+            "requests predicted to meet their SLOs, in prefill and decode together",
             source="paper: Arrow, sections 5.3 and 5.5; attainment: ours",
             choices=(PAPER, ATTAINMENT),
         ),
@@ -137,7 +138,7 @@ class Arrow(Policy):
             "flip_gain",
             float,
             0.05,
-            "share of the requests that a flip must bring within their SLOs, with flips=attainment",
+            "minimum share of requests that a flip must bring within their SLOs, with flips=attainment",
             minimum=0.0,
             maximum=1.0,
         ),

@@ -30,7 +30,7 @@ class Llumnix(Policy):
             "migrate_below",
             float,
             3.0,
-            "freeness below which an instance sends requests away, and from which on it receives them",
+            "freeness below which an instance sends requests away, and above which it receives them",
             unit="blocks a request",
             source="Llumnix's published code",
             minimum=0.0,
@@ -39,12 +39,12 @@ class Llumnix(Policy):
             "tick_interval_s",
             float,
             0.1,
-            "how often instances are paired",
+            "interval between pairings of instances",
             unit="s",
             source="ours; Llumnix's published code has 0.05 s",
             minimum=0.01,
         ),
-        Parameter("transfers", int, 3, "migrations open at a time, an instance and direction", minimum=1),
+        Parameter("transfers", int, 3, "maximum concurrent migrations per instance and direction", minimum=1),
     )
     baseline_of = "cascade"
     summary = "Llumnix: dispatch to the freest instance, migration from the fullest to the emptiest"

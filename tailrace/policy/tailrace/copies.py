@@ -21,7 +21,7 @@ COPY_AHEAD: Final = Parameter(
     "copy_ahead",
     bool,
     False,
-    "whether a hot prefix is copied to a second instance, ahead of need, when the only one that holds it is "
+    "whether a hot prefix is copied to a second instance in advance if the only one that holds it is "
     "overloaded",
 )
 # Arrivals of so many seconds tell what is hot.

@@ -33,8 +33,8 @@ class Tailrace(Policy):
 
     - `profile`: of instances of which nothing was measured. None: a nominal one (`steps`).
     - `penalty`: what unequal lengths in a batch cost there, if that is known.
-    - `margin`: how many times its transfer a migration must save. Two: once for what it takes, once more
-      because what is saved is a prediction and what it takes is certain.
+    - `margin`: minimum saving of a migration, as a multiple of its transfer time. Two: once for the transfer,
+      once more because the saving is a prediction while the transfer time is certain.
     - `pulls`, `pull_margin`: see `pulls.py`; `copy_ahead`: `copies.py`.
     - `ttft_slo_s`, `tpot_slo_s`: what pools flip by, where there are pools, as in `Arrow`; the latter is also
       what the time of those who decode is measured against.
@@ -43,19 +43,26 @@ class Tailrace(Policy):
 
     needs = (Fact.PROFILE, Fact.PENALTY, Fact.TTFT_SLO, Fact.TPOT_SLO)
     parameters = (
-        Parameter("margin", float, 2.0, "how many times its transfer a migration must save", minimum=0.0),
+        Parameter(
+            "margin",
+            float,
+            2.0,
+            "minimum saving of a migration, as a multiple of its transfer time",
+            minimum=0.0,
+        ),
         Parameter(
             "pulls",
             bool,
             True,
-            "whether a prefix that another instance holds is fetched where that takes less than computing it",
+            "whether a prefix that another instance holds is pulled if that takes less time than "
+            "computing it",
         ),
         Parameter(
             "pull_margin",
             float,
             1.0,
-            "how many times its transfer a pull, or a copy ahead, must save; 0: whatever another instance "
-            "holds is fetched",
+            "minimum saving of a pull or a copy ahead, as a multiple of its transfer time; 0: pull every "
+            "prefix that another instance holds",
             minimum=0.0,
         ),
         COPY_AHEAD,
