@@ -61,42 +61,42 @@ _ANSWERS_FORMAT: Final = "1"
 
 @click.command("frontend")
 @common_options(KIND)
-@click.option("--http", default="127.0.0.1:8000", show_default=True, metavar="HOST:PORT", help="For users.")
+@click.option(
+    "--http", default="127.0.0.1:8000", show_default=True, metavar="HOST:PORT", help="Address for users."
+)
 @click.option(
     "--front",
     type=click.Choice([front.value for front in Front]),
     default=Front.PYTHON.value,
     show_default=True,
-    help="vLLM's API server: its Python app, vllm-rs, or none (somebody else runs one, see --ipc).",
+    help="vLLM's API server: its Python app, vllm-rs, or none (run one yourself, see --ipc).",
 )
 @click.option("--model", metavar="PATH", help="Model folder or name.  [default: the tiny reasoning model]")
-@click.option("--served-model-name", default="", metavar="NAME", help="What users call the model.")
-@click.option(
-    "--reasoning-parser", default="", metavar="NAME", help="vLLM's parser of the model's reasoning."
-)
+@click.option("--served-model-name", default="", metavar="NAME", help="Model name that users send.")
+@click.option("--reasoning-parser", default="", metavar="NAME", help="vLLM's reasoning parser for the model.")
 @click.option(
     "--vllm-rs",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The executable of --front rust.  [default: the one on PATH or beside this Python]",
+    help="Executable for --front rust.  [default: the one on PATH or next to this Python]",
 )
 @click.option(
     "--ipc",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder of the engine core's sockets.  [default: a private one]",
+    help="Folder for the engine core's sockets.  [default: a private one]",
 )
 @click.option(
     "--place-wait",
     type=click.FloatRange(min=0),
     default=DEFAULT_WAIT_LIMITS.place_s,
     show_default=True,
-    help="Seconds that a request may wait for an instance when there is none.",
+    help="Maximum seconds that a request waits for an instance if there is none.",
 )
 @click.option(
     "--resume-wait",
     type=click.FloatRange(min=0),
     default=DEFAULT_WAIT_LIMITS.resume_s,
     show_default=True,
-    help="The same for one whose answer has begun, when its instance is lost.",
+    help="The same for a request whose answer has begun, when its instance is lost.",
 )
 @click.option(
     "--pace-tpot",
@@ -104,8 +104,8 @@ _ANSWERS_FORMAT: Final = "1"
     default=0.0,
     show_default=True,
     metavar="MS",
-    help="Show each answer at this many milliseconds a token at least; 0: as it is made. A request says "
-    "otherwise by tailrace_pace_tpot_ms in vllm_xargs.",
+    help="Minimum milliseconds per token at which answers are shown; 0: no pacing. A request overrides it "
+    "with tailrace_pace_tpot_ms in vllm_xargs.",
 )
 @click.option(
     "--drain-timeout",
@@ -113,36 +113,36 @@ _ANSWERS_FORMAT: Final = "1"
     default=DRAIN_TIMEOUT_S,
     show_default=True,
     metavar="SECONDS",
-    help="Once told to stop, streams under way have so long to end; then they are cut.",
+    help="On SIGTERM, how long running streams may take to finish before they are cut.",
 )
 @click.option(
     "--max-streams",
     type=click.IntRange(min=1),
     default=_LIMITS.max_streams,
     show_default=True,
-    help="Requests that may be under way; more are refused with 429.",
+    help="Maximum requests in progress; further ones are refused with 429.",
 )
 @click.option(
     "--max-unplaced",
     type=click.IntRange(min=1),
     default=_LIMITS.max_unplaced,
     show_default=True,
-    help="Requests that may wait for an instance; more are refused with 503.",
+    help="Maximum requests waiting for an instance; further ones are refused with 503.",
 )
 @click.option(
     "--max-message-bytes",
     type=click.IntRange(MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES),
     default=_LIMITS.max_message_bytes,
     show_default=True,
-    help="Largest message that a worker may send: one step's outputs, with their log-probabilities.",
+    help="Largest message accepted from a worker: one step's outputs, with their log-probabilities.",
 )
 @click.option(
     "--api-keys",
     type=click.Path(dir_okay=False, path_type=Path),
     envvar="TAILRACE_API_KEYS",
     metavar="FILE",
-    help="Users want a key of this file (tailrace keys make), each with its tenant's models and rates. With "
-    "--front python alone.",
+    help="Require users' API keys from this file (tailrace keys make), with their tenants' models and "
+    "limits. Only with --front python.",
 )
 @click.option(
     "--fair-backlog",
@@ -150,16 +150,16 @@ _ANSWERS_FORMAT: Final = "1"
     default=_LIMITS.fair_backlog_tokens,
     show_default=True,
     metavar="TOKENS",
-    help="While prompts of so many tokens for each instance have no first token yet, new requests wait for "
-    "their tenant's turn, which goes by its weight (tailrace keys make --weight), --place-wait at most; 0: "
-    "nobody waits. With --api-keys.",
+    help="While prompts of this many tokens per instance have no first token yet, new requests wait for "
+    "their tenant's turn, by weight (tailrace keys make --weight), for at most --place-wait; 0: off. "
+    "Requires --api-keys.",
 )
 @click.option(
     "--max-body-bytes",
     type=click.IntRange(min=1024),
     default=DEFAULT_MAX_BODY_BYTES,
     show_default=True,
-    help="Largest body of a user's request; a larger one is refused with 413. With --front python alone.",
+    help="Largest body of a user's request; larger ones are refused with 413. Only with --front python.",
 )
 @click.option(
     "--keep-answers",
@@ -167,16 +167,17 @@ _ANSWERS_FORMAT: Final = "1"
     default=0.0,
     show_default=True,
     metavar="SECONDS",
-    help="Clients that come back (Last-Event-ID, Idempotency-Key) get the rest of their answers, from any "
-    "front end that keeps answers: each is kept so long once nobody reads it, here and on a second front "
-    "end; 5 s at least; 0: none is. With --front python alone.",
+    help="Clients that reconnect (Last-Event-ID, Idempotency-Key) get the rest of their answers from any "
+    "front end that keeps answers. How long an answer is kept after its client stops reading, here "
+    "and on a second front end; at least 5 s; 0: off. Only with --front python.",
 )
 @click.option(
     "--keep-answers-bytes",
     type=click.IntRange(min=1 << 20),
     default=DEFAULT_KEEP_ANSWERS_BYTES,
     show_default=True,
-    help="Of memory for all kept answers, other front ends' copies included; one may take an eighth of it.",
+    help="Memory for all kept answers, including copies for other front ends; one answer may use an "
+    "eighth of it.",
 )
 @click.argument("vllm_arguments", nargs=-1, type=click.UNPROCESSED)
 def command(
@@ -204,7 +205,7 @@ def command(
 ) -> None:
     """Serve the fleet to users through vLLM's own API server.
 
-    Flags of `vllm serve` can follow after `--`; those that concern an engine have no effect here.
+    Put flags of `vllm serve` after `--`; engine flags have no effect here.
     """
     try:
         split_address(http)

@@ -36,49 +36,49 @@ _MARGIN_S: Final = 10.0
 @click.option(
     "--journal",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="File to remember open migrations in over a restart; none: nothing is remembered.",
+    help="Journal of open migrations that survives a restart; none: no journal.",
 )
 @click.option(
     "--limit",
     type=click.IntRange(min=1),
     default=LIMIT_PER_DIRECTION,
     show_default=True,
-    help="Open migrations an instance may send, and as many it may receive.",
+    help="Maximum open migrations per instance in each direction.",
 )
 @click.option(
     "--queue",
     type=click.IntRange(min=1),
     default=256,
     show_default=True,
-    help="Migrations that may wait for a place.",
+    help="Maximum migrations waiting for a slot.",
 )
 @click.option(
     "--patience",
     type=click.FloatRange(min=0.1),
     default=10.0,
     show_default=True,
-    help="Seconds a migration may wait for a place, and as long for room at its target.",
+    help="Maximum seconds that a migration waits for a slot, and again for room at its target.",
 )
 @click.option(
     "--timeout",
     type=click.FloatRange(min=0.1),
     default=_DEFAULTS.timeout_s,
     show_default=True,
-    help="Seconds from when it has room until a migration that is not committed is aborted.",
+    help="Seconds after which an uncommitted migration is aborted, from when it has room.",
 )
 @click.option(
     "--max-rounds",
     type=click.IntRange(min=1),
     default=_DEFAULTS.max_rounds,
     show_default=True,
-    help="Copy rounds while the request runs on, before it is paused whatever is left.",
+    help="Maximum copy rounds before the request is paused, however much is left.",
 )
 @click.option(
     "--stop-threshold",
     type=click.IntRange(min=1),
     default=_DEFAULTS.stop_threshold_blocks,
     show_default=True,
-    help="KV blocks that may be left when the request is paused.",
+    help="KV blocks that may be left to copy when the request is paused.",
 )
 def command(
     common: CommonOptions,
@@ -90,7 +90,7 @@ def command(
     max_rounds: int,
     stop_threshold: int,
 ) -> None:
-    """Carry out migrations; a second service stands by."""
+    """Execute migrations; run a second service as a standby."""
     admission = Admission(limit, queue, patience)
     rules = CopyRules(stop_threshold, max_rounds, timeout, patience)
     run_service(lambda shutdown: serve(common, journal, admission, rules, shutdown))

@@ -43,10 +43,10 @@ _DRAIN_S: Final = 10.0
     type=click.IntRange(min=1),
     default=50_000,
     show_default=True,
-    help="Spans that the built-in trace store holds.",
+    help="Capacity of the built-in trace store, in spans.",
 )
 def command(common: CommonOptions, patience: float, trace_spans: int) -> None:
-    """Collect worker reports and publish the cluster's state; a second monitor stands by."""
+    """Collect worker reports and publish the cluster's state; run a second monitor as a standby."""
     run_service(lambda shutdown: serve(common, patience, trace_spans, shutdown))
 
 

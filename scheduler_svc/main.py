@@ -60,24 +60,24 @@ _DRAIN_S: Final = 10.0
     default=DEFAULT_POLICY,
     show_default=True,
     metavar="NAME",
-    help="Policy while none is set with `tailrace set policy`.",
+    help="Default policy until one is set with `tailrace set policy`.",
 )
 @click.option(
     "--set",
     "assignments",
     multiple=True,
     metavar="KEY=VALUE",
-    help="A parameter of that policy; may be repeated.",
+    help="A parameter of that policy; can be repeated.",
 )
 @click.option(
     "--audit-log",
     type=click.Path(dir_okay=False, path_type=Path),
     envvar="TAILRACE_AUDIT_LOG",
     metavar="FILE",
-    help="Append who changed what by the admin API, as JSON lines.  [default: to the log]",
+    help="Append an audit log of admin API changes, as JSON lines.  [default: to the log]",
 )
 def command(common: CommonOptions, policy: str, assignments: tuple[str, ...], audit_log: Path | None) -> None:
-    """Decide where requests go; a second scheduler stands by."""
+    """Decide where requests run; run a second scheduler as a standby."""
     try:
         given = read_assignments(assignments)
         load(policy, parameters=given)

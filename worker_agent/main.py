@@ -56,52 +56,55 @@ class EngineDied(RuntimeError):
     show_default=True,
     help="Engine.",
 )
-@click.option("--model", help="Model; the tiny one that Tailrace carries when not given.")
-@click.option("--reasoning-parser", help="vLLM's name of the model's reasoning parser.")
+@click.option("--model", help="Model; by default the tiny one that ships with Tailrace.")
+@click.option("--reasoning-parser", help="vLLM's reasoning parser for the model.")
 @click.option(
     "--count",
     type=click.IntRange(1, 1000),
     default=1,
     show_default=True,
-    help="Workers in this process (simulated only); --id worker-5 begins worker-5, worker-6, ...",
+    help="Workers in this process (simulated only); --id worker-5 starts worker-5, worker-6, ...",
 )
 @click.option("--kv-blocks", type=click.IntRange(2), help="KV cache size in blocks.")
-@click.option("--block-size", type=click.IntRange(1), help="Tokens in a KV block.")
-@click.option("--max-num-seqs", type=click.IntRange(1), help="Requests that run at a time.")
-@click.option("--max-model-len", type=click.IntRange(1), help="Longest prompt and output, in tokens.")
+@click.option("--block-size", type=click.IntRange(1), help="Tokens per KV block.")
+@click.option("--max-num-seqs", type=click.IntRange(1), help="Maximum number of running requests.")
+@click.option(
+    "--max-model-len", type=click.IntRange(1), help="Maximum length of prompt and output, in tokens."
+)
 @click.option(
     "--tensor-parallel-size",
     type=click.IntRange(1),
-    help="Devices that share each layer (vLLM only): as many divide the model's heads.",
+    help="Devices that split each layer (vLLM only); must divide the model's heads.",
 )
 @click.option(
     "--pipeline-parallel-size",
     type=click.IntRange(1),
-    help="Stages of layers, each on devices of its own (vLLM only).",
+    help="Stages of layers, each on its own devices (vLLM only).",
 )
 @click.option(
     "--async-scheduling/--no-async-scheduling",
     default=None,
-    help="Begin a step before the tokens of the last one are there (vLLM only). As vLLM chooses by default.",
+    help="Start a step before the tokens of the previous one are available (vLLM only). Default: vLLM's "
+    "choice.",
 )
 @click.option(
     "--predictor",
     metavar="PATH",
-    help="Length predictor of the model (vLLM only); '' for none. The tiny model's own by default.",
+    help="Length predictor of the model (vLLM only); '' for none. Default: the tiny model's own.",
 )
 @click.option(
     "--engine-arg",
     "arguments",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Any other engine argument; repeat.",
+    help="Any other engine argument; can be repeated.",
 )
 @click.option(
     "--intra",
     type=click.Choice([BY_POLICY, *intra_names()]),
     default=ENGINE_ORDER,
     show_default=True,
-    help="Order in which the engine serves requests; `policy`: the one that goes with the fleet's policy.",
+    help="Order in which the engine serves requests; `policy`: the order that belongs to the fleet's policy.",
 )
 @click.option(
     "--host-kv-bytes",
@@ -114,58 +117,59 @@ class EngineDied(RuntimeError):
     type=click.IntRange(0, 65535),
     default=0,
     show_default=True,
-    help="Port that front ends attach to; 0: any free one.",
+    help="Port that front ends connect to; 0: any free port.",
 )
 @click.option(
     "--kv-address",
     metavar="HOST",
-    help="Address that KV transfer is bound to, by its network device; that of --listen when not given.",
+    help="Address whose network device KV transfer is bound to; default: that of --listen.",
 )
 @click.option(
     "--kv-ports",
     metavar="LOW-HIGH",
-    help="TCP ports for KV transfer, one for each network device; any free ones by default.",
+    help="TCP ports for KV transfer, one per network device; default: any free ports.",
 )
 @click.option(
     "--encrypt-kv",
     is_flag=True,
-    help="Encrypt KV that leaves this host, and take it from others only so; for KV in host memory.",
+    help="Encrypt KV that leaves this host, and accept only encrypted KV from other hosts; for KV in host "
+    "memory.",
 )
 @click.option(
     "--max-message-bytes",
     type=click.IntRange(MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES),
     default=_DEFAULTS.max_message_bytes,
     show_default=True,
-    help="Largest message that front ends may send: a request with its prompt.",
+    help="Largest message accepted from front ends: a request with its prompt.",
 )
 @click.option(
     "--max-requests",
     type=click.IntRange(min=1),
     default=_DEFAULTS.max_requests,
     show_default=True,
-    help="Requests that may be here at a time, waiting or running; more are placed elsewhere, or refused.",
+    help="Maximum requests on this worker, waiting or running; further ones are placed elsewhere, or "
+    "refused.",
 )
 @click.option(
     "--report-interval",
     type=click.FloatRange(min=0.01),
     default=0.5,
     show_default=True,
-    help="Seconds between two steady reports.",
+    help="Seconds between periodic reports.",
 )
 @click.option(
     "--step-limit",
     type=click.FloatRange(min=1),
     default=_DEFAULTS.step_limit_s,
     show_default=True,
-    help="Seconds without the end of a step after which an engine that has requests to run counts as hung, "
-    "whatever its steps took so far.",
+    help="Seconds without a finished step after which an engine with requests to run always counts as hung.",
 )
 @click.option(
     "--step-floor",
     type=click.FloatRange(min=1),
     default=_DEFAULTS.step_floor_s,
     show_default=True,
-    help="The same by what its steps took so far (ten times the longest of its kind); at least this much.",
+    help="Minimum of the same limit when derived from recent steps (ten times the longest of its kind).",
 )
 @click.option(
     "--drain-timeout",
@@ -173,7 +177,7 @@ class EngineDied(RuntimeError):
     default=_DEFAULTS.drain_timeout_s,
     show_default=True,
     metavar="SECONDS",
-    help="Once told to stop, its requests have so long to be moved; what is left is computed anew elsewhere.",
+    help="On SIGTERM, how long its requests may take to migrate; the rest is recomputed elsewhere.",
 )
 @click.option(
     "--pull-timeout",
@@ -182,24 +186,25 @@ class EngineDied(RuntimeError):
     default=_DEFAULTS.pull_timeout_s,
     show_default=True,
     metavar="SECONDS",
-    help="A prefix on its way from another worker's cache has so long; then the prompt is computed.",
+    help="How long a pull of a prefix from another worker may take; after that the prompt is computed.",
 )
 @click.option(
     "--migration-bandwidth-share",
     type=click.FloatRange(min=0, min_open=True, max=1),
     default=SHARE,
     show_default=True,
-    help="Share of the link's time for incoming KV that nobody waits for (rescheduling); 1: no limit.",
+    help="Share of link time for incoming KV that no user waits for (rescheduling); 1: no limit.",
 )
 @click.option(
     "--profile",
     metavar="NAME|PATH",
-    help="Step times of the model on this machine, in place of measured ones (tailrace profile).",
+    help="Step times of the model on this machine, instead of measured ones (tailrace profile).",
 )
 @click.option(
     "--profile-at-start",
     is_flag=True,
-    help="Measure the engine before joining the fleet, unless one of its kind was; takes about a minute.",
+    help="Profile the engine before joining the fleet, unless its kind already has a profile; takes about "
+    "a minute.",
 )
 def command(
     common: CommonOptions,

@@ -29,19 +29,25 @@ _STYLES = {
 
 @click.command("claims", epilog="Example: tailrace claims pascal R5 R7")
 @click.argument("wanted", metavar="[ID|PAPER]...", nargs=-1)
-@click.option("--list", "listed", is_flag=True, help="Only say what the claims are.")
+@click.option("--list", "listed", is_flag=True, help="Only list the claims.")
 @click.option(
-    "--quick", is_flag=True, help="Fewer seeds and requests: minutes instead of half an hour, wider spreads."
+    "--quick",
+    is_flag=True,
+    help="Fewer seeds and requests: minutes instead of half an hour, wider intervals.",
 )
-@click.option("--processes", type=click.IntRange(min=1), help="At a time. [default: one a core]")
+@click.option(
+    "--processes", type=click.IntRange(min=1), help="Number of parallel processes. [default: one per core]"
+)
 @click.option(
     "--traces",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     envvar="TAILRACE_TRACES",
-    help="Folder of the public traces, which Arrow's rows need: azure_llm_2023/*.csv, mooncake/*.jsonl. "
+    help="Folder with the public traces that Arrow's rows need: azure_llm_2023/*.csv, mooncake/*.jsonl. "
     "[env: TAILRACE_TRACES]",
 )
-@click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON there too.")
+@click.option(
+    "--save", type=click.Path(dir_okay=False, path_type=Path), help="Also write the JSON to this file."
+)
 @report_option
 @output_option()
 def claims_command(
@@ -54,10 +60,10 @@ def claims_command(
     report: Path | None,
     output: Output,
 ) -> None:
-    """Check claims of the four papers in the simulator: their number, ours, and why.
+    """Reproduce claims of the four papers in the simulator: the paper's number, ours, and the reason.
 
-    Holds: same direction, and the effect within a third of the paper's. Direction only: another size.
-    After ±: half of the 95% interval over seeds.
+    Holds: same direction, within a third of the paper's effect. Direction only: a different size. After ±:
+    half of the 95% interval over seeds.
     """
     effort = QUICK if quick else WHOLE
     everything = experiments(traces, effort)

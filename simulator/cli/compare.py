@@ -41,21 +41,23 @@ from tailrace.cli.plain import JsonValue
     "--profile r1-distill-qwen-32b-h100 --report compare.html",
 )
 @click.argument("policies", metavar="POLICY...", nargs=-1, required=True)
-@click.option("--workload", "workloads", multiple=True, required=True, help="May be given more than once.")
+@click.option("--workload", "workloads", multiple=True, required=True, help="Can be repeated.")
 @click.option(
     "--rate",
     "rates",
     multiple=True,
     type=click.FloatRange(min=0.0, min_open=True),
-    help="Requests a second, on average; more than once for several rates.",
+    help="Mean requests per second; can be repeated.",
 )
-@click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of each.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="The first of them.")
+@click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True, help="Number of seeds.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="First seed.")
 @workload_options
 @fleet_options
 @set_option
 @slo_options
-@click.option("--processes", type=click.IntRange(min=1), help="At a time. [default: one a core]")
+@click.option(
+    "--processes", type=click.IntRange(min=1), help="Number of parallel processes. [default: one per core]"
+)
 @report_option
 @output_option(Output.TABLE, Output.CSV)
 def compare_command(
@@ -85,12 +87,12 @@ def compare_command(
     report: Path | None,
     output: Output,
 ) -> None:
-    """Run several policies on the same requests and put them side by side.
+    """Run several policies on the same requests and compare them.
 
-    POLICY is a name (tailrace get policies), fcfs or rr, or module:Class of your own. Figures are means over
+    POLICY is a name (tailrace get policies), fcfs or rr, or your own module:Class. Values are means over
     the seeds with 95% intervals (Student's t). In each column * marks the best mean, and = those whose
-    difference from it, seed by seed, cannot be told from none. Of a trace with --count, each seed takes
-    another stretch; without, all take the whole, and then there is next to nothing random in it.
+    difference from it, paired by seed, is not significant. With --count, each seed uses another stretch of a
+    trace; without it, all seeds use the whole trace, and almost nothing is random.
     """
     for name in policies:
         check_policy(name, "POLICY")
@@ -137,7 +139,7 @@ def compare_command(
                 if plan.parameters[name]:
                     click.echo(f"{name}: {format_parameters(plan.parameters[name])}")
             click.echo(f"SLO: {plan.slo.words()}; seeds: {seeds}; ± half of a 95% interval (Student's t)")
-            click.echo("*: the best mean; =: cannot be told from it, seed by seed")
+            click.echo("*: the best mean; =: not distinguishable from it, paired by seed")
 
 
 def _stretches(plan: Plan) -> dict[str, list[float]]:

@@ -50,22 +50,23 @@ def fleet_options(function: F) -> F:
                 "--length-penalty",
                 default="none",
                 show_default=True,
-                help="What unequal lengths in a batch cost: name or JSON file.",
+                help="Cost of unequal lengths in a batch: name or JSON file.",
             ),
             click.option(
                 "--prefill-instances",
                 type=click.IntRange(min=1),
-                help="For policies with pools: so many prefill at the start. [default: the policy's share]",
+                help="For policies with pools: initial number of prefill instances. [default: the "
+                "policy's share]",
             ),
             click.option(
                 "--prefix-caching",
                 is_flag=True,
-                help="Instances keep KV of prefixes and find it, where the workload names blocks (mooncake).",
+                help="Give instances a prefix cache, for workloads that name blocks (mooncake).",
             ),
             click.option(
                 "--predict",
                 type=click.Choice(PREDICTIONS),
-                help="What workers predict of output lengths. [default: what the policy needs]",
+                help="Workers' predictions of output lengths. [default: what the policy needs]",
             ),
         )
     ):
@@ -77,7 +78,7 @@ def workload_options(function: F) -> F:
     """--speed, --count, --start, --duration, --max-model-len."""
     for option in reversed(
         (
-            click.option("--speed", type=_POSITIVE, help="A trace's time runs so many times as fast."),
+            click.option("--speed", type=_POSITIVE, help="Factor by which a trace's time is sped up."),
             click.option(
                 "--count", type=click.IntRange(min=1), help="Requests. [default: all; generated: 1000]"
             ),
@@ -88,7 +89,7 @@ def workload_options(function: F) -> F:
             click.option(
                 "--max-model-len",
                 type=click.IntRange(min=2),
-                help="Cut prompts so that prompt and output fit into so many tokens.",
+                help="Truncate prompts so that prompt and output fit into this many tokens.",
             ),
         )
     ):
@@ -106,34 +107,34 @@ def slo_options(function: F) -> F:
                 type=least,
                 default=2.0,
                 show_default=True,
-                help="Seconds to the first answering token; a request that reasons has --slo-tpot more for "
-                "each reasoning token. 0: none asked for.",
+                help="Seconds to the first answering token; a request that reasons gets --slo-tpot more "
+                "for each reasoning token. 0: no objective.",
             ),
             click.option(
                 "--slo-tpot",
                 type=least,
                 default=0.15,
                 show_default=True,
-                help="Seconds between answering tokens, on average. 0: none asked for.",
+                help="Mean seconds between answering tokens. 0: no objective.",
             ),
             click.option(
                 "--slo-qoe",
                 type=click.FloatRange(min=0.0, max=1.0),
                 default=0.0,
-                help="Least QoE of an answer; PASCAL asks for 0.95. [default: none asked for]",
+                help="Minimum QoE of an answer; PASCAL uses 0.95. [default: no objective]",
             ),
             click.option(
                 "--slo-pace",
                 type=least,
                 default=0.0,
-                help="Seconds a token at which users read, for QoE. [default: 0.1, or --slo-tpot if less]",
+                help="Seconds per token at which users read, for QoE. [default: 0.1, or --slo-tpot if less]",
             ),
             click.option(
                 "--slo-admit",
                 type=least,
                 default=0.0,
-                help="Refuse a request whose predicted TTFT is more than so many times --slo-ttft. "
-                "[default: refuse nobody]",
+                help="Refuse a request whose predicted TTFT exceeds this multiple of --slo-ttft. "
+                "[default: never]",
             ),
         )
     ):
@@ -194,8 +195,8 @@ set_option = click.option(
     "assignments",
     multiple=True,
     metavar="[POLICY:]KEY=VALUE",
-    help="A parameter of the policy (tailrace get policies -o json lists them); may be repeated. "
-    "Without POLICY: of all that have it.",
+    help="A parameter of the policy (tailrace get policies -o json lists them); can be repeated. Without "
+    "POLICY: for all policies that have it.",
 )
 
 
@@ -265,7 +266,7 @@ def report_option(function: F) -> F:
         "--report",
         type=click.Path(dir_okay=False, path_type=Path),
         callback=checked,
-        help="Write a page with plots, in one HTML file.",
+        help="Write a report with plots, as one HTML file.",
     )(function)
 
 

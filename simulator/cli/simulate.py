@@ -41,9 +41,9 @@ from tailrace.cli.plain import JsonValue
 )
 @click.argument("policy")
 @click.argument("workload")
-@click.option("--rate", type=click.FloatRange(min=0.0, min_open=True), help="Requests a second, on average.")
+@click.option("--rate", type=click.FloatRange(min=0.0, min_open=True), help="Mean requests per second.")
 @workload_options
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of what is random.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Random seed.")
 @fleet_options
 @set_option
 @slo_options
@@ -76,9 +76,9 @@ def simulate_command(
 ) -> None:
     """Run POLICY on WORKLOAD in the simulator.
 
-    POLICY is a name (tailrace get policies), fcfs or rr, or module:Class of your own. WORKLOAD is a generator
-    (r1, sharegpt, mix, ...), azure:FILE, mooncake:FILE, burstgpt:FILE or jsonl:FILE, or several of them with
-    commas between.
+    POLICY is a name (tailrace get policies), fcfs or rr, or your own module:Class. WORKLOAD is a generator
+    (r1, sharegpt, mix, ...), azure:FILE, mooncake:FILE, burstgpt:FILE or jsonl:FILE, or several of them,
+    separated by commas.
     """
     check_policy(policy, "POLICY")
     scenario = Scenario(

@@ -26,13 +26,13 @@ from tailrace.profiles import ProfileError, load_profile
     "--length-penalty",
     default="none",
     show_default=True,
-    help="What unequal lengths cost: name or JSON file.",
+    help="Cost of unequal lengths: name or JSON file.",
 )
 @output_option()
 def validate_command(run_folder: Path, profile_name: str, length_penalty: str, output: Output) -> None:
-    """How far the simulator is from a real vLLM run.
+    """Measure the simulator's error against a real vLLM run.
 
-    RUN is a folder with meta.json and requests.jsonl, as LLMServingSim's benchmark leaves them.
+    RUN is a folder with meta.json and requests.jsonl in the format of LLMServingSim's benchmark.
     """
     try:
         profile = load_profile(profile_name)

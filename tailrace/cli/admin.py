@@ -66,13 +66,13 @@ def admin_option(function: F) -> F:
         metavar="DIR",
         expose_value=False,
         callback=_keep_tls,
-        help="Folder of your certificate, of role viewer or admin: ca.crt, tls.crt, tls.key.",
+        help="Folder with your certificate, of role viewer or admin: ca.crt, tls.crt, tls.key.",
     )(function)
     return click.option(
         "--admin",
         envvar="TAILRACE_ADMIN",
         metavar="HOST:PORT[,..]",
-        help="Admin API (a scheduler's address). Default: TAILRACE_ADMIN, else the cluster of `tailrace up`.",
+        help="Admin API (a scheduler's address). Default: TAILRACE_ADMIN, or the cluster of `tailrace up`.",
     )(function)
 
 

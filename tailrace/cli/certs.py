@@ -28,8 +28,8 @@ _FOLDER: Final = "TAILRACE_CERTS_DIR"
 
 
 @click.group(
-    help="Certificates by which services and operators prove themselves to one another. Certificates from "
-    "elsewhere do as well: docs/security.md says what they must contain.",
+    help="Certificates with which services and operators authenticate to one another. You can also use "
+    "certificates from elsewhere: docs/security.md lists what they must contain.",
     epilog="Example: tailrace certs init; tailrace certs issue worker worker-0",
 )
 def certs() -> None:
@@ -45,7 +45,7 @@ def _folder_option(function: F) -> F:
         default=Path("certs"),
         show_default=True,
         metavar="DIR",
-        help="Where the authority's key and all certificates are kept; for its owner alone.",
+        help="Where the authority's key and all certificates are stored; readable only by its owner.",
     )(function)
 
 
@@ -55,7 +55,7 @@ def _days_option(default: float) -> Callable[[F], F]:
         type=click.FloatRange(min=0, min_open=True, max=36_500),
         default=default,
         show_default=True,
-        help="How long it is valid.",
+        help="Days of validity.",
     )
 
 
@@ -63,7 +63,7 @@ def _days_option(default: float) -> Callable[[F], F]:
 @_folder_option
 @_days_option(AUTHORITY_DAYS)
 def init(folder: Path, days: float) -> None:
-    """Make an authority for one cluster."""
+    """Create an authority for one cluster."""
     with file_errors(AuthorityProblem):
         authority = Authority.create(folder, days)
     note(f"authority in {folder}, valid until {_day(authority.not_after)}; keep ca.key where no service runs")
@@ -77,13 +77,13 @@ def init(folder: Path, days: float) -> None:
     "hosts",
     multiple=True,
     metavar="HOST",
-    help="Name or address by which clients other than Tailrace's reach it (etcd's members, a monitor that "
-    "takes spans); repeat.",
+    help="Name or address by which clients other than Tailrace's reach it (etcd members, a monitor that "
+    "receives spans); can be repeated.",
 )
 @_folder_option
 @_days_option(CERTIFICATE_DAYS)
 def issue(role: str, name: str, hosts: tuple[str, ...], folder: Path, days: float) -> None:
-    """Make a key and a certificate; prints their folder, which is what --tls takes."""
+    """Create a key and a certificate; prints their folder, for use with --tls."""
     try:
         identity = Identity(Role(role), name)
     except NoIdentity as error:
@@ -98,7 +98,7 @@ def issue(role: str, name: str, hosts: tuple[str, ...], folder: Path, days: floa
 @_folder_option
 @_days_option(CERTIFICATE_DAYS)
 def rotate(folder: Path, days: float) -> None:
-    """Make every certificate anew. Services read theirs again by themselves, and drop no stream."""
+    """Reissue every certificate. Services pick up theirs by themselves, and drop no stream."""
     with file_errors(AuthorityProblem):
         renewed = Authority.load(folder).rotate(days)
     for issued in renewed:
@@ -109,9 +109,9 @@ def rotate(folder: Path, days: float) -> None:
 @_folder_option
 @_days_option(AUTHORITY_DAYS)
 def new_authority(folder: Path, days: float) -> None:
-    """Begin to replace the authority: both are trusted from now on.
+    """Start replacing the authority: both are trusted from now on.
 
-    Then, with the folders brought to every process before each step: tailrace certs rotate, tailrace certs
+    Next steps, after copying the folders to every process each time: tailrace certs rotate, tailrace certs
     retire-authority.
     """
     with file_errors(AuthorityProblem):
@@ -126,7 +126,7 @@ def new_authority(folder: Path, days: float) -> None:
 @certs.command("retire-authority")
 @_folder_option
 def retire_authority(folder: Path) -> None:
-    """Trust the new authority alone."""
+    """Trust only the new authority."""
     with file_errors(AuthorityProblem):
         Authority.load(folder).retire()
     note("the older authority is not trusted any more")
@@ -136,7 +136,7 @@ def retire_authority(folder: Path) -> None:
 @_folder_option
 @output_option()
 def list_(folder: Path, output: Output) -> None:
-    """Show the certificates and until when they are valid."""
+    """Show the certificates and their expiry dates."""
     with file_errors(AuthorityProblem):
         found = Authority.load(folder).issued()
     if output is Output.JSON:

@@ -13,7 +13,7 @@ from tailrace.local.stop import stop_parts
 
 @click.command(epilog="Example: tailrace down")
 def down() -> None:
-    """Stop the local cluster of this folder. Nothing to stop is fine. Logs stay."""
+    """Stop the local cluster of this folder, if there is one. Logs are kept."""
     folder = RunFolder.default()
     if not folder.path.exists():
         click.echo("no local cluster runs here")

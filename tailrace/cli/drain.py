@@ -14,7 +14,7 @@ from tailrace.v1.admin_pb2 import DrainEvent, DrainRequest
 
 @click.command(epilog="Example: tailrace drain worker-2")
 @click.argument("instance")
-@click.option("--undrain", is_flag=True, help="Take it back instead.")
+@click.option("--undrain", is_flag=True, help="Undrain it instead.")
 @click.option(
     "--timeout",
     "timeout_s",
@@ -26,9 +26,9 @@ from tailrace.v1.admin_pb2 import DrainEvent, DrainRequest
 @output_option()
 @admin_option
 def drain(instance: str, undrain: bool, timeout_s: float, output: Output, admin: str | None) -> None:
-    """Place nothing new on INSTANCE and hand over what runs there; ends when it is empty.
+    """Stop placing requests on INSTANCE and hand over its requests; returns when it is empty.
 
-    Ctrl-C ends the waiting, not the draining.
+    Ctrl-C stops the waiting, not the drain.
     """
     request = DrainRequest(instance_id=instance, undrain=undrain)
     last: DrainEvent | None = None

@@ -24,7 +24,9 @@ from tailrace.store.etcd_roles import apply_rights, role_name
     "etcd-roles",
     epilog="Example: tailrace etcd-roles --apply --etcd etcd-0:2379 --tls certs/issued/etcd-root/me",
 )
-@click.option("--apply", "set_up", is_flag=True, help="Have etcd so, and turn its authentication on.")
+@click.option(
+    "--apply", "set_up", is_flag=True, help="Create users and roles in etcd, and enable authentication."
+)
 @click.option(
     "--etcd",
     envvar="TAILRACE_ETCD",
@@ -37,10 +39,9 @@ from tailrace.store.etcd_roles import apply_rights, role_name
 @tls_option
 @output_option()
 def etcd_roles(set_up: bool, etcd: str, cluster: str, tls: Path | None, output: Output) -> None:
-    """Show the least that each service needs in etcd; with --apply, set it up.
+    """Show the minimum rights that each service needs in etcd; with --apply, set them up.
 
-    A service is the user that is its certificate's common name. --apply wants a certificate of role
-    etcd-root.
+    A service's etcd user is its certificate's common name. --apply requires a certificate of role etcd-root.
     """
     rights = etcd_rights(cluster)
     if set_up:

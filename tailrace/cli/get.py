@@ -52,12 +52,12 @@ _WATCH_INTERVAL_S = 1.0
 
 @click.group(epilog="Example: tailrace get requests --watch")
 def get() -> None:
-    """Show what runs. With -o json: one object whose only key is the kind."""
+    """Show the state of the cluster. With -o json: one object whose only key is the kind."""
 
 
 def _options(function: F) -> F:
     watch = click.option(
-        "--watch", is_flag=True, help="Again every second until Ctrl-C (-o json: a line each)."
+        "--watch", is_flag=True, help="Refresh every second until Ctrl-C (-o json: one line each)."
     )
     return output_option()(watch(admin_option(function)))
 
@@ -65,14 +65,14 @@ def _options(function: F) -> F:
 @get.command(epilog="Example: tailrace get instances -o json")
 @_options
 def instances(output: Output, watch: bool, admin: str | None) -> None:
-    """Instances: state, pool, load by phase, KV use, which way requests move (-o json: and why not live)."""
+    """Instances: state, pool, load by phase, KV use, migration method (-o json: with the reason)."""
     _show(INSTANCES, _instances, output, watch, admin)
 
 
 @get.command(epilog="Example: tailrace get pools")
 @_options
 def pools(output: Output, watch: bool, admin: str | None) -> None:
-    """Which instance is in which pool."""
+    """The pool of each instance."""
     _show(POOLS, _instances, output, watch, admin, plain=_plain_pools)
 
 
@@ -90,7 +90,7 @@ def stages(output: Output, watch: bool, admin: str | None) -> None:
 
 
 @get.command(epilog="Example: tailrace get requests --instance worker-0")
-@click.option("--instance", default="", metavar="INSTANCE", help="Only those on this instance.")
+@click.option("--instance", default="", metavar="INSTANCE", help="Only requests on this instance.")
 @_options
 def requests(instance: str, output: Output, watch: bool, admin: str | None) -> None:
     """Running requests: instance, phase, epoch, lengths in tokens."""
@@ -105,9 +105,11 @@ def requests(instance: str, output: Output, watch: bool, admin: str | None) -> N
 
 
 @get.command(epilog="Example: tailrace get migrations --limit 5")
-@click.option("--request", "request_id", default="", metavar="REQUEST", help="Only those of this request.")
 @click.option(
-    "--limit", type=click.IntRange(min=1), default=50, show_default=True, help="The latest so many."
+    "--request", "request_id", default="", metavar="REQUEST", help="Only migrations of this request."
+)
+@click.option(
+    "--limit", type=click.IntRange(min=1), default=50, show_default=True, help="Maximum number, latest first."
 )
 @_options
 def migrations(request_id: str, limit: int, output: Output, watch: bool, admin: str | None) -> None:
@@ -127,11 +129,11 @@ def migrations(request_id: str, limit: int, output: Output, watch: bool, admin: 
     "--all",
     "everything",
     is_flag=True,
-    help="Also baselines of papers, and names for policies with parameters set.",
+    help="Include the papers' baselines, and names for policies with fixed parameters.",
 )
 @_options
 def policies(everything: bool, output: Output, watch: bool, admin: str | None) -> None:
-    """Policies that are installed, and which one decides by which parameters (-o json: what can be set)."""
+    """Installed policies, and the active one with its parameters (-o json: all parameters)."""
     request = ListPoliciesRequest(all=everything)
     _show(
         POLICIES,
@@ -147,7 +149,7 @@ def policies(everything: bool, output: Output, watch: bool, admin: str | None) -
 @output_option()
 @admin_option
 def shadow(output: Output, admin: str | None) -> None:
-    """The shadow policy, and how often it decides otherwise than the policy in force."""
+    """The shadow policy, and how often its decisions differ from the active policy's."""
     with connect(admin) as connection, connection.errors("tailrace set shadow NAME sets one"):
         found = connection.stub.GetShadow(GetShadowRequest(), timeout=CALL_TIMEOUT_S)
     if output is Output.JSON:
@@ -181,7 +183,7 @@ def slo(output: Output, admin: str | None) -> None:
 @get.command(epilog="Example: tailrace get profiles -o json")
 @_options
 def profiles(output: Output, watch: bool, admin: str | None) -> None:
-    """What `tailrace profile` measured, by kind of instance."""
+    """Measured profiles (tailrace profile), by kind of instance."""
     _show(
         PROFILES,
         lambda admin: admin.stub.ListProfiles(ListProfilesRequest(), timeout=CALL_TIMEOUT_S).profiles,
@@ -194,7 +196,7 @@ def profiles(output: Output, watch: bool, admin: str | None) -> None:
 @get.command(epilog="Example: tailrace get services")
 @_options
 def services(output: Output, watch: bool, admin: str | None) -> None:
-    """Services, their addresses and who leads."""
+    """Services, their addresses and which ones lead."""
     _show(
         SERVICES,
         lambda admin: admin.stub.ListServices(ListServicesRequest(), timeout=CALL_TIMEOUT_S).services,

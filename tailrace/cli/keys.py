@@ -21,7 +21,7 @@ _FILE: Final = "TAILRACE_API_KEYS"
 
 
 @click.group(
-    help="API keys of users, in a file that front ends read (--api-keys) and follow: no restart is needed.",
+    help="Users' API keys, in a file that front ends watch (--api-keys): no restart is needed.",
     epilog="Example: tailrace keys make team-a --requests-per-minute 600 --concurrency 50",
 )
 def keys() -> None:
@@ -36,30 +36,31 @@ def _file_option(function: F) -> F:
         default=Path("keys.json"),
         show_default=True,
         metavar="FILE",
-        help="Where tenants and hashes of keys are kept.",
+        help="File with tenants and hashes of keys.",
     )(function)
 
 
 @keys.command()
 @click.argument("tenant")
-@click.option("--models", metavar="NAME[,..]", help="Models that it may ask; '' for all.")
+@click.option("--models", metavar="NAME[,..]", help="Models that it may use; '' for all.")
 @click.option("--requests-per-minute", type=click.FloatRange(min=0), help="0: no limit.")
-@click.option("--tokens-per-minute", type=click.FloatRange(min=0), help="Read and made; 0: no limit.")
-@click.option("--concurrency", type=click.IntRange(min=0), help="Requests under way; 0: no limit.")
-@click.option("--priority", type=int, help="Smaller is served first, where engines go by priority.")
+@click.option(
+    "--tokens-per-minute", type=click.FloatRange(min=0), help="Prompt and output tokens; 0: no limit."
+)
+@click.option("--concurrency", type=click.IntRange(min=0), help="Concurrent requests; 0: no limit.")
+@click.option("--priority", type=int, help="Smaller values are served first, if engines order by priority.")
 @click.option("--longest-prompt", type=click.IntRange(min=0), help="In tokens; 0: no limit.")
 @click.option(
     "--weight",
     type=click.FloatRange(MIN_WEIGHT, MAX_WEIGHT),
-    help="Its share beside other tenants that wait, where front ends have them wait (--fair-backlog); 1 if "
-    "never given.",
+    help="Its share relative to other waiting tenants, with --fair-backlog; default 1.",
 )
-@click.option("--no-key", is_flag=True, help="Change the tenant's limits alone.")
+@click.option("--no-key", is_flag=True, help="Only change the tenant's limits.")
 @_file_option
 def make(tenant: str, models: str | None, no_key: bool, file: Path, **limits: float | None) -> None:
-    """Make a key for a tenant, and print it: it is stored nowhere.
+    """Create a key for a tenant, and print it: it is never stored.
 
-    Limits that are given are the tenant's from now on, for all its keys.
+    The given limits apply to the tenant from now on, for all its keys.
     """
     given: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
     if models is not None:
@@ -87,7 +88,7 @@ def make(tenant: str, models: str | None, no_key: bool, file: Path, **limits: fl
 @_file_option
 @output_option()
 def list_(file: Path, output: Output) -> None:
-    """Show tenants, their limits and the ids of their keys."""
+    """Show tenants, their limits and the IDs of their keys."""
     with file_errors(KeyFileUnusable):
         book = read_keys(file)
     if output is Output.JSON:
@@ -130,7 +131,7 @@ def list_(file: Path, output: Output) -> None:
 @click.argument("key_id")
 @_file_option
 def revoke(key_id: str, file: Path) -> None:
-    """Take a key back, by its id; front ends refuse it within a second. Requests under way go on."""
+    """Revoke a key by its ID; front ends refuse it within a second. Requests in progress continue."""
     with file_errors(KeyFileUnusable), locked_key_file(file) as replace:
         try:
             replace(read_keys(file).without_key(key_id))

@@ -26,23 +26,23 @@ _HINT: Final = "tailrace get requests and tailrace get instances list what there
 
 @click.command(epilog="Example: tailrace migrate chatcmpl-8f3a --to worker-1")
 @click.argument("request_id", metavar="REQUEST")
-@click.option("--to", "target", required=True, metavar="INSTANCE", help="Where it should go.")
+@click.option("--to", "target", required=True, metavar="INSTANCE", help="Target instance.")
 @click.option(
     "--mode",
     type=click.Choice(list(_MODES)),
     default="pre-copy",
     show_default=True,
-    help="stop-and-copy: no rounds while it runs (for comparison).",
+    help="stop-and-copy: no copy rounds while the request runs (for comparison).",
 )
 @output_option()
 @admin_option
 def migrate(request_id: str, target: str, mode: str, output: Output, admin: str | None) -> None:
-    """Move the running REQUEST (its id, or a part that only it has) to another instance, KV cache and all.
+    """Migrate the running REQUEST (its ID, or a unique part of it) to another instance, with its KV cache.
 
-    What cannot go live goes by replay: the other instance computes the KV anew.
+    A request that cannot migrate live is replayed: the other instance recomputes the KV.
 
-    Progress goes to stderr; the last line (or the JSON object) tells rounds, bytes, and the pause in
-    milliseconds and decode steps. Exit code 1 when the migration was aborted: the request then goes on
+    Progress goes to stderr; the last line (or the JSON object) has rounds, bytes, and the pause in
+    milliseconds and decode steps. Exit code 1 if the migration was aborted: the request then continues
     where it was.
     """
     with connect(admin) as connection, connection.errors(_HINT):

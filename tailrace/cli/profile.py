@@ -23,27 +23,31 @@ _HINT: Final = "tailrace get instances lists them"
 
 @click.command(epilog="Example: tailrace profile worker-0 -o json")
 @click.argument("instances", metavar="[INSTANCE]...", nargs=-1)
-@click.option("--force", is_flag=True, help="Although it carries requests: both get slower, and less exact.")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Profile even if it carries requests: they get slower, and the results less accurate.",
+)
 @click.option(
     "--budget",
     "budget_s",
     type=click.FloatRange(min=1, max=600),
     default=60.0,
     show_default=True,
-    help="Seconds that measuring an instance may take; more time, longer prompts and larger batches.",
+    help="Maximum seconds per instance; more time allows longer prompts and larger batches.",
 )
 @output_option()
 @admin_option
 def profile(
     instances: tuple[str, ...], force: bool, budget_s: float, output: Output, admin: str | None
 ) -> None:
-    """Measure how fast each INSTANCE is; without any, an idle one of each kind.
+    """Profile the speed of each INSTANCE; by default, an idle one of each kind.
 
-    The worker runs requests of its own on its engine: prompts alone by length (Arrow's TTFT curve), batches
-    by size and length (decode steps, Max Running Tokens, CascadeInfer's QoE model). Nothing is placed or
-    counted for them. What is found is stored in etcd for all instances of the kind (model, engine, hardware),
-    and the policies go by it at once; tailrace get profiles lists it. An instance that carries requests is
-    refused, and a user's request that comes meanwhile ends the measuring: tailrace drain keeps them away.
+    The worker runs its own requests on its engine: single prompts by length (Arrow's TTFT curve), and batches
+    by size and length (decode steps, Max Running Tokens, CascadeInfer's QoE model). These are neither placed
+    nor counted. The profile is stored in etcd for all instances of the kind (model, engine, hardware), and
+    policies use it at once; tailrace get profiles lists it. An instance that carries requests is refused, and
+    a user's request that arrives in the meantime stops the profiling: tailrace drain keeps them away.
     Progress goes to stderr.
     """
     with connect(admin) as connection, connection.errors(_HINT):

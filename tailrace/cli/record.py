@@ -24,14 +24,14 @@ _MARGIN_S: Final = 10.0
     type=click.FloatRange(min=0, max=3600, min_open=True),
     default=600.0,
     show_default=True,
-    help="Seconds, unless Ctrl-C ends it before.",
+    help="Seconds to record; Ctrl-C ends earlier.",
 )
 @admin_option
 def record(file: Path, seconds: float, admin: str | None) -> None:
-    """Write to FILE what the leading scheduler knows, what it hears from now on, and what it decides.
+    """Write the leading scheduler's state, its inputs from now on, and its decisions to FILE.
 
-    JSON lines, without a word of any prompt or answer: ids, lengths, phases and hashes of KV blocks. tailrace
-    replay FILE puts them to a policy again.
+    The format is JSON lines with IDs, lengths, phases and hashes of KV blocks, without the text of any prompt
+    or answer. tailrace replay FILE runs a policy on them again.
     """
     lines = 0
     with connect(admin) as connection, connection.errors(), file_errors(), file.open("wb") as target:

@@ -44,13 +44,13 @@ class _Differences:
 
 @click.command(epilog="Example: tailrace replay run.jsonl --policy pascal --set quantum_tokens=250")
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--policy", metavar="NAME", help="Ask this one; by default the one that decided then.")
+@click.option("--policy", metavar="NAME", help="Policy to call; by default the recorded one.")
 @click.option(
     "--set",
     "assignments",
     multiple=True,
     metavar="KEY=VALUE",
-    help="A parameter of that policy; may be repeated.",
+    help="A parameter of that policy; can be repeated.",
 )
 @click.option(
     "--show",
@@ -62,14 +62,14 @@ class _Differences:
 )
 @output_option()
 def replay(file: Path, policy: str | None, assignments: tuple[str, ...], show: int, output: Output) -> None:
-    """Feed the recording FILE to the scheduler's model again and compare every decision.
+    """Feed the recording FILE to the scheduler's cluster model again and compare every decision.
 
-    The policy that decided then must decide the same again, to the last byte: if it does not, the exit code
-    is 1. Another one (--policy) is asked on the very state that the recorded one decided on, so it shows what
-    it would have done at each moment, not where that would have led.
+    The recorded policy must make identical decisions, to the last byte; otherwise the exit code is 1. Another
+    policy (--policy) is called on the same state that the recorded one decided on, so it shows what it would
+    have done at each moment, not what would have followed.
     """
     if policy is None and assignments:
-        raise UsageProblem("--set: it is for --policy")
+        raise UsageProblem("--set requires --policy")
     record = None if policy is None else _policy(policy, assignments)
     told = _Differences(show)
     with file_errors(InvalidRecordingError), file.open("rb") as lines:

@@ -16,7 +16,7 @@ from tailrace.local.state import RunFolder, RunFolderBusy, RunFolderUnusable, Ru
 
 @click.command(epilog="Example: tailrace restart worker-0")
 @click.argument("names", nargs=-1, metavar="[NAME]...")
-@click.option("--all", "everything", is_flag=True, help="Every part, what others build on first.")
+@click.option("--all", "everything", is_flag=True, help="All processes, dependencies first.")
 @click.option(
     "--timeout",
     "timeout_s",
@@ -24,17 +24,16 @@ from tailrace.local.state import RunFolder, RunFolderBusy, RunFolderUnusable, Ru
     default=DRAIN_S,
     show_default=True,
     metavar="SECONDS",
-    help="How long each may finish or hand over what is under way.",
+    help="How long each one may take to finish or hand over its work.",
 )
 def restart(names: tuple[str, ...], everything: bool, timeout_s: float) -> None:
-    """Restart parts of the local cluster of this folder, one after another, while it serves.
+    """Restart processes of the local cluster of this folder, one after another, while it serves.
 
-    Each is told to stop, finishes or hands over what it has, is started again with the same options, and is
-    in use before the next one's turn comes. A part that has ended is started. Parts are named as in
-    .run/logs.
+    Each one is stopped, finishes or hands over its work, is started again with the same options, and must be
+    in use before the next one is stopped. A process that has exited is started. Names are those of .run/logs.
     """
     if bool(names) == everything:
-        raise UsageProblem("name the parts to restart, or say --all")
+        raise UsageProblem("name the processes to restart, or pass --all")
     folder = RunFolder.default()
     try:
         with folder.locked():

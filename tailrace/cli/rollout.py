@@ -39,7 +39,7 @@ _prepare = click.option(
     default=60.0,
     show_default=True,
     metavar="SECONDS",
-    help="If not every front end is connected to a warm instance of it by then, nothing is changed.",
+    help="If some front end is not connected to a warm new instance by then, nothing is changed.",
 )
 _timeout = click.option(
     "--timeout",
@@ -48,17 +48,16 @@ _timeout = click.option(
     default=3600.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long to wait for its end.",
+    help="How long to wait for it to finish.",
 )
 
 
 @click.group(epilog="Example: tailrace rollout start chat --to 9f2c41d07be3")
 def rollout() -> None:
-    """Bring in new weights of a model, or another precision, while it serves.
+    """Roll out new weights of a model, or another precision, while it serves.
 
-    Start workers with the new model beside the old ones; then `start` has it take the new requests of the
-    name that users call, and empties the old workers one after the other. Every answer is made by one of the
-    two models.
+    Start workers with the new model next to the old ones. `start` then directs new requests for the model's
+    name to them, and drains the old workers one after another. Every answer comes from one of the two models.
     """
 
 
@@ -68,13 +67,14 @@ def rollout() -> None:
     "--to",
     required=True,
     metavar="FINGERPRINT",
-    help="Which: a fingerprint, at least four of its digits, or what its workers were given as --model.",
+    help="The new fingerprint, at least four of its digits, or its workers' --model.",
 )
 @click.option(
     "--min-warm",
     type=click.IntRange(min=1),
     metavar="N",
-    help="New requests go there once so many of its instances are warm. Default: half as many as of the old.",
+    help="Number of warm new instances required before new requests go there. Default: half the number of "
+    "old ones.",
 )
 @_prepare
 @_timeout
@@ -89,10 +89,10 @@ def start(
     output: Output,
     admin: str | None,
 ) -> None:
-    """Have another fingerprint take the new requests of MODEL; ends when no request of the old one is left.
+    """Direct new requests for MODEL to another fingerprint; returns when no request of the old one is left.
 
-    Ctrl-C ends the waiting, not the rollout; the same command again goes on waiting. Old workers that are
-    empty can be stopped, or restarted with the new model, at any time.
+    Ctrl-C stops the waiting, not the rollout; run the same command again to resume waiting. Old workers that
+    are empty can be stopped, or restarted with the new model, at any time.
     """
     request = RolloutRequest(model=model, to=to, prepare_s=prepare_s, min_warm=min_warm or 0)
     with connect(admin) as connection:
@@ -109,9 +109,9 @@ def start(
 @output_option()
 @admin_option
 def undo(model: str, prepare_s: float, timeout_s: float, output: Output, admin: str | None) -> None:
-    """Have the fingerprint of before take the new requests of MODEL again, and empty the other workers.
+    """Direct new requests for MODEL back to the previous fingerprint, and drain the other workers.
 
-    What the new one has begun it finishes. While a rollout is still prepared, this gives it up.
+    The new model finishes the answers that it has begun. A rollout that is still preparing is abandoned.
     """
     request = UndoRolloutRequest(model=model, prepare_s=prepare_s)
     with connect(admin) as connection:
@@ -129,7 +129,7 @@ def undo(model: str, prepare_s: float, timeout_s: float, output: Output, admin: 
 @output_option()
 @admin_option
 def status(model: str | None, output: Output, admin: str | None) -> None:
-    """Show models as users call them, by fingerprint, which takes new requests, and how far rollouts are."""
+    """Show models by name and fingerprint, which one takes new requests, and the progress of rollouts."""
     with connect(admin) as connection, connection.errors():
         found = connection.stub.ListModels(ListModelsRequest(), timeout=CALL_TIMEOUT_S).models
     models = [each for each in found if model in (None, each.name)]
@@ -150,10 +150,10 @@ def status(model: str | None, output: Output, admin: str | None) -> None:
 @output_option()
 @admin_option
 def forget(model: str, output: Output, admin: str | None) -> None:
-    """Remove the record of MODEL's last rollout: front ends go by their own --model again.
+    """Remove the record of MODEL's last rollout: front ends use their own --model again.
 
-    Refused while one is under way, and until every front end was restarted with the model that takes new
-    requests.
+    Refused while a rollout is in progress, and until every front end has been restarted with the model that
+    takes new requests.
     """
     with connect(admin) as connection, connection.errors(_HINT):
         connection.stub.ForgetRollout(ForgetRolloutRequest(model=model), timeout=CALL_TIMEOUT_S)

@@ -55,7 +55,7 @@ def _points() -> dict[str, EntryPoint]:
 
 serve = _Services(
     name="serve",
-    help="Run one service in the foreground. SERVICE --help tells its options. Arguments in the environment "
-    f"variable {EXTRA_ARGUMENTS} are added to those given.",
+    help="Run one service in the foreground. SERVICE --help shows its options. Arguments in the environment "
+    f"variable {EXTRA_ARGUMENTS} are appended.",
     epilog="Example: tailrace serve scheduler --etcd 127.0.0.1:2379 --listen 127.0.0.1:7101",
 )

@@ -42,9 +42,9 @@ def set_() -> None:
 @output_option()
 @admin_option
 def policy(name: str, parameters: tuple[str, ...], output: Output, admin: str | None) -> None:
-    """Let the policy NAME decide from now on.
+    """Activate the policy NAME.
 
-    Parameters that are not given are at their defaults; tailrace get policies -o json lists them all.
+    Parameters that you omit revert to their defaults; tailrace get policies -o json lists them all.
     """
     given = _assignments(parameters)
     with connect(admin) as connection, connection.errors("tailrace get policies lists them"):
@@ -70,10 +70,9 @@ def policy(name: str, parameters: tuple[str, ...], output: Output, admin: str | 
 @output_option()
 @admin_option
 def shadow(name: str, parameters: tuple[str, ...], output: Output, admin: str | None) -> None:
-    """Ask the policy NAME whatever the policy in force is asked, and only count where it decides otherwise;
-    "none" ends it.
+    """Run the policy NAME alongside the active one and count where its decisions differ; "none" ends it.
 
-    tailrace get shadow shows the counts. It lasts until another scheduler leads.
+    tailrace get shadow shows the counts. The shadow policy lasts until another scheduler leads.
     """
     given = _assignments(parameters)
     asked = "" if name == _NO_SHADOW else name
@@ -91,13 +90,13 @@ def slo(objectives: tuple[str, ...], output: Output, admin: str | None) -> None:
     """Set the deployment's service-level objectives, which every policy plans for.
 
     \b
-    ttft  seconds to the first answering token; a request that reasons has tpot more for each reasoning token
+    ttft  seconds to the first answering token; a request that reasons gets tpot more for each reasoning token
     tpot  seconds between answering tokens, on average
-    qoe   least QoE of an answer, from 0 to 1
-    pace  seconds a token at which users read, for QoE; by default 0.1, or tpot if that is less
-    admit refuse a request whose predicted TTFT is more than so many times ttft; by default nobody is refused
+    qoe   minimum QoE of an answer, from 0 to 1
+    pace  seconds per token at which users read, for QoE; by default 0.1, or tpot if that is less
+    admit refuse a request whose predicted TTFT exceeds this multiple of ttft; off by default
 
-    0 asks for nothing. What is not given stays as it is.
+    0 disables an objective. Omitted ones keep their value.
     """
     try:
         given = _assignments(objectives)
@@ -119,7 +118,7 @@ def slo(objectives: tuple[str, ...], output: Output, admin: str | None) -> None:
 @output_option()
 @admin_option
 def pool(instance: str, pool: str, output: Output, admin: str | None) -> None:
-    """Put INSTANCE into POOL, or take it out of all with "none"."""
+    """Put INSTANCE into POOL, or remove it from its pool with "none"."""
     number = POOL_UNSPECIFIED if pool == _NO_POOL else Pool.ValueType(enum_words(Pool.DESCRIPTOR)[pool])
     with connect(admin) as connection, connection.errors("tailrace get instances lists them"):
         request = SetPoolRequest(instance_id=instance, pool=number)
@@ -139,7 +138,7 @@ def pool(instance: str, pool: str, output: Output, admin: str | None) -> None:
 def stages(file: Path, output: Output, admin: str | None) -> None:
     """Set the length ranges and their instances from a JSON FILE ("-" reads stdin).
 
-    FILE is a list of {"lo": tokens, "hi": tokens, "instance_ids": [..]}; an empty list takes all stages away.
+    FILE is a list of {"lo": tokens, "hi": tokens, "instance_ids": [..]}; an empty list removes all stages.
     """
     stages = [_stage(number, record) for number, record in enumerate(_read_stages(file))]
     request = SetStagesRequest(stages=stages)

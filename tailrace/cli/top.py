@@ -50,13 +50,13 @@ class Sample:
 
 
 @click.command(epilog="Example: tailrace top --once")
-@click.option("--once", is_flag=True, help="Print one frame and end.")
+@click.option("--once", is_flag=True, help="Print one frame and exit.")
 @output_option()
 @admin_option
 def top(once: bool, output: Output, admin: str | None) -> None:
-    """Show instances, requests and recent migrations, again every second until Ctrl-C.
+    """Show instances, requests and recent migrations, refreshed every second until Ctrl-C.
 
-    With -o json: an object each time, with the same figures.
+    With -o json: one object per refresh, with the same data.
     """
     with connect(admin) as connection, connection.errors():
         history: deque[Sample] = deque([_sample(connection)], maxlen=_RATE_WINDOW)

@@ -27,7 +27,7 @@ _HINT: Final = (
 def trace(identity: str, output: Output, admin: str | None) -> None:
     """Print a request's trace: placement, prefill, phases, and every migration with its rounds.
 
-    With -o json: OTLP as JSON, ids in hexadecimal.
+    With -o json: OTLP as JSON, IDs in hexadecimal.
     """
     with connect(admin) as connection, connection.errors(_HINT):
         reply = connection.stub.GetTrace(GetTraceRequest(id=identity), timeout=CALL_TIMEOUT_S)

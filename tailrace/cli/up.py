@@ -43,21 +43,23 @@ which it is sure of every token, and which vLLM would lower."""
 
 
 @click.command(epilog="Example: tailrace up --workers 2 --policy pascal --set quantum_tokens=250")
-@click.option("--workers", type=click.IntRange(1, 500), default=3, show_default=True, help="Instances.")
+@click.option(
+    "--workers", type=click.IntRange(1, 500), default=3, show_default=True, help="Number of workers."
+)
 @click.option(
     "--engine",
     type=click.Choice([engine.value for engine in Engine]),
     default=Engine.VLLM.value,
     show_default=True,
-    help="What an instance runs.",
+    help="Engine of the instances.",
 )
-@click.option("--policy", metavar="NAME", help="Policy that decides (tailrace get policies).")
+@click.option("--policy", metavar="NAME", help="Active policy (tailrace get policies).")
 @click.option(
     "--set",
     "assignments",
     multiple=True,
     metavar="KEY=VALUE",
-    help="A parameter of that policy; may be repeated.",
+    help="A parameter of that policy; can be repeated.",
 )
 @click.option(
     "--front",
@@ -77,39 +79,39 @@ which it is sure of every token, and which vLLM would lower."""
     default=0.0,
     show_default=True,
     metavar="SECONDS",
-    help="Clients that come back get the rest of their answers from any front end; 5 s at least; 0: they do "
-    "not. With --front python alone; two --frontends or more, if one is to be lost unnoticed.",
+    help="Clients that reconnect get the rest of their answers from any front end; at least 5 s; 0: off. "
+    "Only with --front python; use two or more --frontends to survive the loss of one.",
 )
 @click.option("--model", metavar="PATH", help="Model folder or name.  [default: the tiny reasoning model]")
-@click.option("--served-model-name", metavar="NAME", help="What clients call the model.  [default: --model]")
-@click.option("--reasoning-parser", metavar="NAME", help="vLLM's parser for the model's reasoning.")
+@click.option("--served-model-name", metavar="NAME", help="Model name that clients use.  [default: --model]")
+@click.option("--reasoning-parser", metavar="NAME", help="vLLM's reasoning parser for the model.")
 @click.option(
     "--frontend-arg",
     "frontend_arguments",
     multiple=True,
     metavar="FLAG[=VALUE]",
     help="A flag of `vllm serve` for the API server, such as --frontend-arg=--enable-auto-tool-choice "
-    "--frontend-arg=--tool-call-parser=hermes; repeat. An API key is better given as VLLM_API_KEY in the "
-    "environment, where `ps` does not show it.",
+    "--frontend-arg=--tool-call-parser=hermes; can be repeated. Pass an API key as VLLM_API_KEY in "
+    "the environment instead, where `ps` does not show it.",
 )
 @click.option(
     "--tensor-parallel-size",
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="Devices of each worker that share each layer (vLLM only).",
+    help="Devices per worker that split each layer (vLLM only).",
 )
 @click.option(
     "--pipeline-parallel-size",
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="Stages of layers of each worker, each on devices of its own (vLLM only).",
+    help="Stages of layers per worker, each on its own devices (vLLM only).",
 )
 @click.option("--predictor", metavar="PATH", help="Length predictor of the model (vLLM only); '' for none.")
-@click.option("--profile", is_flag=True, help="Measure the engine first, for the policies (about a minute).")
+@click.option("--profile", is_flag=True, help="Profile the engine first, for the policies (about a minute).")
 @click.option("--no-traces", is_flag=True, help="Export no spans.")
-@click.option("--tls", is_flag=True, help="Make certificates, and have every part prove itself by one.")
+@click.option("--tls", is_flag=True, help="Create certificates, and use mutual TLS everywhere.")
 @click.argument("worker_arguments", nargs=-1, type=click.UNPROCESSED)
 def up(
     workers: int,
@@ -133,11 +135,11 @@ def up(
     tls: bool,
     worker_arguments: tuple[str, ...],
 ) -> None:
-    """Start a whole local cluster: etcd, services, workers and a front end on 127.0.0.1.
+    """Start a local cluster: etcd, services, workers and a front end on 127.0.0.1.
 
-    Its state and logs are in .run (TAILRACE_RUN_DIR). When a part does not come up, everything is stopped
-    again. Spans go to the cluster's monitor (tailrace trace shows them), or where OTEL_EXPORTER_OTLP_ENDPOINT
-    says. Options of `tailrace serve worker` can follow after --.
+    State and logs are in .run (TAILRACE_RUN_DIR). If a process does not start, everything is stopped again.
+    Spans go to the cluster's monitor (see tailrace trace), or to OTEL_EXPORTER_OTLP_ENDPOINT if set. Put
+    options of `tailrace serve worker` after --.
     """
     if engine == Engine.SIMULATED.value and tensor_parallel_size * pipeline_parallel_size != 1:
         raise UsageProblem("--tensor-parallel-size and --pipeline-parallel-size are for vLLM engines")

@@ -16,7 +16,7 @@ from tailrace.cli.plain import JsonValue
 @click.command(epilog="Example: tailrace version -o json")
 @output_option()
 def version(output: Output) -> None:
-    """Print the versions of Tailrace and of what it stands on."""
+    """Print the versions of Tailrace and its main dependencies."""
     versions: dict[str, JsonValue] = {
         "tailrace": __version__,
         "python": platform.python_version(),

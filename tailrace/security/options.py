@@ -43,8 +43,8 @@ def tls_option(function: F) -> F:
         type=click.Path(file_okay=False, path_type=Path),
         envvar=TLS_FOLDER,
         metavar="DIR",
-        help="Folder of this process's certificate: ca.crt, tls.crt, tls.key (tailrace certs issue makes "
-        "one). Everything that it says to others is then encrypted, and both ends prove themselves.",
+        help="Folder with this process's certificate: ca.crt, tls.crt, tls.key (see tailrace certs "
+        "issue). All connections then use mutual TLS.",
     )(function)
 
 
@@ -54,7 +54,7 @@ def insecure_option(function: F) -> F:
         "--insecure",
         is_flag=True,
         envvar="TAILRACE_INSECURE",
-        help="Listen beyond loopback although nobody has to prove who they are.",
+        help="Allow listening beyond loopback without authentication.",
     )(function)
 
 

@@ -34,35 +34,37 @@ def _writable(_context: click.Context, _parameter: click.Parameter, value: Path)
 
 @click.group("predictor")
 def predictor_command() -> None:
-    """Predict how many tokens running requests still make (docs/predictor.md)."""
+    """Predict the remaining output tokens of running requests (docs/predictor.md)."""
 
 
 @predictor_command.command("collect")
-@click.option("--model", help="Model; the tiny one that Tailrace carries when not given.")
+@click.option("--model", help="Model; by default the tiny one that ships with Tailrace.")
 @click.option(
     "--prompts",
     type=_FILE,
-    help="JSON lines with `prompt` or `messages`; tasks of the tiny model when not given.",
+    help="JSON lines with `prompt` or `messages`; default: tasks of the tiny model.",
 )
-@click.option("-n", "limit", type=click.IntRange(10), default=200, show_default=True, help="Prompts to run.")
+@click.option(
+    "-n", "limit", type=click.IntRange(10), default=200, show_default=True, help="Number of prompts."
+)
 @click.option(
     "--interval",
     type=click.IntRange(1),
     default=20,
     show_default=True,
-    help="Output tokens from one sample of a request to the next.",
+    help="Output tokens between two samples of a request.",
 )
 @click.option("--max-tokens", type=click.IntRange(1), default=32_768, show_default=True)
-@click.option("--temperature", type=click.FloatRange(0), help="The model's own when not given.")
-@click.option("--seed", default=0, show_default=True, help="Decides the prompts, and the sampling.")
+@click.option("--temperature", type=click.FloatRange(0), help="Default: the model's own.")
+@click.option("--seed", default=0, show_default=True, help="Seed for prompts and sampling.")
 @click.option(
     "--engine-arg",
     "arguments",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Argument of vLLM's engine; repeat.",
+    help="Argument of vLLM's engine; can be repeated.",
 )
-@click.option("--out", type=_FILE, required=True, callback=_writable, help="File of samples to write.")
+@click.option("--out", type=_FILE, required=True, callback=_writable, help="Samples file to write.")
 @output_option()
 def collect_command(
     model: str | None,
@@ -76,7 +78,7 @@ def collect_command(
     out: Path,
     output: Output,
 ) -> None:
-    """Run prompts through vLLM and keep hidden states with the number of tokens that came after."""
+    """Run prompts through vLLM and store hidden states with the number of tokens that followed."""
     if model is not None and prompts is None:
         raise click.UsageError("--prompts is needed for a model that is not the tiny one")
     try:
@@ -112,23 +114,23 @@ def collect_command(
 
 @predictor_command.command("train")
 @click.argument("samples_file", metavar="SAMPLES", type=_FILE)
-@click.option("--out", type=_FILE, required=True, callback=_writable, help="File of the predictor to write.")
+@click.option("--out", type=_FILE, required=True, callback=_writable, help="Predictor file to write.")
 @click.option("--epochs", type=click.IntRange(1), default=100, show_default=True, help="At most.")
 @click.option(
     "--patience",
     type=click.IntRange(1),
     default=10,
     show_default=True,
-    help="Epochs without a smaller validation loss before it stops.",
+    help="Epochs without a lower validation loss before training stops.",
 )
 @click.option("--rate", type=click.FloatRange(0, min_open=True), default=1e-3, show_default=True)
 @click.option("--batch", type=click.IntRange(1), default=128, show_default=True)
 @click.option(
     "--widths",
     type=(click.IntRange(1), click.IntRange(1), click.IntRange(1)),
-    help="Of the inner layers; the paper's in proportion to the hidden size by default.",
+    help="Widths of the inner layers; default: the paper's, in proportion to the hidden size.",
 )
-@click.option("--seed", default=0, show_default=True, help="Decides the split, and the first weights.")
+@click.option("--seed", default=0, show_default=True, help="Seed for the split and the initial weights.")
 @output_option()
 def train_command(
     samples_file: Path,
@@ -141,7 +143,7 @@ def train_command(
     seed: int,
     output: Output,
 ) -> None:
-    """Train a predictor on 70% of the requests, and stop by the loss on another 15%."""
+    """Train a predictor on 70% of the requests, with early stopping on another 15%."""
     from tailrace.predictor.file import save_predictor
     from tailrace.predictor.train import TrainingOptions, train
 
@@ -173,13 +175,13 @@ def train_command(
     "predictor_file",
     type=_FILE,
     default=PREDICTOR_PATH,
-    help="File of the predictor; the tiny model's when not given.",
+    help="Predictor file; default: the tiny model's.",
 )
 @output_option()
 def evaluate_command(samples_file: Path, predictor_file: Path, output: Output) -> None:
-    """Errors by tokens generated so far, on requests that training has not seen, quantiles, and the cost.
+    """Report errors by tokens generated so far on unseen requests, quantiles, and the cost.
 
-    SAMPLES must be the file that the predictor was trained on: its seed says which requests are unseen.
+    SAMPLES must be the file that the predictor was trained on: its seed determines which requests are unseen.
     """
     from tailrace.predictor.evaluate import evaluate
     from tailrace.predictor.file import PredictorFileError, load_predictor
