@@ -47,7 +47,12 @@ async def run_to_completion(coroutine: Coroutine[object, object, T]) -> T:
             # Retrieved, so that asyncio does not log it.
             task.exception()
         raise asyncio.CancelledError
-    return task.result()
+    try:
+        return task.result()
+    finally:
+        # An exception keeps the frames that it passed, this one and with it the task, and the task keeps the
+        # exception: a circle that would hold buffers and file descriptors until the next collection.
+        del task
 
 
 def task_error(task: asyncio.Task[None]) -> BaseException | None:

@@ -1,12 +1,15 @@
-"""Tasks that run together until the first one ends."""
+"""Tasks that run together until the first one ends, and those that are not to be interrupted."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import weakref
 
 import pytest
 
-from tailrace.service.tasks import first_ended
+from tailrace.service.tasks import first_ended, run_to_completion
 
 
 class Broken(Exception):
@@ -57,3 +60,23 @@ async def test_a_cancellation_of_the_caller_is_never_swallowed() -> None:
     with pytest.raises(asyncio.CancelledError):
         await caller
     assert caller.cancelled()
+
+
+async def test_a_failure_keeps_no_frame_alive() -> None:
+    class Buffer:
+        """What a caller's frame holds."""
+
+    kept: list[weakref.ref[Buffer]] = []
+
+    async def hold_a_buffer() -> None:
+        buffer = Buffer()
+        kept.append(weakref.ref(buffer))
+        await run_to_completion(fail())
+
+    gc.disable()
+    try:
+        with contextlib.suppress(Broken):
+            await hold_a_buffer()
+        assert kept[0]() is None
+    finally:
+        gc.enable()
