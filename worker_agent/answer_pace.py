@@ -1,9 +1,9 @@
-"""How a user can read one request's answer: pacer slack and QoE (tailrace/qoe.py), kept by the worker.
+"""Track how a user can read an answer: pacer slack and QoE (tailrace/qoe.py).
 
-The worker knows when each token was made, and its report is what the policies see; the front end knows more
-only when an instance is lost, and then says so in its Submit. Nothing is done per token: the first answering
-token is timed exactly, the others are counted when a report is due and taken as evenly spaced since the one
-before. Slack is exact; QoE is off by what a stall shorter than a report's interval can hide.
+The worker knows when each token was made, and policies see its reports; the front end knows more only when an
+instance is lost, and then passes it on in its Submit. Nothing is done per token: the first answering token is
+timed exactly, the others are counted when a report is due and treated as evenly spaced since the previous
+count. Slack is exact; QoE does not see stalls shorter than a report's interval.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from tailrace.v1 import worker_pb2
 
 
 class AnswerPace:
-    """One request's answer. Times in seconds of the monotonic clock; indices count output tokens."""
+    """Track one answer. Times in seconds of the monotonic clock; indices count output tokens."""
 
     __slots__ = ("_counted", "_pacer", "_sampled_s")
 
     def __init__(self, tpot_s: float) -> None:
-        """`tpot_s`: the pace at which the user reads, in seconds a token."""
+        """`tpot_s`: the user's reading pace in seconds per token."""
         self._pacer = TokenPacer(tpot_s)
         # Output tokens counted so far, and when.
         self._counted = 0
@@ -26,22 +26,22 @@ class AnswerPace:
 
     @property
     def begun(self) -> bool:
-        """Whether there is an answering token."""
+        """Return whether there is an answering token."""
         return self._pacer.ready > 0
 
     @property
     def qoe(self) -> float:
-        """QoE of what was counted, in (0, 1]."""
+        """Return the QoE of the counted tokens, in (0, 1]."""
         return self._pacer.qoe()
 
     def begin(self, first_index: int, now_s: float) -> None:
-        """The first answering token has come; does nothing the second time."""
+        """Record the first answering token; later calls do nothing."""
         if not self.begun:
             self._pacer.add(TokenRun(now_s, 0.0, 1))
             self._counted, self._sampled_s = first_index + 1, now_s
 
     def count(self, output_tokens: int, now_s: float) -> None:
-        """The request has so many output tokens now. Nothing happens before `begin`."""
+        """Set the current number of output tokens. Does nothing before `begin`."""
         new = output_tokens - self._counted
         if not self.begun or new <= 0:
             return
@@ -50,13 +50,13 @@ class AnswerPace:
         self._counted, self._sampled_s = output_tokens, now_s
 
     def slack_tokens(self, now_s: float) -> float:
-        """Tokens ready beyond those that the user should have read by now; negative: behind."""
+        """Return the tokens ready beyond those that the user should have read by now; negative: behind."""
         return self._pacer.slack_tokens(now_s)
 
     # ---- on to another worker
 
     def leave(self, now_s: float) -> worker_pb2.AnswerPace | None:
-        """For the next worker; None before the first answering token."""
+        """Return the state for the next worker; None before the first answering token."""
         if not self.begun:
             return None
         state = self._pacer.state()
@@ -68,14 +68,15 @@ class AnswerPace:
         )
 
     def go_on(self, left: worker_pb2.AnswerPace, output_tokens: int, now_s: float) -> None:
-        """As the worker before left it, when there were so many output tokens."""
+        """Continue from the previous worker's state, recorded at `output_tokens` output tokens."""
         self._pacer.resume(
             PacerState(left.ready, now_s - left.since_first_s, left.digested_s, left.digested_sum_s)
         )
         self._counted, self._sampled_s = output_tokens, now_s
 
     def recover(self, answer_tokens: int, answering_s: float, output_tokens: int, now_s: float) -> None:
-        """Its instance was lost: the front end says how many answering tokens came in how many seconds."""
+        """Continue after an instance was lost: `answer_tokens` were made in `answering_s` seconds, says the
+        front end."""
         if answer_tokens <= 0:
             return
         self.begin(output_tokens - answer_tokens, now_s - answering_s)

@@ -1,4 +1,4 @@
-"""The data path's stream, as the worker serves it."""
+"""Serve the data path's streams, one per attached front end."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from worker_agent.frontends import AttachRefused, Downstream, FrontEnd, FrontEnd
 log = logging.getLogger(__name__)
 
 _HELLO_S: Final = 5.0
-# What a refused front end has to close its end.
+# Time for a refused front end to close its end.
 _REFUSED_S: Final = 1.0
 
 
 class AttachStreams:
-    """Serves one front end's stream after the other, or many at once."""
+    """Serve the stream of each front end."""
 
     def __init__(self, front_ends: FrontEnds, dispatch: Dispatcher, hello: worker_pb2.WorkerHello) -> None:
         self._front_ends = front_ends
@@ -30,20 +30,20 @@ class AttachStreams:
         self._hello = hello
 
     async def serve_stream(self, stream: MessageStream[worker_pb2.AttachUp]) -> None:
-        """One connection, until either end stops."""
+        """Serve one connection until either end closes it."""
         try:
             await self.serve(_incoming(stream), stream)
         except (AttachRefused, StreamBroken) as error:
             log.warning("a stream was refused: %s", error)
 
     async def serve(self, messages: AsyncIterator[worker_pb2.AttachUp], down: Downstream) -> None:
-        """From hello until either end stops. Raises AttachRefused."""
-        hello = await self._greeting(messages)
+        """Serve a front end from its hello until either end closes. Raise AttachRefused."""
+        hello = await self._read_hello(messages)
         try:
             front_end = self._front_ends.attach(hello, down)
         except AttachRefused as refusal:
-            down.send(refused(str(refusal)))
-            await _until_closed(messages)
+            down.send(refusal_message(str(refusal)))
+            await _wait_closed(messages)
             raise
         front_end.send(worker_pb2.AttachDown(hello=self._hello))
         try:
@@ -51,10 +51,10 @@ class AttachStreams:
         except StreamBroken:
             pass
         finally:
-            # At once, whatever the tasks are doing: what it had here must be freed now.
+            # Immediately, whatever the tasks are doing: the front end's requests must be freed now.
             self._front_ends.detach(front_end)
 
-    async def _greeting(self, messages: AsyncIterator[worker_pb2.AttachUp]) -> worker_pb2.FrontendHello:
+    async def _read_hello(self, messages: AsyncIterator[worker_pb2.AttachUp]) -> worker_pb2.FrontendHello:
         try:
             async with asyncio.timeout(_HELLO_S):
                 first = await anext(messages)
@@ -68,12 +68,12 @@ class AttachStreams:
         async for message in messages:
             if front_end.closed.is_set():
                 return
-            front_end.heard_s = time.monotonic()
+            front_end.last_received_s = time.monotonic()
             self._dispatch.handle(front_end, message)
 
 
-def refused(reason: str) -> worker_pb2.AttachDown:
-    """What a front end that is not served is told."""
+def refusal_message(reason: str) -> worker_pb2.AttachDown:
+    """Build the message for a front end that is refused."""
     return worker_pb2.AttachDown(refused=worker_pb2.AttachRefused(reason=reason))
 
 
@@ -82,8 +82,8 @@ async def _incoming(stream: MessageStream[worker_pb2.AttachUp]) -> AsyncIterator
         yield message
 
 
-async def _until_closed(messages: AsyncIterator[worker_pb2.AttachUp]) -> None:
-    """So that what was sent last is not lost; for a moment at most."""
+async def _wait_closed(messages: AsyncIterator[worker_pb2.AttachUp]) -> None:
+    """Wait shortly for the front end to close, so that the last message is not lost."""
     try:
         async with asyncio.timeout(_REFUSED_S):
             async for _ in messages:

@@ -1,4 +1,4 @@
-"""The requests that this worker carries, by the front ends' names for them."""
+"""The requests on this worker, by the front ends' keys and by id."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def _pace() -> AnswerPace:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What outlives the engine's own memory of a request: who it was, and how its answer could be read."""
+    """What is kept of a request besides the engine's state: its identity, and how its answer could be
+    read."""
 
     request_id: str
     frontend_id: str
@@ -30,11 +31,12 @@ class Carried:
 
 
 class CarriedRequests:
-    """From submission or adoption until its end here. Touched a few times in a request's life."""
+    """Track requests from submission or adoption until they end here. Touched a few times in a request's
+    life."""
 
     def __init__(self, reading_s: Callable[[], float] = _default_reading_s) -> None:
-        """`reading_s`: the pace at which users read, in seconds a token. An answer keeps the one with which
-        its request came."""
+        """`reading_s`: the users' reading pace in seconds per token. An answer keeps the pace at its
+        request's arrival."""
         self._reading_s = reading_s
         self._by_key: dict[RequestKey, Carried] = {}
         self._by_id: dict[str, Carried] = {}
@@ -45,26 +47,26 @@ class CarriedRequests:
     def add(
         self, key: RequestKey, request_id: str, frontend_id: str, epoch: int, traceparent: str = ""
     ) -> Carried:
-        """It is here now."""
+        """Add a request."""
         carried = Carried(request_id, frontend_id, epoch, traceparent, AnswerPace(self._reading_s()))
         self.remove(key)
         self._by_key[key] = self._by_id[request_id] = carried
         return carried
 
     def items(self) -> Iterator[tuple[RequestKey, Carried]]:
-        """All that are here now."""
+        """Iterate over all requests."""
         return iter(list(self._by_key.items()))
 
     def get(self, key: RequestKey) -> Carried | None:
-        """Who that is."""
+        """Return the request with this key, or None."""
         return self._by_key.get(key)
 
     def by_id(self, request_id: str) -> Carried | None:
-        """The request that vLLM's API server calls so."""
+        """Return the request with this id of vLLM's API server, or None."""
         return self._by_id.get(request_id)
 
     def remove(self, key: RequestKey) -> Carried | None:
-        """It is here no more; who it was."""
+        """Remove and return a request, or return None."""
         carried = self._by_key.pop(key, None)
         if carried is None:
             return None
@@ -73,6 +75,6 @@ class CarriedRequests:
         return carried
 
     def remove_client(self, client: int) -> list[Carried]:
-        """All of a front end whose stream ended."""
+        """Remove and return all requests of a front end whose stream ended."""
         keys = [key for key in self._by_key if key.client == client]
         return [carried for key in keys if (carried := self.remove(key)) is not None]

@@ -1,4 +1,4 @@
-"""What front ends say, carried to where it belongs."""
+"""Dispatch the messages of front ends to the parts of the worker that handle them."""
 
 from __future__ import annotations
 
@@ -23,53 +23,53 @@ log = logging.getLogger(__name__)
 
 
 class Suspects:
-    """Requests of one worker that may have crashed an engine: from one front end at a time.
+    """Requests that may have crashed an engine, accepted from one front end at a time.
 
-    A front end gives an instance one of its own at a time (frontend_svc/recovery.py). It knows nothing of the
-    other front ends' suspects; the worker does, and turns away what would come on top of one.
+    A front end submits one of its own suspects to an instance at a time (frontend_svc/probation.py) but does
+    not know of other front ends' suspects. The worker does, and rejects a second front end's.
     """
 
     def __init__(self, carried: CarriedRequests) -> None:
         self._carried = carried
-        self._here: set[RequestKey] = set()
+        self._suspects: set[RequestKey] = set()
 
-    def may_come(self, client: int) -> bool:
-        """Whether no other front end has one here."""
-        self._here = {key for key in self._here if self._carried.get(key) is not None}
-        return all(key.client == client for key in self._here)
+    def may_admit(self, client: int) -> bool:
+        """Return whether no other front end has a suspect here."""
+        self._suspects = {key for key in self._suspects if self._carried.get(key) is not None}
+        return all(key.client == client for key in self._suspects)
 
     def add(self, key: RequestKey) -> None:
-        """It is here now."""
-        self._here.add(key)
+        """Add a suspect."""
+        self._suspects.add(key)
 
     def clear(self, key: RequestKey) -> None:
-        """It does no harm."""
-        self._here.discard(key)
+        """Remove a suspect that has proved harmless."""
+        self._suspects.discard(key)
 
 
-# Utility calls of one front end that may wait for the engine.
+# Pending utility calls per front end.
 _UTILITY_CALLS_MAX: Final = 64
 
 
-class Takes(Protocol):
-    """An engine, or what stands before it."""
+class SubmissionTarget(Protocol):
+    """An engine, or a stage in front of it."""
 
     def submit(self, submission: Submission) -> None:
-        """Engine.submit."""
+        """Take a submission; see Engine.submit."""
 
 
 class Admission:
-    """Takes submissions: the engine's, and who it is for what comes later."""
+    """Accept or reject submissions before they reach the engine."""
 
     def __init__(
         self,
-        engine: Takes,
+        engine: SubmissionTarget,
         front_ends: FrontEnds,
         carried: CarriedRequests,
         metrics: WorkerMetrics,
         max_requests: int,
     ) -> None:
-        """`max_requests`: most that may be here at a time, waiting or running."""
+        """`max_requests`: most requests here at a time, waiting or running."""
         self._max_requests = max_requests
         self._engine = engine
         self.suspects = Suspects(carried)
@@ -78,11 +78,11 @@ class Admission:
         self._metrics = metrics
 
     def submit(self, submission: Submission) -> None:
-        """To the engine, unless its front end has gone meanwhile; turned away when too many are here."""
+        """Submit to the engine, unless the front end has detached; reject if too many requests are here."""
         front_end = self._front_ends.by_client(submission.key.client)
         if front_end is None:
             return
-        if (full := self._full_for(submission)) is not None:
+        if (full := self._rejection_reason(submission)) is not None:
             self._metrics.turned_away += 1
             rejected = worker_pb2.RequestRejected(
                 handle=submission.key.handle,
@@ -93,7 +93,7 @@ class Admission:
             front_end.send(worker_pb2.AttachDown(rejected=rejected))
             return
         self._metrics.submitted += 1
-        # Before the engine has it: it may be the last that is heard of this process.
+        # Before the engine has it, because the request may crash this process.
         taken = worker_pb2.Taken(handle=submission.key.handle, epoch=submission.epoch)
         front_end.send(worker_pb2.AttachDown(taken=taken))
         carried = self._carried.add(
@@ -114,19 +114,19 @@ class Admission:
         try:
             self._engine.submit(submission)
         except Exception:
-            # A mistake of ours; it must not break the stream that carries all the others.
+            # A bug must not break the stream that carries all other requests.
             log.exception("request %s was not submitted", submission.request_id)
             self._carried.remove(submission.key)
             self._metrics.finished["failed"] += 1
             front_end.send(_failed(submission))
 
-    def _full_for(self, submission: Submission) -> str | None:
-        """Why it must go elsewhere; None: it need not."""
+    def _rejection_reason(self, submission: Submission) -> str | None:
+        """Return why the request must run elsewhere, or None."""
         if self._carried.get(submission.key) is not None:
             return None
         if len(self._carried) >= self._max_requests:
             return f"{self._max_requests} requests are here already (--max-requests)"
-        if submission.suspect and not self.suspects.may_come(submission.key.client):
+        if submission.suspect and not self.suspects.may_admit(submission.key.client):
             return "a suspect of another front end is here"
         return None
 
@@ -138,7 +138,7 @@ def _pull(submit: worker_pb2.Submit) -> Pull | None:
 
 
 def _failed(submission: Submission) -> worker_pb2.AttachDown:
-    """The request failed here; it may be tried elsewhere."""
+    """Build the message that the request failed here; it may be tried elsewhere."""
     outputs = worker_pb2.StepOutputs(
         frames=wire.error_outputs([submission.request_id]),
         handles=[submission.key.handle],
@@ -151,7 +151,7 @@ def _failed(submission: Submission) -> worker_pb2.AttachDown:
 
 
 class Dispatcher:
-    """One a worker; called for every message of every front end, in the order of each stream."""
+    """Handle every message of every front end, in the order of each stream."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class Dispatcher:
         events: PhaseEvents,
         metrics: WorkerMetrics,
     ) -> None:
-        self._queries = HeldQueries(engine, carried, exports.open, self._comes, self.give_up)
+        self._queries = HeldQueries(engine, carried, exports.open, self._is_incoming, self.give_up)
         self._engine = engine
         self._admission = admission
         self._exports = exports
@@ -175,53 +175,53 @@ class Dispatcher:
         self._metrics = metrics
 
     def handle(self, front_end: FrontEnd, message: worker_pb2.AttachUp) -> None:
-        """Act on one message; never waits."""
+        """Handle one message; never waits."""
         match message.WhichOneof("body"):
             case "submit":
                 self._submit(front_end, message.submit)
             case "abort":
                 self._abort([RequestKey(front_end.client, handle) for handle in message.abort.handles])
             case "adopt_reply":
-                self._imports.answered(message.adopt_reply)
+                self._imports.handle_adopt_reply(message.adopt_reply)
             case "release":
                 key = RequestKey(front_end.client, message.release.handle)
                 self._release(key, message.release.epoch)
             case "ownership":
                 ownership = message.ownership
                 key = RequestKey(front_end.client, ownership.handle)
-                self._exports.owned(key, ownership.epoch, ownership.current)
+                self._exports.handle_ownership(key, ownership.epoch, ownership.current)
             case "held_query":
-                self._queries.ask(front_end, message.held_query)
+                self._queries.answer(front_end, message.held_query)
             case "utility":
                 self._utility(front_end, message.utility)
             case "cleared":
                 for handle in message.cleared.handles:
                     self._admission.suspects.clear(RequestKey(front_end.client, handle))
             case _:
-                # A heartbeat, or something that a newer front end says.
+                # A heartbeat, or a message of a newer version.
                 return
 
-    def _comes(self, key: RequestKey) -> bool:
-        """It is on its way to the engine."""
+    def _is_incoming(self, key: RequestKey) -> bool:
+        """Return whether the request is on its way to the engine."""
         return self._imports.concerns(key) or self._pulls.concerns(key)
 
     async def close(self) -> None:
-        """Answer no queries any more."""
+        """Cancel pending queries."""
         await self._queries.close()
 
     def give_up(self, key: RequestKey) -> None:
-        """Free a request that cannot go on here, and of which its front end has been told."""
+        """Free a request that cannot continue here, after its front end was told."""
         self._pulls.drop([key])
         self._engine.abort([key])
-        self._exports.ended(key)
-        self._imports.aborted(key)
+        self._exports.request_aborted(key)
+        self._imports.request_aborted(key)
         carried = self._carried.remove(key)
         if carried is not None:
             self._metrics.finished["failed"] += 1
             self._events.gone(carried)
 
     def client_gone(self, client: int) -> None:
-        """A front end's stream has ended, and with it all that it has here."""
+        """Free all requests of a front end whose stream has ended."""
         self._pulls.drop_client(client)
         self._engine.abort_client(client)
         for carried in self._carried.remove_client(client):
@@ -264,15 +264,16 @@ class Dispatcher:
         self._pulls.drop(keys)
         self._engine.abort(keys)
         for key in keys:
-            self._exports.ended(key)
-            self._imports.aborted(key)
+            self._exports.request_aborted(key)
+            self._imports.request_aborted(key)
             carried = self._carried.remove(key)
             if carried is not None:
                 self._metrics.finished["aborted"] += 1
                 self._events.gone(carried)
 
     def _release(self, key: RequestKey, epoch: int) -> None:
-        """The export frees what it has paused; anything else of that epoch must stop by itself."""
+        """Let an export free the request that it has paused, or abort the request if it still runs in that
+        epoch."""
         carried = self._carried.get(key)
-        if not self._exports.released(key, epoch) and carried is not None and carried.epoch == epoch:
+        if not self._exports.handle_release(key, epoch) and carried is not None and carried.epoch == epoch:
             self._abort([key])

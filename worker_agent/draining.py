@@ -1,8 +1,8 @@
-"""How a worker is emptied: by an operator who drains it, or because it was told to stop.
+"""Empty a worker: when an operator drains it, or when it is told to stop.
 
-What runs is moved by live migration, which the scheduler orders once it hears that the worker drains. What
-has no KV here is handed back to be placed elsewhere. A worker that stops hands back what is left in the end,
-so that it is emptied without a scheduler, too.
+Running requests are moved by live migration, which the scheduler orders once it learns that the worker
+drains. What has no KV here is handed back to be placed elsewhere. A worker that stops finally hands back
+whatever is left, so that it is emptied without a scheduler as well.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from worker_agent.migration.imports import Imports
 
 log = logging.getLogger(__name__)
 
-# Seconds between two looks at what is left.
+# Seconds between two checks of what is left.
 _POLL_S: Final = 0.1
-# For etcd to take the news.
+# Time to write the draining state to etcd.
 _ANNOUNCE_S: Final = 3.0
-# For front ends to place what is handed back last.
+# Time for front ends to place what is handed back last.
 HANDOVER_S: Final = 5.0
 
 
 class Draining:
-    """One worker's. `run` serves an operator's drain; `stop` is the worker's own."""
+    """Drain one worker. `run` serves an operator's drain; `stop` is used when the worker itself stops."""
 
     def __init__(
         self,
@@ -48,7 +48,8 @@ class Draining:
         front_ends: FrontEnds,
         hello: worker_pb2.WorkerHello,
     ) -> None:
-        """`drained()`: whether an operator drains the instance. `hello`: for front ends that attach later."""
+        """`drained()` returns whether an operator drains the instance. `hello`: for front ends that attach
+        later."""
         self._instance_id = instance_id
         self._drained = drained
         self._hand_backs = hand_backs
@@ -61,11 +62,11 @@ class Draining:
 
     @property
     def active(self) -> bool:
-        """Whether nothing new should come here."""
+        """Return whether no new requests should come here."""
         return self._stopping or self._drained()
 
     async def run(self) -> None:
-        """Hand back what has no KV here for as long as the instance drains; until cancelled."""
+        """Hand back requests without KV while the instance drains; run until cancelled."""
         while True:
             if self.active:
                 self._hand_backs.without_kv(_now_s())
@@ -78,9 +79,9 @@ class Draining:
         registration: Registration,
         record: InstanceRecord,
     ) -> None:
-        """Tell everybody, and wait until nothing is left here; after `timeout_s`, hand back what is.
+        """Announce the stop and wait until nothing is left here; after `timeout_s`, hand back what is.
 
-        Takes at most HANDOVER_S and a few seconds more than `timeout_s`.
+        Takes at most a few seconds more than HANDOVER_S and `timeout_s` together.
         """
         self._stopping = self._hello.draining = True
         for front_end in self._front_ends:
@@ -97,16 +98,16 @@ class Draining:
             log.warning("%s: %d requests found no other instance", self._instance_id, len(self._carried))
 
     async def _announce(self, registration: Registration, record: InstanceRecord) -> None:
-        """Attached front ends know already; the scheduler and the others learn it from etcd."""
+        """Publish the draining state in etcd for the scheduler; attached front ends know already."""
         value = msgspec.json.encode(msgspec.structs.replace(record, draining=True))
         try:
             async with asyncio.timeout(_ANNOUNCE_S):
                 await registration.update(value)
         except (StoreUnavailable, TimeoutError) as error:
-            log.warning("%s: etcd does not know that it drains: %s", self._instance_id, error or "too slow")
+            log.warning("%s: cannot publish the drain in etcd: %s", self._instance_id, error or "timeout")
 
     async def _emptied(self, timeout_s: float) -> bool:
-        """Until no request and no migration is left here; False: after that time some are."""
+        """Wait until no request and no migration is left here; return False after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while len(self._carried) or len(self._exports) or len(self._imports):  # noqa: ASYNC110

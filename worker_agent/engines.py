@@ -1,4 +1,4 @@
-"""Makes the engine that was asked for. Each kind is imported only when it is wanted."""
+"""Create the selected engine. Each kind is imported only when it is used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 
 
 class EngineOptionError(ValueError):
-    """An engine setting that cannot be; the message says which."""
+    """An invalid engine setting; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class EngineOptions:
     block_tokens: int | None = None
     max_num_seqs: int | None = None
     max_model_len: int | None = None
-    # Devices (vLLM only).
+    # Parallel sizes (vLLM only).
     tensor_parallel_size: int | None = None
     pipeline_parallel_size: int | None = None
     host_kv_bytes: int | None = None
@@ -46,12 +46,12 @@ class EngineOptions:
     async_scheduling: bool | None = None
     # File of a length predictor (vLLM only). None: the tiny model has its own, others have none. Empty: none.
     predictor: str | None = None
-    # Anything else that the engine takes: fields of vLLM's EngineArgs or of SimulatedSettings.
+    # Other engine arguments: fields of vLLM's EngineArgs or of SimulatedSettings.
     arguments: Mapping[str, Json] = field(default_factory=dict)
 
 
 def read_argument(text: str) -> tuple[str, Json]:
-    """NAME=VALUE; the value is JSON, or a string when it is none. Raises EngineOptionError."""
+    """Parse NAME=VALUE; the value is JSON, or else a string. Raise EngineOptionError."""
     name, equals, value = text.partition("=")
     name = name.strip().lstrip("-").replace("-", "_")
     if not equals or not name:
@@ -62,22 +62,22 @@ def read_argument(text: str) -> tuple[str, Json]:
         return name, value
 
 
-def make_engine(options: EngineOptions, tell_late: Callable[[float], None] | None = None) -> Engine:
-    """Raises EngineOptionError.
+def make_engine(options: EngineOptions, on_timer_late: Callable[[float], None] | None = None) -> Engine:
+    """Create an engine. Raise EngineOptionError.
 
-    `tell_late` gets the seconds by which each timer of a simulated engine comes too late; with it, call this
-    in the event loop that the engine will run in.
+    `on_timer_late` is called with the seconds by which each timer of a simulated engine is late; if given,
+    call this in the event loop in which the engine will run.
     """
     if options.kind == "vllm":
         return _vllm(options)
     if options.kind == "simulated":
-        return _simulated(options, tell_late)
+        return _simulated(options, on_timer_late)
     raise EngineOptionError(f"no engine called {options.kind!r}")
 
 
 def with_tiny_models_defaults(options: EngineOptions) -> EngineOptions:
-    """For the tiny model, by whatever name (images and units call it by a link), what it is to be served with
-    where nothing is said; other models as they are."""
+    """Return the options with the tiny model's defaults, whatever path it is named by; other models' as they
+    are."""
     from tailrace.tiny import MODEL_PATH, PREDICTOR_PATH, REASONING_PARSER
 
     if options.model is not None and Path(options.model).resolve() != MODEL_PATH:
@@ -87,7 +87,8 @@ def with_tiny_models_defaults(options: EngineOptions) -> EngineOptions:
         model=options.model or str(MODEL_PATH),
         reasoning_parser=REASONING_PARSER if options.reasoning_parser is None else options.reasoning_parser,
         predictor=str(PREDICTOR_PATH) if options.predictor is None else options.predictor,
-        # vLLM's `auto` makes bfloat16 of float32 weights; so small a model is not sure of its answers in it.
+        # vLLM's `auto` converts float32 weights to bfloat16, in which so small a model's answers are not
+        # stable.
         arguments={"dtype": "float32", **options.arguments},
     )
 
@@ -122,7 +123,7 @@ def _vllm(given: EngineOptions) -> Engine:
     )
 
 
-def _simulated(options: EngineOptions, tell_late: Callable[[float], None] | None) -> Engine:
+def _simulated(options: EngineOptions, on_timer_late: Callable[[float], None] | None) -> Engine:
     import msgspec
 
     from worker_agent.engine.simulated import SimulatedEngine, SimulatedSettings
@@ -140,7 +141,7 @@ def _simulated(options: EngineOptions, tell_late: Callable[[float], None] | None
     unknown = settings.keys() - set(SimulatedSettings.__struct_fields__)
     if unknown:
         raise EngineOptionError(f"the simulated engine has no setting {', '.join(sorted(unknown))}")
-    clock = None if tell_late is None else WatchedClock(asyncio.get_running_loop(), tell_late)
+    clock = None if on_timer_late is None else WatchedClock(asyncio.get_running_loop(), on_timer_late)
     try:
         return SimulatedEngine(msgspec.convert(settings, SimulatedSettings), clock=clock)
     except (msgspec.ValidationError, RuntimeError) as error:
@@ -156,9 +157,9 @@ async def kv_transport(
     metrics: WorkerMetrics,
     sealed: bool,
 ) -> SingleTransport | RankedTransport:
-    """The transport of a started engine. UCX must be started. `sealed`: KV leaves the host encrypted.
+    """Open the transport of a started engine. UCX must be started. `sealed`: KV leaves the host encrypted.
 
-    Raises KvTransferError.
+    Raise KvTransferError.
     """
     shape = info.kv_shape
     if info.ranked is not None:

@@ -15,116 +15,120 @@ from tailrace.v1 import worker_pb2
 log = logging.getLogger(__name__)
 
 
-# A front end that takes no byte of what waits for it for so long does not read.
+# A front end that reads none of its pending bytes for so long is disconnected.
 STALL_S: Final = 10.0
-# A front end of the same id but another incarnation is refused while the older one was heard within this
+# A front end of the same id but another incarnation is refused while the older one sent anything within this
 # time.
 _ALIVE_S: Final = 3.0
-# A step's outputs up to this size are sent however much waits: many thousands of tokens.
+# A step's outputs up to this size are sent however much is unsent: many thousands of tokens.
 _ALWAYS_SENT_BYTES: Final = 1 << 20
-# What may wait for a front end that reads, in largest messages; beyond it, memory would be at stake.
+# Unsent data for a front end, in largest messages; beyond it memory would run out.
 _UNSENT_MESSAGES_MAX: Final = 4
-# What a leaving worker gives front ends to close their ends.
+# Time that a stopping worker gives front ends to close their ends.
 _GOODBYE_S: Final = 1.0
 
 
 class AttachRefused(Exception):
-    """A front end is not served; the message says why."""
+    """A front end is refused; the message says why."""
 
 
 class Downstream(Protocol):
-    """The way to a front end (tailrace/service/message_stream.py)."""
+    """The stream to a front end (tailrace/service/message_stream.py)."""
 
     def send(self, message: worker_pb2.AttachDown) -> None:
-        """Send; never waits. Any thread. Raises StreamBroken."""
+        """Send without waiting, from any thread. Raise StreamBroken."""
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes that wait for the front end to read."""
+        """Return the bytes that the front end has not read yet."""
 
     @property
     def received_s(self) -> float:
-        """When bytes last came from it, in seconds of the monotonic clock."""
+        """Return when bytes last arrived from it, in seconds of the monotonic clock."""
 
     def stalled_s(self, now_s: float) -> float:
-        """For how many seconds it has taken nothing of what waits for it; 0 while nothing waits."""
+        """Return for how many seconds it has read none of the unsent bytes; 0 if there are none."""
 
 
 class FrontEnd:
-    """One stream's front end, from its hello to the stream's end."""
+    """One attached front end, from its hello to the end of its stream."""
 
     def __init__(self, client: int, hello: worker_pb2.FrontendHello, down: Downstream) -> None:
-        # Its slot: a number of its own in the engine, never used again.
+        # Its slot: a number that identifies it in the engine and is never reused.
         self.client = client
         self.frontend_id = hello.frontend_id
         self.incarnation = hello.incarnation
         self.attempt = hello.attempt
-        # Largest message that it takes.
+        # Largest message that it accepts, in bytes.
         self.max_message_bytes = hello.max_message_bytes or DEFAULT_MAX_MESSAGE_BYTES
-        # Utility calls of it that the engine has not answered yet.
+        # Its utility calls that the engine has not answered yet.
         self.utility_calls = 0
         self._down = down
         self._loop = asyncio.get_running_loop()
         self.closed = asyncio.Event()
         self.reason = ""
-        # Seconds of the monotonic clock; moved on by as much as this process itself stood still.
-        self.heard_s = time.monotonic()
+        # Seconds of the monotonic clock, shifted by the time for which this process itself was suspended.
+        self.last_received_s = time.monotonic()
 
     def send(self, message: worker_pb2.AttachDown) -> bool:
-        """Send a message; False when the stream is over. Any thread, never waits. The message must not be
-        larger than `max_message_bytes`."""
+        """Send a message without waiting, from any thread; return False if the stream has ended.
+
+        The message must not exceed `max_message_bytes`.
+        """
         if self.closed.is_set():
             return False
         try:
             self._down.send(message)
         except StreamBroken as error:
-            self._loop.call_soon_threadsafe(self.cut, str(error))
+            self._loop.call_soon_threadsafe(self.disconnect, str(error))
             return False
         if self._down.unsent_bytes > _UNSENT_MESSAGES_MAX * self.max_message_bytes:
-            self._loop.call_soon_threadsafe(self.cut, f"{self._down.unsent_bytes} bytes unread")
+            self._loop.call_soon_threadsafe(self.disconnect, f"{self._down.unsent_bytes} bytes unread")
         return True
 
     @property
-    def room_bytes(self) -> int:
-        """How large a step's outputs may be now: the less, the more waits for the front end to read."""
+    def send_budget_bytes(self) -> int:
+        """Return how large a step's outputs may be now: less the more is unsent."""
         limit = self.max_message_bytes
         return min(limit, max(_ALWAYS_SENT_BYTES, limit - self._down.unsent_bytes))
 
     @property
-    def reads(self) -> bool:
-        """Whether nothing waits for it to read."""
+    def has_read_all(self) -> bool:
+        """Return whether nothing is unsent."""
         return self._down.unsent_bytes == 0
 
     def check(self, now_s: float, late_s: float, silence_s: float) -> None:
-        """Cut it if nothing was heard of it for `silence_s` seconds, or if it takes nothing for STALL_S.
-        `late_s`: for how long this process itself stood still before. On the event loop."""
-        # A large message is heard while it comes in, not only once it is whole.
-        self.heard_s = max(self.heard_s + late_s, self._down.received_s)
-        if now_s - self.heard_s > silence_s:
-            self.cut(f"silent for {now_s - self.heard_s:.1f} s")
+        """Disconnect it if nothing arrived for `silence_s` seconds, or if it reads nothing for STALL_S.
+
+        `late_s`: for how long this process itself was suspended. Call on the event loop.
+        """
+        # Bytes of a large message count when they arrive, not only once the message is complete.
+        self.last_received_s = max(self.last_received_s + late_s, self._down.received_s)
+        if now_s - self.last_received_s > silence_s:
+            self.disconnect(f"silent for {now_s - self.last_received_s:.1f} s")
         elif self._down.stalled_s(now_s) - late_s > STALL_S:
-            self.cut(f"took nothing of {self._down.unsent_bytes} bytes for {STALL_S:g} s")
+            self.disconnect(f"took nothing of {self._down.unsent_bytes} bytes for {STALL_S:g} s")
 
     async def wait_closed(self) -> None:
-        """Until the stream is over, whoever ended it."""
+        """Wait until the stream has ended, whoever ended it."""
         await self.closed.wait()
 
-    def cut(self, reason: str) -> None:
-        """End the stream from this side. On the event loop."""
+    def disconnect(self, reason: str) -> None:
+        """End the stream from this side. Call on the event loop."""
         if not self.closed.is_set():
             self.reason = reason
             self.closed.set()
 
 
 class FrontEnds:
-    """All that are attached; at most one stream a front end."""
+    """All attached front ends; at most one stream per front end."""
 
     def __init__(self) -> None:
         self._slots = itertools.count()
         self._by_client: dict[int, FrontEnd] = {}
         self._by_id: dict[str, FrontEnd] = {}
         self._gone: list[Callable[[int], None]] = []
-        # Once the worker leaves: why. Nobody is attached any more.
+        # Why the worker is leaving, once it is; then no front end may attach.
         self._leaving = ""
 
     def __iter__(self) -> Iterator[FrontEnd]:
@@ -138,18 +142,18 @@ class FrontEnds:
         self._gone.append(callback)
 
     def attach(self, hello: worker_pb2.FrontendHello, down: Downstream) -> FrontEnd:
-        """A new stream. An older one of the same front end is cut and forgotten first.
+        """Attach a front end; disconnect an older stream of the same front end first.
 
-        Raises AttachRefused when the worker leaves, when another process of the same id is attached and
-        alive (two that take the place of each other would both lose all their streams, again and again),
-        or when the hello is older than the stream that is attached.
+        Raise AttachRefused if the worker is leaving, if another process of the same id is attached and alive
+        (two that replace each other would both lose all their streams again and again), or if the hello is
+        older than the attached stream.
         """
         if self._leaving:
             raise AttachRefused(self._leaving)
         older = self._by_id.get(hello.frontend_id)
         if older is not None:
             self._check_successor(older, hello)
-            older.cut("attached anew")
+            older.disconnect("attached anew")
             self.detach(older)
         front_end = FrontEnd(next(self._slots), hello, down)
         self._by_client[front_end.client] = self._by_id[front_end.frontend_id] = front_end
@@ -159,7 +163,7 @@ class FrontEnds:
     @staticmethod
     def _check_successor(older: FrontEnd, hello: worker_pb2.FrontendHello) -> None:
         if older.incarnation != hello.incarnation:
-            if time.monotonic() - older.heard_s < _ALIVE_S:
+            if time.monotonic() - older.last_received_s < _ALIVE_S:
                 raise AttachRefused(
                     f"another process attached as front end {hello.frontend_id} and is alive; give each front"
                     " end an id of its own (--id)"
@@ -168,30 +172,31 @@ class FrontEnds:
             raise AttachRefused("a later connection of this front end is attached")
 
     def detach(self, front_end: FrontEnd) -> None:
-        """Its stream has ended; everything it had here ends with it. Does nothing the second time."""
+        """Remove a front end whose stream has ended, with everything it had here. Doing it twice is
+        allowed."""
         if self._by_client.pop(front_end.client, None) is None:
             return
         if self._by_id.get(front_end.frontend_id) is front_end:
             del self._by_id[front_end.frontend_id]
-        front_end.cut("the stream ended")
+        front_end.disconnect("the stream ended")
         log.info("front end %s detached: %s", front_end.frontend_id, front_end.reason)
         for callback in self._gone:
             callback(front_end.client)
 
     async def leave(self, goodbye: worker_pb2.Goodbye) -> None:
-        """Say goodbye to all, and end their streams; who comes later is refused. Takes a second at most."""
-        self.say_goodbye(goodbye)
+        """Say goodbye to all and end their streams; refuse later ones. Takes a second at most."""
+        self.send_goodbye(goodbye)
         waiting = [asyncio.create_task(front_end.wait_closed()) for front_end in self]
         if waiting:
-            # Front ends close their ends; what was sent before is not lost then.
+            # Let front ends close their ends, so that what was sent before is not lost.
             _, late = await asyncio.wait(waiting, timeout=_GOODBYE_S)
             for task in late:
                 task.cancel()
         for front_end in self:
-            front_end.cut(self._leaving)
+            front_end.disconnect(self._leaving)
 
-    def say_goodbye(self, goodbye: worker_pb2.Goodbye) -> None:
-        """Tell all that this worker leaves; the first reason stands."""
+    def send_goodbye(self, goodbye: worker_pb2.Goodbye) -> None:
+        """Tell all front ends that this worker leaves; the first reason stays."""
         if self._leaving:
             return
         self._leaving = goodbye.reason or "the worker is leaving"
@@ -199,11 +204,11 @@ class FrontEnds:
             front_end.send(worker_pb2.AttachDown(goodbye=goodbye))
 
     def by_client(self, client: int) -> FrontEnd | None:
-        """The one in this slot, while it is attached."""
+        """Return the front end in this slot while it is attached."""
         return self._by_client.get(client)
 
     def by_id(self, frontend_id: str) -> FrontEnd | None:
-        """The one of this name, while it is attached."""
+        """Return the front end with this id while it is attached."""
         return self._by_id.get(frontend_id)
 
 
@@ -211,17 +216,17 @@ HEARTBEAT_S: Final = 0.5
 _HEARTBEAT: Final = worker_pb2.AttachDown(heartbeat=worker_pb2.Heartbeat())
 
 
-async def beat(front_ends: FrontEnds, silence_s: float) -> None:
-    """Beat until cancelled; cut front ends from which nothing came for `silence_s` seconds."""
+async def send_heartbeats(front_ends: FrontEnds, silence_s: float) -> None:
+    """Send heartbeats until cancelled; disconnect front ends that are silent for `silence_s` seconds."""
     due_s = time.monotonic()
     while True:
         due_s += HEARTBEAT_S
         await asyncio.sleep(max(0.0, due_s - time.monotonic()))
         now_s = time.monotonic()
-        # For as long as this process did not run (stopped, or the machine slept), nobody could be heard.
+        # While this process was suspended it could not receive anything.
         late_s = now_s - due_s
         due_s = now_s
         for front_end in front_ends:
             front_end.check(now_s, late_s, silence_s)
-            if front_end.reads:
+            if front_end.has_read_all:
                 front_end.send(_HEARTBEAT)

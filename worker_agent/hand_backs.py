@@ -1,6 +1,7 @@
-"""Requests that a worker asks front ends to place elsewhere, to be computed anew there.
+"""Ask front ends to place requests elsewhere, where they are recomputed.
 
-All that it has no KV of while it drains; and prompts that the scheduler wants elsewhere.
+While the worker drains these are all requests without KV here; otherwise prompts that the scheduler wants
+elsewhere.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import EngineStats, RequestKey
 from worker_agent.frontends import FrontEnds
 
-# A front end that found no other place is asked again so often, in seconds.
+# Seconds after which a front end that found no other instance is asked again.
 RETRY_S: Final = 2.0
 
 
 class HandBacks:
-    """Asks, and remembers what for. A front end that finds no other instance leaves its request here."""
+    """Hand requests back. A front end that finds no other instance leaves its request here."""
 
     def __init__(
         self,
@@ -28,16 +29,17 @@ class HandBacks:
         front_ends: FrontEnds,
         exporting: Callable[[RequestKey], bool],
     ) -> None:
-        """`exporting(key)`: whether a migration of the request from here is open."""
+        """`exporting(key)` returns whether a migration of the request from here is open."""
         self._stats = stats
         self._carried = carried
         self._front_ends = front_ends
         self._exporting = exporting
         # When each was last handed back, in seconds of the caller's clock.
-        self._asked_s: dict[RequestKey, float] = {}
+        self._handed_back_s: dict[RequestKey, float] = {}
 
     def without_kv(self, now_s: float) -> None:
-        """Hand back what has no KV here: prompts that wait, and what was preempted and not kept."""
+        """Hand back requests without KV here: waiting prompts, and preempted requests whose KV was
+        dropped."""
         idle = {
             request.request_id
             for request in self._stats().requests
@@ -46,7 +48,7 @@ class HandBacks:
         self._hand_back_named(idle, now_s)
 
     def prompts(self, request_ids: Collection[str], now_s: float) -> int:
-        """Hand back those of the requests that wait here and have made no token yet; how many."""
+        """Hand back those of the requests that wait here without a token; return how many."""
         wanted = set(request_ids)
         return self._hand_back_named(
             {
@@ -58,7 +60,7 @@ class HandBacks:
         )
 
     def everything(self, now_s: float) -> None:
-        """Hand back whatever is left here, and what is being migrated from here, too."""
+        """Hand back everything that is left here, including requests that are being migrated."""
         self._hand_back([key for key, _ in self._carried.items()], now_s)
 
     def _hand_back_named(self, request_ids: Collection[str], now_s: float) -> int:
@@ -74,14 +76,14 @@ class HandBacks:
         )
 
     def _hand_back(self, keys: Collection[RequestKey], now_s: float) -> int:
-        """How many were handed back: not those that were a moment ago."""
+        """Hand back requests that were not handed back a moment ago; return how many."""
         carried = dict(self._carried.items())
-        self._asked_s = {key: at_s for key, at_s in self._asked_s.items() if key in carried}
+        self._handed_back_s = {key: at_s for key, at_s in self._handed_back_s.items() if key in carried}
         messages: dict[int, worker_pb2.HandBack] = defaultdict(worker_pb2.HandBack)
         for key in keys:
-            if now_s - self._asked_s.get(key, -RETRY_S) < RETRY_S:
+            if now_s - self._handed_back_s.get(key, -RETRY_S) < RETRY_S:
                 continue
-            self._asked_s[key] = now_s
+            self._handed_back_s[key] = now_s
             messages[key.client].handles.append(key.handle)
             messages[key.client].epochs.append(carried[key].epoch)
         for client, message in messages.items():

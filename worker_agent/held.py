@@ -1,7 +1,7 @@
-"""Whether this worker still has the requests that a front end asks about.
+"""Answer front ends that ask whether this worker still has their requests.
 
-A front end asks about a stream that has made no token for long. The engine's word counts, not the
-worker's own books: what it does not have, nobody runs.
+A front end asks about a stream without a token for long. The engine's state counts, not the worker's own
+records: what the engine does not have, nobody runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class HeldQueries:
-    """Answers one query of each front end at a time; it asks again about what is still in doubt."""
+    """Answer one query per front end at a time; the front end repeats it for what is still in doubt."""
 
     def __init__(
         self,
@@ -31,8 +31,10 @@ class HeldQueries:
         importing: Callable[[RequestKey], bool],
         give_up: Callable[[RequestKey], None],
     ) -> None:
-        """`exporting`, `importing`: whether a migration of the request from here or to here is under way.
-        `give_up` frees whatever the worker keeps of a request."""
+        """`exporting`, `importing` return whether a migration of the request from or to here is in progress.
+
+        `give_up` frees whatever the worker keeps of a request.
+        """
         self._engine = engine
         self._carried = carried
         self._exporting = exporting
@@ -40,8 +42,8 @@ class HeldQueries:
         self._give_up = give_up
         self._answering: dict[int, asyncio.Task[None]] = {}
 
-    def ask(self, front_end: FrontEnd, query: worker_pb2.HeldQuery) -> None:
-        """Answer as soon as the engine has said what it has."""
+    def answer(self, front_end: FrontEnd, query: worker_pb2.HeldQuery) -> None:
+        """Answer once the engine has listed its requests."""
         if front_end.client in self._answering:
             return
         task = asyncio.create_task(self._answer(front_end, query), name="held query")
@@ -49,7 +51,7 @@ class HeldQueries:
         task.add_done_callback(lambda done: self._done(front_end.client, done))
 
     async def close(self) -> None:
-        """Answer nobody any more."""
+        """Cancel pending answers."""
         tasks = list(self._answering.values())
         for task in tasks:
             task.cancel()
@@ -63,7 +65,7 @@ class HeldQueries:
         try:
             held = await self._engine.held(list(asked))
         except EngineRefusal as refusal:
-            # It has failed, or is in a long step; either will be told otherwise.
+            # The engine has failed or is in a long step; both are reported in other ways.
             log.debug("no answer to front end %s: %s", front_end.frontend_id, refusal)
             return
         missing = {key: epoch for key, epoch in asked.items() if not self._has(key, epoch, held.get(key))}
@@ -82,7 +84,7 @@ class HeldQueries:
             return True
         if held is None or held.epoch != epoch:
             return False
-        # Only the export that paused it would let it go on.
+        # Only the export that paused it can resume it.
         return not held.paused or self._exporting(key)
 
     def _done(self, client: int, task: asyncio.Task[None]) -> None:

@@ -1,4 +1,4 @@
-"""One instance id, one worker: who comes second is refused, and who was replaced stops."""
+"""Ensure one worker per instance id: a second one is refused, and one that was replaced stops."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ log = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.25
 _CONNECT_S: Final = 1.0
-# Beyond the lease's time, for a renewal and for etcd to notice.
+# Time beyond the lease for a renewal, and for etcd to notice its end.
 _MARGIN_S: Final = 2.0
 
 
 class IdInUse(Exception):
-    """Another worker of this id is alive; the message says which, and what to do."""
+    """Another worker with this id is alive; the message says which, and what to do."""
 
 
 async def wait_until_free(store: Store, instance_id: str, lease_ttl_s: float, own_address: str = "") -> None:
-    """Until no living worker is registered under the id. Raises IdInUse, StoreUnavailable.
+    """Wait until no living worker is registered under the id. Raise IdInUse or StoreUnavailable.
 
-    A worker that crashed is registered until its lease ends. It counts as dead at once when its address
-    refuses connections; else whoever is still registered after the time of a lease renews it, and is alive.
-    `own_address`: where this process listens by now, HOST:PORT; who was registered there before is dead.
+    A crashed worker stays registered until its lease ends. It counts as dead at once if its address refuses
+    connections; otherwise a worker that is still registered after the lease's time renews the lease, so it is
+    alive. `own_address`: HOST:PORT on which this process listens already; a worker registered there before is
+    dead.
     """
     loop = asyncio.get_running_loop()
-    seen, since_s = "", loop.time()
+    holder_incarnation, since_s = "", loop.time()
     while (holder := await _holder(store, instance_id)) is not None:
-        if holder.address == own_address or await _refuses(holder.address):
+        if holder.address == own_address or await _refuses_connections(holder.address):
             return
-        if holder.incarnation != seen:
+        if holder.incarnation != holder_incarnation:
             log.warning("%s is registered for %s; waiting whether it lives", instance_id, holder.address)
-            seen, since_s = holder.incarnation, loop.time()
+            holder_incarnation, since_s = holder.incarnation, loop.time()
         if loop.time() - since_s > lease_ttl_s + _MARGIN_S:
             raise IdInUse(
                 f"instance id {instance_id!r} is in use: the worker at {holder.address} is alive; "
@@ -47,7 +48,7 @@ async def wait_until_free(store: Store, instance_id: str, lease_ttl_s: float, ow
 
 
 def replaced_message(instance_id: str, value: bytes) -> str:
-    """Why a worker stops whose registration another worker has replaced by `value`."""
+    """Return why a worker stops whose registration was replaced by `value`."""
     try:
         address = msgspec.json.decode(value, type=InstanceRecord).address
     except msgspec.MsgspecError:
@@ -66,8 +67,8 @@ async def _holder(store: Store, instance_id: str) -> InstanceRecord | None:
         return None
 
 
-async def _refuses(address: str) -> bool:
-    """Whether nobody listens at HOST:PORT. False also when that cannot be told."""
+async def _refuses_connections(address: str) -> bool:
+    """Return whether HOST:PORT refuses connections; False if that cannot be determined."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(_CONNECT_S):

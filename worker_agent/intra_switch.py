@@ -1,4 +1,5 @@
-"""The order in which a worker's engine serves its requests: a named one, or that of the fleet's policy."""
+"""Choose the order in which a worker's engine serves its requests: a fixed one, or that of the fleet's
+policy."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tailrace.store.membership import Membership
 
 log = logging.getLogger(__name__)
 
-# In place of a name: as the fleet's policy has it, also when that is switched.
+# Instead of a name: the fleet's policy determines the order, also when it is switched.
 BY_POLICY: Final = "policy"
 
 # Engine.set_intra.
@@ -26,39 +27,42 @@ Order: TypeAlias = tuple[str, Mapping[str, Value]]
 
 
 class IntraSwitch:
-    """Tells the engine of a change, once."""
+    """Pass each change of the order to the engine once."""
 
     def __init__(self, order: Callable[[], Order], slo: Callable[[], Slo], set_intra: SetIntra) -> None:
-        """`order`: the one that is wanted now. `slo`: the deployment's objectives now."""
+        """`order()` returns the order to use now, `slo()` the deployment's SLOs."""
         self._order = order
         self._slo = slo
         self._set_intra = set_intra
-        # With the facts that it goes by.
+        # With the facts that it depends on.
         self._present: tuple[Order, Mapping[str, object]] | None = None
 
-    def look(self) -> None:
-        """Order or SLOs may have changed. Parameters that this worker cannot use change nothing.
+    def update(self) -> None:
+        """Apply a change of order or SLOs. Parameters that this worker cannot use change nothing.
 
-        Raises UnknownIntraError.
+        Raise UnknownIntraError.
         """
         order, slo = self._order(), self._slo()
         name, parameters = order
-        wanted = order, intra_facts(name, slo)
-        if wanted == self._present:
+        requested = order, intra_facts(name, slo)
+        if requested == self._present:
             return
-        # Tried once, whatever comes of it.
-        self._present = wanted
+        # Set first, so that a change that fails is tried only once.
+        self._present = requested
         try:
             self._set_intra(name, parameters, slo)
         except ParameterError as error:
-            log.error("requests are not served in another order: %s", error)
+            log.error("cannot change the batch order: %s", error)
             return
-        log.info("requests are served in the order %r %s", name, dict(parameters))
+        log.info("batch order: %r %s", name, dict(parameters))
 
 
 def order_of_policy(record: PolicyRecord | None) -> Order:
-    """The order that goes with the fleet's policy, None while none is set, and what it has of the policy's
-    parameters. Raises UnknownPolicyError, UnusablePolicyError, UnknownIntraError."""
+    """Return the order that belongs to a policy (None: no policy is set), with its share of the policy's
+    parameters.
+
+    Raise UnknownPolicyError, UnusablePolicyError or UnknownIntraError.
+    """
     if record is None:
         return ENGINE_ORDER, NO_PARAMETERS
     policy = variant(record.name)
@@ -69,15 +73,15 @@ def order_of_policy(record: PolicyRecord | None) -> Order:
 
 
 class PolicyOrder:
-    """The order that goes with the fleet's policy, whatever that is at the moment.
+    """Follow the order of the fleet's current policy.
 
-    Of a policy that the scheduler has and this worker has not, only the scheduler's half is followed.
+    If the policy is installed on the scheduler but not here, only the scheduler's part of it is in effect.
     """
 
     def __init__(self, policy: Callable[[], PolicyRecord | None]) -> None:
-        """`policy`: the fleet's, now."""
+        """`policy()` returns the fleet's current policy."""
         self._policy = policy
-        self._not_here: PolicyRecord | None = None
+        self._unavailable: PolicyRecord | None = None
 
     def __call__(self) -> Order:
         """Return the order to serve in; the engine's own for a policy that is not installed here."""
@@ -85,18 +89,20 @@ class PolicyOrder:
         try:
             return order_of_policy(record)
         except (UnknownPolicyError, UnusablePolicyError, UnknownIntraError) as error:
-            # Logged once, not at every change of anything in etcd.
-            if record != self._not_here:
-                log.error("requests are served in the engine's own order, not that of the policy: %s", error)
-            self._not_here = record
+            # Log once, not at every change in etcd.
+            if record != self._unavailable:
+                log.error("using the engine's own batch order, not that of the policy: %s", error)
+            self._unavailable = record
             return ENGINE_ORDER, NO_PARAMETERS
 
 
-def order_by(intra: str, set_intra: SetIntra, membership: Membership) -> None:
-    """Set the order, and keep it up with the deployment's SLOs, and with the fleet's policy if it is
-    BY_POLICY. Raises UnknownIntraError."""
+def follow_batch_order(intra: str, set_intra: SetIntra, membership: Membership) -> None:
+    """Set the order and keep it up to date with the SLOs, and with the policy if it is BY_POLICY.
+
+    Raise UnknownIntraError.
+    """
     fixed: Order = (intra, NO_PARAMETERS)
     order = PolicyOrder(lambda: membership.policy) if intra == BY_POLICY else lambda: fixed
     switch = IntraSwitch(order, lambda: membership.slo, set_intra)
-    switch.look()
-    membership.add_listener(switch.look)
+    switch.update()
+    membership.add_listener(switch.update)

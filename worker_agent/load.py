@@ -1,4 +1,4 @@
-"""The engine's numbers in the monitor's words."""
+"""Convert the engine's statistics to load reports for the monitor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _future_load: Final = FutureLoad()
 
 @dataclass(frozen=True, slots=True)
 class MigrationLoad:
-    """Open migrations of an instance, and how fast KV has come in lately; None: there was none yet."""
+    """Open migrations of an instance, and the recent rate of incoming KV (None: none yet)."""
 
     incoming: int
     outgoing: int
@@ -29,7 +29,7 @@ class MigrationLoad:
 def load_of(
     stats: EngineStats, block_tokens: int, migrations: MigrationLoad, speeds: Speeds | None
 ) -> monitor_pb2.InstanceLoad:
-    """The instance as a whole. Preempted requests count as waiting."""
+    """Return the load of the instance as a whole. Preempted requests count as waiting."""
     states = Counter(request.state for request in stats.requests)
     phases = Counter(request.phase for request in stats.requests)
     load = monitor_pb2.InstanceLoad(
@@ -69,14 +69,16 @@ def load_of(
 
 
 def _remaining(request: RequestStats) -> float:
-    """As predicted; without a prediction, what the request may still make."""
+    """Return the predicted remaining tokens, or without a prediction the most that the request may still
+    make."""
     predicted = request.predicted_remaining_tokens
     left = tokens_left(request.prompt_tokens, request.output_tokens, request.max_tokens)
     return left if predicted is None else predicted
 
 
 def _add_profiled(load: monitor_pb2.InstanceLoad, stats: EngineStats, speeds: Speeds) -> None:
-    """Arrow's two quantities (section 5.3), and what a prompt that comes from now on adds to the first."""
+    """Add Arrow's two quantities (section 5.3), and the coefficients of what another prompt adds to the
+    first."""
     prefilling = (request for request in stats.requests if request.phase is EnginePhase.PREFILL)
     prompts = [request.prompt_tokens + request.output_tokens for request in prefilling]
     load.prefill_delay_s = speeds.prefill_delay_s(stats.prefill_backlog_tokens, prompts)
@@ -87,7 +89,8 @@ def _add_profiled(load: monitor_pb2.InstanceLoad, stats: EngineStats, speeds: Sp
 
 
 def request_report(request: RequestStats, carried: Carried | None, now_s: float) -> monitor_pb2.RequestReport:
-    """One request; `now_s`: of the monotonic clock. `carried` is None for one that is just leaving."""
+    """Return the report of one request; `now_s`: monotonic. `carried` is None for a request that is just
+    leaving."""
     slack: float | None = None
     qoe: float | None = None
     if carried is not None and carried.pace.begun:

@@ -33,7 +33,7 @@ from worker_agent.metrics import WorkerCollector, WorkerHistograms, WorkerMetric
 from worker_agent.migration.link_budget import SHARE
 from worker_agent.prefixes.loans import LOAN_MAX_S
 from worker_agent.settings import WorkerSettings
-from worker_agent.worker import EngineStartError, Running, SharedServices, running_worker
+from worker_agent.worker import EngineStartError, RunningWorker, SharedServices, running_worker
 
 log = logging.getLogger(__name__)
 
@@ -282,7 +282,7 @@ def command(
         profile_at_start=profile_at_start,
         migration_bandwidth_share=migration_bandwidth_share,
     )
-    run_service(lambda shutdown: _serve_or_say(common, options, count, settings, shutdown))
+    run_service(lambda shutdown: _serve_or_log_error(common, options, count, settings, shutdown))
 
 
 def _ports(text: str | None) -> PortRange | None:
@@ -299,13 +299,13 @@ def _profile(name: str | None) -> Profile | None:
         raise click.BadParameter(str(error), param_hint="--profile") from error
 
 
-async def _serve_or_say(
+async def _serve_or_log_error(
     common: CommonOptions, options: EngineOptions, count: int, settings: WorkerSettings, shutdown: Shutdown
 ) -> None:
     """Serve until told to stop or an engine dies; log what an operator can fix as one line.
 
-    Never returns: the process exits as soon as everything is closed. The interpreter would take seconds more
-    to take an engine's modules apart, in which a supervisor cannot start the worker again.
+    Never returns: the process exits as soon as everything is closed. The interpreter would need seconds
+    more to unload an engine's modules, in which a supervisor cannot start the worker again.
     """
     status = 0
     try:
@@ -322,7 +322,7 @@ async def _serve_or_say(
 async def serve(
     common: CommonOptions, options: EngineOptions, count: int, settings: WorkerSettings, shutdown: Shutdown
 ) -> None:
-    """Run `count` workers until cancelled. Raises BindingError; EngineDied when an engine failed for good."""
+    """Run `count` workers until cancelled. Raise BindingError, or EngineDied if an engine failed for good."""
     names = numbered(common.member_id, count)
     registry = new_registry("worker", common.member_id)
     collector, histograms = WorkerCollector(registry), WorkerHistograms(registry)
@@ -343,7 +343,7 @@ async def serve(
             )
             memory = SharedMemory()
             stack.callback(memory.segments.close)
-            around = SharedServices(
+            shared = SharedServices(
                 store=store,
                 membership=membership,
                 channels=channels,
@@ -354,13 +354,13 @@ async def serve(
             )
             died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
             listen = common.listen
-            workers: list[Running] = []
+            workers: list[RunningWorker] = []
             for name, engine in zip(names, engines, strict=True):
                 metrics = WorkerMetrics(histograms)
                 running = await stack.enter_async_context(
-                    running_worker(name, engine, listen, around, metrics, settings, died)
+                    running_worker(name, engine, listen, shared, metrics, settings, died)
                 )
-                # The first has the port that was asked for; the others take any.
+                # Only the first gets the requested port; the others use any free one.
                 listen = f"{listen.rpartition(':')[0]}:0"
                 collector.add(metrics, running.stats)
                 workers.append(running)
@@ -382,7 +382,7 @@ def _ucx_options(common: CommonOptions, settings: WorkerSettings) -> dict[str, s
 
 
 def numbered(first: str, count: int) -> list[str]:
-    """`count` ids from `first` on: worker-5, worker-6, ...; node-08, node-09, ...; worker, worker-1, ..."""
+    """Return `count` ids starting with `first`: worker-5, worker-6; node-08, node-09; worker, worker-1."""
     stem, dash, number = first.rpartition("-")
     if not dash or not (number.isascii() and number.isdecimal()):
         return [first, *(f"{first}-{n}" for n in range(1, count))]

@@ -1,4 +1,4 @@
-"""Phase changes on their way to the monitor."""
+"""Collect phase changes for the monitor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tailrace.v1 import monitor_pb2, types_pb2
 from worker_agent.carried import Carried, CarriedRequests
 from worker_agent.engine.base import EnginePhase, RequestStats
 
-# News beyond this are dropped, oldest first: the next steady report tells the monitor all there is to know.
+# Events beyond this are dropped, oldest first: the next steady report contains all that matters.
 _PENDING_MAX: Final = 10_000
 
 PHASES: Final = {
@@ -28,8 +28,11 @@ STATES: Final = {
 
 
 class PhaseEvents:
-    """Collects between two sendings. Which phase was entered is read from the engine when they are sent, so
-    that the data path only notes who changed."""
+    """Collect events between two reports.
+
+    The data path only records which requests changed; which phase they entered is read from the engine when
+    the events are sent.
+    """
 
     def __init__(self) -> None:
         self._changed: dict[str, None] = {}
@@ -38,22 +41,23 @@ class PhaseEvents:
 
     @property
     def pending(self) -> bool:
-        """Whether there is anything to tell."""
+        """Return whether there are events to send."""
         return bool(self._changed or self._gone)
 
     @property
     def needs_stats(self) -> bool:
-        """Whether `take` needs to see the engine's requests."""
+        """Return whether `take` needs the engine's requests."""
         return bool(self._changed)
 
     def changed(self, request_id: str) -> None:
-        """It entered a phase, or came to this instance."""
+        """Record that a request entered a phase, or came to this instance."""
         if len(self._changed) < _PENDING_MAX:
             self._changed[request_id] = None
         self.wakeup.set()
 
     def gone(self, carried: Carried, output_tokens: int = 0) -> None:
-        """It has left this instance: finished, aborted, moved. Tokens where they are known."""
+        """Record that a request has left this instance: finished, aborted or moved. `output_tokens`: if
+        known."""
         self._changed.pop(carried.request_id, None)
         self._gone.append(
             monitor_pb2.PhaseEvent(
@@ -68,7 +72,7 @@ class PhaseEvents:
         self.wakeup.set()
 
     def take(self, requests: list[RequestStats], carried: CarriedRequests) -> list[monitor_pb2.PhaseEvent]:
-        """Everything there is to tell, given the engine's requests now; empties the collection."""
+        """Return and remove all events, given the engine's current requests."""
         self.wakeup.clear()
         events = list(self._gone)
         self._gone.clear()

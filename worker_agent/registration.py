@@ -1,4 +1,4 @@
-"""The worker's place in the fleet: its record in etcd."""
+"""Register the worker in etcd."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def instance_record(
     info: EngineInfo,
     profile_kind: str,
 ) -> InstanceRecord:
-    """What the fleet must know of it. `profile_kind`: of the measured profile that is for it, or empty."""
+    """Return the worker's record. `profile_kind`: kind of the measured profile that applies to it, or
+    empty."""
     shape = info.kv_shape
     return InstanceRecord(
         instance_id=instance_id,
@@ -51,5 +52,5 @@ def instance_record(
 
 
 async def register_instance(store: Store, record: InstanceRecord, ttl_s: float) -> Registration:
-    """Join. `withdraw()` of what is returned leaves. Raises StoreUnavailable."""
+    """Register the worker; `withdraw()` of the result removes it. Raise StoreUnavailable."""
     return await register(store, f"instances/{record.instance_id}", msgspec.json.encode(record), ttl_s)

@@ -1,4 +1,4 @@
-"""The stream of reports to the monitor: steady ones, and phase changes at once."""
+"""Stream reports to the monitor: steady ones at an interval, and phase changes at once."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ from worker_agent.unacknowledged import Unacknowledged
 log = logging.getLogger(__name__)
 
 _BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0)
-# Phase changes that come within this time are told together.
+# Phase changes within this time are sent together.
 _GATHER_S: Final = 0.005
-# A monitor that takes or acknowledges no report for so long is given up; the stream is opened anew.
+# A monitor that accepts or acknowledges no report for so long is given up; the stream is opened again.
 _WRITE_S: Final = 5.0
-# The same where there is another monitor. Monitors call an instance silent after two seconds by default.
+# The same if there is another monitor. By default monitors declare an instance silent after two seconds.
 _ACKNOWLEDGE_S: Final = 1.25
-# A stream that has lasted so long shows that its monitor can be reached.
-_LASTED_S: Final = 5.0
+# A stream that has lasted so long shows that its monitor is reachable.
+_STABLE_S: Final = 5.0
 
 
 class _Closed(Exception):
     """The monitor ended the stream."""
 
 
-class _Moved(Exception):
+class _MonitorChanged(Exception):
     """Another monitor is preferred now."""
 
 
-# How a stream ends, whoever ends it.
-_ENDED: Final = (grpc.aio.AioRpcError, _Closed, _Moved, TimeoutError, asyncio.InvalidStateError)
+# Exceptions that end a stream, from either side.
+_ENDED: Final = (grpc.aio.AioRpcError, _Closed, _MonitorChanged, TimeoutError, asyncio.InvalidStateError)
 
 
 class Reports:
-    """Reports for as long as `run` runs; connects again for ever. Nothing on the data path waits for it.
+    """Report while `run` runs, reconnecting for ever. Nothing on the data path waits for it.
 
-    One monitor is told at a time: the leading one, or the next that can be reached. Schedulers listen to all
-    of them, so a worker that is cut off from one monitor alone stays what it was.
+    One monitor gets the reports: the leader, or the next that can be reached. Schedulers watch all monitors,
+    so a worker that is cut off from one monitor stays active.
     """
 
     def __init__(
@@ -70,7 +70,8 @@ class Reports:
         interval_s: float,
         cache: CacheBook | None = None,
     ) -> None:
-        """`monitors`: addresses of those that there are, in order of preference. `cache`: of the engine."""
+        """`monitors()` returns the monitors' addresses in order of preference. `cache`: the engine's prefix
+        cache."""
         self._instance_id = instance_id
         self._incarnation = incarnation
         self._block_tokens = block_tokens
@@ -87,47 +88,52 @@ class Reports:
         self._cache = cache
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         failures = 0
         try:
             while True:
-                address = self._best()
+                address = self._preferred_monitor()
                 if address is not None:
                     began_s = time.monotonic()
                     failed, reason = await self._attempt(address)
                     log.info("reports to the monitor at %s stopped: %s", address, reason)
-                    lasted = time.monotonic() - began_s > _LASTED_S
-                    if lasted:
+                    stable = time.monotonic() - began_s > _STABLE_S
+                    if stable:
                         self._reachability.succeeded(address)
                     if failed:
                         self._reachability.failed(address)
-                    failures = failures + 1 if failed and not lasted else 0
-                # Without delay to another monitor: this one's patience with us is running out.
-                if self._best() in (None, address):
+                    failures = failures + 1 if failed and not stable else 0
+                # Switch to another monitor without delay, before this one declares the instance silent.
+                if self._preferred_monitor() in (None, address):
                     await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
         finally:
             await self._reachability.close()
 
-    def _best(self) -> str | None:
-        """The first monitor that can be reached; when none can, the first."""
+    def _preferred_monitor(self) -> str | None:
+        """Return the first monitor that can be reached; if none can, the first."""
         addresses = self._monitors()
         self._reachability.keep_only(addresses)
         return next(filter(self._reachability.usable, addresses), addresses[0] if addresses else None)
 
-    def _patience_s(self, address: str) -> float:
-        """How long to wait for an acknowledgement: with another monitor at hand not until this one, to which
-        we may be cut off, takes us for silent."""
+    def _ack_timeout_s(self, address: str) -> float:
+        """Return how long to wait for an acknowledgement.
+
+        With another monitor available it is shorter than the time after which this one declares the instance
+        silent.
+        """
         others = (other for other in self._monitors() if other != address)
         return _ACKNOWLEDGE_S if any(map(self._reachability.usable, others)) else _WRITE_S
 
     async def _attempt(self, address: str) -> tuple[bool, str]:
-        """One stream, to its end; whether the monitor failed, and why it ended."""
+        """Run one stream to its end; return whether the monitor failed, and why the stream ended."""
         call = monitor_pb2_grpc.MonitorStub(self._channels.get(address, Role.MONITOR)).Report()
         unacknowledged = Unacknowledged()
-        reading = asyncio.create_task(_acknowledged(call, unacknowledged), name="report acknowledgements")
+        reading = asyncio.create_task(
+            _read_acknowledgements(call, unacknowledged), name="report acknowledgements"
+        )
         writing = asyncio.create_task(self._write(call, address, unacknowledged), name="reports")
         waiting = asyncio.create_task(
-            unacknowledged.overdue(lambda: self._patience_s(address)), name="report deadlines"
+            unacknowledged.overdue(lambda: self._ack_timeout_s(address)), name="report deadlines"
         )
         tasks = (reading, writing, waiting)
         try:
@@ -142,8 +148,8 @@ class Reports:
                 raise result
         if waiting in done:
             return True, "no acknowledgement in time"
-        if any(isinstance(result, _Moved) for result in results):
-            return False, "another monitor is to be told"
+        if any(isinstance(result, _MonitorChanged) for result in results):
+            return False, "another monitor is preferred"
         return True, "; ".join(format_error(result) for result in results if isinstance(result, Exception))
 
     async def _write(
@@ -156,17 +162,17 @@ class Reports:
         while True:
             steady = time.monotonic() >= due_s
             report = self._report(steady)
-            unacknowledged.wrote(report.seq)
+            unacknowledged.sent(report.seq)
             async with asyncio.timeout(_WRITE_S):
                 await call.write(report)
             if steady:
                 due_s = max(due_s + self._interval_s, time.monotonic())
-                if self._best() not in (None, address):
-                    raise _Moved
+                if self._preferred_monitor() not in (None, address):
+                    raise _MonitorChanged
             await self._next(due_s)
 
     async def _next(self, due_s: float) -> None:
-        """Until there is something to tell or the next steady report is due."""
+        """Wait until there are events to send or the next steady report is due."""
         try:
             async with asyncio.timeout(max(0.0, due_s - time.monotonic())):
                 await self._events.wakeup.wait()
@@ -198,11 +204,11 @@ class Reports:
         return report
 
 
-async def _acknowledged(
+async def _read_acknowledgements(
     call: grpc.aio.StreamStreamCall[monitor_pb2.WorkerReport, monitor_pb2.ReportAck],
     unacknowledged: Unacknowledged,
 ) -> None:
-    """Read acknowledgements, which show that the monitor lives and hears us."""
+    """Read acknowledgements, which show that the monitor is alive and receives the reports."""
     while isinstance(ack := await call.read(), monitor_pb2.ReportAck):
         unacknowledged.acknowledged(ack.seq)
     raise _Closed("closed by the monitor")

@@ -1,4 +1,4 @@
-"""The Worker service over gRPC: hands each call to who serves it."""
+"""The gRPC Worker service."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ from worker_agent.profiling.profiler import MeasuringFailed, Profiler, Refused
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """One worker's. The streaming methods write through their context: a coroutine each, where the generated
-    base class speaks of iterators."""
+    """Implement the Worker service.
+
+    The streaming methods write through their context: they are coroutines, where the generated base class
+    expects iterators.
+    """
 
     def __init__(self, exports: Exports, imports: Imports, hand_backs: HandBacks, profiler: Profiler) -> None:
         self._hand_backs = hand_backs
@@ -35,7 +38,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         request_iterator: AsyncIterator[worker_pb2.ExportCommand],
         context: grpc.aio.ServicerContext[worker_pb2.ExportCommand, worker_pb2.ExportEvent],
     ) -> None:
-        """A migration's source; the call is its lease."""
+        """Serve the source side of a migration; the call is its lease."""
         lease = Lease()
         self._exports.start(lease)
         reader = asyncio.create_task(_read(request_iterator, lease), name="export reader")
@@ -52,7 +55,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         request: worker_pb2.ImportRequest,
         context: grpc.aio.ServicerContext[worker_pb2.ImportRequest, worker_pb2.ImportEvent],
     ) -> None:
-        """A migration's target; cancelled before the commit, it aborts."""
+        """Run the target side of a migration; cancelling the call before the commit aborts it."""
         await _require_seconds(context, timeout_s=request.timeout_s, room_wait_s=request.room_wait_s)
         try:
             incoming = self._imports.start(request)
@@ -70,7 +73,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         request: worker_pb2.CancelImportRequest,
         context: grpc.aio.ServicerContext[worker_pb2.CancelImportRequest, worker_pb2.CancelImportReply],
     ) -> worker_pb2.CancelImportReply:
-        """Abort what is not committed; answers when it is over."""
+        """Abort an import that is not committed; reply once it has ended."""
         return worker_pb2.CancelImportReply(cancelled=await self._imports.cancel(request.migration_id))
 
     async def HandBackPrompts(
@@ -78,7 +81,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         request: worker_pb2.HandBackPromptsRequest,
         context: grpc.aio.ServicerContext[worker_pb2.HandBackPromptsRequest, worker_pb2.HandBackPromptsReply],
     ) -> worker_pb2.HandBackPromptsReply:
-        """Front ends are asked; where each goes, they see to."""
+        """Hand prompts back to their front ends, which place them again."""
         count = self._hand_backs.prompts(request.request_ids, asyncio.get_running_loop().time())
         return worker_pb2.HandBackPromptsReply(handed_back=count)
 
@@ -87,7 +90,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         request: profile_pb2.ProfileRequest,
         context: grpc.aio.ServicerContext[profile_pb2.ProfileRequest, profile_pb2.ProfileEvent],
     ) -> None:
-        """Measure the engine; a caller who goes away ends it."""
+        """Profile the engine; ends when the caller disconnects."""
         # 0: the default.
         await _require_seconds(context, budget_s=request.budget_s)
         try:
@@ -111,7 +114,7 @@ async def _read(commands: AsyncIterator[worker_pb2.ExportCommand], lease: Lease)
 
 
 async def _require_seconds(context: Context, **fields: float) -> None:
-    """Abort the call at a field that is no number of seconds: no timer takes NaN."""
+    """Abort the call if a field is not a valid number of seconds: timers do not accept NaN."""
     for name, seconds in fields.items():
         if not 0.0 <= seconds < math.inf:
             await context.abort(

@@ -1,4 +1,4 @@
-"""What a worker is given, beside its engine's settings."""
+"""Settings of a worker besides those of its engine."""
 
 from __future__ import annotations
 
@@ -15,46 +15,45 @@ from worker_agent.migration.link_budget import SHARE
 class WorkerSettings:
     """Times in seconds, sizes in bytes."""
 
-    # Where front ends attach; 0: any free port.
+    # Port on which front ends attach; 0: any free port.
     stream_port: int = 0
-    # What KV transfer is bound to: an address of this machine; None: what the worker listens on.
+    # Address of this machine that KV transfer binds to; None: the one that the worker listens on.
     kv_address: str | None = None
-    # TCP ports for KV transfer; None: any free ones.
+    # TCP ports for KV transfer; None: any free ports.
     kv_ports: PortRange | None = None
-    # Whether KV leaves this host encrypted, and is fetched from others only so.
+    # Whether KV leaves this host encrypted only, and is fetched from other hosts only so.
     encrypt_kv: bool = False
     # Largest message that front ends may send: a submission with its prompt.
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
-    # Requests that may be here at a time, waiting or running; more are placed elsewhere, or refused.
+    # Most requests here at a time, waiting or running; more are placed elsewhere, or refused.
     max_requests: int = 8192
-    # Between two steady reports to the monitor.
+    # Interval of steady reports to the monitor.
     report_s: float = 0.5
-    # How long the etcd lease outlives a worker that died.
+    # Time to live of the etcd lease.
     lease_ttl_s: float = 10.0
-    # A front end from which nothing was heard for so long is given up.
+    # A front end from which nothing arrives for so long is disconnected.
     frontend_silence_s: float = 10.0
-    # An import that was asked for without a limit of its own.
+    # Timeout of an import whose request does not set one.
     import_timeout_s: float = 10.0
-    # A prefix that has not come from another worker by then is computed.
+    # Time after which a prefix that is pulled from another worker is computed instead.
     pull_timeout_s: float = 5.0
-    # A source that is paused longer asks the front end whether to go on.
+    # A source that is paused longer asks the front end whether to resume.
     pause_limit_s: float = 10.0
-    # An export whose target says nothing for so long, before the pause, is ended.
+    # An export whose target is silent for so long before the pause is ended.
     export_idle_s: float = 30.0
-    # The engine's order of its requests: a name of tailrace.intra.registry, or intra_switch.BY_POLICY.
+    # The engine's batch order: a name of tailrace.intra.registry, or intra_switch.BY_POLICY.
     intra: str = ENGINE_ORDER
-    # Step times of this model on this machine; None: as measured, else the engine's own, if it
-    # knows them.
+    # Profile of this model on this machine; None: the measured one, else the engine's own, if it has one.
     profile: Profile | None = None
-    # Measure the engine before joining, unless one of its kind has been.
+    # Profile the engine before joining, unless one of its kind has been profiled.
     profile_at_start: bool = False
-    # Share of the link's time for incoming transfers that nobody waits for; 1: all of it.
+    # Share of the link's time for incoming background transfers; 1: all of it.
     migration_bandwidth_share: float = SHARE
-    # Waiting for the front end's word on an adoption, which itself may take 2 s.
+    # Timeout of the front end's reply to an adoption, for which it may itself wait 2 s.
     adopt_timeout_s: float = 10.0
-    # Once told to stop: for its requests to be moved; what is left then is handed back to be computed anew.
+    # Time for its requests to be moved once it is told to stop; the rest is handed back to be recomputed.
     drain_timeout_s: float = 60.0
-    # An engine that has requests to run and ends no step for too long hangs: the worker ends. How long
-    # that is follows from the steps so far (progress.py), within these bounds.
+    # Bounds of the time after which an engine that has requests to run but finishes no step counts as hanging
+    # (progress.py).
     step_floor_s: float = 30.0
     step_limit_s: float = 300.0

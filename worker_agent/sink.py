@@ -1,4 +1,4 @@
-"""From the engine to the front ends."""
+"""Send the engine's outputs to the front ends."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from worker_agent.phase_events import PhaseEvents
 
 log = logging.getLogger(__name__)
 
-# Plain ints: this is looked at for every entry that has a flag.
+# Plain ints: this is evaluated for every entry with a flag.
 _ENDED: Final = int(OutputFlag.FINISHED | OutputFlag.FAILED)
-# Both: the first token here is an answer's.
+# Both flags: the first token here belongs to the answer.
 _NO_REASONING: Final = int(OutputFlag.PREFILL_DONE | OutputFlag.REASONING_ENDED)
 _ANSWER_BEGUN: Final = int(OutputFlag.ANSWER_BEGUN)
-# Most bytes of an entry's columns (six numbers), of a token id, and of a frame's or the message's own header.
+# Upper bounds, in bytes, of an entry's columns (six numbers), of a token id, and of a header of a frame or
+# message.
 _ENTRY_BYTES: Final = 36
 _TOKEN_BYTES: Final = 5
 _HEADER_BYTES: Final = 16
 
 
 class FrontEndSink:
-    """EngineSink: one message per step and front end, columns as they are; looks only at flags and sizes."""
+    """Implement EngineSink: one message per step and front end; inspects only flags and sizes."""
 
     def __init__(
         self,
@@ -53,12 +54,12 @@ class FrontEndSink:
         self._loop = asyncio.get_running_loop()
 
     def on_step(self, columns: StepColumns) -> None:
-        """EngineSink.on_step: to the front end from whichever thread; what it changed, on the loop."""
+        """Send a step's outputs from any thread; process their flags on the event loop."""
         self._metrics.tokens += len(columns.token_ids)
         front_end = self._front_ends.by_client(columns.client)
         if front_end is None:
             return
-        if _message_bytes(columns) > (room := front_end.room_bytes):
+        if _message_bytes(columns) > (room := front_end.send_budget_bytes):
             remaining = self._shrink(front_end, columns, room)
             if remaining is None:
                 return
@@ -75,10 +76,10 @@ class FrontEndSink:
         )
         front_end.send(worker_pb2.AttachDown(outputs=outputs))
         if any(columns.flags):
-            self._loop.call_soon_threadsafe(self._tell, columns)
+            self._loop.call_soon_threadsafe(self._report_flags, columns)
 
     def on_utility(self, client: int, call_id: int, frames: Frames) -> None:
-        """EngineSink.on_utility."""
+        """Send a utility call's result."""
         front_end = self._front_ends.by_client(client)
         if front_end is None:
             return
@@ -93,30 +94,37 @@ class FrontEndSink:
         front_end.send(worker_pb2.AttachDown(utility=result))
 
     def on_engine_dead(self, reason: str) -> None:
-        """EngineSink.on_engine_dead."""
+        """Report that the engine has failed."""
         self._on_dead(reason)
 
-    def _shrink(self, front_end: FrontEnd, columns: StepColumns, room_bytes: int) -> StepColumns | None:
-        """Take out the largest outputs until the rest can be sent, and end their requests alone; None:
-        nothing is left. On the engine's thread."""
+    def _shrink(
+        self, front_end: FrontEnd, columns: StepColumns, send_budget_bytes: int
+    ) -> StepColumns | None:
+        """Remove the largest outputs until the rest can be sent, and end only their requests; return None if
+        nothing is left.
+
+        Runs on the engine's thread.
+        """
         beside = _message_bytes(columns) - sum(map(len, columns.frames))
         everything = range(len(columns.handles))
         try:
-            frames, dropped = wire.shrink_outputs(columns.frames, room_bytes - beside)
+            frames, dropped = wire.shrink_outputs(columns.frames, send_budget_bytes - beside)
         except msgspec.DecodeError:
             log.exception("an engine's outputs cannot be read")
             frames, dropped = [], list(everything)
         remaining = _without(columns, dropped)
         remaining.frames = frames
-        if _message_bytes(remaining) > room_bytes:
+        if _message_bytes(remaining) > send_budget_bytes:
             remaining, dropped = _without(columns, everything), list(everything)
         for position in dropped:
             self._reject(front_end, columns.handles[position], columns.epochs[position])
         return remaining if remaining.handles else None
 
     def _reject(self, front_end: FrontEnd, handle: int, epoch: int) -> None:
-        """A request whose outputs of one step are too large ends. Told from the engine's thread, before its
-        next step can be: that would leave a gap."""
+        """End a request whose outputs of one step are too large.
+
+        Sent from the engine's thread before its next step: later would leave a gap in the stream.
+        """
         reason = (
             f"its outputs of one step take more than can be sent ({front_end.max_message_bytes} bytes,"
             " --max-message-bytes, less what waits for the front end to read); ask for fewer"
@@ -129,8 +137,8 @@ class FrontEndSink:
         front_end.send(worker_pb2.AttachDown(rejected=rejected))
         self._loop.call_soon_threadsafe(self._give_up, RequestKey(front_end.client, handle))
 
-    def _tell(self, columns: StepColumns) -> None:
-        """Phase changes of this step."""
+    def _report_flags(self, columns: StepColumns) -> None:
+        """Process the flags of a step: phase changes and ends."""
         for entry, flags in enumerate(columns.flags):
             if not flags:
                 continue
@@ -141,11 +149,11 @@ class FrontEndSink:
             if flags & _ANSWER_BEGUN or flags & _NO_REASONING == _NO_REASONING:
                 carried.pace.begin(columns.first_indices[entry], time.monotonic())
             if flags & _ENDED:
-                self._ended(key, carried, flags, columns.first_indices[entry] + columns.counts[entry])
+                self._request_ended(key, carried, flags, columns.first_indices[entry] + columns.counts[entry])
             else:
                 self._events.changed(carried.request_id)
 
-    def _ended(self, key: RequestKey, carried: Carried, flags: int, output_tokens: int) -> None:
+    def _request_ended(self, key: RequestKey, carried: Carried, flags: int, output_tokens: int) -> None:
         self._carried.remove(key)
         self._events.gone(carried, output_tokens)
         if flags & OutputFlag.FAILED:
@@ -158,7 +166,7 @@ class FrontEndSink:
 
 
 def _message_bytes(columns: StepColumns) -> int:
-    """An upper bound of the size of the step's message, without encoding it."""
+    """Return an upper bound of the size of the step's message without encoding it."""
     frames = columns.frames
     return (
         sum(map(len, frames))
@@ -169,7 +177,7 @@ def _message_bytes(columns: StepColumns) -> int:
 
 
 def _without(columns: StepColumns, dropped: Sequence[int]) -> StepColumns:
-    """The columns less these entries; the frames are the caller's to set."""
+    """Return the columns without these entries; the caller sets the frames."""
     gone = set(dropped)
     remaining = StepColumns(columns.client, columns.step, [])
     offset = 0

@@ -1,4 +1,4 @@
-"""What a worker's profile says of its load: Arrow's two quantities (section 5.3)."""
+"""Derive Arrow's two load quantities (section 5.3) from a worker's profile."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from tailrace.store.membership import Membership
 from worker_agent.settings import WorkerSettings
 
 CONTEXT_TOKENS: Final = 1024
-"""Length of prompts and requests where none is given; as tailrace.policy.arrow.policy assumes."""
+"""Assumed length of prompts and requests, the same as in tailrace.policy.arrow.policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Of one worker. Without a profile there are none, and the policies go by theirs."""
+    """The quantities of one worker. Without a profile there are none, and policies use their defaults."""
 
     ttft: TtftPredictor
     max_running_tokens: int
 
     @staticmethod
     def of(profile: Profile, tpot_s: float) -> Speeds:
-        """By the profile of the very engine. `tpot_s`: most seconds between two tokens of a request."""
+        """Return the quantities for an engine's own profile. `tpot_s`: longest time between two tokens, in
+        seconds."""
         return Speeds._of(TtftPredictor.of_profile(profile), profile, tpot_s)
 
     @staticmethod
     def measured(record: ProfileRecord, tpot_s: float) -> Speeds:
-        """By what was measured of engines of its kind."""
+        """Return the quantities for a profile measured on engines of its kind."""
         curve = record.ttft
         ttft = TtftPredictor(curve.base_s, curve.per_token_s, curve.per_token_squared_s)
         return Speeds._of(ttft, record.profile, tpot_s)
@@ -42,10 +43,11 @@ class Speeds:
         return Speeds(ttft, max_running_tokens(profile, tpot_s, CONTEXT_TOKENS))
 
     def prefill_delay_s(self, backlog_tokens: int, prompts: Sequence[int]) -> float:
-        """Seconds until a prefill that arrives now would start, behind prompts of these lengths (Eq. 2).
+        """Return the seconds until a prefill that arrives now would start, behind prompts of these lengths
+        (Eq. 2).
 
-        Of them so many tokens are left to compute; what is more than their sum belongs to requests that are
-        computed anew.
+        `backlog_tokens` of the prompts are left to compute; any excess over their sum belongs to requests
+        that are recomputed.
         """
         known = sum(prompts)
         if backlog_tokens > known:
@@ -54,8 +56,10 @@ class Speeds:
 
 
 class KnownSpeeds:
-    """By the profile that the worker was given, else what was measured of its kind, else the engine's own;
-    Max Running Tokens for the deployment's TPOT."""
+    """Select the profile: the one given to the worker, else one measured for its kind, else the engine's own.
+
+    Max Running Tokens is computed for the deployment's TPOT.
+    """
 
     def __init__(
         self, own: Profile | None, settings: WorkerSettings, kind: str, membership: Membership
@@ -64,15 +68,15 @@ class KnownSpeeds:
         self._profile = settings.profile or own
         self._kind = kind
         self._membership = membership
-        # What the present speeds were made from.
+        # The inputs of the present speeds.
         self._source: tuple[ProfileRecord | None, float] | None = None
         self._speeds: Speeds | None = None
 
     def now(self) -> Speeds | None:
-        """None: nobody knows. Fits are made once for each record and TPOT."""
+        """Return the speeds, or None if there is no profile. Fits are made once for each record and TPOT."""
         record = None if self._given else self._membership.profiles.get(self._kind)
         if record is None and self._source is not None:
-            # One that was taken away still says more than the engine's own.
+            # A record that was removed is still better than the engine's own profile.
             record = self._source[0]
         source = record, slo_tpot_s(self._membership)
         if source != self._source:
@@ -86,5 +90,5 @@ class KnownSpeeds:
 
 
 def slo_tpot_s(membership: Membership) -> float:
-    """The TPOT that the deployment asks for, in seconds; where it asks for none, the usual one."""
+    """Return the deployment's TPOT in seconds, or the default if it sets none."""
     return membership.slo.tpot_s or DEFAULT_TPOT_S

@@ -1,4 +1,4 @@
-"""Reports that a monitor has not acknowledged yet."""
+"""Track reports that a monitor has not acknowledged yet."""
 
 from __future__ import annotations
 
@@ -12,36 +12,37 @@ _POLL_S: Final = 0.25
 
 
 class Unacknowledged:
-    """Their numbers, and when each was written, in seconds of the monotonic clock."""
+    """The sequence number and sending time of each report, in seconds of the monotonic clock."""
 
     def __init__(self) -> None:
         self._written: deque[tuple[int, float]] = deque()
 
-    def wrote(self, seq: int) -> None:
-        """A report is on its way; numbers grow."""
+    def sent(self, seq: int) -> None:
+        """Add a report that is being sent; sequence numbers increase."""
         self._written.append((seq, time.monotonic()))
 
     def acknowledged(self, seq: int) -> None:
-        """The monitor has this report, and all before it."""
+        """Remove this report and all before it."""
         while self._written and self._written[0][0] <= seq:
             self._written.popleft()
 
     def waiting_s(self, now_s: float) -> float:
-        """For how long the oldest has waited; 0 when there is none."""
+        """Return the age of the oldest report in seconds; 0 if there is none."""
         return now_s - self._written[0][1] if self._written else 0.0
 
     async def overdue(self, limit_s: Callable[[], float]) -> None:
-        """Until one has waited longer than the limit.
+        """Wait until a report is older than the limit.
 
-        Time in which this process itself stood still does not count: the answer may lie in its socket.
+        Time for which this process itself was suspended does not count: the acknowledgement may be waiting in
+        its socket.
         """
-        looked_s = time.monotonic()
+        checked_s = time.monotonic()
         while True:
             await asyncio.sleep(_POLL_S)
             now_s = time.monotonic()
-            stood_still_s = now_s - looked_s - _POLL_S
-            looked_s = now_s
-            if stood_still_s > _POLL_S:
-                self._written = deque((seq, at_s + stood_still_s) for seq, at_s in self._written)
+            suspended_s = now_s - checked_s - _POLL_S
+            checked_s = now_s
+            if suspended_s > _POLL_S:
+                self._written = deque((seq, at_s + suspended_s) for seq, at_s in self._written)
             elif self.waiting_s(now_s) > limit_s():
                 return

@@ -1,4 +1,4 @@
-"""One worker, put together: engine, front ends, KV transport, migrations, reports, membership."""
+"""Assemble and run one worker: engine, front ends, KV transport, migrations, reports and membership."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tailrace.v1 import worker_pb2
 from tailrace.v1.bidask_pb2_grpc import add_BidAskServicer_to_server
 from tailrace.v1.cache_pb2_grpc import add_CacheServicer_to_server
 from tailrace.v1.worker_pb2_grpc import add_WorkerServicer_to_server
-from worker_agent.attach import AttachStreams, refused
+from worker_agent.attach import AttachStreams, refusal_message
 from worker_agent.bidask.assembly import BidAskServicer, coordinator_of
 from worker_agent.cache_servicer import CacheServicer
 from worker_agent.carried import CarriedRequests
@@ -34,10 +34,10 @@ from worker_agent.draining import Draining
 from worker_agent.engine.base import Engine, EngineInfo, EngineStats
 from worker_agent.engines import kv_transport
 from worker_agent.faults import Faults
-from worker_agent.frontends import FrontEnds, beat
+from worker_agent.frontends import FrontEnds, send_heartbeats
 from worker_agent.hand_backs import HandBacks
 from worker_agent.id_claim import replaced_message, wait_until_free
-from worker_agent.intra_switch import order_by
+from worker_agent.intra_switch import follow_batch_order
 from worker_agent.kv.address import KvTransferError
 from worker_agent.kv.segments import SharedMemory
 from worker_agent.load import MigrationLoad
@@ -67,7 +67,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineStartError(Exception):
-    """The engine does not start; the message says what to do."""
+    """The engine cannot start; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,24 +80,24 @@ class SharedServices:
     tracing: Tracing
     # HOST:PORT of /metrics as others reach it.
     metrics_address: str
-    # Host that others reach this process by.
+    # Host under which others reach this process.
     host: str
     memory: SharedMemory
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningWorker:
     """A worker that serves."""
 
     instance_id: str
     record: InstanceRecord
     info: EngineInfo
-    # Of users' requests alone.
+    # Statistics of users' requests, without probes.
     stats: Callable[[], EngineStats]
     front_ends: FrontEnds
     exports: Exports
     imports: Imports
-    # Hands over all that it carries, so that it can end.
+    # Hands over all of its requests, so that it can stop.
     drain: Callable[[], Coroutine[None, None, None]]
 
 
@@ -110,15 +110,15 @@ async def running_worker(
     metrics: WorkerMetrics,
     settings: WorkerSettings,
     died: asyncio.Future[str],
-) -> AsyncIterator[Running]:
-    """Start the engine, serve and join the fleet; leave and stop at the end. UCX must be started.
+) -> AsyncIterator[RunningWorker]:
+    """Start the engine, serve and join the fleet; leave and stop when the block ends. UCX must be started.
 
-    `died` gets the reason when the engine fails for good, or another worker has taken the id; the caller
-    then ends the process. Raises IdInUse, EngineStartError, ListenError, StoreUnavailable.
+    `died` gets the reason when the engine fails for good or another worker takes over the id; the caller then
+    exits the process. Raise IdInUse, EngineStartError, ListenError or StoreUnavailable.
     """
     await wait_until_free(shared.store, instance_id, settings.lease_ttl_s)
     async with AsyncExitStack() as stack:
-        worker = _Assembly(instance_id, engine, shared, metrics, settings, died, stack)
+        worker = _WorkerBuilder(instance_id, engine, shared, metrics, settings, died, stack)
         await worker.start_engine()
         await worker.connect_kv()
         worker.open_migrations()
@@ -130,10 +130,10 @@ async def running_worker(
         yield await worker.join()
 
 
-class _Assembly:
-    """A worker that is put together in steps, in the order of the methods; each needs those before it.
+class _WorkerBuilder:
+    """Build a worker step by step, in the order of the methods; each needs the ones before it.
 
-    What a step opens, the stack closes, the last first.
+    What a step opens, the stack closes in reverse order.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class _Assembly:
         self._incoming = TransferRate()
 
     async def start_engine(self) -> None:
-        """Start the engine, its outputs to the front ends. Raises EngineStartError."""
+        """Start the engine with its outputs going to the front ends. Raise EngineStartError."""
         users = FrontEndSink(
             self._front_ends,
             self._carried,
@@ -176,10 +176,10 @@ class _Assembly:
         except RuntimeError as error:
             raise EngineStartError(f"{self._instance_id}: {error}") from error
         self._stack.push_async_callback(self._engine.stop)
-        order_by(self._settings.intra, self._engine.set_intra, self._shared.membership)
+        follow_batch_order(self._settings.intra, self._engine.set_intra, self._shared.membership)
 
     async def connect_kv(self) -> None:
-        """Open the transport of KV, and what pulls prefixes over it. Raises EngineStartError."""
+        """Open the KV transport and prefix pulls over it. Raise EngineStartError."""
         try:
             self._transport = await kv_transport(
                 self._instance_id,
@@ -212,7 +212,7 @@ class _Assembly:
         self._stack.push_async_callback(self._pulls.close)
 
     def open_migrations(self) -> None:
-        """Open both ends of migrations."""
+        """Create both ends of migrations."""
         self._admission = Admission(
             self._pulls, self._front_ends, self._carried, self._metrics, self._settings.max_requests
         )
@@ -252,7 +252,7 @@ class _Assembly:
         self._stack.push_async_callback(self._imports.close)
 
     def open_requests(self) -> None:
-        """Bring what front ends send to the engine, and prepare to drain."""
+        """Connect front ends' messages to the engine, and prepare draining."""
         self._dispatch = Dispatcher(
             self._engine,
             self._admission,
@@ -286,7 +286,7 @@ class _Assembly:
         )
 
     def open_bidding(self) -> None:
-        """Open the coordinator of bids."""
+        """Create the bid-ask coordinator."""
         self._coordinator = coordinator_of(
             self._instance_id,
             self._engine,
@@ -301,7 +301,7 @@ class _Assembly:
         self._stack.push_async_callback(self._coordinator.close)
 
     async def open_profiler(self) -> None:
-        """Measure the engine now, if that is asked for, and whenever it is asked for later."""
+        """Create the profiler; profile the engine now if the settings say so."""
         tpot_s = partial(slo_tpot_s, self._shared.membership)
         self._profiler = Profiler(
             self._instance_id,
@@ -316,7 +316,7 @@ class _Assembly:
             await self._profiler.at_start()
 
     async def serve(self, listen: str) -> None:
-        """Serve gRPC, and the streams of front ends. Raises ListenError."""
+        """Serve gRPC and the streams of front ends. Raise ListenError."""
         transport = self._shared.channels.transport
         loans = Loans(self._engine, self._info.kv_shape, self._transport, self._faults)
         prompts = GrpcPromptLink(lambda address: self._shared.channels.get(address, Role.WORKER))
@@ -342,7 +342,7 @@ class _Assembly:
                 worker_pb2.AttachUp,
                 streams.serve_stream,
                 self._settings.max_message_bytes,
-                StreamAdmission(transport, frozenset({Role.FRONTEND}), refused),
+                StreamAdmission(transport, frozenset({Role.FRONTEND}), refusal_message),
             )
         )
         stopping = worker_pb2.Goodbye(reason="the worker is stopping")
@@ -352,19 +352,19 @@ class _Assembly:
         self._coordinator.address = self._address
 
     async def run_background(self) -> None:
-        """Start what runs as long as the worker does."""
+        """Start the tasks that run as long as the worker does."""
         settings = self._settings
         bounds = StepBounds(settings.step_floor_s, settings.step_limit_s)
         for name, work in (
-            ("heartbeats", beat(self._front_ends, settings.frontend_silence_s)),
+            ("heartbeats", send_heartbeats(self._front_ends, settings.frontend_silence_s)),
             ("reports", self._reports().run()),
             ("progress", watch_progress(self._engine.stats, bounds, self._on_dead)),
             ("draining", self._draining.run()),
         ):
             await self._stack.enter_async_context(_background(name, work, self._on_dead))
 
-    async def join(self) -> Running:
-        """Be a member of the fleet. Raises IdInUse, StoreUnavailable."""
+    async def join(self) -> RunningWorker:
+        """Join the fleet. Raise IdInUse or StoreUnavailable."""
         record = instance_record(
             self._instance_id,
             self._incarnation,
@@ -372,11 +372,11 @@ class _Assembly:
             self._stream_address,
             self._shared.metrics_address,
             self._info,
-            # What it was given goes before what was measured.
+            # A profile from the command line takes precedence over measured ones.
             "" if self._settings.profile is not None else self._profiler.kind,
         )
         store, lease_ttl_s = self._shared.store, self._settings.lease_ttl_s
-        # Loading a model takes minutes: somebody may have come meanwhile.
+        # Loading a model takes minutes, in which another worker may have taken the id.
         await wait_until_free(store, self._instance_id, lease_ttl_s, self._address)
         registration = await register_instance(store, record, lease_ttl_s)
         registration.on_replaced(self._on_replaced)
@@ -388,7 +388,7 @@ class _Assembly:
                 self._settings.drain_timeout_s, self._server.set_serving, registration, record
             )
 
-        return Running(
+        return RunningWorker(
             self._instance_id,
             record,
             self._info,
@@ -420,20 +420,20 @@ class _Assembly:
         return own_stats(self._engine.stats(), self._sink)
 
     def _advertised(self, listening: str) -> str:
-        """A HOST:PORT that the process listens on, as others reach it."""
+        """Return HOST:PORT under which others reach a port that the process listens on."""
         return f"{self._shared.host}:{listening.rpartition(':')[2]}"
 
     def _on_dead(self, reason: str) -> None:
-        # At once: an engine that hangs may hold the end of this process up for a while.
+        # Immediately: a hanging engine may delay the exit of this process.
         log.error("%s: %s", self._instance_id, reason)
-        self._front_ends.say_goodbye(worker_pb2.Goodbye(engine_failed=True, reason=reason))
+        self._front_ends.send_goodbye(worker_pb2.Goodbye(engine_failed=True, reason=reason))
         if not self._died.done():
             self._died.set_result(f"{self._instance_id}: {reason}")
 
     def _on_replaced(self, value: bytes) -> None:
         reason = replaced_message(self._instance_id, value)
         log.error("%s", reason)
-        self._front_ends.say_goodbye(worker_pb2.Goodbye(reason=reason))
+        self._front_ends.send_goodbye(worker_pb2.Goodbye(reason=reason))
         if not self._died.done():
             self._died.set_result(reason)
 
@@ -442,7 +442,7 @@ class _Assembly:
 async def _background(
     name: str, work: Coroutine[object, object, None], on_dead: Callable[[str], None]
 ) -> AsyncIterator[None]:
-    """A task that runs until the block ends. A worker without it is none: if it fails, `on_dead` is told."""
+    """Run a task until the block ends. A worker cannot do without it: if it fails, `on_dead` is called."""
 
     def ended(done: asyncio.Task[None]) -> None:
         if (error := task_error(done)) is not None:

@@ -16,7 +16,7 @@ from worker_agent.carried import CarriedRequests
 from worker_agent.dispatch import Admission, Dispatcher
 from worker_agent.engine.base import RequestKey, Submission
 from worker_agent.engine.simulated import Faults, SimulatedEngine, SimulatedSettings
-from worker_agent.frontends import FrontEnd, FrontEnds, beat
+from worker_agent.frontends import FrontEnd, FrontEnds, send_heartbeats
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 from worker_agent.phase_events import PhaseEvents
 from worker_agent.sink import FrontEndSink
@@ -77,7 +77,7 @@ class SimulatedWorker:
         """As its engine does."""
         self.died = True
         if self._says_so:
-            self._front_ends.say_goodbye(worker_pb2.Goodbye(engine_failed=True, reason=reason))
+            self._front_ends.send_goodbye(worker_pb2.Goodbye(engine_failed=True, reason=reason))
         self._over.set()
 
     async def _run(self, up: asyncio.Event) -> None:
@@ -91,7 +91,7 @@ class SimulatedWorker:
             instance_id=self.instance_id, incarnation="1", ready_response=info.ready_response
         )
         streams = AttachStreams(self._front_ends, _Submissions(engine, admission, carried), hello)
-        beating = asyncio.create_task(beat(self._front_ends, 30.0))
+        beating = asyncio.create_task(send_heartbeats(self._front_ends, 30.0))
         async with serve_streams("127.0.0.1:0", worker_pb2.AttachUp, streams.serve_stream) as self.address:
             up.set()
             await self._over.wait()

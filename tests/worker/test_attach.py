@@ -20,7 +20,7 @@ from worker_agent.carried import CarriedRequests
 from worker_agent.dispatch import Admission, Dispatcher
 from worker_agent.engine.base import OutputFlag, RequestKey, StepColumns, Submission
 from worker_agent.engine.simulated import SimulatedEngine
-from worker_agent.frontends import HEARTBEAT_S, STALL_S, AttachRefused, FrontEnd, FrontEnds, beat
+from worker_agent.frontends import HEARTBEAT_S, STALL_S, AttachRefused, FrontEnd, FrontEnds, send_heartbeats
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 from worker_agent.phase_events import PhaseEvents
 from worker_agent.sink import FrontEndSink
@@ -44,7 +44,7 @@ class Peer:
     def __init__(self) -> None:
         self.up: asyncio.Queue[worker_pb2.AttachUp | None] = asyncio.Queue()
         self.down: asyncio.Queue[worker_pb2.AttachDown] = asyncio.Queue()
-        self.reads = True
+        self.has_read_all = True
         self.unsent_bytes = 0
         self.received_s = 0.0
         # Since when it takes nothing.
@@ -55,7 +55,7 @@ class Peer:
             yield message
 
     def send(self, message: worker_pb2.AttachDown) -> None:
-        if self.reads:
+        if self.has_read_all:
             self.down.put_nowait(message)
         else:
             self.unsent_bytes += message.ByteSize()
@@ -168,7 +168,7 @@ async def test_a_front_end_that_takes_nothing_for_long_is_cut_and_others_go_on()
 async def test_a_large_reply_cuts_nobody() -> None:
     worker = Worker()
     front = await attached(worker, "a")
-    front.peer.reads = False
+    front.peer.has_read_all = False
     worker.step(0, 0, b"x" * (32 << 20))
     # It takes a while to read this, and is heard of in the meantime by its bytes alone.
     front.peer.deaf_s = time.monotonic()
@@ -243,7 +243,7 @@ async def test_a_result_of_a_call_that_is_too_large_is_a_failure() -> None:
 async def test_memory_for_a_front_end_that_reads_slowly_is_bounded() -> None:
     worker = Worker()
     front = await attached(worker, "a")
-    front.peer.reads = False
+    front.peer.has_read_all = False
     for number in range(5 * DEFAULT_MAX_MESSAGE_BYTES // (1 << 20)):
         worker.step(0, number, b"x" * 900_000)
         await asyncio.sleep(0)
@@ -293,7 +293,7 @@ async def test_a_second_process_of_the_same_id_is_refused_while_the_first_is_ali
             await served
     assert worker.gone == [] and not first.front_end.closed.is_set()
     # The first is not heard any more: the second takes over, once.
-    first.front_end.heard_s -= 60.0
+    first.front_end.last_received_s -= 60.0
     second_end = await attached(worker, "a", "two")
     async with asyncio.timeout(10):
         await first.served
@@ -340,7 +340,7 @@ async def test_heartbeats_go_out_and_silence_is_cut() -> None:
     served = worker.serve(peer)
     peer.greet("a")
     await peer.down.get()
-    beating = asyncio.create_task(beat(worker.front_ends, 2.5 * HEARTBEAT_S))
+    beating = asyncio.create_task(send_heartbeats(worker.front_ends, 2.5 * HEARTBEAT_S))
     async with asyncio.timeout(10):
         assert (await peer.down.get()).HasField("heartbeat")
         await served

@@ -156,7 +156,7 @@ async def test_without_room_anywhere_it_stays(market: Market) -> None:
     source = await market.add(Worker("s", requests={"r"}))
     await market.add(Worker("a", free=400))
     reply = await market.offer("s", "r", 500, "a")
-    assert (reply.taker_instance_id, reply.reason) == ("", "nobody bids")
+    assert (reply.taker_instance_id, reply.reason) == ("", "no receiver bids")
     assert source.requests == {"r"}
 
 
@@ -191,7 +191,7 @@ async def test_receivers_beyond_the_limit_do_not_bid(market: Market) -> None:
     await market.add(Worker("a", load=700.0))
     await market.add(Worker("b", load=900.0))
     reply = await market.offer("s", "r", 500, "a", "b", most_tokens=1_199)
-    assert (reply.taker_instance_id, reply.reason) == ("", "nobody bids")
+    assert (reply.taker_instance_id, reply.reason) == ("", "no receiver bids")
     reply = await market.offer("s", "r", 500, "a", "b", most_tokens=1_200)
     assert reply.taker_instance_id == "a"
 

@@ -24,7 +24,7 @@ async def ask(queries: HeldQueries, front: Attached, *handles: int, epoch: int =
     while not front.peer.down.empty():
         front.peer.down.get_nowait()
     query = worker_pb2.HeldQuery(handles=handles, epochs=[epoch] * len(handles))
-    queries.ask(front.front_end, query)
+    queries.answer(front.front_end, query)
     async with asyncio.timeout(10):
         while True:
             message = await front.peer.down.get()
@@ -104,9 +104,9 @@ async def test_an_engine_that_does_not_answer_loses_nobody_their_request(
         engine, worker.carried, lambda key: False, lambda key: False, worker.failed_because.append
     )
     front = await attached(worker, "a")
-    queries.ask(front.front_end, worker_pb2.HeldQuery(handles=[1], epochs=[0]))
+    queries.answer(front.front_end, worker_pb2.HeldQuery(handles=[1], epochs=[0]))
     # One at a time: this one is left out.
-    queries.ask(front.front_end, worker_pb2.HeldQuery(handles=[1], epochs=[0]))
+    queries.answer(front.front_end, worker_pb2.HeldQuery(handles=[1], epochs=[0]))
     for _ in range(3):
         await asyncio.sleep(0)
     assert front.peer.down.empty() and answers == 1

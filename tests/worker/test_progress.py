@@ -42,17 +42,17 @@ BOUNDS = StepBounds(2.0, 10.0)
 
 def test_requests_to_run_and_no_step() -> None:
     progress = Progress(BOUNDS, 0.0)
-    stood = [progress.stuck(busy(1), now_s) for now_s in (1.0, 6.0, 11.0, 11.5)]
+    stood = [progress.stuck_for_s(busy(1), now_s) for now_s in (1.0, 6.0, 11.0, 11.5)]
     assert stood == [None, None, None, 10.5]
 
 
-@pytest.mark.parametrize(("expected_s", "most_s"), [(0.001, 2.0), (0.5, 5.0), (50.0, 10.0), (None, 10.0)])
-def test_how_long_is_too_long_follows_from_the_steps_so_far(expected_s: float | None, most_s: float) -> None:
+@pytest.mark.parametrize(("expected_s", "max_s"), [(0.001, 2.0), (0.5, 5.0), (50.0, 10.0), (None, 10.0)])
+def test_how_long_is_too_long_follows_from_the_steps_so_far(expected_s: float | None, max_s: float) -> None:
     progress = Progress(BOUNDS, 0.0)
     stats = replace(busy(1), expected_step_s=expected_s)
-    assert progress.stuck(stats, 1.0) is None
-    assert progress.stuck(stats, 1.0 + most_s) is None
-    assert progress.stuck(stats, 1.1 + most_s) is not None
+    assert progress.stuck_for_s(stats, 1.0) is None
+    assert progress.stuck_for_s(stats, 1.0 + max_s) is None
+    assert progress.stuck_for_s(stats, 1.1 + max_s) is not None
 
 
 def test_too_few_steps_tell_nothing() -> None:
@@ -90,7 +90,7 @@ def test_no_step_that_was_seen_would_be_taken_for_a_hang(steps: list[tuple[float
     for seconds, tokens in steps:
         times.add(seconds, tokens)
     for seconds, tokens in steps:
-        assert bounds.most_s(times.expected_s(tokens)) >= seconds
+        assert bounds.max_s(times.expected_s(tokens)) >= seconds
 
 
 def test_the_simulated_engine_tells_what_its_steps_take() -> None:
@@ -112,37 +112,37 @@ def test_an_engine_that_hangs_is_noticed_much_sooner_than_the_limit() -> None:
     fleet.clock.advance(2)
     progress, stats = Progress(StepBounds(30.0, 300.0), 0.0), fleet.engines[0].stats()
     assert [request.state for request in stats.requests] == ["running"]
-    assert progress.stuck(stats, 1.0) is None
-    assert progress.stuck(stats, 30.0) is None
-    assert progress.stuck(stats, 31.5) == 30.5
+    assert progress.stuck_for_s(stats, 1.0) is None
+    assert progress.stuck_for_s(stats, 30.0) is None
+    assert progress.stuck_for_s(stats, 31.5) == 30.5
 
 
 def test_every_step_is_progress() -> None:
     progress = Progress(BOUNDS, 0.0)
-    assert not any(progress.stuck(busy(step), 9.0 * step) for step in range(20))
+    assert not any(progress.stuck_for_s(busy(step), 9.0 * step) for step in range(20))
 
 
 @pytest.mark.parametrize("stats", [IDLE, busy(1, "waiting"), busy(1, "paused"), busy(1, "preempted")])
 def test_nothing_to_run_is_no_hang(stats: EngineStats) -> None:
     progress = Progress(BOUNDS, 0.0)
-    assert not any(progress.stuck(stats, now_s) for now_s in (0.0, 100.0, 200.0))
+    assert not any(progress.stuck_for_s(stats, now_s) for now_s in (0.0, 100.0, 200.0))
     # What begins to run then has the whole time.
-    assert not progress.stuck(busy(stats.steps), 205.0)
+    assert not progress.stuck_for_s(busy(stats.steps), 205.0)
 
 
 def test_a_process_that_stood_still_blames_nobody() -> None:
     progress = Progress(BOUNDS, 0.0)
-    assert not progress.stuck(busy(1), 1.0)
+    assert not progress.stuck_for_s(busy(1), 1.0)
     progress.extend_deadlines(60.0)
-    assert not progress.stuck(busy(1), 65.0)
-    assert progress.stuck(busy(1), 72.0)
+    assert not progress.stuck_for_s(busy(1), 65.0)
+    assert progress.stuck_for_s(busy(1), 72.0)
 
 
 async def test_it_is_said_once() -> None:
     said: list[str] = []
     async with asyncio.timeout(20):
         await watch_progress(lambda: busy(1), StepBounds(0.01, 0.01), said.append)
-    assert len(said) == 1 and "ended no step for 0.0" in said[0]
+    assert len(said) == 1 and "finished no step for 0.0" in said[0]
 
 
 async def test_a_background_task_that_fails_ends_the_worker() -> None:

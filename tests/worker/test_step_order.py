@@ -98,8 +98,8 @@ class Member:
         waits = given.place in ("swapped", "queued")
         computed = given.total - 1 if given.place == "decoding" else given.computed
         self.num_computed_tokens = 0 if waits else computed
-        self.turn = turn_of(given)
-        self.turn.passed_blocks = given.passed
+        self.wait_for_budget = turn_of(given)
+        self.wait_for_budget.passed_blocks = given.passed
 
 
 def turn_of(it: Facts) -> Turn:
@@ -124,7 +124,7 @@ def order_for(policy: IntraPolicy, exempt: frozenset[int] = frozenset()) -> Step
         policy,
         BLOCK,
         lambda member: rank_of(policy, member),
-        lambda member: member.turn,
+        lambda member: member.wait_for_budget,
         lambda member: -(-member.num_computed_tokens // BLOCK),
         lambda member: member.facts.place == "swapped",
         lambda member: member.facts.arrival in exempt,
@@ -241,7 +241,7 @@ def test_the_worker_decides_as_the_simulator(name: str, monkeypatch: pytest.Monk
         swapped = {each.arrival for each in state if each.place == "swapped"}
         expected = [n for n in admitted if n in swapped] + [n for n in admitted if n not in swapped]
         assert [m.facts.arrival for m in plan.admit] == expected
-        assert all(member.turn.passed_blocks == 0 for member in plan.admit)
+        assert all(member.wait_for_budget.passed_blocks == 0 for member in plan.admit)
         served = plan.running + plan.withheld
         assert {m.facts.arrival for m in served} == {each.arrival for each in running} - {
             m.facts.arrival for m in plan.preempt
@@ -377,19 +377,19 @@ def test_the_engine_is_told_of_changes_alone(caplog: pytest.LogCaptureFixture) -
         told.append((name, parameters, slo))
 
     switch = IntraSwitch(lambda: order, lambda: slo, set_intra)
-    switch.look()
+    switch.update()
     order = ("pascal", {})
-    switch.look()
-    switch.look()
+    switch.update()
+    switch.update()
     order = ("pascal", {"quantum_tokens": 200})
-    switch.look()
+    switch.update()
     # PASCAL's order goes by no objective.
     slo = Slo(1.0, 0.05)
-    switch.look()
+    switch.update()
     # Of a scheduler with another version: nothing changes.
     order = ("pascal", {"quantum_tokens": 0})
-    switch.look()
-    switch.look()
+    switch.update()
+    switch.update()
     assert caplog.text.count("'quantum_tokens': '0' is not allowed") == 1
     assert told == [("vllm", {}, Slo()), ("pascal", {}, Slo()), ("pascal", {"quantum_tokens": 200}, Slo())]
 
@@ -412,9 +412,9 @@ def test_an_order_that_goes_by_the_pace_is_made_anew_with_it(monkeypatch: pytest
         paces.append(made.pace_s)
 
     switch = IntraSwitch(lambda: ("paced", {}), lambda: slo, set_intra)
-    switch.look()
+    switch.update()
     slo = Slo(1.0)
-    switch.look()
+    switch.update()
     slo = Slo(1.0, 0.05)
-    switch.look()
+    switch.update()
     assert paces == [0.1, 0.05]

@@ -1,4 +1,4 @@
-"""A worker's coordinator, put together from the worker's parts."""
+"""Build a worker's bid-ask coordinator from the worker's parts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from worker_agent.migration.imports import Imports
 
 
 class BidAskServicer(bidask_pb2_grpc.BidAskServicer):
-    """One worker's."""
+    """Implement the BidAsk service."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
@@ -33,7 +33,7 @@ class BidAskServicer(bidask_pb2_grpc.BidAskServicer):
         request: bidask_pb2.OfferRequest,
         context: grpc.aio.ServicerContext[bidask_pb2.OfferRequest, bidask_pb2.OfferReply],
     ) -> bidask_pb2.OfferReply:
-        """When it is over."""
+        """Offer a request; reply once the offer is over."""
         if not request.request_id:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "request_id: must not be empty")
         return await self._coordinator.offer(request)
@@ -43,11 +43,11 @@ class BidAskServicer(bidask_pb2_grpc.BidAskServicer):
         request: bidask_pb2.BidAskMessage,
         context: grpc.aio.ServicerContext[bidask_pb2.BidAskMessage, bidask_pb2.BidAskReply],
     ) -> bidask_pb2.BidAskReply:
-        """Taken at once; the answer is a message of its own."""
+        """Process a message at once; the reply to it is a message of its own."""
         try:
             self._coordinator.take(request)
         except UnknownMessage as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"no such message: {error}")
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"unknown message: {error}")
         return bidask_pb2.BidAskReply()
 
 
@@ -65,8 +65,10 @@ def coordinator_of(
     metrics: WorkerMetrics,
     draining: Callable[[], bool],
 ) -> Coordinator:
-    """`migration_service`: its address, while there is one. An instance that is `draining` bids for nothing.
-    The coordinator's own address is still to be set.
+    """Build the coordinator; its own address has to be set later.
+
+    `migration_service()` returns the service's address while there is one. A `draining` instance does not
+    bid.
     """
 
     def here(request_id: str) -> bool:
@@ -88,14 +90,14 @@ def coordinator_of(
 
 
 def space_of(stats: EngineStats, block_tokens: int) -> Space:
-    """Room for a request, less a block for it to grow into; KV held and queued."""
+    """Return the room for a request, less a block for it to grow into, and the KV held and queued."""
     free = stats.kv_blocks_total - stats.kv_blocks_used - 1
     held = stats.kv_blocks_used * block_tokens
     return Space(free * block_tokens, held + stats.prefill_backlog_tokens)
 
 
 def send_over(channels: Channels) -> Send:
-    """Messages by gRPC, each with a deadline."""
+    """Return a function that sends messages by gRPC, each with a deadline."""
 
     async def send(address: str, message: Wire) -> None:
         await bidask_pb2_grpc.BidAskStub(channels.get(address, Role.WORKER)).Tell(message, timeout=_SEND_S)

@@ -1,4 +1,4 @@
-"""The receiving side of one worker: what it has won, and fetches."""
+"""The receiving side of one worker: the requests that it has won, and their migrations to here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Won:
-    """A request to fetch: the award's particulars, and whose it is."""
+    """A request to fetch: its award and its sender."""
 
     request_id: str
     sender: str
@@ -41,12 +41,12 @@ class Won:
     won_s: float
 
 
-# Has the request moved here; whether it did.
+# Moves the request here; returns whether it moved.
 Fetch = Callable[[Won], Awaitable[bool]]
 
 
 class BidReceiver:
-    """Runs `Receiver` by the clock and the wire."""
+    """Drive `Receiver` with the clock and the messages of senders."""
 
     def __init__(
         self,
@@ -68,17 +68,17 @@ class BidReceiver:
         return len(self._won)
 
     async def close(self) -> None:
-        """Fetch no more."""
+        """Cancel all fetches."""
         tasks = list(self._fetching.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        # Last: each of their ends may have set it anew.
+        # Last, because the end of each fetch may have set it again.
         if self._attempts is not None:
             self._attempts.cancel()
 
     def take(self, message: Ask | Award | Busy | Grant | Withdraw, wire: Wire) -> None:
-        """What a sender says; `wire` has where it listens."""
+        """Handle a sender's message; `wire` contains the sender's address."""
         sender, request_id = message.sender, message.request_id
         self._addresses[sender] = wire.sender_address
         match message:
@@ -100,7 +100,7 @@ class BidReceiver:
         self._tidy()
 
     def lost(self, sender: str) -> None:
-        """A sender does not answer. What is being fetched from it ends by itself."""
+        """Handle a sender that does not answer. What is being fetched from it ends by itself."""
         self._say(self._receiver.lost(sender))
         self._tidy()
 
@@ -117,7 +117,7 @@ class BidReceiver:
 
     def _fetched(self, request_id: str, task: asyncio.Task[None]) -> None:
         self._fetching.pop(request_id, None)
-        # What was won and is no longer fetched is forgotten now, not with the next message.
+        # Drop what was won and is not fetched any more now, not with the next message.
         self._tidy()
         if (error := task_error(task)) is not None:
             log.error("fetching %s failed", request_id, exc_info=error)
@@ -140,7 +140,7 @@ class BidReceiver:
         self._attempts = None
         now_s = time.monotonic()
         for won in list(self._won.values()):
-            # Its sender has given it up by now, and the news of it was lost.
+            # The sender has given it up by now, and its message was lost.
             if now_s - won.won_s > OFFER_S and won.request_id not in self._fetching:
                 self._receiver.on_withdraw(Withdraw(won.sender, won.request_id))
         self._say(self._receiver.attempt())

@@ -1,4 +1,4 @@
-"""One worker's part in bid-ask: its offers, its takings, and the way to the other workers."""
+"""Coordinate bid-ask on one worker: its offers, the requests it wins, and messages to other workers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from worker_agent.bidask.messages import UnknownMessage, Wire, decode
 from worker_agent.bidask.offer_sender import OfferSender
 from worker_agent.bidask.peers import Peers, Send
 
-# Workers whose addresses are remembered, for answers to what they say.
+# Workers whose addresses are remembered, to reply to their messages.
 _ADDRESSES_MAX: Final = 4_096
 
 
 class Coordinator:
-    """Thin: the rules decide, this carries messages. Called on the event loop."""
+    """Route messages; `Sender` and `Receiver` (tailrace/bid_ask.py) decide. Called on the event loop."""
 
     def __init__(
         self,
@@ -30,9 +30,12 @@ class Coordinator:
         send: Send,
         outcomes: Counter[str],
     ) -> None:
-        """`here(request_id)`: whether a request is on this worker; `space`, `reserved`: of its engine,
-        as `Receiver` has them; `outcomes` of offers are counted there."""
-        # Where others reach this worker; set once it serves.
+        """Route messages between the parts.
+
+        `here(request_id)` returns whether a request is on this worker; `space` and `reserved`: see
+        `Receiver`; `outcomes` counts the outcomes of offers.
+        """
+        # This worker's address; set once it serves.
         self.address = ""
         self._name = name
         self._addresses: OrderedDict[str, str] = OrderedDict()
@@ -42,7 +45,7 @@ class Coordinator:
 
     @property
     def on_offer(self) -> int:
-        """Requests that look for a taker."""
+        """Return the number of requests on offer."""
         return len(self._offers)
 
     @property
@@ -51,19 +54,19 @@ class Coordinator:
         return len(self._receiver)
 
     async def close(self) -> None:
-        """Offer and fetch no more."""
+        """Stop offering and fetching."""
         self._offers.close()
         await self._receiver.close()
         await self._peers.close()
 
     async def offer(self, request: bidask_pb2.OfferRequest) -> bidask_pb2.OfferReply:
-        """The scheduler's: find a taker, and answer when it is over."""
+        """Offer a request for the scheduler; return once the offer is over."""
         return await self._offers.offer(request)
 
     def take(self, wire: Wire) -> None:
-        """Another worker's message. Raises UnknownMessage."""
+        """Handle another worker's message. Raise UnknownMessage."""
         if not wire.sender_id or not wire.sender_address:
-            raise UnknownMessage("it names no sender")
+            raise UnknownMessage("no sender")
         self._addresses[wire.sender_id] = wire.sender_address
         self._addresses.move_to_end(wire.sender_id)
         if len(self._addresses) > _ADDRESSES_MAX:

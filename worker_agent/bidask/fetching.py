@@ -1,4 +1,5 @@
-"""Has the migration service move a request here that bid-ask has won: it alone admits and journals."""
+"""Have the migration service move a request here that was won by bid-ask: it admits and journals all
+migrations."""
 
 from __future__ import annotations
 
@@ -15,21 +16,21 @@ from worker_agent.bidask.bid_receiver import Won
 
 log = logging.getLogger(__name__)
 
-# Waiting for a place and the copy, both of which the migration service ends by itself before.
+# Longer than waiting for admission and copying, both of which the migration service ends before.
 _MIGRATE_S: Final = 40.0
 
 
 class Fetching:
-    """Callable as takings.Fetch."""
+    """Fetch a won request; implements bid_receiver.Fetch."""
 
     def __init__(self, instance_id: str, channels: Channels, service: Callable[[], str | None]) -> None:
-        """`service`: address of the migration service, while there is one."""
+        """`service()` returns the address of the migration service while there is one."""
         self._instance_id = instance_id
         self._channels = channels
         self._service = service
 
     async def __call__(self, won: Won) -> bool:
-        """Whether the migration was committed."""
+        """Return whether the migration was committed."""
         address = self._service()
         if address is None:
             return False
@@ -51,7 +52,7 @@ class Fetching:
             async for record in call:
                 state = record.state
         except grpc.aio.AioRpcError as error:
-            log.info("%s is not fetched: %s", won.request_id, error.details())
+            log.info("%s was not fetched: %s", won.request_id, error.details())
             return False
         finally:
             call.cancel()

@@ -1,4 +1,4 @@
-"""Between the rules' messages and the wire's."""
+"""Convert between the messages of the bid-ask rules and protobuf."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class UnknownMessage(ValueError):
 
 
 def encode(message: Message) -> Wire:
-    """Without who sends it. An Award's particulars are added by who knows them."""
+    """Encode a message without its sender. The caller adds an Award's details."""
     wire = Wire(request_id=message.request_id)
     match message:
         case Ask():
@@ -58,14 +58,14 @@ def encode(message: Message) -> Wire:
 
 
 def no_bid(request_id: str) -> Wire:
-    """In place of a bid."""
+    """Build the reply of a receiver that does not bid."""
     wire = Wire(request_id=request_id)
     wire.no_bid.SetInParent()
     return wire
 
 
 def decode(wire: Wire) -> Message:
-    """The rules' message; NoBid is none of theirs. Raises UnknownMessage."""
+    """Decode a message for the rules; NoBid is not one of them. Raise UnknownMessage."""
     body = wire.WhichOneof("body")
     reader = _READERS.get(body) if body is not None else None
     if reader is None:

@@ -1,4 +1,4 @@
-"""The sending side of one worker: what it has on offer, and what becomes of it."""
+"""The sending side of one worker: the requests that it offers, and their outcomes."""
 
 from __future__ import annotations
 
@@ -35,17 +35,19 @@ class _Offer:
 
 
 class OfferSender:
-    """Runs `Sender` by the clock and the wire."""
+    """Drive `Sender` with the clock and the messages of receivers."""
 
-    def __init__(self, name: str, here: Callable[[str], bool], post: Post, outcomes: Counter[str]) -> None:
-        """`here(request_id)`: whether the request is still on this worker. `outcomes` is counted up: "taken",
-        "kept"."""
+    def __init__(self, name: str, is_here: Callable[[str], bool], post: Post, outcomes: Counter[str]) -> None:
+        """`is_here(request_id)` returns whether the request is still on this worker.
+
+        `outcomes` counts "taken" and "kept".
+        """
         self._sender = Sender(name)
-        self._here = here
+        self._is_here = is_here
         self._post = post
         self._outcomes = outcomes
         self._offers: dict[str, _Offer] = {}
-        # For which request bids are awaited, and what ends it.
+        # The request for which bids are awaited, and the timer that ends it.
         self._bidding: str | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -53,19 +55,19 @@ class OfferSender:
         return len(self._offers)
 
     async def offer(self, request: bidask_pb2.OfferRequest) -> bidask_pb2.OfferReply:
-        """Find a taker and wait until the request has moved, or will not."""
+        """Find a taker; return once the request has moved, or will not."""
         request_id = request.request_id
-        if request_id in self._offers or not self._here(request_id):
-            return bidask_pb2.OfferReply(reason="it is on offer already, or not here")
+        if request_id in self._offers or not self._is_here(request_id):
+            return bidask_pb2.OfferReply(reason="it is already on offer, or not here")
         offer = _Offer(request, {r.instance_id: r.address for r in request.receivers})
         self._offers[request_id] = offer
         limit = request.most_tokens if request.HasField("most_tokens") else None
         asks = self._sender.offer(request_id, request.tokens, offer.addresses, limit)
         if not self._sender.has(request_id):
             del self._offers[request_id]
-            return bidask_pb2.OfferReply(reason="nobody to ask, or too many are on offer")
+            return bidask_pb2.OfferReply(reason="no receiver to ask, or too many requests are on offer")
         try:
-            self._say(asks)
+            self._send(asks)
             async with asyncio.timeout(OFFER_S):
                 await offer.over.wait()
         except TimeoutError:
@@ -73,57 +75,58 @@ class OfferSender:
         finally:
             self._outcomes["taken" if offer.taker else "kept"] += 1
             self._forget(request_id)
-        why = "" if offer.taker else ("it did not move" if offer.winner else "nobody bids")
+        why = "" if offer.taker else ("it did not move" if offer.winner else "no receiver bids")
         return bidask_pb2.OfferReply(taker_instance_id=offer.taker, reason=why)
 
     def take(self, message: Bid | Start | Starving | Done) -> None:
-        """What a receiver says."""
+        """Handle a receiver's message."""
         match message:
             case Bid():
-                self._say(self._sender.on_bid(message))
+                self._send(self._sender.on_bid(message))
             case Start():
-                self._drop_if_gone(message.request_id)
-                self._say(self._sender.on_start(message))
+                self._withdraw_if_gone(message.request_id)
+                self._send(self._sender.on_start(message))
             case Starving():
-                self._drop_if_gone(message.request_id)
-                self._say(self._sender.on_starving(message))
+                self._withdraw_if_gone(message.request_id)
+                self._send(self._sender.on_starving(message))
             case Done():
                 offer = self._offers.get(message.request_id)
                 if offer is not None and message.accepted and offer.winner == message.receiver:
                     offer.taker = message.receiver
-                self._say(self._sender.on_done(message))
+                self._send(self._sender.on_done(message))
 
     def no_bid(self, receiver: str, request_id: str) -> None:
-        """A receiver has no room."""
-        self._say(self._sender.on_no_bid(receiver, request_id))
+        """Handle a receiver that has no room."""
+        self._send(self._sender.on_no_bid(receiver, request_id))
 
     def lost(self, receiver: str) -> None:
-        """A receiver does not answer."""
-        self._say(self._sender.lost(receiver))
+        """Handle a receiver that does not answer."""
+        self._send(self._sender.lost(receiver))
 
     def close(self) -> None:
-        """Ask nobody any more."""
+        """Stop waiting for bids."""
         if self._deadline is not None:
             self._deadline.cancel()
 
     def _close(self, request_id: str) -> None:
-        self._drop_if_gone(request_id)
-        self._say(self._sender.close(request_id))
+        self._withdraw_if_gone(request_id)
+        self._send(self._sender.close(request_id))
 
-    def _drop_if_gone(self, request_id: str) -> None:
-        if not self._here(request_id):
-            self._say(self._sender.withdraw(request_id))
+    def _withdraw_if_gone(self, request_id: str) -> None:
+        if not self._is_here(request_id):
+            self._send(self._sender.withdraw(request_id))
 
     def _forget(self, request_id: str) -> None:
-        """Whatever it was waiting for, it waits no more."""
-        self._say(self._sender.give_up(request_id))
+        """Drop an offer, whatever it was waiting for."""
+        self._send(self._sender.give_up(request_id))
         self._offers.pop(request_id, None)
 
-    def _say(self, messages: Sequence[tuple[str, ToReceiver]]) -> None:
+    def _send(self, messages: Sequence[tuple[str, ToReceiver]]) -> None:
         for receiver, message in messages:
             offer = self._offers.get(message.request_id)
             if offer is None:
-                # An answer about what was never, or is no longer, on offer: whoever asks has left an address.
+                # A reply about a request that is not on offer: the coordinator knows the address of whoever
+                # asked.
                 self._post(receiver, "", encode(message))
                 continue
             wire = encode(message)

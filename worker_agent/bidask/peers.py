@@ -1,4 +1,4 @@
-"""Messages on their way to other workers: in order for each, and each with a deadline."""
+"""Send messages to other workers: in order for each, and each with a deadline."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ log = logging.getLogger(__name__)
 
 _WAITING_MAX: Final = 1_024
 
-# To an address; raises grpc.aio.AioRpcError.
+# Sends to an address; raises grpc.aio.AioRpcError.
 Send = Callable[[str, Wire], Awaitable[object]]
 
 
 class Peers:
-    """One queue and at most one task a peer. What waits for one that does not answer is dropped."""
+    """One queue and at most one task per peer. Messages for a peer that does not answer are dropped."""
 
     def __init__(self, send: Send, lost: Callable[[str], None]) -> None:
-        """`lost(instance_id)`: it does not answer, and does not know what it was to be told."""
+        """`lost(instance_id)` is called for a peer that does not answer, and so misses messages."""
         self._send_message = send
         self._lost = lost
         self._waiting: dict[str, deque[tuple[str, Wire]]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def send(self, instance_id: str, address: str, message: Wire) -> None:
-        """Queue a message; no wait."""
+        """Queue a message without waiting."""
         waiting = self._waiting.setdefault(instance_id, deque())
         if len(waiting) >= _WAITING_MAX:
             log.warning("%s takes no messages; %d are dropped", instance_id, len(waiting))
@@ -44,7 +44,7 @@ class Peers:
             self._tasks[instance_id] = task
 
     async def close(self) -> None:
-        """Drop what waits."""
+        """Drop all queued messages."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""The commit, as the target sees it: a question to the front end, and its answer."""
+"""The commit of a migration on the target's side: the request to the front end, and its reply."""
 
 from __future__ import annotations
 
@@ -10,34 +10,38 @@ from worker_agent.frontends import FrontEnd, FrontEnds
 
 
 class Verdict(enum.Enum):
-    """How the question ended."""
+    """The outcome of an adoption."""
 
     ACCEPTED = "accepted"
     REFUSED = "refused"
-    # The stream to the front end ended first: it may have accepted, or not. It recovers the request anyhow.
+    # The stream to the front end ended first: it may have accepted or not. It recovers the request in either
+    # case.
     UNKNOWN = "unknown"
 
 
 class Adoption:
-    """One question. Between asking and the answer the import can neither be cancelled nor time out: only the
-    end of the stream to the front end settles it otherwise, and a front end that does not answer is cut."""
+    """Ask a front end to adopt once.
+
+    Between the request and the reply the import can neither be cancelled nor time out: only the end of the
+    stream to the front end decides otherwise, and a front end that does not reply is disconnected.
+    """
 
     def __init__(self, front_ends: FrontEnds, front_end: FrontEnd) -> None:
         self._front_ends = front_ends
         self._front_end = front_end
         self._reply: worker_pb2.AdoptReply | None = None
-        # There is a reply, or there will be none.
+        # Set once there is a reply or there will be none.
         self._settled = asyncio.Event()
 
     def answer(self, reply: worker_pb2.AdoptReply) -> None:
-        """The front end's word."""
+        """Take the front end's reply."""
         self._reply = self._reply or reply
         self._settled.set()
 
     async def ask(self, adopt: worker_pb2.Adopt, timeout_s: float) -> tuple[Verdict, str]:
-        """The verdict, and why not."""
+        """Return the verdict, and the reason if it is not ACCEPTED."""
         if not self._front_end.send(worker_pb2.AttachDown(adopt=adopt)):
-            # Never sent, so never accepted.
+            # Not sent, so it cannot have been accepted.
             return Verdict.REFUSED, "the front end is gone"
         watch = asyncio.create_task(self._watch(), name="adoption")
         try:
@@ -52,7 +56,7 @@ class Adoption:
                 return Verdict.ACCEPTED, ""
             return Verdict.REFUSED, self._reply.reason or "refused by the front end"
         if not self._front_end.closed.is_set():
-            self._front_end.cut(f"did not answer an adoption within {timeout_s:g} s")
+            self._front_end.disconnect(f"did not answer an adoption within {timeout_s:g} s")
             self._front_ends.detach(self._front_end)
         return Verdict.UNKNOWN, f"the front end is gone: {self._front_end.reason}"
 

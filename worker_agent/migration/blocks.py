@@ -1,5 +1,7 @@
-"""What exports and imports need of the KV transport. An engine has one endpoint, or one a rank: addresses and
-tickets are lists, in the order of the ranks."""
+"""The interfaces of the KV transport used by exports and imports.
+
+An engine has one endpoint, or one per rank: addresses and tickets are lists in rank order.
+"""
 
 from __future__ import annotations
 
@@ -11,54 +13,55 @@ from worker_agent.kv.ticket import Ticket
 
 
 class BlockSession(Protocol):
-    """The blocks of one export that may be read: those that its target has been told of."""
+    """The readable blocks of one export: those announced to its target."""
 
-    # The target has committed: it has all that it wanted, and reads no more.
+    # The target has committed and reads no more.
     taken: bool
 
     @property
     def tickets(self) -> Sequence[Ticket]:
-        """The right to read, one an endpoint."""
+        """Return the tickets that permit reading, one per endpoint."""
 
     async def announce(self, first_block: int, hashes: Sequence[bytes]) -> None:
-        """These blocks may be read from now on. Raises KvTransferError."""
+        """Allow these blocks to be read from now on. Raise KvTransferError."""
 
     async def end(self) -> None:
-        """Nothing of it is read any more when this returns."""
+        """Revoke access; when this returns nothing is being read any more."""
 
 
 class BlockSource(Protocol):
-    """The source's end."""
+    """The source's end of the transport."""
 
     @property
     def addresses(self) -> Sequence[KvAddress]:
-        """Where targets find it."""
+        """Return the source's addresses."""
 
     async def open(self, request_id: str, targets: Sequence[KvAddress]) -> BlockSession:
-        """Let this target, which has as many endpoints, read what is announced. Raises KvTransferError."""
+        """Allow this target, which has as many endpoints, to read what is announced. Raise
+        KvTransferError."""
 
 
 class BlockTransfer(Protocol):
     """All pulls of one migration, one after the other."""
 
     async def pull(self, first_block: int, hashes: Sequence[bytes]) -> int:
-        """Fetch blocks, check them and write them into the import's reservation; the bytes received.
+        """Fetch blocks, verify them and write them into the import's reservation; return the bytes received.
 
-        Raises KvTransferError, KvCorrupt and EngineRefusal; nothing is written any more then.
+        Raise KvTransferError, KvCorrupt or EngineRefusal; then nothing is written any more.
         """
 
     async def close(self) -> None:
-        """Nothing more is wanted. May be called again."""
+        """End the transfer. May be called again."""
 
 
 class BlockPuller(Protocol):
-    """The target's end."""
+    """The target's end of the transport."""
 
     @property
     def addresses(self) -> Sequence[KvAddress]:
-        """Where sources send blocks."""
+        """Return the addresses to which sources send blocks."""
 
     async def connect(
         self, request_id: str, sources: Sequence[KvAddress], tickets: Sequence[Ticket]
     ) -> BlockTransfer:
-        """Begin a transfer from a source with as many endpoints. Raises KvTransferError."""
+        """Begin a transfer from a source with as many endpoints. Raise KvTransferError."""

@@ -1,4 +1,4 @@
-"""The target's copy of one request: rounds while the source decodes, then the rest under the pause.
+"""Copy one request to the target: rounds while the source decodes, then the rest during the pause.
 
 Everything here can be cancelled at any moment; the owner of the import then drops the reservation.
 """
@@ -24,7 +24,7 @@ from worker_agent.migration.way import ImportPlan
 log = logging.getLogger(__name__)
 
 _MS: Final = 1000.0
-# Blocks that are pulled in one go where the link is shared: tens of milliseconds of a fast link.
+# Blocks per pull on a shared link: tens of milliseconds of a fast link.
 _SLICE_BLOCKS: Final = 256
 
 
@@ -40,18 +40,18 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """The request as the source left it, all KV here."""
+    """The request as the source paused it, with all of its KV here."""
 
     pause: ExportedPause
-    # When it stood still there, on this machine's monotonic clock; the command's way there counts in.
+    # When it was paused, on this machine's monotonic clock; includes the way of the command.
     since_s: float
-    # As of now, on arrival; None before the request's answer.
+    # State as of the arrival here; None before the first answering token.
     answer_pace: worker_pb2.AnswerPace | None
     arrived_s: float
 
 
 class Copying:
-    """Pulls one export's blocks into the engine's reservation."""
+    """Pull one export's blocks into the engine's reservation."""
 
     def __init__(
         self,
@@ -64,8 +64,10 @@ class Copying:
         link: LinkBudget | None,
         held: int = 0,
     ) -> None:
-        """`link`: what the copy must leave room on while the source decodes; None: nothing. `held`: leading
-        blocks that are here already."""
+        """`link`: limits background copies while the source decodes; None: no limit.
+
+        `held`: number of leading blocks that are here already.
+        """
         self._engine = engine
         self._transfer = transfer
         self._source = source
@@ -77,13 +79,13 @@ class Copying:
         self._rounds = 0
 
     async def run(self, opened: worker_pb2.ExportOpened, plan: ImportPlan) -> Paused:
-        """All rounds and the pause; the engine is prepared when this returns."""
+        """Run all rounds and the pause; when this returns, the engine is prepared."""
         if plan.rounds:
             await self._pre_copy(block_hashes(opened.blocks)[self._have :], plan)
         return await self._stop_and_copy()
 
     async def _pre_copy(self, hashes: list[bytes], plan: ImportPlan) -> None:
-        """While the source decodes: what there is, then what was added meanwhile, until that is little."""
+        """Copy what exists while the source decodes, then what was added meanwhile, until little is left."""
         await self._faults.hold("import:pre_copy")
         for _ in range(plan.rounds):
             if hashes:
@@ -91,35 +93,35 @@ class Copying:
             more = worker_pb2.ExportMore(have_blocks=self._have)
             event = await self._source.ask(worker_pb2.ExportCommand(more=more))
             if event.WhichOneof("body") != "blocks" or event.blocks.first_block != self._have:
-                raise SourceLost("the source did not answer with the blocks that were asked for")
+                raise SourceLost("the source did not reply with the requested blocks")
             copied = len(hashes)
             hashes = block_hashes(event.blocks.blocks)
-            # As many again as this round copied: another round would not shrink what is left.
+            # As many blocks were added as this round copied: another round would not reduce the rest.
             if len(hashes) <= plan.stop_blocks or len(hashes) >= copied > 0:
                 return
 
     async def _stop_and_copy(self) -> Paused:
-        asked_s = time.monotonic()
+        requested_s = time.monotonic()
         command = worker_pb2.ExportPause(have_blocks=self._have)
         event = await self._source.ask(worker_pb2.ExportCommand(pause=command))
         if event.WhichOneof("body") != "paused" or event.paused.first_block != self._have:
-            raise SourceLost("the source did not answer with the blocks that were asked for")
+            raise SourceLost("the source did not reply with the requested blocks")
         pause, arrived_s = pause_of(event.paused), time.monotonic()
         pace = event.paused.answer_pace if event.paused.HasField("answer_pace") else None
         await self._faults.hold("import:paused")
         await self._round(types_pb2.MIGRATION_STATE_STOP_AND_COPY, pause.block_hashes)
         await run_to_completion(self._engine.import_prepare(self._request_id, pause))
-        return Paused(pause, asked_s + pause.waited_s, pace, arrived_s)
+        return Paused(pause, requested_s + pause.waited_s, pace, arrived_s)
 
     async def _round(self, state: types_pb2.MigrationState.ValueType, hashes: list[bytes]) -> None:
         began_s = time.monotonic()
         await run_to_completion(self._engine.import_reserve(self._request_id, self._have + len(hashes)))
-        # Nothing is held up while the request stands still.
+        # No limit during the pause, in which the request does not run.
         pre_copy = state == types_pb2.MIGRATION_STATE_PRE_COPY
         if self._link is not None and pre_copy:
             size = 0
             for start in range(0, len(hashes), _SLICE_BLOCKS):
-                await self._link.turn()
+                await self._link.wait_for_budget()
                 with self._link.transfer():
                     size += await self._pull(hashes[start : start + _SLICE_BLOCKS])
         else:

@@ -1,4 +1,4 @@
-"""All exports of a worker."""
+"""Manage all exports of a worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Exports:
-    """All exports of a worker, each with a task of its own that outlives its stream."""
+    """Run each export in a task of its own that outlives its stream."""
 
     def __init__(self, parts: SourceParts) -> None:
         self._parts = parts
@@ -27,40 +27,40 @@ class Exports:
         return len(self._running)
 
     def start(self, lease: Lease) -> None:
-        """Serve a new stream."""
+        """Start to serve a new export stream."""
         export = Export(self._parts, lease)
         task = asyncio.create_task(export.run(), name="export")
         self._running[export] = task
         task.add_done_callback(lambda done: self._done(export, done))
 
     async def close(self) -> None:
-        """End all; what is paused goes on (or ends with the engine)."""
+        """Cancel all; a paused request resumes, or ends with the engine."""
         for task in self._running.values():
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
 
     def open(self, key: RequestKey) -> bool:
-        """Whether this request is being exported."""
+        """Return whether this request is being exported."""
         return self._of(key) is not None
 
-    # ---- what the front end says
+    # ---- messages of the front end
 
-    def released(self, key: RequestKey, epoch: int) -> bool:
-        """False: this request is not being exported under that epoch."""
+    def handle_release(self, key: RequestKey, epoch: int) -> bool:
+        """Release an exported request; return False if it is not being exported in that epoch."""
         export = self._of(key)
         if export is None or export.epoch != epoch or export.decided:
             return False
         export.lease.inbox.signal(Released())
         return True
 
-    def owned(self, key: RequestKey, epoch: int, current: bool) -> None:
-        """Answer to an OwnershipQuery."""
+    def handle_ownership(self, key: RequestKey, epoch: int, current: bool) -> None:
+        """Pass on the reply to an OwnershipQuery."""
         export = self._of(key)
         if export is not None and export.epoch == epoch:
             export.lease.inbox.signal(Owned(current))
 
-    def ended(self, key: RequestKey) -> None:
-        """The front end has aborted the request."""
+    def request_aborted(self, key: RequestKey) -> None:
+        """End the export of a request that the front end has aborted."""
         export = self._of(key)
         if export is not None:
             export.lease.inbox.signal(Ended("the request was aborted"))

@@ -1,4 +1,4 @@
-"""All imports of a worker."""
+"""Manage all imports of a worker."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from worker_agent.migration.target import Import
 
 log = logging.getLogger(__name__)
 
-# Admission is the migration service's; this only keeps a broken one from filling the worker.
+# The migration service limits imports; this only keeps a faulty one from filling the worker.
 _IMPORTS_MAX: Final = 32
-# The export's deadline beyond the import's own: time to say how it ended.
+# Time beyond the import's own deadline for telling the source how it ended.
 _EXPORT_GRACE_S: Final = 15.0
 
 
 class ImportRefused(Exception):
-    """An import that is not even begun; the message says why."""
+    """An import that cannot begin; the message says why."""
 
 
 class Imports:
-    """Each has a task of its own that outlives the migration service's call."""
+    """Run each import in a task of its own that outlives the migration service's call."""
 
     def __init__(self, parts: TargetParts, connect: Callable[[str, float], SourceLink]) -> None:
-        """`connect(address, seconds)` opens an export at a source, for so long at most."""
+        """`connect(address, seconds)` opens an export at a source, with this deadline."""
         self._parts = parts
         self._connect = connect
         self._running: dict[Import, asyncio.Task[None]] = {}
-        # Why no import may begin; empty: they may.
+        # Why no import may begin; empty if they may.
         self._refusal = ""
         parts.front_ends.on_gone(self._client_gone)
 
@@ -43,11 +43,12 @@ class Imports:
 
     @property
     def with_room(self) -> int:
-        """Those that have their room: what the scheduler finds in the KV that is in use."""
+        """Return the number of imports whose KV is reserved and so included in the KV usage that the
+        scheduler sees."""
         return sum(incoming.reserved for incoming in self._running)
 
     def start(self, request: worker_pb2.ImportRequest) -> Import:
-        """Begin. Raises ImportRefused."""
+        """Begin an import. Raise ImportRefused."""
         if self._refusal:
             raise ImportRefused(self._refusal)
         if not request.migration_id or not request.request_id or not request.source_address:
@@ -68,18 +69,18 @@ class Imports:
         return incoming
 
     def reserved(self, request_id: str) -> bool:
-        """Whether blocks are set aside on the engine for a request that is being imported."""
+        """Return whether the engine has reserved blocks for a request that is being imported."""
         incoming = self._named(request_id)
         return incoming is not None and incoming.reserved
 
     def refuse(self, reason: str) -> None:
-        """Begin no more, and abort those that can be aborted: their sources go on."""
+        """Begin no more imports, and abort those that can be aborted: their sources resume."""
         self._refusal = reason
         for incoming in self._running:
             incoming.cancel(reason)
 
     async def cancel(self, migration_id: str) -> bool:
-        """Abort an import; False when there is none, or it was committed. Waits for its end."""
+        """Abort an import and wait for its end; return False if there is none, or if it was committed."""
         incoming = self._migration(migration_id)
         if incoming is None:
             return False
@@ -88,31 +89,32 @@ class Imports:
         return not incoming.committed
 
     async def close(self) -> None:
-        """End all."""
+        """Cancel all."""
         for task in self._running.values():
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
 
-    # ---- what the front end says
+    # ---- messages of the front end
 
-    def answered(self, reply: worker_pb2.AdoptReply) -> None:
-        """An AdoptReply."""
+    def handle_adopt_reply(self, reply: worker_pb2.AdoptReply) -> None:
+        """Pass on an AdoptReply."""
         incoming = self._migration(reply.migration_id)
         if incoming is not None:
             incoming.answer(reply)
 
     def supersede_by(self, submission: Submission) -> bool:
-        """A submission that must wait for the end of an import of the same request; False: it need not."""
+        """Keep a submission until an import of the same request has ended; return False if there is none."""
         incoming = self._named(submission.request_id)
         return incoming is not None and incoming.supersede_by(submission)
 
-    def aborted(self, key: RequestKey) -> None:
-        """The front end has aborted a request."""
+    def request_aborted(self, key: RequestKey) -> None:
+        """Cancel imports of a request that the front end has aborted."""
         for incoming in self._running:
-            incoming.aborted(key)
+            incoming.request_aborted(key)
 
     def concerns(self, key: RequestKey) -> bool:
-        """Whether this request is on its way to here, or submitted and waiting for the end of an import."""
+        """Return whether this request is being imported, or was submitted and waits for the end of an
+        import."""
         return any(incoming.concerns(key) for incoming in self._running)
 
     def _client_gone(self, client: int) -> None:

@@ -1,4 +1,4 @@
-"""What reaches an export: its target's commands, and what its front end says meanwhile."""
+"""The inbox of an export: its target's commands, and its front end's messages."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from typing import Final
 
 from tailrace.v1 import worker_pb2
 
-# The target waits for each answer before it asks again.
+# The target waits for each reply before the next command.
 _COMMANDS_MAX: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """The target is gone, or the stream to it."""
+    """The target, or the stream to it, is gone."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """The front end has accepted the target: the request is not ours any more."""
+    """The front end has accepted the target: the request does not belong to this instance any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The request is over here: aborted, or its front end is gone."""
+    """The request has ended here: aborted, or its front end is gone."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """Answer to an OwnershipQuery: whether the request is still ours."""
+    """The reply to an OwnershipQuery: whether this instance still owns the request."""
 
     current: bool
 
@@ -44,7 +44,7 @@ Item = Signal | worker_pb2.ExportCommand
 
 
 class Inbox:
-    """One reader; what the front end says goes before what the target says."""
+    """A queue with one reader; the front end's messages precede the target's."""
 
     def __init__(self) -> None:
         self._signals: deque[Signal] = deque()
@@ -53,16 +53,16 @@ class Inbox:
 
     @property
     def released(self) -> bool:
-        """Whether a release waits to be read."""
+        """Return whether a release waits to be read."""
         return any(isinstance(item, Released) for item in self._signals)
 
     def signal(self, item: Signal) -> None:
-        """At most a few come in an export's life: one of each, and an answer a question."""
+        """Add a message of the front end; there are only a few in an export's life."""
         self._signals.append(item)
         self._filled.set()
 
     def command(self, item: worker_pb2.ExportCommand) -> None:
-        """A target that does not wait for answers is treated as broken."""
+        """Add a command; a target that does not wait for replies is treated as broken."""
         if len(self._commands) >= _COMMANDS_MAX:
             self.signal(Broken("the target does not keep to the protocol"))
             return
@@ -70,7 +70,7 @@ class Inbox:
         self._filled.set()
 
     async def next(self, timeout_s: float) -> Item | None:
-        """The next item; None when none came in time."""
+        """Return the next item, or None after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not self._signals and not self._commands:
@@ -78,7 +78,7 @@ class Inbox:
                     await self._filled.wait()
         except TimeoutError:
             return None
-        # What the target sent before its stream broke comes first: it may say that it is committed.
+        # Commands sent before the stream broke come first: one may report the commit.
         if self._signals and not (isinstance(self._signals[0], Broken) and self._commands):
             return self._signals.popleft()
         return self._commands.popleft()

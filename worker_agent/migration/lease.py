@@ -1,4 +1,4 @@
-"""One Export stream as the source sees it."""
+"""One Export stream as seen by the source."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from worker_agent.migration.inbox import Broken, Inbox
 
 
 class Lease:
-    """The target's hold on an export: commands come in, events go out, until either end lets go."""
+    """Connect an export to its stream: commands come in and events go out until either end closes it."""
 
     def __init__(self) -> None:
         self.inbox = Inbox()
-        # One an answer; the target waits for each.
+        # One per reply; the target waits for each.
         self._events: deque[worker_pb2.ExportEvent] = deque()
         self._changed = asyncio.Event()
         self._closed = False
         self._broken = False
 
     def send(self, event: worker_pb2.ExportEvent) -> None:
-        """To the target, if it is still there."""
+        """Send to the target if it is still there."""
         if not self._broken and not self._closed:
             self._events.append(event)
             self._changed.set()
 
     def close(self) -> None:
-        """The export is over; what was sent still goes out."""
+        """Close after the remaining events have been sent."""
         self._closed = True
         self._changed.set()
 
     def break_off(self, reason: str) -> None:
-        """The stream ended at the target's end."""
+        """Record that the target's end of the stream is gone."""
         if not self._broken:
             self._broken = True
             self.inbox.signal(Broken(reason))
             self._changed.set()
 
     async def next_event(self) -> worker_pb2.ExportEvent | None:
-        """What to write next; None at the end."""
+        """Return the next event to write, or None at the end."""
         while not self._events:
             if self._closed or self._broken:
                 return None

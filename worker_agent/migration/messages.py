@@ -1,4 +1,4 @@
-"""Between the engine's words and the protocol's."""
+"""Convert between the engine's types and protobuf messages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _ENGINE_PHASES = {value: phase for phase, value in PHASES.items()}
 
 
 def phase_of(phase: EnginePhase) -> types_pb2.Phase.ValueType:
-    """The protocol's word for a phase."""
+    """Return the protobuf value of a phase."""
     return PHASES[phase]
 
 
 def kv_layout(shape: KvShape) -> worker_pb2.KvLayout:
-    """The shape as sent to the other end."""
+    """Return the shape as a message."""
     return worker_pb2.KvLayout(
         model_fingerprint=shape.model_fingerprint,
         block_tokens=shape.block_tokens,
@@ -31,11 +31,11 @@ def kv_layout(shape: KvShape) -> worker_pb2.KvLayout:
 
 
 def layout_difference(ours: KvShape, theirs: worker_pb2.KvLayout) -> str:
-    """Why the two cannot exchange KV, by the settings that differ; empty when they can."""
+    """Return why the two cannot exchange KV, naming the settings that differ; empty if they can."""
     if ours.block_tokens != theirs.block_tokens:
         return f"KV blocks of {theirs.block_tokens} tokens against {ours.block_tokens} (block_size)"
     for setting in ("tensor_parallel_size", "pipeline_parallel_size"):
-        # 0: a worker of a version that had one device.
+        # 0: a worker of a version without parallelism.
         there, here = getattr(theirs, setting) or 1, getattr(ours, setting)
         if there != here:
             return f"{setting} {there} against {here}"
@@ -48,17 +48,17 @@ def layout_difference(ours: KvShape, theirs: worker_pb2.KvLayout) -> str:
 
 
 def block_identities(hashes: Iterable[bytes]) -> list[worker_pb2.BlockIdentity]:
-    """Block hashes as sent to the other end."""
+    """Return block hashes as messages."""
     return [worker_pb2.BlockIdentity(hash=name) for name in hashes]
 
 
 def block_hashes(blocks: Sequence[worker_pb2.BlockIdentity]) -> list[bytes]:
-    """Block hashes as the engine names them."""
+    """Return the block hashes of messages."""
     return [block.hash for block in blocks]
 
 
 def exported_of(opened: worker_pb2.ExportOpened, key: RequestKey) -> Exported:
-    """The snapshot for the target's engine; `key` is the request's name on the target."""
+    """Return the snapshot for the target's engine; `key` identifies the request on the target."""
     return Exported(
         key=key,
         frontend_id=opened.frontend_id,
@@ -73,7 +73,7 @@ def exported_of(opened: worker_pb2.ExportOpened, key: RequestKey) -> Exported:
 
 
 def pause_of(paused: worker_pb2.ExportPaused) -> ExportedPause:
-    """What was left, for the target's engine."""
+    """Return the remaining state for the target's engine."""
     return ExportedPause(
         new_output_token_ids=list(paused.new_output_token_ids),
         computed_tokens=paused.computed_tokens,
@@ -89,7 +89,7 @@ def pause_of(paused: worker_pb2.ExportPaused) -> ExportedPause:
 
 
 def tickets_of(opened: worker_pb2.ExportOpened) -> list[Ticket]:
-    """The right to read its blocks, one an endpoint. Raises KvTransferError."""
+    """Return the tickets for the source's blocks, one per endpoint. Raise KvTransferError."""
     try:
         return [Ticket(secret) for secret in opened.kv_tickets]
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What every export and import of a worker needs."""
+"""The parts of the worker that every export and import uses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from worker_agent.settings import WorkerSettings
 
 @dataclass(frozen=True, slots=True)
 class TargetParts:
-    """Parts of the worker that an import works with."""
+    """Parts used by an import."""
 
     instance_id: str
     engine: Engine
@@ -33,17 +33,17 @@ class TargetParts:
     faults: Faults
     spans: TransferSpans
     settings: WorkerSettings
-    # Takes a submission that had to wait for an import's end.
+    # Submits a request that had to wait for the end of an import.
     resubmit: Callable[[Submission], None]
-    # For transfers that nobody waits for.
+    # Limits background transfers.
     link: LinkBudget = field(default_factory=LinkBudget)
-    # How fast KV comes in, waits for a turn on the link included.
+    # Rate of incoming KV, including waits for the link budget.
     incoming: TransferRate = field(default_factory=TransferRate)
 
 
 @dataclass(frozen=True, slots=True)
 class SourceParts:
-    """Parts of the worker that an export works with."""
+    """Parts used by an export."""
 
     engine: Engine
     info: EngineInfo

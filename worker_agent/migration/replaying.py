@@ -1,5 +1,8 @@
-"""The target's end of a replay: nothing is copied. The source stops the request and says which tokens it has
-made; once the front end has accepted, they are computed anew here."""
+"""The target's side of a replay: nothing is copied.
+
+The source stops the request and sends the tokens it has made; once the front end has accepted, they are
+recomputed here.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,21 @@ from worker_agent.migration.source_link import SourceLink, SourceLost
 
 
 async def stop(source: SourceLink, faults: Faults) -> Paused:
-    """Stop the request at its source. Raises SourceLost, SourceFailed."""
-    asked_s = time.monotonic()
+    """Stop the request at its source. Raise SourceLost or SourceFailed."""
+    requested_s = time.monotonic()
     event = await source.ask(worker_pb2.ExportCommand(pause=worker_pb2.ExportPause(replay=True)))
     if event.WhichOneof("body") != "paused":
         raise SourceLost("the source did not stop the request")
     pause, arrived_s = pause_of(event.paused), time.monotonic()
     pace = event.paused.answer_pace if event.paused.HasField("answer_pace") else None
     await faults.hold("import:paused")
-    return Paused(pause, asked_s + pause.waited_s, pace, arrived_s)
+    return Paused(pause, requested_s + pause.waited_s, pace, arrived_s)
 
 
 def submission(
     opened: worker_pb2.ExportOpened, paused: Paused, key: RequestKey, request_id: str, epoch: int
 ) -> Submission:
-    """The request with all its tokens, for the target's engine."""
+    """Return a submission of the request with all its tokens to the target's engine."""
     return Submission(
         key=key,
         request_id=request_id,

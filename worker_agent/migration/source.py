@@ -1,14 +1,14 @@
 """The source of a migration: one export, from open to release or resume.
 
-The request is in exactly one of these states, and whatever happens it leaves by one of two doors:
+The request is in exactly one of these states, and leaves it in one of two ways whatever happens:
 
     open     runs, its full blocks pinned            target lost, idle or aborting -> resume
     paused   does not run                            committed or released         -> release
                                                      target aborting               -> resume
                                                      target lost or silent         -> ask the front end
 
-A paused source cannot know whether its target, now gone, has been accepted: the front end can. So it asks,
-and asks again while the front end is attached; if that is gone too, the request has ended with it.
+A paused source cannot know whether a target that is gone has been accepted: the front end can. So it asks,
+and repeats that while the front end is attached; if that is gone too, the request has ended with it.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ log = logging.getLogger(__name__)
 
 _OPEN_S: Final = 5.0
 OWNERSHIP_S: Final = 2.0
-# A front end that is attached and leaves so many questions unanswered is cut.
-_OWNERSHIP_ASKED_MAX: Final = 5
+# An attached front end that leaves so many queries unanswered is disconnected.
+_OWNERSHIP_QUERIES_MAX: Final = 5
 
 
 class Outcome(enum.Enum):
-    """What becomes of the request here."""
+    """What happens to the request here."""
 
     RELEASE = "release"
     RESUME = "resume"
-    # Finished or aborted: only the pins are left.
+    # Finished or aborted: only its blocks are still pinned.
     GONE = "gone"
 
 
 class Export:
-    """One request on its way out."""
+    """Export one request."""
 
     def __init__(self, parts: SourceParts, lease: Lease) -> None:
         self._parts = parts
@@ -59,24 +59,24 @@ class Export:
         self._reason = ""
         # Output tokens when the export was opened.
         self._opened_tokens = 0
-        # Set once the engine has opened it.
+        # Set once the engine has opened the export.
         self.key: RequestKey | None = None
         self.epoch = 0
-        # From then on it listens no more.
+        # Set once the outcome is final: later signals are ignored.
         self.decided = False
 
     @property
     def lease(self) -> Lease:
-        """Where its commands and signals come in."""
+        """Return the lease that delivers its commands and signals."""
         return self._lease
 
     @property
     def paused(self) -> bool:
-        """Whether the request stands still for it."""
+        """Return whether the request is paused."""
         return self._paused_s is not None
 
     async def run(self) -> None:
-        """From the first command to the last door. Never leaves a request paused or pinned."""
+        """Run from the first command to the end. Never leaves a request paused or pinned."""
         try:
             await self._run()
         finally:
@@ -103,11 +103,11 @@ class Export:
                 outcome, self._reason = Outcome.GONE, "its front end is gone"
             else:
                 blocks = self._parts.blocks
-                # None for a target of other parallel sizes, which cannot take the KV.
+                # None for a target with other parallel sizes, which cannot use the KV.
                 if targets := addresses_of(opening.kv_addresses, blocks.addresses):
                     session = await blocks.open(self._request_id, targets)
                 await self._announce(session, exported)
-                outcome = await self._converse(session)
+                outcome = await self._run_commands(session)
         except KvTransferError as error:
             self._reason = str(error)
         finally:
@@ -136,21 +136,21 @@ class Export:
         )
         self._lease.send(worker_pb2.ExportEvent(opened=opened))
 
-    async def _converse(self, session: BlockSession | None) -> Outcome:
-        """Obey until there is an outcome."""
+    async def _run_commands(self, session: BlockSession | None) -> Outcome:
+        """Handle commands and signals until there is an outcome."""
         while True:
-            item = await self._lease.inbox.next(self._patience_s())
-            outcome = await self._react(session, item)
+            item = await self._lease.inbox.next(self._timeout_s())
+            outcome = await self._handle(session, item)
             if outcome is not None:
                 return outcome
 
-    def _patience_s(self) -> float:
+    def _timeout_s(self) -> float:
         settings = self._parts.settings
         if self._paused_s is None:
             return settings.export_idle_s
         return max(0.0, self._paused_s + settings.pause_limit_s - _now_s())
 
-    async def _react(self, session: BlockSession | None, item: Item | None) -> Outcome | None:
+    async def _handle(self, session: BlockSession | None, item: Item | None) -> Outcome | None:
         match item:
             case Released():
                 return self._released()
@@ -160,13 +160,15 @@ class Export:
             case Owned():
                 return None
             case Broken(reason):
-                return await self._without_target(reason)
+                return await self._on_target_lost(reason)
             case None:
-                return await self._without_target("the target fell silent")
+                return await self._on_target_lost("the target fell silent")
             case _:
-                return await self._obey(session, item)
+                return await self._handle_command(session, item)
 
-    async def _obey(self, session: BlockSession | None, command: worker_pb2.ExportCommand) -> Outcome | None:
+    async def _handle_command(
+        self, session: BlockSession | None, command: worker_pb2.ExportCommand
+    ) -> Outcome | None:
         match command.WhichOneof("body"):
             case "more" if not self.paused:
                 return await self._more(session, command.more.have_blocks)
@@ -178,7 +180,7 @@ class Export:
                 self._reason = command.end.reason or "ended by the target"
                 return Outcome.RESUME
             case other:
-                return await self._without_target(f"unexpected command {other}")
+                return await self._on_target_lost(f"unexpected command {other}")
 
     async def _more(self, session: BlockSession | None, have_blocks: int) -> Outcome | None:
         await self._parts.faults.hold("export:pre_copy")
@@ -223,7 +225,7 @@ class Export:
         return None
 
     def _answer_pace(self, pause: ExportedPause) -> worker_pb2.AnswerPace | None:
-        """How the user could read the answer until now; None before the answer."""
+        """Return the pace state until now; None before the first answering token."""
         carried = None if self.key is None else self._parts.carried.get(self.key)
         if carried is None:
             return None
@@ -232,7 +234,7 @@ class Export:
         return carried.pace.leave(now_s)
 
     def _released(self) -> Outcome:
-        """The front end's word. Were the request not paused here, it would have to stop at once."""
+        """Handle a release; a request that is not paused here must stop at once."""
         if self.paused:
             return Outcome.RELEASE
         if self.key is not None:
@@ -240,29 +242,29 @@ class Export:
         self._reason = "released"
         return Outcome.GONE
 
-    async def _without_target(self, reason: str) -> Outcome:
+    async def _on_target_lost(self, reason: str) -> Outcome:
         self._reason = reason
-        return await self._ask_owner() if self.paused else Outcome.RESUME
+        return await self._query_ownership() if self.paused else Outcome.RESUME
 
-    async def _ask_owner(self) -> Outcome:
-        """Paused, and no target to say how it ended."""
+    async def _query_ownership(self) -> Outcome:
+        """Ask the front end for the outcome: the request is paused, and the target is gone."""
         assert self.key is not None
         query = worker_pb2.OwnershipQuery(handle=self.key.handle, epoch=self.epoch)
-        for _ in range(_OWNERSHIP_ASKED_MAX):
+        for _ in range(_OWNERSHIP_QUERIES_MAX):
             front_end = self._parts.front_ends.by_client(self.key.client)
             if front_end is None or not front_end.send(worker_pb2.AttachDown(ownership_query=query)):
                 return Outcome.GONE
-            outcome = await self._answered()
+            outcome = await self._wait_for_ownership()
             if outcome is not None:
                 return outcome
         front_end = self._parts.front_ends.by_client(self.key.client)
         if front_end is not None:
-            front_end.cut("does not say who owns a request")
+            front_end.disconnect("did not answer ownership queries")
             self._parts.front_ends.detach(front_end)
         return Outcome.GONE
 
-    async def _answered(self) -> Outcome | None:
-        """The front end's answer to one question; None when it took too long."""
+    async def _wait_for_ownership(self) -> Outcome | None:
+        """Return the outcome that the front end's reply implies; None if it took too long."""
         until_s = _now_s() + OWNERSHIP_S
         while True:
             item = await self._lease.inbox.next(max(0.0, until_s - _now_s()))
@@ -283,7 +285,7 @@ class Export:
                         return Outcome.RELEASE
 
     async def _settle(self, session: BlockSession | None, outcome: Outcome) -> None:
-        """Through the door: nothing of the export is left when this returns."""
+        """Carry out the outcome: nothing of the export is left when this returns."""
         if outcome is Outcome.RELEASE:
             await self._parts.faults.hold("export:adopt")
         if session is not None:
@@ -305,7 +307,7 @@ class Export:
             log.info("%s has moved", self._request_id)
             return
         if self._lease.inbox.released and self.key is not None:
-            # The front end said "go on", and then accepted the target after all.
+            # The front end allowed the source to resume, and then accepted the target after all.
             self._parts.engine.abort([self.key])
         self._parts.metrics.exports["aborted"] += 1
         self._fail(self._reason or "ended by the source")
@@ -316,5 +318,5 @@ class Export:
 
 
 def _now_s() -> float:
-    """The event loop's clock: the one that its timers go by."""
+    """Return the event loop's time, which its timers use."""
     return asyncio.get_running_loop().time()

@@ -1,4 +1,4 @@
-"""The target's hold on its source: one Export stream."""
+"""The target's connection to its source: one Export stream."""
 
 from __future__ import annotations
 
@@ -16,29 +16,32 @@ log = logging.getLogger(__name__)
 
 
 class SourceLost(Exception):
-    """The stream to the source broke, or the source does not keep to the protocol."""
+    """The stream to the source broke, or the source violated the protocol."""
 
 
 class SourceFailed(Exception):
-    """The source says that it cannot export; the message says why."""
+    """The source reports that it cannot export; the message says why."""
 
 
 class SourceLink(Protocol):
-    """Commands to the source, one answer each."""
+    """Send commands to the source, with one reply each."""
 
     async def ask(self, command: worker_pb2.ExportCommand) -> worker_pb2.ExportEvent:
-        """Raises SourceLost, SourceFailed."""
+        """Send a command and return the reply. Raise SourceLost or SourceFailed."""
 
     async def end(self, committed: bool, reason: str) -> None:
-        """Say how it ended and close. Errors do not matter any more."""
+        """Tell the source how the import ended, and close. Errors are ignored."""
 
     def drop(self) -> None:
-        """Close without a word: the source finds out by itself how it ended."""
+        """Close without telling the source, which finds out by itself how it ended."""
 
 
 class GrpcSourceLink:
-    """SourceLink over gRPC. A cancelled read would cancel the call, and with it the chance to say how the
-    import ended: so an answer is awaited in a task of its own, which `end` and `drop` see to."""
+    """Implement SourceLink over gRPC.
+
+    A cancelled read would cancel the call, and with it the chance to report how the import ended. So each
+    reply is awaited in a task of its own, which `end` and `drop` clean up.
+    """
 
     def __init__(self, channel: grpc.aio.Channel, timeout_s: float) -> None:
         """`timeout_s`: for the whole export."""
@@ -46,7 +49,7 @@ class GrpcSourceLink:
         self._reading: asyncio.Task[object] | None = None
 
     async def ask(self, command: worker_pb2.ExportCommand) -> worker_pb2.ExportEvent:
-        """SourceLink.ask."""
+        """See SourceLink.ask."""
         try:
             await run_to_completion(self._call.write(command))
             event = await asyncio.shield(self._read())
@@ -59,12 +62,12 @@ class GrpcSourceLink:
         return event
 
     async def end(self, committed: bool, reason: str) -> None:
-        """SourceLink.end."""
+        """See SourceLink.end."""
         end = worker_pb2.ExportEnd(committed=committed, reason=reason)
         try:
             await self._call.write(worker_pb2.ExportCommand(end=end))
             await self._call.done_writing()
-            # The source closes when it has understood.
+            # The source closes once it has processed this.
             while isinstance(await self._read(), worker_pb2.ExportEvent):
                 pass
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
@@ -73,7 +76,7 @@ class GrpcSourceLink:
             self.drop()
 
     def drop(self) -> None:
-        """SourceLink.drop."""
+        """See SourceLink.drop."""
         self._call.cancel()
 
     def _read(self) -> asyncio.Task[object]:

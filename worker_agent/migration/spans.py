@@ -1,4 +1,4 @@
-"""A migration's transfer in its request's trace: one span a copy round, one for the pause."""
+"""Trace spans of a migration's transfer: one per copy round, and one for the pause."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class TransferSpans:
-    """Recorded after the fact, under the migration's span; nothing when tracing is off."""
+    """Record spans after the fact, under the migration's span; does nothing if tracing is off."""
 
     def __init__(self, tracing: Tracing, instance_id: str) -> None:
         self._tracing = tracing
@@ -21,7 +21,7 @@ class TransferSpans:
         self._instance_id = instance_id
 
     def round_done(self, traceparent: str, done: Round) -> None:
-        """A copy round."""
+        """Record a copy round."""
         if not self._tracing.continues(traceparent):
             return
         record_span(
@@ -48,7 +48,7 @@ class TransferSpans:
         blocks: int,
         size: int,
     ) -> None:
-        """A prefix that was to come from another worker, under its request's span."""
+        """Record a prefix pull from another worker, under its request's span."""
         if not self._tracing.continues(traceparent):
             return
         record_span(
@@ -67,7 +67,7 @@ class TransferSpans:
         )
 
     def paused(self, traceparent: str, since_s: float, pause_s: float) -> None:
-        """The pause, from when the request stood still at its source until this instance may emit."""
+        """Record the pause, from when the source paused the request until this instance may emit."""
         if not self._tracing.continues(traceparent):
             return
         record_span(

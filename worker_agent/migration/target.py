@@ -1,8 +1,8 @@
-"""The target of a migration: one import, from the source's snapshot to the first own token.
+"""The target of a migration: one import, from the source's snapshot to the first token of its own.
 
 copying    can be cancelled, times out; every failure drops the reservation and ends the export,
-           upon which the source goes on
-adopting   the front end has been asked: its answer alone decides
+           upon which the source resumes
+adopting   the front end has been asked: only its reply decides
 over       committed, or aborted
 """
 
@@ -38,11 +38,11 @@ _END_S: Final = 2.0
 
 
 class Abort(Exception):
-    """The import cannot go on; the message says why."""
+    """The import cannot continue; the message says why."""
 
 
 class Import:
-    """One request on its way in."""
+    """Import one request."""
 
     def __init__(self, parts: TargetParts, request: worker_pb2.ImportRequest, source: SourceLink) -> None:
         self._parts = parts
@@ -55,52 +55,52 @@ class Import:
         self._transfer: BlockTransfer | None = None
         self._cancelled = ""
         self._opened: worker_pb2.ExportOpened | None = None
-        # Which way it comes; known once the source has opened its export.
+        # How it moves; known once the source has opened its export.
         self._handover: Handover = LIVE
-        # There may be something in the engine to drop.
+        # Whether the engine may have a reservation to drop.
         self._in_engine = False
         self._reserved = False
         self._rounds: list[Round] = []
         self._front_end: FrontEnd | None = None
         self._adoption: Adoption | None = None
-        # A submission of the same request that came meanwhile: it takes the import's place.
+        # A submission of the same request that arrived meanwhile and replaces the import.
         self._successor: Submission | None = None
         self.key: RequestKey | None = None
         self.over = asyncio.Event()
-        # The front end has said yes.
+        # Set once the front end has accepted.
         self.committed = False
 
     @property
     def migration_id(self) -> str:
-        """Its name."""
+        """Return the migration's id."""
         return self._request.migration_id
 
     @property
     def request_id(self) -> str:
-        """What it moves."""
+        """Return the id of the request that is moved."""
         return self._request.request_id
 
     @property
     def reserved(self) -> bool:
-        """Whether the engine has set blocks aside for it, or runs it."""
+        """Return whether the engine has reserved blocks for it, or runs it."""
         return self._reserved
 
-    # ---- from outside
+    # ---- called by others
 
     async def events(self) -> AsyncIterator[worker_pb2.ImportEvent]:
-        """Everything that happens, from the beginning; ends when the import is over."""
-        told = 0
+        """Yield all events from the beginning; ends when the import is over."""
+        sent = 0
         while True:
-            while told < len(self._events):
-                yield self._events[told]
-                told += 1
+            while sent < len(self._events):
+                yield self._events[sent]
+                sent += 1
             if self.over.is_set():
                 return
             self._changed.clear()
             await self._changed.wait()
 
     def cancel(self, reason: str) -> bool:
-        """Abort, unless the front end has been asked already; whether it was aborted."""
+        """Abort unless the front end has been asked already; return whether it was aborted."""
         if self._adoption is not None or self.over.is_set():
             return False
         self._cancelled = self._cancelled or reason
@@ -109,56 +109,58 @@ class Import:
         return True
 
     def answer(self, reply: worker_pb2.AdoptReply) -> None:
-        """The front end's AdoptReply."""
+        """Take the front end's AdoptReply."""
         if self._adoption is not None:
             self._adoption.answer(reply)
 
     def supersede_by(self, submission: Submission) -> bool:
-        """The front end submits this very request here: the import ends, then the submission is taken. False
-        when the import is over already: nothing stands in the submission's way."""
+        """End the import in favour of a submission of the same request, which follows once it is over.
+
+        Return False if the import is over already.
+        """
         if self.over.is_set():
             return False
         self._successor = submission
         self.cancel("the front end submitted the request anew")
         return True
 
-    def aborted(self, key: RequestKey) -> None:
-        """The front end has aborted a request, perhaps this one."""
+    def request_aborted(self, key: RequestKey) -> None:
+        """Handle an abort of a request, perhaps of this one."""
         if self._successor is not None and self._successor.key == key:
             self._successor = None
         elif self.key == key:
             self.cancel("the request was aborted")
 
     def concerns(self, key: RequestKey) -> bool:
-        """Whether it moves this request, or keeps a submission of it."""
+        """Return whether it moves this request, or keeps a submission of it."""
         return self.key == key or (self._successor is not None and self._successor.key == key)
 
     def client_gone(self, client: int) -> None:
-        """A front end is gone."""
+        """Handle a front end that has detached."""
         if self._successor is not None and self._successor.key.client == client:
             self._successor = None
         if self.key is not None and self.key.client == client:
             self.cancel("its front end is gone")
 
-    # ---- its own life
+    # ---- life cycle
 
     async def run(self) -> None:
-        """From opening the export to the end, whichever it is."""
+        """Run from opening the export to the end."""
         try:
             committed, reason = await self._attempt()
             if not committed:
                 self._parts.metrics.imports["aborted"] += 1
                 log.info("%s: import aborted: %s", self.request_id, reason)
-                self._tell(worker_pb2.ImportEvent(state=types_pb2.MIGRATION_STATE_ABORTED, reason=reason))
+                self._emit(worker_pb2.ImportEvent(state=types_pb2.MIGRATION_STATE_ABORTED, reason=reason))
         finally:
             self._source.drop()
-            # One step: a submission that comes is either handed over here or refused by `succeed`.
+            # No await in between: a submission is either handed over here or refused by `supersede_by`.
             self.over.set()
             self._changed.set()
             self._hand_over()
 
     def _hand_over(self) -> None:
-        """What was submitted meanwhile takes the import's place."""
+        """Submit the request that was submitted meanwhile."""
         successor, self._successor = self._successor, None
         if successor is None:
             return
@@ -180,13 +182,13 @@ class Import:
             await run_to_completion(self._give_up(str(abort)))
             return False, str(abort)
         except BaseException:
-            # The worker is stopping, or something is broken in it.
+            # The worker is stopping, or has a bug.
             await run_to_completion(self._give_up("the target failed"))
             raise
         return await run_to_completion(self._settle(paused))
 
     async def _settle(self, paused: Paused) -> tuple[bool, str]:
-        """Ask the front end and do as it says, whatever fails in between."""
+        """Ask the front end and act on its reply, whatever fails in between."""
         try:
             return await self._commit(paused)
         except Exception:
@@ -195,7 +197,7 @@ class Import:
             raise
 
     async def _copy(self) -> Paused:
-        """The part that can be cancelled. Raises Abort."""
+        """Run the part that can be cancelled. Raise Abort."""
         if self._cancelled:
             raise Abort(self._cancelled)
         task = self._copying = asyncio.create_task(self._open_and_copy(), name="copy")
@@ -247,7 +249,7 @@ class Import:
         return await copying.run(opened, self._plan)
 
     async def _open(self) -> worker_pb2.ExportOpened:
-        """Snapshot from the source, and room for it here."""
+        """Get the source's snapshot, and reserve room here."""
         command = worker_pb2.ExportOpen(
             migration_id=self.migration_id,
             request_id=self.request_id,
@@ -274,7 +276,7 @@ class Import:
         else:
             await self._reserve(exported, key)
         self._parts.metrics.kv_held_blocks += self._held()
-        self._tell(
+        self._emit(
             worker_pb2.ImportEvent(
                 state=types_pb2.MIGRATION_STATE_OPEN,
                 phase=opened.phase,
@@ -288,11 +290,11 @@ class Import:
         return opened
 
     def _held(self) -> int:
-        """Leading blocks that this engine's prefix cache had. Raises EngineRefusal."""
+        """Return the number of leading blocks that this engine's prefix cache had. Raise EngineRefusal."""
         return self._parts.engine.import_held(self.request_id) if self._reserved else 0
 
     async def _reserve(self, exported: Exported, key: RequestKey) -> None:
-        """Room on the engine, waited for if the plan says so. Raises EngineRefusal, Abort."""
+        """Reserve room on the engine, waiting for it if the plan says so. Raise EngineRefusal or Abort."""
         engine, epoch, wait_s = self._parts.engine, self._request.epoch, self._plan.room_wait_s
         if not wait_s:
             await run_to_completion(self._open_import(exported, key))
@@ -310,7 +312,7 @@ class Import:
         self._in_engine = self._reserved = True
 
     async def _commit(self, paused: Paused) -> tuple[bool, str]:
-        """Ask the front end and do as it says."""
+        """Ask the front end and act on its reply."""
         front_end, opened, key = self._front_end, self._opened, self.key
         assert front_end is not None and opened is not None and key is not None
         next_index = len(opened.output_token_ids) + len(paused.pause.new_output_token_ids)
@@ -326,14 +328,14 @@ class Import:
         )
         verdict, reason = await self._adoption.ask(adopt, self._parts.settings.adopt_timeout_s)
         if verdict is Verdict.ACCEPTED:
-            # From now on the request is nobody else's: whatever fails, it must run here, or its front end be
-            # told that it does not.
+            # From now on the request belongs to this instance alone: whatever fails, it must run here, or the
+            # front end must be told that it does not.
             self.committed = True
             self._parts.metrics.imports["committed"] += 1
             await self._activate(key, opened, paused, next_index)
             return True, ""
         if verdict is Verdict.UNKNOWN:
-            # Only the front end knows; the source asks it. Saying "aborted" here could make two owners.
+            # Only the front end knows, and the source asks it. Reporting an abort here could make two owners.
             self._source.drop()
         await self._give_up(reason)
         return False, reason
@@ -351,10 +353,10 @@ class Import:
             await self._begin(key, opened, paused)
         except Exception as error:
             if isinstance(error, EngineRefusal):
-                log.warning("%s was adopted and does not run: %s", self.request_id, error)
+                log.warning("%s was adopted but does not run: %s", self.request_id, error)
             else:
-                log.exception("%s was adopted and does not run", self.request_id)
-            # The front end has it computed anew.
+                log.exception("%s was adopted but does not run", self.request_id)
+            # The front end has it recomputed elsewhere.
             self._fail(key, next_index)
             self._parts.carried.remove(key)
             await self._parts.engine.import_drop(self.request_id)
@@ -364,7 +366,7 @@ class Import:
         self._parts.metrics.pause_seconds.observe(pause_s)
         self._parts.events.changed(self.request_id)
         self._parts.spans.paused(self._request.traceparent, paused.since_s, pause_s)
-        self._tell(
+        self._emit(
             worker_pb2.ImportEvent(
                 state=types_pb2.MIGRATION_STATE_COMMITTED,
                 pause_ms=pause_s * 1000,
@@ -380,7 +382,7 @@ class Import:
         await self._end_source(True, "")
 
     async def _begin(self, key: RequestKey, opened: worker_pb2.ExportOpened, paused: Paused) -> None:
-        """It is this engine's now. Raises EngineRefusal."""
+        """Start the request on this engine. Raise EngineRefusal."""
         if self._handover.way is Way.REPLAY:
             submission = replaying.submission(opened, paused, key, self.request_id, self._request.epoch)
             self._parts.engine.submit(submission)
@@ -388,7 +390,7 @@ class Import:
             await self._parts.engine.import_activate(self.request_id)
 
     def _phase(self, opened: worker_pb2.ExportOpened) -> types_pb2.Phase.ValueType:
-        """The phase it is in now: it may have changed since the export was opened."""
+        """Return its current phase, which may have changed since the export was opened."""
         for request in self._parts.engine.stats().requests:
             if request.request_id == self.request_id:
                 return phase_of(request.phase)
@@ -407,7 +409,7 @@ class Import:
         self._front_end.send(worker_pb2.AttachDown(outputs=outputs))
 
     async def _give_up(self, reason: str) -> None:
-        """Nothing of it is left here when this returns; the source has been told, if it still listens."""
+        """Drop everything; the source has been told, if it still listens."""
         try:
             if self._in_engine:
                 self._in_engine = self._reserved = False
@@ -426,8 +428,8 @@ class Import:
         self._rounds.append(done)
         self._parts.incoming.add(done.message.bytes, done.ended_s - done.began_s)
         self._parts.spans.round_done(self._request.traceparent, done)
-        self._tell(worker_pb2.ImportEvent(state=done.state, round=done.message))
+        self._emit(worker_pb2.ImportEvent(state=done.state, round=done.message))
 
-    def _tell(self, event: worker_pb2.ImportEvent) -> None:
+    def _emit(self, event: worker_pb2.ImportEvent) -> None:
         self._events.append(event)
         self._changed.set()

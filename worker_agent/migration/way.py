@@ -1,4 +1,4 @@
-"""Which way a request comes: with its KV, or computed anew here; or not at all."""
+"""Decide how a request moves: with its KV, by recomputing, or not at all."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from worker_agent.migration.messages import layout_difference
 
 
 class CannotMove(Exception):
-    """Neither way is open; the message names the setting."""
+    """The request can move neither way; the message names the setting."""
 
 
 def way_of(info: EngineInfo, opened: worker_pb2.ExportOpened) -> Handover:
-    """The way to an engine of this kind. Raises CannotMove. Pure.
+    """Return the way to an engine of this kind. Raise CannotMove. Pure.
 
-    A replay needs the same model, computed in the same number formats, or the answer would go on otherwise.
+    A replay needs the same model computed in the same number formats; otherwise the answer would continue
+    differently.
     """
     if info.handover.way is Way.STAYS:
         raise CannotMove(f"target: {info.handover.reason}")
@@ -40,7 +41,7 @@ def way_of(info: EngineInfo, opened: worker_pb2.ExportOpened) -> Handover:
 
 
 def identity_message(identity: ModelIdentity | None) -> worker_pb2.ModelIdentity | None:
-    """As sent to the other end."""
+    """Return the identity as a message."""
     if identity is None:
         return None
     return worker_pb2.ModelIdentity(
@@ -64,8 +65,11 @@ _ROOM_WAIT_MAX_S: Final = 25.0
 
 @dataclass(frozen=True, slots=True)
 class ImportPlan:
-    """Rounds, the number of blocks that are copied under the pause, seconds to wait for room (0: not at all),
-    seconds from then until the commit."""
+    """The rounds, the blocks to leave for the pause, and time limits.
+
+    `stop_blocks`: a rest of at most this many blocks is copied during the pause. `room_wait_s`: seconds to
+    wait for room (0: do not wait). `timeout_s`: seconds from then until the commit.
+    """
 
     rounds: int
     stop_blocks: int
@@ -74,7 +78,7 @@ class ImportPlan:
 
 
 def plan_of(request: worker_pb2.ImportRequest, timeout_s: float) -> ImportPlan:
-    """Zeroes in the request mean the defaults."""
+    """Return the plan; zeroes in the request mean the defaults."""
     rounds = min(request.max_rounds or _ROUNDS, _ROUNDS_MAX)
     if request.mode == worker_pb2.COPY_MODE_STOP_AND_COPY:
         rounds = 0
