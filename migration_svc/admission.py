@@ -1,8 +1,8 @@
-"""How many migrations may be open at once, and who waits for whom.
+"""Limit how many migrations are open at once.
 
 At most a few per instance and direction: more would share one link and each take longer, while the source
-goes on decoding what a slow copy has to chase. Those that must wait do so in order of arrival; one whose
-instances are free does not wait behind one whose are not.
+keeps decoding tokens that a slow copy has to chase. Waiting migrations are admitted in order of arrival,
+except that one whose instances are free does not wait behind one whose instances are not.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class _Waiting:
 
 
 class Admission:
-    """Grants places to migrations. All calls on one event loop."""
+    """Grant slots to migrations. All calls on one event loop."""
 
     def __init__(
-        self, limit: int = LIMIT_PER_DIRECTION, queue_limit: int = 256, patience_s: float = 10.0
+        self, limit: int = LIMIT_PER_DIRECTION, queue_limit: int = 256, max_wait_s: float = 10.0
     ) -> None:
-        """`queue_limit`: migrations that may wait; `patience_s`: for how long each may."""
+        """`queue_limit`: migrations that may wait; `max_wait_s`: seconds for which each may."""
         self._limit = limit
         self._queue_limit = queue_limit
-        self.patience_s = patience_s
+        self.max_wait_s = max_wait_s
         self._sending: Counter[str] = Counter()
         self._receiving: Counter[str] = Counter()
         self._requests: set[str] = set()
@@ -45,12 +45,12 @@ class Admission:
 
     @property
     def waiting(self) -> int:
-        """Migrations that wait for a place."""
+        """Return the number of waiting migrations."""
         return len(self._queue)
 
     @asynccontextmanager
-    async def place(self, request_id: str, source: str, target: str) -> AsyncIterator[None]:
-        """Hold a place for one migration. Raises NotAdmitted."""
+    async def slot(self, request_id: str, source: str, target: str) -> AsyncIterator[None]:
+        """Hold a slot for one migration. Raise NotAdmitted."""
         if request_id in self._requests:
             raise NotAdmitted(f"request {request_id} is already being migrated")
         self._requests.add(request_id)
@@ -59,7 +59,7 @@ class Admission:
             try:
                 yield
             finally:
-                self._leave(source, target)
+                self._release(source, target)
         finally:
             self._requests.discard(request_id)
 
@@ -70,22 +70,22 @@ class Admission:
         self._queue.append(waiting)
         self._admit()
         try:
-            async with asyncio.timeout(self.patience_s):
+            async with asyncio.timeout(self.max_wait_s):
                 await waiting.admitted
         except BaseException as error:
             if waiting in self._queue:
                 self._queue.remove(waiting)
             elif waiting.admitted.done():
-                # Admitted in the very moment of giving up: hand the place on.
-                self._leave(source, target)
+                # Admitted at the moment of giving up: pass the slot on.
+                self._release(source, target)
             if isinstance(error, TimeoutError):
                 raise NotAdmitted(
-                    f"{source} or {target} had {self._limit} migrations open for {self.patience_s:g} s"
+                    f"{source} or {target} had {self._limit} migrations open for {self.max_wait_s:g} s"
                 ) from error
             raise
 
-    def _leave(self, source: str, target: str) -> None:
-        """Give a place back. Who has none is forgotten: instances come and go for as long as this runs."""
+    def _release(self, source: str, target: str) -> None:
+        """Release a slot. Counters of instances without slots are deleted, because instances come and go."""
         for places, instance_id in ((self._sending, source), (self._receiving, target)):
             places[instance_id] -= 1
             if not places[instance_id]:

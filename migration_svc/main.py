@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 KIND: Final = "migration"
 _DEFAULTS: Final = CopyRules()
-# For handing leadership over, beyond what migrations may take.
+# Time for resigning leadership, beyond what migrations may take.
 _MARGIN_S: Final = 10.0
 
 
@@ -103,13 +103,14 @@ async def serve(
     rules: CopyRules,
     shutdown: Shutdown,
 ) -> None:
-    """Until cancelled. Raises StoreUnavailable, ListenError, JournalDamaged, OSError."""
-    async with open_service(KIND, common) as frame:
+    """Run the migration service until cancelled. Raise StoreUnavailable, ListenError, JournalDamaged or
+    OSError."""
+    async with open_service(KIND, common) as service:
         journal, history = Journal(journal_path), History()
-        metrics = MigrationMetrics(frame.registry, lambda: len(runs), lambda: admission.waiting)
-        traces = MigrationTraces(frame.tracing)
-        runs = Runs(frame.channels, admission, journal, history, metrics, traces, rules)
-        servicer = MigrationServicer(runs, history, lambda: frame.members.instances)
+        metrics = MigrationMetrics(service.registry, lambda: len(runs), lambda: admission.waiting)
+        traces = MigrationTraces(service.tracing)
+        runs = Runs(service.channels, admission, journal, history, metrics, traces, rules)
+        servicer = MigrationServicer(runs, history, lambda: service.members.instances)
         services = [Servicer(add_MigrationServicer_to_server, servicer, "tailrace.v1.Migration")]
         try:
             await runs.clean_up()
@@ -117,21 +118,22 @@ async def serve(
                 serve_grpc(common.listen, services, common.transport) as server,
                 AsyncExitStack() as membership,
             ):
-                record = await membership.enter_async_context(frame.announced(server.address))
+                record = await membership.enter_async_context(service.announced(server.address))
                 log.info("%s serves on %s", record.service_id, server.address)
-                election = Election(frame.store, record)
+                election = Election(service.store, record)
                 election.start()
                 membership.push_async_callback(election.close)
 
                 async def drain() -> None:
                     await server.set_serving(False)
-                    # Two services would admit more at once than the limit: this one first stops admitting.
+                    # Two admitting services would exceed the limit: this one stops admitting before it
+                    # resigns.
                     runs.stop_admitting()
                     await membership.aclose()
                     await runs.wait()
 
-                longest_s = admission.patience_s + rules.timeout_s + _MARGIN_S
-                with shutdown.draining(drain, longest_s):
+                drain_timeout_s = admission.max_wait_s + rules.timeout_s + _MARGIN_S
+                with shutdown.draining(drain, drain_timeout_s):
                     try:
                         await asyncio.get_running_loop().create_future()
                     finally:

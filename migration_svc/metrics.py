@@ -1,4 +1,4 @@
-"""What the migration service exports to Prometheus."""
+"""Metrics of the migration service."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PAUSE_BUCKETS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1
 
 
 class MigrationMetrics:
-    """Counts of migrations and what they cost."""
+    """Count migrations and their costs."""
 
     def __init__(
         self, registry: CollectorRegistry, open_now: Callable[[], int], waiting: Callable[[], int]
@@ -26,7 +26,7 @@ class MigrationMetrics:
             registry=registry,
         )
         self._bytes = Counter("tailrace_migration_kv_bytes", "KV that migrations copied.", registry=registry)
-        self._held = Counter(
+        self._held_bytes = Counter(
             "tailrace_migration_kv_held_bytes",
             "KV that migrations did not copy: the target's prefix cache held it.",
             registry=registry,
@@ -49,13 +49,13 @@ class MigrationMetrics:
         queued.set_function(waiting)
 
     def ended(self, record: migration_pb2.MigrationRecord) -> None:
-        """Count one."""
+        """Count a migration that has ended."""
         committed = record.state == types_pb2.MIGRATION_STATE_COMMITTED
-        # Live but for those of which the target has said otherwise.
+        # Live unless the target reported otherwise.
         way = "replay" if record.way == types_pb2.WAY_REPLAY else "live"
         self._ended.labels("committed" if committed else "aborted", label(record.reason), way).inc()
         self._bytes.inc(record.bytes)
-        self._held.inc(record.held_bytes)
+        self._held_bytes.inc(record.held_bytes)
         if committed:
             self._pause.observe(record.pause_ms / 1000)
             self._duration.observe(record.closed_s - record.opened_s)

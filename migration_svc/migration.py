@@ -1,4 +1,4 @@
-"""One migration from admission to its end: calls the target, and keeps the record."""
+"""Run one migration from admission to its end: call the target, and maintain the record."""
 
 from __future__ import annotations
 
@@ -25,15 +25,18 @@ ABORTED: Final = types_pb2.MIGRATION_STATE_ABORTED
 COMMITTED: Final = types_pb2.MIGRATION_STATE_COMMITTED
 ENDED: Final = frozenset({ABORTED, COMMITTED})
 
-# The target keeps its own deadline; this one is for a target that does not keep it.
+# The target has its own deadline; this is for a target that misses it.
 _GRACE_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class CopyRules:
-    """How a request is copied. Stop and copy begins once `stop_threshold_blocks` or fewer are left, or after
-    `max_rounds`; a migration that is not committed `timeout_s` after it got room is aborted. One that is to
-    wait for room at its target may do so for `room_wait_s`."""
+    """How a request is copied.
+
+    Stop-and-copy begins once at most `stop_threshold_blocks` are left, or after `max_rounds`. A migration
+    that is not committed `timeout_s` seconds after it got room is aborted. One that may wait for room at its
+    target does so for up to `room_wait_s` seconds.
+    """
 
     stop_threshold_blocks: int = 2
     max_rounds: int = 4
@@ -43,7 +46,7 @@ class CopyRules:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A migration that was asked for, with the addresses of both ends."""
+    """A requested migration with the addresses of both ends."""
 
     request: migration_pb2.MigrateRequest
     source_address: str
@@ -51,7 +54,7 @@ class Order:
 
 
 class MigrationRun:
-    """Runs one migration. `record` is the truth about it at any moment."""
+    """Run one migration. `record` always has its current state."""
 
     def __init__(
         self,
@@ -73,11 +76,11 @@ class MigrationRun:
         metrics: MigrationMetrics,
         traces: MigrationTraces,
     ) -> None:
-        """To its end, which is in the record; raises only CancelledError."""
+        """Run to the end, which is in the record. Raises only CancelledError."""
         record = self.record
         trace = traces.start(self._order.request.traceparent, record)
         try:
-            async with admission.place(
+            async with admission.slot(
                 record.request_id, record.source_instance_id, record.target_instance_id
             ):
                 journal.write(self._opened())
@@ -102,7 +105,7 @@ class MigrationRun:
                 self._end(ABORTED, "the migration service stopped")
             metrics.ended(record)
             traces.end(trace, record)
-            # Only now that its place is free: whoever hears of the end may move the request again at once.
+            # Only after its slot is free, because a watcher may migrate the request again at once.
             self._on_change(record)
 
     async def _import(self, channels: Channels, trace: MigrationTrace) -> None:
@@ -129,7 +132,7 @@ class MigrationRun:
         )
         try:
             async for event in call:
-                self._take(event)
+                self._apply_event(event)
         except grpc.aio.AioRpcError as error:
             if record.state not in ENDED:
                 self._end(ABORTED, f"target {record.target_instance_id}: {format_error(error)}")
@@ -137,7 +140,7 @@ class MigrationRun:
             if record.state not in ENDED:
                 self._end(ABORTED, f"target {record.target_instance_id} ended the call without an outcome")
 
-    def _take(self, event: worker_pb2.ImportEvent) -> None:
+    def _apply_event(self, event: worker_pb2.ImportEvent) -> None:
         record = self.record
         if event.HasField("round"):
             record.rounds.append(event.round)
@@ -181,8 +184,8 @@ class MigrationRun:
         )
 
 
-async def cancel_left_open(entry: Opened, channels: Channels) -> str:
-    """Cancel at its target what an earlier run left open; how that went."""
+async def cancel_unfinished(entry: Opened, channels: Channels) -> str:
+    """Cancel at its target a migration that an earlier run left open; return the result in words."""
     stub = worker_pb2_grpc.WorkerStub(channels.get(entry.target_address, Role.WORKER))
     try:
         reply = await stub.CancelImport(

@@ -1,4 +1,4 @@
-"""All migrations under way: starts them, owns their tasks, tells whoever watches one."""
+"""Run all migrations: start them, own their tasks, and publish their states to watchers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Final
 from migration_svc.admission import Admission
 from migration_svc.journal import Closed, Journal
 from migration_svc.metrics import MigrationMetrics
-from migration_svc.migration import ABORTED, ENDED, CopyRules, MigrationRun, Order, cancel_left_open
+from migration_svc.migration import ABORTED, ENDED, CopyRules, MigrationRun, Order, cancel_unfinished
 from migration_svc.traces import MigrationTraces
 from tailrace.records import InstanceRecord
 from tailrace.service.channels import Channels
@@ -24,49 +24,49 @@ log = logging.getLogger(__name__)
 
 
 class UnknownInstance(Exception):
-    """No such instance in the fleet; the message names field and instance."""
+    """An instance is not in the fleet; the message names field and instance."""
 
 
-class BadMigration(Exception):
-    """The request for a migration makes no sense; the message names the field."""
+class InvalidMigration(Exception):
+    """The request is invalid; the message names the field."""
 
 
 class Stopping(Exception):
-    """This service finishes what is under way and begins nothing more."""
+    """This service finishes its migrations and begins no more."""
 
     def __init__(self) -> None:
         super().__init__("this migration service is stopping")
 
 
-KEPT: Final = 1000
+HISTORY_MAX: Final = 1000
 
 
 class History:
-    """Records by migration id, oldest first; at most KEPT of them."""
+    """Records by migration id, oldest first; at most HISTORY_MAX of them."""
 
     def __init__(self) -> None:
         self._records: OrderedDict[str, migration_pb2.MigrationRecord] = OrderedDict()
 
     def add(self, record: migration_pb2.MigrationRecord) -> None:
-        """Keep a record; the caller goes on changing it."""
+        """Add a record, which the caller may change later."""
         self._records[record.migration_id] = record
-        while len(self._records) > KEPT:
+        while len(self._records) > HISTORY_MAX:
             self._records.popitem(last=False)
 
     def list(self, request_id: str, limit: int) -> list[migration_pb2.MigrationRecord]:
-        """The newest `limit` (0: all) of a request ("": of all), newest first."""
+        """Return the newest `limit` records (0: all) of a request ("": of all), newest first."""
         found = [r for r in reversed(self._records.values()) if request_id in ("", r.request_id)]
         return found[:limit] if limit else found
 
 
-# Updates that a slow watcher may be behind by; it misses those in between, never the last.
+# Updates queued for a slow watcher; it may miss older ones, but never the last.
 _WATCH_LIMIT: Final = 64
 
 Updates = asyncio.Queue[migration_pb2.MigrationRecord]
 
 
 class Runs:
-    """Owns every migration's task until it ends or `close` is called."""
+    """Own every migration's task until it ends or `close` is called."""
 
     def __init__(
         self,
@@ -92,10 +92,10 @@ class Runs:
         return len(self._tasks)
 
     async def clean_up(self) -> None:
-        """Cancel what an earlier run left open, all at once: each target has its own deadline."""
-        left = self._journal.left_open
-        errors = await asyncio.gather(*(cancel_left_open(entry, self._channels) for entry in left))
-        for entry, error in zip(left, errors, strict=True):
+        """Cancel what an earlier run left open, concurrently: each target has its own deadline."""
+        unfinished = self._journal.unfinished
+        errors = await asyncio.gather(*(cancel_unfinished(entry, self._channels) for entry in unfinished))
+        for entry, error in zip(unfinished, errors, strict=True):
             closed_s = time.time()
             self._journal.write(
                 Closed(migration_id=entry.migration_id, committed=False, error=error, closed_s=closed_s)
@@ -119,9 +119,10 @@ class Runs:
     def start(
         self, request: migration_pb2.MigrateRequest, instances: Mapping[str, InstanceRecord]
     ) -> AsyncIterator[migration_pb2.MigrationRecord]:
-        """Begin a migration; its states, the last of which is its end.
+        """Begin a migration; return an iterator over its states, the last of which is its end.
 
-        It goes on whether or not anybody reads them. Raises BadMigration, UnknownInstance, Stopping.
+        The migration continues whether or not they are read. Raise InvalidMigration, UnknownInstance or
+        Stopping.
         """
         if not self._admitting:
             raise Stopping
@@ -150,15 +151,15 @@ class Runs:
         return _watch(updates)
 
     def stop_admitting(self) -> None:
-        """Begin no more migrations; those that were begun go on."""
+        """Begin no more migrations; the ones in progress continue."""
         self._admitting = False
 
     async def wait(self) -> None:
-        """Until what is under way now has ended; each migration has a deadline of its own."""
+        """Wait until the present migrations have ended; each has a deadline of its own."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def close(self) -> None:
-        """Abort what is not committed, and wait for it."""
+        """Abort what is not committed, and wait for its end."""
         for task in self._tasks:
             task.cancel()
         await self.wait()
@@ -166,7 +167,7 @@ class Runs:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if (error := task_error(task)) is not None:
-            # A full disk under the journal, or a mistake of ours; whoever watches has been told "aborted".
+            # A bug; watchers have received "aborted".
             log.error("%s failed", task.get_name(), exc_info=error)
 
 
@@ -179,7 +180,7 @@ async def _watch(updates: Updates) -> AsyncIterator[migration_pb2.MigrationRecor
 
 
 def _offer(updates: Updates, record: migration_pb2.MigrationRecord) -> None:
-    """Queue a copy; the oldest update gives way."""
+    """Queue a copy, dropping the oldest update if the queue is full."""
     if updates.full():
         updates.get_nowait()
     copy = migration_pb2.MigrationRecord()
@@ -190,9 +191,9 @@ def _offer(updates: Updates, record: migration_pb2.MigrationRecord) -> None:
 def _order(request: migration_pb2.MigrateRequest, instances: Mapping[str, InstanceRecord]) -> Order:
     for field in ("request_id", "source_instance_id", "target_instance_id"):
         if not getattr(request, field):
-            raise BadMigration(f"{field}: must not be empty")
+            raise InvalidMigration(f"{field}: must not be empty")
     if request.source_instance_id == request.target_instance_id:
-        raise BadMigration(f"target_instance_id: the request is on {request.target_instance_id} already")
+        raise InvalidMigration(f"target_instance_id: the request is on {request.target_instance_id} already")
     addresses = []
     for field in ("source_instance_id", "target_instance_id"):
         record = instances.get(getattr(request, field))

@@ -1,4 +1,4 @@
-"""The Migration service."""
+"""The gRPC Migration service."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 import grpc
 
-from migration_svc.runs import BadMigration, History, Runs, Stopping, UnknownInstance
+from migration_svc.runs import History, InvalidMigration, Runs, Stopping, UnknownInstance
 from tailrace.records import InstanceRecord
 from tailrace.v1 import migration_pb2, migration_pb2_grpc
 
 
 class MigrationServicer(migration_pb2_grpc.MigrationServicer):
-    """Thin: Runs does the work."""
+    """Translate calls to `Runs`."""
 
     def __init__(
         self, runs: Runs, history: History, instances: Callable[[], Mapping[str, InstanceRecord]]
@@ -26,10 +26,10 @@ class MigrationServicer(migration_pb2_grpc.MigrationServicer):
         request: migration_pb2.MigrateRequest,
         context: grpc.aio.ServicerContext[migration_pb2.MigrateRequest, migration_pb2.MigrationRecord],
     ) -> AsyncIterator[migration_pb2.MigrationRecord]:
-        """States until the end. When the caller goes away the migration goes on."""
+        """Stream a migration's states; it continues if the caller disconnects."""
         try:
             updates = self._runs.start(request, self._instances())
-        except BadMigration as error:
+        except InvalidMigration as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except UnknownInstance as error:
             await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
@@ -45,7 +45,7 @@ class MigrationServicer(migration_pb2_grpc.MigrationServicer):
             migration_pb2.ListMigrationsRequest, migration_pb2.ListMigrationsReply
         ],
     ) -> migration_pb2.ListMigrationsReply:
-        """Newest first."""
+        """List migrations, newest first."""
         return migration_pb2.ListMigrationsReply(
             migrations=self._history.list(request.request_id, request.limit)
         )

@@ -1,4 +1,4 @@
-"""A span for each migration, under its request's trace; the target makes its children, the copy rounds."""
+"""Trace spans of migrations, under their requests' traces; targets add the copy rounds as children."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from tailrace.v1 import migration_pb2, types_pb2
 
 @dataclass(frozen=True, slots=True)
 class MigrationTrace:
-    """One migration's span; `span` is None when its request is not traced."""
+    """One migration's span; None if its request is not traced."""
 
     span: Span | None
 
     @property
     def traceparent(self) -> str:
-        """Parent for what others do for this migration."""
+        """Return the parent for spans of other processes that work on this migration."""
         return "" if self.span is None else traceparent_of(self.span)
 
 
 class MigrationTraces:
-    """Makes and ends the spans."""
+    """Start and end the spans."""
 
     def __init__(self, tracing: Tracing) -> None:
         self._tracing = tracing
         self._tracer = tracing.tracer("migration")
 
     def start(self, traceparent: str, record: migration_pb2.MigrationRecord) -> MigrationTrace:
-        """Begin, under the request's root span; nothing when that is not traced."""
+        """Start a span under the request's root span; no span if that is not traced."""
         if not self._tracing.continues(traceparent):
             return MigrationTrace(None)
         span = start_span(
@@ -51,7 +51,7 @@ class MigrationTraces:
         return MigrationTrace(span)
 
     def end(self, trace: MigrationTrace, record: migration_pb2.MigrationRecord) -> None:
-        """End with what came of it."""
+        """End the span with the outcome."""
         span = trace.span
         if span is None:
             return

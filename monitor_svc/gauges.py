@@ -1,4 +1,4 @@
-"""The cluster as Prometheus metrics, read from the reports when somebody scrapes."""
+"""Export the cluster's state to Prometheus; computed from the reports at each scrape."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PHASES: Final = {
 
 
 class MonitorGauges(Collector):
-    """Per-instance and per-phase gauges, and what the monitor itself does."""
+    """Per-instance and per-phase gauges, and counters of the monitor itself."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class MonitorGauges(Collector):
         traces: TraceStore,
         slo: Callable[[], Slo],
     ) -> None:
-        """`slo`: the deployment's objectives now."""
+        """`slo()` returns the deployment's current SLOs."""
         self._reports = reports
         self._feed = feed
         self._servicer = servicer
@@ -42,20 +42,20 @@ class MonitorGauges(Collector):
         self._slo = slo
 
     def collect(self) -> Iterable[Metric]:
-        """All families."""
-        yield from self._own()
+        """Yield all families."""
+        yield from self._monitor_metrics()
         yield from self._instances()
         yield self._phases()
-        yield self._trouble()
+        yield self._missed_slos()
 
-    def _own(self) -> Iterable[Metric]:
+    def _monitor_metrics(self) -> Iterable[Metric]:
         reports, traces = self._reports, self._traces
         yield _counter("reports", "Worker reports received.", self._servicer.reports_received)
         yield _counter("resnapshots", "Subscribers that fell behind.", self._feed.resnapshots)
         yield _counter("spans", "Spans received over OTLP.", traces.received)
         yield _counter("spans_dropped", "Spans that the trace store had no room for.", traces.dropped)
         yield _gauge("subscribers", "Open watches.", self._feed.subscribers)
-        yield _gauge("instances", "Instances that have reported.", len(reports.known))
+        yield _gauge("instances", "Instances that have reported.", len(reports.instances))
         yield _gauge("silent_instances", "Instances that have stopped reporting.", len(reports.silent))
         yield _gauge("traces", "Traces held.", traces.traces)
         events = CounterMetricFamily(
@@ -66,7 +66,7 @@ class MonitorGauges(Collector):
         yield events
 
     def _instances(self) -> Iterable[Metric]:
-        loads = [(name, known.steady.load) for name, known in self._reports.known.items()]
+        loads = [(name, known.steady.load) for name, known in self._reports.instances.items()]
         for family, help_text, read in _LOAD_GAUGES:
             metric = GaugeMetricFamily(f"tailrace_monitor_instance_{family}", help_text, labels=["instance"])
             for name, load in loads:
@@ -84,21 +84,21 @@ class MonitorGauges(Collector):
         metric = GaugeMetricFamily(
             "tailrace_monitor_instance_requests", "Requests held, by phase.", labels=["instance", "phase"]
         )
-        for name, known in self._reports.known.items():
+        for name, known in self._reports.instances.items():
             load = known.steady.load
             metric.add_metric([name, "prefill"], load.prefilling)
             metric.add_metric([name, "reasoning"], load.reasoning)
             metric.add_metric([name, "answering"], load.answering)
         return metric
 
-    def _trouble(self) -> Metric:
+    def _missed_slos(self) -> Metric:
         metric = GaugeMetricFamily(
             "tailrace_monitor_slo_trouble_requests",
             "Requests that now miss a service-level objective.",
             labels=["instance", "slo"],
         )
         slo = self._slo()
-        for name, known in self._reports.known.items():
+        for name, known in self._reports.instances.items():
             missed = Counter(
                 objective
                 for request in known.steady.requests

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 KIND: Final = "monitor"
 MONITOR_SERVICE: Final = "tailrace.v1.Monitor"
-# Handing leadership over is two calls to etcd.
+# Resigning leadership takes two calls to etcd.
 _DRAIN_S: Final = 10.0
 
 
@@ -50,15 +50,17 @@ def command(common: CommonOptions, patience: float, trace_spans: int) -> None:
     run_service(lambda shutdown: serve(common, patience, trace_spans, shutdown))
 
 
-async def serve(common: CommonOptions, patience_s: float, trace_spans: int, shutdown: Shutdown) -> None:
-    """Until cancelled. Raises StoreUnavailable, ListenError, OSError."""
-    async with open_service(KIND, common) as frame:
-        members = frame.members
-        reports = Reports(patience_s)
+async def serve(
+    common: CommonOptions, silence_timeout_s: float, trace_spans: int, shutdown: Shutdown
+) -> None:
+    """Run the monitor until cancelled. Raise StoreUnavailable, ListenError or OSError."""
+    async with open_service(KIND, common) as service:
+        members = service.members
+        reports = Reports(silence_timeout_s)
         feed = Feed(reports)
         traces = TraceStore(trace_spans)
         servicer = MonitorServicer(reports, feed, traces)
-        frame.registry.register(MonitorGauges(reports, feed, servicer, traces, lambda: members.slo))
+        service.registry.register(MonitorGauges(reports, feed, servicer, traces, lambda: members.slo))
         servicers = [
             Servicer(add_MonitorServicer_to_server, servicer, MONITOR_SERVICE),
             Servicer(add_TraceServiceServicer_to_server, OtlpServicer(traces), OTLP_SERVICE),
@@ -67,17 +69,17 @@ async def serve(common: CommonOptions, patience_s: float, trace_spans: int, shut
             serve_grpc(common.listen, servicers, common.transport) as server,
             AsyncExitStack() as membership,
         ):
-            record = await membership.enter_async_context(frame.announced(server.address))
+            record = await membership.enter_async_context(service.announced(server.address))
             log.info("%s serves on %s", record.service_id, server.address)
-            election = Election(frame.store, record)
+            election = Election(service.store, record)
             election.start()
             membership.push_async_callback(election.close)
 
             async def drain() -> None:
-                # Workers and schedulers go over to another while this one still answers.
+                # Workers and schedulers switch to another monitor while this one still answers.
                 await server.set_serving(False)
                 await membership.aclose()
 
             with shutdown.draining(drain, _DRAIN_S):
                 async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(watch_silence(reports, feed, frame.members, patience_s))
+                    tasks.create_task(watch_silence(reports, feed, service.members, silence_timeout_s))

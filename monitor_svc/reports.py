@@ -1,4 +1,4 @@
-"""What every instance last said. Pure: the caller brings the time, in seconds of its monotonic clock."""
+"""The latest reports of every instance. Pure: callers pass the time in seconds of their monotonic clock."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _EVENTS_MAX: Final = 4_096
 
 
 @dataclass(slots=True)
-class Known:
-    """One instance: its last steady report, and the latest phase event of each request since."""
+class InstanceReports:
+    """One instance's last steady report, and the latest phase event of each request since."""
 
     incarnation: str
-    heard_s: float
+    last_report_s: float
     steady: monitor_pb2.WorkerReport = field(default_factory=monitor_pb2.WorkerReport)
     events: dict[str, monitor_pb2.PhaseEvent] = field(default_factory=dict)
 
     def merged(self) -> monitor_pb2.WorkerReport:
-        """The steady report with the events since: what a new subscriber has to know."""
+        """Return the steady report with the events since, which is what a new subscriber needs."""
         report = monitor_pb2.WorkerReport()
         report.CopyFrom(self.steady)
         report.phase_events.extend(self.events.values())
@@ -31,21 +31,22 @@ class Known:
 
 
 class Reports:
-    """The cluster's state as reported. `silent` are instances not heard of for longer than `patience_s`."""
+    """The cluster's state as reported. `silent`: instances without a report for longer than
+    `silence_timeout_s`."""
 
-    def __init__(self, patience_s: float) -> None:
-        self.known: dict[str, Known] = {}
+    def __init__(self, silence_timeout_s: float) -> None:
+        self.instances: dict[str, InstanceReports] = {}
         self.silent: frozenset[str] = frozenset()
-        self._patience_s = patience_s
+        self._silence_timeout_s = silence_timeout_s
 
     def apply(self, report: monitor_pb2.WorkerReport, now_s: float) -> None:
-        """Take one report in."""
-        known = self.known.get(report.instance_id)
+        """Apply a report."""
+        known = self.instances.get(report.instance_id)
         if known is None or known.incarnation != report.incarnation:
-            known = self.known[report.instance_id] = Known(report.incarnation, now_s)
+            known = self.instances[report.instance_id] = InstanceReports(report.incarnation, now_s)
             known.steady.instance_id = report.instance_id
             known.steady.incarnation = report.incarnation
-        known.heard_s = now_s
+        known.last_report_s = now_s
         if report.HasField("load"):
             known.steady = report
             known.events.clear()
@@ -54,39 +55,41 @@ class Reports:
             if len(known.events) < _EVENTS_MAX or event.request_id in known.events:
                 known.events[event.request_id] = event
 
-    def look(self, now_s: float) -> bool:
-        """Work out who is silent; whether that has changed."""
+    def update_silent(self, now_s: float) -> bool:
+        """Update the set of silent instances; return whether it changed."""
         silent = frozenset(
-            name for name, known in self.known.items() if now_s - known.heard_s > self._patience_s
+            name
+            for name, known in self.instances.items()
+            if now_s - known.last_report_s > self._silence_timeout_s
         )
         changed = silent != self.silent
         self.silent = silent
         return changed
 
     def extend_deadlines(self, seconds: float) -> None:
-        """This process itself stood still for so long: nobody is to blame for not being heard meanwhile."""
-        for known in self.known.values():
-            known.heard_s += seconds
+        """Allow more time: this process was suspended for `seconds` and could not receive reports."""
+        for known in self.instances.values():
+            known.last_report_s += seconds
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop instances that have left the cluster."""
         for name in names:
-            self.known.pop(name, None)
-        self.silent &= self.known.keys()
+            self.instances.pop(name, None)
+        self.silent &= self.instances.keys()
 
     def snapshot(self) -> monitor_pb2.StateDelta:
-        """Everything known."""
+        """Return the complete state."""
         return monitor_pb2.StateDelta(
             snapshot=True,
-            reports=[known.merged() for known in self.known.values()],
+            reports=[known.merged() for known in self.instances.values()],
             silent_instance_ids=sorted(self.silent),
         )
 
 
 def missed_objectives(request: monitor_pb2.RequestReport, now_s: float, slo: Slo) -> list[str]:
-    """Which of "ttft", "tpot" and "qoe" a request now misses.
+    """Return which of "ttft", "tpot" and "qoe" a request misses now.
 
-    The first answering token is due as `Slo` says. `now_s`: wall clock of the worker, as in its report.
+    The first answering token is due as `Slo` defines. `now_s`: the worker's wall clock, as in its report.
     """
     missed: list[str] = []
     answers = request.output_tokens > request.reasoning_tokens

@@ -1,4 +1,4 @@
-"""The Monitor service."""
+"""The gRPC Monitor service."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tailrace.v1 import admin_pb2, monitor_pb2, monitor_pb2_grpc
 
 
 class MonitorServicer(monitor_pb2_grpc.MonitorServicer):
-    """Takes reports in and hands them on."""
+    """Receive reports and pass them on."""
 
     def __init__(self, reports: Reports, feed: Feed, traces: TraceStore) -> None:
-        # Since the start, for metrics.
+        # Counted since the start, for metrics.
         self.reports_received = 0
         self.phase_events: dict[int, int] = {}
         self._reports = reports
@@ -29,7 +29,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServicer):
         request_iterator: AsyncIterator[monitor_pb2.WorkerReport],
         context: grpc.aio.ServicerContext[monitor_pb2.WorkerReport, monitor_pb2.ReportAck],
     ) -> AsyncIterator[monitor_pb2.ReportAck]:
-        """One acknowledgement a report, in order."""
+        """Acknowledge each report, in order."""
         async for report in request_iterator:
             if not report.instance_id or not report.incarnation:
                 await context.abort(
@@ -47,7 +47,8 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServicer):
         request: monitor_pb2.WatchRequest,
         context: grpc.aio.ServicerContext[monitor_pb2.WatchRequest, monitor_pb2.StateDelta],
     ) -> AsyncIterator[monitor_pb2.StateDelta]:
-        """Until the subscriber goes away. gRPC's flow control holds the loop while the subscriber is slow."""
+        """Stream deltas until the subscriber disconnects; gRPC's flow control pauses the loop while it is
+        slow."""
         with self._feed.subscribe() as subscription:
             while True:
                 yield await subscription.next()
@@ -57,7 +58,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServicer):
         request: admin_pb2.GetTraceRequest,
         context: grpc.aio.ServicerContext[admin_pb2.GetTraceRequest, admin_pb2.GetTraceReply],
     ) -> admin_pb2.GetTraceReply:
-        """NOT_FOUND when no span of it has come; INVALID_ARGUMENT when the id is part of several."""
+        """Return a trace; NOT_FOUND without any span of it, INVALID_ARGUMENT if the id matches several."""
         if not request.id:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "id: must not be empty")
         try:

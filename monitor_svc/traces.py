@@ -1,4 +1,4 @@
-"""The built-in trace store: the last traces, in memory, bounded. Fed by the standard OTLP gRPC service."""
+"""The built-in trace store: recent traces in memory, bounded, received by the standard OTLP gRPC service."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tailrace.telemetry.attributes import REQUEST_ID
 
 OTLP_SERVICE: Final = "opentelemetry.proto.collector.trace.v1.TraceService"
 _TRACE_ID: Final = re.compile(r"[0-9a-f]{32}")
-_NAMED_MAX: Final = 3
+_IDS_SHOWN: Final = 3
 
 
 class AmbiguousTraceError(ValueError):
-    """The text is part of several request ids of different traces."""
+    """The text matches request ids of different traces."""
 
 
 @dataclass(slots=True)
@@ -30,9 +30,9 @@ class _Trace:
 
 
 class TraceStore:
-    """Spans by trace id, found by request id too. The trace that was added to longest ago goes first.
+    """Hold spans by trace id, searchable by request id. The trace that grew least recently is evicted first.
 
-    Holds at most `spans_max` spans, of which one trace has at most `trace_spans_max`; the rest is dropped and
+    Holds at most `spans_max` spans, and of one trace at most `trace_spans_max`; the rest is dropped and
     counted.
     """
 
@@ -42,28 +42,28 @@ class TraceStore:
         self._spans_max = spans_max
         self._trace_spans_max = trace_spans_max
         self._traces: OrderedDict[bytes, _Trace] = OrderedDict()
-        # A request id can be in several traces (a client may use it again): the latest counts.
+        # A client may reuse a request id: the latest trace counts.
         self._by_request: dict[str, bytes] = {}
         self._spans = 0
 
     @property
     def spans(self) -> int:
-        """Spans held."""
+        """Return the number of spans."""
         return self._spans
 
     @property
     def traces(self) -> int:
-        """Traces held."""
+        """Return the number of traces."""
         return len(self._traces)
 
     def add(self, resource_spans: ResourceSpans) -> None:
-        """Take in the spans of one resource, of whatever traces."""
+        """Add the spans of one resource, which may belong to several traces."""
         for scope_spans in resource_spans.scope_spans:
             by_trace: dict[bytes, list[Span]] = {}
             for span in scope_spans.spans:
                 by_trace.setdefault(span.trace_id, []).append(span)
             for trace_id, spans in by_trace.items():
-                kept = self._room(trace_id, spans)
+                kept = self._reserve(trace_id, spans)
                 if not kept:
                     continue
                 part = ResourceSpans(resource=resource_spans.resource, schema_url=resource_spans.schema_url)
@@ -74,9 +74,10 @@ class TraceStore:
             self._evict()
 
     def find(self, text: str) -> TracesData | None:
-        """The trace with this id (32 hexadecimal digits) or of the request whose id has this part.
+        """Return the trace with this id (32 hexadecimal digits), or of the request whose id contains the
+        text.
 
-        None: there is none. Raises AmbiguousTraceError.
+        Return None if there is none. Raise AmbiguousTraceError.
         """
         trace_id = self._trace_id(text)
         trace = self._traces.get(trace_id) if trace_id is not None else None
@@ -90,14 +91,14 @@ class TraceStore:
         matches = {request_id: trace for request_id, trace in self._by_request.items() if text in request_id}
         if len(set(matches.values())) > 1:
             named = sorted(matches)
-            more = f" and {len(named) - _NAMED_MAX} more" if len(named) > _NAMED_MAX else ""
+            more = f" and {len(named) - _IDS_SHOWN} more" if len(named) > _IDS_SHOWN else ""
             raise AmbiguousTraceError(
-                f"{text!r} is part of several request ids: {', '.join(named[:_NAMED_MAX])}{more}"
+                f"{text!r} is part of several request ids: {', '.join(named[:_IDS_SHOWN])}{more}"
             )
         return next(iter(matches.values()), None)
 
-    def _room(self, trace_id: bytes, spans: list[Span]) -> list[Span]:
-        """Count spans in; those that there is room for."""
+    def _reserve(self, trace_id: bytes, spans: list[Span]) -> list[Span]:
+        """Count the spans; return those within the trace's limit."""
         self.received += len(spans)
         trace = self._traces.setdefault(trace_id, _Trace())
         self._traces.move_to_end(trace_id)
@@ -122,7 +123,7 @@ class TraceStore:
 
 
 class OtlpServicer:
-    """OTLP's own service, so that any exporter can send here."""
+    """Implement OTLP's trace service, so that any exporter can send spans here."""
 
     def __init__(self, store: TraceStore) -> None:
         self._store = store
@@ -134,7 +135,7 @@ class OtlpServicer:
             trace_service_pb2.ExportTraceServiceRequest, trace_service_pb2.ExportTraceServiceResponse
         ],
     ) -> trace_service_pb2.ExportTraceServiceResponse:
-        """Take spans in."""
+        """Store the spans."""
         for resource_spans in request.resource_spans:
             self._store.add(resource_spans)
         return trace_service_pb2.ExportTraceServiceResponse()

@@ -94,19 +94,19 @@ async def serve(
     common: CommonOptions, policy: PolicyRecord, shutdown: Shutdown, audit_log: Path | None = None
 ) -> None:
     """Run the scheduler until cancelled. Raise StoreUnavailable, ListenError or OSError."""
-    async with open_service(KIND, common) as frame:
+    async with open_service(KIND, common) as service:
         leading = Leadership()
-        parts = Parts(frame, policy, leading)
-        route = LeaderRoute(common.member_id, frame.members, frame.channels, leading)
+        parts = Parts(service, policy, leading)
+        route = LeaderRoute(common.member_id, service.members, service.channels, leading)
         allowed = [AdminErrors(), LeaderForwarding(route)]
         async with (
             auditing(common.member_id, audit_log) as audit,
             serve_grpc(common.listen, parts.servicers, common.transport, [audit], allowed) as server,
             AsyncExitStack() as membership,
         ):
-            record = await membership.enter_async_context(frame.announced(server.address))
+            record = await membership.enter_async_context(service.announced(server.address))
             log.info("%s serves on %s", record.service_id, server.address)
-            election = Election(frame.store, record, leading)
+            election = Election(service.store, record, leading)
             election.start()
             membership.push_async_callback(election.close)
 
@@ -139,42 +139,42 @@ async def auditing(name: str, path: Path | None) -> AsyncIterator[Auditing]:
 class Parts:
     """Build and connect the scheduler's parts."""
 
-    def __init__(self, frame: ServiceContext, policy: PolicyRecord, leading: asyncio.Event) -> None:
-        self.metrics = SchedulerMetrics(frame.registry)
+    def __init__(self, service: ServiceContext, policy: PolicyRecord, leading: asyncio.Event) -> None:
+        self.metrics = SchedulerMetrics(service.registry)
         self.metrics.leading.set_function(lambda: float(leading.is_set()))
         self.state = ReportedCluster()
         self.metrics.cache_index_blocks.set_function(lambda: float(len(self.state.cache.index)))
         self.metrics.pending_placements.set_function(lambda: float(self.state.pending_placements))
         self.metrics.cache_snapshots.set_function(lambda: float(self.state.cache.follower.snapshots))
-        self.active = ActivePolicy(policy, frame.members.slo)
-        self._members = frame.members
+        self.active = ActivePolicy(policy, service.members.slo)
+        self._members = service.members
         self._leading = leading
-        settings = self._settings = Settings(frame.store)
+        settings = self._settings = Settings(service.store)
         traceparents = Traceparents()
-        migrations = Migrations(frame.members, frame.channels)
+        migrations = Migrations(service.members, service.channels)
         migration_starter = MigrationStarter(self.state, migrations, traceparents)
-        negotiator = Negotiator(self.state, frame.channels, traceparents)
-        recaller = Recaller(self.state, frame.channels)
-        copier = Copier(self.state, frame.channels)
+        negotiator = Negotiator(self.state, service.channels, traceparents)
+        recaller = Recaller(self.state, service.channels)
+        copier = Copier(self.state, service.channels)
         self.actuator = Actuator(
             self.state, migration_starter, negotiator, recaller, copier, settings, self.metrics
         )
         self.control = LiveControl(self.state, self.active, self.actuator, GuardedCalls(self.metrics))
         self._follow_members()
-        frame.members.add_listener(self._follow_members)
+        service.members.add_listener(self._follow_members)
         self._decider = Decider(self.control, leading)
         self._drainer = Drainer(self.state, self.actuator, leading)
-        name = frame.common.member_id
+        name = service.common.member_id
         self._watch = MonitorWatch(
-            name, frame.members, frame.channels, self.state, self._decider.handle_report, self.metrics
+            name, service.members, service.channels, self.state, self._decider.handle_report, self.metrics
         )
-        self._cache_sync = CacheSync(self.state, frame.channels)
-        self._rollouts = Rollouts(frame.members, self.state, settings.swap_rollout, leading)
+        self._cache_sync = CacheSync(self.state, service.channels)
+        self._rollouts = Rollouts(service.members, self.state, settings.swap_rollout, leading)
         placer = Placer(self.control, self.metrics)
         admin = AdminServicer(
             self.state,
-            frame.members,
-            frame.channels,
+            service.members,
+            service.channels,
             self.active,
             self.control.follow,
             settings,
@@ -182,12 +182,12 @@ class Parts:
             migrations,
             Recorder(self.control),
             Shadowing(self.control, self.metrics),
-            RolloutCalls(self._rollouts, frame.members, settings),
+            RolloutCalls(self._rollouts, service.members, settings),
         )
         self.servicers = [
             Servicer(
                 add_SchedulerServicer_to_server,
-                SchedulerServicer(placer, frame.members, traceparents, frame.tracing),
+                SchedulerServicer(placer, service.members, traceparents, service.tracing),
                 "tailrace.v1.Scheduler",
             ),
             Servicer(add_AdminServicer_to_server, admin, "tailrace.v1.Admin"),

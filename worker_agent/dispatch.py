@@ -83,7 +83,7 @@ class Admission:
         if front_end is None:
             return
         if (full := self._rejection_reason(submission)) is not None:
-            self._metrics.turned_away += 1
+            self._metrics.rejected_busy += 1
             rejected = worker_pb2.RequestRejected(
                 handle=submission.key.handle,
                 epoch=submission.epoch,

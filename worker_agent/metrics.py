@@ -54,7 +54,7 @@ class WorkerMetrics:
     def __init__(self, histograms: WorkerHistograms) -> None:
         self.tokens = 0
         self.submitted = 0
-        self.turned_away = 0
+        self.rejected_busy = 0
         # finished, failed, aborted, moved.
         self.finished: Counter[str] = Counter()
         # By outcome: committed, aborted.
@@ -98,7 +98,7 @@ class WorkerCollector(Collector):
         yield _count(
             "turned_away_requests",
             "Requests turned away because too many were here.",
-            sum(w.turned_away for w in workers),
+            sum(w.rejected_busy for w in workers),
         )
         yield _labelled("ended_requests", "Requests that left, by how.", (w.finished for w in workers))
         yield _labelled("imports", "Migrations to here, by outcome.", (w.imports for w in workers))

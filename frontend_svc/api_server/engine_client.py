@@ -23,7 +23,7 @@ from frontend_svc.admission import NO_INSTANCE, TOO_MANY_REQUESTS, AdmissionRead
 from frontend_svc.answers.calls import ANSWER_HEADER
 from frontend_svc.api_server.kept_answers import Call, call_of_task
 from frontend_svc.api_server.tenants import TenantAdmission, Tenants, tenant_of_call
-from tailrace.tenancy.book import Tenant
+from tailrace.tenancy.keys import Tenant
 from tailrace.tenancy.share import SHARE_HEADER, Share
 
 

@@ -13,8 +13,8 @@ import msgspec
 
 from frontend_svc.api_server.middleware import App, Message, Receive, Send, send_error
 from frontend_svc.api_server.spec import DEFAULT_MAX_BODY_BYTES
-from tailrace.tenancy.book import Tenant
 from tailrace.tenancy.file import KeyFile
+from tailrace.tenancy.keys import Tenant
 from tailrace.tenancy.meter import Meter
 
 OPEN_PATHS: Final = frozenset({"/health", "/ping", "/version"})

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from tailrace.cli.errors import UsageProblem, file_errors
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
-from tailrace.tenancy.book import MAX_WEIGHT, MIN_WEIGHT, Tenant, TenantKeys
 from tailrace.tenancy.file import KeyFileUnusable, locked_key_file, read_keys
+from tailrace.tenancy.keys import MAX_WEIGHT, MIN_WEIGHT, Tenant, TenantKeys
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -68,17 +68,17 @@ def make(tenant: str, models: str | None, no_key: bool, file: Path, **limits: fl
     if not tenant or len(tenant) > 100:
         raise UsageProblem("a tenant's name has 1 to 100 characters")
     with file_errors(KeyFileUnusable), locked_key_file(file) as replace:
-        book = read_keys(file) if file.exists() else TenantKeys()
-        before = book.tenant(tenant)
+        tenant_keys = read_keys(file) if file.exists() else TenantKeys()
+        before = tenant_keys.tenant(tenant)
         if no_key and before is None:
             raise UsageProblem(f"there is no tenant {tenant!r}")
         fields = {} if before is None else {name: getattr(before, name) for name in before.__struct_fields__}
-        book = book.with_tenant(Tenant(**{**fields, "name": tenant, **given}))
+        tenant_keys = tenant_keys.with_tenant(Tenant(**{**fields, "name": tenant, **given}))
         key = ""
         if not no_key:
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            book, key = book.with_key(tenant, now)
-        replace(book)
+            tenant_keys, key = tenant_keys.with_key(tenant, now)
+        replace(tenant_keys)
     if key:
         note(f"{tenant}: a key, shown this once")
         click.echo(key)
@@ -90,16 +90,17 @@ def make(tenant: str, models: str | None, no_key: bool, file: Path, **limits: fl
 def list_(file: Path, output: Output) -> None:
     """Show tenants, their limits and the IDs of their keys."""
     with file_errors(KeyFileUnusable):
-        book = read_keys(file)
+        tenant_keys = read_keys(file)
     if output is Output.JSON:
         print_json(
             {
                 "keys": [
-                    {"key_id": key.key_id, "tenant": key.tenant, "created": key.created} for key in book.keys
+                    {"key_id": key.key_id, "tenant": key.tenant, "created": key.created}
+                    for key in tenant_keys.keys
                 ],
                 "tenants": [
                     {name: _json(getattr(tenant, name)) for name in tenant.__struct_fields__}
-                    for tenant in book.tenants
+                    for tenant in tenant_keys.tenants
                 ],
             }
         )
@@ -117,8 +118,8 @@ def list_(file: Path, output: Output) -> None:
         "WEIGHT",
         box=None,
     )
-    for key in book.keys:
-        if (tenant := book.tenant(key.tenant)) is not None:
+    for key in tenant_keys.keys:
+        if (tenant := tenant_keys.tenant(key.tenant)) is not None:
             limits = (tenant.requests_per_minute, tenant.tokens_per_minute, tenant.concurrency)
             shown = [f"{limit:g}" if limit else "-" for limit in limits]
             models = ", ".join(tenant.models) or "all"

@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from tailrace.tenancy.book import KeyIndex, TenantKeys
+from tailrace.tenancy.keys import KeyIndex, TenantKeys
 
 log = logging.getLogger(__name__)
 
@@ -67,11 +67,11 @@ def locked_key_file(path: Path) -> Iterator[Callable[[TenantKeys], None]]:
     with path.with_name(f".{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
 
-        def replace(book: TenantKeys) -> None:
+        def replace(tenant_keys: TenantKeys) -> None:
             partial = path.with_name(f".{path.name}.partial")
             descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o640)
             with open(descriptor, "wb") as file:
-                file.write(msgspec.json.format(msgspec.json.encode(book)) + b"\n")
+                file.write(msgspec.json.format(msgspec.json.encode(tenant_keys)) + b"\n")
                 file.flush()
                 os.fsync(descriptor)
             partial.replace(path)

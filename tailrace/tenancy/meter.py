@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Final
 
-from tailrace.tenancy.book import Tenant
+from tailrace.tenancy.keys import Tenant
 
 _MINUTE_S: Final = 60.0
 # Retry interval when concurrency is the limit: when a request ends is unknown.

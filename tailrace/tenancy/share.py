@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple, Self
 
-from tailrace.tenancy.book import MAX_WEIGHT, MIN_WEIGHT
+from tailrace.tenancy.keys import MAX_WEIGHT, MIN_WEIGHT
 
 SHARE_HEADER: Final = "tailrace-tenant"
 

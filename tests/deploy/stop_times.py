@@ -15,7 +15,7 @@ _CLOSE_S: Final = 15.0
 _DRAIN_S: Final = {
     "frontend": DRAIN_TIMEOUT_S,
     "worker": WorkerSettings().drain_timeout_s + HANDOVER_S,
-    "migration": Admission().patience_s + CopyRules().timeout_s,
+    "migration": Admission().max_wait_s + CopyRules().timeout_s,
 }
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tailrace.tenancy.book import Tenant, TenantKeys
 from tailrace.tenancy.file import locked_key_file
+from tailrace.tenancy.keys import Tenant, TenantKeys
 from tailrace.tenancy.share import SHARE_HEADER, Share
 from tests.e2e.fleet import MODEL, Fleet
 from tests.e2e.processes import wait_until

@@ -12,8 +12,8 @@ import pytest
 
 from frontend_svc.api_server.middleware import Message, Receive, Send
 from frontend_svc.api_server.tenants import BodyLimit, TenantAdmission, Tenants, read_body, tenant_of_call
-from tailrace.tenancy.book import Tenant, TenantKeys
 from tailrace.tenancy.file import KeyFile, locked_key_file
+from tailrace.tenancy.keys import Tenant, TenantKeys
 
 CHAT = "/v1/chat/completions"
 
@@ -66,17 +66,17 @@ class Door:
 
 @pytest.fixture
 def door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
-    book, keys = TenantKeys(), {}
+    tenant_keys, keys = TenantKeys(), {}
     for tenant in (
         Tenant(name="free"),
         Tenant(name="limited", models=("m", "adapter")),
         Tenant(name="slow", requests_per_minute=2.0),
         Tenant(name="narrow", concurrency=1),
     ):
-        book, keys[tenant.name] = book.with_tenant(tenant).with_key(tenant.name, "now")
+        tenant_keys, keys[tenant.name] = tenant_keys.with_tenant(tenant).with_key(tenant.name, "now")
     path = tmp_path / "keys.json"
     with locked_key_file(path) as replace:
-        replace(book)
+        replace(tenant_keys)
     made: list[Door] = []
     tenants = Tenants(KeyFile(path), lambda: made[0].now_s)
     made.append(Door(tenants, keys))

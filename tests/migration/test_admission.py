@@ -19,7 +19,7 @@ async def settle() -> None:
 
 
 async def hold(admission: Admission, request_id: str, source: str, target: str, end: asyncio.Event) -> None:
-    async with admission.place(request_id, source, target):
+    async with admission.slot(request_id, source, target):
         await end.wait()
 
 
@@ -29,7 +29,7 @@ async def test_at_most_so_many_of_one_direction() -> None:
     await settle()
     assert admission.waiting == 1
     # The other direction, and others altogether, are free.
-    async with admission.place("back", "b", "a"), admission.place("other", "c", "d"):
+    async with admission.slot("back", "b", "a"), admission.slot("other", "c", "d"):
         assert admission.waiting == 1
     end.set()
     await asyncio.gather(*tasks)
@@ -38,21 +38,21 @@ async def test_at_most_so_many_of_one_direction() -> None:
 
 async def test_a_request_is_migrated_once_at_a_time() -> None:
     admission = Admission()
-    async with admission.place("r", "a", "b"):
+    async with admission.slot("r", "a", "b"):
         with pytest.raises(NotAdmitted, match="already being migrated"):
-            async with admission.place("r", "a", "c"):
+            async with admission.slot("r", "a", "c"):
                 pass
-    async with admission.place("r", "b", "c"):
+    async with admission.slot("r", "b", "c"):
         pass
 
 
 async def test_waiting_ends() -> None:
-    admission = Admission(limit=1, patience_s=0.01)
-    async with admission.place("r1", "a", "b"):
+    admission = Admission(limit=1, max_wait_s=0.01)
+    async with admission.slot("r1", "a", "b"):
         with pytest.raises(NotAdmitted, match="a or b had 1 migrations open"):
-            async with admission.place("r2", "a", "b"):
+            async with admission.slot("r2", "a", "b"):
                 pass
-    async with admission.place("r2", "a", "b"):
+    async with admission.slot("r2", "a", "b"):
         pass
 
 
@@ -61,7 +61,7 @@ async def test_the_queue_is_bounded() -> None:
     tasks = [asyncio.create_task(hold(admission, f"r{n}", "a", "b", end)) for n in range(2)]
     await settle()
     with pytest.raises(NotAdmitted, match="waiting already"):
-        async with admission.place("r9", "a", "b"):
+        async with admission.slot("r9", "a", "b"):
             pass
     end.set()
     await asyncio.gather(*tasks)
@@ -71,12 +71,12 @@ async def test_the_queue_is_bounded() -> None:
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.booleans()), max_size=25))
 def test_never_more_than_the_limit_and_nothing_is_lost(moves: list[tuple[int, int, bool]]) -> None:
     async def run() -> None:
-        admission = Admission(limit=2, queue_limit=1000, patience_s=1000)
+        admission = Admission(limit=2, queue_limit=1000, max_wait_s=1000)
         open_now: list[tuple[int, int]] = []
         ends: list[tuple[asyncio.Task[None], asyncio.Event]] = []
 
         async def one(name: str, source: int, target: int, end: asyncio.Event) -> None:
-            async with admission.place(name, f"s{source}", f"t{target}"):
+            async with admission.slot(name, f"s{source}", f"t{target}"):
                 open_now.append((source, target))
                 assert sum(s == source for s, _ in open_now) <= 2
                 assert sum(t == target for _, t in open_now) <= 2
@@ -105,6 +105,6 @@ def test_never_more_than_the_limit_and_nothing_is_lost(moves: list[tuple[int, in
         # Every place is free again.
         async with contextlib.AsyncExitStack() as stack:
             for number in range(2):
-                await stack.enter_async_context(admission.place(f"again{number}", "s0", "t0"))
+                await stack.enter_async_context(admission.slot(f"again{number}", "s0", "t0"))
 
     asyncio.run(run())

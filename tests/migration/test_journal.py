@@ -34,11 +34,11 @@ def test_what_was_not_closed_is_left_open(tmp_path: Path) -> None:
     journal.write(Closed(migration_id="two", committed=True))
     journal.close()
     again = Journal(path)
-    assert [entry.migration_id for entry in again.left_open] == ["one", "three"]
-    for entry in again.left_open:
+    assert [entry.migration_id for entry in again.unfinished] == ["one", "three"]
+    for entry in again.unfinished:
         again.write(Closed(migration_id=entry.migration_id, committed=False))
     again.close()
-    assert Journal(path).left_open == []
+    assert Journal(path).unfinished == []
 
 
 def test_a_line_cut_short_by_a_kill_is_ignored(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_a_line_cut_short_by_a_kill_is_ignored(tmp_path: Path) -> None:
     journal.close()
     with path.open("ab") as file:
         file.write(b'{"type":"closed","migra')
-    assert [entry.migration_id for entry in Journal(path).left_open] == ["one"]
+    assert [entry.migration_id for entry in Journal(path).unfinished] == ["one"]
 
 
 def test_lines_cut_short_by_a_full_disk_are_skipped(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_lines_cut_short_by_a_full_disk_are_skipped(tmp_path: Path) -> None:
     journal.close()
     line = path.read_bytes()
     path.write_bytes(line + line[:30] + line.replace(b"one", b"two") + line.replace(b"one", b"three"))
-    assert [entry.migration_id for entry in Journal(path).left_open] == ["one", "three"]
+    assert [entry.migration_id for entry in Journal(path).unfinished] == ["one", "three"]
 
 
 @pytest.mark.parametrize("room", [0, 1, 40])
@@ -73,7 +73,7 @@ def test_a_full_disk_is_got_over(tmp_path: Path, room: int, caplog: pytest.LogCa
     assert sum("cannot be written" in record.message for record in caplog.records) == 1
     journal.write(opened("after"))
     journal.close()
-    assert [entry.migration_id for entry in Journal(path).left_open] == ["within", "after"]
+    assert [entry.migration_id for entry in Journal(path).unfinished] == ["within", "after"]
 
 
 def test_a_start_on_a_full_disk_keeps_what_was_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,10 +89,10 @@ def test_a_start_on_a_full_disk_keeps_what_was_open(tmp_path: Path, monkeypatch:
         patched.setattr(Path, "write_bytes", full)
         journal = Journal(path)
         journal.write(opened("two"))
-    assert [entry.migration_id for entry in journal.left_open] == ["one"]
+    assert [entry.migration_id for entry in journal.unfinished] == ["one"]
     journal.write(opened("three"))
     journal.close()
-    assert [entry.migration_id for entry in Journal(path).left_open] == ["one", "two", "three"]
+    assert [entry.migration_id for entry in Journal(path).unfinished] == ["one", "two", "three"]
 
 
 def test_something_else_is_not_overwritten(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_something_else_is_not_overwritten(tmp_path: Path) -> None:
 def test_no_file_no_memory() -> None:
     journal = Journal(None)
     journal.write(opened("one"))
-    assert journal.left_open == []
+    assert journal.unfinished == []
     journal.close()
 
 
@@ -122,4 +122,4 @@ def test_it_does_not_grow_for_ever(tmp_path: Path) -> None:
     assert max(sizes) <= 10
     journal.write(opened("last"))
     journal.close()
-    assert [entry.migration_id for entry in Journal(path).left_open] == ["stays", "last"]
+    assert [entry.migration_id for entry in Journal(path).unfinished] == ["stays", "last"]

@@ -14,7 +14,7 @@ from migration_svc.admission import Admission
 from migration_svc.journal import Journal
 from migration_svc.metrics import MigrationMetrics
 from migration_svc.migration import CopyRules
-from migration_svc.runs import BadMigration, History, Runs, Stopping, UnknownInstance
+from migration_svc.runs import History, InvalidMigration, Runs, Stopping, UnknownInstance
 from migration_svc.traces import MigrationTraces
 from tailrace.records import InstanceRecord
 from tailrace.service.channels import Channels
@@ -164,7 +164,7 @@ async def test_stopping_aborts_what_is_open(tmp_path: Path) -> None:
         await b.runs.close()
         await asyncio.wait_for(b.worker.cancelled_calls.wait(), 5)
         assert b.history.list("", 0)[0].state == ABORTED
-    assert Journal(tmp_path / "journal").left_open == []
+    assert Journal(tmp_path / "journal").unfinished == []
 
 
 async def test_a_restart_cancels_what_was_left_open(tmp_path: Path) -> None:
@@ -181,14 +181,14 @@ async def test_a_restart_cancels_what_was_left_open(tmp_path: Path) -> None:
         await b.runs.clean_up()
         record = b.history.list("", 0)[0]
         assert record.state == ABORTED and "restarted" in record.error
-    assert Journal(path).left_open == []
+    assert Journal(path).unfinished == []
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"request_id": ""}, BadMigration, "request_id: must not be empty"),
-        ({"target_instance_id": "a"}, BadMigration, "target_instance_id: the request is on a already"),
+        ({"request_id": ""}, InvalidMigration, "request_id: must not be empty"),
+        ({"target_instance_id": "a"}, InvalidMigration, "target_instance_id: the request is on a already"),
         ({"target_instance_id": "nowhere"}, UnknownInstance, "target_instance_id: no instance 'nowhere'"),
     ],
 )

@@ -34,7 +34,7 @@ class Monitor:
 @pytest.fixture
 async def monitor() -> AsyncIterator[Monitor]:
     """Its subscribers' queues hold four reports."""
-    reports, traces = Reports(patience_s=2.0), TraceStore()
+    reports, traces = Reports(silence_timeout_s=2.0), TraceStore()
     feed = Feed(reports, queue_max=4)
     servicers = [
         Servicer(

@@ -62,13 +62,13 @@ def test_silence() -> None:
     reports = Reports(2.0)
     reports.apply(steady("a"), 0.0)
     reports.apply(steady("b"), 0.0)
-    assert not reports.look(2.0)
+    assert not reports.update_silent(2.0)
     reports.apply(steady("b"), 1.0)
-    assert reports.look(2.5)
+    assert reports.update_silent(2.5)
     assert reports.silent == {"a"}
-    assert not reports.look(2.6)
+    assert not reports.update_silent(2.6)
     reports.apply(entered("a", "r", types_pb2.PHASE_REASONING), 2.7)
-    assert reports.look(2.8)
+    assert reports.update_silent(2.8)
     assert not reports.silent
 
 
@@ -76,15 +76,15 @@ def test_who_stood_still_itself_blames_nobody() -> None:
     reports = Reports(2.0)
     reports.apply(steady("a"), 0.0)
     reports.extend_deadlines(10.0)
-    assert not reports.look(10.5)
+    assert not reports.update_silent(10.5)
 
 
 def test_forgotten() -> None:
     reports = Reports(2.0)
     reports.apply(steady("a"), 0.0)
-    reports.look(3.0)
+    reports.update_silent(3.0)
     reports.forget(["a", "unknown"])
-    assert not reports.known
+    assert not reports.instances
     assert not reports.silent
 
 

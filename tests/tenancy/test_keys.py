@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tailrace.cli.main import main
-from tailrace.tenancy.book import KeyIndex, Tenant, TenantKeys
 from tailrace.tenancy.file import KeyFile, KeyFileUnusable, read_keys
+from tailrace.tenancy.keys import KeyIndex, Tenant, TenantKeys
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def make(file: Path, *arguments: str) -> str:
 
 
 def test_a_key_is_found_and_nothing_near_it() -> None:
-    book, key = TenantKeys(tenants=(Tenant(name="a"),)).with_key("a", "now")
-    index = KeyIndex(book)
+    tenant_keys, key = TenantKeys(tenants=(Tenant(name="a"),)).with_key("a", "now")
+    index = KeyIndex(tenant_keys)
     owner = index.owner(key)
     assert owner is not None and owner.name == "a"
     for wrong in (key[:-1], key + "x", key.upper(), "", "sk-tailrace--", "sk-tailrace-x-y", "a-b-c-d"):
@@ -50,10 +50,10 @@ def test_limits_are_the_tenants(file: Path) -> None:
     make(file, "a", "--models", "x, y", "--concurrency", "3")
     make(file, "a", "--requests-per-minute", "60")
     assert run(file, "make", "a", "--no-key", "--priority", "2").stdout == ""
-    book = read_keys(file)
+    tenant_keys = read_keys(file)
     wanted = Tenant(name="a", models=("x", "y"), concurrency=3, requests_per_minute=60.0, priority=2)
-    assert book.tenants == (wanted,)
-    assert len(book.keys) == 2
+    assert tenant_keys.tenants == (wanted,)
+    assert len(tenant_keys.keys) == 2
     assert "x, y" in run(file, "list").stdout
 
 

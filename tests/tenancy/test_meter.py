@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.tenancy.book import Tenant
+from tailrace.tenancy.keys import Tenant
 from tailrace.tenancy.meter import LimitExceeded, Meter
 
 

@@ -364,7 +364,7 @@ async def test_a_worker_with_as_many_requests_as_it_may_have_turns_others_away()
     assert [(await front.peer.down.get()).taken.handle for _ in range(2)] == [1, 2]
     rejected = (await front.peer.down.get()).rejected
     assert (rejected.handle, rejected.epoch, rejected.code) == (3, 0, worker_pb2.REJECT_CODE_BUSY)
-    assert (worker.metrics.submitted, worker.metrics.turned_away) == (2, 1)
+    assert (worker.metrics.submitted, worker.metrics.rejected_busy) == (2, 1)
     # One leaves: there is room again.
     engine.abort([RequestKey(0, 1)])
     worker.carried.remove(RequestKey(0, 1))

@@ -84,10 +84,10 @@ class TenantKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class KeyIndex:
     """Find the tenant of a key."""
 
-    def __init__(self, book: TenantKeys) -> None:
-        tenants = {tenant.name: tenant for tenant in book.tenants}
+    def __init__(self, tenant_keys: TenantKeys) -> None:
+        tenants = {tenant.name: tenant for tenant in tenant_keys.tenants}
         self._by_key_id = {
-            key.key_id: (key.sha256, tenants[key.tenant]) for key in book.keys if key.tenant in tenants
+            key.key_id: (key.sha256, tenants[key.tenant]) for key in tenant_keys.keys if key.tenant in tenants
         }
 
     def owner(self, key: str) -> Tenant | None:
