@@ -10,7 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
@@ -24,6 +24,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # How long an example takes is the machine's affair: a test asserts no time.
 settings.register_profile("tailrace", deadline=None)
+# For `make mutants`, which asks whether a test fails, not for the smallest example, and by the seed alone.
+settings.register_profile("mutants", deadline=None, database=None, phases=(Phase.explicit, Phase.generate))
 settings.load_profile("tailrace")
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import cache_from_source
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Final
@@ -135,22 +136,28 @@ def _try(
     original = path.read_text()
     start = time.monotonic()
     try:
-        path.write_text(mutant.code)
+        _write(path, mutant.code)
         done = _tests(copy, target, seed, limit_s)
     finally:
-        path.write_text(original)
+        _write(path, original)
         copies.put(copy)
     return Verdict(mutant, done is None or done.returncode != 0, time.monotonic() - start)
+
+
+def _write(path: Path, code: str) -> None:
+    """With no bytecode of what was there: two mutants of one file can have the same size and time stamp."""
+    path.write_text(code)
+    Path(cache_from_source(str(path))).unlink(missing_ok=True)
 
 
 def _tests(copy: Path, target: Target, seed: int, limit_s: float) -> subprocess.CompletedProcess[str] | None:
     """Run them until the first that fails; None: they took longer than `limit_s`."""
     pytest = ("-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist")
-    # No bytecode: two mutants of one file can have the same size and time stamp.
-    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    hypothesis = ("--hypothesis-profile=mutants", f"--hypothesis-seed={seed}")
+    environment = {**os.environ, "PYTHONPATH": str(copy)}
     try:
         return subprocess.run(
-            [sys.executable, *pytest, f"--hypothesis-seed={seed}", *target.tests],
+            [sys.executable, *pytest, *hypothesis, *target.tests],
             cwd=copy,
             env=environment,
             capture_output=True,

@@ -24,25 +24,46 @@ _TAILRACE: Final = (
     _POLICY + "test_placing_by_prefix.py",
 )
 
+_ROLLOUT: Final = ("tests/control/test_rollout.py", "tests/control/test_rollout_weights.py")
+_ARROW: Final = (
+    _POLICY + "test_arrow_boundaries.py",
+    _POLICY + "test_arrow_pools.py",
+    _POLICY + "test_arrow_variants.py",
+)
+
 TARGETS: Final = (
     Target("frontend_svc/streams.py", ("tests/frontend/test_streams.py",)),
-    Target("frontend_svc/adopt.py", ("tests/frontend/test_adopt.py",)),
+    Target("frontend_svc/adopt.py", ("tests/frontend/test_adopt.py", "tests/frontend/test_rollouts.py")),
     Target("tailrace/intra/allocate.py", _ORDERS),
     Target("tailrace/intra/pascal.py", _ORDERS),
     Target("tailrace/intra/earliest_due.py", _ORDERS),
     Target(
         "tailrace/control/cluster_model.py",
-        ("tests/control", "tests/scheduler/test_lengths.py", "tests/scheduler/test_models.py"),
+        (
+            "tests/control/test_corrections.py",
+            "tests/scheduler/test_lengths.py",
+            "tests/scheduler/test_models.py",
+            "tests/control/test_two_models.py",
+        ),
     ),
     Target(
         "tailrace/control/runner.py",
-        ("tests/control", "tests/scheduler/test_active_policy.py", "tests/scheduler/test_decisions.py"),
+        (
+            "tests/control/test_runner.py",
+            "tests/scheduler/test_active_policy.py",
+            "tests/scheduler/test_decisions.py",
+        ),
     ),
     Target("tailrace/bid_ask.py", (_POLICY + "test_bid_ask.py",)),
     Target("tailrace/policy/cascade/planner.py", (_POLICY + "test_cascade_planner.py",)),
     Target(
         "tailrace/policy/cascade/policy.py",
-        (_POLICY + "test_cascade_policy.py", _POLICY + "test_sound_decisions.py", *_DECLARED),
+        (
+            _POLICY + "test_cascade_periods.py",
+            _POLICY + "test_cascade_policy.py",
+            _POLICY + "test_sound_decisions.py",
+            *_DECLARED,
+        ),
     ),
     Target(
         "tailrace/policy/pascal.py",
@@ -57,15 +78,20 @@ TARGETS: Final = (
         "tailrace/policy/arrow/pools.py",
         (_POLICY + "test_arrow_pools.py", _POLICY + "test_sound_decisions.py"),
     ),
-    Target(
-        "tailrace/policy/arrow/policy.py",
-        (
-            _POLICY + "test_arrow_boundaries.py",
-            _POLICY + "test_arrow_pools.py",
-            _POLICY + "test_arrow_variants.py",
-            *_DECLARED,
-        ),
-    ),
+    Target("tailrace/policy/arrow/policy.py", (*_ARROW, *_DECLARED)),
+    Target("tailrace/policy/arrow/kv_wait.py", _ARROW),
     Target("tailrace/policy/tailrace/arrival.py", _TAILRACE),
     Target("tailrace/policy/tailrace/offers.py", _TAILRACE),
+    Target("tailrace/policy/tailrace/copies.py", (_POLICY + "test_tailrace_copies.py",)),
+    Target("tailrace/control/admission.py", ("tests/control/test_admission.py",)),
+    Target("tailrace/control/hot_prefixes.py", ("tests/control/test_hot_prefixes.py",)),
+    Target("tailrace/perf/remaining.py", ("tests/control/test_admission.py", *_ARROW)),
+    Target("tailrace/cache/recent.py", ("tests/cache/test_recent.py",)),
+    Target("tailrace/tenancy/fair_queue.py", ("tests/tenancy/test_fair_queue.py",)),
+    Target("tailrace/rollout/facts.py", _ROLLOUT),
+    Target("tailrace/rollout/progress.py", _ROLLOUT),
+    Target("tailrace/rollout/record.py", _ROLLOUT),
+    Target("tailrace/rollout/requests.py", _ROLLOUT),
+    Target("tailrace/rollout/weights.py", _ROLLOUT),
+    Target("frontend_svc/answers/store.py", ("tests/frontend/test_answers.py",)),
 )
