@@ -307,9 +307,10 @@ class Sender:
         return messages + self._next_promised()
 
     def _awaiting(self, request_id: str, receiver: str) -> _Offer | None:
-        offer = self._offers.get(request_id)
-        if offer is None or request_id != self._bidding or offer.awaited is None:
+        if request_id != self._bidding:
             return None
+        offer = self._offers[request_id]
+        assert offer.awaited is not None
         return offer if receiver in offer.awaited else None
 
     def _replied(self, request_id: str, receiver: str) -> list[tuple[str, ToReceiver]]:
@@ -412,7 +413,7 @@ class Receiver:
     def queue(self) -> list[str]:
         """Requests that it has won and does not own yet, highest priority first, then in order of award."""
         won = self._won
-        return sorted(won, key=lambda r: (-won[r].priority, won[r].order)) if len(won) > 1 else list(won)
+        return sorted(won, key=lambda r: (-won[r].priority, won[r].order))
 
     @property
     def open_transfers(self) -> int:

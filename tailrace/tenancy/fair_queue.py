@@ -80,7 +80,7 @@ class FairQueue(Generic[T]):
         if queue is None:
             if self._max_per_tenant < 1:
                 raise TenantQueueFull(tenant)
-            start = max(self._virtual, self._finish.get(tenant, 0.0))
+            start = max(self._virtual, self._finish.get(tenant, self._virtual))
             queue = self._queues[tenant] = _TenantQueue(start, weight)
         elif len(queue.entries) >= self._max_per_tenant:
             raise TenantQueueFull(tenant)
@@ -127,11 +127,7 @@ class FairQueue(Generic[T]):
         self._virtual = 0.0
 
     def _clean_up(self) -> None:
-        self._finish = {
-            tenant: finish
-            for tenant, finish in self._finish.items()
-            if finish > self._virtual or tenant in self._queues
-        }
+        self._finish = {name: finish for name, finish in self._finish.items() if finish > self._virtual}
         self._cleanup_at = max(_FIRST_CLEANUP, 2 * len(self._finish))
 
 

@@ -148,10 +148,9 @@ class Ares(Policy):
             return self.pull(view, arrival, Place(least_backlog(prefilling, held).instance_id))
         tokens = arrival.prompt_tokens + arrival.output_tokens
         left = tokens_left(arrival.prompt_tokens, arrival.output_tokens, arrival.max_tokens)
-        usable = decoders(instances) or instances
         if self.cache_aware and arrival.cached:
-            usable = [replace(i, kv_used_tokens=i.kv_used_tokens - held(i)) for i in usable]
-        return self.pull(view, arrival, Place(self.choose(usable, tokens, left).instance_id))
+            instances = [replace(i, kv_used_tokens=i.kv_used_tokens - held(i)) for i in instances]
+        return self.pull(view, arrival, Place(self.choose(instances, tokens, left).instance_id))
 
     def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
         """To decode, from an instance that only prefills. No room anywhere: a tick will try again."""

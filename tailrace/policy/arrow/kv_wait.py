@@ -37,13 +37,11 @@ class KvWait:
         Infinite: nothing that is there will ever free so much.
         """
         short = tokens + instance.prefill_backlog_tokens - instance.kv_free_tokens
+        if short > 0 and self._handovers_flow:
+            short -= self._held_tokens(instance)
         if short <= 0:
             return 0.0
         held = self._held_tokens(instance)
-        if self._handovers_flow:
-            short -= held
-        if short <= 0:
-            return 0.0
         # What ends here, and what decode instances make room for, in proportion to what waits for it.
         waiting = sum(self._held_tokens(source) for source in self._sources)
         share = held / waiting if waiting else 0.0

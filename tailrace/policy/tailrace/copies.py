@@ -50,7 +50,7 @@ class Copies:
         which copies give way to.
         """
         hot = view.hot
-        if hot is None or len(view.instances) < 2:
+        if hot is None:
             return []
         takers = prefillers(view.placeable())
         planned: list[CopyPrefix] = []
