@@ -55,6 +55,30 @@ def test_what_is_long_ago_or_too_much_is_forgotten() -> None:
     assert recent.shared(11.0, 4) == [] and recent.arrivals == []
 
 
+def test_each_is_forgotten_in_its_time() -> None:
+    recent = RecentPrefixes(10.0)
+    for at_s in (0.0, 4.0, 8.0):
+        recent.arrived(PrefixArrival(at_s, f"r{at_s:g}", [1], 1))
+    (all_of_them,) = recent.shared(10.0, 4)
+    assert (len(all_of_them.arrivals), all_of_them.tokens) == (3, 1)
+    (later,) = recent.shared(10.1, 4)
+    assert [arrival.request_id for arrival in later.arrivals] == ["r8", "r4"]
+    # One alone shares nothing.
+    assert recent.shared(14.1, 4) == [] and len(recent.arrivals) == 1
+    recent.arrived(PrefixArrival(20.0, "r20", [1], 1))
+    assert [arrival.request_id for arrival in recent.arrivals] == ["r20"]
+
+
+def test_so_many_are_shown_as_are_asked_for() -> None:
+    recent = RecentPrefixes(10.0)
+    for name in (3, 1, 2):
+        for again in range(2 + (name == 2)):
+            recent.arrived(PrefixArrival(0.0, f"r{name}{again}", [name], 16))
+    # The heaviest first; of equals the order never changes.
+    assert [prefix.names for prefix in recent.shared(0.0, 9)] == [[2], [1], [3]]
+    assert [prefix.names for prefix in recent.shared(0.0, 2)] == [[2], [1]]
+
+
 def test_a_prompt_without_names_counts_for_nothing() -> None:
     recent = RecentPrefixes(10.0)
     recent.arrived(PrefixArrival(0.0, "r", [], 16))

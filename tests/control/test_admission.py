@@ -46,6 +46,15 @@ def test_who_comes_too_late_is_refused_for_good_and_told_by_how_much() -> None:
     )
 
 
+def test_in_time_is_in_time() -> None:
+    view = cluster(replace(waiting(), prefill_delay_s=1.5))
+    half = replace(ARRIVAL, prompt_tokens=500)
+    first_s = ADMISSION.first_token_s(view.instances["a"], half)
+    assert first_s is not None and first_s == pytest.approx(2.0)
+    assert TtftAdmission(first_s).evaluate(view, half, Place("a")) == Place("a")
+    assert isinstance(TtftAdmission(math.nextafter(first_s, 0.0)).evaluate(view, half, Place("a")), Refuse)
+
+
 @pytest.mark.parametrize(
     "arrival",
     [
@@ -103,6 +112,55 @@ def test_kv_that_must_be_freed_first() -> None:
     # As much grows as is freed: room comes when what runs has ended.
     growing = replace(full, requests=tuple(replace(r, predicted_remaining_tokens=2e3) for r in running))
     assert kv_wait_s(growing, 1_000) == pytest.approx(2_000 * 0.02)
+
+
+def test_room_is_enough_to_the_token() -> None:
+    """What another one waits for there is not for this one, and what is over in host memory is no debt."""
+    running = (request("r", "a", 900, 100),)
+    held = running[0].kv_tokens
+    waiting = replace(instance("a", running, capacity=held + 1_500), prefill_backlog_tokens=500)
+    assert kv_wait_s(waiting, 1_000) == 0.0 < kv_wait_s(waiting, 1_001)
+    over = replace(waiting, host_kv_tokens=300, host_kv_capacity_tokens=200)
+    assert kv_wait_s(over, 1_000) == 0.0 < kv_wait_s(over, 1_001)
+    host = replace(waiting, host_kv_tokens=100, host_kv_capacity_tokens=200)
+    assert kv_wait_s(host, 1_100) == 0.0 < kv_wait_s(host, 1_101)
+
+
+def test_what_ends_at_once_takes_a_step() -> None:
+    running = tuple(
+        replace(request(f"r{i}", "a", 900, 100), kv_tokens=1_000, predicted_remaining_tokens=0.0)
+        for i in range(4)
+    )
+    full = instance("a", running, capacity=4_000, token_interval_s=0.02)
+    assert kv_wait_s(full, 4_000) == pytest.approx(0.02)
+    assert kv_wait_s(full, 1_000) == pytest.approx(0.005)
+
+
+@pytest.mark.parametrize(
+    ("remaining", "tokens", "steps"),
+    [
+        # A tenth of what is freed is taken by growth.
+        (100.0, 900, 100.0 * 900 / 4_000 / 0.9),
+        # All of it.
+        (1_000.0, 900, 1_000.0),
+        # More than is there: what comes after it ends as fast.
+        (2_000.0, 6_000, 3_000.0),
+        # Growth makes it longer, but no longer than until all has ended.
+        (900.0, 3_000, 900.0),
+    ],
+)
+def test_growth_takes_a_part_of_what_is_freed(remaining: float, tokens: int, steps: float) -> None:
+    running = tuple(
+        replace(request(f"r{i}", "a", 900, 100), kv_tokens=1_000, predicted_remaining_tokens=remaining)
+        for i in range(4)
+    )
+    full = instance("a", running, capacity=4_000, token_interval_s=0.02)
+    assert kv_wait_s(full, tokens) == pytest.approx(steps * 0.02)
+
+
+def test_where_nobody_knows_how_fast_tokens_come_what_fits_is_taken() -> None:
+    full = instance("a", (request("r", "a", 900, 100),), capacity=1_008, token_interval_s=0.0)
+    assert (kv_wait_s(full, 1_008), kv_wait_s(full, 1_009)) == (0.0, math.inf)
 
 
 def test_what_others_hold_of_the_prompt_needs_no_room() -> None:

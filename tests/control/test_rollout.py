@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tailrace.model_identity import covers, fingerprint
-from tailrace.rollout.facts import FleetFacts, FrontEndFacts, InstanceFacts
+from tailrace.rollout.facts import FleetFacts, FrontEndFacts, InstanceFacts, list_some
 from tailrace.rollout.progress import STEP_S, advance, capacity_warning, describe, unmet_condition
 from tailrace.rollout.record import RolloutRecord, RolloutState
 from tailrace.rollout.requests import Problem, RolloutRefused, begin, check_forgettable, undo
@@ -293,6 +293,57 @@ def test_old_instances_are_emptied_one_after_the_other() -> None:
     assert describe(done, TWO).startswith(f"done: new requests go to {fingerprint(NEW)}")
 
 
+def test_two_more_wait_for_the_first_as_long_as_a_step_takes() -> None:
+    three = fleet(instance("a"), instance("b"), instance("d"), instance("c", NEW))
+    assert draining(three, 190.0 + STEP_S - 0.1, "a").draining == ["a"]
+    assert draining(three, 190.0 + STEP_S, "a").draining == ["a", "b"]
+
+
+def test_how_far_it_is_in_words() -> None:
+    record = replace_record(started(), RolloutState.DRAINING)
+    goes = f"new requests go to {fingerprint(NEW)}"
+    for requests, moving, left in ((0, 0, "0 requests"), (1, 1, "1 request"), (2, 0, "2 requests")):
+        facts = fleet(instance("a", requests=requests, moving=moving), instance("c", NEW, requests=9))
+        words = f"{goes}; {left} left on {fingerprint(OLD)}, {moving} moving; 1 to drain"
+        assert describe(record, facts) == words
+    # Nobody has told how many.
+    known = FleetFacts({"a": InstanceFacts("a", OLD, "/old"), "c": InstanceFacts("c", NEW, "/new")}, {})
+    assert "; 0 requests left" in describe(record, known) and ", 0 moving" in describe(record, known)
+    # Refused, it says what to do: what an undo has brought back is begun anew.
+    cold = fleet(instance("a"), instance("c", NEW, unavailable="stops"))
+    assert describe(record, cold).endswith("tailrace rollout undo chat")
+    back = msgspec.structs.replace(record, undoes=True)
+    assert describe(back, cold).endswith(f"tailrace rollout start chat --to {fingerprint(OLD)}")
+    done = replace_record(record, RolloutState.DONE)
+    assert describe(done, TWO) == f"done: {goes}, and no request of {fingerprint(OLD)} is left"
+    undone = replace_record(back, RolloutState.DONE)
+    assert describe(undone, TWO).startswith(f"done: {goes} again, and")
+    assert describe(started(), TWO).startswith("prepared: new requests are about to go to")
+
+
+def test_who_uses_the_new_model_keeps_nothing_of_the_old_one() -> None:
+    other = replace(FRONT, frontend_id="f1", name="code", key="text:new", model="/new")
+    done = replace_record(started(), RolloutState.DONE)
+    facts = replace(
+        fleet(instance("c", NEW), instance("x", ""), fronts=(FRONT, other)), rollouts={"chat": done}
+    )
+    assert describe(done, facts).endswith(f"no request of {fingerprint(OLD)} is left")
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ("", ""),
+        ("a", "a"),
+        ("abc", "a, b, c"),
+        ("abcd", "a, b, c and 1 more"),
+        ("abcdef", "a, b, c and 3 more"),
+    ],
+)
+def test_of_many_names_three_are_said(names: str, words: str) -> None:
+    assert list_some([*names]) == words
+
+
 def test_instances_that_another_name_uses_do_not_drain() -> None:
     other = replace(FRONT, frontend_id="f1", name="code")
     by_name = replace(other, key="text")
@@ -489,6 +540,16 @@ def test_traffic_waits_until_enough_instances_are_warm() -> None:
     switched = advance(less, facts, 110.0, 10.0)
     assert switched.state is RolloutState.DRAINING
     assert begin("chat", "/new", facts, switched, 120.0, 60.0, 9) is switched
+    # One of them has to be warm at least.
+    assert started(fleet(instance("c", NEW))).min_warm == 1
     # Taking it back waits for one: the operator is in a hurry.
     assert undo("chat", facts, switched, 120.0, 60.0).min_warm == 1
     assert capacity_warning(record, fleet(olds[0], instance("c", NEW))) == ""
+    assert capacity_warning(record, fleet(*olds[:2], instance("c", NEW))) != ""
+    assert capacity_warning(switched, facts) == "", "it is too late to warn"
+
+
+def test_what_has_not_happened_yet_has_no_time() -> None:
+    record = started()
+    assert (record.switched_s, record.step_s, record.ended_s, record.reason) == (0.0, 0.0, 0.0, "")
+    assert not record.undoes

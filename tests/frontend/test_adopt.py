@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
+from frontend_svc.adopt import Commit, Refused, Wait, evaluate
+from frontend_svc.streams import StreamTable
 from tailrace.v1 import worker_pb2
 from tests.frontend.conftest import Rig
 from tests.frontend.scripted_worker import FINISHED, ScriptedWorker, outputs
@@ -113,3 +117,38 @@ async def test_a_target_that_dies_after_commit_is_recovered_from(rig: Rig) -> No
     source.say(outputs(again, [2], 1, FINISHED))
     await rig.front.end_of("r")
     assert rig.front.tokens["r"] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({}, Commit("a")),
+        ({"next_index": 5}, Wait(2)),
+        ({"next_index": 2}, Refused("the source has gone on to index 3")),
+        ({"request_id": "q"}, Refused("the handle names another request")),
+        ({"from_epoch": 1, "epoch": 4}, Refused("epoch 1 is over, it is 2 now")),
+        ({"from_epoch": 3, "epoch": 4}, Refused("epoch 3 is over, it is 2 now")),
+        ({"epoch": 2}, Refused("epoch 2 is not after 2")),
+        ({"epoch": 1}, Refused("epoch 1 is not after 2")),
+        ({"epoch": 9}, Commit("a")),
+    ],
+)
+def test_who_may_have_a_request(changes: dict[str, int | str], verdict: Commit | Wait | Refused) -> None:
+    """Epochs may leave some out, and never come again."""
+    table = StreamTable()
+    stream = table.open("r")
+    for _ in range(2):
+        table.orphan(stream)
+    stream.token_ids.extend([1, 2, 3])
+    asked = {"handle": stream.handle, "request_id": "r", "from_epoch": 2, "epoch": 3, "next_index": 3}
+    adopting = worker_pb2.Adopt(**{**asked, **changes})  # type: ignore[arg-type]
+    if isinstance(verdict, Commit):
+        between = Refused("the request is between instances")
+        assert evaluate(table, stream, "b", adopting) == between
+    table.assign(stream, "a")
+    assert evaluate(table, stream, "b", adopting) == verdict
+    if isinstance(verdict, Commit):
+        assert evaluate(table, stream, "a", adopting) == Refused("the request is there already")
+    table.close(stream)
+    for gone in (stream, None):
+        assert evaluate(table, gone, "b", adopting) == Refused("the request has ended")

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frontend_svc.answers import coordinator
+from frontend_svc.answers import store as store_module
 from frontend_svc.answers.calls import (
     CLOSE,
     CloseCall,
@@ -506,8 +507,11 @@ def test_one_that_becomes_too_long_is_not_kept() -> None:
 def test_all_that_grows_is_counted() -> None:
     """A client may give its request a long name, and every entry has it on its way to another front end."""
     store = AnswerStore("f0", 1 << 20, rendezvous_rank)
+    plain_size = store.open(head("plain"), 0.0).size
     answer = store.open(replace(head(key="k" * 255), request_name="n" * 5_000), 0.0)
-    assert answer.size > 5_255
+    assert answer.size > plain_size + 5_000
+    assert store.open(head("keyed", key="k" * 255 + "d"), 0.0).size == plain_size + 256
+    assert store.open(head("long", body=b"x" * 1_000), 0.0).size > plain_size + 900
     store.append(answer, Entry("n" * 5_000, (1,), 0, (b"x",)), 0.0)
     assert answer.size > 10_255
 
@@ -519,6 +523,53 @@ def test_one_answer_goes_in_one_message_however_much_memory_there_is() -> None:
     answer = store.open(head(body=bytes(60 << 20)), 0.0)
     store.append(answer, Entry("p", (), 0, (bytes(4 << 20),)), 0.0)
     assert answer.removed
+
+
+@pytest.mark.parametrize("size", ["of its log", "of its request"])
+def test_an_answer_may_have_an_eighth_of_the_memory(size: str) -> None:
+    """To the byte: a front end that sends a copy goes by the same rule."""
+
+    def keeps(max_bytes: int) -> bool:
+        store = AnswerStore("f0", max_bytes, rendezvous_rank)
+        try:
+            grown(store, store.open(head(), 0.0), *range(3 if size == "of its log" else 0))
+        except StoreFull:
+            return False
+        return store.get("a") is not None
+
+    store = AnswerStore("f0", 1 << 20, rendezvous_rank)
+    answer = store.open(head(), 0.0)
+    grown(store, answer, *range(3 if size == "of its log" else 0))
+    assert keeps(8 * answer.size) and not keeps(8 * answer.size - 8)
+
+
+def test_so_many_answers_are_kept_however_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "MAX_ANSWERS", 3)
+    store = AnswerStore("f0", 1 << 20, rendezvous_rank)
+    for number in range(5):
+        store.end_run(store.open(head(f"a{number}"), 0.0), 1, True, 0.0)
+        assert len(store) == min(number + 1, 3)
+    assert [answer.head.answer_id for answer in store] == ["a2", "a3", "a4"]
+
+
+def test_of_many_that_were_forgotten_the_last_ones_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "_REMOVED_MAX", 2)
+    store = AnswerStore("f0", 1 << 20, rendezvous_rank)
+    for number in range(4):
+        store.remove(store.open(head(f"a{number}"), 0.0), RemovalReason.FAILED)
+    known = [store.removal_reason("t", f"a{number}") for number in range(4)]
+    assert known == [None, None, RemovalReason.FAILED, RemovalReason.FAILED]
+
+
+def test_the_next_run_is_a_greater_one_whatever_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frontend_svc.answers.store.secrets.randbelow", lambda below: 0)
+    store = AnswerStore("f0", 1 << 20, rendezvous_rank)
+    answer = store.open(head(), 0.0)
+    runs = [answer.run]
+    for _ in range(3):
+        store.begin_run(answer, 0.0)
+        runs.append(answer.run)
+    assert runs == sorted(set(runs))
 
 
 def test_of_many_runs_the_last_ones_are_known() -> None:
@@ -541,6 +592,40 @@ def test_it_is_kept_until_nobody_has_touched_it_for_long() -> None:
     assert store.removal_reason("t", "a") is RemovalReason.EXPIRED
     # The key is free again.
     assert store.open(head("c", "k"), 131.0).head.answer_id == "c"
+
+
+def test_what_was_handed_over_is_claimed_once() -> None:
+    here, there = AnswerStore("f0", 1 << 20, rendezvous_rank), AnswerStore("f1", 1 << 20, rendezvous_rank)
+    answer = here.open(head(key="k"), 0.0)
+    grown(here, answer, 1, 2)
+    part = here.hand_over(answer, "f1", 1.0)
+    claimed = there.claim(part, 1.0)
+    assert claimed is not None and (claimed.run, claimed.tokens) == (part.run, 2)
+    assert claimed.served_here and claimed.client_connected
+    # The reply came twice, or late: a later run may have begun from it.
+    assert there.claim(part, 2.0) is None and there.get("a") is claimed
+    # Without the request there is nothing to run again; its key may be in use by another answer.
+    assert AnswerStore("f2", 1 << 20, rendezvous_rank).claim(replace(part, head=None), 2.0) is None
+    other = AnswerStore("f2", 1 << 20, rendezvous_rank)
+    other.open(head("b", key="k"), 0.0)
+    assert other.claim(part, 2.0) is None
+
+
+def test_the_end_of_an_earlier_run_does_not_end_the_present_one() -> None:
+    store = AnswerStore("f0", 1 << 20, rendezvous_rank)
+    answer = store.open(head(), 0.0)
+    store.begin_run(answer, 1.0)
+    store.end_run(answer, 1, True, 2.0)
+    assert answer.client_connected and not answer.complete
+    store.end_run(answer, answer.run, True, 3.0)
+    assert not answer.client_connected and answer.complete
+    # Somebody looks at it once more, and goes: it has been told to its end all the same.
+    store.begin_run(answer, 4.0)
+    store.end_run(answer, answer.run, False, 5.0)
+    assert answer.complete
+    store.remove(answer, None)
+    store.end_run(answer, answer.run, False, 9.0)
+    assert answer.touched_s == 5.0
 
 
 def test_parts_are_taken_once_and_in_order() -> None:

@@ -279,11 +279,71 @@ def test_an_output_without_tokens_adds_none() -> None:
     assert (list(stream.token_ids), list(other.token_ids)) == ([], [7, 8, 9])
 
 
+def test_flags_are_those_that_workers_send() -> None:
+    flags = {
+        "FINISHED": FINISHED,
+        "PREFILL_DONE": PREFILL_DONE,
+        "REASONING_ENDED": REASONING_ENDED,
+        "FAILED": FAILED,
+    }
+    assert {f"OUTPUT_FLAG_{name}": flag for name, flag in flags.items()}.items() <= {
+        *worker_pb2.OutputFlag.items()
+    }
+
+
 def test_a_new_stream_has_no_past() -> None:
     stream = StreamTable().open("r")
     assert (stream.owner, stream.epoch, stream.accepted) == (None, 0, 0)
     assert (stream.failures, stream.losses, stream.deaths) == (0, 0, 0)
     assert (stream.tokens_at_loss, stream.tokens_at_placement) == (0, 0)
+    assert not stream.reached_engine and stream.exclusive_until_s == 0.0
+    assert (stream.prompt_tokens, stream.max_tokens, stream.pace_s) == (0, 0, 0.0)
+    assert (stream.phase, stream.first_token_s, stream.first_answer_s) == (Phase.PREFILL, None, None)
+    # It makes text, with the model alone; and at its first look it has got on.
+    assert (stream.requirements.generates, stream.requirements.adapter) == (True, False)
+    assert stream.last_progress != (stream.epoch, stream.accepted)
+
+
+def test_it_reached_engine_once_its_engine_says_so_or_gives_a_token() -> None:
+    table = StreamTable()
+    stream = owned(table)
+    # Of another instance, handover or request it says nothing.
+    for instance_id, handle, epoch in (("b", stream.handle, 0), ("a", stream.handle, 1), ("a", 99, 0)):
+        table.confirm_on_engine(instance_id, handle, epoch)
+        assert not stream.reached_engine
+    table.confirm_on_engine("a", stream.handle, 0)
+    assert stream.reached_engine
+    table.orphan(stream)
+    table.assign(stream, "b")
+    assert not stream.reached_engine
+    table.accept("b", one(stream, 1, 0, [5]))
+    assert stream.reached_engine
+    # Tokens of an earlier instance say nothing of this one; a migration does: it brings the request.
+    table.orphan(stream)
+    table.assign(stream, "c")
+    assert not stream.reached_engine
+    table.hand_over(stream, "a", 5)
+    assert stream.reached_engine
+
+
+@pytest.mark.parametrize(
+    ("flags", "phase"),
+    [
+        (0, Phase.PREFILL),
+        (PREFILL_DONE, Phase.REASONING),
+        (PREFILL_DONE | REASONING_ENDED, Phase.ANSWERING),
+        (PREFILL_DONE | REASONING_ENDED | FINISHED, Phase.ANSWERING),
+    ],
+)
+def test_a_resumed_stream_goes_on_where_the_earlier_one_was(flags: int, phase: Phase) -> None:
+    table = StreamTable()
+    stream = table.open("r")
+    table.restore(stream, [7, 8], flags, "model")
+    assert (list(stream.token_ids), stream.phase, stream.model) == ([7, 8], phase, "model")
+    plain = StreamTable(Phase.ANSWERING)
+    stream = plain.open("r")
+    plain.restore(stream, [7, 8], flags, "model")
+    assert stream.phase is (Phase.ANSWERING if flags else Phase.PREFILL)
 
 
 def test_of_an_instance_whose_last_stream_has_gone_nothing_is_kept() -> None:

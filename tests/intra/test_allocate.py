@@ -219,6 +219,32 @@ def test_an_empty_device_takes_any_request_that_fits() -> None:
     assert allocate(Fcfs(watermark=0.1), list, [Claim((0,), "w", 90)], room(100, 99, 4)).admit == []
 
 
+def test_nobody_is_admitted_who_is_larger_than_the_device() -> None:
+    for policy in (Fcfs(watermark=0.0), Fcfs(pass_over=1.0), QuantumRoundRobin()):
+        for blocks in (101, 102, 1_000):
+            large, small = Claim((0, 0), "large", blocks), Claim((0, 1), "small", 1)
+            admitted = allocate(policy, list, [large, small], room(100, 100, 4)).admit
+            assert admitted == (["small"] if policy.pass_over else [])
+
+
+def test_a_step_without_prompt_tokens_admits_who_needs_none() -> None:
+    swapped, prompt = Claim((0,), "swapped", 5), Claim((1,), "prompt", 5, 160)
+    none_left = Room(100, 50, 4, prompt_tokens=0)
+    assert allocate(Fcfs(), list, [swapped, prompt], none_left).admit == ["swapped"]
+    # Nobody goes past a prompt whose turn it is.
+    late = swapped._replace(rank=(2,))
+    assert allocate(Fcfs(), list, [prompt, late], none_left).admit == []
+
+
+def test_a_full_device_is_no_shortage() -> None:
+    """Who ranks better still takes from those of lower level; while blocks lack, nobody does."""
+    running, waiting = [Claim((1, 0), "r", 5)], [Claim((0, 1), "w", 2)]
+    grants = allocate(QuantumRoundRobin(watermark=0.0), lambda: running, waiting, room(5, 0, 4))
+    assert (grants.preempt, grants.admit) == (["r"], ["w"])
+    grants = allocate(QuantumRoundRobin(watermark=0.0), lambda: running, waiting, room(5, -1, 4))
+    assert (grants.preempt, grants.admit) == (["r"], [])
+
+
 @pytest.mark.parametrize("seats", [0, 1])
 def test_a_seat_is_taken_like_memory(seats: int) -> None:
     running = [Claim((1, 0), "r", 1)]

@@ -410,6 +410,13 @@ def test_what_is_cached_counts_as_room_where_it_is_asked_for() -> None:
     assert Ares(rescheduling=OFF).place(merged, arrival, 0.0) == Place("w0")
 
 
+def test_prompts_that_wait_for_their_prefill_count_as_kv() -> None:
+    waits = dataclasses.replace(instance("w0", [], None), kv_used_tokens=1_000, prefill_backlog_tokens=500)
+    holds = dataclasses.replace(instance("w1", [], None), kv_used_tokens=1_200)
+    arrival = Arrival("new", 1_000, 100, 0)
+    assert Ares(rescheduling=OFF).place(cluster(waits, holds), arrival, 0.0) == Place("w1")
+
+
 def test_without_a_prediction_a_target_may_be_filled_to_its_share() -> None:
     target = dataclasses.replace(instance("d0", []), kv_capacity_tokens=1_000, context_tokens=400)
     policy = Ares(dispatch=VARIANCE, memory_share=0.5)

@@ -105,6 +105,14 @@ def test_upkeep_keeps_both_kinds(view: ClusterView) -> None:
 
 
 @quick
+@given(fleets(pools=ANY))
+def test_nothing_is_repaired_where_nothing_is_broken(view: ClusterView) -> None:
+    pools = Pools.of(view)
+    if both_able(pools):
+        assert repair(pools, ARROW.loads) is None
+
+
+@quick
 @given(
     view=fleets(least=2, pools=(None,), all_active=True),
     share=st.floats(0.01, 0.99),
@@ -138,6 +146,16 @@ def test_however_it_goes_on_both_kinds_stay(
                 actions = [*placement.also]
         view = moved(view, actions)
         assert both_able(Pools.of(view))
+
+
+def test_only_an_idle_prefill_instance_is_added_to_the_decode_instances() -> None:
+    """Not where an answer waits for room elsewhere, nor where a prompt was placed a moment ago."""
+    waits = busy("a", P, Phase.ANSWERING)
+    placed = replace(instance("b", pool=P), prefill_backlog_tokens=100)
+    others = (instance("c", pool=D),)
+    assert try_move_idle_to_decode(Pools.of(cluster(waits, placed, *others))) is None
+    idle = instance("e", pool=P)
+    assert try_move_idle_to_decode(Pools.of(cluster(waits, placed, idle, *others))) == SetPool("e", D)
 
 
 # ---- the transition diagram (Figure 5), edge by edge

@@ -80,6 +80,35 @@ def test_what_is_never_freed_is_waited_for_for_ever() -> None:
     assert KvWait(Pools.of(cluster(held)), 0.1).wait_s(held, 200) == math.inf
 
 
+def test_what_fits_to_the_token_waits_for_nothing() -> None:
+    empty = instance("a", pool=P, capacity=1_000)
+    wait = KvWait(Pools.of(cluster(empty)), 0.1)
+    assert (wait.wait_s(empty, 1_000), wait.wait_s(empty, 1_001)) == (0.0, math.inf)
+    # By what leaves for decode instances, where nobody knows how fast tokens come.
+    source = full("a", P, 4, interval_s=0.0)
+    wait = KvWait(Pools.of(cluster(source, instance("b", pool=D))), 0.0)
+    assert (wait.wait_s(source, 4_000), wait.wait_s(source, 4_001)) == (0.0, math.inf)
+
+
+def test_an_instance_that_tells_no_interval_is_taken_to_keep_the_default_one() -> None:
+    source = full("a", P, 4, interval_s=0.0)
+    pools = Pools.of(cluster(source, full("b", D, 8, interval_s=0.0)))
+    assert KvWait(pools, 0.01).wait_s(source, 2_400) == pytest.approx(1.0)
+
+
+def test_where_nobody_decodes_yet_what_is_held_ends_with_its_next_token() -> None:
+    source = full("a", P, 4)
+    wait = KvWait(Pools.of(cluster(source, instance("b", pool=D, capacity=0))), 0.1)
+    assert wait.wait_s(source, 2_000) == pytest.approx(0.005)
+
+
+def test_on_a_decode_instance_counts_what_ends_there() -> None:
+    decoder = full("b", D, 8)
+    pools = Pools.of(cluster(decoder, full("c", D, 2)))
+    # 8,000 tokens of KV in 500 steps of 10 ms.
+    assert KvWait(pools, 0.1).wait_s(decoder, 800) == pytest.approx(0.5)
+
+
 @quick
 @given(fleets(pools=tuple(Pool)), st.integers(1, 50_000), st.integers(0, 50_000))
 def test_longer_prompts_wait_no_less(view: ClusterView, tokens: int, more: int) -> None:
@@ -197,6 +226,16 @@ def test_prompts_that_cannot_be_in_time_flip_a_decode_instance_that_is_not_neede
     # Where the decode instances need all that they have, more would be late than in time.
     needed = [replace(full(name, D, 400), token_interval_s=0.2) for name in "cd"]
     assert flips_of(cluster(view.instances["a"], *needed), 10.0) == []
+
+
+def test_a_flip_for_one_request_more_is_enough() -> None:
+    prompt = replace(request("p", "a", 30_000, phase=Phase.PREFILL), arrival_s=9.5)
+    view = cluster(instance("a", (prompt,), pool=P), instance("c", pool=D), instance("d", pool=D))
+    # Where it is it comes after itself, as far as is known; on a free instance it is in time.
+    alone_s = ARROW.loads.prefill_s(view.instances["c"], 30_000)
+    for share, flips in ((0.9, []), (1.5, [SetPool("c", P)]), (2.1, [])):
+        policy = Arrow(flips=ATTAINMENT, flip_gain=GAIN, ttft_slo_s=share * alone_s)
+        assert list(policy.on_tick(view, 9.5)) == flips
 
 
 def test_a_burst_of_answers_recovers() -> None:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -338,6 +339,27 @@ def test_a_bid_says_when_it_can_start() -> None:
     assert taker.on_award(Award("b", "qc", 9_600, 10)) == [("b", Done("r", "qc", False))]
 
 
+def test_a_bid_goes_by_what_transfers_have_taken() -> None:
+    taker = receiver()
+    taker.on_award(Award("a", "q", 1_000, 10))
+
+    def earliest_s() -> float:
+        bid = taker.on_ask(Ask("b", "p", 1, 1))
+        assert bid is not None
+        return bid.earliest_s
+
+    assert earliest_s() == 10.0
+    # 200 tokens a second: one transfer is not yet the rule.
+    taker.transferred(4_000, 20.0)
+    assert 5.0 < earliest_s() < 10.0
+    for _ in range(100):
+        taker.transferred(4_000, 20.0)
+    assert earliest_s() == pytest.approx(5.0)
+    # Sooner than the clock can tell.
+    taker.transferred(16, 0.0)
+    assert 0.0 < earliest_s() < 5.0
+
+
 def test_a_request_that_starves_goes_next() -> None:
     """Skipped for another sender's, until it has failed too often; then its sender sends it next."""
     giver, taker = Sender("a", transfers=1), receiver(starvation=1)
@@ -373,6 +395,34 @@ def test_lost_peers_leave_nothing_behind() -> None:
     assert not giver.buffered
     taker.on_award(Award("a", "q", 10, 10))
     assert taker.lost("a") == [] and taker.queue == []
+
+
+def test_what_comes_late_or_from_strangers_changes_nothing() -> None:
+    giver, taker = Sender("a"), receiver()
+    asks = giver.offer("q", 10, ["r", "x"])
+    assert giver.offer("q", 10, ["r"]) == [] and giver.load == 10
+    assert giver.on_bid(Bid("stranger", "q", 0.0, 0.0)) == [] == giver.on_no_bid("r", "unknown")
+    giver.on_bid(Bid("r", "q", 0.0, 0.0))
+    # The bidding ends without the other's reply, which comes too late to matter.
+    (award,) = giver.close("q")
+    assert len(asks) == 2 and award == ("r", Award("a", "q", 10, 10))
+    assert giver.on_bid(Bid("x", "q", 0.0, 0.0)) == [] == giver.close("q")
+    # Who has not won it, or what is not on offer, is told so.
+    for receiver_name, request_id in (("x", "q"), ("r", "unknown")):
+        withdrawn = [(receiver_name, Withdraw("a", request_id))]
+        assert giver.on_start(Start(receiver_name, request_id)) == withdrawn
+        assert giver.on_starving(Starving(receiver_name, request_id)) == withdrawn
+        assert giver.on_done(Done(receiver_name, request_id, True)) == []
+    assert giver.withdraw("unknown") == [] and giver.has("q")
+    assert taker.on_busy(Busy("a", "unknown")) == []
+    assert not taker.on_grant(Grant("a", "unknown"))
+    taker.on_award(Award("a", "q", 10, 10))
+    assert taker.on_award(Award("a", "q", 10, 10)) == []
+    taker.on_grant(Grant("a", "q"))
+    # It is being transmitted: that its sender was busy before, or another one's word, does not end that.
+    assert taker.on_busy(Busy("a", "q")) == [] == taker.on_withdraw(Withdraw("b", "q"))
+    assert taker.queue == ["q"] and taker.open_transfers == 1
+    assert taker.attempt() == []
 
 
 def test_nobody_to_ask() -> None:

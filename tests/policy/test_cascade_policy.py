@@ -75,6 +75,21 @@ def test_the_least_demand_within_it() -> None:
     assert POLICY.place(staged(instance("a", held("a", 5_000))), arrival(10), 0.0) == Place("b")
 
 
+def test_demand_is_a_share_of_capacity_and_fewer_requests_decide_between_nearly_equal_ones() -> None:
+    def loaded(name: str, tokens: int, capacity: int, requests: int) -> InstanceView:
+        held = tuple(request(f"{name}{n}", name, tokens // requests, 1) for n in range(requests))
+        return replace(instance(name, held, capacity=capacity), kv_used_tokens=tokens)
+
+    # A fifth of little against a tenth of much.
+    small, large = loaded("a", 20_000, 100_000, 1), loaded("b", 40_000, 400_000, 2)
+    assert Cascade().place(cluster(small, large), arrival(100), 0.0) == Place("b")
+    # Less than a thousandth more weighs less than a request more.
+    fewer, more = loaded("a", 40_100, 400_000, 2), loaded("b", 40_000, 400_000, 3)
+    assert Cascade().place(cluster(fewer, more), arrival(100), 0.0) == Place("a")
+    fuller = loaded("a", 40_400, 400_000, 2)
+    assert Cascade().place(cluster(fuller, more), arrival(100), 0.0) == Place("b")
+
+
 def test_a_stage_without_anybody_is_stood_in_for_by_a_longer_one() -> None:
     gone = [instance(name, state=InstanceState.SUSPECT) for name in "cd"]
     assert POLICY.place(staged(*gone), arrival(2_000), 0.0) == Place("e")

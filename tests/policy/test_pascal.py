@@ -153,6 +153,21 @@ def test_adaptive_migration(
     assert not Pascal(migration=NEVER).on_reasoning_ended(view, request, 0.0)
 
 
+@pytest.mark.parametrize(("kv_tokens", "lacking"), [(1_008, 0), (400, 600)])
+def test_it_stays_where_what_is_still_to_come_fits(kv_tokens: int, lacking: int) -> None:
+    """Its growth, and what of it is not on the device; not less for a block that is not full yet."""
+    pascal = Pascal()
+    request = dataclasses.replace(answering("r", "w0", 1_000), kv_tokens=kv_tokens)
+    free = lacking + pascal.growth_tokens
+    here = InstanceView("w0", kv_capacity_tokens=10_000, kv_used_tokens=10_000 - free, requests=(request,))
+    there = InstanceView(
+        "w1", kv_capacity_tokens=10_000, kv_used_tokens=10_000, host_kv_capacity_tokens=50_000
+    )
+    assert pascal.stays(here, there, request)
+    less = dataclasses.replace(here, kv_used_tokens=here.kv_used_tokens + 1)
+    assert not pascal.stays(less, there, request)
+
+
 def test_an_idle_cluster_moves_nothing() -> None:
     request = answering("r", "w1", 1_000)
     here = InstanceView("w1", kv_capacity_tokens=10_000, kv_used_tokens=1_008, requests=(request,))

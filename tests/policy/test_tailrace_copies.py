@@ -20,7 +20,9 @@ from tailrace.cluster import (
     Pool,
     Stage,
 )
-from tailrace.policy.tailrace.copies import MOST
+from tailrace.perf.steps import StepModel
+from tailrace.policy.tailrace.copies import MOST, Copies
+from tailrace.policy.tailrace.costs import Costs
 from tailrace.policy.tailrace.policy import Tailrace
 from tailrace.profiles import load_profile
 from tests.policy.fleets import cluster, fleets, instance, quick
@@ -55,11 +57,71 @@ def copies(
 
 
 COPY = CopyPrefix("r-a", "a", "b", TOKENS, "hot prefix")
+COSTS = Costs(StepModel.of_profile(PROFILE))
 
 
 def test_it_goes_where_there_is_least_to_do() -> None:
     view = cluster(busy("a"), instance("b"), busy("c"))
     assert copies(view, hot(a=there())) == [COPY]
+
+
+def test_where_it_costs_least_and_else_to_the_first() -> None:
+    view = replace(cluster(*map(instance, "abc")), hot=HotPrefixes(10.0, (hot(a=there()),), frozenset()))
+    assert Copies(COSTS).plan(view, {"a": 9.0, "b": 0.1, "c": 0.1}) == [COPY]
+    assert Copies(COSTS).plan(view, {"a": 9.0, "b": 0.2, "c": 0.1}) == [replace(COPY, target_id="c")]
+
+
+# Of one token more or less the transfer is a ten-thousandth.
+NEARLY = 1e-7
+
+
+@pytest.mark.parametrize("own", [0, 5_000])
+@pytest.mark.parametrize("rate", [None, 40_000.0])
+def test_a_copy_saves_at_least_what_it_takes(own: int, rate: float | None) -> None:
+    """To whoever comes, by the queue; and to half of as many as have come, by what is not computed."""
+    target = replace(instance("b"), migration_tokens_per_s=rate)
+    lacking = TOKENS - own
+    transfer_s = COSTS.transfer_s(target, lacking) if rate is None else COSTS.open_s + lacking / rate
+    prefix = replace(hot(hits=6, a=there()), cached={"a": there()} | ({"b": there(own)} if own else {}))
+    view = replace(cluster(instance("a"), target), hot=HotPrefixes(10.0, (prefix,), frozenset()))
+
+    def planned(copies: Copies, queue_s: float) -> list[CopyPrefix]:
+        return copies.plan(view, {"a": 1.0 + queue_s, "b": 1.0})
+
+    for times, made in ((1.0 - NEARLY, []), (1.0 + NEARLY, [COPY])):
+        assert planned(Copies(COSTS), times * transfer_s) == made
+    saved_s = 3 * (COSTS.steps.compute_s(TOKENS) - COSTS.steps.compute_s(own))
+    for times, made in ((1.0 + NEARLY, []), (1.0 - NEARLY, [COPY])):
+        assert planned(Copies(COSTS, times * saved_s / transfer_s), 9.0) == made
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        instance("b", capacity=2 * TOKENS),
+        replace(instance("b", capacity=2 * TOKENS + 500), prefill_backlog_tokens=500, waiting=1),
+        replace(instance("b", capacity=2 * TOKENS + 500), coming_tokens=500),
+    ],
+    ids=["empty", "a prompt waits", "a request comes"],
+)
+def test_there_is_room_for_twice_as_much(target: InstanceView) -> None:
+    assert copies(cluster(busy("a"), target), hot(a=there())) == [COPY]
+    less = replace(target, kv_capacity_tokens=target.kv_capacity_tokens - 1)
+    assert copies(cluster(busy("a"), less), hot(a=there())) == []
+
+
+def test_less_than_half_of_it_elsewhere_does_not_count() -> None:
+    view = cluster(busy("a"), instance("b"), busy("c"))
+    assert copies(view, hot(a=there(), c=there(TOKENS // 2 - 1))) == [COPY]
+
+
+def test_each_of_several_goes_elsewhere_and_few_begin_at_once() -> None:
+    view = cluster(*map(busy, "abcd"), *map(instance, "efgh"))
+    every = hot(instances="abcdefgh")
+    prefixes = [replace(every, cached={name: there()}, requests={name: f"r-{name}"}) for name in "abcd"]
+    made = copies(view, *prefixes)
+    assert [(copy.holder_id, copy.target_id) for copy in made] == [*zip("abcd", "efgh", strict=True)][:MOST]
+    assert 1 < MOST < 4
 
 
 def test_it_is_off_by_default() -> None:

@@ -158,6 +158,23 @@ def test_what_went_at_once_is_counted_until_all_is_done() -> None:
     assert queue.pop().tenant == "a"
 
 
+def test_a_weight_counts_from_when_it_is_set() -> None:
+    queue = FairQueue[int](10)
+    queue.push(0, "a", 1.0, 100)
+    queue.push(1, "a", 4.0, 100)
+    for number in range(3):
+        queue.push(number, "b", 1.0, 50)
+    # 100 at weight 4 are 25.
+    assert [queue.pop().tenant for _ in range(5)] == ["a", "b", "a", "b", "b"]
+
+
+def test_where_nobody_may_wait_nobody_does() -> None:
+    queue = FairQueue[int](0)
+    with pytest.raises(TenantQueueFull):
+        queue.push(0, "a", 1.0, 1)
+    assert len(queue) == 0 and queue.waiting() == {}
+
+
 def test_who_comes_late_has_saved_nothing_up() -> None:
     queue = FairQueue[int](100)
     for number in range(60):
