@@ -17,7 +17,7 @@ from tailrace.rollout.facts import FleetFacts, InstanceFacts
 from tailrace.rollout.progress import advance, describe
 from tailrace.rollout.record import RolloutRecord, RolloutState
 from tailrace.store.client import StoreUnavailable
-from tailrace.store.membership import Membership, front_ends
+from tailrace.store.membership import Membership, front_end_facts
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Rollouts:
         draining = self._members.draining
         self._draining_since = {name: self._draining_since.get(name, now_s) for name in draining}
         instances = {name: self._instance(name, record) for name, record in self._members.instances.items()}
-        return FleetFacts(instances, front_ends(self._members.services), self._members.rollouts)
+        return FleetFacts(instances, front_end_facts(self._members.services), self._members.rollouts)
 
     async def _step(self, record: RolloutRecord) -> None:
         following = advance(record, self.facts(), self._wall_s(), self._step_duration_s(record))

@@ -1,4 +1,4 @@
-"""What a policy may decide. Pure data; the live scheduler and the simulator carry these out."""
+"""The actions that a policy may decide on. Pure data; the live scheduler and the simulator carry them out."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from tailrace.cluster import Pool, Stage
 
 
 class WhenFull(enum.Enum):
-    """No room: not enough free KV, or no free seat in the batch."""
+    """What happens to a migration whose target has no room: too little free KV, or no free seat in the
+    batch."""
 
-    # It waits at the target, first come, first served, while the request decodes on at its source (Arrow's
-    # queue of KV migrations, section 5.4).
+    # Wait at the target in order of arrival while the request decodes at its source (Arrow's queue of KV
+    # migrations, section 5.4).
     WAIT = "wait"
-    # It is refused, and the request stays (CascadeInfer, section 5).
+    # Refuse the migration; the request stays (CascadeInfer, section 5).
     REFUSE = "refuse"
-    # The request goes all the same, into the target's host memory, and waits there for its turn (PASCAL).
+    # Move the request into the target's host memory, where it waits for its turn (PASCAL).
     HOST = "host"
 
 
@@ -24,11 +25,11 @@ class WhenFull(enum.Enum):
 class Place:
     """Send an arriving request to an instance.
 
-    `also`: what is carried out with the placement, such as the pool move that it needs (Arrow, Alg. 1).
-    The placement holds whether or not that succeeds.
+    `also`: actions carried out with the placement, such as the pool move that it needs (Arrow, Alg. 1). The
+    placement holds whether or not they succeed.
 
-    `pull_from`: an instance that holds more of the request's prefix (`Arrival.cached`): its KV is fetched
-    while earlier work runs, and the rest computed; all of it, if that fails. Empty: nobody.
+    `pull_from`: an instance that holds more of the request's prefix (`Arrival.cached`). Its KV is pulled
+    while earlier work runs, and the rest computed; if the pull fails, everything is computed. Empty: no pull.
     """
 
     instance_id: str
@@ -38,9 +39,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """No instance can take the request; `reason` reaches the user.
+    """Refuse a request: no instance can take it. `reason` reaches the user.
 
-    `final`: it is not to wait for another answer (tailrace.control.admission).
+    `final`: the request must not wait and ask again (tailrace.control.admission).
     """
 
     reason: str
@@ -49,7 +50,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Migrate:
-    """Move a running request, KV included. `reason` is recorded with the migration."""
+    """Move a running request with its KV. `reason` is recorded with the migration."""
 
     request_id: str
     source_id: str
@@ -59,11 +60,12 @@ class Migrate:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Have a running request's instance find by bid-ask who takes it over (CascadeInfer, section 4.4).
+    """Have a running request's instance find by bid-ask which instance takes it over (CascadeInfer, section
+    4.4).
 
-    `receiver_ids` are asked, the one that the view likes best first: an instance that cannot ask hands the
-    request to that one. `most_tokens`: who would hold more KV with it, queued and to come included, does not
-    bid; None: no limit. `reason` is recorded with the migration.
+    `receiver_ids` are asked; the first is the policy's preference, to which an instance without bid-ask hands
+    the request over. `most_tokens`: an instance that would hold more KV with the request, including queued
+    and expected KV, does not bid; None: no limit. `reason` is recorded with the migration.
     """
 
     request_id: str
@@ -75,10 +77,10 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class HandBack:
-    """Have an instance give back prompts that wait there, to be placed on other ones.
+    """Have an instance hand back prompts that wait there, to be placed on other instances.
 
-    Each waits where it is until it is placed elsewhere; one that has begun by then, or finds no other place,
-    stays.
+    Each waits where it is until it is placed elsewhere; one that has begun by then, or finds no other
+    instance, stays.
     """
 
     instance_id: str
@@ -87,10 +89,10 @@ class HandBack:
 
 @dataclass(frozen=True, slots=True)
 class CopyPrefix:
-    """Copy the first `tokens` tokens' KV of a request's prompt into the prefix cache of another instance.
+    """Copy the KV of the first `tokens` tokens of a request's prompt into another instance's prefix cache.
 
-    Ahead of need: nobody waits for it, and it gives way to whatever users wait for there. `request_id`: one
-    that `holder_id` has, waiting or running; it stays where it is.
+    It is done ahead of need and yields to everything that users wait for. `request_id`: a request that
+    `holder_id` has, waiting or running; it stays there.
     """
 
     request_id: str
@@ -102,7 +104,7 @@ class CopyPrefix:
 
 @dataclass(frozen=True, slots=True)
 class SetPool:
-    """Move an instance between pools; None takes it out of all pools."""
+    """Move an instance to a pool; None removes it from all pools."""
 
     instance_id: str
     pool: Pool | None

@@ -1,4 +1,4 @@
-"""Which instances may take a request: their state, their room, and what they hold of it.
+"""Which instances may take a request: their state, their free KV, and what they have cached of it.
 
 Lengths in tokens.
 """
@@ -17,7 +17,7 @@ NO_INSTANCE = Refuse("no active instance")
 
 
 def candidates(view: ClusterView, arrival: Arrival) -> list[InstanceView]:
-    """Active instances that the arrival does not exclude, in instance-id order."""
+    """Return active instances that the arrival does not exclude, in instance-id order."""
     active = InstanceState.ACTIVE
     excluded = arrival.excluded
     if not excluded:
@@ -35,9 +35,10 @@ CACHE_AWARE: Final = Parameter(
 
 
 def credit(arrival: Arrival, cache_aware: bool) -> Callable[[InstanceView], int]:
-    """Tokens that each instance already has of the arrival; none where they are not to count.
+    """Return a function that gives the tokens of the arrival that each instance has cached; 0 if they are not
+    to count.
 
-    By the letter of their papers, policies know nothing of prefix caches (`cache_aware` false).
+    Taken literally, the papers' policies know nothing of prefix caches (`cache_aware` false).
     """
     if not cache_aware or not arrival.cached:
         return _none
@@ -49,32 +50,32 @@ def _none(instance: InstanceView) -> int:
 
 
 def footprint_tokens(instance: InstanceView, queued_weight: float) -> float:
-    """PASCAL's m_i, "total memory occupied by KV cache (GPU + CPU)", and what is on its way there.
+    """Return PASCAL's m_i, "total memory occupied by KV cache (GPU + CPU)", including what is on its way.
 
-    `queued_weight`: what a prompt token that was sent there but is not prefilled yet counts for.
+    `queued_weight`: the weight of a prompt token that was sent there but is not prefilled yet.
     """
     return instance.kv_used_tokens + instance.host_kv_tokens + queued_weight * instance.prefill_backlog_tokens
 
 
 def kv_needed_tokens(context_tokens: int, block_tokens: int) -> int:
-    """Capacity that a request takes where it arrives: whole blocks, and one to grow into."""
+    """Return the KV that a request takes where it arrives: whole blocks, and one to grow into."""
     block_tokens = max(1, block_tokens)
     return (-(-context_tokens // block_tokens) + 1) * block_tokens
 
 
 def fits_model(target: InstanceView, context_tokens: int) -> bool:
-    """Whether the target's engine could go on with so long a request at all (0: its limit is not known)."""
+    """Return whether the target's engine can continue so long a request at all (max_model_len 0: unknown)."""
     return target.max_model_len <= 0 or context_tokens < target.max_model_len
 
 
 def fits_device(target: InstanceView, context_tokens: int, growth_tokens: int = 0) -> bool:
-    """Whether the target has device memory for the request, and `growth_tokens` more."""
+    """Return whether the target has device memory for the request and `growth_tokens` more."""
     needed = kv_needed_tokens(context_tokens + growth_tokens, target.block_tokens)
     return needed <= target.kv_free_tokens and fits_model(target, context_tokens)
 
 
 def fits_host(target: InstanceView, context_tokens: int) -> bool:
-    """Whether the request could wait in the target's host memory for its turn on the device."""
+    """Return whether the request could wait in the target's host memory for its turn on the device."""
     needed = kv_needed_tokens(context_tokens, target.block_tokens)
     return (
         needed <= target.host_kv_capacity_tokens - target.host_kv_tokens
@@ -84,7 +85,7 @@ def fits_host(target: InstanceView, context_tokens: int) -> bool:
 
 
 def with_request(target: InstanceView, request: RequestView) -> InstanceView:
-    """The target as it will be once it has taken the request: for further decisions on the same view."""
+    """Return the target as it will be with the request, for further decisions on the same view."""
     return dataclasses.replace(
         target,
         kv_used_tokens=target.kv_used_tokens + kv_needed_tokens(request.context_tokens, target.block_tokens),
@@ -94,7 +95,7 @@ def with_request(target: InstanceView, request: RequestView) -> InstanceView:
 
 
 class Ledger:
-    """Lives for one decision: what the view says, less what has been booked since.
+    """Track, during one decision, what the view says less what has been reserved since.
 
     A policy decides on several migrations at once; each alone may fit where all of them do not.
     """
@@ -102,63 +103,65 @@ class Ledger:
     def __init__(
         self, instances: Mapping[str, InstanceView], transfers_in: int | None, transfers_out: int | None
     ) -> None:
-        """`transfers_in`, `transfers_out`: most open migrations an instance and direction; None: no limit."""
+        """`transfers_in`, `transfers_out`: largest number of open migrations per instance and direction;
+        None: no limit."""
         self._instances = instances
-        self._most_in = transfers_in
-        self._most_out = transfers_out
+        self._max_transfers_in = transfers_in
+        self._max_transfers_out = transfers_out
         self._tokens: dict[str, int] = {}
         self._in: dict[str, int] = {}
         self._out: dict[str, int] = {}
         self._moved: set[str] = set()
 
     def free_tokens(self, instance: InstanceView) -> int:
-        """KV tokens left on an instance."""
+        """Return the KV tokens left on an instance."""
         return instance.kv_free_tokens - self._tokens.get(instance.instance_id, 0)
 
-    def booked_tokens(self, instance: InstanceView) -> int:
-        """KV tokens that bookings will bring to an instance."""
+    def reserved_tokens(self, instance: InstanceView) -> int:
+        """Return the KV tokens that reservations will bring to an instance."""
         return self._tokens.get(instance.instance_id, 0)
 
     def transfers_in(self, instance: InstanceView) -> int:
-        """Open and booked migrations to an instance."""
+        """Return the number of open and reserved migrations to an instance."""
         return instance.migrations_in + self._in.get(instance.instance_id, 0)
 
     def may_send(self, source: InstanceView, request: RequestView) -> bool:
-        """The request is not on the move, and its source may open another transfer."""
+        """Return whether the request is not moving, and its source may open another transfer."""
         if request.migrating or request.request_id in self._moved:
             return False
-        return self._most_out is None or (
-            source.migrations_out + self._out.get(source.instance_id, 0) < self._most_out
+        return self._max_transfers_out is None or (
+            source.migrations_out + self._out.get(source.instance_id, 0) < self._max_transfers_out
         )
 
-    def takes_transfers(self, target: InstanceView) -> bool:
-        """The target gets new work and may open another transfer, whatever room it has."""
+    def accepts_transfers(self, target: InstanceView) -> bool:
+        """Return whether the target is active and may open another transfer, whatever room it has."""
         if target.state is not InstanceState.ACTIVE:
             return False
-        return self._most_in is None or self.transfers_in(target) < self._most_in
+        return self._max_transfers_in is None or self.transfers_in(target) < self._max_transfers_in
 
     def may_queue(self, target: InstanceView, request: RequestView) -> bool:
-        """The target gets new work, may open another transfer, and could hold the request when empty."""
-        if target.instance_id == request.instance_id or not self.takes_transfers(target):
+        """Return whether the target accepts transfers and could hold the request when empty."""
+        if target.instance_id == request.instance_id or not self.accepts_transfers(target):
             return False
         if not fits_model(target, request.context_tokens):
             return False
-        return target.kv_capacity_tokens >= room_for(request, target)
+        return target.kv_capacity_tokens >= needed_tokens(request, target)
 
     def may_receive(self, target: InstanceView, request: RequestView) -> bool:
-        """The same, and it has room for the request: its whole context and one block to grow into."""
-        return self.may_queue(target, request) and self.free_tokens(target) >= room_for(request, target)
+        """Return whether, in addition, it has room for the request: its whole context and one block to grow
+        into."""
+        return self.may_queue(target, request) and self.free_tokens(target) >= needed_tokens(request, target)
 
-    def book(self, request: RequestView, target: InstanceView, reason: str) -> Migrate:
-        """Count a migration in, and return it."""
+    def reserve(self, request: RequestView, target: InstanceView, reason: str) -> Migrate:
+        """Reserve room for a migration, and return it."""
         name, source = target.instance_id, request.instance_id
-        self._tokens[name] = self._tokens.get(name, 0) + room_for(request, target)
+        self._tokens[name] = self._tokens.get(name, 0) + needed_tokens(request, target)
         self._in[name] = self._in.get(name, 0) + 1
         self._out[source] = self._out.get(source, 0) + 1
         self._moved.add(request.request_id)
         return Migrate(request.request_id, source, name, reason)
 
 
-def room_for(request: RequestView, target: InstanceView) -> int:
-    """KV tokens that a request takes on a target."""
+def needed_tokens(request: RequestView, target: InstanceView) -> int:
+    """Return the KV tokens that a request takes on a target."""
     return kv_needed_tokens(max(request.kv_tokens, request.context_tokens), target.block_tokens)

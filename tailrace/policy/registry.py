@@ -19,20 +19,20 @@ class UnknownPolicyError(ValueError):
 
 
 class UnusablePolicyError(RuntimeError):
-    """A policy of that name is installed, and cannot be made; the message says why."""
+    """A policy of that name is installed but cannot be created; the message says why."""
 
 
 def names() -> list[str]:
-    """Return every name that `load` takes, those of variants and baselines included, sorted."""
+    """Return every name that `load` accepts, including variants and baselines, sorted."""
     return sorted(plugins(GROUP))
 
 
 def load(name: str, *, parameters: Mapping[str, Value] = NO_PARAMETERS, slo: Slo | None = None) -> Policy:
-    """An instance of the policy called `name`, planning for `slo`.
+    """Create the policy called `name`, planning for `slo`.
 
-    `parameters` may name those of the batch order that goes with the policy, too; they are checked, and are
-    for the workers. Raises UnknownPolicyError with the known names, UnusablePolicyError when its package
-    fails, ParameterError for parameters that it does not take.
+    `parameters` may include those of the policy's batch order; they are checked, and are used by the workers.
+    Raise UnknownPolicyError with the known names, UnusablePolicyError if its package fails, or ParameterError
+    for parameters that it does not accept.
     """
     deployment = Deployment() if slo is None else Deployment(slo)
     found = variant(name)
@@ -41,17 +41,18 @@ def load(name: str, *, parameters: Mapping[str, Value] = NO_PARAMETERS, slo: Slo
 
 
 def policy_class(name: str) -> type[Policy]:
-    """The class behind a name. Raises UnknownPolicyError, UnusablePolicyError."""
+    """Return the class behind a name. Raise UnknownPolicyError or UnusablePolicyError."""
     return variant(name).policy
 
 
 def variant(name: str) -> Variant:
-    """The class behind a name, and the parameters that the name stands for: none for a policy's own name.
+    """Return the class behind a name, with the parameters that the name implies: none for a policy's own
+    name.
 
-    Raises UnknownPolicyError, UnusablePolicyError.
+    Raise UnknownPolicyError or UnusablePolicyError.
     """
     if name not in plugins(GROUP):
-        # Perhaps it has been installed since.
+        # It may have been installed since.
         plugins.cache_clear()
     point = plugins(GROUP).get(name)
     if point is None:
@@ -68,9 +69,9 @@ def variant(name: str) -> Variant:
 
 
 def declared_parameters(kind: type[Policy], order: str) -> tuple[Parameter, ...]:
-    """What users may set of a policy: its own parameters, and those of its batch order that it has not.
+    """Return what users may set of a policy: its own parameters, and other ones of its batch order.
 
-    Raises UnusablePolicyError for an order that is not installed.
+    Raise UnusablePolicyError if the order is not installed.
     """
     own = {parameter.name for parameter in kind.parameters}
     try:
@@ -81,9 +82,9 @@ def declared_parameters(kind: type[Policy], order: str) -> tuple[Parameter, ...]
 
 
 def all_parameters(name: str, given: Mapping[str, Value]) -> dict[str, Value]:
-    """Every parameter of a policy and its batch order with its value: the given one, else the default.
+    """Return every parameter of a policy and its batch order with its value: the given one, else the default.
 
-    Raises UnknownPolicyError, UnusablePolicyError, ParameterError.
+    Raise UnknownPolicyError, UnusablePolicyError or ParameterError.
     """
     found = variant(name)
     declared = declared_parameters(found.policy, found.policy.batch_order)
@@ -91,7 +92,8 @@ def all_parameters(name: str, given: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def parameters_of(name: str) -> tuple[Parameter, ...]:
-    """What users may set of the policy called `name`. Raises UnknownPolicyError, UnusablePolicyError."""
+    """Return what users may set of the policy called `name`. Raise UnknownPolicyError or
+    UnusablePolicyError."""
     kind = policy_class(name)
     return declared_parameters(kind, kind.batch_order)
 
@@ -99,18 +101,18 @@ def parameters_of(name: str) -> tuple[Parameter, ...]:
 def make_policy(
     name: str, kind: type[Policy], order: str, parameters: Mapping[str, Value], deployment: Deployment
 ) -> Policy:
-    """An instance of `kind`, which users know as `name` and run with the batch order `order`.
+    """Create an instance of `kind`, which users know as `name`, with the batch order `order`.
 
-    Raises UnusablePolicyError, ParameterError.
+    Raise UnusablePolicyError or ParameterError.
     """
     values = parse_parameters(f"policy {name!r}", declared_parameters(kind, order), parameters)
     own = {parameter.name: values[parameter.name] for parameter in kind.parameters}
     try:
         return kind(**own, **deployment.facts(kind.needs))
-    # Somebody else's package again.
+    # The package may be third-party, and raise anything.
     except Exception as error:
         if parameters and isinstance(error, ValueError):
-            # Each value is allowed, but not together with the others.
+            # Each value is valid, but not in combination with the others.
             raise ParameterError(f"policy {name!r}: {error}") from error
         reason = f"{type(error).__name__}: {error}"
         raise UnusablePolicyError(f"policy {name!r} cannot be loaded: {reason}") from error

@@ -1,4 +1,4 @@
-"""Calls to an etcd cluster that go on at another member when one fails, stalls or has lost its leader."""
+"""Call an etcd cluster, failing over when a member fails, stalls or has lost its leader."""
 
 from __future__ import annotations
 
@@ -22,43 +22,42 @@ log = logging.getLogger(__name__)
 
 
 class StoreUnavailable(Exception):
-    """etcd did not answer in time. What was last read from it still holds, for all that is known.
+    """etcd did not answer in time. What was last read from it presumably still holds.
 
-    A write that ends so may have been done.
+    A write that ends with this may have been carried out.
     """
 
 
 class LeaseExpired(StoreUnavailable):
-    """The lease that a value was to hang on is gone."""
+    """The lease for a value has expired."""
 
 
-# A whole call, all its attempts together.
+# Deadline of a call with all of its attempts.
 _DEADLINE_S: Final = 3.0
-# An attempt without an answer for so long (or a share of the deadline, with many members) gets company: the
-# same request goes to the next member, and the first answer counts.
+# When an attempt has no answer for so long (or a share of the deadline, with many members), the same request
+# is also sent to the next member, and the first answer counts.
 _HEDGE_S: Final = 1.0
-# Between two rounds through all members, while there is hope: a member lives, and the cluster has no leader
-# yet.
+# Pause between two rounds through all members, while a member is alive but the cluster has no leader yet.
 _ROUND_S: Final = 0.2
-# Where no member can be reached the call goes on for so long: until gRPC has tried to connect once more.
+# If no member can be reached, the call continues for so long: until gRPC has tried to connect once more.
 _UNREACHABLE_S: Final = 1.25
 
 _CHANNEL_OPTIONS: Final = (
-    # A name with several addresses is several members: each call goes to the next that answers.
+    # A name with several addresses stands for several members: calls use the next that answers.
     ("grpc.lb_policy_name", "round_robin"),
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),
-    # etcd refuses pings that come more often than every 5 s, or with no call open.
+    # etcd rejects pings more often than every 5 s, or without an open call.
     ("grpc.keepalive_time_ms", 6_000),
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # How long one attempt to connect may take.
+    # Timeout of one connection attempt.
     ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
 
-# These say something of the member that was asked, or of the way to it. Any other status is etcd's answer.
+# Statuses about the member or the way to it. Any other status is etcd's answer.
 _MEMBER_FAILED: Final = frozenset(
     {
         grpc.StatusCode.UNAVAILABLE,
@@ -74,12 +73,12 @@ _MEMBER_FAILED: Final = frozenset(
 
 _Result = TypeVar("_Result")
 
-# Engines seed Python's own generator alike in all workers.
+# Engines seed Python's default generator identically in all workers.
 _random = random.SystemRandom()
 
 
 class Rejected(Exception):
-    """etcd answered with an error that no other member would answer differently."""
+    """etcd answered with an error that every other member would give as well."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
         hint = "; compact, defragment, disarm the alarm" if "space exceeded" in details else ""
@@ -88,7 +87,7 @@ class Rejected(Exception):
 
 
 class StreamEnded(Exception):
-    """The member ended a stream, or said something else on it than was expected."""
+    """The member ended a stream, or sent something unexpected on it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -97,11 +96,11 @@ class Member:
 
     endpoint: Endpoint
     channel: RenewedChannel
-    # Since its last answer.
+    # Whether it has failed since its last answer.
     failed: bool = False
 
     async def unary(self, method: Method[Request, Reply], request: Request, timeout_s: float) -> Reply:
-        """One call. Raises AioRpcError."""
+        """Make one call. Raise AioRpcError."""
         call = self.channel.get().unary_unary(
             method.path, request_serializer=method.encode, response_deserializer=method.decode
         )
@@ -110,7 +109,7 @@ class Member:
     def stream(
         self, method: Method[Request, Reply], timeout_s: float | None = None
     ) -> grpc.aio.StreamStreamCall[Request, Reply]:
-        """One stream both ways. The caller cancels it."""
+        """Open one bidirectional stream, which the caller has to cancel."""
         call = self.channel.get().stream_stream(
             method.path, request_serializer=method.encode, response_deserializer=method.decode
         )
@@ -119,16 +118,16 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Answer(Generic[Reply]):
-    """A reply. `attempts` above 1: the same request was sent before, and may have been carried out then."""
+    """A reply. `attempts` above 1: the request was sent before, and may have been carried out then."""
 
     reply: Reply
     attempts: int
 
 
 class EtcdClient:
-    """Every call ends within three seconds. The member that answered last is asked first.
+    """Make calls that end within three seconds, starting with the member that answered last.
 
-    A call is sent again only as it was: who sends a write makes it one that cannot be carried out twice.
+    Retries repeat the request unchanged, so callers must make writes safe to repeat.
     """
 
     def __init__(self, endpoints: Sequence[Endpoint], transport: Transport = PLAIN) -> None:
@@ -137,45 +136,42 @@ class EtcdClient:
                 lambda: transport.etcd_channel(target, _CHANNEL_OPTIONS), lambda: transport.version
             )
 
-        # In random order, so that a fleet's members spread over etcd's.
+        # In random order, to spread the fleet over etcd's members.
         chosen = _random.sample(endpoints, len(endpoints))
         self._members = [Member(endpoint, channel(endpoint.target)) for endpoint in chosen]
 
     async def close(self) -> None:
-        """Close the channels; calls under way end with StoreUnavailable."""
+        """Close the channels; pending calls end with StoreUnavailable."""
         await asyncio.gather(*(member.channel.close() for member in self._members))
 
     @property
     def preferred(self) -> Member:
-        """The member to ask first."""
+        """Return the member to call first."""
         return self._members[0]
 
     def demote(self, member: Member, reason: str) -> None:
-        """Ask this member after all others: it failed, or keeps silent."""
+        """Move a member that failed or is silent to the end of the order."""
         self._members.remove(member)
         self._members.append(member)
         if not member.failed:
             member.failed = True
             log.warning("etcd member %s failed: %s", member.endpoint, reason)
 
-    def answered(self, member: Member) -> None:
-        """It works."""
+    def mark_answering(self, member: Member) -> None:
+        """Record that a member works."""
         if member.failed:
             member.failed = False
             log.info("etcd member %s answers", member.endpoint)
 
     async def call(self, method: Method[Request, Reply], request: Request, what: str) -> Answer[Reply]:
-        """Ask one member after the other. `what` names the call in errors.
+        """Call one member after the other. `what` names the call in errors.
 
-        Raises StoreUnavailable when none answered in time, Rejected when etcd refuses.
+        Raise StoreUnavailable if none answered in time, Rejected if etcd refuses.
         """
         return await self._failover(lambda member, left_s: member.unary(method, request, left_s), what)
 
     async def keep_alive(self, lease: int) -> int:
-        """Give the lease its whole time again; seconds that it has now, 0 when it is gone.
-
-        Raises StoreUnavailable.
-        """
+        """Renew a lease; return the seconds that it has now, 0 if it has expired. Raise StoreUnavailable."""
 
         async def attempt(member: Member, left_s: float) -> etcd_pb2.LeaseKeepAliveResponse:
             stream = member.stream(LEASE_KEEP_ALIVE, left_s)
@@ -192,7 +188,7 @@ class EtcdClient:
         return int(answer.reply.TTL)
 
     async def header(self) -> etcd_pb2.ResponseHeader:
-        """Cluster and revision as of now, by a linearizable read. Raises StoreUnavailable."""
+        """Return the current cluster id and revision by a linearizable read. Raise StoreUnavailable."""
         request = etcd_pb2.RangeRequest(key=b"/tailrace", count_only=True)
         return (await self.call(RANGE, request, "read the revision")).reply.header
 
@@ -211,7 +207,7 @@ class _NoAnswer(Exception):
 
 
 class _Call(Generic[_Result]):
-    """One call's attempts."""
+    """The attempts of one call."""
 
     def __init__(
         self,
@@ -223,26 +219,26 @@ class _Call(Generic[_Result]):
         self._members = members
         self._attempt = attempt
         self._pending: dict[asyncio.Task[_Result], Member] = {}
-        self._turn = 0
-        # Failures in this round through the members, and whether one of them was a member that lives.
+        self._next_member = 0
+        # Failures in this round, and whether one of them came from a member that is alive.
         self._failed = 0
         self._alive = False
         self._reasons: dict[Member, str] = {}
         self._cause: BaseException | None = None
 
     async def run(self) -> Answer[_Result]:
-        """Until an answer, the deadline, or nobody is there."""
+        """Run until an answer or the deadline, or until no member can be reached."""
         begin_s = time.monotonic()
-        give_up_s = begin_s + _DEADLINE_S
+        deadline_s = begin_s + _DEADLINE_S
         hedge_s = min(_HEDGE_S, _DEADLINE_S / len(self._members))
         attempts, due_s = 0, begin_s
         try:
-            while (left_s := give_up_s - time.monotonic()) > 0:
+            while (left_s := deadline_s - time.monotonic()) > 0:
                 if time.monotonic() >= due_s:
                     self._begin(left_s)
                     attempts += 1
                     due_s = time.monotonic() + hedge_s
-                for task in await self._finished(min(due_s, give_up_s)):
+                for task in await self._finished(min(due_s, deadline_s)):
                     member = self._pending.pop(task)
                     if self._succeeded(task, member):
                         return Answer(task.result(), attempts)
@@ -256,7 +252,7 @@ class _Call(Generic[_Result]):
             for member in self._pending.values():
                 self._reasons[member] = "no answer in time"
                 self._client.demote(member, "no answer in time")
-            raise _NoAnswer(self._told()) from self._cause
+            raise _NoAnswer(self._reasons_text()) from self._cause
         finally:
             for task in self._pending:
                 task.cancel()
@@ -264,12 +260,12 @@ class _Call(Generic[_Result]):
                 await asyncio.wait(self._pending)
 
     def _begin(self, left_s: float) -> None:
-        """Ask the next member that is not being asked; all are: the next in turn, once more."""
+        """Start an attempt at the next idle member; if all are busy, at the next in turn once more."""
         asked = set(self._pending.values())
         count = len(self._members)
-        turns = [(self._turn + step) % count for step in range(count)]
+        turns = [(self._next_member + step) % count for step in range(count)]
         turn = next((turn for turn in turns if self._members[turn] not in asked), turns[0])
-        self._turn = turn + 1
+        self._next_member = turn + 1
         member = self._members[turn]
 
         async def ask() -> _Result:
@@ -286,46 +282,47 @@ class _Call(Generic[_Result]):
         return list(done)
 
     def _succeeded(self, task: asyncio.Task[_Result], member: Member) -> bool:
-        """Look at an attempt that is over. Raises Rejected, and what is no failure of etcd's."""
-        # gRPC cancels what is under way when the channel is closed.
+        """Process a finished attempt. Raise Rejected, and errors that are not etcd failures."""
+        # gRPC cancels pending calls when the channel is closed.
         error = StreamEnded("the channel was closed") if task.cancelled() else task.exception()
         if error is None:
-            # Whoever was asked before and is still silent is slower than this one by a hedge at least.
+            # Members that were called before and are still silent are slower than this one by at least a
+            # hedge.
             for slow in self._pending.values():
                 self._client.demote(slow, "slow to answer")
-            self._client.answered(member)
+            self._client.mark_answering(member)
             return True
         if not isinstance(error, (grpc.aio.AioRpcError, *CALL_FAILURES)):
             raise error
         if isinstance(error, grpc.aio.AioRpcError) and _is_answer(error):
             raise Rejected(error.code(), error.details() or "") from error
-        reason = short(error)
+        reason = short_error(error)
         self._cause = error
         self._failed += 1
-        # What a member says itself begins so; the rest is gRPC's word on a member that cannot be reached.
+        # A member's own errors begin so; others are gRPC's about a member that cannot be reached.
         self._alive = self._alive or "etcdserver:" in reason
         self._reasons[member] = reason
         self._client.demote(member, reason)
         return False
 
-    def _told(self) -> str:
+    def _reasons_text(self) -> str:
         return "; ".join(f"{member.endpoint}: {reason}" for member, reason in self._reasons.items())
 
 
 def _is_answer(error: grpc.aio.AioRpcError) -> bool:
-    """Whether every member would say so."""
-    # The alarm that a member's quota raises is the whole cluster's.
+    """Return whether every member would answer so."""
+    # A member's quota alarm applies to the whole cluster.
     return error.code() not in _MEMBER_FAILED or "space exceeded" in (error.details() or "")
 
 
-# How a call or stream ends besides by a status: the channel was closed, or the stream was over already.
+# How a call or stream ends other than by a status: the channel was closed, or the stream was over already.
 CALL_FAILURES: Final = (StreamEnded, TimeoutError, grpc.aio.UsageError, asyncio.InvalidStateError)
 
 
-def short(error: BaseException) -> str:
-    """An error in a few words."""
+def short_error(error: BaseException) -> str:
+    """Format an error in a few words."""
     if isinstance(error, grpc.aio.AioRpcError):
-        # Of what gRPC says of a connection, the end is what happened.
+        # The end of gRPC's message about a connection is the cause.
         reason = (error.details() or "").rpartition("last error: ")[2].removeprefix("UNKNOWN: ")
         return f"{error.code().name} {reason}"
     return str(error) or type(error).__name__

@@ -1,4 +1,4 @@
-"""etcd endpoints as an operator gives them."""
+"""Parse etcd endpoints as given by an operator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PORT_MAX: Final = 65_535
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a member listens for clients. `host`: a name, an IPv4 address, or an IPv6 address."""
+    """Where a member listens for clients. `host`: a name, an IPv4 or an IPv6 address."""
 
     host: str
     port: int
@@ -22,7 +22,7 @@ class Endpoint:
 
     @property
     def target(self) -> str:
-        """gRPC's name for it. A host name is resolved by gRPC, again at each reconnect."""
+        """Return the endpoint as a gRPC target. gRPC resolves a host name again at each reconnect."""
         try:
             version = ipaddress.ip_address(self.host.partition("%")[0]).version
         except ValueError:
@@ -31,7 +31,7 @@ class Endpoint:
 
 
 def parse_endpoint(text: str) -> Endpoint:
-    """Read HOST:PORT or [IPV6]:PORT. Raises ValueError that says what is expected."""
+    """Parse HOST:PORT or [IPV6]:PORT. Raise ValueError that says what is expected."""
     if "://" in text:
         raise ValueError(f"etcd endpoint {text!r}: HOST:PORT expected, without {text.partition('://')[0]}://")
     host, colon, port = text.rpartition(":")
@@ -51,7 +51,7 @@ def parse_endpoint(text: str) -> Endpoint:
 
 
 def parse_endpoints(texts: Iterable[str]) -> list[Endpoint]:
-    """Read several; each is kept once. Raises ValueError, also when there is none."""
+    """Parse several, dropping duplicates. Raise ValueError, also if there is none."""
     endpoints = list(dict.fromkeys(map(parse_endpoint, texts)))
     if not endpoints:
         raise ValueError("no etcd endpoint given")

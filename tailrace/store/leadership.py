@@ -1,4 +1,4 @@
-"""Whether this process leads, by what etcd granted and by the clock."""
+"""Whether this process leads, according to its lease and the clock."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Literal
 
 
 def lease_clock() -> float:
-    """Seconds that go on while this process or the whole machine is suspended: leases expire meanwhile."""
+    """Return seconds of a clock that also runs while the process or machine is suspended: leases expire
+    meanwhile."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Leadership(asyncio.Event):
-    """Set while this process leads.
+    """An event that is set while this process leads.
 
-    Whoever asks after the process stood still (SIGSTOP, a suspended machine) learns that the time is over
-    even before the election's own task has run again.
+    After the process was suspended (SIGSTOP, a suspended machine), it is unset at once if the lease has
+    expired, even before the election's task has run again.
     """
 
     def __init__(self) -> None:
@@ -25,16 +26,16 @@ class Leadership(asyncio.Event):
         self._until_s = -math.inf
 
     def hold_until(self, until_s: float) -> None:
-        """Lead until then (lease_clock), or until `clear`."""
+        """Lead until `until_s` (lease_clock), or until `clear`."""
         self._until_s = until_s
         self.set()
 
     def is_set(self) -> bool:
-        """Whether it leads at this moment."""
+        """Return whether this process leads now."""
         return super().is_set() and lease_clock() < self._until_s
 
     async def wait(self) -> Literal[True]:
-        """Until it leads."""
+        """Wait until this process leads."""
         while not self.is_set():
             self.clear()
             await super().wait()

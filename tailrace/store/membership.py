@@ -1,4 +1,4 @@
-"""Who belongs to the cluster, as etcd last told it."""
+"""The members and settings of the cluster, as last read from etcd."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ _Record = TypeVar("_Record", InstanceRecord, ServiceRecord, ProfileRecord, Rollo
 
 
 class Membership:
-    """Instances, services, leaders, pools, drains, stages, profiles, rollouts, policy and SLOs, by one watch.
+    """Follow instances, services, leaders, pools, drains, stages, profiles, rollouts, policy and SLOs by one
+    watch.
 
-    An instance whose key vanished without its owner's withdrawal is held on suspicion for `hold_s` seconds,
-    then dropped. While etcd is away everything stays as it was.
+    An instance whose key vanished without a withdrawal is held as a suspect for `hold_s` seconds, then
+    dropped. While etcd cannot be reached everything stays as it was.
     """
 
     def __init__(self, store: Store, hold_s: float) -> None:
@@ -47,7 +48,7 @@ class Membership:
         self._hold_s = hold_s
         self._task: asyncio.Task[None] | None = None
         self._listeners: list[Callable[[], None]] = []
-        # Decoded records by key, beside the bytes they were decoded from.
+        # Decoded records by key, with the bytes they were decoded from.
         self._decoded: dict[
             str, tuple[bytes, InstanceRecord | ServiceRecord | ProfileRecord | RolloutRecord]
         ] = {}
@@ -68,7 +69,7 @@ class Membership:
 
     @classmethod
     async def start(cls, store: Store, hold_s: float = _HOLD_S) -> Membership:
-        """A membership that has read etcd once and follows it."""
+        """Read etcd once; return a membership that follows it."""
         membership = cls(store, hold_s)
         first = asyncio.Event()
         membership._task = asyncio.create_task(membership._follow(first), name="membership")
@@ -90,72 +91,72 @@ class Membership:
 
     @property
     def instances(self) -> Mapping[str, InstanceRecord]:
-        """By instance id, suspects included."""
+        """Return instances by id, suspects included."""
         return MappingProxyType(self._instances)
 
     @property
     def services(self) -> Mapping[tuple[str, str], ServiceRecord]:
-        """By (kind, id)."""
+        """Return services by (kind, id)."""
         return MappingProxyType(self._services)
 
     @property
     def leaders(self) -> Mapping[str, ServiceRecord]:
-        """The elected service of each kind that elects one."""
+        """Return the elected service of each kind that elects one."""
         return MappingProxyType(self._leaders)
 
     @property
     def pools(self) -> Mapping[str, Pool]:
-        """By instance id; an instance in no pool is absent."""
+        """Return pools by instance id; an instance in no pool is absent."""
         return MappingProxyType(self._pools)
 
     @property
     def draining(self) -> frozenset[str]:
-        """Ids of instances that get nothing new."""
+        """Return ids of instances that get no new requests."""
         return self._draining
 
     @property
     def leaving(self) -> frozenset[str]:
-        """Of these, instances that a rollout drains and nobody else does."""
+        """Return the draining instances that only a rollout drains."""
         return self._leaving
 
     @property
     def drained(self) -> frozenset[str]:
-        """Ids that an operator drains, whether there are such instances or not."""
+        """Return ids that an operator drains, whether such instances exist or not."""
         return self._drained
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """Length stages; empty when there are none."""
+        """Return the length stages; empty if there are none."""
         return self._stages
 
     @property
     def policy(self) -> PolicyRecord | None:
-        """The policy that was set; None: none was."""
+        """Return the policy that was set, or None."""
         return self._policy
 
     @property
     def slo(self) -> Slo:
-        """The deployment's objectives; until they are set, the defaults."""
+        """Return the deployment's SLOs, or the defaults until they are set."""
         return self._slo
 
     @property
     def profiles(self) -> Mapping[str, ProfileRecord]:
-        """What was measured, by kind of instance. A record that did not change is the same object."""
+        """Return measured profiles by kind of instance. An unchanged record remains the same object."""
         return MappingProxyType(self._profiles)
 
     @property
     def rollouts(self) -> Mapping[str, RolloutRecord]:
-        """By the name that users call the model: which model takes its new requests."""
+        """Return rollouts by public name: which model takes its new requests."""
         return MappingProxyType(self._rollouts)
 
     @property
     def unread_rollouts(self) -> frozenset[str]:
-        """Names whose rollout cannot be read by this version, and of which no earlier one is known."""
+        """Return names whose rollout this version cannot read, and for which no earlier one is known."""
         return self._unread_rollouts
 
     @property
     def suspects(self) -> frozenset[str]:
-        """Ids of instances whose key vanished without a withdrawal."""
+        """Return ids of instances whose key vanished without a withdrawal."""
         return frozenset(self._suspects)
 
     def add_listener(self, callback: Callable[[], None]) -> None:
@@ -175,7 +176,7 @@ class Membership:
             try:
                 listener()
             except Exception:
-                # The others, and the next change, must still be heard of.
+                # Other listeners and later changes must still be processed.
                 log.exception("a listener to membership failed")
 
     def _apply(self, mapping: Mapping[str, bytes]) -> None:
@@ -197,7 +198,7 @@ class Membership:
             elif key.startswith(PROFILES) and (profile := self._decode(key, value, ProfileRecord)):
                 profiles[name] = profile
             elif area == "rollouts":
-                # Of one that cannot be read what it said before holds: requests must not change their model.
+                # If it cannot be read, keep the previous one: requests must not change their model.
                 rollout = self._decode(key, value, RolloutRecord) or self._rollouts.get(name)
                 if rollout is None:
                     unread.add(name)
@@ -211,16 +212,16 @@ class Membership:
         self._rollouts = rollouts
         self._unread_rollouts = frozenset(unread)
         self._pools = _pools(mapping)
-        # By an operator; those that were told to stop; and those whose model goes.
+        # Drained by an operator; stopping by themselves; and drained by a rollout.
         self._drained = frozenset(key.partition("/")[2] for key in mapping if key.startswith("drains/"))
         stopping = {name for name, record in self._instances.items() if record.draining}
-        told = self._drained | stopping
-        self._leaving = _leaving(self._instances, services, rollouts) - told
-        self._draining = told | self._leaving
+        stopped = self._drained | stopping
+        self._leaving = _leaving(self._instances, services, rollouts) - stopped
+        self._draining = stopped | self._leaving
         self._stages = _stages(mapping.get("stages"))
-        with _left_as_it_was("policy"):
+        with _keep_on_error("policy"):
             self._policy = decode_policy(mapping.get("policy", b""))
-        with _left_as_it_was("slo"):
+        with _keep_on_error("slo"):
             self._slo = decode_slo(mapping["slo"]) if mapping.get("slo") else Slo()
 
     def _decode(self, key: str, value: bytes, kind: type[_Record]) -> _Record | None:
@@ -236,7 +237,7 @@ class Membership:
         return record
 
     def _hold_vanished(self, instances: dict[str, InstanceRecord], mapping: Mapping[str, bytes]) -> None:
-        """Add to `instances` those that are gone but were not withdrawn; start and stop their timers."""
+        """Add vanished instances that were not withdrawn to `instances`; start and stop their timers."""
         for name in instances:
             if (timer := self._suspects.pop(name, None)) is not None:
                 timer.cancel()
@@ -250,7 +251,7 @@ class Membership:
                 continue
             instances[name] = record
             if name not in self._suspects:
-                log.warning("instance %s vanished; held on suspicion for %.0f s", name, self._hold_s)
+                log.warning("instance %s vanished; held as a suspect for %.0f s", name, self._hold_s)
                 loop = asyncio.get_running_loop()
                 self._suspects[name] = loop.call_later(self._hold_s, self._drop, name)
 
@@ -261,8 +262,8 @@ class Membership:
         self._notify()
 
 
-def front_ends(services: Mapping[tuple[str, str], ServiceRecord]) -> dict[str, FrontEndFacts]:
-    """What rollouts go by of each, by its id."""
+def front_end_facts(services: Mapping[tuple[str, str], ServiceRecord]) -> dict[str, FrontEndFacts]:
+    """Return what rollouts need to know of each front end, by id."""
     return {
         service_id: FrontEndFacts(
             service_id,
@@ -281,12 +282,12 @@ def _leaving(
     services: Mapping[tuple[str, str], ServiceRecord],
     rollouts: Mapping[str, RolloutRecord],
 ) -> frozenset[str]:
-    """Instances that a rollout drains, as long as they run the model that goes, and new requests of no other
-    name go to that."""
+    """Return instances that a rollout drains while they run the retiring model and no other public name uses
+    it."""
     named = {name for rollout in rollouts.values() for name in rollout.draining if name in instances}
     if not named:
         return frozenset()
-    fronts = [front for front in front_ends(services).values() if front.name]
+    fronts = [front for front in front_end_facts(services).values() if front.name]
 
     def leaves(name: str) -> bool:
         record = instances[name]
@@ -301,23 +302,23 @@ def _leaving(
 
 
 def _withdrawn(tombstone: bytes | None, record: InstanceRecord) -> bool:
-    """Whether the very incarnation that we know has withdrawn."""
+    """Return whether the incarnation in the record has withdrawn."""
     if tombstone is None:
         return False
     try:
-        gone = msgspec.json.decode(tombstone, type=InstanceRecord)
+        withdrawn_record = msgspec.json.decode(tombstone, type=InstanceRecord)
     except msgspec.MsgspecError:
         return False
-    return gone.incarnation == record.incarnation
+    return withdrawn_record.incarnation == record.incarnation
 
 
 @contextlib.contextmanager
-def _left_as_it_was(key: str) -> Iterator[None]:
-    """The block decodes what is under `key`; if it cannot, that is logged."""
+def _keep_on_error(key: str) -> Iterator[None]:
+    """Log a decoding error of the block, which then changes nothing."""
     try:
         yield
     except msgspec.MsgspecError as error:
-        log.warning("etcd key %s cannot be read, what it said before holds: %s", key, error)
+        log.warning("etcd key %s cannot be read, keeping the previous value: %s", key, error)
 
 
 def _pools(mapping: Mapping[str, bytes]) -> dict[str, Pool]:
@@ -327,7 +328,7 @@ def _pools(mapping: Mapping[str, bytes]) -> dict[str, Pool]:
             try:
                 pools[key.partition("/")[2]] = Pool(value.decode())
             except ValueError:
-                log.warning("etcd key %s: %r is no pool", key, value)
+                log.warning("etcd key %s: %r is not a pool", key, value)
     return pools
 
 

@@ -1,4 +1,4 @@
-"""A value in etcd that lives as long as the process that put it there."""
+"""Register a value in etcd for as long as this process lives."""
 
 from __future__ import annotations
 
@@ -20,20 +20,18 @@ _random = random.SystemRandom()
 
 
 async def register(store: Store, key: str, value: bytes, ttl_s: float = 10.0) -> Registration:
-    """Keep a value in etcd while this process lives; closing the store withdraws it.
-
-    Raises StoreUnavailable.
-    """
+    """Keep a value in etcd while this process lives; closing the store withdraws it. Raise
+    StoreUnavailable."""
     registration = Registration(store, key, value, ttl_s)
     await registration.start()
     return registration
 
 
 class Registration:
-    """A leased key. Renews the lease; puts the value again when the lease was lost.
+    """A leased key: renew the lease, and write the value again when the lease was lost.
 
     A key that another process has taken meanwhile (a restarted worker of the same name) is left to it, and
-    taken back only when it is free; `on_replaced` tells.
+    taken back only once it is free; `on_replaced` reports that.
     """
 
     def __init__(self, store: Store, key: str, value: bytes, ttl_s: float) -> None:
@@ -44,29 +42,28 @@ class Registration:
         self._lease = 0
         self._task: asyncio.Task[None] | None = None
         self._replaced: list[Callable[[bytes], None]] = []
-        # The value that was last told of as another's.
-        self._other = b""
-        # Writes of the key, one at a time: an update must not race with a re-registration.
+        # The other process's value that was last reported.
+        self._reported_value = b""
+        # Serialises writes of the key: an update must not race with a re-registration.
         self._writing = asyncio.Lock()
 
     def on_replaced(self, callback: Callable[[bytes], None]) -> None:
-        """Call back when another process is found to have put its own value in place of ours, with that
-        value.
+        """Call back with the value by which another process has replaced ours.
 
-        Found at the next renewal, which is after a third of the lease's time; once for each other value. The
-        callback must not block or raise.
+        Detected at the next renewal, after a third of the lease's time; reported once for each other value.
+        The callback must not block or raise.
         """
         self._replaced.append(callback)
 
     async def start(self) -> None:
-        """Put the value, whoever had the key before, and begin to keep it. Raises StoreUnavailable."""
+        """Write the value, whoever had the key before, and begin to renew it. Raise StoreUnavailable."""
         self._lease = await self._store.grant_lease(self._ttl_s)
         await self._store.put_leased(self.key, self._value, self._lease)
-        self._task = asyncio.create_task(self._keep(), name=f"registration {self.key}")
+        self._task = asyncio.create_task(self._keep_alive(), name=f"registration {self.key}")
         self._store.before_close(self.withdraw)
 
     async def update(self, value: bytes) -> None:
-        """Replace the value. Raises StoreUnavailable; the value is then put once etcd is back.
+        """Replace the value. Raise StoreUnavailable, in which case it is written once etcd is back.
 
         A key that another process has taken is left to it.
         """
@@ -79,7 +76,8 @@ class Registration:
                 await self._store.swap_leased(self.key, held, value, self._lease)
 
     async def withdraw(self) -> None:
-        """Stop keeping the key and delete it; readers see a withdrawal. Without etcd the lease expires."""
+        """Delete the key and mark it as withdrawn for readers. If etcd cannot be reached the lease
+        expires."""
         if self._task is None:
             return
         self._task.cancel()
@@ -92,7 +90,7 @@ class Registration:
             log.warning("withdrawing %s: %s; its lease will expire", self.key, error)
         self._store.forget_close(self.withdraw)
 
-    async def _keep(self) -> None:
+    async def _keep_alive(self) -> None:
         pause_s = self._ttl_s / 3
         while True:
             await asyncio.sleep(pause_s)
@@ -103,12 +101,12 @@ class Registration:
                 log.warning("keeping %s: %s", self.key, error)
                 pause_s = _RETRY_S * _random.uniform(0.5, 1.5)
             except Exception:
-                # Without this task the process would leave the fleet while it serves.
+                # Without this task the process would leave the fleet while it still serves.
                 log.exception("keeping %s", self.key)
                 pause_s = _RETRY_S
 
     async def _renew(self) -> None:
-        """Renew the lease, and see that what hangs on it is still there. Raises StoreUnavailable."""
+        """Renew the lease, and check that the value is still there. Raise StoreUnavailable."""
         async with self._writing:
             alive = await self._store.renew_lease(self._lease)
             held = await self._store.get_leased(self.key)
@@ -126,9 +124,9 @@ class Registration:
                 log.warning("lease of %s was lost again", self.key)
 
     def _notify_replaced(self, other: bytes) -> None:
-        if other == self._other:
+        if other == self._reported_value:
             return
-        self._other = other
-        log.error("%s is now another process's", self.key)
+        self._reported_value = other
+        log.error("%s was taken over by another process", self.key)
         for callback in self._replaced:
             callback(other)

@@ -41,7 +41,7 @@ from a process that died, both of which only delete the key."""
 _CONNECT_S: Final = 15.0
 _RETRY_S: Final = 0.25
 # How often a write is tried that loses to others' writes of the same key.
-_TRIES: Final = 8
+_ATTEMPTS: Final = 8
 
 _Present = etcd_pb2.KeyValue | None
 
@@ -154,7 +154,7 @@ class Store:
     async def delete_orphaned(self, keys: Sequence[str], owner: str) -> bool:
         """Delete values if there is none at `owner`. False: there is one."""
         names = [self._key(key) for key in keys]
-        for _ in range(_TRIES):
+        for _ in range(_ATTEMPTS):
             if await self._read(owner) is not None:
                 return False
             compare = [unchanged(self._key(owner), None)]
@@ -269,7 +269,7 @@ class Store:
         that cannot be known any more, StoreUnavailable is raised.
         """
         name = self._key(key)
-        for _ in range(_TRIES):
+        for _ in range(_ATTEMPTS):
             before = await self._read(key)
             if not accept(before):
                 return False

@@ -22,7 +22,7 @@ from tailrace.perf.measured import Measured
 from tailrace.perf.qoe_model import QoeModel
 from tailrace.perf.steps import StepModel
 from tailrace.perf.ttft import TtftPredictor
-from tailrace.policy.candidates import room_for
+from tailrace.policy.candidates import needed_tokens
 from tailrace.policy.phase_load import prompts
 from tailrace.policy.registry import load
 from tailrace.policy.tailrace.costs import Costs, Longest
@@ -69,7 +69,7 @@ def check(view: ClusterView, actions: Sequence[Action]) -> None:
         pairs.add((action.source_id, action.target_id))
         # No more than there is room for.
         assert target.state is InstanceState.ACTIVE
-        taken[action.target_id] = taken.get(action.target_id, 0) + room_for(held, target)
+        taken[action.target_id] = taken.get(action.target_id, 0) + needed_tokens(held, target)
         assert taken[action.target_id] <= target.kv_free_tokens
         assert target.max_model_len <= 0 or held.context_tokens < target.max_model_len
 

@@ -98,7 +98,7 @@ class MinimalLoad(Policy):
             return ()
         decoders = [i for i in Pools.of(view).decode if ledger.may_queue(i, request)]
         target = self._decoder(decoders, request, ledger)
-        return (ledger.book(request, target, "prefill done"),) if target is not None else ()
+        return (ledger.reserve(request, target, "prefill done"),) if target is not None else ()
 
     def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
         """Pools for instances in none; then requests that still decode on a prefill instance."""
@@ -126,7 +126,7 @@ class MinimalLoad(Policy):
         for request in oldest:
             target = self._decoder([i for i in pools.decode if ledger.may_queue(i, request)], request, ledger)
             if target is not None:
-                moved.append(ledger.book(request, target, "prefill done"))
+                moved.append(ledger.reserve(request, target, "prefill done"))
         return moved
 
     def _decoder(
@@ -136,7 +136,7 @@ class MinimalLoad(Policy):
             return None
         if self.dispatch == ROUND_ROBIN:
             return decoders[crc32(request.request_id.encode()) % len(decoders)]
-        return min(decoders, key=lambda i: (running_tokens(i) + ledger.booked_tokens(i), i.instance_id))
+        return min(decoders, key=lambda i: (running_tokens(i) + ledger.reserved_tokens(i), i.instance_id))
 
 
 IN_TURN: Final = Variant(MinimalLoad, {"dispatch": ROUND_ROBIN})

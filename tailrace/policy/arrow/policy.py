@@ -253,14 +253,14 @@ class Arrow(Policy):
         t_2 = _least_tokens([i for i in pools.prefill_to_decode if eligible(i, request)], ledger)
         for target in (t_1, t_2):
             if target is not None and self._takes_more(target, ledger):
-                return [ledger.book(request, target, "prefill done")]
+                return [ledger.reserve(request, target, "prefill done")]
         move = may_flip(pools)
         if move is not None:
             if move.instance_id == source_id:
                 return [move]
             t_3 = next(i for i in pools.members() if i.instance_id == move.instance_id)
             if eligible(t_3, request):
-                return [move, ledger.book(request, t_3, "prefill done")]
+                return [move, ledger.reserve(request, t_3, "prefill done")]
             # The flip helps those that come after; this one takes what there is.
             return [move, *_to_lesser(t_1, t_2, request, ledger)]
         return _to_lesser(t_1, t_2, request, ledger)
@@ -273,7 +273,7 @@ class Arrow(Policy):
         return move if gain > 0.0 else None
 
     def _takes_more(self, instance: InstanceView, ledger: Ledger) -> bool:
-        tokens = running_tokens(instance) + ledger.booked_tokens(instance)
+        tokens = running_tokens(instance) + ledger.reserved_tokens(instance)
         return tokens <= self.loads.most_tokens(instance) and instance.token_interval_s <= self.tpot_slo_s
 
     # ---- section 5.5
@@ -398,7 +398,7 @@ def _least_tokens(instances: Sequence[InstanceView], ledger: Ledger) -> Instance
     """The instance of Alg. 2 with the least running tokens."""
     return min(
         instances,
-        key=lambda i: (running_tokens(i) + ledger.booked_tokens(i), i.instance_id),
+        key=lambda i: (running_tokens(i) + ledger.reserved_tokens(i), i.instance_id),
         default=None,
     )
 
@@ -411,5 +411,5 @@ def _to_lesser(
         return []
     if t_2 is None or (t_1 is not None and running_tokens(t_1) <= running_tokens(t_2)):
         assert t_1 is not None
-        return [ledger.book(request, t_1, "prefill done")]
-    return [ledger.book(request, t_2, "prefill done")]
+        return [ledger.reserve(request, t_1, "prefill done")]
+    return [ledger.reserve(request, t_2, "prefill done")]

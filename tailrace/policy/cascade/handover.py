@@ -23,7 +23,7 @@ OVERLOADED = "overloaded"
 
 def demand_tokens(instance: InstanceView, ledger: Ledger | None = None) -> int:
     """Request-memory demand of an instance: KV held, queued, and booked to come (section 4.4)."""
-    booked = ledger.booked_tokens(instance) if ledger is not None else 0
+    booked = ledger.reserved_tokens(instance) if ledger is not None else 0
     return instance.kv_used_tokens + instance.prefill_backlog_tokens + booked
 
 
@@ -51,7 +51,7 @@ def by_bids(
 ) -> Offer:
     """All of them are asked. What comes after counts the request where there is the least demand."""
     least = min(receivers, key=lambda i: (demand_tokens(i, ledger), i.instance_id))
-    booked = ledger.book(request, least, reason)
+    booked = ledger.reserve(request, least, reason)
     others = (i.instance_id for i in receivers if i is not least)
     return Offer(request.request_id, request.instance_id, (booked.target_id, *others), reason, most_tokens)
 
@@ -65,7 +65,7 @@ def in_turn(
 ) -> Migrate:
     """Whatever their load (section 6.5's round robin). A policy keeps no count to turn on: a hash of the
     request id stands for it. Section 5: at most three transfers at a time."""
-    return ledger.book(request, receivers[crc32(request.request_id.encode()) % len(receivers)], reason)
+    return ledger.reserve(request, receivers[crc32(request.request_id.encode()) % len(receivers)], reason)
 
 
 class Handovers:
@@ -162,7 +162,7 @@ class _Receivers:
         if limit < math.inf:
             found = [i for i in found if demand_tokens(i, ledger) + length <= limit]
         if not found:
-            self._open = [i for i in self._open if ledger.takes_transfers(i)]
+            self._open = [i for i in self._open if ledger.accepts_transfers(i)]
             self._most = max(map(self._headroom, self._open), default=-1.0)
         return found
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from tailrace.actions import Action, Place, Placement, Refuse
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, RequestState, RequestView
 from tailrace.policy.base import Policy
-from tailrace.policy.candidates import Ledger, room_for
+from tailrace.policy.candidates import Ledger, needed_tokens
 from tailrace.policy.parameters import Parameter
 
 
@@ -73,7 +73,7 @@ class Llumnix(Policy):
         for source, target in zip(sources, targets, strict=False):
             request = self._shortest(source, target, ledger)
             if request is not None:
-                actions.append(ledger.book(request, target, "load"))
+                actions.append(ledger.reserve(request, target, "load"))
         return actions
 
     def _shortest(self, source: InstanceView, target: InstanceView, ledger: Ledger) -> RequestView | None:
@@ -84,7 +84,7 @@ class Llumnix(Policy):
             and request.state is RequestState.RUNNING
             and ledger.may_send(source, request)
             and ledger.may_receive(target, request)
-            and freeness(target, room_for(request, target), 1) >= self.migrate_below
+            and freeness(target, needed_tokens(request, target), 1) >= self.migrate_below
         )
         return min(fitting, key=lambda r: (r.context_tokens, r.request_id), default=None)
 

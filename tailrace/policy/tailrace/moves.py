@@ -35,7 +35,7 @@ def remaining_tokens(request: RequestView, at_least: float) -> float:
     return min(predicted, float(HORIZON.length))
 
 
-_NOBODY: Final = Longest(0, "", 0)
+_NO_INSTANCES: Final = Longest(0, "", 0)
 _NOTHING: Final = AtLeast()
 
 
@@ -110,18 +110,18 @@ class MovePlanner:
             return None
         return Move(request, found[0], saved_s - found[1] - must_s + least_gain_s)
 
-    def book(self, request: RequestView, target: InstanceView, reason: str) -> Migrate:
+    def reserve(self, request: RequestView, target: InstanceView, reason: str) -> Migrate:
         """It is decided: what comes after goes by it."""
         name = target.instance_id
         self._booked.add((request.instance_id, name))
         there = with_request(self._after.get(name, target), request)
         self._after[name] = replace(there, running=there.running + 1)
-        return self._ledger.book(request, target, reason)
+        return self._ledger.reserve(request, target, reason)
 
     def _longest_at(self, instance: InstanceView) -> Longest:
         """Of use only where unequal lengths cost; reads all requests of the instance once."""
         if self._costs.penalty is None:
-            return _NOBODY
+            return _NO_INSTANCES
         name = instance.instance_id
         if name not in self._longest:
             self._longest[name] = Longest.of(instance)

@@ -143,7 +143,7 @@ class Tailrace(Policy):
         mover, active = self._mover(view), view.placeable()
         targets = [*decoders(active), *(i for i in active if i.instance_id in flipped)]
         found = mover.cheapest(request, source, targets)
-        return flips if found is None else [*flips, mover.book(request, found[0], "prefill done")]
+        return flips if found is None else [*flips, mover.reserve(request, found[0], "prefill done")]
 
     def on_reasoning_ended(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
         """Where the answer costs least, if moving there pays."""
@@ -153,7 +153,7 @@ class Tailrace(Policy):
         within = within_stage(view, decoders(view.placeable()), request.context_tokens)
         mover = self._mover(view)
         move = mover.best(request, source, within)
-        return () if move is None else (mover.book(request, move.target, "reasoning ended"),)
+        return () if move is None else (mover.reserve(request, move.target, "reasoning ended"),)
 
     def on_length_boundary(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
         """To the next stage, if that pays.
@@ -173,7 +173,7 @@ class Tailrace(Policy):
         else:
             move = mover.best(request, source, targets)
             target = None if move is None else move.target
-        return () if target is None else (mover.book(request, target, "length boundary"),)
+        return () if target is None else (mover.reserve(request, target, "length boundary"),)
 
     def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
         """Pools, handovers that found no room before, what pays, and copies of hot prefixes."""

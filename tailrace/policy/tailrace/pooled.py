@@ -49,5 +49,5 @@ def late_handovers(mover: MovePlanner, view: ClusterView) -> list[Migrate]:
     for request in nsmallest(_HANDOVERS, waiting, key=lambda r: (r.arrival_s, r.request_id)):
         found = mover.cheapest(request, view.instances[request.instance_id], targets)
         if found is not None:
-            moves.append(mover.book(request, found[0], "prefill done"))
+            moves.append(mover.reserve(request, found[0], "prefill done"))
     return moves

@@ -50,7 +50,7 @@ def rebalance(
             if move is not None:
                 best = move
         if best is not None:
-            moves.append(mover.book(best.request, best.target, "rebalance"))
+            moves.append(mover.reserve(best.request, best.target, "rebalance"))
             taken.add(best.target.instance_id)
     return moves
 
