@@ -1,5 +1,7 @@
-"""Which version of a LoRA adapter is in a folder: what must be equal for one instance to go on with another's
-answer, beside the model."""
+"""Identify the version of a LoRA adapter in a folder.
+
+Besides the model, it must be equal for one instance to continue another's answer.
+"""
 
 from __future__ import annotations
 
@@ -11,42 +13,44 @@ from typing import Final
 from tailrace.model_identity import WEIGHT_FILES, sampled_digest
 
 _CONFIG: Final = "adapter_config.json"
-_KEPT: Final = 1_024
+_CACHE_MAX: Final = 1_024
 
-# Of each file: name, size, when it was last changed, and which file that is.
+# For each file: name, size, modification time and inode.
 _Signature = tuple[tuple[str, int, int, int], ...]
 
 
 class AdapterVersions:
-    """Reads a folder again when its files have changed; at most 2 MiB of each. Not for several threads."""
+    """Cache versions; read a folder again when its files change, at most 2 MiB of each. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, tuple[_Signature, str]] = OrderedDict()
+        self._cache: OrderedDict[str, tuple[_Signature, str]] = OrderedDict()
 
     def of(self, path: str) -> str:
-        """Sixteen hexadecimal digits for configuration and weights; empty: there is nothing to read here, as
-        where the path is a name on a hub."""
+        """Return the version as sixteen hexadecimal digits for configuration and weights.
+
+        Empty if there is nothing to read here, for instance if the path is a name on a hub.
+        """
         folder = Path(path)
         try:
             files = _files(folder)
-            signature = tuple(_signed(file) for file in files)
+            signature = tuple(_file_signature(file) for file in files)
             if not signature:
                 return ""
-            known = self._known.get(path)
-            if known is not None and known[0] == signature:
-                return known[1]
+            cached = self._cache.get(path)
+            if cached is not None and cached[0] == signature:
+                return cached[1]
             version = _version(files)
         except OSError:
             return ""
-        self._known[path] = signature, version
-        self._known.move_to_end(path)
-        if len(self._known) > _KEPT:
-            self._known.popitem(last=False)
+        self._cache[path] = signature, version
+        self._cache.move_to_end(path)
+        if len(self._cache) > _CACHE_MAX:
+            self._cache.popitem(last=False)
         return version
 
 
 def engine_name(name: str, path: str, version: str) -> str:
-    """What an engine calls the adapter: part of the names of its KV blocks."""
+    """Return the engine's name of an adapter, which is part of the names of its KV blocks."""
     return " ".join(filter(None, (name, path, version)))
 
 
@@ -55,7 +59,7 @@ def _files(folder: Path) -> list[Path]:
     return sorted(found)
 
 
-def _signed(file: Path) -> tuple[str, int, int, int]:
+def _file_signature(file: Path) -> tuple[str, int, int, int]:
     status = file.stat()
     return file.name, status.st_size, status.st_mtime_ns, status.st_ino
 

@@ -1,7 +1,7 @@
-"""The immutable view of the cluster that a policy decides on.
+"""The immutable view of the cluster on which a policy decides.
 
 Pure data: no I/O, no clock. The live scheduler builds it from worker reports, the simulator from its own
-state; both hand the same types to the same policies. Lengths are in tokens, times in seconds.
+state; both pass the same types to the same policies. Lengths are in tokens, times in seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Phase(enum.Enum):
-    """Where a request is in its life."""
+    """The phase of a request."""
 
     PREFILL = "prefill"
     REASONING = "reasoning"
@@ -37,7 +37,7 @@ class Pool(enum.Enum):
 
 
 class InstanceState(enum.Enum):
-    """What may be done with an instance."""
+    """Whether an instance may get new requests."""
 
     ACTIVE = "active"
     DRAINING = "draining"
@@ -45,7 +45,7 @@ class InstanceState(enum.Enum):
 
 
 class RequestState(enum.Enum):
-    """Where a request is inside its instance's engine."""
+    """The state of a request inside its instance's engine."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -73,43 +73,43 @@ class RequestView:
     arrival_s: float = 0.0
     token_interval_s: float = 0.0
     frontend_id: str = ""
-    # A migration of it is open; another must not be started.
+    # Whether a migration of it is open; another must not be started.
     migrating: bool = False
-    # Tokens ready for the user beyond what the user should have read by now (PASCAL's token pacer).
-    # None: not known; negative: behind.
+    # Tokens ready for the user beyond what the user should have read by now (PASCAL's token pacer). None:
+    # unknown; negative: behind.
     pacer_slack_tokens: float | None = None
     # Predicted tokens still to come (ARES, section 4). None: no prediction.
     predicted_remaining_tokens: float | None = None
-    # Tokens made in the current phase; less than one quantum: "fresh" (PASCAL, Alg. 2's a_i).
+    # Tokens made in the current phase; below one quantum the request is "fresh" (PASCAL, Alg. 2's a_i).
     phase_tokens: int = 0
     # A reasoning request that the intra-instance scheduler treats as answering (PASCAL, section IV-C).
     demoted: bool = False
-    # QoE of the answer so far (tailrace/qoe.py). None: not known, or there is no answer yet.
+    # QoE of the answer so far (tailrace/qoe.py). None: unknown, or no answer yet.
     qoe: float | None = None
 
     @property
     def context_tokens(self) -> int:
-        """Prompt and output tokens held so far."""
+        """Return the number of prompt and output tokens so far."""
         return self.prompt_tokens + self.output_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseLoad:
-    """What PASCAL's instance selection asks of an instance's requests (Algorithms 1 and 2)."""
+    """The counts that PASCAL's instance selection uses (Algorithms 1 and 2)."""
 
     # r_i: requests in prefill or reasoning that are not demoted.
     reasoning: int = 0
     # a_i: answering requests that have not used up their first quantum.
     fresh_answering: int = 0
-    # The least pacer slack of all answering requests; infinite: none is known to be behind.
+    # The smallest pacer slack of all answering requests; infinite: none is known to be behind.
     least_pacer_slack_tokens: float = math.inf
-    # Output tokens of the quantum that `fresh_answering` was counted with; 0: not known.
+    # Output tokens of the quantum by which `fresh_answering` was counted; 0: unknown.
     quantum_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceView:
-    """One instance as last reported, with what the scheduler has placed on it since."""
+    """One instance as last reported, including what the scheduler has placed on it since."""
 
     instance_id: str
     state: InstanceState = InstanceState.ACTIVE
@@ -119,51 +119,51 @@ class InstanceView:
     kv_used_tokens: int = 0
     block_tokens: int = 16
     max_model_len: int = 0
-    # Most requests in a batch; 0: not known.
+    # Largest number of requests in a batch; 0: unknown.
     max_num_seqs: int = 0
     running: int = 0
     waiting: int = 0
-    # Prompt tokens not yet prefilled, and tokens of all requests held.
+    # Prompt tokens that are not prefilled yet, and tokens of all requests on it.
     prefill_backlog_tokens: int = 0
     context_tokens: int = 0
     token_interval_s: float = 0.0
     # KV swapped out to host memory, in tokens.
     host_kv_tokens: int = 0
-    # Host memory that can take KV, of migrated requests too, in tokens. 0: only the device can.
+    # Host memory for KV, including that of migrated requests, in tokens. 0: only the device holds KV.
     host_kv_capacity_tokens: int = 0
     # Seconds until a prefill that arrives now would start (Arrow, section 5.3). None: derive from backlog.
     prefill_delay_s: float | None = None
-    # Seconds that a prompt takes there alone, as the instance tells. None: it does not know.
+    # Predictor of the seconds that a prompt alone takes there, as reported. None: not reported.
     ttft: TtftPredictor | None = None
     # Most tokens in the running batch that keep the TPOT SLO (Arrow, Alg. 2). None: KV capacity.
     max_running_tokens: int | None = None
     # Token load now and at the coming steps of the prediction horizon, simulated by the worker (ARES,
     # section 5.2; tailrace.perf.future_load).
     future_load: tuple[float, ...] = ()
-    # Counts over `requests`, for whoever builds the view and has them. None: derive them from `requests`.
+    # Counts over `requests`, if the builder of the view has them. None: derive them from `requests`.
     phase_load: PhaseLoad | None = None
-    # (when it arrived, prompt tokens) of each of `requests` in prefill, in any order, for whoever builds the
-    # view and has them. None: derive them from `requests`.
+    # (arrival time, prompt tokens) of each of `requests` in prefill, in any order, if the builder of the view
+    # has them. None: derive them from `requests`.
     prompts: tuple[tuple[float, int], ...] | None = None
-    # What was measured of its kind (`tailrace profile`). None: nothing; policies go by their own profile.
+    # Measurements of its kind (`tailrace profile`). None: none; policies use their own profile.
     measured: Measured | None = None
     migrations_in: int = 0
     migrations_out: int = 0
-    # Context of requests on their way here, by open migrations; not in `context_tokens`.
+    # Context of requests that are migrating to it; not in `context_tokens`.
     coming_tokens: int = 0
-    # Tokens of KV a second that migrations to here have reached lately, as measured. None: none yet.
+    # Tokens of KV per second that recent migrations to it have reached. None: none yet.
     migration_tokens_per_s: float | None = None
-    # A tuple from the live scheduler; the simulator makes them only when somebody looks.
+    # A tuple in the live scheduler; the simulator creates them only on access.
     requests: Sequence[RequestView] = ()
 
     @property
     def kv_free_tokens(self) -> int:
-        """KV capacity that no request holds, in tokens."""
+        """Return the free KV capacity in tokens."""
         return self.kv_capacity_tokens - self.kv_used_tokens
 
     @property
     def load(self) -> int:
-        """Requests running or waiting."""
+        """Return the number of requests running or waiting."""
         return self.running + self.waiting
 
 
@@ -177,26 +177,26 @@ class Stage:
 
 
 class CachedTokens(NamedTuple):
-    """Tokens at the beginning of a prompt whose KV an instance holds, as far as is known."""
+    """The tokens at the beginning of a prompt whose KV an instance is known to hold."""
 
     # On its device.
     device: int
     # On its device or in its host memory.
     total: int
-    # Of those on its device, what it has told of: not what was placed there a moment ago.
+    # Those on its device that it has reported, excluding what was placed there a moment ago.
     told: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class HotPrefix:
-    """What several recent arrivals begin with."""
+    """A prefix that several recent arrivals share."""
 
     tokens: int
-    # Arrivals of the period that begin with it.
+    # Number of arrivals in the period that begin with it.
     hits: int
-    # Of these tokens, by instance; what is being copied to one counts as there, but not as told of.
+    # What each instance holds of it; a copy in progress counts as held, but not as reported.
     cached: Mapping[str, CachedTokens]
-    # By instance, the latest of these arrivals that it has.
+    # The latest of these arrivals on each instance.
     requests: Mapping[str, str]
     # Instances that can exchange the KV.
     instances: frozenset[str]
@@ -204,33 +204,35 @@ class HotPrefix:
 
 @dataclass(frozen=True, slots=True)
 class HotPrefixes:
-    """Of the last `period_s` seconds, those first of which most tokens were asked for."""
+    """The hot prefixes of the last `period_s` seconds, those with the most requested tokens first."""
 
     period_s: float
     prefixes: tuple[HotPrefix, ...]
-    # Instances that a copy is under way to, or was a moment ago.
+    # Instances to which a copy is or was recently in progress.
     copying: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """Everything a policy may look at. `instances` iterates in instance-id order."""
+    """Everything that a policy may look at. `instances` iterates in instance-id order."""
 
     instances: Mapping[str, InstanceView]
     stages: tuple[Stage, ...] = ()
-    # Only in views for on_tick: when this policy's previous one was, by the clock of its `now`. None: it is
-    # the first since this scheduler began to decide by this policy (CascadeInfer counts its periods so).
+    # Only in views for on_tick: the time of this policy's previous tick, by the clock of its `now`. None:
+    # this is the first since this scheduler began to decide by this policy (CascadeInfer counts its periods
+    # so).
     last_tick_s: float | None = None
-    # Only in views for on_tick: lengths of the requests of the last `Policy.lengths_period_s`, less if this
-    # scheduler has not decided by this policy for so long. None: the policy asks for none.
+    # Only in views for on_tick: lengths of the requests of the last `Policy.lengths_period_s`, or of a
+    # shorter time if this scheduler has not decided by this policy for so long. None: the policy does not use
+    # them.
     lengths: LengthStatistics | None = None
 
-    # Only in views for on_tick: prefixes that many arrivals of the last `Policy.prefixes_period_s` share.
-    # None: the policy asks for none.
+    # Only in views for on_tick: prefixes shared by many arrivals of the last `Policy.prefixes_period_s`.
+    # None: the policy does not use them.
     hot: HotPrefixes | None = None
 
     def placeable(self) -> list[InstanceView]:
-        """Instances that may get new work, in instance-id order."""
+        """Return instances that may get new requests, in instance-id order."""
         active = InstanceState.ACTIVE
         return [i for i in self.instances.values() if i.state is active]
 
@@ -249,14 +251,15 @@ class Arrival:
     request_id: str
     prompt_tokens: int
     max_tokens: int
-    # Counts the placements this scheduler has made; what a stateless round-robin turns on.
+    # Number of placements that this scheduler has made; a stateless round-robin uses it.
     seq: int
-    # Not 0: the request goes on after its instance was lost, with this many tokens already delivered.
+    # Above 0: the request continues after its instance was lost, with this many tokens already delivered.
     output_tokens: int = 0
     excluded: frozenset[str] = field(default_factory=frozenset)
-    # Of its prompt and delivered tokens; instances that hold nothing of it, or do not tell, are not in it.
+    # What each instance has cached of its prompt and delivered tokens, without those that hold or report
+    # nothing.
     cached: Mapping[str, CachedTokens] = field(default_factory=_nothing_cached)
-    # Names of the blocks that it begins with (tailrace.cache.names), where they are known.
+    # Names of its leading blocks (tailrace.cache.names), if known.
     block_names: Sequence[int] = ()
     # The conversation that it belongs to; empty: not known.
     session_id: str = ""
@@ -265,28 +268,28 @@ class Arrival:
 
     @property
     def context_tokens(self) -> int:
-        """Prompt and delivered tokens."""
+        """Return the number of prompt and delivered tokens."""
         return self.prompt_tokens + self.output_tokens
 
     def cached_tokens(self, instance_id: str) -> int:
-        """Tokens that need not be computed on an instance: their KV is on its device."""
+        """Return the tokens that need not be computed on an instance because their KV is on its device."""
         held = self.cached.get(instance_id)
         return 0 if held is None else held.device
 
     def found_tokens(self, instance_id: str, pull_from: str) -> int:
-        """The same when it is placed there and its prefix comes from another one (empty: from none)."""
+        """Return the same if its prefix is also pulled from another instance (empty: from none)."""
         own = self.cached_tokens(instance_id)
         return max(own, self.told_tokens(pull_from)) if pull_from else own
 
     def told_tokens(self, instance_id: str) -> int:
-        """Tokens whose KV can be fetched from an instance."""
+        """Return the tokens whose KV can be pulled from an instance."""
         held = self.cached.get(instance_id)
         return 0 if held is None else held.told
 
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """Lengths in tokens."""
+    """A placement request as received from a front end. Lengths in tokens."""
 
     request_id: str
     frontend_id: str
@@ -294,9 +297,9 @@ class Incoming:
     output_tokens: int
     max_tokens: int
     excluded: frozenset[str] = frozenset()
-    # The key of the model it is for; empty: any.
+    # Key of the model that may answer; empty: any.
     model: str = ""
-    # Names of the blocks that it begins with, of so many tokens each, and its session, if known.
+    # Names of its leading blocks, their size in tokens, and its session, if known.
     block_names: tuple[int, ...] = ()
     block_tokens: int = 0
     session_id: str = ""
@@ -305,8 +308,10 @@ class Incoming:
 
 
 def length_bounds(stages: Sequence[Stage]) -> dict[str, int]:
-    """By instance, the context in tokens from which a request on it has outgrown its stage: the end of the
-    longest stage that the instance serves."""
+    """Return, by instance, the context in tokens from which a request on it has outgrown its stage.
+
+    That is the end of the longest stage that the instance serves.
+    """
     ends: dict[str, int] = {}
     for stage in stages:
         for name in stage.instance_ids:

@@ -1,8 +1,8 @@
-"""Names of another package that are not its public interface: whether the installed version has them.
+"""Check whether the installed version of another package has the non-public names that are used here.
 
 A list of uses says for each module, class or function which of its names are used, and which parameters by
-name. Another version may lack some; asking at the start gives one clear line instead of an AttributeError in
-the middle of a request.
+name. Another version may lack some; checking at the start gives one clear error instead of an AttributeError
+in the middle of a request.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from types import CodeType, ModuleType
 from typing import Final, TypeAlias
 
 Uses: TypeAlias = Mapping[str, str]
-"""From `module` or `module:Class` to names, with spaces between. `name(a, b)`: a function or a class that is
-called with parameters a and b by name."""
+"""Maps `module` or `module:Class` to names separated by spaces. `name(a, b)`: a function or class that is
+called with the keyword arguments a and b."""
 
 _NAME: Final = re.compile(r"(\w+)(?:\(([\w,\s]*)\))?")
 
 
 def missing(uses: Uses) -> list[str]:
-    """What of `uses` is not there, each as `module:Class.name` or so; imports the modules that are named."""
+    """Return the uses that are missing, each formatted like `module:Class.name`; imports the named
+    modules."""
     return [found for owner, names in uses.items() for found in _missing_of(owner, names)]
 
 
 def names(uses: Uses) -> set[str]:
-    """Every name that is used, of whatever, and those of the owners themselves."""
+    """Return every used name, including those of the classes themselves."""
     owners = {owner.partition(":")[2] for owner in uses}
     return {name for text in uses.values() for name, _ in _NAME.findall(text)} | owners - {""}
 
@@ -63,7 +64,7 @@ def _missing_of(owner: str, text: str) -> Iterator[str]:
 
 
 def _parameters(function: object) -> set[str] | None:
-    """Names that it takes; None: any."""
+    """Return the names of the parameters; None if any are accepted."""
     assert callable(function)
     parameters = inspect.signature(function).parameters.values()
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
@@ -72,7 +73,8 @@ def _parameters(function: object) -> set[str] | None:
 
 
 def _names_of(owner: object) -> set[str]:
-    """What a module defines; of a class also what it declares, and what its methods set on objects."""
+    """Return the names that a module or class defines; for a class also those that its methods set on
+    objects."""
     if isinstance(owner, ModuleType) or not inspect.isclass(owner):
         return set(dir(owner))
     found = set(dir(owner))
@@ -92,7 +94,7 @@ def _stored_by(member: object) -> Iterator[str]:
 
 
 def _stored_in(code: CodeType) -> Iterator[str]:
-    """Attributes that a function sets, on whatever object."""
+    """Yield attributes that a function sets, on whatever object."""
     for instruction in dis.get_instructions(code):
         if instruction.opname == "STORE_ATTR":
             yield instruction.argval

@@ -1,4 +1,4 @@
-"""Which way a running request goes from one instance to another: live, by replay, or not at all."""
+"""The way in which a running request moves to another instance: live, by replay, or not at all."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ import msgspec
 
 
 class Way(enum.Enum):
-    """The values of the proto enum, in words; tailrace.messages has both."""
+    """The ways; the protobuf enum's values in tailrace.messages correspond to them."""
 
-    # Its KV travels.
+    # Its KV is transferred.
     LIVE = "live"
-    # The target computes its KV anew from the tokens made so far.
+    # The target recomputes its KV from the tokens made so far.
     REPLAY = "replay"
-    # It ends where it is.
+    # It cannot move.
     STAYS = "stays"
 
 
 class Handover(msgspec.Struct, frozen=True):
-    """How the requests of an instance leave it, and come to it. `reason`: why not live; empty where they go
-    live."""
+    """How requests move from and to an instance. `reason`: why not live; empty if live."""
 
     way: Way = Way.LIVE
     reason: str = ""
@@ -31,12 +30,12 @@ LIVE: Final = Handover()
 
 
 def by_replay(reason: str) -> Handover:
-    """By replay, for this reason."""
+    """Return a handover by replay, with its reason."""
     return Handover(Way.REPLAY, reason)
 
 
 def between(source: Handover, target: Handover) -> Handover:
-    """The way of a request from one to the other: that of the end that can do less."""
+    """Return the way from one instance to another: that of the end that supports less."""
     for way in (Way.STAYS, Way.REPLAY):
         for handover, end in ((source, "source"), (target, "target")):
             if handover.way is way:
@@ -44,17 +43,17 @@ def between(source: Handover, target: Handover) -> Handover:
     return LIVE
 
 
-# Improve what an instance's batch or memory will look like; nobody waits for any of them.
+# Migrations that improve an instance's batch or memory; no user waits for them.
 BACKGROUND: Final = frozenset({"rescheduling", "rebalance", "overloaded", "load", "length boundary"})
-# A user waits for the next token, or an operator for an instance to be empty.
+# Migrations for which a user waits for the next token, or an operator for an instance to be empty.
 URGENT: Final = frozenset({"prefill done", "reasoning ended", "drain", "operator"})
 
 OTHER: Final = "other"
 
 
 def label(reason: str) -> str:
-    """The reason as a metric's label: of a bounded set.
+    """Return the reason as a metric's label, from a bounded set.
 
-    A policy of somebody else's may use words of its own; records keep them, metrics count them as "other".
+    Third-party policies may use other reasons; records keep them, metrics count them as "other".
     """
     return reason if reason in BACKGROUND or reason in URGENT else OTHER

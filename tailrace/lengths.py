@@ -1,6 +1,6 @@
-"""Lengths of the requests of a recent period, for policies that plan from them.
+"""Statistics of recent request lengths, for policies that plan from them.
 
-A policy keeps no state, so whoever builds its view keeps the window: the scheduler from placements and phase
+A policy keeps no state, so the builder of its view keeps the window: the scheduler from placements and phase
 events, the simulator from its own, both with the same code. What a policy gets is immutable.
 """
 
@@ -17,10 +17,12 @@ from numpy.typing import NDArray
 
 
 def tokens_left(prompt_tokens: int, output_tokens: int, max_tokens: int, max_model_len: int = 0) -> float:
-    """The most output tokens that may still come, at least 0; infinite if no limit is known.
+    """Return the largest number of output tokens that may still come, at least 0; infinite without a known
+    limit.
 
-    A request ends at its `max_tokens`, or when its context reaches `max_model_len`; 0: not known. A predictor
-    is trained on how long answers would be (predictor/samples.py); what may still come is the smaller.
+    A request ends at its `max_tokens`, or when its context reaches `max_model_len` (0: unknown). A predictor
+    is trained on how long answers would be without these limits (predictor/samples.py); the smaller value
+    applies.
     """
     left = math.inf if max_tokens <= 0 else float(max_tokens - output_tokens)
     if max_model_len > 0:
@@ -29,22 +31,22 @@ def tokens_left(prompt_tokens: int, output_tokens: int, max_tokens: int, max_mod
 
 
 def limited(predicted: float | None, left: float) -> float | None:
-    """A prediction that says no more than may still come. None: there is no prediction."""
+    """Return a prediction capped by what may still come. None: there is no prediction."""
     return None if predicted is None else max(0.0, min(predicted, left))
 
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-# A period is forgotten in so many parts.
+# A period expires in so many parts.
 PARTS: Final = 12
-# Rows kept of one part; of more, every second, fourth, ... one, which then stands for as many.
+# Rows kept per part; if there are more, every second, fourth, ... one, which then stands for as many.
 ROWS_MAX: Final = 8_192
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Rows of one part of the period, each standing for `weight` of them."""
+    """Rows of one part of the period, each standing for `weight` rows."""
 
     # Shape [n, columns], in tokens.
     rows: Ints
@@ -53,7 +55,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthStatistics:
-    """Requests that arrived in the last `seconds`, and those that finished, whenever they had arrived."""
+    """Requests that arrived in the last `seconds`, and those that finished, whenever they arrived."""
 
     seconds: float
     # Columns: prompt tokens.
@@ -62,18 +64,18 @@ class LengthStatistics:
     finished_parts: tuple[Rows, ...]
 
     def arrived(self) -> tuple[Ints, Floats]:
-        """(prompt tokens, how many requests each stands for)."""
+        """Return (prompt tokens, number of requests that each stands for)."""
         rows, weights = _joined(self.arrived_parts, 1)
         return rows[:, 0], weights
 
     def finished(self) -> tuple[Ints, Ints, Floats]:
-        """(prompt tokens, output tokens, how many requests each stands for)."""
+        """Return (prompt tokens, output tokens, number of requests that each stands for)."""
         rows, weights = _joined(self.finished_parts, 2)
         return rows[:, 0], rows[:, 1], weights
 
     @staticmethod
     def of(seconds: float, arrived: Iterable[int], finished: Iterable[tuple[int, int]]) -> LengthStatistics:
-        """From prompts that arrived, and (prompt, output) that finished."""
+        """Build statistics from arrived prompts and finished (prompt, output) pairs."""
         return LengthStatistics(
             seconds,
             (Rows(np.array([[prompt] for prompt in arrived], dtype=np.int64).reshape(-1, 1), 1),),
@@ -83,7 +85,7 @@ class LengthStatistics:
 
 @dataclass(frozen=True, slots=True)
 class SampleState:
-    """A selection of rows: of `seen` each `weight`-th."""
+    """A sample of rows: each `weight`-th of `seen`."""
 
     rows: list[tuple[int, ...]]
     seen: int
@@ -92,7 +94,7 @@ class SampleState:
 
 @dataclass(frozen=True, slots=True)
 class LengthWindowState:
-    """A window, to go on from elsewhere. Parts: (end, arrived, finished), oldest first."""
+    """A window's state, to continue elsewhere. Parts: (end, arrived, finished), oldest first."""
 
     period_s: float
     began_s: float
@@ -103,10 +105,10 @@ class LengthWindowState:
 
 
 class LengthWindow:
-    """The last `period_s` seconds, by the caller's clock, which never goes back."""
+    """Keep the last `period_s` seconds by the caller's monotonic clock."""
 
     def __init__(self, period_s: float, now_s: float) -> None:
-        """`now_s`: from then on it is told of everything. Raises ValueError for a period that is none."""
+        """`now_s`: when the window begins. Raise ValueError for an invalid period."""
         if not 0.0 < period_s < float("inf"):
             raise ValueError(f"a period of {period_s} s")
         self.period_s = period_s
@@ -118,17 +120,18 @@ class LengthWindow:
         self._arrived, self._finished = _Sample(1), _Sample(2)
 
     def arrived(self, prompt_tokens: int, now_s: float) -> None:
-        """A request came to the cluster."""
+        """Add a request that arrived at the cluster."""
         self._turn(now_s)
         self._arrived.add((prompt_tokens,))
 
     def finished(self, prompt_tokens: int, output_tokens: int, now_s: float) -> None:
-        """A request made its last token; one that was aborted did not."""
+        """Add a request that made its last token; an aborted one does not count."""
         self._turn(now_s)
         self._finished.add((prompt_tokens, output_tokens))
 
     def statistics(self, now_s: float) -> LengthStatistics:
-        """Of the period, to within a part of it; of less if it has not lasted so long."""
+        """Return the statistics of the period, precise to one part of it; of less if it has not lasted so
+        long."""
         self._turn(now_s)
         forgotten = max(0, math.floor((now_s - self.period_s - self._began_s) / self._part_s))
         return LengthStatistics(
@@ -138,7 +141,7 @@ class LengthWindow:
         )
 
     def state(self) -> LengthWindowState:
-        """All that it knows, in a form that `restored` takes."""
+        """Return the state that `restored` takes."""
         return LengthWindowState(
             self.period_s,
             self._began_s,
@@ -150,7 +153,7 @@ class LengthWindow:
 
     @staticmethod
     def restored(state: LengthWindowState) -> LengthWindow:
-        """Go on from there."""
+        """Build a window from a recorded state."""
         window = LengthWindow(state.period_s, state.began_s)
         window._part_began_s = state.part_began_s
         window._past.extend(
@@ -162,20 +165,20 @@ class LengthWindow:
         return window
 
     def _turn(self, now_s: float) -> None:
-        """Begin a new part if the present one is over, and forget what is older than the period."""
+        """Start a new part if the current one is over, and drop parts older than the period."""
         if now_s < self._part_began_s + self._part_s:
             return
         end_s = self._part_began_s + self._part_s
         self._past.append((end_s, self._arrived.rows(), self._finished.rows()))
         self._arrived, self._finished = _Sample(1), _Sample(2)
-        # Parts in which nothing happened are left out, and their time is not.
+        # Empty parts are omitted, but their time counts.
         self._part_began_s += (now_s - self._part_began_s) // self._part_s * self._part_s
         while self._past and self._past[0][0] <= now_s - self.period_s:
             self._past.popleft()
 
 
 class _Sample:
-    """All rows, or an even selection of them."""
+    """All rows, or an evenly spaced selection of them."""
 
     __slots__ = ("_columns", "_rows", "_seen", "_weight")
 

@@ -1,4 +1,4 @@
-"""The library's own types as messages of the wire, and back."""
+"""Convert between the library's types and protobuf messages."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ INSTANCE_STATE_NUMBERS: Final = {
 
 
 def pool_number(pool: Pool | None) -> types_pb2.Pool.ValueType:
-    """A pool on the wire; UNSPECIFIED for no pool."""
+    """Return the protobuf value of a pool; UNSPECIFIED for no pool."""
     return types_pb2.POOL_UNSPECIFIED if pool is None else POOL_NUMBERS[pool]
 
 
 def predicted_remaining(
-    told: monitor_pb2.RequestReport | monitor_pb2.PhaseEvent, max_model_len: int
+    report: monitor_pb2.RequestReport | monitor_pb2.PhaseEvent, max_model_len: int
 ) -> float | None:
-    """The prediction that a worker tells of a request, no more than may come; None: it tells none."""
-    if not told.HasField("predicted_remaining_tokens"):
+    """Return a worker's prediction for a request, capped by what may still come; None if there is none."""
+    if not report.HasField("predicted_remaining_tokens"):
         return None
-    left = tokens_left(told.prompt_tokens, told.output_tokens, told.max_tokens, max_model_len)
-    return limited(told.predicted_remaining_tokens, left)
+    left = tokens_left(report.prompt_tokens, report.output_tokens, report.max_tokens, max_model_len)
+    return limited(report.predicted_remaining_tokens, left)
 
 
 def request_view(
@@ -63,7 +63,7 @@ def request_view(
     report: monitor_pb2.RequestReport,
     migrating: bool,
 ) -> RequestView:
-    """One request as its instance reported it."""
+    """Return a request as its instance reported it."""
     state = REQUEST_STATES.get(report.state, RequestState.WAITING)
     return RequestView(
         request_id=report.request_id,
@@ -97,20 +97,20 @@ WAYS: Final = {
 
 
 def slo_message(slo: Slo) -> admin_pb2.Slo:
-    """The message for `slo`; an objective that is not asked for is absent."""
+    """Return the message for `slo`, without objectives that are not set."""
     return admin_pb2.Slo(
         ttft_s=slo.ttft_s, tpot_s=slo.tpot_s, qoe=slo.qoe, pace_s=slo.pace_s, admit=slo.admit
     )
 
 
 def slo_of(message: admin_pb2.Slo) -> Slo:
-    """The SLO that the message tells."""
+    """Return the SLO of a message."""
     given = given_objectives(message)
     return Slo(given.get("ttft"), given.get("tpot"), given.get("qoe"), given.get("pace"), given.get("admit"))
 
 
 def given_objectives(message: admin_pb2.Slo) -> dict[str, float]:
-    """The objectives that the message has, by the names of `tailrace.slo.OBJECTIVES`."""
+    """Return the objectives of a message, by the names of `tailrace.slo.OBJECTIVES`."""
     given: dict[str, float] = {}
     if message.HasField("ttft_s"):
         given["ttft"] = message.ttft_s
@@ -126,7 +126,7 @@ def given_objectives(message: admin_pb2.Slo) -> dict[str, float]:
 
 
 def profile_message(record: ProfileRecord) -> profile_pb2.MeasuredProfile:
-    """All of it."""
+    """Return a profile record as a message."""
     profile, curve, qoe = record.profile, record.ttft, record.qoe
     return profile_pb2.MeasuredProfile(
         kind=record.kind,

@@ -1,8 +1,8 @@
-"""Which model an engine runs: what must be equal for one of them to go on with another's answer.
+"""Identify the model that an engine runs: what must be equal for one engine to continue another's answer.
 
-Wider than what lets two engines exchange KV (`InstanceRecord.model_fingerprint`, which has the engine's
-version, its layout of the cache and more): an answer can be computed anew by any engine that runs the same
-model.
+Wider than what lets two engines exchange KV (`InstanceRecord.model_fingerprint`, which also covers the
+engine's version, the layout of its cache and more): an answer can be recomputed by any engine that runs the
+same model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 WEIGHT_FILES: Final = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-# What turns text into token ids and back. Chat templates are the API server's own business.
+# Files that convert between text and token ids. Chat templates concern the API server only.
 _TOKENIZER_FILES: Final = (
     "tokenizer.json",
     "tokenizer.model",
@@ -25,16 +25,19 @@ _TOKENIZER_FILES: Final = (
     "merges.txt",
     "added_tokens.json",
 )
-# Of the model's configuration, what says where it came from and not what it is.
+# Fields of a model's configuration that describe its origin, not its content.
 ORIGIN: Final = ("_name_or_path", "transformers_version")
 _WHOLE_FILE_BYTES: Final = 64 << 20
 _SAMPLE_BYTES: Final = 1 << 20
 
 
 class ModelIdentity(msgspec.Struct, frozen=True):
-    """`text`: digest of configuration and tokenizer. `weights`: digest of the weights; empty where there are
-    none to look at, as on a machine that has the tokenizer alone. `precision`: the number formats of weights,
-    arithmetic and KV that an engine was told to use; empty for a front end, which does not choose them."""
+    """The parts of a model's identity.
+
+    `text`: digest of configuration and tokenizer. `weights`: digest of the weights; empty if they are not
+    available, as on a machine with the tokenizer only. `precision`: number formats of weights, arithmetic and
+    KV that an engine was told to use; empty for a front end, which does not choose them.
+    """
 
     text: str
     weights: str = ""
@@ -42,37 +45,40 @@ class ModelIdentity(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """As it stands in messages: `text:weights:precision`, without what is not known at the end of it."""
+        """Return the identity as used in messages: `text:weights:precision`, without unknown parts at the
+        end."""
         return ":".join((self.text, self.weights, self.precision)).rstrip(":")
 
 
 def covers(key: str, other: str) -> bool:
-    """Whether `other` is the same key, or one of those that a shorter `key` stands for. The empty key stands
-    for all."""
+    """Return whether `other` equals `key`, or is one of those that a shorter `key` covers. The empty key
+    covers all."""
     return not key or f"{other}:".startswith(f"{key}:")
 
 
 def is_model(identity: ModelIdentity | None, key: str) -> bool:
-    """Whether an instance of this identity runs the model of this key, or one of the models that a shorter
-    key stands for. An empty key stands for all; an instance of a version that tells no identity may be any
-    model."""
+    """Return whether an instance of this identity runs the model of this key, or one that a shorter key
+    covers.
+
+    An empty key covers all; an instance of a version without identities may run any model.
+    """
     return identity is None or covers(key, identity.key)
 
 
 def text_of(key: str) -> str:
-    """The part of a key that stands for configuration and tokenizer."""
+    """Return the part of a key for configuration and tokenizer."""
     return key.partition(":")[0]
 
 
 def fingerprint(key: str) -> str:
-    """A key in twelve hexadecimal digits, for people; empty for the empty key."""
+    """Return a key as twelve hexadecimal digits, for people; empty for the empty key."""
     return hashlib.blake2b(key.encode(), digest_size=6).hexdigest() if key else ""
 
 
 def difference(source: ModelIdentity | None, target: ModelIdentity | None) -> str:
-    """Why the target cannot go on with the source's answers, naming the setting; empty: it can."""
+    """Return why the target cannot continue the source's answers, naming the setting; empty if it can."""
     if source is None or target is None:
-        return "source or target does not tell which model it runs"
+        return "source or target does not report which model it runs"
     if source.text != target.text:
         return "source and target run different models (--model): their configurations or tokenizers differ"
     if source.weights != target.weights:
@@ -86,10 +92,9 @@ def difference(source: ModelIdentity | None, target: ModelIdentity | None) -> st
 
 
 def identify_model(model: str, revision: str = "") -> ModelIdentity:
-    """The identity of a model by what is in its folder, or its file; of a name, by the name and revision as
-    given.
+    """Identify a model by the contents of its folder or file, or a model name by the name and revision.
 
-    Reads at most a few MiB of each large file. Raises OSError.
+    Reads at most a few MiB of each large file. Raise OSError.
     """
     path = Path(model)
     if path.is_dir():
@@ -102,20 +107,20 @@ def identify_model(model: str, revision: str = "") -> ModelIdentity:
 
 
 def weight_files(folder: Path) -> list[tuple[str, str, str]]:
-    """Name, size and digest of each file with weights."""
+    """Return name, size and digest of each file with weights."""
     files = sorted({file for pattern in WEIGHT_FILES for file in folder.glob(pattern)})
     return [(file.name, str(file.stat().st_size), file_digest(file)) for file in files]
 
 
 def file_digest(file: Path) -> str:
-    """Of the whole file when it is small, else of its first and last MiB."""
+    """Return the digest of a small file, or of the first and last MiB of a large one."""
     if file.stat().st_size > _WHOLE_FILE_BYTES:
         return sampled_digest(file)
     return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
 
 
 def sampled_digest(file: Path) -> str:
-    """Of a file's first and last MiB."""
+    """Return the digest of a file's first and last MiB."""
     digest = hashlib.blake2b(digest_size=16)
     with file.open("rb") as stream:
         digest.update(stream.read(_SAMPLE_BYTES))
@@ -133,7 +138,8 @@ def _text(folder: Path) -> str:
 
 
 def _config(file: Path) -> str:
-    """The configuration without its origin, in one order. A file that is no JSON object stands as it is."""
+    """Return the configuration without its origin, in canonical order; a file that is not a JSON object
+    unchanged."""
     if not file.is_file():
         return ""
     text = file.read_text()

@@ -1,4 +1,4 @@
-"""What other packages add to Tailrace by entry points."""
+"""Load what other packages add to Tailrace by entry points."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ class PluginError(RuntimeError):
 
 @lru_cache(maxsize=8)
 def plugins(group: str) -> Mapping[str, EntryPoint]:
-    """The entry points of a group by name.
+    """Return the entry points of a group by name.
 
-    Remembered: looking for them takes tens of milliseconds, which is longer than a scheduler may stand still.
-    `plugins.cache_clear()` has packages found that were installed since.
+    Cached: finding them takes tens of milliseconds, longer than a scheduler may block. After
+    `plugins.cache_clear()` packages that were installed since are found.
     """
     return {point.name: point for point in entry_points(group=group)}
 
 
 def load_plugin(point: EntryPoint) -> object:
-    """What an entry point names. Raises PluginError."""
+    """Return what an entry point names. Raise PluginError."""
     try:
         found: object = point.load()
-    # Somebody else's package, which may fail in any way; the process must outlive that.
+    # A third-party package may fail in any way; the process must survive that.
     except Exception as error:
         raise PluginError(f"({point.value}) cannot be loaded: {type(error).__name__}: {error}") from error
     return found

@@ -26,7 +26,7 @@ class TokenRun:
 
 @dataclass(frozen=True, slots=True)
 class PacerState:
-    """What a pacer knows, to go on with elsewhere. Times in seconds; `digested_*` count from `first_s`."""
+    """A pacer's state, to continue elsewhere. Times in seconds; `digested_*` count from `first_s`."""
 
     ready: int
     first_s: float
@@ -36,12 +36,12 @@ class PacerState:
 
 
 class TokenPacer:
-    """The pacer of one stream. Runs must be given in order of time."""
+    """The pacer of one stream. Runs must be added in order of time."""
 
     __slots__ = ("_sum_s", "digested_until_s", "first_s", "ready", "tpot_s")
 
     def __init__(self, tpot_s: float) -> None:
-        """`tpot_s`: the user's pace, in seconds a token."""
+        """`tpot_s`: the user's pace in seconds per token. Raise ValueError unless it is positive."""
         if not tpot_s > 0.0:
             raise ValueError(f"a pace is more than 0 seconds a token, not {tpot_s}")
         self.tpot_s = tpot_s
@@ -50,20 +50,20 @@ class TokenPacer:
         self.first_s = 0.0
         # When the last of them is digested.
         self.digested_until_s = -math.inf
-        # Sum of the times, from first_s on, at which they are digested.
+        # Sum of the times since first_s at which they are digested.
         self._sum_s = 0.0
 
     def state(self) -> PacerState:
-        """To go on with elsewhere; only once a token is ready."""
+        """Return the state, to continue elsewhere; only once a token is ready."""
         return PacerState(self.ready, self.first_s, self.digested_until_s - self.first_s, self._sum_s)
 
     def resume(self, state: PacerState) -> None:
-        """Go on from there; `first_s` on the clock of the runs to come."""
+        """Continue from a state; `first_s` on the clock of the following runs."""
         self.ready, self.first_s, self._sum_s = state.ready, state.first_s, state.digested_sum_s
         self.digested_until_s = state.first_s + state.digested_s
 
     def add(self, run: TokenRun) -> None:
-        """Tokens have become ready."""
+        """Add tokens that have become ready."""
         count = run.count
         if count < 1:
             return
@@ -75,7 +75,8 @@ class TokenPacer:
         paced = count
         excess = run.interval_s - pace
         if excess > 0.0:
-            # The user reads what is in store, one token every `pace`, until the run's own line is later.
+            # The user reads buffered tokens, one every `pace`, until the run's own tokens come later than
+            # that.
             paced = min(count, max(1, math.ceil((first - run.first_s) / excess)))
         self._sum_s += (first - self.first_s) * paced + pace * (paced * (paced - 1) / 2)
         last = first + pace * (paced - 1)
@@ -87,7 +88,7 @@ class TokenPacer:
         self.digested_until_s = last
 
     def slack_tokens(self, now_s: float) -> float:
-        """Tokens ready beyond what the user expects to have read by now; negative: the stream is behind.
+        """Return the tokens ready beyond what the user expects to have read by now; negative: behind.
 
         0.0 before the first token.
         """
@@ -96,9 +97,10 @@ class TokenPacer:
         return slack_tokens(self.ready, now_s - self.first_s, self.tpot_s)
 
     def qoe(self, expected_first_s: float | None = None) -> float:
-        """QoE in (0, 1]; `expected_first_s`: when the user expected the first token (None: when it came).
+        """Return the QoE in (0, 1]; `expected_first_s`: when the user expected the first token (None: when it
+        came).
 
-        A stream that is ahead of what was expected is not better than perfect. 1.0 for an empty one.
+        A stream ahead of the expectation is not better than perfect. 1.0 for an empty one.
         """
         count = self.ready
         if not count:
@@ -112,12 +114,13 @@ class TokenPacer:
 
 
 def slack_tokens(ready: int, since_first_s: float, tpot_s: float) -> float:
-    """Tokens ready beyond those that a user expects `since_first_s` seconds after the first token."""
+    """Return the tokens ready beyond those that a user expects `since_first_s` seconds after the first
+    token."""
     return ready - (since_first_s / tpot_s + 1.0)
 
 
 def qoe(runs: Iterable[TokenRun], tpot_s: float, expected_first_s: float | None = None) -> float:
-    """QoE of a whole stream; see TokenPacer.qoe."""
+    """Return the QoE of a whole stream; see TokenPacer.qoe."""
     pacer = TokenPacer(tpot_s)
     for run in runs:
         pacer.add(run)

@@ -1,4 +1,4 @@
-"""The deployment's service-level objectives: what every policy plans for and every report judges by."""
+"""The deployment's service-level objectives, which every policy plans for and every report evaluates."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Final, Protocol
 
 from tailrace.policy.parameters import Parameter, Value, parse_parameters
 
-# Azure Conversation's (Arrow, table 1): the loosest of the traces that most of the papers use.
+# Those of Azure Conversation (Arrow, table 1): the loosest of the traces that most of the papers use.
 DEFAULT_TTFT_S: Final = 2.0
 DEFAULT_TPOT_S: Final = 0.15
-# How fast users read (PASCAL, section V-A), in seconds a token.
+# The users' reading pace (PASCAL, section V-A), in seconds per token.
 READING_S: Final = 0.1
 
 
 class Answer(Protocol):
-    """What an SLO is judged by; None: the answer never came so far."""
+    """The measurements by which an SLO is evaluated; None: no answer so far."""
 
     @property
     def ttft_s(self) -> float | None: ...
@@ -30,32 +30,32 @@ class Answer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a request must keep to count as good; None: not asked for.
+    """The objectives that a request must meet; None: no such objective.
 
-    The first answering token of a request that reasons is due `ttft_s` after its submission, and later by
-    `tpot_s` for each token that it reasons: the time by which a plain answer of that length would have got
-    so far. Without `tpot_s` it is due at `ttft_s` all the same.
+    The first answering token of a reasoning request is due `ttft_s` after its submission, plus `tpot_s` for
+    each reasoning token: the time by which a plain answer of that length would have got so far. Without
+    `tpot_s` it is due at `ttft_s`.
     """
 
     ttft_s: float | None = DEFAULT_TTFT_S
     tpot_s: float | None = DEFAULT_TPOT_S
-    # Least QoE of the answer; PASCAL asks for 0.95 and nothing else (section V-A).
+    # Smallest QoE of the answer; PASCAL requires 0.95 and nothing else (section V-A).
     qoe: float | None = None
-    # Seconds a token at which users read, which QoE and pacer slack go by; None: READING_S, or `tpot_s` where
-    # that asks for more.
+    # The users' reading pace in seconds per token, used for QoE and pacer slack; None: READING_S, or `tpot_s`
+    # if smaller.
     pace_s: float | None = None
-    # A request is refused on arrival if its predicted TTFT is so many times `ttft_s`; None: nobody is.
+    # A request is refused on arrival if its predicted TTFT exceeds `ttft_s` times this; None: none is.
     admit: float | None = None
 
     @property
     def reading_s(self) -> float:
-        """Seconds a token at which an answer is expected."""
+        """Return the expected pace of an answer, in seconds per token."""
         if self.pace_s is not None:
             return self.pace_s
         return READING_S if self.tpot_s is None else min(READING_S, self.tpot_s)
 
     def met_by(self, answer: Answer) -> bool:
-        """Whether the request kept all of it. One that was refused did not."""
+        """Return whether the request met all objectives. A refused one did not."""
         if answer.ttft_s is None or answer.tpot_s is None or answer.qoe is None:
             return False
         if self.ttft_s is not None and answer.ttft_s > self.ttft_s + self._reasoning_s(answer):
@@ -65,7 +65,7 @@ class Slo:
         return self.qoe is None or answer.qoe >= self.qoe
 
     def words(self) -> str:
-        """For a reader."""
+        """Describe the objectives for a reader."""
         parts = []
         if self.ttft_s is not None:
             later = f" + {self.tpot_s:g} s a reasoning token" if self.tpot_s is not None else ""
@@ -82,7 +82,7 @@ class Slo:
         return 0.0 if self.tpot_s is None else self.tpot_s * answer.reasoning_tokens
 
 
-# What users set; the names are those of `tailrace set slo`.
+# The objectives by the names of `tailrace set slo`.
 OBJECTIVES: Final = (
     Parameter(
         "ttft",
@@ -132,24 +132,24 @@ OBJECTIVES: Final = (
 
 
 def changed_slo(slo: Slo, given: Mapping[str, Value]) -> Slo:
-    """The SLO with other objectives, by the names of OBJECTIVES; 0 takes one away.
+    """Return the SLO with some objectives changed, by the names of OBJECTIVES; 0 removes one.
 
-    Raises ParameterError for unknown names and values that are not allowed.
+    Raise ParameterError for unknown names and invalid values.
     """
     values = parse_parameters("slo", OBJECTIVES, given)
     return replace(slo, **{FIELDS[name]: float(values[name]) or None for name in given})
 
 
 def objectives(slo: Slo) -> dict[str, float | None]:
-    """By the names of OBJECTIVES; None: not asked for."""
+    """Return the objectives by the names of OBJECTIVES; None: not set."""
     return {name: getattr(slo, field) for name, field in FIELDS.items()}
 
 
 def assignments(slo: Slo) -> str:
-    """As `tailrace set slo` takes it."""
+    """Return the objectives as `tailrace set slo` takes them."""
     asked = [f"{name}={value:g}" for name, value in objectives(slo).items() if value is not None]
     return " ".join(asked) or "nothing asked for"
 
 
-# By the names of OBJECTIVES: fields of Slo, and of its message.
+# Fields of Slo, and of its message, by the names of OBJECTIVES.
 FIELDS: Final = {"ttft": "ttft_s", "tpot": "tpot_s", "qoe": "qoe", "pace": "pace_s", "admit": "admit"}

@@ -64,7 +64,7 @@ def test_where_kv_does_not_fit_it_is_replayed_and_the_setting_named(
 @pytest.mark.parametrize(
     ("model", "setting"),
     [
-        (None, "does not tell"),
+        (None, "does not report"),
         (ModelIdentity("other", "weights", MODEL.precision), "--model"),
         (ModelIdentity("text", "other", MODEL.precision), "--revision"),
         (ModelIdentity("text", "weights", "float32 None auto"), "dtype"),
