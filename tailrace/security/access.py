@@ -1,4 +1,5 @@
-"""Which roles may call which method. What is not in the table nobody may call."""
+"""The access table: which roles may call which gRPC method. A method that is not in the table is denied to
+all."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Final
 from tailrace.security.roles import MEMBERS, OPERATORS, Role
 
 _EVERYBODY: Final = frozenset(Role)
-# A scheduler that stands by passes on to the leader what operators ask of it.
+# A standby scheduler forwards operators' calls to the leader.
 _READS: Final = OPERATORS | {Role.SCHEDULER}
 _CHANGE: Final = frozenset({Role.ADMIN, Role.SCHEDULER})
 _SCHEDULER: Final = frozenset({Role.SCHEDULER})
@@ -29,7 +30,7 @@ _BY_SERVICE: Final[Mapping[str, Mapping[str, frozenset[Role]]]] = {
         "GetSlo": _READS,
         "GetTrace": _READS,
         "GetShadow": _READS,
-        # It changes nothing, and tells more than a viewer may know.
+        # It changes nothing, but reveals more than a viewer may see.
         "Record": _CHANGE,
         "SetShadow": _CHANGE,
         "SetPolicy": _CHANGE,
@@ -49,7 +50,7 @@ _BY_SERVICE: Final[Mapping[str, Mapping[str, frozenset[Role]]]] = {
     },
     "tailrace.v1.Monitor": {"Report": _WORKER, "Watch": _SCHEDULER, "GetTrace": _SCHEDULER},
     "tailrace.v1.Migration": {
-        # A worker, for what it takes over by bid-ask.
+        # Workers call it for requests that they win by bid-ask.
         "Migrate": _SCHEDULER | _WORKER,
         "ListMigrations": _SCHEDULER,
     },
@@ -86,21 +87,21 @@ CHANGES: Final = frozenset(
     for method, roles in _BY_SERVICE["tailrace.v1.Admin"].items()
     if Role.VIEWER not in roles
 )
-"""Methods by which an operator changes something."""
+"""Methods of the admin API that change something."""
 
 METRICS: Final = OPERATORS | {Role.TELEMETRY}
-"""Who may read /metrics."""
+"""Roles that may read /metrics."""
 
 NOBODY: Final[frozenset[Role]] = frozenset()
 
 
 def allowed(method: str) -> frozenset[Role]:
-    """The roles that may call `/package.Service/Method`."""
+    """Return the roles that may call `/package.Service/Method`."""
     return METHODS.get(method, NOBODY)
 
 
 def denial(role: Role, name: str, method: str) -> str:
-    """Why a call is refused, in one line."""
+    """Return the one-line reason for refusing the call."""
     needed = allowed(method)
     if not needed:
         return f"{method} is not for anybody"

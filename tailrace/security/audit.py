@@ -1,4 +1,4 @@
-"""Who changed what, when, and with which outcome."""
+"""The audit log: who changed what through the admin API, when, and with which outcome."""
 
 from __future__ import annotations
 
@@ -27,87 +27,89 @@ from tailrace.security.roles import NoIdentity, Role
 log = logging.getLogger(__name__)
 
 ON_BEHALF_OF: Final = "tailrace-on-behalf-of"
-"""Metadata of a call that a scheduler passes on: who called it, as ROLE/NAME."""
+"""Metadata key of a call that a scheduler forwards: its original caller, as ROLE/NAME."""
 
-# Stages of a thousand instances are the largest of requests.
+# The largest legitimate request, a SetStages for a thousand instances, is smaller.
 _REQUEST_BYTES_MAX: Final = 65_536
 _BEGUN: Final = "begun"
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One line. Times are UTC, ISO 8601."""
+    """One audit record, written as a line of JSON. Times are UTC in ISO 8601."""
 
     time: str
-    # ROLE/NAME by its certificate; empty: the connection is in the clear.
+    # ROLE/NAME from the caller's certificate; empty on an unencrypted connection.
     who: str
-    # Where from, as gRPC writes it.
+    # The caller's address as gRPC formats it.
     peer: str
-    # Whom a scheduler did it for; empty: the caller itself.
+    # The original caller when a scheduler forwarded the call; empty for a direct call.
     on_behalf_of: str
-    # Name of the admin API's method.
+    # The method's name in the admin API.
     what: str
     request: dict[str, object]
-    # A gRPC status, or `begun` of a change that takes its time.
+    # A gRPC status name, or `begun` when a streaming call starts.
     outcome: str
     details: str
     seconds: float
 
 
 class AuditSink(Protocol):
-    """Where entries go."""
+    """A destination for audit entries."""
 
     def write(self, entry: AuditEntry) -> None:
-        """Keep it; never raises, and never waits for a network."""
+        """Store the entry. Must not raise, and must not wait for the network."""
 
 
 class AuditFile:
-    """JSON lines, appended to a file, or to the log of the process."""
+    """Append entries as JSON lines to a file, or write them to the process's log when there is no file."""
 
     def __init__(self, path: Path | None) -> None:
-        """Raises OSError when the file cannot be appended to."""
+        """Open `path` for appending; None selects the process's log. Raises OSError when it cannot be
+        opened."""
         self._file: int | None = None
-        # The file ends in the middle of a line.
+        # True while the file ends in a partially written line.
         self._torn = False
         if path is not None:
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
 
     def write(self, entry: AuditEntry) -> None:
-        """One line, in one write: several schedulers may share a file."""
+        """Append the entry in a single write, because several schedulers may share the file."""
         line = msgspec.json.encode(entry)
         if self._file is None:
             log.info("%s", line.decode())
             return
         whole = (b"\n" if self._torn else b"") + line + b"\n"
         try:
-            # A disk that fills up takes a part of the line, and that is no error yet.
+            # On a full disk os.write may store part of the line and report no error.
             written = os.write(self._file, whole)
             if written < len(whole):
                 self._torn = True
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._torn = False
         except OSError as error:
-            # What the operator asked for goes on; that it was asked is in this log then.
+            # The operator's call must not fail because of the audit log, so the entry goes to this log
+            # instead.
             log.error("the audit log cannot be written (%s): %s", error.strerror, line.decode())
 
     def close(self) -> None:
-        """Nothing is written after."""
+        """Close the file; the sink must not be used afterwards."""
         if self._file is not None:
             os.close(self._file)
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """A call, as it began."""
+class _Call:
+    """A call's properties, read when it starts."""
 
-    who: str
+    caller: str
     peer: str
     on_behalf_of: str
-    what: str
+    method: str
     request: object
 
 
 class Auditing(grpc.aio.ServerInterceptor):
-    """Records every call that changes something, refused ones included."""
+    """Record every call that changes something, including calls that are refused."""
 
     def __init__(self, *sinks: AuditSink) -> None:
         self._sinks = sinks
@@ -122,22 +124,22 @@ class Auditing(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if handler is None or method not in CHANGES:
             return handler
-        takes_time = bool(handler.response_streaming)
+        streaming = bool(handler.response_streaming)
 
         @asynccontextmanager
         async def recorded(request: object, context: Context) -> AsyncIterator[None]:
             began_s = time.monotonic()
-            # Asked of gRPC once the call is gone, it ends the process.
-            who, on_behalf_of = caller_name(context), _on_behalf_of(context)
-            asked = _Asked(who, context.peer(), on_behalf_of, method.rpartition("/")[2], request)
-            if takes_time:
-                self._write(asked, _BEGUN, "", 0.0)
+            # Read these now: reading them from gRPC after the call has ended crashes the process.
+            name, on_behalf_of = caller_name(context), _on_behalf_of(context)
+            call = _Call(name, context.peer(), on_behalf_of, method.rpartition("/")[2], request)
+            if streaming:
+                self._write(call, _BEGUN, "", 0.0)
             outcome, details = grpc.StatusCode.UNKNOWN.name, ""
             try:
                 yield
                 outcome = grpc.StatusCode.OK.name
             except asyncio.CancelledError:
-                outcome, details = grpc.StatusCode.CANCELLED.name, "the caller is gone"
+                outcome, details = grpc.StatusCode.CANCELLED.name, "the caller disconnected"
                 raise
             except grpc.aio.AbortError:
                 outcome, details = context.code().name, context.details()
@@ -146,18 +148,18 @@ class Auditing(grpc.aio.ServerInterceptor):
                 details = str(error)
                 raise
             finally:
-                self._write(asked, outcome, details, time.monotonic() - began_s)
+                self._write(call, outcome, details, time.monotonic() - began_s)
 
         return wrap_handler(handler, recorded)
 
-    def _write(self, asked: _Asked, outcome: str, details: str, seconds: float) -> None:
+    def _write(self, call: _Call, outcome: str, details: str, seconds: float) -> None:
         entry = AuditEntry(
             time=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
-            who=asked.who,
-            peer=asked.peer,
-            on_behalf_of=asked.on_behalf_of,
-            what=asked.what,
-            request=_plain(asked.request),
+            who=call.caller,
+            peer=call.peer,
+            on_behalf_of=call.on_behalf_of,
+            what=call.method,
+            request=_request_fields(call.request),
             outcome=outcome,
             details=details,
             seconds=round(seconds, 3),
@@ -167,7 +169,7 @@ class Auditing(grpc.aio.ServerInterceptor):
 
 
 def caller_name(context: Context) -> str:
-    """ROLE/NAME; empty in the clear."""
+    """Return the caller as ROLE/NAME, or an empty string on an unencrypted connection."""
     try:
         return str(caller(context))
     except NoIdentity:
@@ -175,7 +177,8 @@ def caller_name(context: Context) -> str:
 
 
 def _on_behalf_of(context: Context) -> str:
-    """A scheduler alone is believed."""
+    """Return the original caller from the metadata. Only a scheduler may set it; for other callers return an
+    empty string."""
     try:
         if caller(context).role is not Role.SCHEDULER:
             return ""
@@ -185,7 +188,7 @@ def _on_behalf_of(context: Context) -> str:
     return str(found[-1]) if found else ""
 
 
-def _plain(request: object) -> dict[str, object]:
+def _request_fields(request: object) -> dict[str, object]:
     if not isinstance(request, Message):
         return {}
     if request.ByteSize() > _REQUEST_BYTES_MAX:

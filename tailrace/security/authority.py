@@ -1,9 +1,9 @@
-"""A certificate authority of the cluster's own, kept in a folder.
+"""The cluster's own certificate authority, kept in a folder.
 
-    DIR/ca.key, DIR/ca.crt        the authority; ca.crt holds every one that is trusted, the signing one first
-    DIR/issued/ROLE/NAME/         ca.crt, tls.crt and tls.key: what a process is given
+    DIR/ca.key, DIR/ca.crt        the authority; ca.crt holds every trusted one, the signing one first
+    DIR/issued/ROLE/NAME/         ca.crt, tls.crt and tls.key: the credentials of one process
 
-Keys are readable for their owner alone. Files are replaced in one step each.
+Keys are readable by their owner only. Each file is replaced atomically.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ CERTIFICATE_DAYS: Final = 90.0
 
 _AUTHORITY_KEY: Final = "ca.key"
 _ISSUED: Final = "issued"
-# Clocks that are behind by less take a new certificate at once.
+# Certificates are backdated by this, so that a clock that is behind accepts a new one at once.
 _SKEW: Final = datetime.timedelta(minutes=5)
-# Of these, processes serve; an operator's certificate cannot.
+# Roles whose certificates may authenticate a server; an operator's may not.
 _SERVERS: Final = MEMBERS | {Role.ETCD}
 
 
 class AuthorityProblem(Exception):
-    """What was asked for cannot be done; the message says why."""
+    """The operation is impossible; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """A certificate in its folder."""
+    """An issued certificate and the folder that holds it."""
 
     identity: Identity
     folder: Path
     not_after: datetime.datetime
-    # Host names and addresses besides the name of its role.
+    # Host names and addresses in addition to the role's server name.
     hosts: tuple[str, ...]
 
 
@@ -58,12 +58,12 @@ class Authority:
     ) -> None:
         self.folder = folder
         self._key = key
-        # The first is the one that goes with the key.
+        # The first is the certificate of `key`.
         self._trusted = trusted
 
     @classmethod
     def create(cls, folder: Path, days: float = AUTHORITY_DAYS) -> Authority:
-        """Make a new one. Raises AuthorityProblem when the folder holds one already, OSError."""
+        """Create an authority in `folder`. Raises AuthorityProblem when it already holds one, OSError."""
         if (folder / _AUTHORITY_KEY).exists():
             raise AuthorityProblem(f"{folder} holds an authority already (new-authority replaces it)")
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -74,7 +74,7 @@ class Authority:
 
     @classmethod
     def load(cls, folder: Path) -> Authority:
-        """Raises AuthorityProblem: there is none, or it is damaged."""
+        """Load the authority from `folder`. Raises AuthorityProblem when it is missing or damaged."""
         try:
             key = serialization.load_pem_private_key((folder / _AUTHORITY_KEY).read_bytes(), None)
             trusted = x509.load_pem_x509_certificates((folder / AUTHORITIES).read_bytes())
@@ -88,19 +88,19 @@ class Authority:
 
     @property
     def not_after(self) -> datetime.datetime:
-        """Until when the signing authority is valid."""
+        """Return when the signing authority's certificate expires."""
         return self._trusted[0].not_valid_after_utc
 
     @property
     def trusted(self) -> int:
-        """How many authorities are trusted: two while one takes the place of the other."""
+        """Return the number of trusted authorities: two while one replaces the other."""
         return len(self._trusted)
 
     def issue(self, identity: Identity, days: float = CERTIFICATE_DAYS, hosts: Sequence[str] = ()) -> Issued:
-        """Make a key and a certificate for it, in place of those it had.
+        """Create a key and a certificate for the identity, replacing any that it has.
 
-        `hosts`: names and addresses under which clients other than ours reach it (etcd's members, a monitor
-        that takes spans). Raises AuthorityProblem, OSError.
+        `hosts`: names and addresses under which foreign clients reach it (those of etcd's members, or of a
+        monitor that receives spans). Raises AuthorityProblem, OSError.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         now = datetime.datetime.now(datetime.UTC)
@@ -138,32 +138,34 @@ class Authority:
         return Issued(identity, folder, certificate.not_valid_after_utc, tuple(hosts))
 
     def issued(self) -> list[Issued]:
-        """All certificates in the folder, by role and name. Raises AuthorityProblem."""
+        """Return all certificates in the folder, by role and name. Raises AuthorityProblem."""
         return [_read(path) for path in sorted(self.folder.glob(f"{_ISSUED}/*/*/{CERTIFICATE}"))]
 
     def rotate(self, days: float = CERTIFICATE_DAYS) -> list[Issued]:
-        """Issue every certificate anew, to the same identities and hosts.
+        """Reissue every certificate to the same identity and hosts.
 
         Raises AuthorityProblem, OSError.
         """
         return [self.issue(each.identity, days, each.hosts) for each in self.issued()]
 
     def supersede(self, days: float = AUTHORITY_DAYS) -> None:
-        """Sign with a new key from now on, and trust what the old one signed until `retire`.
+        """Sign with a new key from now on, and trust the old authority until `retire`.
 
-        Every process has to trust the new authority before it meets a certificate of it: only the bundles
-        are replaced here, certificates by `rotate`. Raises AuthorityProblem, OSError.
+        Every process must trust the new authority before it meets a certificate signed by it, so this
+        replaces the trust bundles only; `rotate` replaces the certificates. Raises AuthorityProblem, OSError.
         """
         if len(self._trusted) > 1:
             raise AuthorityProblem("an older authority is still trusted (tailrace certs retire-authority)")
         self._key, certificate = _self_signed(days)
         self._trusted.insert(0, certificate)
         self._save()
-        self._spread()
+        self._distribute_bundle()
 
     def retire(self) -> None:
-        """Trust the signing authority alone. Raises AuthorityProblem while certificates of another are in
-        the folder; OSError."""
+        """Trust the signing authority only.
+
+        Raises AuthorityProblem while the folder holds a certificate that another authority signed; OSError.
+        """
         ours = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key()).digest
         for each in self.issued():
             certificate = x509.load_pem_x509_certificate((each.folder / CERTIFICATE).read_bytes())
@@ -174,7 +176,7 @@ class Authority:
                 )
         del self._trusted[1:]
         self._save()
-        self._spread()
+        self._distribute_bundle()
 
     def _folder_of(self, identity: Identity) -> Path:
         return self.folder / _ISSUED / identity.role.value / identity.name
@@ -186,7 +188,7 @@ class Authority:
         _replace(self.folder / _AUTHORITY_KEY, _key_pem(self._key), 0o600)
         _replace(self.folder / AUTHORITIES, self._bundle(), 0o644)
 
-    def _spread(self) -> None:
+    def _distribute_bundle(self) -> None:
         for each in self.issued():
             _replace(each.folder / AUTHORITIES, self._bundle(), 0o644)
 
@@ -194,7 +196,7 @@ class Authority:
 def _self_signed(days: float) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     key = ec.generate_private_key(ec.SECP256R1())
     now = datetime.datetime.now(datetime.UTC)
-    # Two authorities of one subject would be taken for one another while both are trusted.
+    # Subjects must differ: two authorities with the same subject cannot be told apart while both are trusted.
     name = _common_name(f"Tailrace authority {now:%Y-%m-%d} {x509.random_serial_number():x}"[:64])
     certificate = (
         x509.CertificateBuilder()
@@ -250,7 +252,7 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _replace(path: Path, content: bytes, mode: int) -> None:
-    """Whoever reads at the same time finds the old content or the new one."""
+    """Replace the file atomically: a concurrent reader sees either the old content or the new."""
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)

@@ -1,4 +1,4 @@
-"""A process's own certificate, and whom it trusts."""
+"""A process's TLS credentials: its certificate and key, and the authorities it trusts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tailrace.security.refusals import refusal
 from tailrace.security.roles import Identity, NoIdentity, identity_of
 
 AUTHORITIES: Final = "ca.crt"
-"""PEM certificates of the authorities that are trusted: two while one takes the place of the other."""
+"""PEM certificates of the trusted authorities; two of them while one replaces the other."""
 CERTIFICATE: Final = "tls.crt"
 """PEM certificate, followed by intermediate ones if there are any."""
 KEY: Final = "tls.key"
@@ -23,12 +23,12 @@ KEY: Final = "tls.key"
 
 
 class UnusableCredentials(Exception):
-    """A folder's certificate cannot be used; the message says which, and why."""
+    """A folder's credentials cannot be used; the message says which file, and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a folder held at one time, checked as a peer would check it."""
+    """The content of a credentials folder at one time, verified as a peer would verify it."""
 
     identity: Identity
     # Seconds since the Unix epoch.
@@ -36,22 +36,21 @@ class Credentials:
     authorities: bytes = field(repr=False)
     certificate: bytes = field(repr=False)
     key: bytes = field(repr=False)
-    # For a server's and a client's end of a connection; both ask the other end for its certificate.
+    # For accepting and for connecting; both verify the peer's certificate.
     server_context: ssl.SSLContext = field(repr=False)
     client_context: ssl.SSLContext = field(repr=False)
 
     def for_channels(self) -> grpc.ChannelCredentials:
-        """For a gRPC client."""
+        """Return the credentials of a gRPC client."""
         return grpc.ssl_channel_credentials(self.authorities, self.key, self.certificate)
 
     def for_server(self) -> grpc.ServerCertificateConfiguration:
-        """For a gRPC server."""
+        """Return the configuration of a gRPC server."""
         return grpc.ssl_server_certificate_configuration([(self.key, self.certificate)], self.authorities)
 
 
 def read_credentials(folder: Path) -> Credentials:
-    """Read `ca.crt`, `tls.crt` and `tls.key` (the names that Kubernetes gives them). Raises
-    UnusableCredentials."""
+    """Read `ca.crt`, `tls.crt` and `tls.key` (Kubernetes's names for them). Raises UnusableCredentials."""
     try:
         authorities, certificate, key = (
             (folder / name).read_bytes() for name in (AUTHORITIES, CERTIFICATE, KEY)
@@ -61,21 +60,21 @@ def read_credentials(folder: Path) -> Credentials:
     try:
         server = _server_context(authorities, certificate, key)
         client = client_context(authorities, certificate, key)
-        # A server that asks for a certificate; what it says of ours is what every peer will say.
-        shown = _as_peer_sees_it(server, certificate, key)
-        identity = identity_of(uris_of(shown))
+        # Run a handshake in memory: the verdict on our own certificate is the one every peer will reach.
+        verified = _as_peer_sees_it(server, certificate, key)
+        identity = identity_of(uris_of(verified))
     except ssl.SSLCertVerificationError as error:
         raise UnusableCredentials(f"{folder / CERTIFICATE}: {refusal(error)}") from error
     except ssl.SSLError as error:
-        raise UnusableCredentials(f"{folder}: {_loading(error)}") from error
+        raise UnusableCredentials(f"{folder}: {_loading_problem(error)}") from error
     except (NoIdentity, ValueError) as error:
         raise UnusableCredentials(f"{folder / CERTIFICATE}: {error}") from error
-    not_after_s = ssl.cert_time_to_seconds(str(shown["notAfter"]))
+    not_after_s = ssl.cert_time_to_seconds(str(verified["notAfter"]))
     return Credentials(identity, not_after_s, authorities, certificate, key, server, client)
 
 
 def uris_of(certificate: Mapping[str, object]) -> list[str]:
-    """The URIs among the alternative names of what SSLObject.getpeercert() gives."""
+    """Return the URIs among the subject alternative names that SSLObject.getpeercert() returned."""
     names = certificate.get("subjectAltName", ())
     if not isinstance(names, tuple):
         return []
@@ -83,13 +82,13 @@ def uris_of(certificate: Mapping[str, object]) -> list[str]:
 
 
 def client_context(authorities: bytes, certificate: bytes, key: bytes) -> ssl.SSLContext:
-    """For a client's end of a connection. Raises ssl.SSLError, ValueError."""
+    """Return the context of a connecting end. Raises ssl.SSLError, ValueError."""
     return _filled(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), authorities, certificate, key)
 
 
 def _server_context(authorities: bytes, certificate: bytes, key: bytes) -> ssl.SSLContext:
     context = _filled(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), authorities, certificate, key)
-    # Connections last; a ticket to resume one would be sent for nothing.
+    # Connections are long-lived and are never resumed, so session tickets would be wasted.
     context.num_tickets = 0
     return context
 
@@ -103,16 +102,19 @@ def _filled(context: ssl.SSLContext, authorities: bytes, certificate: bytes, key
 
 
 def _load_chain(context: ssl.SSLContext, certificate: bytes, key: bytes) -> None:
-    """The module reads files alone. One in memory: certificate and key are then of one reading."""
+    """Load the certificate and key from memory.
+
+    The ssl module reads files only, so write both to one memory file: they then come from the same read.
+    """
     descriptor = os.memfd_create("tailrace-certificate", os.MFD_CLOEXEC)
     with open(descriptor, "wb", buffering=0) as file:
         file.write(certificate + b"\n" + key)
-        # An encrypted key fails, where the library would ask at the terminal.
+        # Without a password, OpenSSL would prompt on the terminal for an encrypted key.
         context.load_cert_chain(f"/proc/self/fd/{descriptor}", password="")
 
 
 def _as_peer_sees_it(server: ssl.SSLContext, certificate: bytes, key: bytes) -> Mapping[str, object]:
-    """The certificate as a server has verified it. Raises ssl.SSLError."""
+    """Return the certificate as a server verifies it. Raises ssl.SSLError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -128,7 +130,7 @@ def _as_peer_sees_it(server: ssl.SSLContext, certificate: bytes, key: bytes) -> 
     return theirs.getpeercert() or {}
 
 
-def _loading(error: ssl.SSLError) -> str:
+def _loading_problem(error: ssl.SSLError) -> str:
     match error.reason:
         case "KEY_VALUES_MISMATCH":
             return f"{KEY} is not the key of {CERTIFICATE}"

@@ -1,4 +1,4 @@
-"""What each role may read and write in etcd: what its service does there, and no more."""
+"""The access rights of each role in etcd: what its service needs, and no more."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 
 from tailrace.security.roles import MEMBERS, Role
 
-# Everything that a service of the kind keeps by a lease, and the word that it took it away.
+# The keys that a service holds by a lease, and the markers of its withdrawal.
 _SERVICE: Final = ("services/{role}/", "withdrawn/services/{role}/", "leader/{role}")
 
 _WRITES: Final[Mapping[Role, tuple[str, ...]]] = MappingProxyType(
@@ -23,12 +23,12 @@ _WRITES: Final[Mapping[Role, tuple[str, ...]]] = MappingProxyType(
 )
 
 REVISION_KEY: Final = "/tailrace"
-"""Nothing is there; reading it tells how far etcd is."""
+"""A key that never exists; a read of it returns etcd's current revision."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """Of one role in one cluster. Keys that end in `/` are prefixes."""
+    """One role's rights in one cluster. Keys that end in `/` are prefixes."""
 
     role: Role
     reads: tuple[str, ...]
@@ -36,10 +36,10 @@ class Rights:
 
 
 def etcd_rights(cluster: str) -> list[Rights]:
-    """Of all roles that use etcd.
+    """Return the rights of every role that uses etcd.
 
-    Every member reads the whole cluster: it follows membership, pools, stages, policy and SLOs. No prompt is
-    ever there.
+    Every member reads the whole cluster, because it follows membership, pools, stages, policy and SLOs.
+    Prompts are never stored in etcd.
     """
     prefix = f"{REVISION_KEY}/{cluster}/"
     return [

@@ -1,4 +1,4 @@
-"""Credentials that follow their files."""
+"""A folder of TLS credentials that is reloaded when its files change."""
 
 from __future__ import annotations
 
@@ -21,73 +21,77 @@ from tailrace.security.roles import Role
 
 log = logging.getLogger(__name__)
 
-# How soon a change is seen, at most; the files are looked at when somebody asks for them.
+# Upper bound on how late a change is noticed; files are checked only when credentials are requested.
 _POLL_S: Final = 1.0
 
 _Stamp = tuple[tuple[int, int, int], ...]
 
 
 class CredentialFolder:
-    """The credentials in a folder, read again when its files change.
+    """The credentials in a folder, reloaded when its files change.
 
-    What cannot be used is left alone, and what was read before stays in use: files may be replaced one after
-    the other, and a mistake must not cut off a service that runs.
+    Unusable files are ignored and the previous credentials stay in use: files may be replaced one after the
+    other, and a mistake must not disconnect a running service.
     """
 
     def __init__(
         self, path: Path, roles: frozenset[Role], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`roles`: those that will do here. `clock`: seconds. Raises UnusableCredentials."""
+        """Load the credentials. Raises UnusableCredentials.
+
+        `roles`: the roles that the certificate may have. `clock`: monotonic time in seconds.
+        """
         self._path = path
         self._roles = roles
         self._clock = clock
-        # gRPC asks on threads of its own.
+        # gRPC fetches credentials on its own threads.
         self._lock = threading.Lock()
-        self._stamp = self._look()
+        self._stamp = self._read_stamp()
         self._credentials = self._read()
         self._version = 0
-        self._look_at_s = clock() + _POLL_S
-        # Files that could not be used, by their stamp, and whether that was said.
+        self._next_check_s = clock() + _POLL_S
+        # Stamp of the files that failed to load, and whether that failure was logged.
         self._failed: _Stamp = ()
-        self._said = False
+        self._logged = False
 
     @property
     def path(self) -> Path:
-        """The folder."""
+        """Return the folder's path."""
         return self._path
 
     def current(self) -> Credentials:
-        """The latest that can be used. Any thread."""
+        """Return the latest usable credentials. Safe on any thread."""
         return self.versioned()[1]
 
     def versioned(self) -> tuple[int, Credentials]:
-        """The same, with a number that changes when they do. Any thread."""
+        """Return the latest usable credentials and their version, which changes when they do. Safe on any
+        thread."""
         with self._lock:
             now_s = self._clock()
-            if now_s >= self._look_at_s:
-                self._look_at_s = now_s + _POLL_S
+            if now_s >= self._next_check_s:
+                self._next_check_s = now_s + _POLL_S
                 self._refresh()
             return self._version, self._credentials
 
     def _refresh(self) -> None:
-        stamp = self._look()
+        stamp = self._read_stamp()
         if stamp == self._stamp:
             return
         try:
             self._credentials = self._read()
         except UnusableCredentials as error:
-            # At the first sight it may be half of a replacement.
+            # The first failure may be a replacement in progress; log only when the same files fail again.
             if stamp != self._failed:
-                self._failed, self._said = stamp, False
-            elif not self._said:
-                self._said = True
-                log.error("%s; the certificate of before stays in use", error)
+                self._failed, self._logged = stamp, False
+            elif not self._logged:
+                self._logged = True
+                log.error("%s; the previous certificate stays in use", error)
             return
         self._stamp = stamp
         self._version += 1
         log.info("%s: new certificate, valid until %s", self._path, _day(self._credentials.not_after_s))
 
-    def _look(self) -> _Stamp:
+    def _read_stamp(self) -> _Stamp:
         found: list[tuple[int, int, int]] = []
         for name in (AUTHORITIES, CERTIFICATE, KEY):
             try:

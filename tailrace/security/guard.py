@@ -1,4 +1,4 @@
-"""Checks each gRPC call by the caller's certificate."""
+"""Authorize each gRPC call by the role in the caller's certificate."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _URIS: Final = "peer_uri"
 
 
 def caller(context: Context) -> Identity:
-    """Who calls, by its certificate, which the connection has verified. Raises NoIdentity."""
+    """Return the caller's identity from its verified certificate. Raises NoIdentity."""
     found = context.auth_context().get(_URIS, ())
     return identity_of(uri.decode(errors="replace") for uri in found)
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Refuses a call with PERMISSION_DENIED unless the table of methods has the caller's role."""
+    """Refuse a call with PERMISSION_DENIED unless the access table lists the caller's role for its method."""
 
     async def intercept_service(
         self,
@@ -47,7 +47,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
 
 async def _check(method: str, context: Context) -> None:
-    """Aborts the call."""
+    """Abort the call unless its caller is authorized."""
     try:
         identity = caller(context)
     except NoIdentity as error:

@@ -1,4 +1,8 @@
-"""gRPC handlers with something around them, of all four kinds and in both ways to write one."""
+"""Wrap gRPC method handlers in an asynchronous context manager.
+
+Covers all four kinds of method (unary or streaming requests and replies), and both ways to write a streaming
+one: as an asynchronous generator, or by writing replies to the context.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +16,25 @@ import grpc
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Around: TypeAlias = "Callable[[object, Context], AbstractAsyncContextManager[None]]"
-"""What is entered before a call, with its request (or the iterator of its requests), and left after it."""
+CallWrapper: TypeAlias = "Callable[[object, Context], AbstractAsyncContextManager[None]]"
+"""Makes the context manager that is entered before a call and left after it.
 
-# gRPC's handlers are untyped: they take a request or an iterator of them, and give a reply, an iterator of
-# replies, or nothing.
+Its first argument is the call's request, or the iterator of its requests.
+"""
+
+# gRPC's handlers are untyped: they take a request or an iterator of requests, and return a reply, an iterator
+# of replies, or nothing.
 Behavior: TypeAlias = "Callable[[Any, Context], Any]"
 Deserializer: TypeAlias = "Callable[[bytes], Any]"
 
 
-def wrap_handler(handler: Handler, around: Around) -> Handler:
-    """The handler with `around` about each of its calls."""
-    return rebuild_handler(handler, _wrapped(behavior_of(handler), around), handler.request_deserializer)
+def wrap_handler(handler: Handler, wrapper: CallWrapper) -> Handler:
+    """Return a handler that runs each call of `handler` inside `wrapper`."""
+    return rebuild_handler(handler, _wrapped(behavior_of(handler), wrapper), handler.request_deserializer)
 
 
 def behavior_of(handler: Handler) -> Behavior:
-    """The function that serves its calls, whichever of the four kinds it is of."""
+    """Return the function that serves the handler's calls, whichever of the four kinds it is."""
     match (handler.request_streaming, handler.response_streaming):
         case (False, False):
             behavior: object = handler.unary_unary
@@ -41,7 +48,7 @@ def behavior_of(handler: Handler) -> Behavior:
 
 
 def rebuild_handler(handler: Handler, behavior: Behavior, deserializer: Deserializer | None) -> Handler:
-    """A handler of the same kind with another behavior, and another way to read its requests."""
+    """Return a handler of the same kind with another behavior and another request deserializer."""
     make: Callable[..., Handler]
     match (handler.request_streaming, handler.response_streaming):
         case (False, False):
@@ -55,20 +62,20 @@ def rebuild_handler(handler: Handler, behavior: Behavior, deserializer: Deserial
     return make(behavior, request_deserializer=deserializer, response_serializer=handler.response_serializer)
 
 
-def _wrapped(behavior: Behavior, around: Around) -> Behavior:
+def _wrapped(behavior: Behavior, wrapper: CallWrapper) -> Behavior:
     if inspect.isasyncgenfunction(behavior):
-        # Written through the context, not yielded: gRPC leaves a generator whose caller is gone to the
-        # garbage collection, and by then the call no longer exists.
+        # Replies are written to the context and not yielded: when the caller disconnects, gRPC leaves the
+        # generator to the garbage collector, which finalizes it after the call has ceased to exist.
         async def replies(request: object, context: Context) -> None:
-            async with around(request, context), aclosing(behavior(request, context)) as stream:
+            async with wrapper(request, context), aclosing(behavior(request, context)) as stream:
                 async for reply in stream:
                     await _write(context, reply)
 
         return replies
 
-    # With one reply, or with replies that it writes through the context.
+    # A single reply, or replies that the behavior writes to the context itself.
     async def reply(request: object, context: Context) -> object:
-        async with around(request, context):
+        async with wrapper(request, context):
             return await behavior(request, context)
 
     return reply
@@ -78,5 +85,5 @@ async def _write(context: Context, reply: object) -> None:
     try:
         await context.write(reply)
     except grpc.aio.InternalError as error:
-        # gRPC knows that the caller is gone, and has not cancelled the handler yet.
+        # The caller has disconnected, but gRPC has not cancelled the handler yet.
         raise asyncio.CancelledError from error

@@ -1,4 +1,4 @@
-"""Options by which a process is given its certificate."""
+"""Command-line options for a process's TLS credentials."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tailrace.security.transport import PLAIN, TlsTransport, Transport
 
 
 def is_loopback(address: str) -> bool:
-    """Whether HOST:PORT is this machine's alone. A name counts only if it is `localhost`."""
+    """Return whether HOST:PORT is reachable from this machine only. `localhost` is the only name that
+    counts."""
     host = address.rpartition(":")[0].strip("[]")
     if host == "localhost":
         return True
@@ -27,7 +28,7 @@ def is_loopback(address: str) -> bool:
 
 
 def exposed(addresses: Iterable[str]) -> list[str]:
-    """Those of the addresses that others can reach."""
+    """Return the addresses that are reachable from other machines."""
     return [address for address in addresses if not is_loopback(address)]
 
 
@@ -37,7 +38,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def tls_option(function: F) -> F:
-    """Add `--tls`; the command gets a Path or None as `tls`."""
+    """Add `--tls`; the command receives `tls`, a Path or None."""
     return click.option(
         "--tls",
         type=click.Path(file_okay=False, path_type=Path),
@@ -49,7 +50,7 @@ def tls_option(function: F) -> F:
 
 
 def insecure_option(function: F) -> F:
-    """Add `--insecure`; the command gets it as `insecure`."""
+    """Add `--insecure`; the command receives the flag `insecure`."""
     return click.option(
         "--insecure",
         is_flag=True,
@@ -59,7 +60,10 @@ def insecure_option(function: F) -> F:
 
 
 def open_transport(folder: Path | None, roles: frozenset[Role]) -> Transport:
-    """In the clear without a folder. `roles`: those that will do. Raises click.ClickException."""
+    """Open the transport of a process: unencrypted when `folder` is None, else mutual TLS.
+
+    `roles`: the roles that the certificate may have. Raises click.ClickException.
+    """
     if folder is None:
         return PLAIN
     try:

@@ -1,4 +1,4 @@
-"""Why a TLS connection was refused, in one line that an operator can act on."""
+"""Explain a failed TLS handshake in one line that an operator can act on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HOSTNAME: Final = 62
 _UNTRUSTED: Final = frozenset({2, 18, 19, 20, 21, 24, 30})
 _PURPOSE: Final = 26
 
-# What the other end says by an alert.
+# TLS alerts that the peer sent.
 _ALERTS: Final = {
     "CERTIFICATE_EXPIRED": "the other end says that our certificate has expired",
     "UNKNOWN_CA": "the other end does not trust the authority that signed our certificate",
@@ -27,7 +27,7 @@ _PLAIN: Final = frozenset(
 
 
 def refusal(error: ssl.SSLError) -> str:
-    """What was wrong with whose certificate, or with the connection."""
+    """Return what was wrong with the certificate, and whose it is, or what was wrong with the connection."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return _verification(error)
     reason = error.reason or ""

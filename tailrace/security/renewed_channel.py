@@ -1,4 +1,4 @@
-"""A gRPC channel that is made anew when this process's certificate changes."""
+"""A gRPC channel that is replaced when this process's certificate changes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import grpc
 
 
 class RenewedChannel:
-    """Calls begin on the newest channel; those under way end on the one that they began on.
+    """Start each call on the newest channel; calls in progress finish on the channel they started on.
 
-    A channel that has been replaced is kept while it is connected: gRPC takes an unused one's connection down
-    after `grpc.client_idle_timeout_ms`.
+    A replaced channel is kept while it is connected: gRPC closes its idle connection after
+    `grpc.client_idle_timeout_ms`.
     """
 
     def __init__(self, make: Callable[[], grpc.aio.Channel], version: Callable[[], int]) -> None:
-        """`version` changes with the certificate."""
+        """`make` opens a channel; `version` returns a number that changes with the certificate."""
         self._make = make
         self._version = version
         self._made_version = version()
@@ -24,7 +24,7 @@ class RenewedChannel:
         self._replaced: list[grpc.aio.Channel] = []
 
     def get(self) -> grpc.aio.Channel:
-        """The channel for a new call; it connects by itself. Not to be kept."""
+        """Return the channel for a new call; it connects on demand. Do not keep it across calls."""
         version = self._version()
         if version != self._made_version:
             self._made_version = version
@@ -35,11 +35,11 @@ class RenewedChannel:
 
     @property
     def connected(self) -> bool:
-        """Whether any of its connections is up."""
+        """Return whether any of its connections is up."""
         return any(map(_connected, (self._channel, *self._replaced)))
 
     async def close(self) -> None:
-        """Close all; calls under way end with CANCELLED."""
+        """Close all channels; calls in progress end with CANCELLED."""
         await asyncio.gather(*(channel.close() for channel in (self._channel, *self._replaced)))
 
 

@@ -1,4 +1,4 @@
-"""Roles, and the identity that a certificate carries."""
+"""Roles, and the identity (role and name) that a certificate carries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9._@-]{1,100}")
 
 
 class Role(enum.StrEnum):
-    """What a certificate entitles to."""
+    """The rights that a certificate grants."""
 
     # Members: the services of the cluster.
     FRONTEND = "frontend"
@@ -25,9 +25,9 @@ class Role(enum.StrEnum):
     # Operators: people and their tools, at the admin API.
     VIEWER = "viewer"
     ADMIN = "admin"
-    # Prometheus and collectors of spans.
+    # Prometheus and trace collectors.
     TELEMETRY = "telemetry"
-    # etcd's members, and whoever sets up users and roles in it.
+    # etcd's members, and the client that administers etcd's users and roles.
     ETCD = "etcd"
     ETCD_ROOT = "etcd-root"
 
@@ -37,12 +37,13 @@ OPERATORS: Final = frozenset({Role.VIEWER, Role.ADMIN})
 
 
 class NoIdentity(ValueError):
-    """A certificate names no identity of ours, or more than one; the message says which."""
+    """A certificate carries no Tailrace identity, or more than one; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A role, and who has it. Several processes may share a name; rights go by the role alone."""
+    """A role and the name of its holder. Several processes may share a name; access depends on the role
+    alone."""
 
     role: Role
     name: str
@@ -56,12 +57,12 @@ class Identity:
 
     @property
     def uri(self) -> str:
-        """As in the certificate's subject alternative names."""
+        """Return the identity as a URI for the certificate's subject alternative names."""
         return f"{_SCHEME}{self}"
 
 
 def identity_of(uris: Iterable[str]) -> Identity:
-    """The identity among a certificate's URIs. Raises NoIdentity."""
+    """Return the one identity among a certificate's URIs. Raises NoIdentity."""
     ours = [uri.removeprefix(_SCHEME) for uri in uris if uri.startswith(_SCHEME)]
     if len(ours) != 1:
         raise NoIdentity(f"the certificate has {len(ours) or 'no'} names of the form {_SCHEME}ROLE/NAME")
@@ -75,14 +76,14 @@ def identity_of(uris: Iterable[str]) -> Identity:
 
 
 def server_name(role: Role) -> str:
-    """The DNS name that a server of the role has in its certificate, wherever it listens.
+    """Return the DNS name in the certificate of every server of the role, wherever it listens.
 
-    Clients check it in place of a host name: members come and go on any host and port, and what matters is
-    that a process which answers for a worker is one.
+    Clients verify it in place of a host name: members come and go on any host and port, and a client needs to
+    know only that the server holds the role.
     """
     return f"{role.value}.{_DOMAIN}"
 
 
 def etcd_user(role: Role) -> str:
-    """The common name of the role's certificates, which is its user in etcd."""
+    """Return the common name of the role's certificates, which is its user name in etcd."""
     return "root" if role is Role.ETCD_ROOT else f"tailrace-{role.value}"

@@ -1,4 +1,7 @@
-"""TLS between a stream's bytes and a socket's: no socket, no event loop, any thread."""
+"""A TLS session without a socket: encrypts and decrypts between a byte stream and a socket's data.
+
+It performs no I/O and needs no event loop; every method is safe on any thread.
+"""
 
 from __future__ import annotations
 
@@ -14,47 +17,48 @@ _READ_BYTES: Final = 256 * 1024
 
 
 class TlsSession:
-    """One connection's. What is written from several threads goes out whole and in the order of sealing."""
+    """The TLS state of one connection. Concurrent sends are written whole, in the order of their
+    encryption."""
 
     def __init__(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, tls: ssl.SSLObject) -> None:
         self._incoming = incoming
         self._outgoing = outgoing
         self._tls = tls
-        # An SSL object is for one thread at a time.
+        # An SSLObject must not be used by two threads at once.
         self._lock = threading.Lock()
         self._established = False
 
     @classmethod
     def server(cls, context: ssl.SSLContext) -> TlsSession:
-        """The accepting end; it asks for a certificate if the context says so."""
+        """Create the accepting end; it requests a client certificate if the context requires one."""
         incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         return cls(incoming, outgoing, context.wrap_bio(incoming, outgoing, server_side=True))
 
     @classmethod
     def client(cls, context: ssl.SSLContext, server_name: str) -> TlsSession:
-        """The connecting end, to a server that has `server_name` in its certificate."""
+        """Create the connecting end, for a server whose certificate names `server_name`."""
         incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         return cls(incoming, outgoing, context.wrap_bio(incoming, outgoing, server_hostname=server_name))
 
     @property
     def established(self) -> bool:
-        """Whether the other end has proved itself, and messages may be sent."""
+        """Return whether the handshake is complete and messages may be sent."""
         return self._established
 
     @property
     def peer(self) -> Identity:
-        """Who is at the other end, once established. Raises NoIdentity."""
+        """Return the peer's identity; valid once established. Raises NoIdentity."""
         return identity_of(uris_of(self._tls.getpeercert() or {}))
 
     def begin(self, write: Callable[[bytes], None]) -> None:
-        """Say what the connecting end says first; nothing at the accepting end."""
+        """Write the client's first handshake message; does nothing at the accepting end."""
         self.receive(b"", write)
 
     def receive(self, data: bytes, write: Callable[[bytes], None]) -> tuple[bytes, bool]:
-        """Take bytes from the socket; give the stream's, and whether the other end has closed.
+        """Decrypt bytes from the socket. Return the plaintext, and whether the peer has closed the session.
 
-        What the protocol itself has to say goes to `write`, also when this raises ssl.SSLError: an alert then
-        tells the other end why.
+        Handshake messages and alerts go to `write`, also when this raises ssl.SSLError: the alert tells the
+        peer why.
         """
         with self._lock:
             self._incoming.write(data)
@@ -71,7 +75,7 @@ class TlsSession:
                     write(self._outgoing.read())
 
     def send(self, data: bytes, write: Callable[[bytes], None]) -> None:
-        """Seal and write. Raises ssl.SSLError, and what `write` raises."""
+        """Encrypt and write. Raises ssl.SSLError and whatever `write` raises."""
         with self._lock:
             self._tls.write(data)
             write(self._outgoing.read())

@@ -1,4 +1,4 @@
-"""How this process reaches others and is reached: in the clear, or with certificates on both sides."""
+"""How this process opens and accepts connections: unencrypted, or with mutual TLS."""
 
 from __future__ import annotations
 
@@ -18,43 +18,45 @@ ChannelOptions = Sequence[tuple[str, str | int]]
 
 
 class Transport(Protocol):
-    """One process's. Whatever connects or listens asks it: nothing is left in the clear by mistake."""
+    """A process's only way to connect and to listen, so that no connection is left unencrypted by mistake."""
 
     @property
     def encrypted(self) -> bool:
-        """Whether both ends prove themselves by certificates."""
+        """Return whether connections use mutual TLS."""
 
     @property
     def version(self) -> int:
-        """Changes with this process's certificate: channels made before show the older one."""
+        """Return a number that changes with this process's certificate; older channels still present the old
+        one."""
 
     def channel(self, address: str, role: Role, options: ChannelOptions) -> grpc.aio.Channel:
-        """A channel to a process of that role."""
+        """Return a channel to a process of the given role at HOST:PORT."""
 
     def blocking_channel(self, address: str, role: Role, options: ChannelOptions) -> grpc.Channel:
-        """The same, for callers without an event loop."""
+        """Return a synchronous channel, for callers without an event loop."""
 
     def etcd_channel(self, target: str, options: ChannelOptions) -> grpc.aio.Channel:
-        """A channel to an etcd member, which is known by its host name."""
+        """Return a channel to an etcd member, whose certificate carries its host name and not a role."""
 
     def listen(self, server: grpc.aio.Server, address: str) -> int:
-        """Have a server listen on HOST:PORT; the port. Raises RuntimeError when it cannot."""
+        """Make a server listen on HOST:PORT and return the port. Raises RuntimeError on failure."""
 
     def interceptors(self) -> Sequence[grpc.aio.ServerInterceptor]:
-        """What checks each call to a server."""
+        """Return the interceptors that authorize each call to a server."""
 
     def accept(self) -> TlsSession | None:
-        """The server's end of a new connection; None: it is in the clear."""
+        """Return the server's TLS session of a new connection, or None when unencrypted."""
 
     def dial(self, role: Role) -> TlsSession | None:
-        """The client's end of a new connection to a process of that role; None: it is in the clear."""
+        """Return the client's TLS session of a new connection to a process of that role, or None when
+        unencrypted."""
 
     def https(self) -> ssl.SSLContext | None:
-        """For an HTTP server; None: it is in the clear. Asked for each connection."""
+        """Return the context of an HTTP server, or None when unencrypted. Called for each connection."""
 
 
 class PlainTransport:
-    """In the clear, and whoever connects may do everything: for loopback, and for trusted networks."""
+    """Unencrypted and unauthenticated, for loopback and trusted networks only."""
 
     encrypted: Final = False
     version: Final = 0
@@ -88,7 +90,7 @@ PLAIN: Final = PlainTransport()
 
 
 class TlsTransport:
-    """Mutual TLS 1.3. A new certificate is shown on every connection made after its files have changed."""
+    """Mutual TLS 1.3. Connections made after the certificate's files changed present the new certificate."""
 
     encrypted: Final = True
 
@@ -116,7 +118,7 @@ class TlsTransport:
         configuration = _ServerConfiguration(self.folder)
         credentials = grpc.dynamic_ssl_server_credentials(
             configuration.first,
-            # Its stubs do not know that None means: as before.
+            # gRPC's stubs omit None, which means unchanged.
             cast(Callable[[], grpc.ServerCertificateConfiguration], configuration.fetch),
             require_client_authentication=True,
         )
@@ -136,7 +138,7 @@ class TlsTransport:
 
 
 class _ServerConfiguration:
-    """What gRPC asks before each handshake, on threads of its own."""
+    """Serves gRPC's request for the configuration before each handshake, on gRPC's own threads."""
 
     def __init__(self, folder: CredentialFolder) -> None:
         self._folder = folder
@@ -145,7 +147,7 @@ class _ServerConfiguration:
         self.first = credentials.for_server()
 
     def fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        """None: as before."""
+        """Return the new configuration, or None when it has not changed."""
         version, credentials = self._folder.versioned()
         with self._lock:
             if version == self._version:

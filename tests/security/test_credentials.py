@@ -124,7 +124,7 @@ def test_a_mistake_is_said_once_and_what_runs_goes_on(
     for _ in range(5):
         assert credentials.current() is before
     (said,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
-    assert "has expired; the certificate of before stays in use" in said
+    assert "has expired; the previous certificate stays in use" in said
 
 
 def test_an_authority_is_replaced_in_three_steps(authority: Authority) -> None:
