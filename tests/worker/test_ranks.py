@@ -21,8 +21,6 @@ from worker_agent.ranks.links import Pulse, RankLinks, RankLost
 from worker_agent.ranks.messages import (
     Announce,
     Answer,
-    Answered,
-    Asked,
     Begin,
     Begun,
     Close,
@@ -32,6 +30,8 @@ from worker_agent.ranks.messages import (
     End,
     Ended,
     Hello,
+    NumberedAnswer,
+    NumberedCommand,
     Open,
     Opened,
     Ping,
@@ -66,7 +66,7 @@ class Rank:
         self._writer.write(encode(Hello(self.number, secret or links.secret)))
         while True:
             try:
-                asked = msgspec.msgpack.decode(await read_frame(reader), type=Asked)
+                asked = msgspec.msgpack.decode(await read_frame(reader), type=NumberedCommand)
             except asyncio.IncompleteReadError:
                 return
             self.asked.append(asked.command)
@@ -78,7 +78,7 @@ class Rank:
                 continue
             error = self.wrong.get(type(asked.command))
             answer = failed(error) if error is not None else self._answer(asked.command)
-            self._writer.write(encode(Answered(asked.number, answer)))
+            self._writer.write(encode(NumberedAnswer(asked.number, answer)))
 
     def die(self) -> None:
         assert self._writer is not None
@@ -133,7 +133,7 @@ async def two_ranks(
     await links.open()
     # Not in their order: they come as they are loaded.
     running = [asyncio.create_task(rank.run(links)) for rank in reversed(ranks)]
-    await links.all_here(10)
+    await links.wait_for_all(10)
     try:
         yield ranks, links
     finally:
@@ -251,7 +251,7 @@ async def test_a_rank_that_dies_is_told_once_and_fails_what_waits_for_it() -> No
 
 async def test_a_rank_that_answers_no_more_is_lost_and_one_late_answer_says_nothing() -> None:
     lost: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
-    pulse = Pulse(every_s=0.01, patience_s=0.5)
+    pulse = Pulse(every_s=0.01, timeout_s=0.5)
     async with two_ranks(lambda *told: lost.set_result(told), pulse) as (ranks, links):
         ranks[1].missed = (1, 3, 4)
         links.watch()
@@ -266,7 +266,7 @@ async def test_nobody_without_the_secret_is_let_in() -> None:
     await Rank(1).run(links, b"another secret of 32 bytes.......")
     await Rank(7).run(links)
     running = [asyncio.create_task(rank.run(links)) for rank in ranks]
-    await links.all_here(10)
+    await links.wait_for_all(10)
     assert [link.rank for link in links] == [0, 1]
     # Its folder is gone: nobody comes any more.
     with pytest.raises(FileNotFoundError):
@@ -279,4 +279,4 @@ async def test_ranks_that_do_not_come_are_named() -> None:
     links = RankLinks(2, lambda rank, what: None)
     await links.open()
     with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] did not report"):
-        await links.all_here(0.01)
+        await links.wait_for_all(0.01)

@@ -1,7 +1,8 @@
-"""A rank's end of the talk with its worker: obeys, in a thread of the rank's process.
+"""The agent in a rank's process: a thread that carries out the worker's commands for the rank's KV transfers.
 
-vLLM's own thread of that process runs the steps and knows nothing of it. When the worker's process is gone
-the rank ends too, whatever its steps and its transfers wait for, and removes what the ranks shared.
+vLLM's own thread of that process runs the steps and does not know about it. When the worker's process dies,
+the agent ends the rank too, whatever its steps and transfers are waiting for, and removes what the ranks
+shared.
 """
 
 from __future__ import annotations
@@ -39,8 +40,6 @@ from worker_agent.ranks.messages import (
     Address,
     Announce,
     Answer,
-    Answered,
-    Asked,
     Begin,
     Begun,
     Close,
@@ -50,6 +49,8 @@ from worker_agent.ranks.messages import (
     End,
     Ended,
     Hello,
+    NumberedAnswer,
+    NumberedCommand,
     Open,
     Opened,
     Ping,
@@ -65,13 +66,15 @@ from worker_agent.ranks.messages import (
 
 log = logging.getLogger(__name__)
 
-# For a rank's transfers to end once its worker is gone, and then for the rank to end by itself.
+# Allowed for the transfers to end after the worker has died, and then for the rank to exit by itself.
 _ORPHAN_S: Final = 5.0
 
 
 def start_agent(rank: int, kv: KvBlocks, meeting: str, address: Address) -> RankMemory:
-    """Obey the worker at this address from now on; what the rank's own thread shares with it. `meeting`: by
-    which the ranks found each other."""
+    """Start the agent's thread and return the memory that it shares with the rank's own thread.
+
+    `address`: where the worker listens. `meeting`: name of the ranks' rendezvous file.
+    """
     memory = RankMemory(kv)
     agent = RankAgent(rank, kv, meeting, memory)
     threading.Thread(target=_run, args=(agent, address), name="tailrace-rank", daemon=True).start()
@@ -88,7 +91,7 @@ def _run(agent: RankAgent, address: Address) -> None:
 
 @dataclass(slots=True)
 class _Transfer:
-    """One on its way in. `pulling`: at most one at a time."""
+    """An incoming transfer. At most one pull runs at a time."""
 
     request_id: str
     kv: KvTransfer
@@ -97,7 +100,7 @@ class _Transfer:
 
 @dataclass(slots=True)
 class _Transport:
-    """What there is once UCX is started."""
+    """What exists once UCX has started."""
 
     server: KvServer
     client: KvClient
@@ -105,29 +108,31 @@ class _Transport:
     memory: SharedMemory
     sessions: dict[int, Session] = field(default_factory=dict)
     transfers: dict[int, _Transfer] = field(default_factory=dict)
-    # What the worker was told of.
-    told_blocks: int = 0
-    told_bytes: int = 0
-    # Exports and transfers that are being opened: whether their end was told meanwhile. Their numbers differ.
-    _beginning: dict[int, bool] = field(default_factory=dict)
+    # Totals already reported to the worker.
+    reported_blocks: int = 0
+    reported_bytes: int = 0
+    # Exports and transfers being opened, and whether each was cancelled meanwhile. The two share one
+    # numbering.
+    _opening: dict[int, bool] = field(default_factory=dict)
 
     @contextmanager
-    def beginning(self, number: int) -> Iterator[Callable[[], bool]]:
-        """While it is opened; yields whether it was given up."""
-        self._beginning[number] = False
+    def opening(self, number: int) -> Iterator[Callable[[], bool]]:
+        """Mark `number` as being opened; yields a function that returns whether it was cancelled
+        meanwhile."""
+        self._opening[number] = False
         try:
-            yield lambda: self._beginning[number]
+            yield lambda: self._opening[number]
         finally:
-            del self._beginning[number]
+            del self._opening[number]
 
-    def give_up(self, number: int) -> None:
-        """Whoever opens it now is to undo it."""
-        if number in self._beginning:
-            self._beginning[number] = True
+    def cancel_opening(self, number: int) -> None:
+        """If `number` is being opened, make its opener undo it."""
+        if number in self._opening:
+            self._opening[number] = True
 
 
 class RankAgent:
-    """One rank's."""
+    """Carries out the worker's commands in one rank."""
 
     def __init__(self, rank: int, kv: KvBlocks, meeting: str, memory: RankMemory) -> None:
         self._rank = rank
@@ -138,31 +143,31 @@ class RankAgent:
         self._commands: set[asyncio.Task[None]] = set()
 
     async def run(self, address: Address) -> None:
-        """Until the worker says stop, or is gone."""
+        """Serve the worker's commands until it sends Stop; ends the process if the worker dies."""
         if self._kv.device.type == "cuda":
             torch.cuda.set_device(self._kv.device)
         reader, writer = await asyncio.open_unix_connection(address.path)
         writer.write(encode(Hello(self._rank, address.secret)))
-        told: int | None = None
+        stop_number: int | None = None
         try:
-            told = await self._obey_all(reader, writer)
+            stop_number = await self._serve(reader, writer)
         except (asyncio.IncompleteReadError, OSError):
             log.warning("rank %d: its worker is gone", self._rank)
-        if told is None:
+        if stop_number is None:
             await self._end_orphaned()
         await self._end()
-        writer.write(encode(Answered(told, Done())))
+        writer.write(encode(NumberedAnswer(stop_number, Done())))
         await writer.drain()
         writer.close()
 
     async def _end_orphaned(self) -> NoReturn:
-        """End this process: what nobody tells to stop any more must not hold a device."""
-        # Beside the loop: ending UCX, or a copy to end, may hold that for ever.
+        """End this process: without a worker nobody else would, and it must not go on holding a device."""
+        # On a separate thread: closing UCX, or waiting for a copy, can block the event loop for ever.
         threading.Timer(2 * _ORPHAN_S, self._exit).start()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ORPHAN_S):
                 await self._end()
-        # vLLM's thread has noticed too, unless it waits for another rank.
+        # vLLM's thread notices as well, unless it is waiting for another rank.
         await asyncio.sleep(_ORPHAN_S)
         self._exit()
 
@@ -170,38 +175,38 @@ class RankAgent:
         remove_meeting(self._meeting)
         os._exit(1)
 
-    async def _obey_all(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
-        """Until told to stop; the number of that command."""
-        decoder = msgspec.msgpack.Decoder(Asked)
-        # The first one starts UCX; only then is there anything to sweep.
-        asked = decoder.decode(await read_frame(reader))
-        if isinstance(asked.command, Stop):
-            return asked.number
-        assert isinstance(asked.command, Begin)
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
+        """Carry out commands until Stop; returns that command's number."""
+        decoder = msgspec.msgpack.Decoder(NumberedCommand)
+        # The first command starts UCX; there are no stray messages to discard before that.
+        request = decoder.decode(await read_frame(reader))
+        if isinstance(request.command, Stop):
+            return request.number
+        assert isinstance(request.command, Begin)
         try:
-            begun: Answer = self._begin(asked.command)
+            begun: Answer = self._begin(request.command)
         except KvTransferError as error:
-            # The worker says why, and stops.
+            # The worker reports the reason and stops.
             begun = failed(error)
-        writer.write(encode(Answered(asked.number, begun)))
+        writer.write(encode(NumberedAnswer(request.number, begun)))
         async with discarding_strays(lambda count: None):
             while True:
-                asked = decoder.decode(await read_frame(reader))
-                if isinstance(asked.command, Stop):
-                    return asked.number
-                task = asyncio.create_task(self._answer(asked, writer), name="rank's command")
+                request = decoder.decode(await read_frame(reader))
+                if isinstance(request.command, Stop):
+                    return request.number
+                task = asyncio.create_task(self._answer(request, writer), name="rank's command")
                 self._commands.add(task)
                 task.add_done_callback(self._commands.discard)
 
-    async def _answer(self, asked: Asked, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, request: NumberedCommand, writer: asyncio.StreamWriter) -> None:
         try:
-            answer = await self._obey(asked.command)
-        # Whatever is wrong with one transfer, the rank goes on.
+            answer = await self._execute(request.command)
+        # A failure of one transfer must not end the rank.
         except Exception as error:
             answer = failed(error)
             if answer.kind == "transfer" and not isinstance(error, KvTransferError):
                 log.exception("rank %d: a transfer failed", self._rank)
-        writer.write(encode(Answered(asked.number, answer)))
+        writer.write(encode(NumberedAnswer(request.number, answer)))
 
     def _begin(self, begin: Begin) -> Begun:
         start_ucx(begin.ucx)
@@ -220,7 +225,7 @@ class RankAgent:
         )
         return Begun(self._transport.server.address)
 
-    async def _obey(self, command: Command) -> Answer:
+    async def _execute(self, command: Command) -> Answer:
         transport = self._transport
         assert transport is not None
         match command:
@@ -245,9 +250,9 @@ class RankAgent:
                 raise KvTransferError(f"a rank does not {type(command).__name__} here")
 
     async def _open(self, transport: _Transport, command: Open) -> Opened:
-        with transport.beginning(command.export) as given_up:
+        with transport.opening(command.export) as cancelled:
             session = await transport.server.open(_name(command.export), command.target)
-            if given_up():
+            if cancelled():
                 await run_to_completion(transport.server.end(session))
                 raise KvTransferError("the export has ended")
             transport.sessions[command.export] = session
@@ -262,21 +267,21 @@ class RankAgent:
 
     async def _end_export(self, transport: _Transport, command: End) -> Ended:
         session = transport.sessions.pop(command.export, None)
-        transport.give_up(command.export)
+        transport.cancel_opening(command.export)
         if session is not None:
             session.taken = command.taken
             await transport.server.end(session)
         self._memory.forget(_name(command.export))
         metrics = transport.metrics
         blocks, size = metrics.kv_sent_blocks, metrics.kv_sent_bytes
-        ended = Ended(blocks - transport.told_blocks, size - transport.told_bytes)
-        transport.told_blocks, transport.told_bytes = blocks, size
+        ended = Ended(blocks - transport.reported_blocks, size - transport.reported_bytes)
+        transport.reported_blocks, transport.reported_bytes = blocks, size
         return ended
 
     async def _connect(self, transport: _Transport, command: Connect) -> None:
-        with transport.beginning(command.transfer) as given_up:
+        with transport.opening(command.transfer) as cancelled:
             kv = await transport.client.connect(command.source, Ticket(command.ticket))
-            if given_up():
+            if cancelled():
                 await run_to_completion(kv.close())
                 raise KvTransferError("the transfer was ended")
             self._memory.expect(command.request_id)
@@ -308,7 +313,7 @@ class RankAgent:
 
     async def _close(self, transport: _Transport, number: int) -> None:
         transfer = transport.transfers.pop(number, None)
-        transport.give_up(number)
+        transport.cancel_opening(number)
         if transfer is None:
             return
         if transfer.pulling is not None:

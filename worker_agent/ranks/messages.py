@@ -1,6 +1,6 @@
-"""What a worker says to the ranks of its engine, and what they answer. msgpack, each behind its length.
+"""Messages between a worker and the ranks of its engine: msgpack, each prefixed with its length.
 
-Both ends are of one process tree and one version; nobody else is let in (`links.py`).
+Both ends belong to one process tree and run one version; `links.py` admits nobody else.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import msgspec
 from worker_agent.engine.errors import EngineRefusal, KvCorrupt
 from worker_agent.kv.address import KvAddress, KvIdentityError, KvShape, KvTransferError
 
-# What vLLM calls the file by which an engine's ranks meet, unique to them.
+# Prefix of the file by which the ranks of a vLLM engine rendezvous; the full name is unique to the engine.
 _MEETING: Final = "vllm_dist_"
 _SHARED: Final = Path("/dev/shm")
 
 
 def remove_meeting(name: str) -> None:
-    """Remove the file of this name by which ranks met, and the memory that vLLM's ranks on a CPU share.
+    """Remove the ranks' rendezvous file, and the memory that vLLM's CPU ranks share.
 
-    Once no rank needs them any more; nothing happens if they are gone, or if vLLM had another way to meet.
+    Call it once no rank needs them. Does nothing if they are gone, or if vLLM used another rendezvous.
     """
     if not name.startswith(_MEETING):
         return
@@ -37,20 +37,20 @@ def remove_meeting(name: str) -> None:
 
 
 _LENGTH: Final = struct.Struct("<I")
-# The names of the blocks of the longest context are a few megabytes.
+# The block hashes of the longest context take a few megabytes.
 _BYTES_MAX: Final = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the worker waits for its ranks, and what lets one in."""
+    """Where the worker listens for its ranks, and the secret that admits one."""
 
     path: str
     secret: bytes
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The first message, from the rank."""
+    """The rank's first message."""
 
     rank: int
     secret: bytes
@@ -63,31 +63,31 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     fingerprint: str
     block_tokens: int
     ucx: dict[str, str]
-    # Whether KV leaves the host encrypted.
+    # Whether KV is encrypted before it leaves the host.
     sealed: bool
 
 
 class Begun(msgspec.Struct, frozen=True, tag=True):
-    """Where other workers' ranks reach this one."""
+    """Where the same rank of other workers connects to this one."""
 
     address: KvAddress
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
-    """Let this address read what is announced of the export. Answered by Opened."""
+    """Allow this address to read the export's announced blocks. Answered by Opened."""
 
     export: int
     target: KvAddress
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
-    """The right to read it."""
+    """The ticket that entitles the target to read."""
 
     ticket: bytes
 
 
 class Announce(msgspec.Struct, frozen=True, tag=True):
-    """Blocks of an export from number `first_block` on: their names, and where they are here."""
+    """Blocks of an export from number `first_block` on: their hashes, and their places in this rank."""
 
     export: int
     first_block: int
@@ -96,21 +96,21 @@ class Announce(msgspec.Struct, frozen=True, tag=True):
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
-    """Nothing of the export is to be read any more. `taken`: its target has all of it. Answered by Ended."""
+    """End an export; nothing of it is read any more. `taken`: the target has all of it. Answered by Ended."""
 
     export: int
     taken: bool
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """What was sent since the last such answer."""
+    """What was sent since the previous Ended."""
 
     blocks: int
     bytes: int
 
 
 class Connect(msgspec.Struct, frozen=True, tag=True):
-    """Begin a transfer of this request from a source's rank."""
+    """Start a transfer of the request from the same rank of the source."""
 
     transfer: int
     request_id: str
@@ -119,8 +119,10 @@ class Connect(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pull(msgspec.Struct, frozen=True, tag=True):
-    """Fetch the blocks of these names and write them to these places; those beyond the places are kept until
-    `settle`. Answered by Pulled."""
+    """Fetch the blocks with these hashes and write them to these places. Answered by Pulled.
+
+    Blocks beyond the places are kept until `settle`.
+    """
 
     transfer: int
     first_block: int
@@ -129,31 +131,31 @@ class Pull(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pulled(msgspec.Struct, frozen=True, tag=True):
-    """Bytes that came."""
+    """The number of bytes received."""
 
     bytes: int
 
 
 class Close(msgspec.Struct, frozen=True, tag=True):
-    """Nothing is written for this transfer any more once this is answered."""
+    """End a transfer; nothing is written for it once this is answered."""
 
     transfer: int
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Say that you are there."""
+    """Ask whether the rank is alive."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """The engine stops: end UCX."""
+    """End the transfers and UCX, because the engine stops."""
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """It is."""
+    """The command succeeded."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """It is not. `kind`: what to raise at the other end."""
+    """The command failed. `kind`: the key in ERRORS of the exception to raise in the worker."""
 
     kind: str
     reason: str
@@ -163,15 +165,15 @@ Command: TypeAlias = Begin | Open | Announce | End | Connect | Pull | Close | Pi
 Answer: TypeAlias = Begun | Opened | Ended | Pulled | Done | Failed
 
 
-class Asked(msgspec.Struct, frozen=True):
-    """A command with the number that its answer will have."""
+class NumberedCommand(msgspec.Struct, frozen=True):
+    """A command, and the number that its answer will carry."""
 
     number: int
     command: Command
 
 
-class Answered(msgspec.Struct, frozen=True):
-    """An answer."""
+class NumberedAnswer(msgspec.Struct, frozen=True):
+    """An answer, and the number of its command."""
 
     number: int
     answer: Answer
@@ -186,25 +188,27 @@ ERRORS: Final[dict[str, type[Exception]]] = {
 
 
 def failed(error: Exception) -> Failed:
-    """An error as an answer; one of no kind of ours ends the transfer like a broken connection."""
+    """Convert an error into an answer; an error of a foreign type becomes a failed transfer."""
     kind = next((name for name, type_ in ERRORS.items() if isinstance(error, type_)), "transfer")
     return Failed(kind, str(error) or type(error).__name__)
 
 
 def rank_shape(fingerprint: str, block_tokens: int, num_layers: int, layer_block_bytes: int) -> KvShape:
-    """What one rank's blocks are; the fingerprint of a rank names the rank."""
+    """Return the shape of one rank's blocks; the fingerprint identifies the rank."""
     return KvShape(fingerprint, block_tokens, num_layers, layer_block_bytes)
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """As it goes over the socket."""
+    """Encode a message with its length prefix."""
     data = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(data)) + data
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """The next message. Raises asyncio.IncompleteReadError at the end of the stream, ValueError when it is
-    too large."""
+    """Read the next message.
+
+    Raises asyncio.IncompleteReadError at the end of the stream, ValueError when the message is too large.
+    """
     (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     if size > _BYTES_MAX:
         raise ValueError(f"a message of {size} bytes")

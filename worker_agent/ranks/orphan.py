@@ -1,9 +1,9 @@
-"""Ends a rank whose worker is gone before the rank serves.
+"""End a rank whose worker dies before the rank serves.
 
-vLLM's ranks watch their parent only once the model is loaded. Until then one that is left alone goes on: it
-waits in the rendezvous for ranks that nobody starts any more, half an hour by default, or loads a model and
-holds the memory of its device meanwhile. Afterwards the rank's agent sees to it (agent.py), which has things
-to put away first.
+vLLM's ranks watch their parent only once the model is loaded. Until then an orphaned rank goes on: it waits
+in the rendezvous for ranks that nobody will start, half an hour by default, or loads a model and holds device
+memory meanwhile. Once the model is loaded the rank's agent (agent.py) takes over, because it has to clean up
+first.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from multiprocessing import connection
 from typing import Final
 
 WORKER_PID: Final = "TAILRACE_WORKER_PID"
-"""The environment variable by which ranks know the process of their worker."""
+"""Environment variable that holds the process id of the ranks' worker."""
 
 
 class OrphanWatch:
-    """Ends this process, if it is a rank, with status 1 when its worker is gone, until told to stop.
+    """End this process with status 1 when its worker dies, if it is a rank, until `stop`.
 
-    By the interpreter's own record of its parent (`multiprocessing.parent_process`): the kernel's
-    PR_SET_PDEATHSIG fires when the spawning *thread* ends, too.
+    It follows the interpreter's own record of its parent (`multiprocessing.parent_process`), because the
+    kernel's PR_SET_PDEATHSIG also fires when the spawning *thread* ends.
     """
 
     def __init__(self) -> None:
@@ -34,11 +34,11 @@ class OrphanWatch:
             ).start()
 
     def stop(self) -> None:
-        """Somebody else notices from now on."""
+        """Stop watching: from now on the rank's agent does."""
         self._stopped = True
 
     def _watch(self, sentinel: int) -> None:
         connection.wait([sentinel])
         if not self._stopped:
-            # The main thread waits in native code, where no exception would reach it.
+            # The main thread waits in native code, which an exception would not interrupt.
             os._exit(1)

@@ -1,4 +1,4 @@
-"""What a worker's KV transport needs of an engine with several ranks."""
+"""What the KV transport of an engine with several ranks needs from the engine."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from worker_agent.ranks.links import RankLinks
 
 
 class RankedMemory(Protocol):
-    """What the engine knows of its ranks' KV: the same block numbers in each. All calls on the event loop."""
+    """The engine's view of its ranks' KV: block numbers are the same in each. Call on the event loop only."""
 
     @property
     def links(self) -> RankLinks:
-        """To its ranks."""
+        """Return the connections to the ranks."""
 
     def exported(self, request_id: str, first_block: int, num_blocks: int) -> Sequence[int]:
-        """Where these pinned blocks of an export are. Raises EngineRefusal."""
+        """Return the places of these pinned blocks of an export. Raises EngineRefusal."""
 
     def receiving(
         self, request_id: str, first_block: int, num_blocks: int
     ) -> AbstractContextManager[Sequence[int]]:
-        """While these blocks of an import are written: their places, fewer than asked for where the rest has
-        none before the last token is known. Left without an error, they have come. Raises EngineRefusal."""
+        """Reserve the places of these blocks of an import while they are written.
+
+        Yields fewer places than blocks where the rest has none before the last token is known. Leaving
+        without an error marks the blocks as received. Raises EngineRefusal.
+        """

@@ -1,4 +1,4 @@
-"""The KV transport of an engine with several ranks: all of them at once, each its own part."""
+"""The KV transport of an engine with several ranks: every rank transfers its own part at the same time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 
 
 class RankedSession:
-    """The blocks of one export, in every rank."""
+    """One export's blocks, in every rank."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class RankedSession:
         announce: Callable[[int, Sequence[bytes], Sequence[int]], Awaitable[None]],
         end: Callable[[bool], Awaitable[None]],
     ) -> None:
-        """`announce`: first block, names, places; `end`: whether the target has taken all."""
+        """`announce` takes first block, hashes and places; `end` takes whether the target has everything."""
         self.tickets = tickets
         self.taken = False
         self._request_id = request_id
@@ -53,7 +53,7 @@ class RankedSession:
         self._end = end
 
     async def announce(self, first_block: int, hashes: Sequence[bytes]) -> None:
-        """BlockSession.announce."""
+        """See BlockSession.announce."""
         if not hashes:
             return
         try:
@@ -63,12 +63,12 @@ class RankedSession:
         await self._announce(first_block, hashes, block_ids)
 
     async def end(self) -> None:
-        """BlockSession.end."""
+        """See BlockSession.end."""
         await self._end(self.taken)
 
 
 class RankedTransfer:
-    """All pulls of one migration. It fails as a whole: a round is done when every rank has its part."""
+    """The pulls of one migration. It fails as a whole: a round completes when every rank has its part."""
 
     def __init__(self, number: int, request_id: str, memory: RankedMemory, metrics: WorkerMetrics) -> None:
         self._number = number
@@ -78,45 +78,46 @@ class RankedTransfer:
         self._closed = False
 
     async def connect(self, sources: Sequence[KvAddress], tickets: Sequence[Ticket]) -> None:
-        """Every rank greets its own of the source. Raises KvTransferError, and leaves nothing then."""
-        asked = [
+        """Connect every rank to the same rank of the source. Raises KvTransferError, having undone
+        everything."""
+        calls = [
             link.ask(Connect(self._number, self._request_id, source, ticket.secret), Done)
             for link, source, ticket in zip(self._memory.links, sources, tickets, strict=True)
         ]
         try:
-            await _all(asked)
+            await _gather_all(calls)
         except BaseException:
             await run_to_completion(self.close())
             raise
 
     async def pull(self, first_block: int, hashes: Sequence[bytes]) -> int:
-        """BlockTransfer.pull."""
+        """See BlockTransfer.pull."""
         if not hashes:
             return 0
         with self._memory.receiving(self._request_id, first_block, len(hashes)) as block_ids:
             command = Pull(self._number, first_block, list(hashes), list(block_ids))
             try:
-                came = await _all(link.ask(command, Pulled, None) for link in self._memory.links)
+                pulled = await _gather_all(link.ask(command, Pulled, None) for link in self._memory.links)
             except BaseException:
-                # Nobody writes any more when this returns.
+                # No rank may still be writing when this returns.
                 await run_to_completion(self.close())
                 raise
-        size = sum(each.bytes for each in came)
+        size = sum(each.bytes for each in pulled)
         self._metrics.kv_received_blocks += len(hashes)
         self._metrics.kv_received_bytes += size
         return size
 
     async def close(self) -> None:
-        """BlockTransfer.close."""
+        """See BlockTransfer.close."""
         if self._closed:
             return
         self._closed = True
-        asked = [link.ask(Close(self._number), Done) for link in self._memory.links]
-        _look(await asyncio.gather(*asked, return_exceptions=True))
+        calls = [link.ask(Close(self._number), Done) for link in self._memory.links]
+        _results_or_raise(await asyncio.gather(*calls, return_exceptions=True))
 
 
 class RankedTransport:
-    """BlockSource and BlockPuller over the ranks."""
+    """The BlockSource and BlockPuller of an engine with several ranks."""
 
     def __init__(self, memory: RankedMemory, metrics: WorkerMetrics, addresses: Sequence[KvAddress]) -> None:
         self._memory = memory
@@ -135,27 +136,29 @@ class RankedTransport:
         ucx: Mapping[str, str],
         sealed: bool,
     ) -> RankedTransport:
-        """Start UCX in every rank with these options; from then on watch that all are there. `sealed`: KV
-        leaves the host encrypted. Raises KvTransferError."""
+        """Start UCX in every rank with these options, and start watching the ranks.
+
+        `sealed`: KV is encrypted before it leaves the host. Raises KvTransferError.
+        """
 
         async def begin(link: RankLink) -> KvAddress:
-            # A rank takes KV from the same rank alone.
+            # A rank accepts KV only from the same rank of another worker.
             name = f"{fingerprint} rank {link.rank}"
             return (await link.ask(Begin(instance_id, name, block_tokens, dict(ucx), sealed), Begun)).address
 
-        addresses = await _all(begin(link) for link in memory.links)
+        addresses = await _gather_all(begin(link) for link in memory.links)
         memory.links.watch()
         return cls(memory, metrics, addresses)
 
     async def open(self, request_id: str, targets: Sequence[KvAddress]) -> RankedSession:
-        """BlockSource.open."""
+        """See BlockSource.open."""
         number = next(self._numbers)
-        asked = [
+        calls = [
             link.ask(Open(number, target), Opened)
             for link, target in zip(self._memory.links, targets, strict=True)
         ]
         try:
-            opened = await _all(asked)
+            opened = await _gather_all(calls)
         except BaseException:
             await run_to_completion(self._end(number, False))
             raise
@@ -167,7 +170,7 @@ class RankedTransport:
     async def connect(
         self, request_id: str, sources: Sequence[KvAddress], tickets: Sequence[Ticket]
     ) -> RankedTransfer:
-        """BlockPuller.connect."""
+        """See BlockPuller.connect."""
         if len(tickets) != len(sources):
             raise KvTransferError(f"{len(tickets)} tickets for {len(sources)} ranks")
         transfer = RankedTransfer(next(self._numbers), request_id, self._memory, self._metrics)
@@ -175,43 +178,43 @@ class RankedTransport:
         return transfer
 
     async def close(self) -> None:
-        """The ranks' transfers end with the engine."""
+        """Do nothing: the ranks' transfers end with the engine."""
 
     async def _announce(
         self, number: int, first_block: int, hashes: Sequence[bytes], block_ids: Sequence[int]
     ) -> None:
         command = Announce(number, first_block, list(hashes), list(block_ids))
-        await _all(link.ask(command, Done) for link in self._memory.links)
+        await _gather_all(link.ask(command, Done) for link in self._memory.links)
 
     async def _end(self, number: int, taken: bool) -> None:
-        asked = [link.ask(End(number, taken), Ended) for link in self._memory.links]
-        ended = _look(await asyncio.gather(*asked, return_exceptions=True))
+        calls = [link.ask(End(number, taken), Ended) for link in self._memory.links]
+        ended = _results_or_raise(await asyncio.gather(*calls, return_exceptions=True))
         self._metrics.kv_sent_blocks += max((each.blocks for each in ended), default=0)
         self._metrics.kv_sent_bytes += sum(each.bytes for each in ended)
 
 
-async def _all(asked: Iterable[Awaitable[_T]]) -> list[_T]:
-    """All answers, or the first error; the answers of the others are then of no interest any more."""
-    tasks = [asyncio.ensure_future(each) for each in asked]
+async def _gather_all(calls: Iterable[Awaitable[_T]]) -> list[_T]:
+    """Return all results, or raise the first error and cancel the rest."""
+    tasks = [asyncio.ensure_future(each) for each in calls]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     except asyncio.CancelledError:
         for task in tasks:
             task.cancel()
         raise
-    wrong = next((task for task in tasks if task.done() and task.exception() is not None), None)
-    if wrong is None:
+    failed_task = next((task for task in tasks if task.done() and task.exception() is not None), None)
+    if failed_task is None:
         return [task.result() for task in tasks]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    error = wrong.exception()
+    error = failed_task.exception()
     assert error is not None
     raise error
 
 
-def _look(answers: Sequence[_T | BaseException]) -> list[_T]:
-    """The answers of those ranks that are there. Raises what is no failure of a rank or a transfer."""
+def _results_or_raise(answers: Sequence[_T | BaseException]) -> list[_T]:
+    """Return the results of the ranks that answered. Raises any error that is no KvTransferError."""
     for answer in answers:
         if isinstance(answer, BaseException) and not isinstance(answer, KvTransferError):
             raise answer

@@ -336,7 +336,7 @@ class VllmEngine:
             await self._ask(lambda parts: parts.core.serve_ranks(address))
         except EngineRefusal as refusal:
             raise RuntimeError(f"the engine's ranks cannot move KV: {refusal}") from refusal
-        await ranks.links.all_here(_RANKS_DEADLINE_S)
+        await ranks.links.wait_for_all(_RANKS_DEADLINE_S)
         return ranks
 
     async def _ask(self, command: Callable[[EngineParts], _T]) -> _T:
