@@ -343,6 +343,8 @@ class Carrier:
             self._workers.reconnect(instance_id, f"malformed outputs: {error}")
             return
         self._liveness.step_received(instance_id, step.step, time.monotonic())
+        if self._answers is not None:
+            self._answers.heard_instance()
         if self._pacer or self._answers:
             self._send_split(instance_id, step, verdict)
         elif verdict.keep is None:

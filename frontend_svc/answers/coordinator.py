@@ -229,6 +229,10 @@ class AnswerCoordinator:
         model = stream.model if stream.accepted == len(token_ids) else ""
         self._append(answer, Entry(part, tuple(token_ids), flags, tuple(detach_buffers(frames)), model))
 
+    def heard_instance(self) -> None:
+        """Note that an instance sent outputs, of any stream."""
+        self._replication.heard_instance()
+
     def stream_ended(self, handle: int) -> None:
         """Drop a stream that ended without a last output: its client disconnected, or it was given up."""
         self._streams.pop(handle, None)

@@ -51,6 +51,10 @@ class PeerUnreachable(Exception):
     """The peer did not answer in time or cannot be reached."""
 
 
+class PeerSilent(PeerUnreachable):
+    """The peer did not answer in time; it may be this front end that receives nothing."""
+
+
 class PeerCallFailed(Exception):
     """The peer is reachable, but the call was refused, was too large, or met a bug."""
 
@@ -160,6 +164,8 @@ class Peers:
             if peer.incarnation not in self._unreachable:
                 log.warning("front end %s does not answer: %s", peer.frontend_id, format_error(error))
                 self._unreachable[peer.incarnation] = None
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise PeerSilent(peer.frontend_id) from error
             raise PeerUnreachable(peer.frontend_id) from error
 
     def _stub(self, peer: Peer) -> answers_pb2_grpc.AnswersAsyncStub:

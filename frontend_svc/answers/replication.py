@@ -17,7 +17,7 @@ from functools import partial
 from typing import Final, Protocol
 
 from frontend_svc.answers.messages import decode_refusal, encode_part
-from frontend_svc.answers.peers import Peer, PeerCallFailed, PeerUnreachable
+from frontend_svc.answers.peers import Peer, PeerCallFailed, PeerSilent, PeerUnreachable
 from frontend_svc.answers.store import Answer, AnswerStore, PartRefusal
 from tailrace.service.tasks import task_error
 from tailrace.v1 import answers_pb2
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 # Target size of a call; a single answer may exceed it.
 _BATCH_BYTES: Final = 1 << 20
+# A front end that hears neither its peer nor any instance for so long continues without a copy.
+_ALONE_S: Final = 5.0
 
 
 class ReplicaPeers(Protocol):
@@ -100,6 +102,9 @@ class Replication:
         self._queues: dict[str, _PeerQueue] = {}
         # Resolved once the second front end has an answer's head; False: its key is in use there.
         self._key_checks: dict[str, asyncio.Future[bool]] = {}
+        # Since when it may be this front end that receives nothing, while its clients still receive from it:
+        # if they then resume elsewhere, they must not have entries that are only here.
+        self._deaf_since_s: float | None = None
         # Number of times a front end that held copies did not answer.
         self.peers_lost = 0
 
@@ -123,7 +128,7 @@ class Replication:
         self.stop(answer)
         peer = None if answer.removed else self._peers.choose_replica(_replica_key(answer), prefer)
         if peer is None:
-            self._on_released(answer, len(answer.entries))
+            self._release_unprotected(answer)
             return
         copy = self._copies[answer.head.answer_id] = _Copy(answer, peer)
         # A resuming client sends the number of its run, so no event of this run may be delivered before the
@@ -146,9 +151,18 @@ class Replication:
         """Copy entries or a state that were added to the answer."""
         copy = self._copies.get(answer.head.answer_id)
         if copy is None or copy.refused or not copy.blocks_delivery:
-            self._on_released(answer, len(answer.entries))
+            self._release_unprotected(answer)
         if copy is not None and not copy.refused:
             self._enqueue(copy)
+
+    def heard_instance(self) -> None:
+        """Note that an instance was heard, so this front end is not the one that receives nothing."""
+        if self._deaf_since_s is None:
+            return
+        self._deaf_since_s = None
+        for answer in self._store:
+            if answer.served_here and not self._is_protected(answer.head.answer_id):
+                self._release_unprotected(answer)
 
     def stop(self, answer: Answer) -> None:
         """Stop copying an answer that is not served here any more; the copy stays where it is."""
@@ -173,6 +187,8 @@ class Replication:
             if queue.peer.incarnation not in known:
                 self._drop_peer(queue)
         now_s = self._clock()
+        if self._deaf_since_s is not None and now_s - self._deaf_since_s > _ALONE_S:
+            self.heard_instance()
         for copy in list(self._copies.values()):
             if copy.answer.removed:
                 # Removed here to make room; the copy may stay.
@@ -243,6 +259,10 @@ class Replication:
         began_s = self._clock()
         try:
             reply = await self._peers.keep(queue.peer, request)
+        except PeerSilent:
+            self._deaf_since_s = self._clock()
+            self._drop_peer(queue)
+            return False
         except PeerUnreachable:
             self._drop_peer(queue)
             return False
@@ -287,7 +307,7 @@ class Replication:
             return
         copy.refused = True
         self._resolve_key_check(answer.head.answer_id, True)
-        self._on_released(answer, len(answer.entries))
+        self._release_unprotected(answer)
 
     def _start_new_copy(self, answer: Answer) -> None:
         """Copy an answer to another front end while its run continues without a copy."""
@@ -309,9 +329,14 @@ class Replication:
             answer = copy.answer
             self._copies.pop(answer.head.answer_id)
             self._resolve_key_check(answer.head.answer_id, True)
-            self._on_released(answer, len(answer.entries))
+            self._release_unprotected(answer)
             if not answer.complete and not answer.removed:
                 self._start_new_copy(answer)
+
+    def _release_unprotected(self, answer: Answer) -> None:
+        """Deliver entries that no second front end has, unless this one may be the one that is cut off."""
+        if self._deaf_since_s is None:
+            self._on_released(answer, len(answer.entries))
 
     def _queue_ended(self, queue: _PeerQueue, task: asyncio.Task[None]) -> None:
         if (error := task_error(task)) is not None:

@@ -14,7 +14,7 @@ from frontend_svc.admission import Refusal
 from frontend_svc.answers.calls import UNLIMITED, OpenCall, Opened, run_name
 from frontend_svc.answers.coordinator import AnswerCoordinator
 from frontend_svc.answers.metrics import AnswerMetrics
-from frontend_svc.answers.peers import Peer, PeerCallFailed, PeerUnreachable, rendezvous_rank
+from frontend_svc.answers.peers import Peer, PeerCallFailed, PeerSilent, PeerUnreachable, rendezvous_rank
 from frontend_svc.answers.store import AnswerStore
 from frontend_svc.streams import FINISHED, PREFILL_DONE, Stream, StreamTable
 from tailrace.v1 import answers_pb2
@@ -263,6 +263,7 @@ def generate(front: FrontEnd, stream: Stream, count: int, network: Network) -> N
     """An instance makes tokens for a stream."""
     made = [next(network.tokens) for _ in range(min(count, LENGTH - stream.accepted))]
     flags = 0 if stream.accepted else PREFILL_DONE
+    front.coordinator.heard_instance()
     stream.token_ids.extend(made)
     finished = stream.accepted >= LENGTH
     output = EngineCoreOutput(stream.request_id, made, finish_reason=FinishReason.STOP if finished else None)
@@ -274,7 +275,8 @@ def generate(front: FrontEnd, stream: Stream, count: int, network: Network) -> N
 
 
 def end_call(network: Network, pending: Pending, fate: str = "deliver") -> None:
-    """A call arrives; or is `lost`, or its reply is `unheard`, or the front end that is called `fails` it."""
+    """A call arrives; or is `lost`, or its reply is `unheard` (`silent`: and the time for it is up), or the
+    front end that is called `fails` it."""
     if fate == "fails":
         pending.result.set_exception(PeerCallFailed())
         return
@@ -287,6 +289,6 @@ def end_call(network: Network, pending: Pending, fate: str = "deliver") -> None:
     if pending.result.done():
         return
     if reply is None or fate != "deliver":
-        pending.result.set_exception(PeerUnreachable())
+        pending.result.set_exception(PeerSilent() if fate == "silent" else PeerUnreachable())
     else:
         pending.result.set_result(reply)

@@ -139,6 +139,36 @@ async def test_tokens_do_not_wait_for_a_copy_that_replaces_a_lost_one() -> None:
     assert not client.denied and client.events == [1, 2, 3, 4, 6, 7] and client.complete
 
 
+async def test_who_hears_nobody_tells_its_clients_nothing_that_others_do_not_have() -> None:
+    """They hear it, and come back to the other one, which does not reach it."""
+    world, client = World(["f0", "f1"]), Client(0, "")
+    await world.open("f0", client)
+    await world.tokens("f0", 1)
+    await world.tokens("f0", 1)
+    # The first token gets there, and nothing comes back in time; the second one has not left.
+    end_call(world.network, world.network.pending.pop(0), "silent")
+    world.network.apart.add(frozenset(("f0", "f1")))
+    await quiet()
+    world["f0"].coordinator.tick()
+    assert client.events == [] and world["f0"].uncopied == 1
+    # To be alone for long means to go on: an instance may have nothing more to tell.
+    world.network.now_s += 6.0
+    world["f0"].coordinator.tick()
+    assert client.events == [1, 2]
+
+
+async def test_who_hears_instances_goes_on_without_a_silent_front_end() -> None:
+    world, client = World(["f0", "f1"]), Client(0, "")
+    await world.open("f0", client)
+    await world.tokens("f0", 1)
+    end_call(world.network, world.network.pending.pop(0), "silent")
+    world.network.apart.add(frozenset(("f0", "f1")))
+    await quiet()
+    assert client.events == []
+    await world.tokens("f0", 1)
+    assert client.events == [1, 2]
+
+
 async def test_tokens_do_not_wait_for_the_first_copy_of_what_had_none() -> None:
     world, client = World(["f0"]), Client(0, "")
     await world.open("f0", client)
