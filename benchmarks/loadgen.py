@@ -52,8 +52,6 @@ class _Stream(asyncio.Protocol):
         self._scanned = 0
         self._transport: asyncio.Transport | None = None
         self.result = StreamResult(started=time.perf_counter())
-        # When anything came last.
-        self.heard_s = self.result.started
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -62,7 +60,6 @@ class _Stream(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
-        self.heard_s = now
         self._received += data
         events = self._received.count(b"\ndata: {", self._scanned)
         # Keep a tail that may hold the start of an event split between two reads.
@@ -141,10 +138,14 @@ async def run_stream(
     request: bytes,
     timeout_s: float = 300.0,
     begun: Callable[[StreamResult], None] = lambda result: None,
+    first_s: float = math.inf,
     quiet_s: float = math.inf,
 ) -> StreamResult:
-    """Run one request; when it failed, its result has `error` set. `begun` is given the result while it
-    grows. The client leaves when it has heard nothing for `quiet_s`."""
+    """Run one request; when it failed, its result has `error` set.
+
+    `begun` is given the result while it grows. The client leaves when the first event takes more than
+    `first_s`, or a later one more than `quiet_s`.
+    """
     parts = urlsplit(url)
     if parts.hostname is None or parts.port is None:
         raise ValueError(f"{url} names no host and port")
@@ -152,12 +153,17 @@ async def run_stream(
     done: asyncio.Future[StreamResult] = loop.create_future()
     protocol = _Stream(request, done)
     begun(protocol.result)
-    ends_s = protocol.result.started + timeout_s
+
+    def left_s() -> float:
+        began_s, times = protocol.result.started, protocol.result.event_times
+        until_s = min(began_s + timeout_s, times[-1] + quiet_s if times else began_s + first_s)
+        return until_s - time.perf_counter()
+
     try:
-        async with asyncio.timeout(min(timeout_s, quiet_s)):
+        async with asyncio.timeout(left_s()):
             await loop.create_connection(lambda: protocol, parts.hostname, parts.port)
-        while not done.done() and time.perf_counter() < (until_s := min(ends_s, protocol.heard_s + quiet_s)):
-            await asyncio.wait([done], timeout=until_s - time.perf_counter())
+        while not done.done() and (wait_s := left_s()) > 0:
+            await asyncio.wait([done], timeout=wait_s)
         protocol.finish("TimeoutError: nothing more came in time")
     except (TimeoutError, OSError) as failure:
         protocol.finish(f"{type(failure).__name__}: {failure}")

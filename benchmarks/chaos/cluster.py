@@ -52,7 +52,8 @@ _KEEP_S: Final = 120
 _SMALL_DISK: Final = "size=8m"
 _POLL_S: Final = 0.05
 _BACK_S: Final = 0.5
-_START_S: Final = 120.0
+# vLLM's Python API server takes half a minute, more on a busy machine.
+_START_S: Final = 240.0
 _STOP_S: Final = 60.0
 
 

@@ -31,6 +31,9 @@ _POLL_S = 0.02
 # Of those that come back: by what, and after how many seconds without anything.
 _RETURNING: Final = ((Way.EVENT, 3.0), (Way.KEY, 10.0), (Way.EVENT, 10.0), (Way.KEY, 3.0))
 _RETURNING_ONE_IN: Final = 3
+# Nobody leaves before the first event so soon: to ask anew makes a busy machine busier.
+_FIRST_S: Final = 30.0
+_RESUMED_S: Final = 15.0
 
 
 @dataclass(eq=False, slots=True)
@@ -172,7 +175,7 @@ class Load:
     async def ask(self, question: Question, front: Member) -> Ending:
         """One stream to its end, counted."""
         with self._under_way(front) as stream:
-            result = await self._connect(stream, question, {}, math.inf)
+            result = await self._connect(stream, question, {})
         verdict = judge(result, self._right[question])
         self._count(stream, verdict, result)
         lost = stream.front.starts != stream.run or not stream.front.ready
@@ -188,15 +191,17 @@ class Load:
         return verdict.ending
 
     async def ask_until_whole(self, question: Question, front: Member, way: Way, patience_s: float) -> Ending:
-        """One whose client comes back whenever it is cut off, or has heard nothing for so long."""
+        """One whose client comes back whenever it is cut off, or the next event takes so long."""
         until_s = time.monotonic() + _STREAM_S
         with self._under_way(front) as stream:
             received = Received(way, stream.name)
-            received.take(await self._connect(stream, question, received.headers(), patience_s))
-            while not received.ended and time.monotonic() < until_s:
+            while True:
+                first_s = _RESUMED_S if received.events else _FIRST_S
+                received.take(await self._connect(stream, question, received.headers(), first_s, patience_s))
+                if received.ended or time.monotonic() > until_s:
+                    break
                 await asyncio.sleep(_AGAIN_S)
                 self._meet(stream, self._other_than(stream.front))
-                received.take(await self._connect(stream, question, received.headers(), patience_s))
         result = received.result()
         verdict = judge(result, self._right[question])
         if received.wrong:
@@ -230,14 +235,19 @@ class Load:
         return next(each for each in self._cluster.of(Tier.FRONTEND) if each is not front)
 
     async def _connect(
-        self, stream: Stream, question: Question, headers: Mapping[str, str], patience_s: float
+        self,
+        stream: Stream,
+        question: Question,
+        headers: Mapping[str, str],
+        first_s: float = math.inf,
+        quiet_s: float = math.inf,
     ) -> StreamResult:
         def begun(result: StreamResult) -> None:
             stream.result = result
 
         url = stream.front.spec.http
         message = question.message(url, stream.name, headers)
-        return await run_stream(url, message, _STREAM_S, begun, patience_s)
+        return await run_stream(url, message, _STREAM_S, begun, first_s, quiet_s)
 
     async def _client(self, number: int) -> None:
         returns = self._cluster.shape.keeps_answers and number % _RETURNING_ONE_IN == 0

@@ -8,6 +8,8 @@ import sys
 import time
 from typing import Final
 
+import grpc
+
 from benchmarks.chaos.cluster import MODEL, Cluster
 from benchmarks.chaos.load import Load
 from benchmarks.chaos.schedule import Tier, Version
@@ -35,15 +37,11 @@ class Rollouts:
         self._now = Version.FIRST
 
     async def learn(self) -> None:
-        """What each version is called. Raises grpc.aio.AioRpcError."""
-        channel, stub = self._cluster.admin_stub(self._cluster.of(Tier.SCHEDULER)[0])
-        async with channel:
-            reply = await stub.ListModels(admin_pb2.ListModelsRequest(), timeout=_CALL_S)
-        (model,) = reply.models
-        names = {
-            name: member.version for member in self._cluster.of(Tier.WORKER) for name in member.spec.members
-        }
-        self._fingerprints = {names[each.instance_ids[0]]: each.fingerprint for each in model.versions}
+        """What each version is called. Raises TimeoutError."""
+        model = await self._model()
+        workers = self._cluster.of(Tier.WORKER)
+        runs = {name: member.version for member in workers for name in member.spec.members}
+        self._fingerprints = {runs[each.instance_ids[0]]: each.fingerprint for each in model.versions}
 
     async def swap(self) -> None:
         """To the other version, until it is done. Raises RuntimeError, TimeoutError."""
@@ -57,15 +55,34 @@ class Rollouts:
         """Taken back so long after its begin, whether it is done by then or not. Raises RuntimeError,
         TimeoutError."""
         self._load.made_by([*Version])
+        before_s = (await self._model()).rollout.begun_s
         starting = asyncio.create_task(self._start(self._other))
         try:
+            async with asyncio.timeout(_COMMAND_S):
+                while not starting.done() and (await self._model()).rollout.begun_s == before_s:
+                    await asyncio.wait([starting], timeout=_AGAIN_S)
             await asyncio.sleep(after_s)
+            if starting.done():
+                starting.result()
             await self._command("undo", MODEL)
         finally:
+            # It fails where the rollout that it waits for is taken back.
             starting.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await starting
+            await asyncio.gather(starting, return_exceptions=True)
         self._load.made_by([self._now])
+
+    async def _model(self) -> admin_pb2.ModelInfo:
+        """As a scheduler knows it; asks until one answers."""
+        async with asyncio.timeout(_COMMAND_S):
+            while True:
+                for scheduler in self._cluster.of(Tier.SCHEDULER):
+                    channel, stub = self._cluster.admin_stub(scheduler)
+                    async with channel:
+                        with contextlib.suppress(grpc.aio.AioRpcError):
+                            reply = await stub.ListModels(admin_pb2.ListModelsRequest(), timeout=_CALL_S)
+                            if found := [each for each in reply.models if each.name == MODEL]:
+                                return found[0]
+                await asyncio.sleep(_AGAIN_S)
 
     @property
     def _other(self) -> Version:
