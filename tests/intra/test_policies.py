@@ -100,6 +100,14 @@ def test_pascal_does_not_demote_for_a_long_prompt_before_reasoning() -> None:
     assert policy.rank(JobView(0, Phase.PREFILL, 6_000, 0, 0)) == (0, 0, 0)
 
 
+def test_pascal_alone_takes_in_answers_for_which_there_is_no_room_on_the_device() -> None:
+    """They spill to host memory (Algorithm 2); elsewhere a migration waits until there is room."""
+    assert {name for name, each in POLICIES.items() if each.receives_on_host} == {
+        "pascal",
+        "pascal_never_demotes",
+    }
+
+
 def test_decode_first_ranks_prompts_last() -> None:
     policy = DecodeFirst()
     assert policy.rank(JobView(9, Phase.ANSWERING, 10, 1, 1)) < policy.rank(
