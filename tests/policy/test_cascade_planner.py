@@ -171,6 +171,20 @@ def test_no_scheduler_gets_more_out_of_a_stage_than_its_work_says() -> None:
         stage_work(Traffic.of_history([(1, 1)], None), edges, ENGINES, Slowdown())
 
 
+@pytest.mark.parametrize("counts", [[1, 2], [2, 1], [1, 9], [9, 1]])
+def test_the_load_of_a_plan_is_that_of_its_busiest_instance(counts: list[int]) -> None:
+    traffic = Traffic.of_history([(1_000, 200)] * 60 + [(9_000, 900)] * 20, 60.0)
+    edges = bucket_edges(131_072)
+    work = stage_work(traffic, edges, ENGINES, Slowdown())
+    cut = int(bucket_of(edges, np.array([4_000]))[0])
+    costs = Costs(traffic.in_flight(edges, 50.0), MODEL, 1e-6, work=work)
+    plan = costs.layout([0, int(edges[cut]), int(edges[-1])], counts)
+    expected = max(work[0, cut] / counts[0], work[cut, -1] / counts[1])
+    assert costs.load(plan) == pytest.approx(expected) and expected > 0.0
+    # Without the work of stages nothing is known of it.
+    assert Costs(traffic.in_flight(edges, 50.0), MODEL, 1e-6).load(plan) == 0.0
+
+
 def test_prompts_are_work_where_they_are_prefilled_and_tokens_where_they_are_made() -> None:
     edges = bucket_edges(131_072)
     work = stage_work(Traffic.of_history([(1_000, 100), (5_000, 100)], 1.0), edges, ENGINES, Slowdown())
