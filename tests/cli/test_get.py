@@ -67,6 +67,14 @@ def test_json_keeps_large_numbers_and_says_null_for_no_pool(run: Run) -> None:
     assert second["state"] == "suspect"
 
 
+def test_cached_blocks_are_those_on_the_device_and_those_in_host_memory(run: Run, script: Script) -> None:
+    script.instances[0].cached_blocks, script.instances[0].cached_host_blocks = 40, 700
+    script.instances[1].cached_blocks = 30
+    rows = run("get", "instances").stdout.splitlines()
+    first, second = (next(row for row in rows if name in row) for name in ("worker-0", "worker-1"))
+    assert " 40+700 " in first and " 30 " in second and "30+" not in second
+
+
 def test_json_shows_the_ranks_of_an_instance(run: Run, script: Script) -> None:
     script.instances[0].tensor_parallel_size = 2
     script.instances[0].ranks.extend(RankInfo(process=n, hardware="NVIDIA L40S") for n in (71, 72))

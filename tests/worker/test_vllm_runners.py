@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,3 +26,26 @@ async def test_streams_that_move_are_the_undisturbed_ones(cell: Cell, tmp_path: 
     result = await run_cell(cell, tmp_path, STREAMS)
     assert result.error == ""
     assert (result.equal, result.live) == (STREAMS, MOVES * STREAMS)
+
+
+_IN_V2 = """
+import sys
+from benchmarks.models.triton_on_cpu import use_model_runner_v2
+use_model_runner_v2()
+import pytest
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+async def test_prefixes_come_back_from_host_memory() -> None:
+    """Some of the tests with Model Runner V1, run again."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", _IN_V2, "-p", "no:xdist", "-p", "no:cacheprovider", "-o", "timeout=500"),
+        *("tests/worker/test_vllm_host_tier.py", "-k", "comes_back or one_load or gone_before or forgotten"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=os.environ | {"TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"},
+    )
+    said, _ = await process.communicate()
+    assert process.returncode == 0, said.decode()

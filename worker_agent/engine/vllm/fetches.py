@@ -86,13 +86,16 @@ class Fetches:
         lacking = names[len(held) :]
         if len(core.host.find(lacking)) == len(lacking):
             return []
-        pool = core.block_pool
         # Those that nobody uses are free, too, until they are kept.
-        room = pool.get_num_free_blocks() - core.promised_blocks - sum(not block.ref_cnt for block in held)
+        room = (
+            core.block_pool.get_num_free_blocks()
+            - core.promised_blocks
+            - sum(not block.ref_cnt for block in held)
+        )
         if len(lacking) > room:
             raise NoRoom(f"no room: {len(lacking)} KV blocks are not free")
-        pool.touch(held)
-        coming = pool.get_new_blocks(len(lacking))
+        core.block_pool.touch(held)
+        coming = core.take(len(lacking))
         self._fetches[fetch_id] = Fetch(request, len(held), [*held, *coming], InUse(fetch_id))
         return lacking
 

@@ -9,6 +9,8 @@ blocks, and names them once they have come and were found to be whole.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash
@@ -43,7 +45,8 @@ class HostTier:
         self._block_tokens = block_tokens
         # Name of the block that is just being evicted.
         self._evicted: bytes | None = None
-        # What the step that is being scheduled evicts, (block, name) by slot; None: no step is.
+        # What is evicted while a step is being scheduled, or blocks are taken between steps: (block, name) by
+        # slot. None: neither is.
         self._saves: dict[int, tuple[int, bytes]] | None = None
         self._offers: dict[str, _Offer] = {}
         self._starting: list[Load] = []
@@ -77,17 +80,34 @@ class HostTier:
         slot = None if name is None else self._ledger.keep(name)
         if name is None or slot is None:
             return
-        if self._saves is not None:
+        if self._saves is None:
+            self._save({slot: (block.block_id, name)})
+        else:
             self._saves[slot] = (block.block_id, name)
-            return
-        self._kv.wait_for_steps()
-        self._pool.save([block.block_id], [slot], [name])
 
     def on_block_accessed(self, block: KVCacheBlock) -> None:
         """It has one user more."""
 
     def reset(self) -> None:
         """The device's cache is empty."""
+
+    # ---- between steps
+
+    @contextmanager
+    def taking(self) -> Iterator[None]:
+        """Blocks are taken inside that somebody will write to: what they hold is copied by its end."""
+        self._saves = {}
+        try:
+            yield
+        finally:
+            saves, self._saves = self._saves, None
+            if saves:
+                self._save(saves)
+
+    def _save(self, saves: Mapping[int, tuple[int, bytes]]) -> None:
+        swap = _swap_of(saves)
+        self._kv.wait_for_steps()
+        self._pool.save(swap.block_ids, swap.slots, swap.names)
 
     # ---- one step
 
@@ -102,10 +122,7 @@ class HostTier:
             self._ledger.give_back(offer.slots)
         self._offers = {}
         starting, self._starting = self._starting, []
-        if not saves:
-            return [], starting
-        block_ids, names = zip(*saves.values(), strict=True)
-        return [Swap(list(block_ids), list(saves), list(names))], starting
+        return [_swap_of(saves)] if saves else [], starting
 
     # ---- what comes back
 
@@ -157,3 +174,8 @@ class HostTier:
         offer = self._offers.pop(request_id, None)
         if offer is not None:
             self._ledger.give_back(offer.slots)
+
+
+def _swap_of(saves: Mapping[int, tuple[int, bytes]]) -> Swap:
+    block_ids, names = zip(*saves.values(), strict=True)
+    return Swap(list(block_ids), list(saves), list(names))

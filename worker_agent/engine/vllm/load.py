@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
@@ -361,6 +362,12 @@ class LoadedCore:
         self.block_pool.free_blocks([block for block in reversed(blocks) if not isinstance(block, HostSlot)])
         self.host.give_back([block.slot for block in blocks if isinstance(block, HostSlot)])
 
+    def take(self, num_blocks: int) -> list[KVCacheBlock]:
+        """So many free blocks, of which there are enough, each with one user."""
+        with self._taking():
+            taken: list[KVCacheBlock] = self.block_pool.get_new_blocks(num_blocks)
+        return taken
+
     def reserve(self, request: Request, num_blocks: int, cached: Sequence[KVCacheBlock] = ()) -> bool:
         """Give the request at least this many blocks; False, and nothing changed, when there is no room.
 
@@ -388,16 +395,17 @@ class LoadedCore:
         a prompt that it finds in its cache."""
         groups = range(len(self.kv_manager.coordinator.single_type_managers))
         found = KVCacheBlocks(tuple(list(cached) if group == self.layout.main else [] for group in groups))
-        allocated = self.kv_manager.allocate_slots(
-            request,
-            tokens,
-            num_new_computed_tokens=len(cached) * self.block_tokens,
-            new_computed_blocks=found if cached else None,
-            num_external_computed_tokens=external,
-            delay_cache_blocks=True,
-            reserved_blocks=self.promised_blocks,
-            has_scheduled_reqs=bool(self.scheduler.running),
-        )
+        with self._taking():
+            allocated = self.kv_manager.allocate_slots(
+                request,
+                tokens,
+                num_new_computed_tokens=len(cached) * self.block_tokens,
+                new_computed_blocks=found if cached else None,
+                num_external_computed_tokens=external,
+                delay_cache_blocks=True,
+                reserved_blocks=self.promised_blocks,
+                has_scheduled_reqs=bool(self.scheduler.running),
+            )
         if allocated is None:
             return False
         if self.scheduler.beside.may_read({each for ids in allocated.get_block_ids() for each in ids}):
@@ -406,6 +414,10 @@ class LoadedCore:
             # vLLM would do it in the next step, and what is received may be there by then.
             self._rpc("tailrace_zero", self.kv_manager.take_new_block_ids())
         return True
+
+    def _taking(self) -> AbstractContextManager[None]:
+        tier = self.scheduler.ours.tier
+        return nullcontext() if tier is None else tier.taking()
 
     def _groups_of(self, request_id: str) -> Sequence[Sequence[KVCacheBlock]]:
         groups: Sequence[Sequence[KVCacheBlock]] = self.kv_manager.get_blocks(request_id).blocks
