@@ -88,6 +88,7 @@ def naming(started: tuple[VllmEngine, Front, EngineInfo]) -> Naming:
 async def nothing_left(engine: VllmEngine, front: Front) -> AsyncIterator[None]:
     """Every test begins with empty caches, and ends with nothing in use."""
     await forget_all(engine)
+    engine.set_intra("vllm")
     yield
     await idle(engine)
     stats = engine.stats()
@@ -359,12 +360,14 @@ async def test_requests_go_before_kept_blocks(engine: VllmEngine, front: Front) 
     assert after.host_blocks_dropped > before.host_blocks_dropped
 
 
-async def test_a_storm_of_prefixes(engine: VllmEngine, front: Front) -> None:
+@pytest.mark.parametrize("intra", ["vllm", "pascal"])
+async def test_a_storm_of_prefixes(engine: VllmEngine, front: Front, intra: str) -> None:
     """More prefixes than fit both memories, in any order, aborted at random: each answer is what it was."""
     dice = random.Random(4)
     prompts = [[*prompt_of(n)[: blocks * BLOCK], n, 7] for n in range(12) for blocks in (4, PREFIX_BLOCKS)]
     references = [await front.run(engine, prompt, sampling(max_tokens=8)) for prompt in prompts]
     await forget_all(engine)
+    engine.set_intra(intra)
     before = engine.stats()
     running: list[tuple[Stream, Stream]] = []
     for _ in range(120):
