@@ -53,24 +53,22 @@ NO_INSTANCE: Final = Refusal(503, "No instance can take this request now.")
 """Nothing in the fleet can take the request at present."""
 
 CANNOT_GO_ON: Final = Refusal(
-    503, "The answer cannot go on: no instance of the model that began it can take it."
+    503, "The answer cannot continue: no instance of the model that began it can take it."
 )
 """The answer has begun, and another model must not continue it."""
 
-TOO_MANY_REQUESTS: Final = Refusal(429, "This server carries as many requests as it may; try again later.")
+TOO_MANY_REQUESTS: Final = Refusal(
+    429, "This server has reached its limit of concurrent requests; try again later."
+)
 """The front end's own limit of requests."""
 
-TENANT_FULL: Final = Refusal(
-    429, "As many requests of this key's tenant wait for their turn as may; try again later."
-)
+TENANT_FULL: Final = Refusal(429, "Too many requests of this key's tenant are queued; try again later.")
 """The tenant's queue is full (`--fair-backlog`)."""
 
-NO_TURN: Final = Refusal(503, "This request's turn did not come in time; try again later.")
+NO_TURN: Final = Refusal(503, "The request waited too long in its tenant's queue; try again later.")
 """The tenant's turn did not come within the wait limit (`--place-wait`)."""
 
-OVERLOADED: Final = Refusal(
-    429, "This server has too much to do to begin with this request in time; try again later."
-)
+OVERLOADED: Final = Refusal(429, "This server is too busy to start this request in time; try again later.")
 """The request's first token would miss the SLO (`tailrace set slo admit=`)."""
 
 

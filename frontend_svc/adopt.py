@@ -56,9 +56,9 @@ def evaluate(
     if stream.owner is None:
         return Refused("the request is between instances")
     if stream.owner == target:
-        return Refused("the request is there already")
+        return Refused("the request is already there")
     if stream.accepted > adopt.next_index:
-        return Refused(f"the source has gone on to index {stream.accepted}")
+        return Refused(f"the source has continued to index {stream.accepted}")
     if stream.accepted < adopt.next_index:
         return Wait(adopt.next_index - stream.accepted)
     return Commit(stream.owner)

@@ -235,7 +235,7 @@ class Carrier:
         # With no instance attached there is no limit to check: the request waits for one.
         limits = [self._workers.max_message_bytes(each) for each in self._workers.attached()]
         if limits and size > max(limits):
-            return Refusal(413, f"The request has {size} bytes; instances take {max(limits)} at most.")
+            return Refusal(413, f"The request has {size} bytes; instances accept at most {max(limits)}.")
         return None
 
     def on_abort(self, request_ids: Sequence[str]) -> None:
@@ -453,7 +453,7 @@ class Carrier:
             stream = self._table.get(handle)
             if stream is None or stream.owner != instance_id or stream.epoch != epoch:
                 continue
-            log.error("%s does not have %s any more", instance_id, stream.request_id)
+            log.error("%s no longer has %s", instance_id, stream.request_id)
             self._table.fail(stream)
             self._observer.missing(stream, instance_id)
             self._recovery.failed([stream], instance_id)
@@ -468,7 +468,7 @@ class Carrier:
         else:
             # The request itself is at fault, so no other instance would accept it.
             self._forbid_resume(stream)
-            self._end_with_error(stream, Refusal(400, f"The request ends: {rejected.reason}."))
+            self._end_with_error(stream, Refusal(400, f"The request failed: {rejected.reason}."))
             self._observer.gave_up(stream, rejected.reason)
 
     # ---- from dispatch and recovery
@@ -497,7 +497,7 @@ class Carrier:
     def _give_up(self, stream: Stream, reason: str) -> None:
         log.warning("%s given up: %s", stream.request_id, reason)
         self._forbid_resume(stream)
-        self._end_with_error(stream, Refusal(500, f"The request ends: {reason}."))
+        self._end_with_error(stream, Refusal(500, f"The request failed: {reason}."))
         self._observer.gave_up(stream, reason)
 
     def _forbid_resume(self, stream: Stream) -> None:

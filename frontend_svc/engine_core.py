@@ -69,14 +69,14 @@ class PushSocket:
         await loop.sock_sendall(self._socket, _GREETING)
         greeting = await self._receive(_GREETING_LENGTH)
         if greeting[0] != 0xFF or greeting[10] < 3 or greeting[12:32] != _GREETING[12:32]:
-            raise HandshakeFailed(f"not a ZMTP 3 greeting without security: {greeting[:32].hex()}")
+            raise HandshakeFailed(f"not a ZMTP 3 greeting with the NULL mechanism: {greeting[:32].hex()}")
         await loop.sock_sendall(self._socket, _frame(_READY, _COMMAND))
         flags, size = await self._receive(2)
         if flags & _LONG:
             size = int.from_bytes(bytes([size]) + await self._receive(7), "big")
         answer = await self._receive(size)
         if not flags & _COMMAND or not answer.startswith(b"\x05READY"):
-            raise HandshakeFailed(f"no READY but {answer[:64]!r}")
+            raise HandshakeFailed(f"expected READY, got {answer[:64]!r}")
         self._writer = SocketWriter(self._socket, self._drained)
 
     def send(self, frames: Sequence[bytes]) -> None:
@@ -113,7 +113,7 @@ class PushSocket:
         while len(data) < size:
             more = await loop.sock_recv(self._socket, size - len(data))
             if not more:
-                raise HandshakeFailed("the other end closed the connection")
+                raise HandshakeFailed("the peer closed the connection")
             data += more
         return data
 

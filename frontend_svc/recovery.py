@@ -97,7 +97,7 @@ class Recovery:
         lost = self._table.orphan_all(instance_id)
         if not lost:
             return lost
-        log.warning("%d streams of %s go on elsewhere", len(lost), instance_id)
+        log.warning("%d streams of %s continue elsewhere", len(lost), instance_id)
         # If the process was only suspended, it reads this when it resumes.
         self._workers.send_on_wakeup(instance_id, abort_message([stream.handle for stream in lost]))
         self._probation.drop(lost)

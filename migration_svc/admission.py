@@ -65,7 +65,7 @@ class Admission:
 
     async def _acquire(self, source: str, target: str) -> None:
         if len(self._queue) >= self._queue_limit:
-            raise NotAdmitted(f"{len(self._queue)} migrations are waiting already")
+            raise NotAdmitted(f"{len(self._queue)} migrations are already waiting")
         waiting = _Waiting(source, target, asyncio.get_running_loop().create_future())
         self._queue.append(waiting)
         self._admit()

@@ -21,7 +21,7 @@ class MigrationMetrics:
     ) -> None:
         self._ended = Counter(
             "tailrace_migration_migrations",
-            "Migrations that ended, by outcome, reason and way (live, replay).",
+            "Finished migrations, by outcome, reason and way (live, replay).",
             ["outcome", "reason", "way"],
             registry=registry,
         )
@@ -33,13 +33,13 @@ class MigrationMetrics:
         )
         self._pause = Histogram(
             "tailrace_migration_pause_seconds",
-            "How long a migrated request made no tokens.",
+            "Time during which a migrated request generated no tokens.",
             buckets=_PAUSE_BUCKETS,
             registry=registry,
         )
         self._duration = Histogram(
             "tailrace_migration_duration_seconds",
-            "From being asked for to the commit.",
+            "From request to commit.",
             buckets=(*_PAUSE_BUCKETS, 10.0, 20.0),
             registry=registry,
         )

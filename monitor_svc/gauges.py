@@ -59,7 +59,7 @@ class MonitorGauges(Collector):
         yield _gauge("silent_instances", "Instances that have stopped reporting.", len(reports.silent))
         yield _gauge("traces", "Traces held.", traces.traces)
         events = CounterMetricFamily(
-            "tailrace_monitor_phase_events", "Phase events by the phase that was entered.", labels=["phase"]
+            "tailrace_monitor_phase_events", "Phase transitions, by the phase entered.", labels=["phase"]
         )
         for phase, count in self._servicer.phase_events.items():
             events.add_metric([_PHASES.get(types_pb2.Phase.ValueType(phase), "gone")], count)
@@ -94,7 +94,7 @@ class MonitorGauges(Collector):
     def _missed_slos(self) -> Metric:
         metric = GaugeMetricFamily(
             "tailrace_monitor_slo_trouble_requests",
-            "Requests that now miss a service-level objective.",
+            "Requests that currently miss a service-level objective.",
             labels=["instance", "slo"],
         )
         slo = self._slo()
@@ -122,7 +122,7 @@ _LOAD_GAUGES: Final = (
     ("waiting_requests", "Requests waiting.", "waiting"),
     ("paused_requests", "Requests paused for a migration's last round.", "paused"),
     ("kv_blocks_used", "KV blocks in use.", "kv_blocks_used"),
-    ("kv_blocks", "KV blocks there are.", "kv_blocks_total"),
+    ("kv_blocks", "KV blocks in total.", "kv_blocks_total"),
     ("host_kv_bytes_used", "KV in host memory.", "host_kv_bytes_used"),
     ("prefill_backlog_tokens", "Prompt tokens not yet prefilled.", "prefill_backlog_tokens"),
     ("context_tokens", "Tokens of all requests held.", "context_tokens"),

@@ -102,7 +102,9 @@ class Actuator:
             case SetPool():
                 order = self._state.pool_ordered(action.instance_id, action.pool)
                 if order is None:
-                    raise AdminError(_PRECONDITION, f"{action.instance_id} is gone or under another order")
+                    raise AdminError(
+                        _PRECONDITION, f"{action.instance_id} is gone or has another pending order"
+                    )
                 return self._set_pool(order)
             case SetStages():
                 return self._set_stages(action, self._state.view().stages)

@@ -26,27 +26,27 @@ class SchedulerMetrics:
         )
         self.placed_cached_tokens = Counter(
             "tailrace_scheduler_placed_cached_tokens",
-            "Those that the chosen instance held, as far as was known, or was to fetch.",
+            "Those that the chosen instance held according to the index, or was to pull.",
             registry=registry,
         )
         self.pulls = Counter(
             "tailrace_scheduler_pulls",
-            "Placements with a prefix to be fetched from another instance.",
+            "Placements with a prefix to be pulled from another instance.",
             registry=registry,
         )
         self.cache_index_blocks = Gauge(
             "tailrace_scheduler_cache_index_blocks",
-            "Different KV blocks that some instance holds on its device.",
+            "Distinct KV blocks that some instance holds on its device.",
             registry=registry,
         )
         self.cache_snapshots = Gauge(
             "tailrace_scheduler_cache_snapshots",
-            "Instances' whole caches taken in, because an update was missing.",
+            "Full cache listings fetched because an update was missing.",
             registry=registry,
         )
         self.pending_placements = Gauge(
             "tailrace_scheduler_pending_placements",
-            "Requests placed of which no report has told yet.",
+            "Requests placed but not yet in a worker report.",
             registry=registry,
         )
         self.refusals = Counter(
@@ -66,23 +66,23 @@ class SchedulerMetrics:
         )
         self.actions = Counter(
             "tailrace_scheduler_actions",
-            "Actions that policies decided on, by what became of them.",
+            "Actions decided by policies, by outcome.",
             ["action", "outcome"],
             registry=registry,
         )
         self.policy_errors = Counter(
             "tailrace_scheduler_policy_errors",
-            "Calls of a policy that raised, or named an instance that it must not.",
+            "Policy calls that raised or named a disallowed instance.",
             ["policy", "point"],
             registry=registry,
         )
         self.shadow_decisions = Counter(
             "tailrace_scheduler_shadow_decisions",
-            "Decisions of the policy in force, by how those of the shadow policy compare.",
+            "Decisions of the active policy, compared with the shadow policy's.",
             ["policy", "shadow", "point", "verdict"],
             registry=registry,
         )
-        self.leading = Gauge("tailrace_scheduler_leading", "1 while this one leads.", registry=registry)
+        self.leading = Gauge("tailrace_scheduler_leading", "1 while this scheduler leads.", registry=registry)
         self.monitor_connected = Gauge(
             "tailrace_scheduler_monitor_connected", "1 while a monitor's watch is open.", registry=registry
         )

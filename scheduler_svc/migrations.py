@@ -81,7 +81,7 @@ class Migrations:
 
 def _unavailable(failure: grpc.aio.AioRpcError | None) -> AdminError:
     why = "none is registered" if failure is None else failure.details() or failure.code().name
-    return AdminError(grpc.StatusCode.UNAVAILABLE, f"no migration service answers: {why}")
+    return AdminError(grpc.StatusCode.UNAVAILABLE, f"no migration service responds: {why}")
 
 
 _PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
@@ -163,7 +163,8 @@ class MigrationStarter:
             raise AdminError(_PRECONDITION, f"request {request.request_id}: a migration of it is open")
         if request.phase is Phase.PREFILL:
             raise AdminError(
-                _PRECONDITION, f"request {request.request_id} is in prefill; it can move once it is decoded"
+                _PRECONDITION,
+                f"request {request.request_id} is in prefill; it can migrate once it is decoding",
             )
 
 

@@ -168,7 +168,7 @@ class Migrations:
         if blocks_for(job.prompt + job.total, target.block_tokens) > target.total_blocks:
             return f"too long for {target.instance_id}"
         if len(self._queue) >= self._spec.queue_limit:
-            return f"{len(self._queue)} migrations are waiting already"
+            return f"{len(self._queue)} migrations are already waiting"
         return ""
 
     def _find_room(self, migration: Migration, now: float, then: Callable[[Migration, float], None]) -> bool:

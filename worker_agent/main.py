@@ -109,8 +109,9 @@ class EngineDied(RuntimeError):
 @click.option(
     "--host-kv-bytes",
     type=click.IntRange(0),
-    help="Host memory for KV, in bytes: preempted requests, and in what they leave prefixes that the device "
-    "evicts; 0: both are recomputed.  [default: 4 GiB, or an eighth of the machine's memory if that is less]",
+    help="Host memory for KV, in bytes: for preempted requests, and in the remaining space for prefixes "
+    "evicted from the device; 0: both are recomputed.  [default: 4 GiB, or an eighth of the "
+    "machine's memory if that is less]",
 )
 @click.option(
     "--stream-port",
@@ -242,11 +243,13 @@ def command(
     if kv_address is not None:
         common.check_exposed(f"{kv_address}:0")
     if count > 1 and kind != "simulated":
-        raise click.UsageError("--count is for the simulated engine: give a vLLM worker a process of its own")
+        raise click.UsageError(
+            "--count is only for simulated engines: run each vLLM worker in its own process"
+        )
     if kind == "simulated" and (tensor_parallel_size or pipeline_parallel_size):
         raise click.UsageError("--tensor-parallel-size and --pipeline-parallel-size are for vLLM engines")
     if count > 1 and stream_port:
-        raise click.UsageError("--stream-port is for one worker: leave it out with --count")
+        raise click.UsageError("--stream-port cannot be combined with --count")
     try:
         options = EngineOptions(
             kind=kind,

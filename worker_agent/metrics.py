@@ -25,7 +25,7 @@ class WorkerHistograms:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.pause_seconds = Histogram(
             "tailrace_worker_migration_pause_seconds",
-            "From asking the source to pause until the target may emit.",
+            "From the pause request to the source until the target may emit tokens.",
             registry=registry,
             buckets=_PAUSE_BUCKETS_S,
         )
@@ -37,13 +37,13 @@ class WorkerHistograms:
         )
         self.step_late_seconds = Histogram(
             "tailrace_worker_step_late_seconds",
-            "How much too late a simulated engine's steps ended: the machine's fault. No real engine counts.",
+            "Delay of simulated engine steps, caused by a busy machine.",
             registry=registry,
             buckets=_LATE_BUCKETS_S,
         )
         self.kv_strays = Counters(
             "tailrace_worker_kv_stray_messages",
-            "KV messages that nobody waited for: late ones, or from somebody without a ticket. Dropped.",
+            "Unexpected KV messages, dropped: late ones, or from a sender without a ticket.",
             registry=registry,
         )
 
@@ -124,7 +124,7 @@ class WorkerCollector(Collector):
         yield by_state
         used, total = sum(s.kv_blocks_used for s in stats), sum(s.kv_blocks_total for s in stats)
         yield GaugeMetricFamily("tailrace_worker_kv_blocks_used", "KV blocks in use.", value=used)
-        yield GaugeMetricFamily("tailrace_worker_kv_blocks", "KV blocks there are.", value=total)
+        yield GaugeMetricFamily("tailrace_worker_kv_blocks", "KV blocks in total.", value=total)
         yield _count("generated_tokens", "Tokens made.", sum(s.generated_tokens for s in stats))
         yield _count(
             "prompt_tokens", "Prompt tokens prefilled or found.", sum(s.prompt_tokens for s in stats)

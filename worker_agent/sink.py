@@ -126,9 +126,9 @@ class FrontEndSink:
         Sent from the engine's thread before its next step: later would leave a gap in the stream.
         """
         reason = (
-            f"its outputs of one step take more than can be sent ({front_end.max_message_bytes} bytes,"
-            " --max-message-bytes, less what waits for the front end to read); ask for fewer"
-            " log-probabilities (prompt_logprobs, logprobs)"
+            f"one step's outputs exceed what can be sent ({front_end.max_message_bytes} bytes, "
+            "--max-message-bytes, minus unread data); request fewer log-probabilities "
+            "(prompt_logprobs, logprobs)"
         )
         log.warning("request %d of front end %s ends: %s", handle, front_end.frontend_id, reason)
         rejected = worker_pb2.RequestRejected(

@@ -63,7 +63,9 @@ _ATTEMPTS: Final = 4
 
 SUPERSEDED: Final = Refusal(409, "This answer is being resumed by a later request.")
 _NO_ROOM: Final = Denial(
-    status=503, kind="ServiceUnavailableError", message="No room to keep this answer now; try again later."
+    status=503,
+    kind="ServiceUnavailableError",
+    message="There is no room to keep this answer; try again later.",
 )
 
 
@@ -509,7 +511,7 @@ class AnswerCoordinator:
     def _append(self, answer: Answer, entry: Entry) -> None:
         self.store.append(answer, entry, self._clock())
         if answer.removed:
-            log.info("answer %s is too long to be kept", answer.head.answer_id)
+            log.info("answer %s is too large to be kept", answer.head.answer_id)
             self._replication.discard(answer)
             self._on_released(answer, len(answer.entries))
         else:

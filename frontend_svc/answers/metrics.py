@@ -33,7 +33,7 @@ class AnswerMetrics(Collector):
         self.superseded = 0
         copy_seconds = Histogram(
             "tailrace_frontend_answer_copy_seconds",
-            "Of each call that brings answers to a second front end: tokens wait for it.",
+            "Time of each call that copies answers to a second front end; tokens wait for it.",
             registry=registry,
             buckets=_SECONDS,
         )
@@ -53,41 +53,41 @@ class AnswerMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """Yield the values in Prometheus' form."""
         answers = list(self._store or ())
-        kept = GaugeMetricFamily("tailrace_frontend_answers", "Answers that are kept.", labels=["kind"])
+        kept = GaugeMetricFamily("tailrace_frontend_answers", "Kept answers.", labels=["kind"])
         serves = sum(answer.served_here for answer in answers)
         kept.add_metric(["served"], serves)
         kept.add_metric(["copy"], len(answers) - serves)
         yield kept
         yield GaugeMetricFamily(
             "tailrace_frontend_answer_bytes",
-            "What they take, about.",
+            "Approximate memory used by kept answers.",
             value=0 if self._store is None else self._store.size,
         )
         yield _labelled("answer_runs", "Runs begun, by where the answer was.", "from", self.begun)
         yield _labelled("answer_denials", "Requests not resumed or kept, by status.", "status", self.denied)
         yield CounterMetricFamily(
             "tailrace_frontend_answers_handed_over",
-            "Answers that went on at another front end.",
+            "Answers that continued at another front end.",
             value=self.handed_over,
         )
         yield CounterMetricFamily(
             "tailrace_frontend_answers_superseded",
-            "Runs that ended here because another front end had taken the answer over.",
+            "Runs that ended here because another front end took over the answer.",
             value=self.superseded,
         )
         yield GaugeMetricFamily(
             "tailrace_frontend_answer_peers",
-            "Front ends that can have copies; at 0 answers are kept here alone.",
+            "Front ends that can hold copies; at 0, answers are kept only here.",
             value=self._peers(),
         )
         yield CounterMetricFamily(
             "tailrace_frontend_answer_peers_lost",
-            "How often a front end did not answer while it had copies.",
+            "How often a front end stopped responding while it held copies.",
             value=0 if self._copies is None else self._copies.peers_lost,
         )
         yield GaugeMetricFamily(
             "tailrace_frontend_answers_uncopied",
-            "Answers under way of which no second front end has all that their clients have.",
+            "Answers in progress for which no second front end has everything that their clients have.",
             value=0 if self._copies is None else self._copies.count_unprotected(),
         )
 

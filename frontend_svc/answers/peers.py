@@ -110,7 +110,7 @@ class Peers:
         except PeerCallFailed:
             # Logged already, and even an error is an answer.
             pass
-        log.info("front end %s answers again", peer.frontend_id)
+        log.info("front end %s responds again", peer.frontend_id)
         self._unreachable.pop(peer.incarnation, None)
 
     def choose_replica(self, name: str, prefer: str = "") -> Peer | None:
@@ -162,7 +162,7 @@ class Peers:
                 log.error("a call of front end %s failed: %s", peer.frontend_id, format_error(error))
                 raise PeerCallFailed(peer.frontend_id) from error
             if peer.incarnation not in self._unreachable:
-                log.warning("front end %s does not answer: %s", peer.frontend_id, format_error(error))
+                log.warning("front end %s does not respond: %s", peer.frontend_id, format_error(error))
                 self._unreachable[peer.incarnation] = None
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise PeerSilent(peer.frontend_id) from error

@@ -82,7 +82,7 @@ class FleetClient(AsyncLLM):  # type: ignore[misc]
         length = _prompt_tokens(prompt)
         if tenant.longest_prompt and length > tenant.longest_prompt:
             raise RequestRefused(
-                Refusal(400, f"This key may send {tenant.longest_prompt} tokens in a prompt, not {length}.")
+                Refusal(400, f"This key allows prompts of {tenant.longest_prompt} tokens, not {length}.")
             )
         self._add_tenant_fields(kwargs, tenant)
         outputs = self._generate(prompt, sampling_params, request_id, kwargs)

@@ -169,7 +169,7 @@ class KeepAnswers:
         body = await read_body(receive, self.max_bytes)
         if body is None:
             await _send_denial(
-                send, Denial(status=400, kind="BadRequestError", message="The body did not come whole.")
+                send, Denial(status=400, kind="BadRequestError", message="The request body is incomplete.")
             )
             return
         parsed = _parse_body(body)

@@ -77,8 +77,8 @@ class LeaderRoute:
             named = leader.service_id if leader is not None else "none"
             raise AdminError(
                 grpc.StatusCode.UNAVAILABLE,
-                f"scheduler {self._service_id} does not lead (leader known here: {named}); "
-                "try again in some seconds",
+                f"scheduler {self._service_id} does not lead (known leader: {named}); try again in a "
+                "few seconds",
             )
         return self._channels.get(leader.address, Role.SCHEDULER)
 
@@ -164,5 +164,5 @@ def _leader_error(error: grpc.aio.AioRpcError) -> AdminError:
     """Return the leader's error, or one that says that it did not answer."""
     details = error.details() or error.code().name
     if error.code() is grpc.StatusCode.UNAVAILABLE:
-        details = f"the leading scheduler does not answer; another one leads within seconds ({details})"
+        details = f"the leading scheduler does not respond; another one will lead within seconds ({details})"
     return AdminError(error.code(), details)

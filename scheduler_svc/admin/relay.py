@@ -50,7 +50,9 @@ async def profile_events(
     if record is None:
         raise AdminError(grpc.StatusCode.NOT_FOUND, f"instance_id: {request.instance_id!r} is gone")
     if not 0.0 <= request.budget_s < math.inf:
-        raise AdminError(grpc.StatusCode.INVALID_ARGUMENT, "budget_s: must be seconds; 0: the default")
+        raise AdminError(
+            grpc.StatusCode.INVALID_ARGUMENT, "budget_s: must be a number of seconds; 0: the default"
+        )
     call = WorkerStub(channels.get(record.address, Role.WORKER)).Profile(
         profile_pb2.ProfileRequest(force=request.force, budget_s=request.budget_s),
         timeout=(request.budget_s or _BUDGET_S) + _MARGIN_S,

@@ -104,14 +104,12 @@ class RolloutCalls:
         if record is None and not request.begun_s:
             raise AdminError(grpc.StatusCode.NOT_FOUND, f"there is no rollout of {request.model}")
         if record is None and found_before:
-            raise AdminError(grpc.StatusCode.ABORTED, f"the rollout of {request.model} was removed meanwhile")
+            raise AdminError(grpc.StatusCode.ABORTED, f"the rollout of {request.model} has been removed")
         # The clocks of two leaders may differ: a rollout of the other one may have begun earlier.
         if record is None or (record.begun_s < request.begun_s and not found_before):
             return None
         if request.begun_s and record.begun_s != request.begun_s:
-            raise AdminError(
-                grpc.StatusCode.ABORTED, f"another rollout of {request.model} has begun meanwhile"
-            )
+            raise AdminError(grpc.StatusCode.ABORTED, f"another rollout of {request.model} has begun")
         return record
 
     def models(self) -> list[admin_pb2.ModelInfo]:

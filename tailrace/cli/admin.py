@@ -110,8 +110,8 @@ def _local_cluster() -> RunState:
         raise CliError(str(error)) from error
     if state is None or not state.admin:
         raise Unreachable(
-            "no admin API: no local cluster runs here (tailrace up starts one); "
-            "for another cluster give --admin HOST:PORT or set TAILRACE_ADMIN"
+            "no admin API: no local cluster is running here (tailrace up starts one); for another "
+            "cluster, pass --admin HOST:PORT or set TAILRACE_ADMIN"
         )
     return state
 

@@ -66,7 +66,10 @@ def init(folder: Path, days: float) -> None:
     """Create an authority for one cluster."""
     with file_errors(AuthorityProblem):
         authority = Authority.create(folder, days)
-    note(f"authority in {folder}, valid until {_day(authority.not_after)}; keep ca.key where no service runs")
+    note(
+        f"authority in {folder}, valid until {_day(authority.not_after)}; keep ca.key on a machine "
+        "without services"
+    )
 
 
 @certs.command()
@@ -129,7 +132,7 @@ def retire_authority(folder: Path) -> None:
     """Trust only the new authority."""
     with file_errors(AuthorityProblem):
         Authority.load(folder).retire()
-    note("the older authority is not trusted any more")
+    note("the older authority is no longer trusted")
 
 
 @certs.command("list")

@@ -16,7 +16,7 @@ def down() -> None:
     """Stop the local cluster of this folder, if there is one. Logs are kept."""
     folder = RunFolder.default()
     if not folder.path.exists():
-        click.echo("no local cluster runs here")
+        click.echo("no local cluster is running here")
         return
     try:
         with folder.locked():
@@ -30,4 +30,4 @@ def _stop(folder: RunFolder) -> None:
     stopped = stop_parts(state.parts) if state is not None else []
     folder.forget()
     shutil.rmtree(folder.data, ignore_errors=True)
-    click.echo(f"stopped {', '.join(stopped)}" if stopped else "no local cluster runs here")
+    click.echo(f"stopped {', '.join(stopped)}" if stopped else "no local cluster is running here")

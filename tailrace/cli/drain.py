@@ -37,7 +37,7 @@ def drain(instance: str, undrain: bool, timeout_s: float, output: Output, admin:
             note(event.message or f"{instance}: {event.remaining} requests left")
             last = event
     if last is None or not last.done:
-        raise CliError(f"{instance}: the stream of events ended before it was empty; it goes on draining")
+        raise CliError(f"{instance}: the event stream ended before it was empty; the drain continues")
     if output is Output.JSON:
         print_json(
             {"instance": instance, "draining": not undrain, "remaining": last.remaining, "done": last.done}

@@ -69,7 +69,7 @@ def _translate(error: grpc.RpcError, address: str, hint: str, diagnose: Callable
             return Unreachable(f"no connection to the admin API at {address}: {problem}")
         case grpc.StatusCode.UNAVAILABLE if details.endswith("Socket closed"):
             return Unreachable(
-                f"the admin API at {address} closed the connection; does it ask for a certificate? (--tls)"
+                f"the admin API at {address} closed the connection; does it require a certificate? (--tls)"
             )
         case grpc.StatusCode.PERMISSION_DENIED | grpc.StatusCode.UNAUTHENTICATED:
             return CliError(details)
@@ -78,7 +78,7 @@ def _translate(error: grpc.RpcError, address: str, hint: str, diagnose: Callable
                 f"the admin API at {address} is unavailable ({details}); is the cluster up? (tailrace up)"
             )
         case grpc.StatusCode.DEADLINE_EXCEEDED:
-            return Unreachable(f"the admin API at {address} did not answer in time; try again")
+            return Unreachable(f"the admin API at {address} did not respond in time; try again")
         case grpc.StatusCode.UNIMPLEMENTED:
             return Unreachable(f"{address} does not serve this: is it a Tailrace scheduler of this version?")
         case grpc.StatusCode.INVALID_ARGUMENT:

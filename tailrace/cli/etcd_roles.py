@@ -50,7 +50,7 @@ def etcd_roles(set_up: bool, etcd: str, cluster: str, tls: Path | None, output: 
         except ValueError as error:
             raise UsageProblem(str(error)) from error
         if tls is None:
-            raise UsageProblem("--apply: etcd knows users by certificates; give --tls, of role etcd-root")
+            raise UsageProblem("--apply requires --tls with a certificate of role etcd-root")
         transport = open_transport(tls, frozenset({Role.ETCD_ROOT}))
         try:
             changes = asyncio.run(_apply(endpoints, transport, rights, cluster))

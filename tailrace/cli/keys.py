@@ -66,7 +66,7 @@ def make(tenant: str, models: str | None, no_key: bool, file: Path, **limits: fl
     if models is not None:
         given["models"] = tuple(part.strip() for part in models.split(",") if part.strip())
     if not tenant or len(tenant) > 100:
-        raise UsageProblem("a tenant's name has 1 to 100 characters")
+        raise UsageProblem("a tenant's name must have 1 to 100 characters")
     with file_errors(KeyFileUnusable), locked_key_file(file) as replace:
         tenant_keys = read_keys(file) if file.exists() else TenantKeys()
         before = tenant_keys.tenant(tenant)
@@ -80,7 +80,7 @@ def make(tenant: str, models: str | None, no_key: bool, file: Path, **limits: fl
             tenant_keys, key = tenant_keys.with_key(tenant, now)
         replace(tenant_keys)
     if key:
-        note(f"{tenant}: a key, shown this once")
+        note(f"{tenant}: new key, shown only once")
         click.echo(key)
 
 

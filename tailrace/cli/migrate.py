@@ -21,7 +21,7 @@ _MODES: Final[dict[str, CopyMode.ValueType]] = {
     "pre-copy": COPY_MODE_PRE_COPY,
     "stop-and-copy": COPY_MODE_STOP_AND_COPY,
 }
-_HINT: Final = "tailrace get requests and tailrace get instances list what there is"
+_HINT: Final = "see tailrace get requests and tailrace get instances"
 
 
 @click.command(epilog="Example: tailrace migrate chatcmpl-8f3a --to worker-1")
@@ -94,7 +94,8 @@ def _finish(record: MigrationRecord | None, output: Output) -> None:
         print_json(to_plain(record))
     if record.state == MIGRATION_STATE_ABORTED:
         raise CliError(
-            f"aborted: {record.error or record.reason or 'no reason given'}; the request goes on where it was"
+            f"aborted: {record.error or record.reason or 'no reason given'}; the request continues "
+            "where it was"
         )
     if record.state != MIGRATION_STATE_COMMITTED:
         raise CliError(

@@ -67,7 +67,7 @@ def _one_of_each_kind(connection: Admin) -> Sequence[str]:
         if info.state != INSTANCE_STATE_SUSPECT and info.profile_kind:
             first.setdefault(info.profile_kind, info.instance_id)
     if not first:
-        raise CliError("no instance to measure: there is none, or each was given a profile (--profile)")
+        raise CliError("no instance to profile: there is none, or all have a fixed profile (--profile)")
     return sorted(first.values())
 
 

@@ -82,9 +82,9 @@ def replay(file: Path, policy: str | None, assignments: tuple[str, ...], show: i
     else:
         print_figures(_table(run, record, different))
     if run.cut_short:
-        note(f"{file}: it ends early: whoever recorded could not keep up")
+        note(f"{file}: the recording ends early, because its reader could not keep up")
     if record is None and total:
-        raise CliError(f"{total} of {run.decisions.total()} decisions came out otherwise")
+        raise CliError(f"{total} of {run.decisions.total()} decisions differ")
 
 
 def _policy(name: str, assignments: Sequence[str]) -> PolicyRecord:

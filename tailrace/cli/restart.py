@@ -39,7 +39,7 @@ def restart(names: tuple[str, ...], everything: bool, timeout_s: float) -> None:
         with folder.locked():
             state = folder.read()
             if state is None or not state.ready:
-                raise CliError("no local cluster runs here; tailrace up starts one")
+                raise CliError("no local cluster is running here; tailrace up starts one")
             parts = find_parts(state)
             unknown = [name for name in names if name not in parts]
             if unknown:

@@ -160,7 +160,7 @@ def forget(model: str, output: Output, admin: str | None) -> None:
     if output is Output.JSON:
         print_json({"model": model, "forgotten": True})
     else:
-        click.echo(f"{model}: front ends go by their own --model")
+        click.echo(f"{model}: front ends use their own --model")
 
 
 def _warn(model: str, begun: RolloutInfo) -> None:
@@ -203,7 +203,7 @@ def _events(connection: Admin, model: str, begun: RolloutInfo, timeout_s: float)
                 return
             if code is not grpc.StatusCode.UNAVAILABLE:
                 raise
-            note(f"{model}: {error.message}; asking again")
+            note(f"{model}: {error.message}; retrying")
             time.sleep(min(_AGAIN_S, max(0.0, until_s - time.monotonic())))
 
 

@@ -106,7 +106,7 @@ def _sample(admin: Admin) -> Sample:
 
 
 def _recent(stub: AdminStub) -> tuple[MigrationRecord, ...]:
-    """The last migrations; none while no migration service answers: the rest is wanted all the more then."""
+    """The last migrations; none while no migration service responds: the rest is wanted all the more then."""
     request = ListMigrationsRequest(limit=_MIGRATIONS)
     try:
         return tuple(stub.ListMigrations(request, timeout=CALL_TIMEOUT_S).migrations)

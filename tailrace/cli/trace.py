@@ -15,9 +15,7 @@ from tailrace.cli.plain import JsonValue
 from tailrace.telemetry.tree import render_tree
 from tailrace.v1.admin_pb2 import GetTraceRequest
 
-_HINT: Final = (
-    "it takes a request id, a part that only it has, or a 32-digit trace id; spans arrive within seconds"
-)
+_HINT: Final = "pass a request ID, a unique part of it, or a 32-digit trace ID; spans arrive within seconds"
 
 
 @click.command(epilog="Example: tailrace trace chatcmpl-8f3a")

@@ -192,7 +192,7 @@ def _policy_parameters(policy: str | None, assignments: Sequence[str]) -> dict[s
     """The given ones, which the policy takes. Raises UsageProblem."""
     if policy is None:
         if assignments:
-            raise UsageProblem("--set: is for a policy's parameters; name the policy with --policy")
+            raise UsageProblem("--set requires --policy")
         return {}
     try:
         given = read_assignments(assignments)
@@ -217,7 +217,7 @@ def _already_up(folder: RunFolder) -> RunState | None:
         return None
     if ended or not state.ready:
         what = f"{', '.join(ended)} ended" if ended else "it never became ready"
-        raise CliError(f"a cluster is already there, but not whole ({what}); tailrace down stops it")
+        raise CliError(f"a cluster is already running, but incomplete ({what}); tailrace down stops it")
     return state
 
 
@@ -226,9 +226,9 @@ def _start(options: ClusterOptions, folder: RunFolder) -> RunState:
     try:
         return asyncio.run(_run(plan, folder, options))
     except PartFailed as error:
-        raise CliError(f"{error}\nEverything that was started is stopped.") from error
+        raise CliError(f"{error}\nAll started processes were stopped.") from error
     except asyncio.CancelledError:
-        note("tailrace up: interrupted; everything that was started is stopped")
+        note("tailrace up: interrupted; all started processes were stopped")
         sys.exit(_INTERRUPTED)
 
 
@@ -237,10 +237,12 @@ def _plan(options: ClusterOptions, folder: RunFolder) -> Plan:
     if options.model.startswith((".", "/", "~")) and not Path(options.model).expanduser().is_dir():
         raise UsageProblem(f"--model: no folder {options.model}")
     if options.keep_answers_s and options.front is not Front.PYTHON:
-        raise UsageProblem("--keep-answers: vllm-rs has no place for it; take --front python")
+        raise UsageProblem("--keep-answers: not supported by vllm-rs; use --front python")
     for flag in options.frontend_arguments:
         if not flag.startswith("--"):
-            raise UsageProblem(f"--frontend-arg: {flag!r} is no flag of vllm serve (--NAME or --NAME=VALUE)")
+            raise UsageProblem(
+                f"--frontend-arg: {flag!r} is not a flag of vllm serve (--NAME or --NAME=VALUE)"
+            )
     try:
         require_installed(options)
         require_free(options.host, options.port)

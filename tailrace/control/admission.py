@@ -1,4 +1,4 @@
-"""Refuse a request on arrival, rather than after its wait, if its first token would come too late."""
+"""Refuse a request on arrival, rather than after its wait, if its first token would arrive too late."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class TtftAdmission:
         predicted_s = self.first_token_s(instance, arrival, pull_from)
         if predicted_s is None or predicted_s <= self.within_s:
             return placement
-        first = f"in {predicted_s:.1f} s" if math.isfinite(predicted_s) else "at no time that can be told"
+        first = f"in {predicted_s:.1f} s" if math.isfinite(predicted_s) else "at an unknown time"
         return Refuse(
-            f"its first token would come {first}, and has to within {self.within_s:g} s", final=True
+            f"its first token would arrive {first}, and the limit is {self.within_s:g} s", final=True
         )
 
     def first_token_s(self, instance: InstanceView, arrival: Arrival, pull_from: str = "") -> float | None:

@@ -108,7 +108,7 @@ class Replay:
     def _start(self) -> LiveControl:
         started = self._events.pop()
         if not isinstance(started, Started):
-            raise InvalidRecordingError("line 1: not the beginning of a recording")
+            raise InvalidRecordingError("line 1: not the start of a recording")
         instances: list[InstanceKnown] = []
         while isinstance(event := self._events.peek(), InstanceKnown):
             instances.append(event)

@@ -28,8 +28,9 @@ def require_free(host: str, port: int) -> None:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise PortUnavailable(
-                    f"port {port} on {host} is taken; stop what listens there or choose another: "
-                    f"tailrace up --port {_neighbour(port)} (make up PORT={_neighbour(port)})"
+                    f"port {port} on {host} is in use; stop the process that listens there or choose "
+                    f"another port: tailrace up --port {_neighbour(port)} (make up PORT="
+                    f"{_neighbour(port)})"
                 ) from error
             raise PortUnavailable(
                 f"cannot listen on {host}:{port} ({error.strerror}); choose another with --port"

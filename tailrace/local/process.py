@@ -51,7 +51,7 @@ class PartProcess:
         """Raise PartFailed, with the last lines of the log, if it has ended."""
         code = self._process.poll()
         if code is not None:
-            raise PartFailed(f"{self.spec.name} ended while starting ({_how(code)}){self._last_words()}")
+            raise PartFailed(f"{self.spec.name} exited while starting ({_how(code)}){self._last_words()}")
 
     def late(self) -> PartFailed:
         """The error for not being ready in time."""
@@ -67,7 +67,7 @@ class PartProcess:
         with self.log.open(errors="replace") as lines:
             last = [f"  {line.rstrip()}" for line in deque(lines, maxlen=_LAST_LINES)]
         if not last:
-            return f"; it wrote nothing to {self.log}"
+            return f"; nothing was written to {self.log}"
         return "\n".join([f"; the last lines of {self.log}:", *last])
 
 

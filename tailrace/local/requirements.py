@@ -26,7 +26,7 @@ def require_installed(options: ClusterOptions) -> None:
     if needs_vllm and find_spec("vllm") is None:
         raise Missing("vLLM is not installed; scripts/install.sh installs it (the CPU build where no GPU is)")
     if options.front is Front.RUST and _rust_front_end() is None:
-        raise Missing("no vllm-rs executable; scripts/install.sh --rust fetches it (or take --front python)")
+        raise Missing("no vllm-rs executable; scripts/install.sh --rust fetches it (or use --front python)")
     if find_spec("ucxx") is None:
         raise Missing("ucxx, the KV transport, is not installed; scripts/install.sh installs it")
 

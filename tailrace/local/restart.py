@@ -51,7 +51,7 @@ class Restarter:
         """
         number, part = {part.name: (number, part) for number, part in enumerate(self._state.parts)}[name]
         if part.spec is None:
-            raise PartFailed(f"{name} was started by another version; tailrace down and up start it anew")
+            raise PartFailed(f"{name} was started by another version; run tailrace down and tailrace up")
         before = await active_instances(self._state.admin, self._transport)
         stopping_s = await self._stop(part, drain_s)
         began_s = time.monotonic()
@@ -98,7 +98,7 @@ class Restarter:
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             raise PartFailed(
-                f"{spec.name} runs again, but the scheduler does not see all of "
+                f"{spec.name} is running again, but the scheduler does not see all of "
                 f"{', '.join(sorted(expected))}; logs: {self._folder.logs}"
             ) from None
 

@@ -141,7 +141,7 @@ class Starter:
         try:
             await apply_rights(client, etcd_rights(_CLUSTER), _CLUSTER)
         except (StoreUnavailable, Rejected) as error:
-            raise PartFailed(f"etcd: its roles could not be set up: {error}") from error
+            raise PartFailed(f"etcd: setting up roles failed: {error}") from error
         finally:
             await client.close()
 
@@ -160,7 +160,7 @@ class Starter:
                                 problem = error.details() or error.code().name
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
-            raise PartFailed(f"no scheduler took the policy {policy.name!r}: {problem}") from None
+            raise PartFailed(f"no scheduler accepted the policy {policy.name!r}: {problem}") from None
 
     async def _see_workers(self) -> None:
         """Until the scheduler knows every worker: from then on a request can go to any of them."""

@@ -99,7 +99,7 @@ class RunFolder:
             raise RunFolderUnusable(f"{file}: {error.strerror}") from error
         except msgspec.MsgspecError as error:
             raise RunFolderUnusable(
-                f"{file} is damaged ({error}); end the cluster's processes by hand and remove it"
+                f"{file} is corrupt ({error}); kill the cluster's processes by hand and remove it"
             ) from error
 
     def write(self, state: RunState) -> None:
@@ -127,7 +127,7 @@ class RunFolder:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise RunFolderBusy(f"another tailrace up or down is at work in {self.path}") from None
+                raise RunFolderBusy(f"another tailrace up or down is running in {self.path}") from None
             yield
 
 

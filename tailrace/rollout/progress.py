@@ -53,8 +53,8 @@ def capacity_warning(record: RolloutRecord, fleet: FleetFacts) -> str:
     if record.state is not RolloutState.PREPARING or new >= old:
         return ""
     return (
-        f"{new} warm of {fingerprint(record.new)} are to do what {old} of {fingerprint(record.before)} "
-        f"do now; new requests go there once {record.min_warm} are warm (--min-warm)"
+        f"{new} warm of {fingerprint(record.new)} will replace {old} of {fingerprint(record.before)}; new "
+        f"requests go there once {record.min_warm} are warm (--min-warm)"
     )
 
 
@@ -85,7 +85,7 @@ def describe(record: RolloutRecord, fleet: FleetFacts) -> str:
             stay = _describe_shared(record, fleet)
             return f"done: new requests go to {new}{again}, and {stay or f'no request of {before} is left'}"
         case RolloutState.FAILED:
-            return f"given up: {record.reason}; new requests go to {before} as before"
+            return f"failed: {record.reason}; new requests still go to {before}"
 
 
 def _describe_shared(record: RolloutRecord, fleet: FleetFacts) -> str:

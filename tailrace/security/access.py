@@ -104,6 +104,6 @@ def denial(role: Role, name: str, method: str) -> str:
     """Return the one-line reason for refusing the call."""
     needed = allowed(method)
     if not needed:
-        return f"{method} is not for anybody"
+        return f"{method} is not available to any role"
     roles = " or ".join(sorted(role.value for role in needed))
-    return f"the certificate of {name} is of role {role.value}; {method} needs {roles}"
+    return f"the certificate of {name} has role {role.value}; {method} requires {roles}"

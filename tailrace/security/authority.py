@@ -65,7 +65,7 @@ class Authority:
     def create(cls, folder: Path, days: float = AUTHORITY_DAYS) -> Authority:
         """Create an authority in `folder`. Raises AuthorityProblem when it already holds one, OSError."""
         if (folder / _AUTHORITY_KEY).exists():
-            raise AuthorityProblem(f"{folder} holds an authority already (new-authority replaces it)")
+            raise AuthorityProblem(f"{folder} already has an authority (new-authority replaces it)")
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         key, certificate = _self_signed(days)
         authority = cls(folder, key, [certificate])
@@ -79,7 +79,7 @@ class Authority:
             key = serialization.load_pem_private_key((folder / _AUTHORITY_KEY).read_bytes(), None)
             trusted = x509.load_pem_x509_certificates((folder / AUTHORITIES).read_bytes())
         except FileNotFoundError as error:
-            raise AuthorityProblem(f"no authority in {folder} (tailrace certs init makes one)") from error
+            raise AuthorityProblem(f"no authority in {folder} (tailrace certs init creates one)") from error
         except (OSError, ValueError, TypeError) as error:
             raise AuthorityProblem(f"{folder}: {error}") from error
         if not isinstance(key, ec.EllipticCurvePrivateKey) or trusted[0].public_key() != key.public_key():

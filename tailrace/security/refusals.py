@@ -14,12 +14,12 @@ _PURPOSE: Final = 26
 
 # TLS alerts that the peer sent.
 _ALERTS: Final = {
-    "CERTIFICATE_EXPIRED": "the other end says that our certificate has expired",
-    "UNKNOWN_CA": "the other end does not trust the authority that signed our certificate",
-    "CERTIFICATE_REQUIRED": "the other end asks for a certificate and got none",
-    "BAD_CERTIFICATE": "the other end says that our certificate is none it can use",
-    "UNSUPPORTED_CERTIFICATE": "the other end says that our certificate is for another purpose",
-    "ACCESS_DENIED": "the other end says that our certificate may not do this",
+    "CERTIFICATE_EXPIRED": "the peer reports that our certificate has expired",
+    "UNKNOWN_CA": "the peer does not trust the authority that signed our certificate",
+    "CERTIFICATE_REQUIRED": "the peer requires a certificate and got none",
+    "BAD_CERTIFICATE": "the peer reports that it cannot use our certificate",
+    "UNSUPPORTED_CERTIFICATE": "the peer reports that our certificate is for another purpose",
+    "ACCESS_DENIED": "the peer reports that our certificate does not permit this",
 }
 _PLAIN: Final = frozenset(
     {"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "HTTPS_PROXY_REQUEST", "RECORD_LAYER_FAILURE"}
@@ -35,9 +35,9 @@ def refusal(error: ssl.SSLError) -> str:
         if reason.endswith(f"ALERT_{alert}"):
             return line
     if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
-        return "the other end has no certificate"
+        return "the peer has no certificate"
     if reason in _PLAIN:
-        return "the other end does not speak TLS"
+        return "the peer does not speak TLS"
     return f"TLS failed: {reason.lower().replace('_', ' ') or error}"
 
 
@@ -46,15 +46,12 @@ def _verification(error: ssl.SSLCertVerificationError) -> str:
         case code if code == _EXPIRED:
             return "the certificate has expired"
         case code if code == _NOT_YET_VALID:
-            return "the certificate is not valid yet: do the clocks agree?"
+            return "the certificate is not valid yet: check the clocks"
         case code if code == _HOSTNAME:
-            return f"the certificate is of another role: {error.verify_message}"
+            return f"the certificate has another role: {error.verify_message}"
         case code if code == _PURPOSE:
             return "the certificate is for another purpose (an operator's cannot serve)"
         case code if code in _UNTRUSTED:
-            return (
-                "the certificate is foreign: no authority that is trusted here signed it "
-                f"({error.verify_message})"
-            )
+            return f"the certificate is not signed by an authority trusted here ({error.verify_message})"
         case _:
-            return f"the certificate is not accepted: {error.verify_message}"
+            return f"the certificate was rejected: {error.verify_message}"

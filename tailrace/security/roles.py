@@ -72,7 +72,7 @@ def identity_of(uris: Iterable[str]) -> Identity:
     except NoIdentity:
         raise
     except ValueError:
-        raise NoIdentity(f"the certificate is of an unknown role {role!r}") from None
+        raise NoIdentity(f"the certificate has an unknown role {role!r}") from None
 
 
 def server_name(role: Role) -> str:

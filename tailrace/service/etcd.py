@@ -143,7 +143,7 @@ class LocalEtcd:
     def answers(self) -> bool:
         """Return whether it is ready. Raise EtcdStartError if it has exited."""
         if self._process is None or self._process.poll() is not None:
-            raise EtcdStartError(f"etcd ended; see {self.data_dir}.log")
+            raise EtcdStartError(f"etcd exited; see {self.data_dir}.log")
         try:
             port = self.port if self._tls is None else self._tls.health_port
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1) as reply:

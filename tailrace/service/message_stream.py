@@ -268,7 +268,7 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
             self._transport.pause_reading()
 
     def eof_received(self) -> bool:
-        self._finish("the other end stopped in the middle of a message" if self._buffer else "")
+        self._finish("the peer closed the connection in the middle of a message" if self._buffer else "")
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -423,4 +423,4 @@ def _role_mismatch(tls: TlsSession, roles: frozenset[Role]) -> str:
     if peer.role in roles:
         return ""
     needed = " or ".join(sorted(role.value for role in roles))
-    return f"the certificate of {peer.name} is of role {peer.role.value}; this stream needs {needed}"
+    return f"the certificate of {peer.name} has role {peer.role.value}; this stream requires {needed}"

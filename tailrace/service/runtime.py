@@ -153,7 +153,7 @@ async def _run_to_end(main: Callable[[Shutdown], Coroutine[None, None, None]]) -
 
 
 def _force_exit() -> None:
-    log.error("did not stop within %.0f s; ending", _GRACE_S)
+    log.error("did not stop within %.0f s; exiting", _GRACE_S)
     os._exit(1)
 
 

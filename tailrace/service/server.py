@@ -89,7 +89,7 @@ async def serve_grpc(
     try:
         port = transport.listen(server, listen)
     except RuntimeError as error:
-        raise ListenError(f"cannot listen on {listen}: is the port taken?") from error
+        raise ListenError(f"cannot listen on {listen}: is the port in use?") from error
     handle = GrpcServer(f"{listen.rpartition(':')[0]}:{port}", health_servicer, names)
     await server.start()
     try:

@@ -161,7 +161,7 @@ class EtcdClient:
         """Record that a member works."""
         if member.failed:
             member.failed = False
-            log.info("etcd member %s answers", member.endpoint)
+            log.info("etcd member %s responds", member.endpoint)
 
     async def call(self, method: Method[Request, Reply], request: Request, what: str) -> Answer[Reply]:
         """Call one member after the other. `what` names the call in errors.

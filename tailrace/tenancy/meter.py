@@ -64,13 +64,13 @@ class Meter:
         usage.tokens = tokens
         if tokens is not None and tokens.level <= 0.0:
             wait_s = tokens.wait_s(1.0, tenant.tokens_per_minute)
-            return LimitExceeded(f"more than {tenant.tokens_per_minute:g} tokens a minute", wait_s)
+            return LimitExceeded(f"more than {tenant.tokens_per_minute:g} tokens per minute", wait_s)
         requests = _refilled(usage.requests, tenant.requests_per_minute, now_s)
         usage.requests = requests
         if requests is not None:
             if requests.level < 1.0:
                 wait_s = requests.wait_s(1.0, tenant.requests_per_minute)
-                return LimitExceeded(f"more than {tenant.requests_per_minute:g} requests a minute", wait_s)
+                return LimitExceeded(f"more than {tenant.requests_per_minute:g} requests per minute", wait_s)
             requests.level -= 1.0
         usage.running += 1
         return None

@@ -150,7 +150,7 @@ def test_migrate_aborted_is_an_error(run: Run, script: Script) -> None:
     result = run("migrate", "aaa1", "--to", "worker-1", "-o", "json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["state"] == "aborted"
-    assert "checksum of block 7 differs; the request goes on where it was" in result.stderr
+    assert "checksum of block 7 differs; the request continues where it was" in result.stderr
 
 
 def test_drain_waits_until_it_is_empty(run: Run, script: Script) -> None:
@@ -180,4 +180,4 @@ def test_drain_that_is_cut_short_is_an_error(run: Run, script: Script) -> None:
     del script.drain_events[1:]
     result = run("drain", "worker-0")
     assert result.exit_code == 1
-    assert "goes on draining" in result.stderr
+    assert "the drain continues" in result.stderr

@@ -63,7 +63,7 @@ def test_unreachable(unused_tcp_port: int) -> None:
             grpc.StatusCode.DEADLINE_EXCEEDED,
             "",
             3,
-            "did not answer in time",
+            "did not respond in time",
         ),
         (("get", "stages"), "ListStages", grpc.StatusCode.UNIMPLEMENTED, "", 3, "does not serve this"),
         (("get", "stages"), "ListStages", grpc.StatusCode.INTERNAL, "bug", 1, "see the scheduler's log"),
@@ -89,7 +89,7 @@ def test_what_the_server_refuses(
 
 
 def test_a_service_behind_the_admin_api_does_not_answer(run: Run, script: Script) -> None:
-    details = "no migration service answers: deadline exceeded"
+    details = "no migration service responds: deadline exceeded"
     script.errors["Migrate"] = (grpc.StatusCode.UNAVAILABLE, details)
     script.error_metadata = (FROM_SERVER,)
     result = run("migrate", "x", "--to", "worker-1")

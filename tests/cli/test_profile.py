@@ -59,7 +59,7 @@ def test_without_a_name_one_idle_instance_of_each_kind(run: Run, script: Script)
 
 def test_nothing_to_measure_is_said(run: Run, script: Script) -> None:
     result = run("profile")
-    assert result.exit_code == 1 and "no instance to measure" in result.stderr
+    assert result.exit_code == 1 and "no instance to profile" in result.stderr
 
 
 def test_a_busy_instance_is_an_error_of_one_line(run: Run, script: Script) -> None:

@@ -89,7 +89,7 @@ def test_replay_fails_where_a_decision_came_out_otherwise(lines: list[bytes], tm
     path.write_bytes(b"\n".join(lines))
     result = replay(str(path))
     assert result.exit_code == 1
-    assert '{"place":"x","also":[]}' in result.stderr and "came out otherwise" in result.stderr
+    assert '{"place":"x","also":[]}' in result.stderr and "decisions differ" in result.stderr
 
 
 @pytest.mark.parametrize(

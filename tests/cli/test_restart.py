@@ -37,7 +37,7 @@ def restart(*arguments: str) -> Result:
 def test_without_a_cluster(here: Here) -> None:
     result = restart("worker-0")
     assert result.exit_code == 1
-    assert "no local cluster runs here; tailrace up starts one" in result.stderr
+    assert "no local cluster is running here; tailrace up starts one" in result.stderr
 
 
 @pytest.mark.parametrize("arguments", [(), ("worker-0", "--all")])
@@ -57,7 +57,7 @@ def test_a_part_that_is_not_there(here: Here) -> None:
     # Written by a version that did not keep how it was started.
     result = restart("worker-0")
     assert result.exit_code == 1
-    assert "tailrace down and up" in result.stderr
+    assert "tailrace down and tailrace up" in result.stderr
 
 
 def test_the_order_of_a_rolling_restart() -> None:

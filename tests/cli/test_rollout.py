@@ -104,7 +104,7 @@ def test_a_scheduler_that_is_lost_is_asked_again(run: Run, script: Script) -> No
     script.error_metadata = (FROM_SERVER,)
     result = run("rollout", "start", "chat", "--to", NEW, "--timeout", "1.5")
     assert result.exit_code == 1
-    assert result.stderr.count("chat: no leader; asking again") == 2
+    assert result.stderr.count("chat: no leader; retrying") == 2
 
 
 def test_undo_waits_for_its_end_too(run: Run, script: Script) -> None:
@@ -138,7 +138,7 @@ def test_status(run: Run) -> None:
 
 
 def test_forget(run: Run, script: Script) -> None:
-    assert run("rollout", "forget", "chat").stdout == "chat: front ends go by their own --model\n"
+    assert run("rollout", "forget", "chat").stdout == "chat: front ends use their own --model\n"
     assert script.seen == [admin_pb2.ForgetRolloutRequest(model="chat")]
     assert json.loads(run("rollout", "forget", "chat", "-o", "json").stdout) == {
         "model": "chat",

@@ -21,7 +21,7 @@ from tailrace.cli.main import main
         # Shorter than a client takes to come back.
         ("frontend --keep-answers 0.1", "--keep-answers"),
         ("frontend --keep-answers nan", "--keep-answers"),
-        ("frontend --front rust --keep-answers 60", "vllm-rs takes no middleware"),
+        ("frontend --front rust --keep-answers 60", "not supported by vllm-rs"),
         ("scheduler --policy none_such", "least_loaded"),
         ("monitor --etcd nowhere", "HOST:PORT"),
         ("migration --cluster a/b", "--cluster"),

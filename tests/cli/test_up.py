@@ -130,7 +130,7 @@ def test_a_whole_cluster(here: Here) -> None:
     assert down.returncode == 0, down.stderr
     assert "worker-1" in down.stdout
     assert not any(part.identity.session_members() for part in state.parts)
-    assert here.tailrace("down").stdout == "no local cluster runs here\n"
+    assert here.tailrace("down").stdout == "no local cluster is running here\n"
     assert here.tailrace("get", "instances").returncode == 3
 
 
@@ -147,13 +147,13 @@ def test_port_taken(here: Here) -> None:
     ("arguments", "says"),
     [
         (("--policy", "magic"), "--policy: unknown policy 'magic'; installed: "),
-        (("--set", "quantum_tokens=200"), "name the policy with --policy"),
+        (("--set", "quantum_tokens=200"), "--set requires --policy"),
         (("--policy", "pascal", "--set", "quantum_tokens=0"), "--set: policy 'pascal', parameter 'quantum"),
         (("--model", "/no/such/model"), "no folder /no/such/model"),
         (("--workers", "0"), "--workers"),
         (("--port", "99999"), "--port"),
         (("--keep-answers", "4.9"), "--keep-answers"),
-        (("--front", "rust", "--keep-answers", "60"), "--keep-answers: vllm-rs has no place for it"),
+        (("--front", "rust", "--keep-answers", "60"), "--keep-answers: not supported by vllm-rs"),
         (("--frontend-arg", "api-key=x"), "--frontend-arg: 'api-key=x' is no flag of vllm serve"),
     ],
 )
@@ -175,7 +175,7 @@ def test_a_part_that_dies_while_starting(here: Here) -> None:
     assert done.returncode == 1
     assert re.search(r"(worker-0|frontend) ended while starting \(exit code \d+\)", done.stderr)
     assert "the last lines of" in done.stderr
-    assert "Everything that was started is stopped." in done.stderr
+    assert "All started processes were stopped." in done.stderr
     assert here.folder.read() is None
 
 
@@ -193,7 +193,7 @@ def test_a_worker_killed_while_starting(here: Here) -> None:
     os.kill(worker.identity.pid, signal.SIGKILL)
     _, errors = running.communicate(timeout=60)
     assert running.returncode == 1
-    assert "worker-0 ended while starting (SIGKILL; out of memory?)" in errors
+    assert "worker-0 exited while starting (SIGKILL; out of memory?)" in errors
     _nothing_left(here, state)
 
 

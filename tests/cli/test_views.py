@@ -38,7 +38,7 @@ def test_top_as_json_has_the_same_figures(run: Run) -> None:
 
 
 def test_top_goes_on_without_a_migration_service(run: Run, script: Script) -> None:
-    script.errors["ListMigrations"] = (grpc.StatusCode.UNAVAILABLE, "no migration service answers")
+    script.errors["ListMigrations"] = (grpc.StatusCode.UNAVAILABLE, "no migration service responds")
     result = run("top", "--once")
     assert result.exit_code == 0, result.stderr
     assert "worker-0" in result.stdout and "committed" not in result.stdout

@@ -42,7 +42,7 @@ def test_who_comes_too_late_is_refused_for_good_and_told_by_how_much() -> None:
     early, late = cluster(waiting(900)), cluster(waiting(900, 200))
     assert ADMISSION.evaluate(early, ARRIVAL, Place("a")) == Place("a")
     assert ADMISSION.evaluate(late, ARRIVAL, Place("a")) == Refuse(
-        "its first token would come in 2.1 s, and has to within 2 s", final=True
+        "its first token would arrive in 2.1 s, and the limit is 2 s", final=True
     )
 
 
@@ -183,7 +183,7 @@ def test_a_prompt_that_fits_nowhere_waits_for_ever() -> None:
     empty = replace(instance("a", capacity=500), ttft=TTFT)
     assert kv_wait_s(empty, 1_000) == math.inf
     judged = ADMISSION.evaluate(cluster(empty), replace(ARRIVAL, prompt_tokens=1_000), Place("a"))
-    assert isinstance(judged, Refuse) and "at no time that can be told" in judged.reason
+    assert isinstance(judged, Refuse) and "at an unknown time" in judged.reason
     # Prompts under way hold it, and nothing decodes: what computing takes is in the delay.
     assert kv_wait_s(replace(empty, kv_used_tokens=500), 400) == 0.0
 

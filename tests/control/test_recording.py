@@ -146,7 +146,7 @@ def test_what_is_no_recording_is_said_with_its_line() -> None:
     run = run_of("least_loaded", 5, 0, 3)
     with pytest.raises(InvalidRecordingError, match="line 2: "):
         list(decode([run.lines[0], b"{}"]))
-    with pytest.raises(InvalidRecordingError, match="line 1: not the beginning"):
+    with pytest.raises(InvalidRecordingError, match="line 1: not the start"):
         Replay(decode(run.lines[-1:]), lambda replayed: None)
     later = run.lines[0].replace(b'"format":1', b'"format":2')
     with pytest.raises(InvalidRecordingError, match=r"format 2, of Tailrace .*; this one reads 1"):

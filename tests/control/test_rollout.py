@@ -531,7 +531,7 @@ def test_traffic_waits_until_enough_instances_are_warm() -> None:
     assert record.min_warm == 3, "half of the old ones, rounded up"
     assert unmet_condition(record, facts) == f"2 of 3 instances of {fingerprint(NEW)} are warm (--min-warm)"
     assert advance(record, facts, 110.0, 10.0) is record
-    said = f"2 warm of {fingerprint(NEW)} are to do what 5 of {fingerprint(OLD)} do now; "
+    said = f"2 warm of {fingerprint(NEW)} will replace 5 of {fingerprint(OLD)}; "
     assert capacity_warning(record, facts) == f"{said}new requests go there once 3 are warm (--min-warm)"
     # An operator may want less, at once or while it waits; later it changes nothing.
     less = begin("chat", "/new", facts, record, 110.0, 60.0, 2)

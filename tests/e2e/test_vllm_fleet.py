@@ -208,7 +208,7 @@ def test_all_prompt_logprobs_cut_nobody(vllm_fleet: Fleet, vllm_chats: Chats) ->
     for prompt in ("x" * 3000, "y" * 3000):
         refused = httpx.post(url, json={**body, "prompt": prompt}, timeout=60)
         assert refused.status_code == 400, refused.text[:500]
-        assert f"more than can be sent ({VLLM_MAX_MESSAGE_BYTES} bytes" in refused.json()["error"]["message"]
+        assert f"what can be sent ({VLLM_MAX_MESSAGE_BYTES} bytes" in refused.json()["error"]["message"]
     # What fits is answered in full.
     answered = httpx.post(url, json={**body, "prompt": "z" * 100}, timeout=60)
     assert answered.status_code == 200, answered.text[:500]

@@ -78,9 +78,9 @@ async def test_refusals_say_why(rig: Rig) -> None:
     source.say(outputs(submit, [1, 2], 0))
     await rig.front.tokens_of("r", 2)
     for asker, message, why in (
-        (target, adopt(submit, 1), "gone on"),
+        (target, adopt(submit, 1), "continued"),
         (target, adopt(submit, 2, from_epoch=3), "is over"),
-        (source, adopt(submit, 2), "there already"),
+        (source, adopt(submit, 2), "already there"),
     ):
         asker.say(message)
         reply = (await asker.expect("adopt_reply")).adopt_reply

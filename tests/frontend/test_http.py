@@ -157,7 +157,7 @@ def test_a_request_that_is_too_large_for_any_worker_is_refused_with_413(front_en
     if front_end.front is Front.PYTHON:
         assert reply.status_code == 413
         assert reply.json()["error"]["code"] == 413
-        assert f"instances take {MIN_MESSAGE_BYTES} at most" in reply.json()["error"]["message"]
+        assert f"instances accept at most {MIN_MESSAGE_BYTES} at most" in reply.json()["error"]["message"]
     else:
         # It knows errors without reasons alone.
         assert reply.status_code == 500
@@ -205,7 +205,7 @@ def test_trace_context_reaches_the_worker(front_end: FrontEndThread) -> None:
 
 
 def test_who_would_wait_too_long_is_refused_with_429_stream_or_not(front_end: FrontEndThread) -> None:
-    late = scheduler_pb2.PlaceReply(refusal="its first token would come in 9.0 s", final=True)
+    late = scheduler_pb2.PlaceReply(refusal="its first token would arrive in 9.0 s", final=True)
 
     async def refusing() -> AsyncExitStack:
         stack = AsyncExitStack()

@@ -83,7 +83,7 @@ async def test_a_reply_that_is_too_large_ends_its_request_alone(rig: Rig) -> Non
     worker.say(rejected(stale, worker_pb2.REJECT_CODE_REPLY_TOO_LARGE))
     worker.say(rejected(large, worker_pb2.REJECT_CODE_REPLY_TOO_LARGE, "30 MB of log-probabilities"))
     refusal = await refusal_of(rig, "large")
-    assert refusal == Refusal(400, "The request ends: 30 MB of log-probabilities.")
+    assert refusal == Refusal(400, "The request failed: 30 MB of log-probabilities.")
     await finish(rig, other, neighbour)
     await rig.front.add("next")
     await finish(rig, worker, await worker.submitted())

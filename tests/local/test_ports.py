@@ -31,6 +31,6 @@ def test_more_ports_than_there_are() -> None:
 def test_a_taken_port_is_named_with_what_to_do() -> None:
     with (
         socket.create_server((LOOPBACK, 0)) as taken,
-        pytest.raises(PortUnavailable, match=f"port {taken.getsockname()[1]} .* is taken; .*--port"),
+        pytest.raises(PortUnavailable, match=f"port {taken.getsockname()[1]} .* is in use; .*--port"),
     ):
         require_free(LOOPBACK, taken.getsockname()[1])

@@ -59,7 +59,7 @@ async def _fail(plan: Plan, folder: RunFolder) -> tuple[str, RunState]:
 async def test_a_part_that_dies_is_told_with_its_last_lines(folder: RunFolder) -> None:
     plan = _plan(_part("patient", _HANGS), _part("worker-1", _dies("no such model", 3)))
     message, state = await _fail(plan, folder)
-    assert "worker-1 ended while starting (exit code 3)" in message
+    assert "worker-1 exited while starting (exit code 3)" in message
     assert "no such model" in message
     assert {part.name for part in state.parts} == {"patient", "worker-1"}
     assert not any(part.identity.session_members() for part in state.parts)

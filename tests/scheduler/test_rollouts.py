@@ -294,7 +294,7 @@ async def test_a_watched_rollout_that_is_removed_is_not_waited_for(
     assert (await anext(aiter(watch))).rollout.state == PREPARING
     await control.store.delete("rollouts/chat")
     code, details = await refused(_drained(watch))
-    assert code is grpc.StatusCode.ABORTED and "was removed meanwhile" in details
+    assert code is grpc.StatusCode.ABORTED and "has been removed" in details
 
 
 async def test_a_placement_tells_which_model_is_in_force(control: Control, admin: AdminAsyncStub) -> None:

@@ -538,7 +538,7 @@ async def test_no_migration_service(control: Control) -> None:
     await running(control, admin, "one")
     await control.stop("migration")
     await control.members_show(lambda m: ("migration", "migration") not in m.services)
-    with pytest.raises(grpc.aio.AioRpcError, match="no migration service answers") as failure:
+    with pytest.raises(grpc.aio.AioRpcError, match="no migration service responds") as failure:
         await last_record(admin, "one", "b")
     assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
     # The command line tells by this that the admin API itself is well.

@@ -39,7 +39,7 @@ def test_every_method_is_in_the_table_and_no_other() -> None:
 
 def test_what_is_not_in_the_table_nobody_may_call() -> None:
     assert not allowed("/tailrace.v1.Worker/Shutdown")
-    assert denial(Role.ADMIN, "me", "/x/Y") == "/x/Y is not for anybody"
+    assert denial(Role.ADMIN, "me", "/x/Y") == "/x/Y is not available to any role"
 
 
 def test_who_looks_does_not_change() -> None:

@@ -126,8 +126,8 @@ async def test_each_method_is_for_its_roles(authority: Authority, role: Role, ma
                 assert end == "OK" and name in worker.calls
             else:
                 assert end == (
-                    f"PERMISSION_DENIED: the certificate of caller is of role {role.value}; "
-                    f"/tailrace.v1.Worker/{name} needs {needed}"
+                    f"PERMISSION_DENIED: the certificate of caller has role {role.value}; "
+                    f"/tailrace.v1.Worker/{name} requires {needed}"
                 )
                 assert name not in worker.calls
         # How it is, everybody with a certificate may ask.
@@ -152,7 +152,7 @@ async def test_a_server_of_another_role_is_not_called(authority: Authority) -> N
         ends = await call_all(channels, address)
         assert all(end.startswith("UNAVAILABLE") for end in ends) and not worker.calls
         problem = await asyncio.to_thread(handshake_problem, address, Role.WORKER, mine.folder.current())
-        assert problem.startswith("the certificate is of another role")
+        assert problem.startswith("the certificate has another role")
         await channels.close()
 
 
@@ -163,9 +163,9 @@ async def test_what_is_wrong_with_a_certificate_can_be_told(authority: Authority
     expired = replace(good, certificate=(late / "tls.crt").read_bytes(), key=(late / "tls.key").read_bytes())
     cases = {
         "": good,
-        "closes the connection at the sight of our certificate": expired,
-        "closes the connection at the sight": replace(stranger, authorities=good.authorities),
-        "the certificate is foreign": stranger,
+        "the server rejects our certificate": expired,
+        "rejects our certificate": replace(stranger, authorities=good.authorities),
+        "the certificate is not signed by an authority trusted here": stranger,
     }
     async with serving(transport(authority, Role.SCHEDULER)) as (_, address):
         for said, credentials in cases.items():

@@ -113,13 +113,13 @@ def test_a_viewer_looks_and_does_not_change(cluster: Cluster) -> None:
 def test_the_wrong_certificate_is_told(cluster: Cluster, tmp_path: Path) -> None:
     admin = ("get", "slo", "--admin", cluster.state.admin)
     without = cluster.tailrace(*admin)
-    assert without.returncode == 3 and "does it ask for a certificate? (--tls)" in without.stderr
+    assert without.returncode == 3 and "does it require a certificate? (--tls)" in without.stderr
     foreign = Authority.create(tmp_path / "foreign").issue(Identity(Role.ADMIN, "x")).folder
     other = cluster.tailrace(*admin, "--tls", str(foreign))
-    assert other.returncode == 3 and "the certificate is foreign" in other.stderr
+    assert other.returncode == 3 and "not signed by an authority trusted here" in other.stderr
     member = cluster.authority.issue(Identity(Role.WORKER, "x")).folder
     wrong = cluster.tailrace(*admin, "--tls", str(member))
-    assert wrong.returncode == 1 and "it is of role worker; admin or viewer is needed here" in wrong.stderr
+    assert wrong.returncode == 1 and "its role is worker; admin or viewer is required here" in wrong.stderr
     assert cluster.tailrace("certs", "rotate", "--dir", cluster.state.certificates).returncode == 0
 
 

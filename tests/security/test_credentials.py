@@ -58,13 +58,13 @@ def test_an_expired_certificate_is_named(authority: Authority) -> None:
 def test_a_foreign_certificate_is_named(authority: Authority, foreign: Authority) -> None:
     folder = foreign.issue(WORKER).folder
     shutil.copy(authority.folder / "ca.crt", folder)
-    with pytest.raises(UnusableCredentials, match=r"the certificate is foreign"):
+    with pytest.raises(UnusableCredentials, match=r"not signed by an authority trusted here"):
         read_credentials(folder)
 
 
 def test_a_certificate_of_the_wrong_role_is_named(authority: Authority) -> None:
     folder = authority.issue(WORKER).folder
-    with pytest.raises(UnusableCredentials, match=r"it is of role worker; monitor is needed here"):
+    with pytest.raises(UnusableCredentials, match=r"its role is worker; monitor is required here"):
         CredentialFolder(folder, frozenset({Role.MONITOR}))
 
 
@@ -143,7 +143,7 @@ def test_an_authority_is_replaced_in_three_steps(authority: Authority) -> None:
 
 
 def test_a_second_authority_does_not_overwrite_the_first(authority: Authority) -> None:
-    with pytest.raises(AuthorityProblem, match="holds an authority already"):
+    with pytest.raises(AuthorityProblem, match="already has an authority"):
         Authority.create(authority.folder)
     with pytest.raises(AuthorityProblem, match="no authority"):
         Authority.load(authority.folder / "issued")

@@ -55,4 +55,4 @@ def test_with_a_certificate_of_its_role_it_listens_anywhere(authority: Authority
     other = authority.issue(Identity(Role.WORKER, "w")).folder
     refused = CliRunner().invoke(main, [*arguments, str(other)])
     assert refused.exit_code == 1
-    assert "it is of role worker; scheduler is needed here" in refused.stderr
+    assert "its role is worker; scheduler is required here" in refused.stderr

@@ -188,5 +188,5 @@ async def test_a_leader_that_is_gone_is_named(authority: Authority) -> None:
         none = await refused(both.admin.SetPool(asked, timeout=10))
 
     assert (gone[0], gone[2]) == (none[0], none[2]) == (grpc.StatusCode.UNAVAILABLE, True)
-    assert gone[1].startswith("the leading scheduler does not answer; another one leads within seconds (")
-    assert none[1].startswith("scheduler stands-by does not lead (leader known here: none)")
+    assert gone[1].startswith("the leading scheduler does not respond; another one will lead")
+    assert none[1].startswith("scheduler stands-by does not lead (known leader: none)")

@@ -121,7 +121,7 @@ async def test_a_worker_in_the_clear_is_not_taken_for_one(authority: Authority) 
 
     frontend = transport(authority, Role.FRONTEND)
     async with asyncio.timeout(20), serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address:
-        with pytest.raises(StreamRefused, match="the other end does not speak TLS"):
+        with pytest.raises(StreamRefused, match="the peer does not speak TLS"):
             await connect_stream(address, worker_pb2.AttachDown, tls=frontend.dial(Role.WORKER))
 
 
@@ -138,7 +138,7 @@ async def test_a_wrong_role_is_told(
 async def test_a_server_of_another_role_is_not_a_worker(authority: Authority) -> None:
     impostor = transport(authority, Role.FRONTEND)
     reason = await refused(impostor, transport(authority, Role.FRONTEND).dial(Role.WORKER))
-    assert reason.startswith("the certificate is of another role") and "worker.tailrace.internal" in reason
+    assert reason.startswith("the certificate has another role") and "worker.tailrace.internal" in reason
 
 
 async def test_a_foreign_certificate_is_told(
@@ -150,8 +150,8 @@ async def test_a_foreign_certificate_is_told(
     frontend.client_context.load_verify_locations(cafile=authority.folder / "ca.crt")
     tls = TlsSession.client(frontend.client_context, "worker.tailrace.internal")
     reason = await refused(worker, tls)
-    assert reason == "the other end does not trust the authority that signed our certificate"
-    assert "the certificate is foreign" in caplog.text
+    assert reason == "the peer does not trust the authority that signed our certificate"
+    assert "the certificate is not signed by an authority trusted here" in caplog.text
 
 
 async def test_an_expired_certificate_is_told(authority: Authority, caplog: pytest.LogCaptureFixture) -> None:
@@ -161,7 +161,7 @@ async def test_an_expired_certificate_is_told(authority: Authority, caplog: pyte
     frontend.client_context.load_cert_chain(expired / "tls.crt", expired / "tls.key")
     tls = TlsSession.client(frontend.client_context, "worker.tailrace.internal")
     reason = await refused(worker, tls)
-    assert reason == "the other end says that our certificate has expired"
+    assert reason == "the peer reports that our certificate has expired"
     assert "the certificate has expired" in caplog.text
 
 

@@ -56,7 +56,7 @@ def test_tokens_are_charged_afterwards_and_made_up_for() -> None:
     # More than there was: nobody knew how long the answer would be.
     meter.charge(own, 1200, 0.0)
     excess = meter.begin(own, 0.0)
-    assert excess == LimitExceeded("more than 600 tokens a minute", 61)
+    assert excess == LimitExceeded("more than 600 tokens per minute", 61)
     assert meter.begin(own, 59.0) is not None
     assert meter.begin(own, 61.0) is None
 

@@ -36,9 +36,9 @@ def test_nobody_else_does() -> None:
     sealed, header = Seal(TICKET).seal_data(1, data), Seal(TICKET).seal_header(1, b"hash of 7" * 9)
     assert b"hash of" not in header and data.tobytes()[:16] not in sealed.tobytes()
     for seal, chunk in ((Seal(Ticket.fresh()), 1), (Seal(TICKET), 2)):
-        with pytest.raises(KvTransferError, match=f"chunk {chunk} was changed"):
+        with pytest.raises(KvTransferError, match=f"chunk {chunk} was modified"):
             opened(seal, chunk, sealed)
-        with pytest.raises(KvTransferError, match=f"chunk {chunk} was changed"):
+        with pytest.raises(KvTransferError, match=f"chunk {chunk} was modified"):
             seal.open_header(chunk, header)
 
 

@@ -325,7 +325,7 @@ async def test_a_block_damaged_in_flight_aborts_and_is_counted(
         stream = await pair.submit(source, **LONG)
         await stream.until(30)
         events = await pair.move(stream, source, 1)
-        assert events[-1].state == types_pb2.MIGRATION_STATE_ABORTED and "damaged" in events[-1].reason
+        assert events[-1].state == types_pb2.MIGRATION_STATE_ABORTED and "corrupted" in events[-1].reason
         assert await pair.metric(1, "kv_checksum_failures") == before + 1
         assert stream.owner == pair.id(source)
         # The next one, undamaged, is committed.

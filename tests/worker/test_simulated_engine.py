@@ -383,7 +383,7 @@ def test_a_prefix_is_lent_checked_and_found() -> None:
         now(source.loan_open("loan", names))
     staging = source.staging(len(names))
     checksums = now(source.read_blocks("loan", 0, len(names), staging))
-    with pytest.raises(EngineRefusal, match="have not come"):
+    with pytest.raises(EngineRefusal, match="have not arrived"):
         now(target.fetch_keep("fetch", len(names)))
     with pytest.raises(KvCorrupt):
         now(target.write_blocks("fetch", 0, len(names), staging, [0, *checksums[1:]]))
@@ -407,7 +407,7 @@ def test_what_is_not_kept_takes_no_prefixes() -> None:
     fleet = Fleet(SMALL, SMALL)
     before = fleet.submit(0, PROMPT, **LONG)
     asked = Submission(fleet.key(before), "asked", 0, before.frames)
-    with pytest.raises(EngineRefusal, match="takes no blocks"):
+    with pytest.raises(EngineRefusal, match="does not accept blocks"):
         now(fleet.engines[1].fetch_open("fetch", asked, 1 << 20))
 
 
@@ -563,7 +563,7 @@ def test_refusals() -> None:
     with pytest.raises(EngineRefusal, match="not prepared"):
         now(target.import_activate(request_id))
     other = now(source.export_open("chatcmpl-2"))
-    with pytest.raises(EngineRefusal, match="as many requests"):
+    with pytest.raises(EngineRefusal, match="the batch is full"):
         now(target.import_open(other, other.key, 1))
     now(target.import_drop(request_id))
     now(target.import_drop(request_id))

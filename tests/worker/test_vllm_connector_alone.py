@@ -55,7 +55,7 @@ def test_ours_is_put_beside_what_is_given() -> None:
         (
             {"kv_transfer_config": BESIDE, "tensor_parallel_size": 2},
             Way.REPLAY,
-            "other KV connectors on an engine of several ranks",
+            "other KV connectors on an engine with several ranks",
         ),
     ],
 )

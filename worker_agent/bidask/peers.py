@@ -34,7 +34,7 @@ class Peers:
         """Queue a message without waiting."""
         waiting = self._waiting.setdefault(instance_id, deque())
         if len(waiting) >= _WAITING_MAX:
-            log.warning("%s takes no messages; %d are dropped", instance_id, len(waiting))
+            log.warning("%s accepts no messages; dropped %d", instance_id, len(waiting))
             waiting.clear()
             self._lost(instance_id)
             return
@@ -57,7 +57,7 @@ class Peers:
                 address, message = waiting.popleft()
                 await self._send_message(address, message)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
-            log.info("%s does not answer: %s", instance_id, error)
+            log.info("%s does not respond: %s", instance_id, error)
             failed = True
         finally:
             del self._tasks[instance_id]

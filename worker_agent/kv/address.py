@@ -84,11 +84,11 @@ def address_of(message: worker_pb2.KvAddress, ours: KvAddress) -> KvAddress:
     it does not understand.
     """
     if not 0 < len(message.worker) <= _BYTES_MAX or message.digest != _digest(message.worker):
-        raise KvTransferError("the other end does not say where its UCX is")
+        raise KvTransferError("the peer sent no UCX address")
     if message.ucx_version != ours.ucx_version:
         raise KvTransferError(f"UCX {message.ucx_version} there, {ours.ucx_version} here")
     if message.worker[0] != ours.worker[0]:
-        raise KvTransferError("the other end's UCX address is of another format")
+        raise KvTransferError("the peer's UCX address has an unknown format")
     return KvAddress(message.worker, message.ucx_version, message.host, message.sealed)
 
 

@@ -83,7 +83,7 @@ def ucx_options(
         options["TCP_PORT_RANGE"] = environment[_PORTS]
     if _DEVICES in environment:
         log.info(
-            "%s=%s: KV transfer uses these, wherever else the worker listens", _DEVICES, environment[_DEVICES]
+            "%s=%s: KV transfer uses these devices, regardless of --listen", _DEVICES, environment[_DEVICES]
         )
         return options | {"NET_DEVICES": environment[_DEVICES]}
     wanted = _resolved(host)

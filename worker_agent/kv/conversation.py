@@ -143,7 +143,7 @@ class Conversation:
         except _Leaving:
             leaving = True
         except TimeoutError:
-            log.info("%s: its target does not claim or does not take its KV", self._session.request_id)
+            log.info("%s: its target does not claim or fetch its KV", self._session.request_id)
         except KvTransferError as error:
             log.debug("a KV session ended: %s", error)
         finally:
@@ -202,7 +202,7 @@ class Conversation:
             size = WINDOW * self._pool.chunk_blocks * self._shape.block_bytes
             self._slots = Slots.of(self._segments, size, self._memory)
         except OSError as error:
-            log.warning("no memory to share with a target: %s", format_error(error))
+            log.warning("no shared memory with a target: %s", format_error(error))
         return NO_SEGMENT if self._slots is None else self._slots.segment.name.encode()
 
     def _staging(self, request: Request) -> Staging:
@@ -219,7 +219,7 @@ class Conversation:
         if num_blocks * self._shape.block_bytes > max(_CHUNK_BYTES_MAX, self._shape.block_bytes):
             raise KvTransferError(f"chunks of {num_blocks} blocks are too large")
         if self._sealed and request.kind is RequestKind.BLOCKS:
-            raise KvTransferError("the target wants blocks unencrypted")
+            raise KvTransferError("the target requests unencrypted blocks")
         if not session.may_read(first, num_blocks):
             await self._refuse(ENDED, request)
             return

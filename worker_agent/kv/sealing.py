@@ -68,4 +68,4 @@ def host_bytes(staging: Staging) -> Bytes:
 
 
 def _damaged(chunk: int) -> KvTransferError:
-    return KvTransferError(f"chunk {chunk} was changed on its way, or is sealed with another key")
+    return KvTransferError(f"chunk {chunk} was modified in transit, or is sealed with another key")

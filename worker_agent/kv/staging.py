@@ -34,8 +34,8 @@ def require_sealable(memory: KvMemory, block_bytes: int) -> None:
     """Raise KvTransferError unless KV passes through host memory, where it can be encrypted."""
     if memory.staging_over(np.zeros(block_bytes, np.uint8)) is None:
         raise KvTransferError(
-            "--encrypt-kv: KV is sent from device memory, where it cannot be encrypted: encrypt the link "
-            "(WireGuard, IPsec) and leave the option out"
+            "--encrypt-kv: KV in device memory cannot be encrypted; encrypt the link (WireGuard, IPsec) "
+            "and omit the option"
         )
 
 

@@ -46,9 +46,9 @@ async def _sweep(count: Callable[[int], None]) -> None:
         try:
             while dropped := await discard_strays():
                 count(dropped)
-                log.info("%d KV messages came that nobody waits for", dropped)
+                log.info("dropped %d unexpected KV messages", dropped)
         except TimeoutError:
-            log.warning("a KV message that nobody waits for cannot be dropped")
+            log.warning("an unexpected KV message cannot be dropped")
 
 
 async def discard_strays() -> int:

@@ -69,7 +69,7 @@ def start_ucx(options: Mapping[str, str]) -> None:
         try:
             ucxx.init(options=dict(options), progress_mode="thread", enable_python_future=True)
         except ucxx.exceptions.UCXError as error:
-            raise BindingError(f"UCX does not start with {dict(options)}: {format_error(error)}") from error
+            raise BindingError(f"UCX did not start with {dict(options)}: {format_error(error)}") from error
         # Started anew before there is anything to wait for.
         worker = ucxx.core._get_ctx().worker
         worker.stop_progress_thread()
@@ -121,7 +121,7 @@ class Channel:
             address = ucxx.get_ucx_address_from_buffer(peer.worker)
             return cls(await ucxx.create_endpoint_from_worker_address(address))
         except (OSError, RuntimeError, ucxx.exceptions.UCXError) as error:
-            raise KvTransferError(f"no way to the other end's UCX: {format_error(error)}") from error
+            raise KvTransferError(f"cannot connect to the peer's UCX: {format_error(error)}") from error
 
     @property
     def alive(self) -> bool:
@@ -164,7 +164,7 @@ class Channel:
         if self._under_way:
             _, left = await asyncio.wait(self._under_way, timeout=_DRAIN_S)
             for message in left:
-                log.warning("a KV message did not end with its connection")
+                log.warning("a KV message did not complete with its connection")
                 message.cancel()
 
     def _begin(self, message: object) -> asyncio.Task[object]:

@@ -136,7 +136,7 @@ def decode_header(data: bytes, shape: KvShape, first_block: int, num_blocks: int
     if (first_layer, layers, layer_bytes) != (0, shape.num_layers, shape.layer_block_bytes):
         raise KvIdentityError(f"layers {first_layer}+{layers} of {layer_bytes} bytes a block came")
     if digest != _fingerprint_digest(shape):
-        raise KvIdentityError("KV of another model came")
+        raise KvIdentityError("received KV of another model")
     hashes: list[bytes] = []
     checksums: list[int] = []
     for checksum, length, name in _BLOCK.iter_unpack(data[_HEADER.size :]):

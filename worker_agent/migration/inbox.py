@@ -64,7 +64,7 @@ class Inbox:
     def command(self, item: worker_pb2.ExportCommand) -> None:
         """Add a command; a target that does not wait for replies is treated as broken."""
         if len(self._commands) >= _COMMANDS_MAX:
-            self.signal(Broken("the target does not keep to the protocol"))
+            self.signal(Broken("the target violates the protocol"))
             return
         self._commands.append(item)
         self._filled.set()

@@ -205,7 +205,7 @@ class Import:
             async with asyncio.timeout(self._plan.room_wait_s + self._plan.timeout_s):
                 paused = await task
         except TimeoutError as error:
-            raise Abort(f"not done within {self._plan.timeout_s:g} s of getting room") from error
+            raise Abort(f"not finished within {self._plan.timeout_s:g} s of getting room") from error
         except asyncio.CancelledError:
             if self._cancelled:
                 raise Abort(self._cancelled) from None
@@ -216,7 +216,7 @@ class Import:
             raise Abort(f"target: {error}") from error
         except KvCorrupt as error:
             self._parts.metrics.kv_checksum_failures += 1
-            raise Abort(f"KV damaged in transfer: {error}") from error
+            raise Abort(f"KV corrupted in transfer: {error}") from error
         except KvIdentityError as error:
             self._parts.metrics.kv_identity_failures += 1
             raise Abort(f"KV transfer: {error}") from error

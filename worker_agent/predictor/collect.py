@@ -82,7 +82,7 @@ def collect(prompts: Sequence[Prompt], options: CollectOptions, report: Callable
             **options.engine_args,
         )
     except (TypeError, ValueError, OSError) as error:
-        raise RuntimeError(f"vLLM does not start with {options.model}: {error}") from error
+        raise RuntimeError(f"vLLM did not start with {options.model}: {error}") from error
     requests = {str(number): _Request() for number in range(len(prompts))}
     decoding = 0
 
@@ -158,7 +158,7 @@ def _samples(requests: Sequence[_Request], options: CollectOptions, steps: _Step
         if request.length is not None and request.hidden
     ]
     if not any(request.ended for _, _, request in done) or not steps.count:
-        raise ValueError("no answer ended by itself: raise --max-tokens, or look at the prompts")
+        raise ValueError("no answer finished by itself: raise --max-tokens, or check the prompts")
     return Samples(
         Origin(
             format=FORMAT,

@@ -107,7 +107,7 @@ def collect_command(
         raise click.ClickException(str(error)) from error
     first = samples.first()
     requests, cut_off = len(first), int((~first.ended).sum())
-    note(f"{len(samples)} samples of {requests} requests, of which {cut_off} were cut off, in {out}")
+    note(f"{len(samples)} samples of {requests} requests, of which {cut_off} were truncated, in {out}")
     if output is Output.JSON:
         print_json({"samples": len(samples), "requests": requests, "cut_off": cut_off, "file": str(out)})
 

@@ -71,7 +71,7 @@ class Copies:
     async def copy(self, request: cache_pb2.CopyRequest) -> Outcome:
         """Bring the prefix into the cache; how it ended. Whoever cancels it ends it."""
         if self._copying or len(self._pulls) or self._importing():
-            outcome = Outcome("busy", reason="another copy, or KV that users wait for, is on its way")
+            outcome = Outcome("busy", reason="another copy, or KV that users wait for, is in transit")
         else:
             self._copying = True
             try:

@@ -134,7 +134,7 @@ class Pulls:
             async with asyncio.timeout(self._parts.timeout_s):
                 return await self._pull(submission)
         except TimeoutError:
-            return Outcome("late", reason=f"not here within {self._parts.timeout_s:g} s")
+            return Outcome("late", reason=f"did not arrive within {self._parts.timeout_s:g} s")
         except EngineRefusal as error:
             return Outcome("refused", reason=str(error))
         except KvIdentityError as error:
@@ -152,7 +152,7 @@ class Pulls:
         self._parts.metrics.pulls[outcome.word] += 1
         self._parts.metrics.pulled_tokens += outcome.blocks * self._parts.shape.block_tokens
         if outcome.reason:
-            log.info("%s is computed: nothing from %s: %s", submission.request_id, holder, outcome.reason)
+            log.info("%s is computed: no prefix from %s: %s", submission.request_id, holder, outcome.reason)
         ended_s, came = time.monotonic(), (outcome.blocks, outcome.bytes)
         self._parts.spans.pulled(submission.traceparent, began_s, ended_s, holder, outcome.word, *came)
 
@@ -212,7 +212,7 @@ class Pulls:
                 raise KvIdentityError(difference)
             count = min(lent.blocks, len(names))
             if not count:
-                return Outcome("gone", reason="it holds none of it any more")
+                return Outcome("gone", reason="the holder no longer has any of it")
             began_s = time.monotonic()
             size = await self._transfer(fetch_id, names[:count], lent)
             parts.incoming.add(size, time.monotonic() - began_s)

@@ -64,11 +64,11 @@ class Profiler:
         Raises Refused, MeasuringFailed, StoreUnavailable.
         """
         if self._busy:
-            raise Refused(f"{self._instance_id} is being measured already")
+            raise Refused(f"{self._instance_id} is already being profiled")
         if len(self._users) and not force:
             raise Refused(
-                f"{self._instance_id} carries {len(self._users)} requests: measure it when it is idle "
-                "(tailrace drain empties it), or force it"
+                f"{self._instance_id} carries {len(self._users)} requests: profile it when it is idle "
+                "(tailrace drain empties it), or use --force"
             )
         self._busy = True
         try:
@@ -82,7 +82,7 @@ class Profiler:
         """Unless there is one for its kind, measure; of equal workers that start together, one does, and the
         others wait for it. Without success a worker serves all the same. Raises StoreUnavailable."""
         if await self._store.get(f"{PROFILES}{self.kind}") is not None:
-            log.info("%s is profiled already as %s", self._instance_id, self.kind)
+            log.info("%s is already profiled as %s", self._instance_id, self.kind)
             return
         lease = await self._store.grant_lease(budget_s + _MARGIN_S)
         if await self._store.create_leased(self._lock, self._instance_id.encode(), lease):
@@ -108,7 +108,7 @@ class Profiler:
                     if not mapping:
                         return
         except TimeoutError:
-            log.warning("%s starts without a profile: nobody finished one", self._instance_id)
+            log.warning("%s starts without a profile: no worker finished one", self._instance_id)
 
     def _log(self, text: str) -> None:
         log.info("%s profiles: %s", self._instance_id, text)

@@ -283,7 +283,7 @@ class RankAgent:
             kv = await transport.client.connect(command.source, Ticket(command.ticket))
             if cancelled():
                 await run_to_completion(kv.close())
-                raise KvTransferError("the transfer was ended")
+                raise KvTransferError("the transfer was aborted")
             self._memory.expect(command.request_id)
             transport.transfers[command.transfer] = _Transfer(command.request_id, kv)
 
@@ -297,7 +297,7 @@ class RankAgent:
         try:
             await asyncio.wait({transfer.pulling})
             if transfer.pulling.cancelled():
-                raise KvTransferError("the transfer was ended")
+                raise KvTransferError("the transfer was aborted")
             return Pulled(transfer.pulling.result())
         finally:
             transfer.pulling = None

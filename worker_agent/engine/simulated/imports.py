@@ -232,7 +232,7 @@ class Imports:
             if slots is not None:
                 return _Import(request, slots)
         if scheduler.free_slots < 1:
-            raise NoRoom("as many requests run here as may")
+            raise NoRoom("the batch is full")
         raise NoRoom(f"{blocks} KV blocks are needed and {pool.free} free")
 
     def _wait_on_host(self, request: Request, slots: list[int]) -> None:

@@ -97,7 +97,7 @@ class Prefixes:
     def _names(self, submission: Submission, most_blocks: int | None) -> list[bytes]:
         """Of the prompt's blocks, of so many at most; its last token is computed, whatever is here."""
         if not self._keeps_names:
-            raise EngineRefusal("its cache takes no blocks from elsewhere")
+            raise EngineRefusal("its cache does not accept blocks from other instances")
         try:
             request = self._reader.read(
                 submission.key, submission.epoch, submission.frames, submission.output_token_ids, "", ""
@@ -128,7 +128,7 @@ class Prefixes:
         """Engine.fetch_keep."""
         found = self._fetches.get(fetch_id)
         if found is None or not found.written.issuperset(range(blocks)):
-            raise EngineRefusal(f"{fetch_id}: its blocks have not come")
+            raise EngineRefusal(f"{fetch_id}: its blocks have not arrived")
         count = found.held + blocks
         kept, found.blocks = found.blocks[:count], found.blocks[count:]
         self._pool.release(kept, found.names[:count])

@@ -64,7 +64,7 @@ class Adapters:
 
     def _have(self, asked: LoRARequest, version: str) -> LoRARequest:
         if not self._enabled:
-            raise EngineRefusal(f"adapter {asked.lora_name}: this engine takes none (enable_lora)")
+            raise EngineRefusal(f"adapter {asked.lora_name}: this engine accepts no adapters (enable_lora)")
         key = (asked.lora_name, asked.lora_path, version)
         known = self._known.get(key)
         if known is None and self._most is not None and len(self._known) >= self._most:
@@ -91,6 +91,6 @@ class Adapters:
             raise EngineRefusal(reason) from error
         if self._versions.of(asked.lora_path) != version:
             raise EngineRefusal(
-                f"adapter {asked.lora_name}: {asked.lora_path} has changed while it was loaded"
+                f"adapter {asked.lora_name}: {asked.lora_path} changed while it was being loaded"
             )
         return replace(own, load_inplace=False)

@@ -94,7 +94,7 @@ class Admission:
             raise EngineRefusal(f"its message is that of request {request.request_id}")
         outputs = list(submission.output_token_ids)
         if self._core.pooling and outputs:
-            raise EngineRefusal("a pooling model goes on with no output")
+            raise EngineRefusal("a pooling model cannot continue an output")
         if request.num_tokens + len(outputs) > self._core.max_model_len:
             raise EngineRefusal(f"{len(outputs)} output tokens are more than fit max_model_len")
         phases = PhaseTracker(self._core.marks, request.prompt_token_ids or ())
@@ -131,10 +131,10 @@ class Admission:
                     raise refusal
                 self._go_on(entry, outputs, submission.sampling_state)
             except EngineRefusal as error:
-                _log.warning("request %s cannot go on: %s", request.request_id, error)
+                _log.warning("request %s cannot continue: %s", request.request_id, error)
                 self._fail(submission)
             except Exception:  # noqa: BLE001 - as in submit
-                _log.exception("request %s cannot go on", request.request_id)
+                _log.exception("request %s cannot continue", request.request_id)
                 self._fail(submission)
 
         self._core.grammars.when_ready(request, go_on)

@@ -57,12 +57,12 @@ def connector_reason(config: VllmConfig) -> str:
         return ""
     alone = transfer.kv_connector_extra_config.get(_ALONE)
     if alone:
-        return f"kv_connector {alone} alone (in a MultiConnector, ours beside it, they move live)"
+        return f"kv_connector {alone} alone (inside a MultiConnector, requests migrate live)"
     if not transfer.is_kv_consumer:
         return f"kv_role {transfer.kv_role}: KV may come into blocks of steps in flight (not with kv_both)"
     parallel = config.parallel_config
     if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
-        return "other KV connectors on an engine of several ranks"
+        return "other KV connectors on an engine with several ranks"
     if transfer.has_connector("OffloadingConnector") and lacks_offloading():
         return f"this vLLM's OffloadingConnector lacks {', '.join(lacks_offloading())}"
     return ""

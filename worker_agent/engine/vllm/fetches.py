@@ -104,7 +104,7 @@ class Fetches:
         EngineRefusal."""
         found = self._fetches.get(fetch_id)
         if found is None or not found.written.issuperset(range(blocks)):
-            raise EngineRefusal(f"{fetch_id}: its blocks have not come")
+            raise EngineRefusal(f"{fetch_id}: its blocks have not arrived")
         main = self._core.layout.main
         assert main is not None
         self._core.block_pool.cache_full_blocks(
@@ -145,10 +145,10 @@ class Fetches:
     def _request(self, submission: Submission) -> Request:
         core = self._core
         if not core.layout.plain or not core.finds_by_name:
-            raise EngineRefusal("its cache takes no blocks from elsewhere")
+            raise EngineRefusal("its cache does not accept blocks from other instances")
         request = core.decode(submission.frames, submission.key.client, submission.adapter_version)
         if request.skip_reading_prefix_cache:
-            raise EngineRefusal("the request is to read no cache")
+            raise EngineRefusal("the request must not read the cache")
         if submission.output_token_ids:
             request.append_output_token_ids(list(submission.output_token_ids))
         return request

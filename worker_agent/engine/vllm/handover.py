@@ -28,12 +28,12 @@ def _version_reason(version: str) -> str:
     if ".".join(version.split(".")[:2]) in TESTED_VERSIONS:
         return ""
     tested = ", ".join(f"{each}.x" for each in TESTED_VERSIONS)
-    _log.warning("vLLM %s is not among the versions tested (%s): requests move by replay", version, tested)
+    _log.warning("vLLM %s is not among the tested versions (%s): requests migrate by replay", version, tested)
     return f"vLLM {version}: live migration is tested with {tested}"
 
 
 def _feature_reason(config: VllmConfig) -> str:
     speculative = config.speculative_config
     if speculative is not None and speculative.method != "ngram":
-        return f"speculative decoding by {speculative.method}: its draft model's state does not travel"
+        return f"speculative decoding by {speculative.method}: its draft model's state cannot be transferred"
     return ranks_reason(config) or connector_reason(config)

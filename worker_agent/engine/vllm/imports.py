@@ -84,7 +84,7 @@ class Import:
     def settled_places(self, first_block: int, num_blocks: int) -> list[int]:
         """The places of those of these blocks that have one already. Any thread. Raises EngineRefusal."""
         if first_block < self.held:
-            raise EngineRefusal(f"the first {self.held} blocks are here already")
+            raise EngineRefusal(f"the first {self.held} blocks are already here")
         now = num_blocks if self.settled is None else max(0, min(num_blocks, self.settled - first_block))
         places = self.places[first_block : first_block + now]
         if len(places) != now:
