@@ -107,7 +107,7 @@ def test_a_viewer_looks_and_does_not_change(cluster: Cluster) -> None:
     assert "ttft" in cluster.tailrace("get", "slo", "--tls", own).stdout
     refused = cluster.tailrace("set", "slo", "ttft=9", "--tls", own)
     assert refused.returncode == 1
-    assert "the certificate of v is of role viewer; /tailrace.v1.Admin/SetSlo needs admin" in refused.stderr
+    assert "the certificate of v has role viewer; /tailrace.v1.Admin/SetSlo requires admin" in refused.stderr
 
 
 def test_the_wrong_certificate_is_told(cluster: Cluster, tmp_path: Path) -> None:

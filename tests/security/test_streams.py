@@ -131,7 +131,7 @@ async def test_a_wrong_role_is_told(
 ) -> None:
     worker = transport(authority, Role.WORKER)
     reason = await refused(worker, transport(authority, role).dial(Role.WORKER))
-    assert reason == f"the certificate of x is of role {role.value}; this stream needs frontend"
+    assert reason == f"the certificate of x has role {role.value}; this stream requires frontend"
     assert reason in caplog.text
 
 
