@@ -22,10 +22,10 @@ help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  variables for up: WORKERS=$(WORKERS) ENGINE=$(ENGINE) FRONT=$(FRONT) PORT=$(PORT) POLICY=$(POLICY)"
 
-install: ## Make .venv ready (FRONT=rust: with vLLM's Rust front end)
+install: ## Set up .venv (FRONT=rust: with vLLM's Rust front end)
 	@scripts/install.sh $(if $(filter rust,$(FRONT)),--rust)
 
-up: install ## Start a local cluster; prints a curl line that works
+up: install ## Start a local cluster and print a working curl command
 	@$(TAILRACE) up --workers $(WORKERS) --engine $(ENGINE) --front $(FRONT) --port $(PORT) \
 		$(if $(POLICY),--policy $(POLICY))
 
@@ -40,7 +40,7 @@ test: ## Run the tests
 	$(PYTHON) -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 12 --max-worker-restart 0 \
 		-o faulthandler_timeout=400 -o faulthandler_exit_on_timeout=true
 
-lint: install ## Check style, types and the direction of imports
+lint: install ## Check style, types and import directions
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
@@ -53,76 +53,76 @@ format: install ## Format the code
 protos: ## Generate tailrace/v1 from protos/
 	$(PYTHON) scripts/gen_protos.py
 
-docs: install ## Build the documentation's site in build/site
+docs: install ## Build the documentation site in build/site
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
 
-sbom: install ## Write dist/sbom-*.json (CycloneDX) of what the lock files install
+sbom: install ## Write dist/sbom-*.json (CycloneDX) for the packages of the lock files
 	@mkdir -p dist
 	@for name in control simulated gpu; do \
 		$(PYTHON) -m cyclonedx_py requirements deploy/locks/$$name.txt --pyproject pyproject.toml -o dist/sbom-$$name.json; \
 	done; ls -l dist/sbom-*.json
 
-bundle: install ## An offline installation in dist/bundle, in files of PART_MB (ENGINE=cpu, BUNDLE_PYTHON=3.12, CONTENTS=, TORCH=host)
+bundle: install ## Build an offline installation in dist/bundle, in files of PART_MB (ENGINE=cpu, BUNDLE_PYTHON=3.12, CONTENTS=, TORCH=host)
 	$(PYTHON) -m scripts.bundle --part-mb $(PART_MB) $(if $(filter cpu,$(ENGINE)),--engine cpu) \
 		$(if $(BUNDLE_PYTHON),--python $(BUNDLE_PYTHON)) $(if $(CONTENTS),--contents $(CONTENTS)) \
 		$(if $(TORCH),--torch $(TORCH))
 
-check-gpu: install ## What only a GPU can show (PART=transfer|serving|migration|lengths|profile, ARGS=)
+check-gpu: install ## Run the checks that need a GPU (PART=transfer|serving|migration|lengths|profile, ARGS=)
 	$(PYTHON) -m benchmarks.gpu $(PART) $(ARGS)
 
-soak: install ## Run the slow tests: kills, partitions and migrations at random
+soak: install ## Run the slow tests: random kills, partitions and migrations
 	$(PYTHON) -m pytest -m slow --timeout 1800
 
-mutants: install ## Change lines of the pure modules at random: do their tests notice? (ARGS="--count 20 --seed 2 MODULE")
+mutants: install ## Mutation testing of the pure modules (ARGS="--count 20 --seed 2 MODULE")
 	@$(PYTHON) -c 'import cosmic_ray' 2>/dev/null || $(PYTHON) -m pip install -q --disable-pip-version-check -e '.[mutants]'
 	$(PYTHON) -m benchmarks.mutants $(ARGS)
 
-test-features: install ## Speculation, adapters, embedding, images: moved streams against undisturbed (ARGS="--resume adapters")
+test-features: install ## Speculation, adapters, embedding, images: migrated streams against undisturbed ones (ARGS="--resume adapters")
 	$(PYTHON) -m benchmarks.features $(ARGS)
 
 test-models: install ## Every architecture in every way that vLLM runs it, each stream moved twice (ARGS=--resume)
 	$(PYTHON) -m benchmarks.models $(ARGS)
 
-test-vllm: ## The vLLM workers' tests on another version, in an environment of its own (VERSION=0.31.0)
+test-vllm: ## Run the vLLM workers' tests on another vLLM version, in a separate environment (VERSION=0.31.0)
 	@scripts/install.sh --vllm $(VERSION)
 	build/vllm-$(VERSION)/bin/python -m worker_agent.engine.vllm.internals
 	build/vllm-$(VERSION)/bin/python -m pytest -m "vllm and not slow" $(or $(TESTS),tests/worker tests/wire) $(ARGS)
 
-test-ranks: ## Engines of two ranks: kill -9 of a rank in mid-stream and in each step of a migration
+test-ranks: ## Engines with two ranks: kill -9 of a rank during a stream and in each step of a migration
 	@scripts/install.sh --rust
 	$(PYTHON) -m pytest -m slow tests/e2e/test_ranks.py tests/worker/test_vllm_ranks.py --timeout 1200
 
-bench-stream: ## Through the front ends against plain vllm serve (ARGS="--against clear": what mutual TLS costs)
+bench-stream: ## Throughput through the front ends against plain vllm serve (ARGS="--against clear": overhead of mutual TLS)
 	@scripts/install.sh --rust
 	$(PYTHON) -m benchmarks.stream $(ARGS)
 
-bench-transfer: install ## KV transfer and the pause of a migration
+bench-transfer: install ## KV transfer rate and migration pause
 	$(PYTHON) -m benchmarks.transfer
 
-bench-swap: install ## What a swap to host memory costs a step of a real worker
+bench-swap: install ## Step time of a swap to host memory on a real worker
 	$(PYTHON) -m benchmarks.swap
 
 bench-scale: ## 100 simulated workers, 1,000 streams
 	@scripts/install.sh --rust
 	$(PYTHON) -m benchmarks.scale
 
-bench-decisions: install ## Cost of each policy's decisions at 16 to 1,024 instances, and of the prefix index (ARGS=--only=cache)
+bench-decisions: install ## Decision latency of each policy at 16 to 1,024 instances, and of the prefix index (ARGS=--only=cache)
 	$(PYTHON) -m benchmarks.decisions $(ARGS)
 
 bench-validation: ## A real worker, profiled and loaded, against the simulator
 	@scripts/install.sh --rust
 	$(PYTHON) -m benchmarks.validation $(ARGS)
 
-bench-simulation: install ## Seconds that simulations take (TAILRACE_DATA=folder of the public data)
+bench-simulation: install ## Run time of simulations (TAILRACE_DATA=folder with the public data)
 	$(PYTHON) -m benchmarks.simulation $(if $(TRACE),--trace $(TRACE))
 
-bench-policies: install ## Every policy on every paper's ground and on a mix (TAILRACE_DATA=folder of the public data, ARGS=--quick)
+bench-policies: install ## Every policy on every paper's workload and on a mix (TAILRACE_DATA=folder with the public data, ARGS=--quick)
 	$(PYTHON) -m benchmarks.policies $(ARGS)
 
-bench-cache: install ## Placing by prefix on Mooncake's conversations, simulated (TAILRACE_DATA as above)
+bench-cache: install ## Prefix-aware placement on Mooncake's conversations, simulated (TAILRACE_DATA as above)
 	$(PYTHON) -m benchmarks.cache $(ARGS)
 
-bench-cache-ahead: install ## Hot prefixes copied to a second instance before they are needed, simulated
+bench-cache-ahead: install ## Hot prefixes copied to a second instance in advance, simulated
 	$(PYTHON) -m benchmarks.cache_ahead $(ARGS)
 
 bench-cache-vllm: install ## The simulator's prefix cache against real vLLM's, request by request
@@ -131,42 +131,42 @@ bench-cache-vllm: install ## The simulator's prefix cache against real vLLM's, r
 bench-cache-router: install ## Conversations on Tailrace and on plain vLLM servers behind vLLM's router (ARGS=--router DIR)
 	$(PYTHON) -m benchmarks.cache_router $(ARGS)
 
-bench-pull: ## A prefix pulled from another real vLLM worker against one that is computed
+bench-pull: ## A prefix pulled from another real vLLM worker against computing it
 	@scripts/install.sh --rust
 	$(PYTHON) -m benchmarks.pull $(ARGS)
 
-bench-cache-live: ## Conversations on two real vLLM workers, placed with and without regard to prefixes
+bench-cache-live: ## Conversations on two real vLLM workers, with and without prefix-aware placement
 	@scripts/install.sh --rust
 	$(PYTHON) -m benchmarks.cache_live $(ARGS)
 
-bench-real: ## PASCAL, Arrow, ARES, CascadeInfer and switching on real vLLM workers, answers checked (ARGS=--quick)
+bench-real: ## PASCAL, Arrow, ARES, CascadeInfer and policy switching on real vLLM workers, with every answer checked (ARGS=--quick)
 	@scripts/install.sh --rust
 	$(PYTHON) -m benchmarks.real $(ARGS)
 
-bench-overload: install ## What one tenant's overload, and everybody's, does to those who are served (ARGS=--admit 0.5)
+bench-overload: install ## Effect of overload by one tenant, and by all, on the served requests (ARGS=--admit 0.5)
 	$(PYTHON) -m benchmarks.overload $(ARGS)
 
 bench-live: install ## Slices of traces on live simulated engines and in the simulator (TAILRACE_DATA as above, ARGS=--quick)
 	$(PYTHON) -m benchmarks.live $(ARGS)
 
-bench-replays: install ## Live runs under each policy, recorded, replayed, and put to the other policies
+bench-replays: install ## Live runs under each policy, recorded, and replayed with all policies
 	$(PYTHON) -m benchmarks.replays $(ARGS)
 
-bench-etcd: install ## Leaders, views and streams while one etcd member of three fails (ARGS=--no-streams)
+bench-etcd: install ## Leaders, views and streams while one of three etcd members fails (ARGS=--no-streams)
 	$(PYTHON) -m benchmarks.etcd_faults $(ARGS)
 
-strangers: ## Every port of a cluster with certificates, tried from another network namespace; and a capture of its links
+strangers: ## Try every port of a cluster with certificates from another network namespace, and capture its links
 	@scripts/install.sh --rust
 	$(PYTHON) -m benchmarks.strangers $(ARGS)
 
-fuzz: ## Every gRPC method and message stream with random and damaged input (ARGS="--inputs 200 --seed 2")
+fuzz: ## Every gRPC method and message stream with random and corrupted input (ARGS="--inputs 200 --seed 2")
 	@scripts/install.sh --rust
 	$(PYTHON) -m benchmarks.fuzz $(ARGS)
 
-chaos: ## A cluster under faults drawn by a seed (root; ARGS="--faults 300 --seed 1 --workers 8 --streams 30 -o json")
+chaos: ## A cluster under random faults (root; ARGS="--faults 300 --seed 1 --workers 8 --streams 30 -o json")
 	@scripts/install.sh --rust
 	$(PYTHON) -m benchmarks.chaos $(ARGS)
 
-claims: install ## Every claim of the papers, with JSON and a page in benchmarks/results (TAILRACE_DATA as above)
+claims: install ## Reproduce every claim of the papers, with JSON and a page in benchmarks/results (TAILRACE_DATA as above)
 	$(TAILRACE) claims $(if $(TAILRACE_DATA),--traces $(TAILRACE_DATA)/traces) \
 		--save benchmarks/results/claims.json --report benchmarks/results/claims.html
