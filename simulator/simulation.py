@@ -47,7 +47,7 @@ _IDLE_TICKS = 1_000
 
 
 class SimulationError(Exception):
-    """The simulation cannot go on: a policy named what does not exist, or requests wait for nothing."""
+    """The simulation cannot go on: a policy named what does not exist, or requests can never run."""
 
 
 class _Fixed:
@@ -116,7 +116,7 @@ class Simulation:
         told = 0
         while concluded.count < total:
             if not events:
-                raise SimulationError(f"{total - concluded.count} requests wait for nothing")
+                raise SimulationError(f"{total - concluded.count} requests can never run")
             now = events.step()
             if progress is not None and (concluded.count - told) * 200 >= total:
                 told = concluded.count
@@ -278,7 +278,7 @@ class Simulation:
         assert interval_s is not None
         self._idle_ticks = 0 if self._events.foreground else self._idle_ticks + 1
         if self._idle_ticks > _IDLE_TICKS:
-            raise SimulationError(f"{len(self.jobs) - self._concluded.count} requests wait for nothing")
+            raise SimulationError(f"{len(self.jobs) - self._concluded.count} requests can never run")
         self._runner.tick(Moment(now, now))
         self._events.background(now + interval_s, self._tick)
 

@@ -165,8 +165,8 @@ class FrontEnds:
         if older.incarnation != hello.incarnation:
             if time.monotonic() - older.last_received_s < _ALIVE_S:
                 raise AttachRefused(
-                    f"another process attached as front end {hello.frontend_id} and is alive; give each front"
-                    " end an id of its own (--id)"
+                    f"another process attached as front end {hello.frontend_id} and is alive; give "
+                    "each front end its own --id"
                 )
         elif hello.attempt < older.attempt:
             raise AttachRefused("a later connection of this front end is attached")

@@ -12,7 +12,7 @@ from simulator.parallel import Progress, Task, run_tasks
 
 
 class UnknownClaimError(ValueError):
-    """There is no claim or paper of that name; the message says which there are."""
+    """There is unknown claim or paper of that name; the message says which there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,9 @@ def select(everything: Sequence[Experiment], wanted: Sequence[str]) -> tuple[lis
         matching = {c.claim_id for c in claims if word.lower() in (c.claim_id.lower(), c.paper.lower())}
         if not matching:
             papers = ", ".join(dict.fromkeys(claim.paper for claim in claims))
-            raise UnknownClaimError(f"no claim or paper {word!r}; papers: {papers}; --list shows the claims")
+            raise UnknownClaimError(
+                f"unknown claim or paper {word!r}; papers: {papers}; --list shows the claims"
+            )
         chosen |= matching
     needed = [e for e in everything if chosen & {claim.claim_id for claim in e.claims}]
     return needed, chosen

@@ -160,7 +160,9 @@ def fleet_of(
     except LengthPenaltyError as error:
         raise UsageProblem(f"--length-penalty: {error}") from error
     if prefill_instances is not None and prefill_instances >= instances:
-        raise UsageProblem(f"--prefill-instances: {prefill_instances} of {instances} leaves nobody to decode")
+        raise UsageProblem(
+            f"--prefill-instances: {prefill_instances} of {instances} leaves no instance to decode"
+        )
     return Fleet(profile, instances, penalty, prefill_instances, prefix_caching)
 
 

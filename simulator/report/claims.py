@@ -18,7 +18,7 @@ _SIGNS: Final[Mapping[Verdict, tuple[str, Literal["yes", "partly", "no", "unknow
     Verdict.NOT_REPRODUCIBLE: ("–", "unknown"),
 }
 _SUBTITLE: Final = (
-    "Holds: same direction, and the effect within a third of the paper's. Direction only: another size. All "
+    "Holds: same direction, within a third of the paper's effect. Direction only: a different size. All "
     "rows of a paper run with the same defaults."
 )
 

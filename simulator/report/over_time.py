@@ -42,8 +42,10 @@ def kv_use(detail: Detail) -> str:
     peak = float(share.max(initial=0.0))
     waiting = int(series.waiting.sum(axis=1).max(initial=0))
     caption = (
-        f"A row an instance, of {detail.kv_capacity_tokens:,} tokens each; the fullest reached {peak:.0%}. "
-        f"At most {waiting:,} requests waited at a time in the whole cluster."
+        f"One row per instance, with {detail.kv_capacity_tokens:,} tokens each; the fullest reached "
+        f"{peak:.0%}. "
+        f"{peak:.0%}. "
+        f"{peak:.0%}. At most {waiting:,} requests waited at a time in the whole cluster."
     )
     return figure(
         strip_chart("KV use over time", rows, detail.end_s), caption, ramp_legend("KV empty", "full")
@@ -63,7 +65,7 @@ def pool_membership(detail: Detail) -> str:
     legend = colour_legend([words for pool, words in _POOLS.items() if pool in seen])
     flips = len(series.pools) - len(series.instance_ids)
     changes = "No instance changed its pool" if not flips else f"{flips} changes of pool"
-    caption = f"A row an instance. {changes}; an instance that changes goes on with what it has."
+    caption = f"One row per instance. {changes}; an instance that changes finishes the work it has."
     return figure(strip_chart("pools over time", rows, detail.end_s), caption, legend)
 
 
@@ -73,8 +75,8 @@ def stages(detail: Detail) -> str:
     if not any(change.stages for change in changes):
         return ""
     caption = (
-        "A band a stage: requests whose context is that long belong on its instances. A boundary that moves "
-        "is a refinement, a new number of bands a new plan. The axis is logarithmic."
+        "One band per stage, for requests with contexts of that length. A moving boundary is a "
+        "refinement, a new number of bands is a new plan. The axis is logarithmic."
     )
     return figure(stage_chart(changes, detail.end_s), caption)
 
@@ -92,7 +94,7 @@ def migrations(detail: Detail) -> str:
         counts[migration.reason][place] += 1
     width_s = detail.end_s / _BARS
     legend = colour_legend([(reason, f"f{n % PALETTE}") for n, reason in enumerate(reasons)])
-    caption = f"Committed migrations, a bar for each {width_s:.3g} s."
+    caption = f"Committed migrations, one bar per {width_s:.3g} s."
     picture = figure(
         stacked_bars("migrations over time", "migrations", counts, detail.end_s), caption, legend
     )
@@ -117,7 +119,10 @@ def _table(asked: Sequence[MigrationRecord], reasons: Sequence[str]) -> str:
         )
     outcomes = [outcome.value.replace("_", " ") for outcome in MigrationOutcome]
     headings = ["reason", "asked", *outcomes, "GiB sent", "pause P50 (ms)", "pause P99 (ms)"]
-    caption = "Overtaken: the request ended or was preempted first. What is not moved goes on where it is."
+    caption = (
+        "Overtaken: the request ended or was preempted first. Requests that do not migrate continue "
+        "where they are."
+    )
     return table(headings, rows, caption)
 
 

@@ -125,8 +125,8 @@ def _table(group: Group) -> str:
         rows.append(row)
     headings = ["policy", *(_heading(SHOWN[name].heading) for name in _COLUMNS), "migrations", "refused"]
     caption = (
-        f"{len(group.cells[0].outcomes)} seeds{_at(group)}: mean ± half of a 95% interval (Student's t). "
-        "Bold: the best mean; coloured too: those that cannot be told from it, seed by seed."
+        f"{len(group.cells[0].outcomes)} seeds{_at(group)}: mean ± half of a 95% interval (Student's "
+        "t). Bold: the best mean; coloured: those not distinguishable from it, paired by seed."
     )
     return table(headings, rows, caption)
 

@@ -61,7 +61,7 @@ class EarliestDue(IntraPolicy):
         PASS_OVER,
     )
     needs = (Fact.TTFT_SLO, Fact.PACE)
-    summary = "by when the next token is due; who is far ahead of the reader yields KV; late prompts last"
+    summary = "by when the next token is due; requests far ahead of their reader yield KV; late prompts last"
     preemptive = True
 
     def __init__(

@@ -36,7 +36,9 @@ class PrefixAffinity(Policy):
         ),
         replace(PULLS, source="false: Dynamo's router; true: ours"),
     )
-    summary = "each arrival where most of its prefix is, less load, as Dynamo's and llm-d's routers have it"
+    summary = (
+        "each arrival where most of its prefix is cached, minus load, as in the routers of Dynamo and llm-d"
+    )
 
     def __init__(
         self, *, overlap_weight: float = 1.0, pulls: bool = False, profile: Profile | None = None

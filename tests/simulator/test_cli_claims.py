@@ -95,7 +95,7 @@ def test_selection(wanted: tuple[str, ...], experiments_: list[str], ids: set[st
 
 
 def test_unknown_claims() -> None:
-    with pytest.raises(UnknownClaimError, match="no claim or paper 'x'; papers: Test, Other"):
+    with pytest.raises(UnknownClaimError, match="unknown claim or paper 'x'; papers: Test, Other"):
         select([FIRST, SECOND], ["x"])
 
 
@@ -159,7 +159,10 @@ def test_list_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_usage(tmp_path: Path) -> None:
     result = run("claims", "Z9")
     assert result.exit_code == 2
-    assert result.stderr == "tailrace: no claim or paper 'Z9'; papers: Test, Other; --list shows the claims\n"
+    assert (
+        result.stderr
+        == "tailrace: unknown claim or paper 'Z9'; papers: Test, Other; --list shows the claims\n"
+    )
     result = run("claims", "--save", tmp_path / "no" / "x.json")
     assert result.exit_code == 2
     assert "--save: there is no folder" in result.stderr

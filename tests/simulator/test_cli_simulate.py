@@ -103,7 +103,7 @@ def test_nothing_finished_is_no_number(tmp_path: Path) -> None:
         (("pascal", "r1", "--rate", "5", "--profile", "none"), "--profile: no profile 'none'"),
         (("pascal", "r1", "--rate", "5", "--length-penalty", "x"), "--length-penalty: no length penalty 'x'"),
         (("pascal", "r1", "--rate", "5", "--instances", "0"), "'--instances': 0 is not in the range"),
-        (("arrow", "r1", "--rate", "5", "--prefill-instances", "8"), "leaves nobody to decode"),
+        (("arrow", "r1", "--rate", "5", "--prefill-instances", "8"), "leaves no instance to decode"),
         (("pascal", "r1", "--rate", "0"), "'--rate'"),
         (("pascal", "r1", "--rate", "5", "--predict", "psychic"), "'--predict'"),
         (("pascal", "r1", "--rate", "5", "--report", "/no/such/folder/x.html"), "no folder /no/such/folder"),

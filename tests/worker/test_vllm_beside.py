@@ -156,7 +156,7 @@ async def test_blocks_that_are_still_to_be_stored_are_not_taken(engine: VllmEngi
     await engine.export_release(bundle.request_id)
     # The free blocks are theirs, and none of their copies has been made.
     ended = await others(engine, front, 90)
-    with pytest.raises(NoRoom, match="another KV connector still reads"):
+    with pytest.raises(NoRoom, match="another KV connector is still reading"):
         await bundle.reserve(moved)
     COPIES.held = False
     while True:

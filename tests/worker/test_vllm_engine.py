@@ -872,7 +872,7 @@ async def test_a_block_that_changed_on_the_way_is_refused(engine: VllmEngine, fr
         pause.sampling_state,
         0.0,
     )
-    with pytest.raises(KvCorrupt, match="its tokens are not those"):
+    with pytest.raises(KvCorrupt, match="its tokens do not match"):
         await engine.import_prepare(stream.request_id, wrong)
     await engine.import_drop(stream.request_id)
 
@@ -1221,7 +1221,7 @@ async def test_utility_calls(engine: VllmEngine, front: Front) -> None:
     answer: EngineCoreOutputs = decoder.decode(front.utilities[1])
     assert "generate" in answer.utility_output.result.result
     refused: EngineCoreOutputs = decoder.decode(front.utilities[2])
-    assert "not for a worker" in refused.utility_output.failure_message
+    assert "not available on a fleet" in refused.utility_output.failure_message
 
 
 # ---- plain vLLM, last: it has had the time of all the others to start

@@ -77,7 +77,7 @@ class Tailrace(Policy):
         ),
     )
     batch_order = "earliest_due"
-    summary = "ours: the four papers' mechanisms under one cost, in predicted seconds"
+    summary = "Tailrace's own: the four papers' mechanisms under one cost, in predicted seconds"
 
     def __init__(
         self,

@@ -418,7 +418,7 @@ class Imports:
         """The source's name for each full block must be what its tokens give here."""
         for number, name in enumerate(hashes, first_block):
             if name and name != self._core.block_name(request, number):
-                raise KvCorrupt(f"block {number}: its tokens are not those whose KV was sent")
+                raise KvCorrupt(f"block {number}: its tokens do not match the transferred KV")
 
 
 def _prediction(pause: ExportedPause, emitted: int) -> LengthPrediction | None:

@@ -262,8 +262,8 @@ def _refuse(lacks: list[str]) -> None:
     if lacks:
         tested = ", ".join(f"{each}.x" for each in TESTED_VERSIONS)
         raise VllmLacks(
-            f"vLLM {installed_version()} lacks what a worker uses of it: {', '.join(lacks)}; "
-            f"tested are {tested}"
+            f"vLLM {installed_version()} lacks names that workers need: {', '.join(lacks)}; tested "
+            f"versions: {tested}"
         )
 
 

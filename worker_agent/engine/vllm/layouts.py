@@ -76,13 +76,13 @@ def live_reason(config: KVCacheConfig) -> str:
             if isinstance(spec, MambaSpec):
                 if spec.mamba_cache_mode != "none":
                     return (
-                        f"recurrent state in prefix caching's mode {spec.mamba_cache_mode!r} "
-                        "(enable_prefix_caching=false has it live)"
+                        f"recurrent state in prefix caching's mode {spec.mamba_cache_mode!r} (with "
+                        "enable_prefix_caching=false, requests migrate live)"
                     )
             elif type(spec) is not SlidingWindowSpec and not isinstance(spec, FullAttentionSpec):
-                return f"{type(spec).__name__} KV cannot move live"
+                return f"{type(spec).__name__} KV cannot migrate live"
     if len({spec.page_size_bytes for spec in _all_specs(config)}) != 1:
-        return "layers with KV pages of different sizes cannot move live"
+        return "layers with KV pages of different sizes cannot migrate live"
     return ""
 
 
@@ -120,7 +120,7 @@ def pages(
             if layer.data_ptr() != memory.data_ptr() + start:
                 if len(config.kv_cache_groups) == 1:
                     return [each for each in caches.values() if isinstance(each, torch.Tensor)]
-                raise RuntimeError(f"the KV of {name} does not lie where vLLM's configuration has it")
+                raise RuntimeError(f"the KV of {name} is not where vLLM's configuration places it")
             flat = torch.empty(0, dtype=torch.uint8, device=layer.device).set_(memory)
             shape = (config.num_blocks, specs[name].page_size_bytes)
             views[(memory.data_ptr(), start)] = flat.as_strided(shape, (tensor.block_stride, 1), start)

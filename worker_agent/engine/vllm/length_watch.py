@@ -32,8 +32,8 @@ class LengthWatch:
         if predictor.description.hidden_size != wanted:
             found = predictor.description
             raise RuntimeError(
-                f"length predictor {file} is for a hidden size of {found.hidden_size} ({found.model}), "
-                f"this model's is {wanted}"
+                f"length predictor {file} has hidden size {found.hidden_size} ({found.model}), but "
+                f"this model has {wanted}"
             )
         predictions = LengthPredictions(predictor, table)
         return cls(core.tap(predictions.take), predictions)

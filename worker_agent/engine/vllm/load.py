@@ -147,7 +147,7 @@ class LoadedCore:
         if self.scheduler.beside:
             return "other KV connectors"
         if not self.finds_by_name:
-            return "no prefix caching, or blocks that are not hashed one by one"
+            return "no prefix caching, or blocks that are not hashed individually"
         return "" if self.host.total else "no host memory for KV"
 
     # ---- steps
@@ -205,7 +205,7 @@ class LoadedCore:
             runner = self.config.model_config.runner_type
             raise EngineRefusal(f"what a {runner!r} runner (runner) does not do")
         if message.prompt_token_ids is None or message.resumable:
-            raise EngineRefusal("only prompts of tokens, whole ones, can run")
+            raise EngineRefusal("only complete prompts of token IDs are supported")
         prompt = message.prompt_token_ids
         if not prompt or len(prompt) >= self.max_model_len + self.pooling:
             raise EngineRefusal(f"a prompt of {len(prompt)} tokens with max_model_len {self.max_model_len}")
@@ -409,7 +409,7 @@ class LoadedCore:
         if allocated is None:
             return False
         if self.scheduler.beside.may_read({each for ids in allocated.get_block_ids() for each in ids}):
-            raise NoRoom("no room: another KV connector still reads the KV blocks that are free")
+            raise NoRoom("no room: another KV connector is still reading the free KV blocks")
         if self.scheduler.needs_kv_cache_zeroing:
             # vLLM would do it in the next step, and what is received may be there by then.
             self._rpc("tailrace_zero", self.kv_manager.take_new_block_ids())
@@ -433,4 +433,4 @@ class LoadedCore:
 
 
 def _no_loop() -> None:
-    raise RuntimeError("no loop drives this engine core")
+    raise RuntimeError("this engine core has no loop")

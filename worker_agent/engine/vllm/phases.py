@@ -48,7 +48,9 @@ def load_marks(config: VllmConfig) -> ReasoningMarks | None:
         raise RuntimeError(f"reasoning parser {name!r} does not fit this model: {error}") from error
     ends = _end_token_ids(parser)
     if not ends:
-        raise RuntimeError(f"reasoning parser {name!r} ends reasoning by no single token; use another")
+        raise RuntimeError(
+            f"reasoning parser {name!r} has no single end-of-reasoning token; use another parser"
+        )
     return ReasoningMarks(parser, ends)
 
 

@@ -72,7 +72,7 @@ class LengthPredictions:
         try:
             self._batches.put(None, timeout=_STOP_DEADLINE_S)
         except queue.Full:
-            _log.warning("the length predictor did not end within %.0f s", _STOP_DEADLINE_S)
+            _log.warning("the length predictor did not stop within %.0f s", _STOP_DEADLINE_S)
             return
         self._thread.join(_STOP_DEADLINE_S)
 
@@ -85,7 +85,7 @@ class LengthPredictions:
                 self._predict(states)
             except RuntimeError:
                 # Requests go on without predictions, which is what policies take for "nobody predicts".
-                _log.exception("lengths are not predicted any more")
+                _log.exception("length prediction has stopped")
                 self._drop_all()
                 return
             self.cost.seconds += time.perf_counter() - begun

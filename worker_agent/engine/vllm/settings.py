@@ -98,7 +98,7 @@ def vllm_config(settings: VllmSettings) -> VllmConfig:
             kv_transfer_config=transfer,
         ).create_engine_config()
     except (TypeError, ValueError) as error:
-        raise RuntimeError(f"vLLM does not take these engine arguments: {_said(error)}") from error
+        raise RuntimeError(f"vLLM rejects these engine arguments: {_said(error)}") from error
     if config.use_v2_model_runner:
         require_runner_v2()
     if config.kv_transfer_config.kv_connector == "MultiConnector":

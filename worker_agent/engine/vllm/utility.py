@@ -58,7 +58,7 @@ class UtilityCalls:
 
     def _run(self, method: str, arguments: Sequence[object]) -> object:
         if method not in ALLOWED:
-            raise PermissionError(f"{method} is not for a worker of a fleet")
+            raise PermissionError(f"{method} is not available on a fleet's worker")
         bound = getattr(self._core.core, method)
         arguments = EngineCoreProc._convert_msgspec_args(bound, arguments)
         if method == "add_lora":
